@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from megatron.core.config_fields import flag, too_small
@@ -162,6 +163,15 @@ class CheckpointConfig:
         """Yields a problem for each impossible value, in the grammar of `config_fields`. Looks at no folder."""
         intervals = ("save_interval", "save_retain_interval", "save_hf_interval", "non_persistent_save_interval")
         yield from too_small(self, (*intervals, "keep_last"), 1)
+        temporary = self.non_persistent_global_ckpt_dir
+        for field in ("save", "load"):
+            root = getattr(self, field)
+            if root is not None and temporary is not None and Path(root).absolute() == Path(temporary).absolute():
+                yield (
+                    f"{{non_persistent_global_ckpt_dir}} is the folder of {{{field}:name}}, where each temporary "
+                    "checkpoint would replace all others; give another"
+                )
+                break
         if self.save_hf_interval and (not self.save_interval or self.save_hf_interval % self.save_interval):
             yield "{save_hf_interval}: give a multiple of {save_interval:name}, whose checkpoints are exported"
         if self.load_hf is not None and self.pretrained_checkpoint is not None:

@@ -15,6 +15,10 @@ from megatron.training.config.checkpoint import CheckpointConfig
         ({"finetune": True}, "--finetune needs --load: the folder to load from"),
         ({"non_persistent_save_interval": 0}, "--non-persistent-save-interval 0 must be at least 1"),
         (
+            {"non_persistent_save_interval": 2, "non_persistent_global_ckpt_dir": "./x"},
+            "--non-persistent-global-ckpt-dir ./x is the folder of --save",
+        ),
+        (
             {"load": "x", "finetune": True, "override_ckpt_iteration": 3},
             "--override-ckpt-iteration 3: with --finetune a run begins at iteration 0",
         ),
