@@ -98,12 +98,13 @@ def _product_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _weight_kernel(  # type: ignore[no-untyped-def]
-    total, left, right, left_factors, right_factors, block_ends, groups, per_group, out_width, in_width,
+    total, left, right, left_factors, right_factors, of_blocks, block_ends, groups, per_group, out_width, in_width,
     left_step, left_stride, right_step, right_stride,
     SCALE: tl.constexpr, PARTS: tl.constexpr, PRECISE: tl.constexpr, BLOCK: tl.constexpr,
     OUT: tl.constexpr, IN: tl.constexpr, BAND: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
-    """SCALE as in the kernel of products; PARTS: the segments of a group have factors of their own."""
+    """SCALE as in the kernel of products; PARTS: the segments of a group have factors of their own, and
+    the product of each block is scaled."""
     tiles_out, tiles_in = tl.cdiv(out_width, OUT), tl.cdiv(in_width, IN)
     of_group = tiles_out * tiles_in
     for tile in tl.range(tl.program_id(0), groups * of_group, tl.num_programs(0), flatten=FLATTEN):
@@ -128,14 +129,12 @@ def _weight_kernel(  # type: ignore[no-untyped-def]
                 right_factor = tl.load(of_right + number * right_step)
                 found += tl.dot(dy, x.T) * (left_factor[:, None] * right_factor[None, :])
         elif PARTS:
-            for part in range(segment, segment + per_group):
-                end = tl.load(block_ends + part)
-                product = tl.zeros((OUT, IN), tl.float32)
-                for number in range(block, end):
-                    dy, x = left.load([first_out, number * BLOCK]), right.load([first_in, number * BLOCK])
-                    product = _dot(dy, x, product, PRECISE, BLOCK)
+            # Not a loop over segments: on an H200, Triton 3.6 did not zero the inner loop's sum for each of them.
+            for number in range(block, last):
+                dy, x = left.load([first_out, number * BLOCK]), right.load([first_in, number * BLOCK])
+                part = tl.load(of_blocks + number)
+                product = tl.dot(dy, x.T)
                 found += _scaled(product, left_factors, right_factors, part, o, i, out_width, in_width, SCALE)
-                block = end
         else:
             for number in range(block, last):
                 dy, x = left.load([first_out, number * BLOCK]), right.load([first_in, number * BLOCK])
@@ -248,6 +247,7 @@ def accumulate_product_of_groups_triton(
         TensorDescriptor.from_tensor(right.values, [tile.width, BLOCK]),
         left.factors,
         right.factors,
+        segments.of_blocks,
         segments.block_ends,
         number,
         segments.per_group,
