@@ -169,6 +169,8 @@ def _gradient_types(s: Settings) -> Iterator[str]:
         flag = "megatron_fsdp_main_grads_dtype" if s.use_megatron_fsdp else "main_grads_dtype"
         if not s.bf16:
             yield f"{{{flag}}} is for a model in bfloat16; add {{bf16:name}} or leave it out"
+        if not (s.use_megatron_fsdp or s.use_precision_aware_optimizer):
+            yield "{main_grads_dtype:name} bf16 needs {use_precision_aware_optimizer:name}; add it, or leave it out"
         if s.is_given("grad_reduce_in_fp32"):
             yield f"{{{flag}}} and {{grad_reduce_in_fp32}} contradict each other; give one"
 

@@ -167,8 +167,6 @@ def _number_formats(s: Settings) -> None:
         s.set_derived("attention_softmax_in_fp32", True)
     if s.use_megatron_fsdp and s.megatron_fsdp_main_grads_dtype == "bf16":
         s.set_derived("main_grads_dtype", torch.bfloat16)
-    elif not s.use_precision_aware_optimizer:  # --main-grads-dtype belongs to it
-        s.set_derived("main_grads_dtype", torch.float32)
     if s.use_megatron_fsdp and s.megatron_fsdp_main_params_dtype == "fp16":
         s.set_derived("use_precision_aware_optimizer", True)
         s.set_derived("main_params_dtype", torch.float16)

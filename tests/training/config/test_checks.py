@@ -97,6 +97,10 @@ RULES = [
         "--use-checkpoint-opt_param-scheduler --override-opt_param-scheduler",
         "--override-opt_param-scheduler and --use-",
     ),
+    (
+        "--bf16 --main-grads-dtype bf16",
+        "--main-grads-dtype bf16 needs --use-precision-aware-optimizer; add it, or leave it out",
+    ),
     # data
     ("--data-path x", "--data-path and --mock-data say in 2 ways where data is; give one"),
     (
