@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.ports import free_port
 from support.processes import run_on_ranks
 from support.runs import GPT, Outcome, differences, stream, train, train_all_on_ranks, train_on_ranks
 
@@ -304,8 +305,8 @@ def test_twice_in_one_process_with_other_sizes(corpus, monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     runs = []
-    for size, port in ((32, 29871), (48, 29872), (32, 29873)):
-        monkeypatch.setenv("MASTER_PORT", str(port))
+    for size in (32, 48, 32):
+        monkeypatch.setenv("MASTER_PORT", str(free_port()))
         runs.append(train(f"--hidden-size {size} --data-path {corpus} --train-iters 2 --eval-iters 0"))
         assert not dist.is_initialized()
     assert differences(runs[0].at_end, runs[2].at_end) == []
