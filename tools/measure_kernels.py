@@ -20,7 +20,8 @@ from torch import Tensor
 from megatron.core.backends import LOCAL, Backend, triton_backend
 from megatron.core.ops.activation import Activation, gelu_tanh
 from megatron.core.ops.rope import Rotation
-from megatron.core.optimizer.update_rules import Adam, Segments, StepInputs
+from megatron.core.optimizer.segments import Segments, StepInputs
+from megatron.core.optimizer.update_rules import Adam
 from megatron.core.utils.torch_private import foreach_norm
 from tools.measure_experts import Operation, ceilings, seconds
 

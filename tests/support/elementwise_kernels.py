@@ -27,9 +27,10 @@ from megatron.core.ops.split_heads_triton import split_heads_triton
 from megatron.core.ops.sum_rows_triton import sum_rows_triton
 from megatron.core.optimizer.adam_triton import adam_triton
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.segments import Segments, StepInputs, StoredSegments
 from megatron.core.optimizer.state_storage import Plain, StateTensor, WithRemainder, new_moment, split_float32
 from megatron.core.optimizer.stored_adam_triton import stored_adam_triton
-from megatron.core.optimizer.update_rules import Adam, Segments, StepInputs, StoredSegments, update_stored
+from megatron.core.optimizer.update_rules import Adam, update_stored
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 UNIT = {torch.float32: 2e-6, torch.float64: 1e-14, torch.float16: 2**-10, torch.bfloat16: 2**-7}

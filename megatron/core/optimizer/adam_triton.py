@@ -2,15 +2,13 @@
 the model's. Every number that changes from step to step is read on the device."""
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from megatron.core.optimizer.update_rules import StepInputs
+from megatron.core.optimizer.segments import StepInputs
 
 _BLOCK = 1024
 """Elements that a program updates."""
@@ -68,7 +66,7 @@ def adam_triton(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     model_weights: Tensor | None,
-    step: "StepInputs",
+    step: StepInputs,
     lr: Tensor,
     weight_decay: float | Tensor,
     *,
@@ -76,8 +74,8 @@ def adam_triton(
     eps: float,
     decoupled: bool,
 ) -> None:
-    """One step of `update_rules.Adam` for a flat segment, float32 but for `model_weights`, which take the new weights
-    in their own type. `lr`, and a decay that is a tensor, are float64 scalars on the device."""
+    """Does one step of `update_rules.Adam` for a flat segment. All tensors are float32, except `model_weights`, which
+    get the new weights in their own type. `lr`, and a decay that is a tensor, are float64 scalars on the device."""
     size = weights.numel()
     if not size:
         return

@@ -27,6 +27,7 @@ from megatron.core.optimizer.param_groups import (
     ParamKey,
     parameter_ranges,
 )
+from megatron.core.optimizer.segments import Segments, StepInputs, StoredSegments, with_main_gradients
 from megatron.core.optimizer.state_storage import (
     Plain,
     StateTensor,
@@ -36,16 +37,7 @@ from megatron.core.optimizer.state_storage import (
     new_moment,
     new_weights,
 )
-from megatron.core.optimizer.update_rules import (
-    Adam,
-    Segments,
-    StepInputs,
-    StoredSegments,
-    UpdateRule,
-    build_update_rule,
-    update_stored,
-    with_main_gradients,
-)
+from megatron.core.optimizer.update_rules import Adam, UpdateRule, build_update_rule, update_stored
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 

@@ -1,9 +1,9 @@
-"""Muon (Jordan et al. 2024): momentum, then the nearest orthogonal matrix of it as the update of each weight matrix.
+"""Muon (Jordan et al. 2024): the update of a weight matrix is the orthogonal matrix nearest to its momentum.
 
-The momentum is sharded like any state of the optimizer. For the orthogonalisation each matrix travels to one data
-parallel rank of its shards, its owner, and the update travels back; so shards may cut matrices anywhere. If tensor
-parallel ranks divide a matrix, --muon-tp-mode says what is orthogonalised: the part on each rank (blockwise), the whole
-matrix on each rank (duplicated), or the whole matrix on one of the ranks (distributed).
+The momentum is sharded like any state of the optimizer. For the orthogonalisation each matrix is sent to one of the
+data parallel ranks that hold its shards, its owner, and the update is sent back. So shards may cut matrices anywhere.
+If tensor parallel ranks divide a matrix, --muon-tp-mode says what is orthogonalised: the part on each rank (blockwise),
+the whole matrix on each rank (duplicated), or the whole matrix on one of the ranks (distributed).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -18,7 +18,7 @@ from megatron.core.distributed.units import ParameterSlot
 from megatron.core.optimizer.muon_matrices import Matrices, matrices_of, takes_muon
 from megatron.core.optimizer.newton_schulz import newton_schulz, update_scale
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.update_rules import StepInputs, replace
+from megatron.core.optimizer.segments import StepInputs, replace
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 _ELEMENTS_AT_ONCE = 1 << 28

@@ -1,7 +1,7 @@
 """AdamW on a GPU over weights and moments that are stored in 8 or 16 bits: one kernel reads them, updates in float32
 and rounds them again. Every rounding is that of `state_storage`."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
@@ -9,10 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron.core.optimizer.adam_triton import adam_update, constants
+from megatron.core.optimizer.segments import StepInputs
 from megatron.core.optimizer.state_storage import SCALE_BLOCK, Plain, Scaled, StateTensor, WithRemainder, smallest
-
-if TYPE_CHECKING:
-    from megatron.core.optimizer.update_rules import StepInputs
 
 _BLOCK = 1024
 """Elements that a program updates: a multiple of SCALE_BLOCK."""
@@ -118,7 +116,7 @@ def stored_adam_triton(
     exp_avg: StateTensor,
     exp_avg_sq: StateTensor,
     model_weights: Tensor | None,
-    step: "StepInputs",
+    step: StepInputs,
     lr: Tensor,
     weight_decay: float | Tensor,
     *,
@@ -126,8 +124,8 @@ def stored_adam_triton(
     eps: float,
     decoupled: bool,
 ) -> None:
-    """One step of `update_rules.Adam` for a flat segment whose state is stored in any form with the main type float32.
-    `model_weights` take the new weights in their own type; bfloat16 ones as in `WithRemainder`."""
+    """Does one step of `update_rules.Adam` for a flat segment whose state is stored in any form with the main type
+    float32. `model_weights` get the new weights in their own type, bfloat16 weights as in `WithRemainder`."""
     size = gradients.numel()
     if not size:
         return

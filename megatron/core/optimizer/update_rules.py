@@ -6,54 +6,23 @@ read learning rate and divisor in float32. All leave weights and moments untouch
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.state_storage import StateTensor, WithRemainder, split_float32, store
+from megatron.core.optimizer.segments import (
+    Segments,
+    StepInputs,
+    StoredSegments,
+    plain_segments,
+    replace,
+    round_into_model,
+)
+from megatron.core.optimizer.state_storage import WithRemainder, split_float32, store
 from megatron.core.utils.torch_private import foreach_mul_, fused_adam_, fused_adamw_, fused_sgd_
-
-
-@dataclass(frozen=True)
-class Segments:
-    """Segments of one parameter group, alike in type and device: the i-th entries belong together."""
-
-    weights: list[Tensor]
-    gradients: list[Tensor]
-    moments: dict[str, list[Tensor]]
-    model_weights: list[Tensor | None]
-    """The weights in the model's narrower type; None where the model computes with `weights` themselves."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type of the weights."""
-        return self.weights[0].dtype
-
-
-@dataclass(frozen=True)
-class StoredSegments:
-    """Segments of one parameter group whose state is stored in narrow types, in the order of `Segments`."""
-
-    weights: list[StateTensor]
-    gradients: list[Tensor]
-    moments: dict[str, list[StateTensor]]
-    model_weights: list[Tensor | None]
-
-
-@dataclass(frozen=True)
-class StepInputs:
-    """The inputs of one step, as scalar tensors on the device."""
-
-    count: Tensor
-    """float32: number of updates including this one."""
-    divisor: Tensor
-    """float64: loss scale times clipping; gradients are divided by it."""
-    skip: Tensor
-    """bool: whether the step must change nothing."""
 
 
 class UpdateRule(Protocol):
@@ -114,7 +83,7 @@ class Adam:
             grad_scale=step.divisor.float(),
             found_inf=step.skip.float(),
         )
-        publish(segments)
+        round_into_model(segments)
 
     def _update_plainly(self, segments: Segments, step: StepInputs, lr: Tensor, decay: float | Tensor) -> None:
         correction1 = 1.0 - self.beta1 ** step.count.double()
@@ -128,7 +97,7 @@ class Adam:
             kept = weight * (1.0 - lr * decay) if self.decoupled else weight
             w = kept - lr * (m / correction1) / ((v / correction2).sqrt() + self.eps)
             replace(step.skip, (weight, w), (exp_avg, m), (exp_avg_sq, v))
-        publish(segments)
+        round_into_model(segments)
 
 
 class Sgd:
@@ -164,13 +133,13 @@ class Sgd:
             grad_scale=step.divisor.float(),
             found_inf=step.skip.float(),
         )
-        publish(segments)
+        round_into_model(segments)
 
     def _update_plainly(self, segments: Segments, step: StepInputs, lr: Tensor, decay: float | Tensor) -> None:
         for weight, gradient, (buffer,), _ in plain_segments(segments, self.moments):
             b = self.momentum * buffer + gradient / step.divisor + decay * weight
             replace(step.skip, (weight, weight - lr * b), (buffer, b))
-        publish(segments)
+        round_into_model(segments)
 
 
 class Lion:
@@ -197,7 +166,7 @@ class Lion:
             kept = weight * (1.0 - lr * weight_decay).to(main) if self.decoupled else weight
             m = self.beta2 * exp_avg + (1.0 - self.beta2) * g
             replace(step.skip, (weight, kept - rate * direction), (exp_avg, m))
-        publish(segments)
+        round_into_model(segments)
 
 
 def update_stored(
@@ -226,7 +195,7 @@ def update_stored(
 
 
 def apply_decay(segments: Segments, step: StepInputs, lr: Tensor, weight_decay: Tensor, decoupled: bool) -> None:
-    """A weight decay that lives on the device, ahead of an update without one."""
+    """Applies a weight decay that is a tensor on the device. The update that follows must have a weight decay of 0."""
     if decoupled:
         kept = torch.where(step.skip, 1.0, 1.0 - lr * weight_decay)
         foreach_mul_(segments.weights, kept.to(segments.dtype))
@@ -236,39 +205,9 @@ def apply_decay(segments: Segments, step: StepInputs, lr: Tensor, weight_decay: 
             gradient.addcmul_(weight, pull)
 
 
-def plain_segments(
-    segments: Segments, moments: Sequence[str]
-) -> Iterator[tuple[Tensor, Tensor, tuple[Tensor, ...], Tensor | None]]:
-    """Weight, gradient, moments and the model's weight, segment by segment."""
-    states = zip(*(segments.moments[name] for name in moments), strict=True)
-    yield from zip(segments.weights, segments.gradients, states, segments.model_weights, strict=True)
-
-
-def with_main_gradients(segments: Segments) -> Iterator[Segments]:
-    """Yields the segments as they are, or one by one with gradients in the type of the weights, if those are
-    narrower."""
-    if all(gradient.dtype == segments.dtype for gradient in segments.gradients):
-        yield segments
-        return
-    for place, gradient in enumerate(segments.gradients):
-        yield Segments(
-            [segments.weights[place]],
-            [gradient.to(segments.dtype)],
-            {name: [moments[place]] for name, moments in segments.moments.items()},
-            [segments.model_weights[place]],
-        )
-
-
-def publish(segments: Segments) -> None:
-    """Round the weights into the model's."""
-    for weight, model_weight in zip(segments.weights, segments.model_weights, strict=True):
-        if model_weight is not None:
-            model_weight.copy_(weight)
-
-
 @functools.cache
 def _adam_kernel() -> Callable[..., None] | None:
-    """Our own kernel; None where Triton cannot be imported."""
+    """Returns our own kernel; None where Triton cannot be imported."""
     try:
         from megatron.core.optimizer.adam_triton import adam_triton
     except ImportError:
@@ -278,7 +217,7 @@ def _adam_kernel() -> Callable[..., None] | None:
 
 @functools.cache
 def _stored_adam_kernel() -> Callable[..., None] | None:
-    """Our own kernel for state in narrow types; None where Triton cannot be imported."""
+    """Returns our own kernel for state in narrow types; None where Triton cannot be imported."""
     try:
         from megatron.core.optimizer.stored_adam_triton import stored_adam_triton
     except ImportError:
@@ -286,14 +225,8 @@ def _stored_adam_kernel() -> Callable[..., None] | None:
     return stored_adam_triton
 
 
-def replace(skip: Tensor, *pairs: tuple[Tensor, Tensor]) -> None:
-    """old <- new for each pair, or nothing where `skip` is set."""
-    for old, new in pairs:
-        old.copy_(torch.where(skip, old, new))
-
-
 def build_update_rule(config: OptimizerConfig) -> UpdateRule:
-    """The rule that a config names; with Muon, that of the parameters that are no matrices of layers."""
+    """Returns the rule that the config names. With Muon: the rule for the parameters that Muon does not update."""
     if config.optimizer == "sgd":
         return Sgd(config.sgd_momentum)
     if config.optimizer in ("muon", "dist_muon") and config.muon_scalar_optimizer == "lion":

@@ -7,17 +7,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.update_rules import (
-    Adam,
-    Lion,
-    Segments,
-    Sgd,
-    StepInputs,
-    UpdateRule,
-    build_update_rule,
-    replace,
-    with_main_gradients,
-)
+from megatron.core.optimizer.segments import Segments, StepInputs, with_main_gradients
+from megatron.core.optimizer.update_rules import Adam, Lion, Sgd, UpdateRule, build_update_rule
 
 LR, DECAY, DIVISOR, COUNT = 0.05, 0.1, 8.0, 3
 RULES: dict[str, UpdateRule] = {
@@ -102,14 +93,6 @@ def test_a_skipped_step_changes_no_bit_even_if_gradients_are_nan(
     for kind in rule.moments:
         assert all(map(torch.equal, segments.moments[kind], before.moments[kind]))
     assert all(map(torch.equal, segments.weights, before.weights))
-
-
-def test_replace_writes_in_place_unless_skipped() -> None:
-    old, new = torch.zeros(2), torch.tensor([1.0, float("nan")])
-    replace(torch.tensor(True), (old, new))
-    assert old.tolist() == [0.0, 0.0]
-    replace(torch.tensor(False), (old, torch.ones(2)))
-    assert old.tolist() == [1.0, 1.0]
 
 
 def test_a_config_names_its_rule() -> None:
