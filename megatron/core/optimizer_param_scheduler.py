@@ -20,6 +20,19 @@ logger = logging.getLogger(__name__)
 DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 WSD_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")
 WD_STYLES = ("constant", "linear", "cosine")
+STATE_NAMES = (
+    "max_lr",
+    "lr_warmup_steps",
+    "num_steps",
+    "lr_decay_style",
+    "lr_decay_steps",
+    "min_lr",
+    "start_wd",
+    "end_wd",
+    "wd_incr_style",
+    "wd_incr_steps",
+)
+"""Names of the scheduler's state in checkpoints, equal to those of Megatron-LM."""
 
 
 @dataclass(frozen=True)
@@ -257,7 +270,7 @@ class OptimizerParamScheduler:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the schedule and the number of samples, as JSON types. Waits for the device."""
-        return {name: getattr(self, name) for name in _STATE}
+        return {name: getattr(self, name) for name in STATE_NAMES}
 
     def load_state_dict(
         self,
@@ -272,7 +285,7 @@ class OptimizerParamScheduler:
         either, raises UserError naming all differences. `spelling` returns the name of a setting in messages, such as
         its flag.
         """
-        differing = [name for name in _STATE if self._differs(name, state_dict)]
+        differing = [name for name in STATE_NAMES if self._differs(name, state_dict)]
         refused = []
         for name in differing:
             ours, saved = getattr(self, name), state_dict[name]
@@ -297,17 +310,3 @@ class OptimizerParamScheduler:
         if name == "num_steps" or name not in state_dict or (name == "wd_incr_steps" and styles == {"constant"}):
             return False
         return state_dict[name] != getattr(self, name)
-
-
-_STATE = (
-    "max_lr",
-    "lr_warmup_steps",
-    "num_steps",
-    "lr_decay_style",
-    "lr_decay_steps",
-    "min_lr",
-    "start_wd",
-    "end_wd",
-    "wd_incr_style",
-    "wd_incr_steps",
-)

@@ -20,6 +20,7 @@ from megatron.core.dist_checkpointing.manifest import MANIFEST
 from megatron.core.dist_checkpointing.planning import describe_names
 from megatron.core.dist_checkpointing.writing import SaveResult, save_streamed
 from megatron.core.exceptions import UserError
+from megatron.core.optimizer_param_scheduler import STATE_NAMES
 from megatron.core.parameters import Box
 from megatron.training.arguments import configure
 from megatron.training.config.command_line import split_words
@@ -40,18 +41,6 @@ from megatron.training.state import TrainState
 from megatron.training.tokenizer.build import build_tokenizer
 from megatron.training.trained_model import config_for_one_process
 
-_SCHEDULE = (
-    "max_lr",
-    "lr_warmup_steps",
-    "num_steps",
-    "lr_decay_style",
-    "lr_decay_steps",
-    "min_lr",
-    "start_wd",
-    "end_wd",
-    "wd_incr_style",
-    "wd_incr_steps",
-)
 _SCALER = ("scale", "growth_tracker", "hysteresis_tracker")
 
 
@@ -79,9 +68,10 @@ def import_run(
 ) -> ImportedRun:
     """Writes a checkpoint of Megatron-LM under `source` as one of ours under `root`, of the same iteration.
 
-    It is the one that their tracker file names, or that of `step`. The flags of the model are those in the checkpoint,
-    followed by `flags` (words of a command line), which replace them. Weights keep their type; main weights and moments
-    come along unless `with_optimizer` is False. Iteration, samples, schedule and loss scale are those of the run.
+    It is the checkpoint that their tracker file names, or that of `step`. The flags of the model are those in the
+    checkpoint, followed by `flags` (words of a command line), which replace them. Weights keep their type; main weights
+    and moments come along unless `with_optimizer` is False. Iteration, samples, schedule and loss scale are those of
+    the run.
 
     Raises UserError, before anything is written, for a damaged or hostile file, for tensors that are missing, left over
     or of another shape, by name, and for token mixers other than attention.
@@ -215,7 +205,7 @@ def _state(
         floating_point_operations_so_far=float(_number(common.get("num_floating_point_operations_so_far"))),
     )
     schedule = common.get("opt_param_scheduler")
-    schedule = {key: schedule[key] for key in _SCHEDULE if key in schedule} if isinstance(schedule, dict) else {}
+    schedule = {key: schedule[key] for key in STATE_NAMES if key in schedule} if isinstance(schedule, dict) else {}
     for key, value in schedule.items():
         if value is not None and not isinstance(value, str | int | float):
             raise UserError(f"opt_param_scheduler: {key} is a {type(value).__name__}")

@@ -12,9 +12,8 @@ from torch import Tensor
 from megatron.core.ops.fp8 import grouped
 from megatron.core.ops.fp8.formats import BLOCK, largest_finite
 from megatron.core.ops.fp8.grouped import QuantizedGroupsPair, Segments, pair_of_blocks
-from megatron.core.ops.fp8.quantize_triton import as_fp8, bits_of_size, scale_of
+from megatron.core.ops.fp8.quantize_triton import as_fp8, bits_of_size, has_kernel, scale_of, with_plain_rows
 
-_KERNEL_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 _COLUMNS = 64
 """Columns of a program that casts."""
 _AT_ONCE = 128
@@ -143,7 +142,7 @@ def _blocks_kernel(  # type: ignore[no-untyped-def]
 
 def largest_of_segments_triton(matrix: Tensor, segments: Segments) -> Tensor:
     """Does `grouped.largest_of_segments` in one kernel; leaves float64 to the definition."""
-    if not _has_kernel(matrix):
+    if not has_kernel(matrix):
         return grouped.largest_of_segments(matrix, segments)
     largest = torch.zeros(segments.number, dtype=torch.float32, device=matrix.device)
     _find_largest(matrix, segments, largest, None, None)
@@ -152,7 +151,7 @@ def largest_of_segments_triton(matrix: Tensor, segments: Segments) -> Tensor:
 
 def largest_of_segment_lines_triton(matrix: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
     """Does `grouped.largest_of_segment_lines` in one kernel; leaves float64 to the definition."""
-    if not _has_kernel(matrix):
+    if not has_kernel(matrix):
         return grouped.largest_of_segment_lines(matrix, segments)
     n, k = matrix.shape
     of_rows, of_columns = (
@@ -169,7 +168,7 @@ def _find_largest(
     of_rows: Tensor | None,
     of_columns: Tensor | None,
 ) -> None:
-    matrix = _with_plain_rows(matrix)
+    matrix = with_plain_rows(matrix)
     bits = [None if found is None else found.view(torch.int32) for found in (largest, of_rows, of_columns)]
     _largest_kernel[(segments.blocks,)](
         *bits, matrix, segments.of_blocks, segments.ends, segments.block_ends, segments.number, matrix.shape[1],
@@ -187,9 +186,9 @@ def cast_segments_triton(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Does `grouped.cast_segments` in one kernel. Scales that are not of lines must be equal in both layouts. Leaves
     float64 to the definition."""
-    if not _has_kernel(matrix):
+    if not has_kernel(matrix):
         return grouped.cast_segments(matrix, dtype, segments, row_scale, column_scale, seen)
-    matrix, (n, k) = _with_plain_rows(matrix), matrix.shape
+    matrix, (n, k) = with_plain_rows(matrix), matrix.shape
     given = row_scale if row_scale is not None else column_scale
     assert given is not None
     device = matrix.device
@@ -234,9 +233,9 @@ def quantize_segment_blocks_triton(
 ) -> QuantizedGroupsPair:
     """Does `grouped.quantize_segment_blocks` in one kernel; leaves float64 to the definition."""
     wanted = {"square": square, "rows": rows, "columns": columns}
-    if not _has_kernel(matrix):
+    if not has_kernel(matrix):
         return grouped.quantize_segment_blocks(matrix, dtype, segments, margin, **wanted)
-    matrix, (n, k) = _with_plain_rows(matrix), matrix.shape
+    matrix, (n, k) = with_plain_rows(matrix), matrix.shape
     across, device = triton.cdiv(k, BLOCK), matrix.device
     values = torch.empty(n, k, dtype=dtype, device=device)
     turned = torch.empty(k, segments.padded_rows, dtype=dtype, device=device)
@@ -268,11 +267,3 @@ def quantize_segment_blocks_triton(
     if not square:
         factors, turned_factors = factors.t(), turned_factors.t()
     return pair_of_blocks(values, factors, turned, turned_factors, **wanted)
-
-
-def _has_kernel(matrix: Tensor) -> bool:
-    return matrix.dtype in _KERNEL_TYPES and matrix.numel() > 0
-
-
-def _with_plain_rows(matrix: Tensor) -> Tensor:
-    return matrix if matrix.stride(1) == 1 else matrix.contiguous()

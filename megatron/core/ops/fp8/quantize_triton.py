@@ -192,7 +192,7 @@ def _blocks_kernel(  # type: ignore[no-untyped-def]
 
 def largest_value_triton(matrix: Tensor) -> Tensor:
     """Does `quantize.largest_value` in one kernel; leaves float64 to the definition."""
-    if matrix.dtype not in _KERNEL_TYPES or matrix.numel() == 0:
+    if not has_kernel(matrix):
         return quantize.largest_value(matrix)
     matrix, count = matrix.contiguous(), matrix.numel()
     largest = torch.zeros((), dtype=torch.float32, device=matrix.device)
@@ -204,9 +204,9 @@ def largest_value_triton(matrix: Tensor) -> Tensor:
 
 def largest_of_lines_triton(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Does `quantize.largest_of_lines` in one kernel; leaves float64 to the definition."""
-    if matrix.dtype not in _KERNEL_TYPES or matrix.numel() == 0:
+    if not has_kernel(matrix):
         return quantize.largest_of_lines(matrix)
-    matrix = _with_plain_rows(matrix)
+    matrix = with_plain_rows(matrix)
     m, k = matrix.shape
     of_rows, of_columns = (torch.zeros(size, dtype=torch.float32, device=matrix.device) for size in (m, k))
     grid = (triton.cdiv(m, _TILE), triton.cdiv(k, _TILE))
@@ -225,9 +225,9 @@ def cast_scaled_triton(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Does `quantize.cast_scaled` in one kernel. Scalars must be one scale for both layouts. Leaves float64 to the
     definition."""
-    if matrix.dtype not in _KERNEL_TYPES or matrix.numel() == 0:
+    if not has_kernel(matrix):
         return quantize.cast_scaled(matrix, dtype, row_scale, column_scale, seen)
-    matrix = _with_plain_rows(matrix)
+    matrix = with_plain_rows(matrix)
     m, k = matrix.shape
     given = row_scale if row_scale is not None else column_scale
     assert given is not None
@@ -282,9 +282,9 @@ def quantize_blocks_triton(
     matrix: Tensor, dtype: torch.dtype, margin: int, *, square: bool, rows: bool, columns: bool
 ) -> QuantizedPair:
     """Does `quantize.quantize_blocks` in one kernel; leaves float64 to the definition."""
-    if matrix.dtype not in _KERNEL_TYPES or matrix.numel() == 0:
+    if not has_kernel(matrix):
         return quantize.quantize_blocks(matrix, dtype, margin, square=square, rows=rows, columns=columns)
-    matrix = _with_plain_rows(matrix)
+    matrix = with_plain_rows(matrix)
     m, k = matrix.shape
     down, across = triton.cdiv(m, BLOCK), triton.cdiv(k, BLOCK)
     values, turned = (_empty_fp8(matrix, m, k, dtype), _empty_fp8(matrix, k, m, dtype))
@@ -316,7 +316,13 @@ def quantize_blocks_triton(
     )
 
 
-def _with_plain_rows(matrix: Tensor) -> Tensor:
+def has_kernel(matrix: Tensor) -> bool:
+    """Whether the kernels can read a matrix: it has elements, and they are not float64."""
+    return matrix.dtype in _KERNEL_TYPES and matrix.numel() > 0
+
+
+def with_plain_rows(matrix: Tensor) -> Tensor:
+    """Returns the matrix [n, k] with the elements of each row next to each other in memory; a copy only if needed."""
     return matrix if matrix.stride(1) == 1 else matrix.contiguous()
 
 
