@@ -52,7 +52,7 @@ class Operation:
     nbytes: float = 0.0
 
 
-class MainGrad:
+class PlainMainGrad:
     """Accumulates weight gradients as a training run does."""
 
     defers_weight_grad = False
@@ -76,7 +76,7 @@ def operations(sizes: Sizes, backend: Backend, device: torch.device, dtype: torc
     hidden = torch.randn(sizes.tokens, sizes.hidden, device=device, dtype=dtype).requires_grad_()
     rows = torch.randn(sizes.rows, sizes.hidden, device=device, dtype=dtype).requires_grad_()
     weight = nn.Parameter(torch.randn(sizes.experts, 2 * sizes.ffn, sizes.hidden, device=device, dtype=dtype) * 0.02)
-    weight.main_grad_accumulator = MainGrad(torch.zeros(weight.shape, device=device))  # type: ignore[attr-defined]
+    weight.main_grad_accumulator = PlainMainGrad(torch.zeros(weight.shape, device=device))  # type: ignore[attr-defined]
     product = torch.randn(sizes.rows, 2 * sizes.ffn, device=device, dtype=dtype).requires_grad_()
     gates = torch.rand(sizes.rows, device=device).requires_grad_()
     swiglu = Activation(F.silu, gated=True)

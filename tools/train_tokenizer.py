@@ -39,7 +39,7 @@ LONGEST_LINE = 256 << 20
 
 
 @dataclass(kw_only=True, frozen=True)
-class TrainingConfig:
+class TokenizerTrainingConfig:
     """Flags of the tool."""
 
     input: list[str] | None = None
@@ -71,7 +71,7 @@ class TrainingConfig:
     """Smallest number of occurrences of a pair that is merged. SentencePiece has no such bound."""
 
 
-def problems_of(config: TrainingConfig) -> Iterator[str]:
+def problems_of(config: TokenizerTrainingConfig) -> Iterator[str]:
     """Yields a problem for each flag that is missing or impossible."""
     if not config.input:
         yield "{input:name} is required; name .jsonl files (also .gz, .zst), Parquet files or folders of them"
@@ -90,7 +90,7 @@ def problems_of(config: TrainingConfig) -> Iterator[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the tool and returns its exit code."""
     try:
-        section = Section("flags", TrainingConfig, problems_of)
+        section = Section("flags", TokenizerTrainingConfig, problems_of)
         flags = read_tool_flags(sys.argv[1:] if argv is None else argv, [section], USAGE, ABOUT)
         (config,) = flags.configs
         for line in flags.warnings:
@@ -108,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def texts_of_files(files: Sequence[InputFile], config: TrainingConfig) -> Iterator[str]:
+def texts_of_files(files: Sequence[InputFile], config: TokenizerTrainingConfig) -> Iterator[str]:
     """Yields the texts of the files, sampled evenly down to `max_bytes`.
 
     Raises UserError naming file and line for a line without text and for a line that is too long.
@@ -143,7 +143,7 @@ def lines_of_file(file: InputFile, keys: Sequence[str]) -> Iterator[tuple[bytes 
             yield line, lines.bytes_read if file.compressed else lines.position
 
 
-def train_and_write(config: TrainingConfig, texts: Iterator[str]) -> int:
+def train_and_write(config: TokenizerTrainingConfig, texts: Iterator[str]) -> int:
     """Trains a tokenizer and writes its files. Returns the size of its vocabulary."""
     folder = Path(config.output_dir or "")
     if config.tokenizer_type == "GPT2BPETokenizer":
@@ -159,7 +159,7 @@ def train_and_write(config: TrainingConfig, texts: Iterator[str]) -> int:
     return len(tokens)
 
 
-def train_byte_level_bpe(config: TrainingConfig, texts: Iterator[str]) -> dict[str, Any]:
+def train_byte_level_bpe(config: TokenizerTrainingConfig, texts: Iterator[str]) -> dict[str, Any]:
     """Trains the merges. Returns the content of tokenizer.json."""
     tokenizers = load_library("tokenizers")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -176,7 +176,7 @@ def train_byte_level_bpe(config: TrainingConfig, texts: Iterator[str]) -> dict[s
     return json.loads(tokenizer.to_str())
 
 
-def train_wordpiece(config: TrainingConfig, texts: Iterator[str]) -> list[str]:
+def train_wordpiece(config: TokenizerTrainingConfig, texts: Iterator[str]) -> list[str]:
     """Trains pieces of the words that BERT's basic tokenization gives. Returns the tokens in the order of their ids.
 
     Characters, the most frequent first, take at most half of the vocabulary; words with other characters are left out.
@@ -207,7 +207,7 @@ def train_wordpiece(config: TrainingConfig, texts: Iterator[str]) -> list[str]:
     return sorted(vocab, key=lambda token: vocab[token])
 
 
-def train_sentencepiece(config: TrainingConfig, texts: Iterator[str]) -> tuple[bytes, int]:
+def train_sentencepiece(config: TokenizerTrainingConfig, texts: Iterator[str]) -> tuple[bytes, int]:
     """Trains a model as Llama 2 has it: text is kept as it is, digits stand alone, unknown characters become bytes.
     Ids 0 to 3 are <unk>, <s>, </s> and <pad>. Returns the model and its size."""
     library = load_library("sentencepiece")

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron.core import parallel_state
 from megatron.core.context_parallel import cut_rows, sequence_part
-from megatron.core.context_parallel.kv_exchange import PendingRows, ring_steps
+from megatron.core.context_parallel.kv_exchange import PendingKeyValues, ring_steps
 from megatron.core.context_parallel.ring import RingCall, ring_attention
 from megatron.core.context_parallel.splitting import in_natural_order
 from megatron.core.context_parallel.tiles import Tile
@@ -122,7 +122,7 @@ class Nearby:
         return _There(lambda: self.totals[self._source(step)][self.ring_steps[step].fetched].add_(gradient))
 
 
-class _There(PendingRows):
+class _There(PendingKeyValues):
     def __init__(self, wait: Callable[[], Tensor]) -> None:
         self.wait = wait  # type: ignore[method-assign]
 

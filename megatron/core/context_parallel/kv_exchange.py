@@ -30,7 +30,7 @@ from megatron.core.ops.precision import at_least_float32
 from megatron.core.tokens import SequencePart
 
 
-class PendingRows:
+class PendingKeyValues:
     """Rows that are being sent. `wait` returns them."""
 
     def __init__(self, pending: Pending, finish: Callable[[Tensor], Tensor]) -> None:
@@ -48,10 +48,10 @@ class KeyValueExchange(Protocol):
     def steps(self) -> tuple[tuple[Tile, ...], ...]:
         """The tiles that this rank computes in each step, with the keys that were fetched for it."""
 
-    def start_fetch(self, step: int, own: Tensor) -> PendingRows:
+    def start_fetch(self, step: int, own: Tensor) -> PendingKeyValues:
         """Starts to fetch the keys of step 1 or later; `own` [s, width] are this rank's keys."""
 
-    def start_return(self, step: int, gradient: Tensor, total: Tensor) -> PendingRows:
+    def start_return(self, step: int, gradient: Tensor, total: Tensor) -> PendingKeyValues:
         """Starts to return the gradient of a step's keys to their rank. `wait` adds what other ranks return for this
         rank's keys to `total` [s, width]."""
 
@@ -88,7 +88,7 @@ class Ring:
         """The tiles of each step."""
         return tuple(ring_step.tiles for ring_step in self.ring_steps)
 
-    def start_fetch(self, step: int, own: Tensor) -> PendingRows:
+    def start_fetch(self, step: int, own: Tensor) -> PendingKeyValues:
         """Starts to fetch the rows of another rank's keys that the step needs; `own` [rows, width] are this rank's
         keys."""
         ring_step = self.ring_steps[step]
@@ -96,14 +96,14 @@ class Ring:
         pending = start_exchange(
             own[ring_step.given], self._after(ring_step), arriving, self._before(ring_step), self.group
         )
-        return PendingRows(pending, lambda rows: rows)
+        return PendingKeyValues(pending, lambda rows: rows)
 
-    def start_return(self, step: int, gradient: Tensor, total: Tensor) -> PendingRows:
+    def start_return(self, step: int, gradient: Tensor, total: Tensor) -> PendingKeyValues:
         """Starts to return the gradient of fetched keys; the rows that come back are added to `total`."""
         ring_step = self.ring_steps[step]
         arriving = gradient.new_empty(ring_step.given.stop - ring_step.given.start, gradient.shape[1])
         pending = start_exchange(gradient, self._before(ring_step), arriving, self._after(ring_step), self.group)
-        return PendingRows(pending, lambda rows: total[ring_step.given].add_(rows))
+        return PendingKeyValues(pending, lambda rows: total[ring_step.given].add_(rows))
 
     def _before(self, ring_step: RingStep) -> int:
         return (self.part.rank - ring_step.distance) % self.part.size
@@ -139,16 +139,16 @@ class Gather:
         self.part, self.group = part, group
         self.steps = gather_steps(part, chunk, reach)
 
-    def start_fetch(self, step: int, own: Tensor) -> PendingRows:
+    def start_fetch(self, step: int, own: Tensor) -> PendingKeyValues:
         """Starts to gather the keys of all ranks; `own` [rows, width] are this rank's keys."""
         size = self.part.size
-        return PendingRows(start_gather_rows(own, self.group), lambda rows: in_natural_order(rows, size))
+        return PendingKeyValues(start_gather_rows(own, self.group), lambda rows: in_natural_order(rows, size))
 
-    def start_return(self, step: int, gradient: Tensor, total: Tensor) -> PendingRows:
+    def start_return(self, step: int, gradient: Tensor, total: Tensor) -> PendingKeyValues:
         """Starts to return the gradient of gathered keys; the sum over all ranks is added to `total`."""
         size = self.part.size
         pending = start_all_to_all_rows(in_rank_order(gradient, size), self.group)
-        return PendingRows(pending, lambda rows: total.add_(sum_of_parts(rows, size)))
+        return PendingKeyValues(pending, lambda rows: total.add_(sum_of_parts(rows, size)))
 
 
 @functools.lru_cache(maxsize=256)

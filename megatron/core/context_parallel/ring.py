@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.core.context_parallel.kv_exchange import KeyValueExchange, PendingRows
+from megatron.core.context_parallel.kv_exchange import KeyValueExchange, PendingKeyValues
 from megatron.core.context_parallel.tiles import Tile
 from megatron.core.ops.attention.blocks import BlockCall
 from megatron.core.ops.attention.kernels import BlockKernel
@@ -71,7 +71,7 @@ class _RingAttention(torch.autograd.Function):
         query_gradient = torch.zeros_like(query, dtype=wide, memory_format=torch.contiguous_format)
         packing = _Packing(key, value)
         own = key.new_zeros(key.shape[0], packing.width, dtype=wide)
-        returning: PendingRows | None = None
+        returning: PendingKeyValues | None = None
         for step, (tiles, key_rows, value_rows) in enumerate(packing.steps(ring.exchange)):
             alone = step > 0 and [tile.keys for tile in tiles] == [slice(0, key_rows.shape[0])]  # all fetched keys
             part = own if step == 0 or alone else own.new_zeros(key_rows.shape[0], packing.width)
@@ -114,7 +114,7 @@ class _Packing:
     def steps(self, exchange: KeyValueExchange) -> Iterator[tuple[tuple[Tile, ...], Tensor, Tensor]]:
         """Yields the tiles, keys and values of each step. The next step's keys are sent while a step is computed."""
         own: Tensor | None = None
-        pending: PendingRows | None = None
+        pending: PendingKeyValues | None = None
         for step, tiles in enumerate(exchange.steps):
             rows = None if pending is None else pending.wait()
             if step + 1 < len(exchange.steps):

@@ -18,7 +18,7 @@ _PRIME = 1_000_003
 
 
 @dataclass(frozen=True)
-class Difference:
+class ReplicaDifference:
     """A unit whose weights differ between replicas."""
 
     unit: str
@@ -27,7 +27,7 @@ class Difference:
     """Indices in the data parallel group of the replicas that differ from most others."""
 
 
-def differing_units(chunks: Sequence[DistributedDataParallel]) -> list[Difference]:
+def differing_units(chunks: Sequence[DistributedDataParallel]) -> list[ReplicaDifference]:
     """Returns the units of these model chunks whose weights are not equal to the bit on all ranks that hold a copy.
 
     All ranks of the data parallel groups call this together, and each rank of a group gets the same result. Waits for
@@ -47,7 +47,7 @@ def differing_units(chunks: Sequence[DistributedDataParallel]) -> list[Differenc
             ((usual, _),) = Counter(column).most_common(1)
             others = tuple(replica for replica, value in enumerate(column) if value != usual)
             if others:
-                found.append(Difference(unit.plan.name, others))
+                found.append(ReplicaDifference(unit.plan.name, others))
     return found
 
 

@@ -28,13 +28,13 @@ from megatron.core.utils.graph_capture import (
     CapturedGraph,
     GraphRecorder,
     StaticInputs,
-    StepRecord,
+    TensorRecord,
     map_tensors,
     signature,
 )
 
 MOST_GRAPHS = 8
-"""Most graphs of a run. Each batch shape and each number of micro-batches has its own."""
+"""Largest number of graphs of a run. Each batch shape and each number of micro-batches has its own graph."""
 
 Outputs = tuple[Any, Tensor | None, list[Any]]
 """(report of the loss function, number of tokens, tensors of the records) of a micro-batch."""
@@ -46,8 +46,8 @@ class MicroBatchGraphs:
     Args:
         recorder: captures.
         warmup_steps: steps that run eagerly before a capture, at least 1.
-        records: keep what a micro-batch computes beside its loss. What they are given while a graph replays is what
-            they were given while it was captured, with new values.
+        records: keep tensors that a micro-batch computes beside its loss. In a replay they get the tensors of the
+            capture, with new values.
         before_capture: is called before each capture, with a sentence about it; may raise UserError.
     """
 
@@ -55,7 +55,7 @@ class MicroBatchGraphs:
         self,
         recorder: GraphRecorder,
         warmup_steps: int,
-        records: Sequence[StepRecord] = (),
+        records: Sequence[TensorRecord] = (),
         before_capture: Callable[[str], None] = lambda sentence: None,
     ) -> None:
         self.recorder, self.warmup_steps, self.records = recorder, warmup_steps, records

@@ -62,7 +62,7 @@ class LayerMetrics:
         self._sums[name] = self._sums[name] + numbers if name in self._sums else numbers
 
     def take_tensors(self) -> dict[str, Tensor]:
-        """Returns the sums by the metric's name and resets them (`graph_capture.StepRecord`)."""
+        """Returns the sums by the metric's name and resets them (`graph_capture.TensorRecord`)."""
         sums, self._sums = self._sums, {}
         return sums
 

@@ -39,7 +39,7 @@ class GraphRecorder(Protocol):
         the device."""
 
 
-class StepRecord(Protocol):
+class TensorRecord(Protocol):
     """Keeps tensors that a micro-batch computes beside its loss, such as the metrics of a layer."""
 
     def take_tensors(self) -> Any:

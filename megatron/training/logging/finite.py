@@ -98,7 +98,7 @@ class GradientProbe:
         return taken
 
     def take_tensors(self) -> list[Tensor]:
-        """Returns what `take` does (`graph_capture.StepRecord`)."""
+        """Returns what `take` does (`graph_capture.TensorRecord`)."""
         return self.take()
 
     def add_tensors(self, tensors: Sequence[Tensor]) -> None:

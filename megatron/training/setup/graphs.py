@@ -14,14 +14,14 @@ from megatron.core.pipeline_parallel.captured_micro_batch import MicroBatchGraph
 from megatron.core.rerun_state_machine import RerunStateMachine
 from megatron.core.transformer.config.memory import captures_micro_batches
 from megatron.core.transformer.layer_metrics import layer_metrics_of
-from megatron.core.utils.graph_capture import CudaGraphRecorder, GraphRecorder, StepRecord
+from megatron.core.utils.graph_capture import CudaGraphRecorder, GraphRecorder, TensorRecord
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.launch.environment import Environment
 from megatron.training.logging.finite import GradientProbe
 
 
 def graph_recorder(device: torch.device) -> GraphRecorder | None:
-    """Returns what captures graphs on a device; None on a CPU, which has no graphs."""
+    """Returns the recorder that captures graphs on a device; None on a CPU, which has no graphs."""
     return CudaGraphRecorder(device) if device.type == "cuda" else None
 
 
@@ -48,7 +48,7 @@ def capture_micro_batches(
         if environment.is_first:
             print(sentence, flush=True)
 
-    records: list[StepRecord] = [*layer_metrics_of(model)]
+    records: list[TensorRecord] = [*layer_metrics_of(model)]
     if probe is not None:
         records.append(probe)
     graphs = MicroBatchGraphs(recorder, config.transformer.cuda_graph_warmup_steps, records, before_capture)

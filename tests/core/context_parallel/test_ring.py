@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.collectives import Pending
-from megatron.core.context_parallel.kv_exchange import Gather, PendingRows
+from megatron.core.context_parallel.kv_exchange import Gather, PendingKeyValues
 from megatron.core.context_parallel.ring import RingCall, ring_attention
 from megatron.core.context_parallel.splitting import cut_rows
 from megatron.core.ops.attention.blocks import BlockCall, merge_block
@@ -24,12 +24,12 @@ class WholeRows(Gather):
         super().__init__(part, None, CHUNK, VARIANT.reach, True)
         self.rows, self.returned = rows, torch.zeros_like(rows)
 
-    def start_fetch(self, step: int, own: Tensor) -> PendingRows:
-        return PendingRows(Pending(self.rows, None), lambda rows: rows)
+    def start_fetch(self, step: int, own: Tensor) -> PendingKeyValues:
+        return PendingKeyValues(Pending(self.rows, None), lambda rows: rows)
 
-    def start_return(self, step: int, gradient: Tensor, total: Tensor) -> PendingRows:
+    def start_return(self, step: int, gradient: Tensor, total: Tensor) -> PendingKeyValues:
         self.returned += gradient
-        return PendingRows(Pending(gradient, None), lambda rows: total)
+        return PendingKeyValues(Pending(gradient, None), lambda rows: total)
 
 
 @pytest.mark.parametrize("with_sink", [False, True])

@@ -8,7 +8,7 @@ from support.processes import run_on_ranks
 from support.small_models import SmallModel
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.distributed.replica_check import Difference, checksum, differing_units
+from megatron.core.distributed.replica_check import ReplicaDifference, checksum, differing_units
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rank_grid import RankGrid
 
@@ -19,7 +19,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 
 
-def found_on_rank() -> dict[str, tuple[list[Difference], list[Difference]]]:
+def found_on_rank() -> dict[str, tuple[list[ReplicaDifference], list[ReplicaDifference]]]:
     """The differences of equal replicas, and those after the lowest bit of one weight was flipped on rank 1."""
     rank, found = torch.distributed.get_rank(), {}
     groups = ProcessGroupCollection.from_grid(RankGrid(3), rank)
@@ -39,7 +39,7 @@ def test_one_bit_of_one_replica() -> None:
     results = run_on_ranks(found_on_rank, 3)
     assert results[0] == results[1] == results[2]
     for name in ("replicated", "zero 1"):
-        assert results[0][name] == ([], [Difference("layers.0", (1,))])
+        assert results[0][name] == ([], [ReplicaDifference("layers.0", (1,))])
     assert results[0]["zero 3"] == ([], []), "sharded weights have no copies"
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from megatron.core.distributed.replica_check import Difference
+from megatron.core.distributed.replica_check import ReplicaDifference
 from megatron.training.hooks import replicas
 from megatron.training.hooks.replicas import ReplicaCheck
 
@@ -13,10 +13,12 @@ def test_replicas_are_compared_at_the_interval(monkeypatch: pytest.MonkeyPatch) 
     model: list[Any] = []
     compared: list[int] = []
 
-    def differing_units(chunks: Any) -> list[Difference]:
+    def differing_units(chunks: Any) -> list[ReplicaDifference]:
         assert chunks is model
         compared.append(1)
-        return [] if len(compared) < 3 else [Difference("layers.0", (1,)), Difference("output_layer", (0,))]
+        return (
+            [] if len(compared) < 3 else [ReplicaDifference("layers.0", (1,)), ReplicaDifference("output_layer", (0,))]
+        )
 
     monkeypatch.setattr(replicas, "differing_units", differing_units)
     hook = ReplicaCheck(model, 2)
