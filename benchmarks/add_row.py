@@ -39,7 +39,7 @@ def read_anchor(log: str) -> dict[str, Any]:
 
 
 def row(name: str, ours: dict[str, Any], anchor: dict[str, Any], anchor_flags: str = "") -> dict[str, Any]:
-    """One row of the results: `ratio` is the anchor's time over ours for the same batch."""
+    """Returns one row of the results: `ratio` is the anchor's time over ours for the same batch."""
     cell, _, layout = name.partition("/")
     tokens = ours["tokens_per_second"] * ours["milliseconds"] / 1000
     anchor = anchor | {"tokens_per_second": round(tokens / anchor["milliseconds"] * 1000, 1), "flags": anchor_flags}

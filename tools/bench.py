@@ -1,4 +1,4 @@
-"""How fast training is:   python tools/bench.py LLAMA1B
+"""Measures how fast training is: python tools/bench.py LLAMA1B
 
 Trains a model of the speed table (tools/bench_cells.py), or the one that flags of pretrain_gpt.py describe, on random
 tokens: a few steps to warm up, then at least 20 that are timed, with optimizer, clipping and logging. Prints the median
@@ -71,7 +71,7 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Options:
-    """What is asked of the measurement, beside the flags of the run."""
+    """Options of the measurement, beside the flags of the run."""
 
     cell: str | None
     warmup: int
@@ -125,14 +125,14 @@ class RandomDataset(MockGPTDataset):
 
 
 def build_datasets(context: Context, counts: SampleCounts) -> Sequence[Any]:
-    """Random tokens for every split that is asked for."""
+    """Returns datasets of random tokens for every split."""
     config = gpt_dataset_config(context.config, context.tokenizer)
     sizes = [counts.train, counts.valid, counts.test]
     return BlendedMegatronDatasetBuilder(RandomDataset, sizes, lambda: True, config).build()
 
 
 class Stopwatch(Hook):
-    """When each timed step ended, on the device; and what one more step's kernels took."""
+    """Records when each timed step ended on the device, and the kernels of one more step."""
 
     def __init__(self, context: Context, options: Options) -> None:
         self.context, self.options = context, options
@@ -183,7 +183,7 @@ def _clock_rate() -> int | None:
 
 
 def read_options(words: Sequence[str]) -> tuple[Options, list[str]]:
-    """What is asked of the measurement, and the flags of the run."""
+    """Returns the options of the measurement and the flags of the run."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -266,7 +266,7 @@ def measure(options: Options, flags: list[str]) -> tuple[dict[str, Any], Stopwat
 
 
 def results(options: Options, flags: list[str], watch: Stopwatch, loss: float) -> dict[str, Any]:
-    """The row of a run."""
+    """Returns the row of a run."""
     config, device = watch.context.config, watch.context.environment.device
     world = watch.context.environment.world_size
     times = watch.milliseconds()
@@ -302,7 +302,7 @@ def results(options: Options, flags: list[str], watch: Stopwatch, loss: float) -
 
 
 def padded_vocabulary(context: Context) -> int:
-    """Rows of the embedding."""
+    """Returns the number of rows of the embedding."""
     config = context.config
     return padded_vocab_size(
         context.vocab_size,
@@ -344,7 +344,8 @@ def floor_of(
 
 
 def commit() -> str | None:
-    """The checkout's commit, if git knows it; $COMMIT names it where the code was copied without its history."""
+    """Returns the checkout's commit. $COMMIT names it where the code was copied without its history. None if it is not
+    known."""
     if "COMMIT" in os.environ:
         return os.environ["COMMIT"]
     done = subprocess.run(
@@ -354,7 +355,7 @@ def commit() -> str | None:
 
 
 def print_kernels(profiler: Any) -> None:
-    """Milliseconds of the traced step by kind of kernel, and its longest kernels."""
+    """Prints the milliseconds of the traced step by kind of kernel, and its longest kernels."""
     kinds: collections.Counter[str] = collections.Counter()
     names: collections.Counter[str] = collections.Counter()
     for event in profiler.key_averages():

@@ -1,4 +1,5 @@
-"""Finds where two runs part: first step, first checkpoint and tensor, and with --rerun the first layer and rank.
+"""Finds where two runs begin to differ: the first step, the first checkpoint and tensor, and with --rerun the first
+layer and rank.
 
     python tools/bisect_divergence.py runs/a runs/b                  # folders of --save
     python tools/bisect_divergence.py runs/a/iter_0000100 runs/b/iter_0000100
@@ -6,11 +7,11 @@
     python tools/bisect_divergence.py a.txt b.txt                    # files with command lines: the same, from step 1
 
 1. metrics.jsonl of both: the first step whose loss, gradient norm or another value differs.
-2. Checkpoints of the same iterations: the first pair that differs, found by halving; its tensors in the order of the
+2. Checkpoints of the same iterations: the first pair that differs, found by bisection; its tensors in the order of the
    model, with the element that differs most and the ranks that wrote it.
 3. --rerun (always for command lines): both runs are computed again on this machine, each in its own layout, from the
    newest checkpoint that is equal in both. Outputs of layers, gradients, norms and weights are compared by token and
-   element. If they first part in a later step, that step is computed again and watched.
+   element. If they first differ in a later step, that step is computed again and watched.
 
 A file has the words of a command line, with or without torchrun before the script. Flags after -- are added to both
 runs. Exit code 0: nothing differs; 1: something does; 2: the runs cannot be compared.
@@ -45,7 +46,7 @@ from megatron.training.logging.jsonl import read_metrics
 from tools.verify_layout import PRETRAIN_GPT, load_script, run
 
 _SHOWN = 8
-"""Tensors of a checkpoint that are named."""
+"""Largest number of differing tensors that are printed."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -94,7 +95,7 @@ def _read(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def compare_metrics(a: Run, b: Run, tolerance: float) -> int | None:
-    """Prints the first step whose values differ, and returns its iteration; None if none does."""
+    """Prints the first step whose values differ, and returns its iteration; None if all values are equal."""
     assert a.metrics is not None and b.metrics is not None
     histories = read_metrics(a.metrics), read_metrics(b.metrics)
     common = common_iterations(*histories)
@@ -130,7 +131,7 @@ def _described(difference: TensorDifference) -> str:
 
 
 def _before_newest(a: Run, b: Run) -> int | None:
-    """Returns the last but one of the iterations of which both runs have a checkpoint; None if there is none."""
+    """Returns the second newest iteration of which both runs have a checkpoint; None if there is none."""
     common = sorted(a.checkpoints.keys() & b.checkpoints.keys())
     return common[-2] if len(common) > 1 else None
 
@@ -182,7 +183,8 @@ def merged(traces: Sequence[LayoutTrace]) -> LayoutTrace:
 
 
 def _first_step(found: Sequence[Difference]) -> int:
-    """Returns the step (from 0) whose gradient norm differs first, if nothing of the watched step 0 does; else 0."""
+    """Returns the step (from 0) whose gradient norm differs first if step 0, which was watched, does not differ; else
+    0."""
     names = [each.name for each in found if each.kind == NORM]
     early = [each for each in found if each.kind in ("initial weight", "forward", "gradient")]
     return 0 if early or not names else int(names[0].split()[-1]) - 1

@@ -1,4 +1,4 @@
-"""How far training in fp8 is from float32:   python tools/measure_fp8.py --cell LLAMA1B --num-layers 2
+"""Measures how far training in fp8 is from float32: python tools/measure_fp8.py --cell LLAMA1B --num-layers 2
 
 Takes a model of the speed table (tools/bench_cells.py), or the one that flags of pretrain_gpt.py describe, with the
 same initial weights in bfloat16, in bfloat16 with fp8, and in float32. Prints, for each parameter's gradient of one
@@ -30,7 +30,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def build(flags: Sequence[str], vocabulary: int) -> DistributedDataParallel:
-    """The model that the flags describe, wrapped, with weights that bfloat16 has."""
+    """Returns the model that the flags describe, wrapped, with weights that bfloat16 can represent."""
     try:
         config = configure([*COMMON.split(), "--vocab-size", str(vocabulary), *flags, "--train-iters", "1"])
     except ConfigurationError as error:
@@ -62,7 +62,7 @@ def backward(model: DistributedDataParallel, ids: Tensor) -> float:
 
 
 def gradients(flags: Sequence[str], vocabulary: int, ids: Tensor, warm: int) -> tuple[dict[str, Tensor], float]:
-    """Every parameter's gradient on the host, and the loss. Delayed scaling has seen the batch `warm` times."""
+    """Returns every parameter's gradient on the host, and the loss. Delayed scaling has seen the batch `warm` times."""
     model, loss = build(flags, vocabulary), 0.0
     for _ in range(warm + 1):
         model.zero_grad_buffer()
@@ -84,7 +84,7 @@ def compare(ours: dict[str, Tensor], exact: dict[str, Tensor]) -> str:
 
 
 def curve(flags: Sequence[str], vocabulary: int, text: Tensor, length: int, steps: int) -> list[float]:
-    """The losses of some steps on pieces of a text, two a step."""
+    """Returns the losses of training steps on pieces of a text, two pieces a step."""
     model = build(flags, vocabulary)
     bf16 = "--bf16" in flags
     config = OptimizerConfig(lr=3e-4, bf16=bf16, params_dtype=torch.bfloat16 if bf16 else torch.float32)

@@ -1,7 +1,6 @@
-"""What a micro-batch asks of its backend's operations: products, attention and the bytes to be moved.
-
-Memory-bound operations count as if they read their inputs and wrote their outputs once; sums at the forks of residuals
-are part of the norm before them. tools/floor.py times what is recorded.
+"""Records which operations a micro-batch runs: products, attention, and the bytes that memory-bound operations move. A
+memory-bound operation counts as if it read its inputs and wrote its outputs once. The sum of gradients where a residual
+forks counts as part of the norm before it. tools/floor.py times what is recorded.
 """
 
 import contextlib
@@ -61,7 +60,7 @@ class Attention:
 
     @property
     def key(self) -> Any:
-        """Equal for calls that take equally long."""
+        """A key that is equal for calls that take equally long."""
         bounds = self.call.cu_seqlens
         return self.shapes, self.strides, self.variant, None if bounds is None else tuple(bounds.tolist())
 
@@ -73,25 +72,24 @@ class Attention:
 
 
 class Recorder:
-    """What the first micro-batch asks of the operations of its backend.
-
-    Packed documents differ between micro-batches, so attention is recorded in the first `attention_microbatches`.
+    """The operations that the first micro-batch runs. Packed documents differ between micro-batches, so attention is
+    recorded in the first `attention_microbatches`.
     """
 
     def __init__(self, attention_microbatches: int = 1) -> None:
         self.products: Counter[Product] = Counter()
         self.attention: dict[Any, tuple[Attention, int]] = {}
-        """A call of each kind, and how often the recorded micro-batches make it."""
+        """A call of each kind, and the number of such calls in the recorded micro-batches."""
         self.moved: Counter[str] = Counter()
         """Bytes that the forward and backward of each memory-bound operation must move."""
         self.attention_microbatches = attention_microbatches
         self._microbatch: int | None = None
-        """Index of the micro-batch that computes now; None between two."""
+        """Index of the current micro-batch; None between two."""
         self._begun = 0
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Models that are built inside have operations that this recorder sees."""
+        """Models that are built inside this context run operations that are recorded."""
         kernels = backends.triton_backend()
         recorded = None if kernels is None else self.recording(kernels)
         with (
@@ -136,7 +134,7 @@ class Recorder:
         return call
 
     def around(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns the forward step; its first calls are recorded."""
+        """Returns the forward step, wrapped so that its first calls are recorded."""
 
         def recorded(data: Any, model: nn.Module) -> Any:
             self._microbatch, self._begun = self._begun, self._begun + 1

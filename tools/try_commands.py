@@ -60,7 +60,7 @@ WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"word{number}" for num
 
 @dataclass
 class Outcome:
-    """What became of a command."""
+    """The outcome of a command."""
 
     name: str
     kind: str = "passes"

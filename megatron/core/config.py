@@ -1,4 +1,4 @@
-"""Megatron-LM's switch of experimental features. No feature of this package waits for it: what works is offered."""
+"""Megatron-LM's switch for experimental features. No feature of this package depends on it."""
 
 
 class _Switch:

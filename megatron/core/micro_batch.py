@@ -1,4 +1,4 @@
-"""What a model is told about a micro-batch besides its tokens: one record, an argument of the model's forward."""
+"""The properties of a micro-batch besides its tokens: one record, an argument of the model's forward."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -12,7 +12,7 @@ class CooperativeTurn(Protocol):
     """Lets another micro-batch compute while this one waits for a communication."""
 
     def yield_turn(self) -> None:
-        """Gives the turn away. Returns when it is this micro-batch's turn again.
+        """Passes the turn on. Returns when it is this micro-batch's turn again.
 
         Called after a communication has started and before it is waited for, in forward and in backward.
         """

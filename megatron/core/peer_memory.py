@@ -1,4 +1,4 @@
-"""Memory of GPUs that the other ranks of a group write into, without a kernel on either side.
+"""GPU memory that the other ranks of a group write into, without a kernel on either side.
 
 Data moves by copy engines. Order is kept by 32-bit words in the same memory, which grow and are never reset: a stream
 writes a word of another rank after a copy, and another rank's stream waits until its word has at least that value. The
@@ -42,9 +42,9 @@ class PeerMemory(Protocol):
     """The memory of all ranks of a group, as one rank reaches it."""
 
     copies: Lane
-    """For data and the words that follow it."""
+    """Lane for data and the words that announce it."""
     signals: Lane
-    """For words that nothing behind them should wait for."""
+    """Lane for words that must not delay later copies."""
 
     def view(self, rank: int, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Returns the tensor at byte `start` of a rank's memory."""
@@ -83,7 +83,7 @@ class SymmetricMemory:
         self._views: dict[Any, Tensor] = {}
         rank = self._handle.rank
         self.streams: tuple[torch.cuda.Stream, torch.cuda.Stream]
-        """Those of `copies` and `signals`."""
+        """The streams of `copies` and `signals`."""
         self.streams = (torch.cuda.Stream(device), torch.cuda.Stream(device)) if beside is None else beside.streams
         self.copies: Lane = _StreamLane(self.streams[0], self._words, rank)
         self.signals: Lane = _StreamLane(self.streams[1], self._words, rank)

@@ -193,7 +193,7 @@ class SlotExchange:
             lane.wait(self.ring.freed(self._place, to), before)
         lane.copy(self._slots_of(to)[self.rank], piece)
         lane.write(to, self.ring.arrived(self._place, self.rank), self.number)
-        self._sent[distance] = piece  # must live until the copy is made
+        self._sent[distance] = piece  # kept alive until the copy is made
 
     def keep(self, piece: Tensor) -> None:
         """Copies the piece beside the copies to other ranks."""
@@ -217,7 +217,7 @@ class SlotExchange:
         return self.slots
 
     def close(self) -> None:
-        """Tells the senders that the current stream's work so far was the last to read the slots."""
+        """Tells the senders that all reads of the slots are queued on the current stream."""
         assert not self._awaited and len(self._sent) == self.ranks - 1, (self._awaited, list(self._sent))
         memory = self.ring.memory
         memory.copies.lead()  # later kernels may use the memory of the pieces
@@ -231,4 +231,4 @@ class SlotExchange:
 
 
 _RINGS: weakref.WeakKeyDictionary[ProcessGroup, SlotRing] = weakref.WeakKeyDictionary()
-"""The ring of each group that has exchanged over symmetric memory. It is the group's, like its communicators."""
+"""The ring of each group that has exchanged over symmetric memory. It is freed with the group."""

@@ -44,7 +44,7 @@ from megatron.training.state import TrainState
 
 FORMAT = "safetensors"
 _LAST_CHANCE_SECONDS = 15.0
-"""Time that a failed run leaves to a checkpoint that is being written."""
+"""Seconds that a failed run waits for a checkpoint that is being written."""
 
 _ALL_OPTIMIZER_STATE = optimizer_state_name("*", "*")
 
@@ -61,7 +61,7 @@ class Checkpoints:
         self.data: Mapping[str, str] = {}
         """Digests of the run's data, which every checkpoint stores."""
         self._saved_data: Mapping[str, str] = {}
-        """Those in the checkpoint that was loaded."""
+        """Digests in the checkpoint that was loaded."""
         self.spikes: LossSpikes | None = None
         """Judges losses; its state is part of every checkpoint."""
         self.memory = StagingMemory()
@@ -132,8 +132,8 @@ class Checkpoints:
         return iteration
 
     def leave_save(self) -> None:
-        """Gives the checkpoint of the last `begin_save` a while to become complete, without other ranks, which may be
-        gone. For a run that failed."""
+        """Waits a while for the checkpoint of the last `begin_save` to become complete. For a run that failed: needs no
+        other rank, because they may be gone."""
         if self.pending is not None:
             self.pending[1].wait(_LAST_CHANCE_SECONDS)
 
@@ -219,8 +219,8 @@ class Checkpoints:
         scheduler: OptimizerParamScheduler,
     ) -> None:
         """Loads the checkpoint of an iteration into a run that has trained, counts and optimizer included, also with
-        --finetune. Newer checkpoints under --save and newer temporary ones are then not what a later --load takes.
-        Raises UserError, the same on all ranks, if the checkpoint cannot be loaded."""
+        --finetune. A later --load then ignores newer checkpoints under --save and newer temporary ones. Raises
+        UserError, the same on all ranks, if the checkpoint cannot be loaded."""
         for chunk in model:
             chunk.start_param_sync(force_sync=True)
         self.last_saved = None
@@ -297,7 +297,7 @@ class Checkpoints:
         dense: bool = False,
     ) -> LoadResult | None:
         """Loads weights and, if wanted, optimizer state. Main weights are always loaded, together with the weights.
-        `dense`: the checkpoint is that of a dense model, of whose MLPs experts are made."""
+        `dense`: the checkpoint is that of a dense model, whose MLPs become experts."""
         with_optimizer = not (weights_only or self.flags.no_load_optim or self.config.evaluation.skip_train)
         wanted: Iterable[Chunk] = chain(self.weights(model), _state_to_read(optimizer, with_optimizer))
         own, granularity = list[Chunk](), self.config.transformer.moe_upcycling_granularity
@@ -371,8 +371,8 @@ class Checkpoints:
         *,
         counts: bool = False,
     ) -> None:
-        """Restores the state that is no tensor. With --finetune nothing is restored, unless `counts`: the run begins at
-        iteration 0. A run that only evaluates restores the counts, but neither schedule nor optimizer."""
+        """Restores the state that is not a tensor. With --finetune and without `counts` it restores nothing, so the run
+        begins at iteration 0. A run that only evaluates restores the counts, but neither schedule nor optimizer."""
         common = loaded.manifest.common
         if (self.flags.finetune and not counts) or "train_state" not in common:
             return

@@ -1,11 +1,11 @@
 """Loss spikes (--loss-spike-action): finds them on the device, and keeps what the decisions depend on.
 
-A spike is a loss that is more than --loss-spike-z-score standard deviations above the mean of the last
---loss-spike-history losses that were no spikes. The loss is that of the global batch. Every rank computes it from the
-same all-reduced sums, so every rank decides alike. Nothing here waits for the device, except what a checkpoint stores
-and what is read once a spike has ended or rewound the run.
+A spike is a loss that lies more than --loss-spike-z-score standard deviations above the mean of the last
+--loss-spike-history losses without spikes. The loss is that of the global batch. Every rank computes it from the same
+all-reduced sums, so every rank decides alike. Nothing here waits for the device, except for `state_dict`, and for
+reading `last_spike` once a spike ends or rewinds the run.
 
-After a spike the optimizer changes nothing (`update_allowed`). What then happens is the trainer's part:
+After a spike the optimizer changes nothing (`update_allowed`). The trainer then acts by --loss-spike-action:
 
     skip      training goes on with the next batch; after --loss-spike-limit spikes in a row the run ends
     rewind    no later update is applied until the run has gone back to a checkpoint
@@ -54,11 +54,11 @@ class LossSpikes:
         self._history = torch.zeros(flags.loss_spike_history, dtype=self._dtype, device=device)
         self._places = torch.arange(flags.loss_spike_history, device=device)
         self._count = torch.zeros((), dtype=torch.int64, device=device)
-        """Losses that were added to the history since the run began."""
+        """Number of losses added to the history since the run began."""
         self._in_row = torch.zeros((), dtype=torch.int64, device=device)
-        """Spikes since the last loss that was none."""
+        """Number of spikes in a row up to the last step."""
         self._last_spike = torch.zeros((), dtype=torch.int64, device=device)
-        """Number of the last iteration that was a spike; 0: there was none."""
+        """Number of the last iteration with a spike; 0 if there was none."""
         self._held = torch.zeros((), dtype=torch.bool, device=device)
         """Whether the run has to end or go back. No update is applied any more."""
         self.update_allowed = torch.ones((), dtype=torch.bool, device=device)
@@ -108,8 +108,8 @@ class LossSpikes:
         return self.flags.loss_spike_action == "rewind"
 
     def ends_run(self) -> bool:
-        """Whether a spike is known that ends the run or sends it back. Never waits; on a GPU the answer may be a step
-        or two late."""
+        """Whether a spike ends the run or sends it back to a checkpoint. Never waits, so on a GPU the answer may be a
+        step or two late."""
         return bool(self._held_on_host)
 
     def last_spike(self) -> int:
@@ -135,7 +135,7 @@ class LossSpikes:
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Loads what `state_dict` returned. None, or a history of another length, begins a new history. Iterations that
-        are left out already stay so."""
+        are already left out stay left out."""
         state = state or {"in_row": 0, "last_spike": 0, "left_out": []}
         self._held.fill_(False)
         self._held_on_host.fill_(False)

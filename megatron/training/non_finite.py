@@ -1,4 +1,4 @@
-"""What a run does before it ends because of a non-finite loss or gradient: it writes the step, and finds the layer.
+"""Before a run ends because of a non-finite loss or gradient: writes the step, and finds the layer.
 
 The optimizer changes nothing after such a step, so weights and optimizer state are those before it, and the
 micro-batches of the last steps are kept. `dump_and_search` writes both, computes the step again with a check of every
@@ -54,8 +54,8 @@ class SearchResult:
 
 
 def dump_and_search(trainer: Trainer, decision: ExitDecision) -> None:
-    """After the decision to end because of a non-finite value: writes the step, computes it again, and prints which
-    module was first. Every rank calls it. Other decisions are left alone."""
+    """If `decision` is to end because of a non-finite value: writes the step, computes it again, and prints which
+    module was first. All ranks call it. Does nothing for other decisions."""
     if decision.reason is not ExitReason.NON_FINITE:
         return
     ranks = RankCoordinator(trainer.exit.group)
@@ -86,8 +86,8 @@ def lines_of(found: Sequence[Finding], iteration: int) -> list[str]:
 
 
 def search_step(trainer: Trainer, step: RecentStep) -> SearchResult:
-    """Computes forward and backward of a step with the present weights, and checks every module. Changes gradients
-    only. Every rank calls it."""
+    """Computes forward and backward of a step with the current weights, and checks every module. Changes only
+    gradients. All ranks call it."""
     source = trainer.splits.train.micro_batches
     data = step_data(trainer.config, trainer.environment, None if source is None else iter(step.batches))
     data.begin(step.before.iteration)

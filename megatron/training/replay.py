@@ -57,10 +57,10 @@ class DumpedStep:
     findings: list[Finding]
     """What the run found when it computed the step again."""
     manifest: Manifest
-    """That of the checkpoint."""
+    """The manifest of the checkpoint."""
 
     def place(self, number: int) -> str:
-        """Returns where micro-batch `number` of `batches` was in the run."""
+        """Returns which micro-batch of the run is number `number` of `batches`."""
         return (
             f"micro-batch {number // self.data_parallel_size} of data parallel rank {number % self.data_parallel_size}"
         )

@@ -1,4 +1,4 @@
-"""What a run does after a loss spike that --loss-spike-action skip does not settle: it ends, or goes back."""
+"""Ends a run after loss spikes, or takes it back to a checkpoint (--loss-spike-action rewind)."""
 
 import dataclasses
 from pathlib import Path
@@ -10,9 +10,9 @@ from megatron.training.trainer import Trainer
 
 
 def go_back(trainer: Trainer, decision: ExitDecision) -> ExitDecision | None:
-    """Goes back to the newest checkpoint from before the window of the spike and leaves out the window's data from then
-    on. Returns None, and the run continues there; or the decision to end, with the reason why it cannot go back. Every
-    rank calls it."""
+    """Goes back to the newest checkpoint from before the window of the spike, and leaves out the window's data from
+    then on. Returns None if the run continues from there, or the decision to end, with the reason why it cannot go
+    back. All ranks call it."""
     spikes, flags = trainer.spikes, trainer.config.resilience
     assert spikes is not None
     spike, limit = spikes.last_spike(), flags.loss_spike_limit
@@ -57,10 +57,10 @@ def _ending(decision: ExitDecision, why: str) -> ExitDecision:
 
 
 def _newest_before(trainer: Trainer, iteration: int) -> tuple[Path, int] | None:
-    """Returns the folder and iteration of the newest checkpoint of this run from before an iteration, as the first rank
-    sees it; None if there is none. Checkpoints are those under --save, and the one that was loaded."""
+    """Returns the folder and iteration of this run's newest checkpoint from before an iteration; None if there is none.
+    Considers the checkpoints under --save that the first rank sees, and the one that was loaded."""
     flags, found = trainer.config.checkpoint, list[tuple[int, str]]()
-    loaded = None if flags.finetune else flags.load  # of a model to fine-tune, the iterations are those of another run
+    loaded = None if flags.finetune else flags.load  # with --finetune, the iterations are those of another run
     for root in dict.fromkeys(root for root in (flags.save, loaded) if root is not None):
         steps = [folder.step for folder in folders.candidates(Path(root))]
         found += [(step, root) for step in steps if isinstance(step, int) and step < iteration]

@@ -46,12 +46,12 @@ def file_system(url: str) -> Any:
 
 
 def exists(url: str) -> bool:
-    """Whether there is such an object. Raises UserError if the store cannot be asked."""
+    """Whether the object exists. Raises UserError if the store does not answer."""
     return bool(_ask(url, "exists"))
 
 
 def size_of(url: str) -> int:
-    """Returns the bytes of an object. Raises UserError if there is none, or if the store cannot be asked."""
+    """Returns the size of an object in bytes. Raises UserError if it does not exist or the store does not answer."""
     return int(_ask(url, "size"))
 
 
@@ -66,13 +66,13 @@ def _ask(url: str, method: str, **options: Any) -> Any:
         return getattr(store, method)(url, **options)
     except FileNotFoundError:
         raise UserError(f"{url}: no such object") from None
-    except Exception as error:  # each store has its own errors: of the network, of permissions
+    except Exception as error:  # each store raises errors of its own, such as network or permission errors
         raise UserError(f"{url}: cannot be read: {type(error).__name__}: {error}") from error
 
 
 def local_copy(url: str, folder: str | os.PathLike[str]) -> str:
-    """Returns the path of a copy of an object in a local folder, which is made if it is not there. The name has the
-    object's size, so a changed object of another size is copied again."""
+    """Returns the path of an object's copy in a local folder. Makes the copy unless it exists. The copy's name contains
+    the object's size, so an object that has changed its size is copied again."""
     name = hashlib.sha256(f"{url} {size_of(url)}".encode()).hexdigest()[:32]
     path = Path(folder) / f"{name}-{url.rsplit('/', 1)[-1]}"
     if not path.exists():

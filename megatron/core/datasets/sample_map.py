@@ -90,7 +90,7 @@ def build_sample_map(boundaries: np.ndarray, lengths: np.ndarray, usable: np.nda
 
 
 def _short_ratio(probability: float) -> int:
-    """One of this many samples is drawn shorter; 0: none. Halves are rounded up, as in C."""
+    """Returns n, where one of n samples is drawn shorter; 0 if none is. Halves are rounded up, as in C."""
     return 0 if probability == 0 else math.floor(1.0 / probability + 0.5)
 
 

@@ -1,9 +1,10 @@
-"""Optimizer state in host memory (as ZeRO-Offload, Ren et al. 2021, arXiv:2101.06840, keeps it there).
+"""Optimizer state in host memory, as in ZeRO-Offload (Ren et al. 2021, arXiv:2101.06840).
 
-The state of some units is in page-locked host memory. The update brings it to the device piece by piece, updates each
-piece with the kernels of all other state, and sends it back. Copies in both directions run on streams of their own,
-beside the update of another piece; the host never waits. An update on the host's own cores would have to wait for the
-gradients, and would be slower: it is bound by memory, whose rate cores do not reach.
+The state of some units is in page-locked host memory. The update copies it to the device piece by piece, updates each
+piece with the kernels that update all other state, and copies it back. Copies in both directions run on streams of
+their own, beside the update of another piece. The host never waits. An update on the CPU would have to wait for the
+gradients. It would also be slower, because the update is limited by memory bandwidth, and CPU cores do not even reach
+that of host memory.
 """
 
 import contextlib
@@ -21,12 +22,13 @@ from megatron.core.optimizer.state_storage import StateTensor
 PIECE = 1 << 23
 """Elements of a piece. With float32 weights and two moments, 100 MB."""
 _SLOTS = 3
-"""Pieces that have memory on the device: one comes, one is updated, one goes."""
+"""Number of pieces with memory on the device: one is copied in, one is updated, one is copied out."""
 _ALIGNMENT = 256
 
 
 def choose_offloaded(sizes: Sequence[int], fraction: float) -> list[bool]:
-    """Returns which units are offloaded, spread evenly: of the elements up to any unit, at most this fraction."""
+    """Returns which units are offloaded. They are spread evenly: up to any unit, at most this fraction of the elements
+    is offloaded."""
     chosen, total, taken = [], 0, 0
     for size in sizes:
         total += size
@@ -55,7 +57,7 @@ class StateSegment:
     moments: Mapping[str, StateTensor]
     model_weights: Tensor | None
     has_main_weights: bool
-    """There are main weights; else `weights` are the model's, which stay on the device."""
+    """Whether there are main weights. Otherwise `weights` are the model's weights, which stay on the device."""
 
     def part(self, start: int, stop: int) -> "StateSegment":
         """Returns the elements [start, stop) in the same memory. `start` is a multiple of SCALE_BLOCK."""
@@ -69,11 +71,11 @@ class StateSegment:
 
     @property
     def on_host(self) -> list[StateTensor]:
-        """What an offloaded segment has in host memory."""
+        """The tensors of an offloaded segment that are in host memory."""
         return [*([self.weights] if self.has_main_weights else []), *self.moments.values()]
 
     def on_device(self, states: Sequence[StateTensor]) -> "StateSegment":
-        """Returns the segment with `on_host` replaced by these."""
+        """Returns the segment with these tensors in place of `on_host`."""
         rest = deque(states)
         weights = rest.popleft() if self.has_main_weights else self.weights
         moments = dict(zip(self.moments, rest, strict=True))
@@ -82,7 +84,7 @@ class StateSegment:
 
 @dataclass(frozen=True)
 class HostPiece:
-    """A part of a unit's shard that travels at once."""
+    """A part of a unit's shard that is copied at once."""
 
     state: StateSegment
     segments: tuple[tuple[int, int, int], ...]
@@ -99,7 +101,7 @@ class HostPiece:
 
 
 class StateStream:
-    """Brings state to the device and back."""
+    """Copies state to the device and back."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -108,8 +110,8 @@ class StateStream:
         self._going = torch.cuda.Stream(device) if is_cuda else None
 
     def each(self, pieces: Sequence[StateSegment]) -> Iterator[StateSegment]:
-        """Yields each piece with its state on the device. What is written there goes back to host memory once the next
-        piece is asked for. The memory on the device is free after the last one."""
+        """Yields each piece with its state on the device. When the next piece is requested, the state is copied back to
+        host memory. The memory on the device is freed after the last piece."""
         copies = [_DeviceCopy(piece) for piece in pieces]
         largest = max((copy.nbytes for copy in copies), default=0)
         slots = [_Slot(torch.empty(largest, dtype=torch.uint8, device=self.device)) for _ in copies[:_SLOTS]]
@@ -149,7 +151,7 @@ class _DeviceCopy:
         self._arrived: torch.cuda.Event | None = None
 
     def fetch(self, slot: _Slot, stream: torch.cuda.Stream | None) -> None:
-        """Starts the copies to the device, once what was in the slot has left."""
+        """Starts the copies to the device, after the piece that used the slot before has been copied out."""
         offset = 0
         for tensor in self.host:
             self._device.append(slot.memory[offset : offset + tensor.nbytes].view(tensor.dtype))
@@ -169,7 +171,7 @@ class _DeviceCopy:
         return self.piece.on_device([state.moved(lambda tensor: next(tensors)) for state in self.piece.on_host])
 
     def send_back(self, slot: _Slot, stream: torch.cuda.Stream | None) -> None:
-        """Starts the copies to the host, after what the current stream has to do."""
+        """Starts the copies to the host, after the work that is queued on the current stream."""
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream())
         with _on(stream):

@@ -220,7 +220,7 @@ def smallest(dtype: torch.dtype) -> float:
 
 
 def store(old: Tensor, new: Tensor, skip: Tensor | None) -> None:
-    """old <- new, or nothing if `skip` is set. Without `skip` they may be on different devices."""
+    """Copies `new` into `old`, or changes nothing if `skip` is set. Without `skip` they may be on different devices."""
     if skip is None:
         old.copy_(new)
     else:

@@ -97,7 +97,7 @@ class ProductsInPieces:
 
 
 class PendingTotal:
-    """A sum over ranks whose parts are on their way."""
+    """A sum over ranks whose parts are still being exchanged."""
 
     def __init__(self, exchange: PieceExchange, own: Tensor) -> None:
         self._exchange, self._own = exchange, own
@@ -196,7 +196,7 @@ class _RowParallelLinear(torch.autograd.Function):
             rows = gather_rows(own, pieces.group)
             inputs_gradient = product(rows, weight.detach()) if needs_inputs else None
         if needs_weight:
-            # A deferred product is computed when the slots have other contents.
+            # A deferred product is computed later, when the slots already hold other rows.
             kept = rows.clone() if gathered is not None and _defers(weight) else rows
             weight_gradient = _weight_gradient(weight, kept, columns)
         if gathered is not None:

@@ -1,4 +1,4 @@
-"""Mamba-2 (Dao and Gu 2024, arXiv:2405.21060): a token mixer whose heads keep a state that fades by what they read."""
+"""Mamba-2 (Dao and Gu 2024, arXiv:2405.21060): a token mixer whose heads have states with input-dependent decay."""
 
 import math
 from dataclasses import dataclass

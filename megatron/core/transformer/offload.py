@@ -8,7 +8,7 @@ the inputs of some of their parts (`fine_grained_activation_offloading`):
 - `expert_fc1`: the rows that experts receive;
 - `moe_act`: the outputs of the experts' first products.
 
-A part that recomputation does not keep anything of has nothing to offload.
+A part whose tensors are all recomputed has nothing to offload.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,8 +25,8 @@ from megatron.core.utils.offloaded import MarkedInputs, Offloaded, OffloadLimits
 
 
 def offload_activations(block: Any, config: TransformerConfig, groups: ProcessGroupCollection) -> None:
-    """Sets up offloading for a stack of layers that was just built (a TransformerBlock, or a MultiTokenPredictionBlock,
-    whose layers are counted by themselves). Comes after `recompute_activations`."""
+    """Sets up offloading for a stack of layers that has just been built: a TransformerBlock, or a
+    MultiTokenPredictionBlock, whose layers are counted separately. Call it after `recompute_activations`."""
     if not len(block.layers):
         return
     first = block.layers[0]
@@ -45,7 +45,7 @@ def offload_activations(block: Any, config: TransformerConfig, groups: ProcessGr
 
 @dataclass(frozen=True)
 class _IsOneOf:
-    """Tells whether a layer is one of these."""
+    """Returns whether a layer is one of the given layers."""
 
     layers: tuple[nn.Module, ...]
 
@@ -58,8 +58,8 @@ def _given(value: int | None, default: int) -> int:
 
 
 def mark_parts(layers: list[Any], config: TransformerConfig) -> None:
-    """Marks the inputs of `offload_modules` of these layers; of all such parts, in order, the fraction
-    `activation_offload_fraction`, spread evenly."""
+    """Marks the inputs of the parts that `offload_modules` names. Of all such parts of these layers, the fraction
+    `activation_offload_fraction` is marked, spread evenly."""
     fraction, names = config.activation_offload_fraction, config.offload_modules or []
     count = 0
     for layer in layers:

@@ -33,7 +33,7 @@ _CAUSAL = AttentionVariant(scale=1.0, causal=True)
 
 
 class IndexerHeads(NamedTuple):
-    """The indexer's reading of some tokens."""
+    """The indexer's queries, keys and weights of some tokens."""
 
     query: Tensor
     """[s, b, dsa_indexer_n_heads, dsa_indexer_head_dim]"""

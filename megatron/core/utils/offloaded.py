@@ -6,7 +6,7 @@ freed in stream order when a later layer joins the copy. When backward reaches a
 it start. The host never waits. Values are unchanged, to the bit. On a CPU the "host" is a second copy in the same
 memory.
 
-What is moved are storages: saved tensors that share memory are moved once. A storage is moved if a `MarkedInputs`
+Whole storages are moved, so saved tensors that share memory are moved once. A storage is moved if a `MarkedInputs`
 function is called with a tensor in it, or, in a call with `moves_all`, in any case.
 """
 
@@ -32,8 +32,8 @@ class OffloadLimits:
     min_numel: int = 0
     """Storages with fewer elements stay on the device."""
     max_in_flight: int = 1
-    """Number of copies to the host, for each name, that are not joined when the next one starts. The memory of so many
-    more tensors is in use."""
+    """Number of copies to the host, for each name, that are not joined when the next one starts. The memory of that
+    many more tensors is in use."""
     kept_bytes: int = 0
     """Bytes of each forward pass, counted from its first layer, that stay on the device."""
 
@@ -109,16 +109,17 @@ class OffloadRegion:
         self.limits, self.in_flight, self.before = limits, in_flight, before
         self.bytes_to_keep: int = limits.kept_bytes if before is None else before.bytes_to_keep
         self._saved: dict[int, SavedStorage] = {}
-        """By address, until the region is closed: so long the storages stay allocated, and addresses are unique."""
+        """Storages by address. Addresses are unique until the region is closed, because the storages stay allocated
+        until then."""
         self._marks: dict[int, str] = {}
         self._name: str | None = None
-        """The name under which every storage is moved now."""
+        """The name under which all storages are moved at present."""
         self._unmoved: set[int] = set()
         self._moved: list[weakref.ref[SavedStorage]] = []
         self._is_reloaded = False
 
     def move_all_but(self, tensors: Iterable[Tensor]) -> None:
-        """Moves every storage that is saved, but for these, which other layers use too."""
+        """Moves every storage that is saved, except those of `tensors`, which other layers use too."""
         self._name, self._unmoved = "layer", {_address(tensor) for tensor in tensors}
 
     @contextlib.contextmanager
@@ -167,7 +168,7 @@ class OffloadRegion:
         self.in_flight.add(name, saved, self.limits.max_in_flight)
 
     def close(self) -> None:
-        """Ends the call: nothing is added any more. Only now can storages of this layer be freed."""
+        """Ends the call: no storage is added after this. Only now can storages of this layer be freed."""
         self._saved.clear()
         self.in_flight.end_layer(self.limits.max_in_flight)
 
@@ -239,7 +240,7 @@ class SavedStorage:
         return self._storage
 
     def __del__(self) -> None:
-        # A copy that nobody waited for must not write to memory that others have by then.
+        # A copy without a waiting stream must not write to memory that has been reused by then.
         if self._arrived is not None and not self._is_awaited:
             torch.cuda.current_stream(self.device).wait_event(self._arrived)
 
@@ -261,7 +262,7 @@ class SavedView:
 
 
 class _InFlight:
-    """Copies to the host that are not joined, oldest first: by name, the storages of one layer together."""
+    """Copies to the host that are not joined yet, oldest first: a queue for each name, with an entry for each layer."""
 
     def __init__(self) -> None:
         self._groups: defaultdict[str, deque[_Group]] = defaultdict(deque)
@@ -318,8 +319,8 @@ _region: ContextVar[OffloadRegion | None] = ContextVar("layer whose saved tensor
 
 
 def _copy(target: Tensor, source: Tensor, device: torch.device, direction: str) -> torch.cuda.Event | None:
-    """Copies bytes. On CUDA, on a stream for this direction, after the work that the current stream has; returns the
-    event of its end."""
+    """Copies bytes. On CUDA the copy runs on a stream for its direction, after the work queued on the current stream,
+    and an event is returned that marks its end."""
     if device.type != "cuda":
         target.copy_(source)
         return None
@@ -352,7 +353,7 @@ def _is_movable(tensor: Tensor) -> bool:
 
 
 def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Yields the tensors among these values, and in records and sequences among them."""
+    """Yields the tensors in these values, also those inside records and sequences."""
     for value in values:
         if isinstance(value, Tensor):
             if _is_movable(value):

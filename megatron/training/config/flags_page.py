@@ -130,7 +130,8 @@ def chosen_tests(text: str) -> dict[str, str]:
 
 
 def _test_of(row: Row, tests: Mapping[str, str], chosen: str) -> str:
-    """The test that shows what a flag does: the one chosen before, or the file that mentions the flag most often."""
+    """Returns the test that shows what a flag does: the one chosen before, or the file that mentions the flag most
+    often."""
     if row.answer == "c":
         return "tests/training/config/test_retired.py"
     if row.answer != "a":

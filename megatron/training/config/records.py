@@ -20,12 +20,12 @@ class RecordsConfig:
     """
 
     save_params_interval: int | None = flag(None, only_with="save")
-    """Steps between two files with the weights after the update, by name; each rank writes those that no earlier rank
-    has."""
+    """Steps between two files with the weights after the update, by name. Each rank writes the weights that no rank
+    before it holds."""
 
     save_wgrads_interval: int | None = flag(None, only_with="save")
-    """Steps between two files with the main gradients before the update, summed over ranks and not yet clipped; each
-    rank writes those that no earlier rank has."""
+    """Steps between two files with the main gradients before the update, summed over ranks and not yet clipped. Each
+    rank writes the gradients that no rank before it holds."""
 
     save_activations_interval: int | None = flag(None, only_with="save")
     """Steps between two files with the outputs of the modules that have weights, in the first micro-batch of each
@@ -83,30 +83,29 @@ class FaultInjectorConfig:
     """With --fault-injector-fault-types: ranks that get the fault, separated by commas."""
 
     fault_injector_num_ranks: int | None = flag(None, only_with="fault_injector_fault_types")
-    """With --fault-injector-fault-types: number of ranks that get the fault, chosen at random; 1 when neither ranks nor
-    their number are given."""
+    """With --fault-injector-fault-types: number of ranks that get the fault, chosen at random. Default: 1, without
+    --fault-injector-ranks."""
 
     fault_injector_fault_delay: float | None = flag(None, only_with="fault_injector_fault_types")
     """With --fault-injector-fault-types: seconds until the fault."""
 
     fault_injector_mtti_seconds: float | None = flag(None, only_with="fault_injector_fault_types")
-    """With --fault-injector-fault-types: mean of the seconds until the fault, which are drawn from an exponential
+    """With --fault-injector-fault-types: mean time until the fault in seconds. The time is drawn from an exponential
     distribution."""
 
     fault_injector_offset_seconds: float | None = flag(None, only_with="fault_injector_mtti_seconds")
-    """With --fault-injector-mtti-seconds: seconds added to the drawn ones."""
+    """With --fault-injector-mtti-seconds: seconds that are added to the drawn time."""
 
     fault_injector_delay_start_iteration: int | None = flag(None, only_with="fault_injector_fault_types")
-    """With --fault-injector-fault-types: iteration after which the seconds begin to count; the start of training when
-    not given."""
+    """With --fault-injector-fault-types: iteration after which the time until the fault begins. Default: the start of
+    training."""
 
     fault_injector_seed: int | None = flag(None, only_with="fault_injector_fault_types")
-    """With --fault-injector-fault-types: seed of the ranks, fault and seconds that are drawn; --seed
-    when not given."""
+    """With --fault-injector-fault-types: seed for drawing the ranks, the fault and the time. Default: --seed."""
 
     @property
     def faults(self) -> tuple[str, ...]:
-        """The faults of which one is injected; none without the flag."""
+        """The faults from which one is drawn; empty without the flag."""
         return tuple(
             word.strip().lower() for word in (self.fault_injector_fault_types or "").split(",") if word.strip()
         )

@@ -1,4 +1,4 @@
-"""DeepSeek-V3.2: DeepSeek-V3 whose attention is to the keys that an indexer selects."""
+"""DeepSeek-V3.2: DeepSeek-V3 with sparse attention to the keys that an indexer selects."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -34,12 +34,14 @@ _TENSORS = V3_TENSORS | one_to_one(
 
 @dataclass(frozen=True)
 class IndexedLayers:
-    """All layers attend to the keys that an indexer selects, whose queries come from the latent of the queries."""
+    """All layers attend to the keys that an indexer selects. The indexer's queries come from the latent of the
+    queries."""
 
     reads = ("layer_types", "q_lora_rank")
 
     def fields(self, config: Json) -> dict[str, Any]:
-        """Returns the kind of attention. Raises UserError for layers of another type, and without a latent."""
+        """Returns the kind of attention. Raises UserError for layers of another type, and for a model whose queries
+        have no latent."""
         others = sorted({str(kind) for kind in config["layer_types"] or ()} - {"indexed_attention"})
         if others:
             raise UserError(f"layer_types has {others[0]!r}; only 'indexed_attention' is supported")
@@ -69,12 +71,14 @@ class IndexerNorm:
 
 @dataclass(frozen=True)
 class ExpertsByLayer:
-    """Layers with experts: those that `mlp_layer_types` names; without it all after the first dense ones."""
+    """Layers with experts: those that `mlp_layer_types` names; without this key, all layers after the first dense
+    ones."""
 
     reads = (*ExpertsAfterDense.reads, "mlp_layer_types")
 
     def fields(self, config: Json) -> dict[str, Any]:
-        """Returns layers and widths. Raises UserError for unknown types of layers and without shared experts."""
+        """Returns layers and widths. Raises UserError for unknown types of layers, and for a model without shared
+        experts."""
         fields, kinds = ExpertsAfterDense().fields(config), config["mlp_layer_types"]
         if kinds is None:
             return fields

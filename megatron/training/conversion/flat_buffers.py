@@ -1,7 +1,8 @@
 """Megatron-LM's optimizer state in flat buffers (`dp_reshardable`), cut into the parameters that it belongs to.
 
-The checkpoint says how long each bucket is, but not where in it each parameter is. Main weights tell: rounded to the
-type of the weights, they are the weights. So each parameter is found by its content, and no layout is assumed.
+The checkpoint has the length of each bucket, but not the place of each parameter in it. The main weights show it:
+rounded to the type of the weights, they equal the weights. So each parameter is found by its content, and no layout is
+assumed.
 """
 
 import re
@@ -29,7 +30,7 @@ _MARK = ".dp_group_idx_"
 _SIGNATURE = 64
 """Elements that are compared before a whole parameter is."""
 _STEP = 64
-"""A parameter begins behind the one before, or at the next multiple of this."""
+"""A parameter begins directly after the one before, or at the next multiple of this number."""
 
 
 class FlatTensor(Protocol):

@@ -106,7 +106,7 @@ def load_hub_weights(context: Context, model: Sequence[nn.Module], optimizer: Me
 
 
 def _say_nothing(sentence: str) -> None:
-    """Is the log of ranks that do not print."""
+    """Log function of the ranks that do not print."""
 
 
 def _open(source: str, log: Log) -> HubModel:

@@ -13,7 +13,7 @@ from typing import Any
 from megatron.core.exceptions import UserError
 
 MAX_PICKLE_BYTES = 1 << 30
-"""Longest pickle that is read; longer ones are refused."""
+"""Size of the largest pickle that is read; larger ones are refused."""
 
 KNOWN_PACKAGES = frozenset(
     "torch numpy collections argparse enum pathlib builtins copyreg datetime signal types functools"  # noqa: SIM905
@@ -47,7 +47,8 @@ class Name:
 
 @dataclass(eq=False)
 class Inert:
-    """An object of a pickle as a record: what would have made it, and what would have been put into it."""
+    """An object of a pickle as a record: the function that would have made it, and the content that it would have
+    got."""
 
     made_by: Name
     arguments: tuple[Any, ...] = ()

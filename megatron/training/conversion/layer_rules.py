@@ -13,7 +13,8 @@ from megatron.training.conversion.spellings import bias_places, router_weights_s
 
 @dataclass(frozen=True)
 class ScoreScale:
-    """A key that says the factor of attention scores: the factor itself, or with `query_scalar` 1 / its square."""
+    """A key for the factor of attention scores. Its value is the factor, or with `query_scalar` 1 / the factor
+    squared."""
 
     key: str
     query_scalar: bool = False

@@ -76,7 +76,8 @@ class LegacySource:
         return layout
 
     def _places(self) -> dict[tuple[int, int, int], Path]:
-        """Folders by tensor, pipeline and expert parallel rank. A name with two numbers means one of the latter."""
+        """Folders by tensor, pipeline and expert parallel rank. The second number of a name with two is the pipeline or
+        the expert parallel rank."""
         names = {len(key): True for key in self._paths}
         if len(names) > 1:
             raise UserError(f"{self.path}: folders mp_rank_* of different layouts; keep those of one run")
@@ -116,7 +117,7 @@ class LegacySource:
 
 
 def _joined(shape: tuple[int, ...], parts: Sequence[_Part]) -> Tensor:
-    """The elements of a whole tensor, one-dimensional."""
+    """Returns the elements of a whole tensor, one-dimensional."""
     if len(parts) == 1:
         return parts[0].read()
     whole = torch.empty(shape, dtype=parts[0].dtype)
@@ -213,8 +214,8 @@ class _RankFile:
 
 
 def _is_trained(name: str) -> bool:
-    """Whether the optimizer updates a canonical tensor. The biases of a router that balance experts are no parameters
-    of theirs."""
+    """Whether the optimizer updates a canonical tensor. In Megatron-LM a router's biases that balance experts are not
+    parameters."""
     return is_weight(name) and not name.endswith("expert_bias")
 
 

@@ -78,10 +78,9 @@ def flags_of_arguments(arguments: Any) -> list[str]:
 
 
 def _count_newer_null_tokenizer(values: dict[str, Any]) -> None:
-    """Lowers `vocab_size` by one where the run's NullTokenizer had no id of its own for the end of a document.
-
-    NullTokenizer has `--vocab-size` ids and one more; that of recent releases (seen in 0.19) has no other id, so their
-    padded vocabulary may be too small for ours."""
+    """Lowers `vocab_size` by one if the run's NullTokenizer had no separate id for the end of a document. Our
+    NullTokenizer has `--vocab-size` ids and one more for it. That of recent releases (seen in 0.19) has no additional
+    id, so their padded vocabulary may be too small for ours."""
     size, padded = values.get("vocab_size"), values.get("padded_vocab_size")
     if values.get("tokenizer_type") == "NullTokenizer" and isinstance(size, int) and size == padded:
         values["vocab_size"] = size - 1

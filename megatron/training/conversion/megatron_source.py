@@ -110,8 +110,7 @@ class DistSource:
 
 
 def numbers_called(value: Any, names: Sequence[str], depth: int = 8, seen: set[int] | None = None) -> Iterator[float]:
-    """Yields the numbers that stand under one of these keys anywhere in nested dicts and lists. What is shared is
-    looked at once."""
+    """Yields the numbers under one of these keys anywhere in nested dicts and lists. Visits shared objects once."""
     seen = set() if seen is None else seen
     if depth == 0 or id(value) in seen:
         return

@@ -30,7 +30,7 @@ from megatron.training.conversion.torch_archive import DTYPES, StoredTensor, Tor
 METADATA = ".metadata"
 COMMON = "common.pt"
 COMMON_OBJECT = "common_state/shard_0_1"
-"""What newer releases of Megatron-LM have instead of `common.pt`."""
+"""Name of the object that newer releases of Megatron-LM have instead of `common.pt`."""
 
 _MODULE = "torch.distributed.checkpoint.metadata"
 

@@ -11,7 +11,7 @@ from megatron.training.data.sources import prefixes_of_run
 from megatron.training.data_preparation.manifest import read_manifest
 
 _HASHED_BYTES = 256 << 20
-"""Files of conversations up to this size are read; of larger ones the size counts."""
+"""Largest file of conversations, in bytes, whose content is part of the digest. For larger files the size is."""
 
 
 def data_digests(config: PretrainConfig) -> dict[str, str]:
@@ -38,8 +38,8 @@ def _digest(prefix: str) -> str:
 
 
 def data_differences(now: Mapping[str, str], before: Mapping[str, str]) -> Iterator[str]:
-    """Yields a sentence for each data set of this run whose content the run that saved the checkpoint did not have, and
-    for each whose content has moved to another path."""
+    """Yields a sentence for each data set of this run whose content is new since the checkpoint was saved, or was at
+    another path then."""
     paths = {digest: prefix for prefix, digest in before.items()}
     for prefix, digest in now.items():
         if before.get(prefix) == digest:
@@ -47,6 +47,6 @@ def data_differences(now: Mapping[str, str], before: Mapping[str, str]) -> Itera
         if digest in paths:
             yield f"data {prefix}: has the content of {paths[digest]} when the checkpoint was saved"
         elif prefix in before:
-            yield f"data {prefix}: its content is another than when the checkpoint was saved"
+            yield f"data {prefix}: its content has changed since the checkpoint was saved"
         else:
             yield f"data {prefix}: new content, which the run that saved the checkpoint did not have"

@@ -1,4 +1,4 @@
-"""The micro-batches of the last steps, kept on the host until it is known that the steps were finite."""
+"""Keeps the micro-batches of the last steps on the host, until it is known that the steps were finite."""
 
 import dataclasses
 from collections import deque
@@ -11,14 +11,14 @@ from torch import Tensor
 from megatron.training.state import TrainState
 
 LEAST_STEPS = 4
-"""Steps that are kept in any case: a non-finite value is known to all ranks about two steps later."""
+"""Number of steps that are always kept: all ranks learn of a non-finite value about two steps later."""
 MOST_BYTES = 256 << 20
-"""Host memory of a rank for further steps."""
+"""Bytes of host memory that further steps may take on a rank."""
 
 
 @dataclass
 class RecentStep:
-    """One step: the counts before it, and the micro-batches that this rank drew, in order."""
+    """One step: the counts before it, and the micro-batches that this rank read, in order."""
 
     before: TrainState
     batches: list[Any] = field(default_factory=list)

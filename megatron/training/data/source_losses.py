@@ -13,15 +13,15 @@ from megatron.training.data.batch import Batch
 from megatron.training.data.sources import blends
 
 SOURCE = " on source "
-"""Between the name of a loss and that of the data set, in reports and in metrics.jsonl."""
+"""Separates the name of a loss from the name of the data set, in reports and in metrics.jsonl."""
 
 MOST_SOURCES = 64
-"""A blend of more data sets has no losses by source."""
+"""Largest number of data sets of a blend with losses by source."""
 
 
 def source_names(config: PretrainConfig) -> tuple[str, ...]:
-    """Returns the names of the data sets that training blends, in the order of the flags; those of equal file names are
-    whole prefixes. Empty for a single data set and for made-up data."""
+    """Returns the names of the data sets that training blends, in the order of the flags. A name is the file name of
+    the prefix, or the whole prefix if file names are equal. Empty for a single data set and for made-up data."""
     data = config.data
     if data.mock_data:
         return ()
@@ -56,8 +56,8 @@ def with_source_losses(loss_func: Callable[..., Any], batch: Batch, names: tuple
 
 
 def _by_source(losses: Tensor, mask: Tensor, sources: Tensor, count: int) -> Tensor:
-    """Returns sums of losses and numbers of tokens by source, [sources, 2]. A loss that is not finite shows in the sum
-    of its source alone."""
+    """Returns sums of losses and numbers of tokens by source, [sources, 2]. A non-finite loss affects only the sum of
+    its own source."""
     kind = torch.promote_types(losses.dtype, torch.float32)
     of_source = sources == torch.arange(count, device=sources.device)[:, None]  # [sources, tokens]
     weighed = torch.where(of_source, losses.to(kind) * mask.to(kind), 0.0)

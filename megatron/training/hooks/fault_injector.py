@@ -1,4 +1,4 @@
-"""--fault-injector-fault-types: a fault on purpose, on some ranks and after some time."""
+"""--fault-injector-fault-types: injects a fault on some ranks after some time."""
 
 import ctypes
 import os
@@ -22,9 +22,8 @@ _SIGNALS = {
 
 
 class FaultInjector(Hook):
-    """Injects one fault into this process, if it is one of the ranks that get it. All ranks draw the same numbers.
-
-    exception and hang happen when the step that is in progress ends, the others at once.
+    """Injects one fault into this process if its rank is among those that get the fault. All ranks draw the same random
+    numbers. `exception` and `hang` take effect when the current step ends, the other faults at once.
     """
 
     def __init__(self, flags: FaultInjectorConfig, rank: int, world_size: int, seed: int) -> None:
@@ -41,12 +40,12 @@ class FaultInjector(Hook):
         self._in_training_thread: Callable[[], None] | None = None
 
     def on_start(self, iteration: int) -> None:
-        """Begins to count the seconds, unless a later iteration is to begin it."""
+        """Starts the time until the fault, unless a later iteration starts it."""
         if self.start_iteration is None:
             self._begin(iteration)
 
     def after_step(self, iteration: int) -> None:
-        """Begins to count, and lets faults of the training thread happen."""
+        """Starts the time until the fault at its iteration. Raises or hangs if such a fault is due."""
         if self._in_training_thread is not None:
             self._in_training_thread()
         if iteration == self.start_iteration:
@@ -67,12 +66,12 @@ class FaultInjector(Hook):
         if self.fault in _SIGNALS:
             os.kill(os.getpid(), _SIGNALS[self.fault])
         elif self.fault == "lock_gil":
-            ctypes.PyDLL(None).sleep(1 << 30)  # a call of this kind keeps the lock
+            ctypes.PyDLL(None).sleep(1 << 30)  # a call through PyDLL keeps the lock
         else:
             self._in_training_thread = _hang if self.fault == "hang" else _fail
 
     def on_exit(self, iteration: int) -> None:
-        """Cancels a fault that has not happened."""
+        """Cancels a fault that has not been injected yet."""
         if self._timer is not None:
             self._timer.cancel()
 

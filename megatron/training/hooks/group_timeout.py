@@ -7,7 +7,8 @@ from megatron.training.hooks.hook import Hook
 
 
 class GroupTimeout(Hook):
-    """Sets the time limit after the first step, in which kernels are compiled and communicators are made."""
+    """Sets the time limit after the first step. The first step takes longer, because kernels are compiled and
+    communicators are made in it."""
 
     def __init__(self, groups: ProcessGroupCollection, seconds: int) -> None:
         self.groups = groups

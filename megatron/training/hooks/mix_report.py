@@ -1,4 +1,4 @@
-"""Blends: the mix of data that a run has read, at each log line."""
+"""Reports the mix of data sets that a run with a blend has read, at each log line."""
 
 from collections.abc import Mapping
 
@@ -13,7 +13,7 @@ from megatron.training.state import TrainState
 class Mix:
     """The shares of the data sets of a blend in the first samples of a run.
 
-    `names` are those of the data sets in the order of the flags, of which the blend may leave some out.
+    `names` has all data sets in the order of the flags; the blend may leave some of them out.
     """
 
     def __init__(self, blend: BlendedDataset | StagedBlend, names: tuple[str, ...]) -> None:
@@ -29,13 +29,13 @@ class Mix:
         return self.shares(counts)
 
     def shares(self, counts: np.ndarray) -> Mapping[str, float]:
-        """Returns the shares of numbers of samples by data set, of those that have any."""
+        """Returns the share of each data set that has samples, for the number of samples by data set."""
         total = max(int(counts.sum()), 1)
         return {name: int(count) / total for name, count in zip(self.names, counts, strict=True) if count}
 
 
 class MixReport(Hook):
-    """Prints, at each log line and when a stage begins, what shares of the samples came from each data set."""
+    """Prints which share of the samples came from each data set, at each log line and when a stage begins."""
 
     def __init__(self, mix: Mix, state: TrainState, log_interval: int) -> None:
         self._mix = mix

@@ -20,7 +20,7 @@ class StragglerReport(Hook):
 
 
 class RerunReport(Hook):
-    """--rerun-mode report_stats: says at the end which results changed."""
+    """--rerun-mode report_stats: prints at the end which results changed."""
 
     def on_exit(self, iteration: int) -> None:
         """Prints the lines of this rank."""

@@ -1,4 +1,4 @@
-"""--moe-routing-trace-path: which experts each token is sent to, as JSON lines."""
+"""--moe-routing-trace-path: writes to which experts each token is sent, as JSON lines."""
 
 import contextlib
 import json
@@ -19,7 +19,7 @@ from megatron.training.hooks.step_tensors import routers_of
 
 
 class RoutingTrace(Hook):
-    """Notes what the routers choose in training, and writes it after each step, for which it waits for the device.
+    """Records the choices of the routers in training, and writes them after each step. Waits for the device to write.
 
     Raises UserError if the file cannot be written when the run starts.
     """

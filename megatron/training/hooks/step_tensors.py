@@ -1,4 +1,4 @@
-"""--save-params-interval and its like: tensors of single steps in safetensors files."""
+"""--save-params-interval and similar flags: write tensors of single steps to safetensors files."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,10 +25,9 @@ Update = Callable[[Tensor], StepUpdate]
 
 
 class StepTensors(Hook):
-    """Writes the kinds of tensors that `intervals` names, each after the steps that its interval divides.
-
-    A sharded weight or gradient is the one-dimensional part that this rank has, named NAME[start:stop] by its elements.
-    Raises UserError if a file cannot be written.
+    """Writes each kind of tensor in `intervals` after every step that its interval divides. Of a sharded weight or
+    gradient it writes the one-dimensional part that this rank has, as NAME[start:stop] (elements). Raises UserError if
+    a file cannot be written.
     """
 
     def __init__(
@@ -42,16 +41,16 @@ class StepTensors(Hook):
         self._found: dict[str, dict[str, Tensor]] = defaultdict(dict)
         self._iteration = 0
         self._watched: set[str] = set()
-        """Modules whose output's gradient is noted in the step in progress."""
+        """Modules whose output gradients are recorded in the current step."""
         self._ends: list[Callable[[], None]] = []
-        """Remove what `before_step` has registered."""
+        """Functions that remove the hooks registered by `before_step`."""
 
     def is_due(self, kind: str) -> bool:
-        """Whether the step in progress writes this kind."""
+        """Whether the current step writes this kind."""
         return kind in self.intervals and self._iteration % self.intervals[kind] == 0
 
     def before_step(self, iteration: int) -> None:
-        """Watches modules and routers if the next step writes something of theirs."""
+        """Registers hooks on modules and routers if the next step writes their tensors."""
         self._iteration = iteration + 1
         self._watched.clear()
         if self.is_due("activations") or self.is_due("dgrads"):
@@ -84,7 +83,7 @@ class StepTensors(Hook):
         found[name] = found[name] + counts if name in found else counts
 
     def around(self, update: Update) -> Update:
-        """Returns the optimizer's step with the main gradients noted before it."""
+        """Returns the optimizer's step, wrapped so that it records the main gradients first."""
 
         def noting(loss_is_finite: Tensor) -> StepUpdate:
             if self.is_due("wgrads"):
@@ -94,7 +93,7 @@ class StepTensors(Hook):
         return noting
 
     def after_step(self, iteration: int) -> None:
-        """Writes the files of this step."""
+        """Writes the files of the step that has ended."""
         for end in self._ends:
             end()
         self._ends = []
@@ -129,7 +128,7 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def routers_of(model: Sequence[nn.Module]) -> list[TopKRouter]:
-    """Returns the routers of some chunks."""
+    """Returns the routers of these model chunks."""
     return [module for chunk in model for module in chunk.modules() if isinstance(module, TopKRouter)]
 
 

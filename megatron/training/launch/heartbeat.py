@@ -43,7 +43,7 @@ from megatron.training.launch.process_state import (
 from megatron.training.launch.watch import COMMUNICATION, ERROR, SIGNAL, USER_ERROR, Cause, Limits, Message, end_text
 
 _RANKS_PER_SECOND = 1000
-"""Signs of life that the first rank reads a second; more ranks send fewer."""
+"""Signs of life that the first rank reads per second, in all: with more ranks each sends fewer."""
 
 _HEAD_START = 1.0
 """Time that the failed rank has to print its traceback, before a launcher sees that other ranks end."""
@@ -88,7 +88,7 @@ class Heartbeat:
         self.rank, self.size, self.progress = rank, size, progress
         self.limits = limits or Limits()
         self.before_end: list[Callable[[], object]] = []
-        """Called before the thread ends the process, such as the end of a save. Must not need other ranks."""
+        """Called before the thread ends the process, for instance to finish a save. Must not need other ranks."""
         self.interval = max(min(1.0, self.limits.silence / 5), size / _RANKS_PER_SECOND)
         self.limits = self.limits.for_interval(self.interval)
         self.cause: Message | None = None
@@ -130,16 +130,16 @@ class Heartbeat:
             self._send({"type": "failed", "kind": self._kind, "text": text.strip()[:2000], **self.progress.where()})
 
     def wait_for_cause(self) -> Message | None:
-        """Waits, after `report`, until the ranks know why the run ends, and returns that; None if they do not learn it
-        in time, and after a mistake that other ranks may find, too."""
+        """Waits, after `report`, until the ranks know why the run ends, and returns the cause. Returns None if they do
+        not learn it in time, and after a mistake that other ranks may find, too."""
         if self._kind == USER_ERROR and self.rank != 0:
             return None
         self._told.wait(25.0 if self._kind == COMMUNICATION else 5.0)
         return self.cause
 
     def is_consequence(self) -> bool:
-        """Whether the error of this rank only follows from the failure of another one. If no rank has failed, the error
-        is the best that is known."""
+        """Whether the error of this rank only follows from the failure of another one. If no other rank has failed,
+        this error is the best known cause."""
         known = self.cause is not None and self.cause["rank"] not in (None, self.rank)
         return self._kind == COMMUNICATION and known
 

@@ -24,7 +24,7 @@ class HeartbeatServer:
 
     Args:
         size: number of ranks.
-        limits: how long to wait for what.
+        limits: time limits for signs of life and other answers.
         token: a secret of the run; connections without it are closed.
         interval: seconds between two signs of life to the ranks.
     """

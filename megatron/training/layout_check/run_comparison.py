@@ -1,7 +1,7 @@
-"""Compares what two runs left behind: the metrics of their steps, and their checkpoints, tensor by tensor.
+"""Compares the files of two runs: the metrics of their steps, and their checkpoints, tensor by tensor.
 
-A RUN is a folder of --save, one checkpoint in it, the dump of a step that was not finite, or a file with the words of a
-command line. `bisect_checkpoints` finds the first pair of checkpoints that differs by halving.
+A run is given as a folder of --save, as one checkpoint in it, as the dump of a non-finite step, or as a file with a
+command line. `bisect_checkpoints` finds the first pair of checkpoints that differs.
 """
 
 import re
@@ -27,15 +27,15 @@ from megatron.training.config.flag_table import flags_by_spelling
 from megatron.training.logging.jsonl import MetricsHistory
 
 _COMPARED = ("lm loss", "grad norm", "params norm", "learning rate", "loss scale", "global batch size")
-"""Values of a step that are looked at first; then all other losses."""
+"""Values of a step that are compared first; all other losses follow."""
 _DROPPED_GROUPS = {"checkpoints", "logging", "evaluation", "faults and signals"}
 _DROPPED = {"exit_interval", "exit_duration_in_mins", "dry_run", "print_config", "config_file"}
-"""Flags of a command line that say where a run writes, or when it ends."""
+"""Flags that say where a run writes, or when it ends."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run that is compared."""
+    """One of the two runs."""
 
     name: str
     """The path as it was given."""
@@ -49,7 +49,7 @@ class Run:
 
 
 def open_run(path: Path) -> Run:
-    """Returns the run that a folder or file stands for. Raises UserError if it is none."""
+    """Returns the run that a folder or file describes. Raises UserError for other folders and files."""
     if path.is_file():
         try:
             words = shlex.split(path.read_text().replace("\\\n", " "), comments=True)
@@ -84,8 +84,8 @@ class MetricsDifference:
 
 
 def first_metrics_difference(a: MetricsHistory, b: MetricsHistory, tolerance: float) -> MetricsDifference | None:
-    """Returns the first common iteration with a value that differs by more than `tolerance`, relative to the larger
-    one; None if there is none."""
+    """Returns the first common iteration with a value that differs by more than `tolerance`, relative to the larger of
+    the two values; None if no value does."""
     other = {line["iteration"]: line for line in b.training}
     for line in a.training:
         match_of = other.get(line["iteration"])
@@ -202,14 +202,15 @@ class CheckpointDifference:
     """The first common checkpoints that differ."""
 
     last_equal: int | None
-    """Iteration of the newest common checkpoint before them, which is equal; None: there is none."""
+    """Iteration of the newest common checkpoint before them, which is equal; None if there is none."""
     iteration: int
     tensors: list[TensorDifference]
 
 
 def bisect_checkpoints(a: Run, b: Run, tolerance: float) -> CheckpointDifference | None:
-    """Returns the first common checkpoints that differ, found by halving: runs that have parted stay apart. None if the
-    newest common ones are equal. Raises UserError if the runs have none in common, or if one is broken."""
+    """Returns the first common checkpoints that differ; None if the newest common ones are equal. Bisects, because runs
+    that differ once differ from then on. Raises UserError if the runs have no common iteration, or if a checkpoint is
+    broken."""
     if len(a.checkpoints) == len(b.checkpoints) == 1:
         (iteration, path), (_, other) = *a.checkpoints.items(), *b.checkpoints.items()
         tensors = list(compare_checkpoints(_open(path), _open(other), tolerance))
@@ -220,7 +221,7 @@ def bisect_checkpoints(a: Run, b: Run, tolerance: float) -> CheckpointDifference
         raise UserError(f"{a.name} and {b.name} have no checkpoint of the same iteration: {have[0]}; {have[1]}")
     low, high, worst = 0, len(common), list[TensorDifference]()
     while low < high:
-        middle = (low + high) // 2 if worst else high - 1  # the newest first: if it is equal, all is
+        middle = (low + high) // 2 if worst else high - 1  # the newest first: if it is equal, all are
         first, second = (_open(run.checkpoints[common[middle]]) for run in (a, b))
         found = list(compare_checkpoints(first, second, tolerance))
         if found:
@@ -245,15 +246,16 @@ def _open(path: Path) -> Checkpoint:
 
 @dataclass(frozen=True)
 class Rerun:
-    """How a run is computed again."""
+    """How to compute a run again."""
 
     words: list[str]
     world_size: int
 
 
 def rerun_of(run: Run, iteration: int | None) -> Rerun:
-    """Returns the flags and the number of processes of a run that starts from the checkpoint of an iteration, or anew.
-    Flags of checkpoints, logs and evaluation are left out. Raises UserError if the folder holds no checkpoint."""
+    """Returns the flags and the number of processes to compute a run again, from the checkpoint of `iteration` or, for
+    None, from the start. Leaves out flags of checkpoints, logs and evaluation. Raises UserError if the folder has no
+    checkpoint."""
     if run.root is None:
         words, ranks = _without_launcher(run.words)
         return Rerun(_kept(words), ranks)

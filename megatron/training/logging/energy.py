@@ -1,4 +1,4 @@
-"""--log-energy: the energy of the GPUs, which NVML (the library of NVIDIA's driver) counts."""
+"""--log-energy: the energy that GPUs use, as NVML (the library of NVIDIA's driver) counts it."""
 
 import contextlib
 import ctypes
@@ -17,11 +17,11 @@ NVML = "libnvidia-ml.so.1"
 
 
 class EnergyMeter:
-    """Energy of the GPUs of all ranks in training steps, without evaluations and saves. Every rank makes the same
-    calls.
+    """Measures the energy that the GPUs of all ranks use in training steps, without evaluations and saves. All ranks
+    make the same calls.
 
-    `read` returns the energy in joules that this rank's GPU has used so far, NaN if it is not known. The first
-    `joules_per_gpu` prints one note on the rank that `notes` if the energy of some ranks is not known.
+    `read` returns the energy in joules that this rank's GPU has used so far, NaN if it is not known. If the energy of
+    some ranks is not known, the first call of `joules_per_gpu` prints a note on the rank with `notes`.
     """
 
     def __init__(self, device: torch.device, read: Callable[[], float], *, notes: bool = False) -> None:
@@ -40,8 +40,8 @@ class EnergyMeter:
             yield
 
     def joules_per_gpu(self) -> float | None:
-        """Returns the energy since the restart, as the mean over the ranks where it is known; None if there is none.
-        Waits for the device."""
+        """Returns the energy of a GPU since the restart: the mean over the ranks whose energy is known; None if no
+        rank's is. Waits for the device."""
         with synchronization_allowed(self._device):
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
@@ -56,7 +56,7 @@ class EnergyMeter:
 
 
 def make_energy_meter(device: torch.device, *, notes: bool) -> EnergyMeter | None:
-    """Returns the meter of a rank; None on a CPU, with a printed note on the rank that `notes`."""
+    """Returns the meter of a rank; None on a CPU, where the rank with `notes` prints a note."""
     if device.type != "cuda":
         if notes:
             print("--log-energy: the log shows no energy, since only GPUs count it", flush=True)

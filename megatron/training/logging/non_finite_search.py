@@ -77,7 +77,7 @@ class NonFiniteSearch:
             handle.remove()
 
     def watch(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns the forward step, with checks of what it and its loss function return."""
+        """Returns the forward step, wrapped with checks of its results and those of its loss function."""
 
         @functools.wraps(forward_step)
         def step(*arguments: Any, **keywords: Any) -> Any:
@@ -96,7 +96,7 @@ class NonFiniteSearch:
         return step
 
     def see_gradients(self) -> None:
-        """Looks at the gradients of weights, after they were finalised."""
+        """Checks the gradients of weights after they have been finalised."""
         for chunk in self.model:
             for chunk_of in chunk.gradient_chunks():
                 self._see_weight(WEIGHT_GRADIENT, chunk_of.name, chunk_of.flat)
@@ -115,7 +115,7 @@ class NonFiniteSearch:
         self._current.number = next(counter)
 
     def _end(self, chunk: nn.Module, inputs: Any, output: Any) -> None:
-        """Makes the backward pass say which micro-batch it belongs to, for layers that are recomputed in it."""
+        """Makes the backward pass note its micro-batch, for layers that are recomputed in it."""
         number = self._current.number
 
         def begin_backward(gradient: Tensor) -> None:
@@ -129,7 +129,7 @@ class NonFiniteSearch:
         number = getattr(self._current, "number", None)
         self._see(FORWARD, name, output, number)
         for tensor in _tensors(output):
-            if tensor.grad_fn is not None:  # a bias that a layer returns is a parameter, of all micro-batches
+            if tensor.grad_fn is not None:  # a bias that a layer returns is a parameter, which all micro-batches share
                 tensor.register_hook(lambda gradient: self._see(BACKWARD, name, gradient, number))
 
     def _see(self, phase: str, name: str, value: Any, number: int | None) -> None:
@@ -176,7 +176,7 @@ def depth_in_model(name: str) -> float:
 
 
 def in_order(findings: Sequence[Finding]) -> list[Finding]:
-    """Returns the findings of all ranks, those that come first in the computation of a step first."""
+    """Returns the findings of all ranks in the order in which a step computes the tensors."""
 
     def key(finding: Finding) -> tuple[float, ...]:
         depth = depth_in_model(finding.name)

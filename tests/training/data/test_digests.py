@@ -19,7 +19,7 @@ def test_a_resumed_run_says_which_data_changed(tmp_path: Path, capsys: pytest.Ca
     assert "its content" not in capsys.readouterr().out
     write_documents(tmp_path / "data", seed=2)
     train(f"{flags} {data}")
-    assert f"data {data}: its content is another than when the checkpoint was saved" in capsys.readouterr().out
+    assert f"data {data}: its content has changed since the checkpoint was saved" in capsys.readouterr().out
 
 
 def test_made_up_data_has_no_digest(tmp_path: Path) -> None:
@@ -32,6 +32,6 @@ def test_moved_and_new_data() -> None:
     assert list(data_differences({"old/a": "1", "b": "2"}, before)) == []
     assert list(data_differences({"new/a": "1", "b": "3", "c": "4"}, before)) == [
         "data new/a: has the content of old/a when the checkpoint was saved",
-        "data b: its content is another than when the checkpoint was saved",
+        "data b: its content has changed since the checkpoint was saved",
         "data c: new content, which the run that saved the checkpoint did not have",
     ]

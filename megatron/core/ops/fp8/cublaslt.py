@@ -55,7 +55,7 @@ class _Heuristic(ctypes.Structure):
 
 @dataclass(frozen=True)
 class _Problem:
-    """What an algorithm is chosen by: left [m, k], right [n, k], total [m, n]."""
+    """The properties that determine the algorithm of a product: left [m, k], right [n, k], total [m, n]."""
 
     m: int
     n: int
@@ -63,7 +63,7 @@ class _Problem:
     left: torch.dtype
     right: torch.dtype
     alignments: tuple[int, ...]
-    """Bytes, of right, left, total and total."""
+    """Alignments in bytes of cuBLASLt's A, B, C and D: right, left, and total twice."""
     device: int | None
 
 

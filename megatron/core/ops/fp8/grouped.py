@@ -39,7 +39,7 @@ class Segments:
     per_group: int = 1
     """Number of segments of each group."""
     known_sizes: Sequence[int] | None = None
-    """The counts on the host; None: not read from the device yet."""
+    """The counts on the host; None if they have not been read from the device yet."""
 
     @classmethod
     def of_rows(cls, groups: RowGroups, rows: int) -> "Segments":
@@ -55,7 +55,8 @@ class Segments:
 
     @classmethod
     def of_weight(cls, weight: Tensor) -> "Segments":
-        """Returns those of stacked weights [groups, out, in] as a matrix [groups * out, in]: one for each group."""
+        """Returns the segments of stacked weights [groups, out, in], read as a matrix [groups * out, in]: one for each
+        group."""
         groups, out = weight.shape[:2]
         counts = torch.full((groups,), out, dtype=torch.int64, device=weight.device)
         return cls(counts, groups * out, 1, [out] * groups)
@@ -87,7 +88,7 @@ class Segments:
 
     @property
     def blocks(self) -> int:
-        """Number of blocks, or an upper limit of it if the host does not know the counts."""
+        """Number of blocks; an upper limit of it if the host does not know the counts."""
         if self.known_sizes is not None:
             return sum(-(-size // BLOCK) for size in self.known_sizes)
         return self.rows // BLOCK + self.number
@@ -119,7 +120,7 @@ class Segments:
 
 @dataclass(frozen=True)
 class QuantizedGroups:
-    """An fp8 matrix of segments and the factors that give its values back."""
+    """An fp8 matrix of segments, and the factors that turn it back into the original values."""
 
     values: Tensor
     """fp8: rows [n, k], or columns [k, padded rows]. Contiguous."""
@@ -195,7 +196,7 @@ def cast_segments(
 
 
 def _scale_of(scale: Tensor | None, number: int, rows: slice | None = None) -> Tensor | None:
-    """Returns the scales of a segment: a scalar, or one for each of its lines."""
+    """Returns the scales of a segment: a scalar, or a scale for each of its lines."""
     if scale is None or scale.dim() == 0:
         return scale
     return scale[number] if scale.dim() == 1 or rows is None else scale[rows, 0]
@@ -319,7 +320,7 @@ def _wide_columns(matrix: QuantizedGroups, columns: slice, number: int, block: i
 
 
 def _per_element(factors: Tensor, height: int, width: int) -> Tensor:
-    """Returns factors of blocks as factors of elements, where there are fewer of them along a dimension."""
+    """Expands factors of blocks to factors of elements, along each dimension that has fewer factors than elements."""
     if factors.shape[0] != height:
         factors = factors.repeat_interleave(BLOCK, 0)[:height]
     return factors if factors.shape[1] in (1, width) else factors.repeat_interleave(BLOCK, 1)[:, :width]
@@ -336,4 +337,4 @@ class GroupedKernels:
     product: Callable[..., Tensor] = product_of_groups
     accumulate: Callable[..., None] = accumulate_product_of_groups
     accumulate_rows: Callable[..., None] = accumulate_grouped_product
-    """Weight gradients of factors that are not quantised."""
+    """Adds weight gradients whose two factors are not quantised."""

@@ -30,9 +30,10 @@ class MicroBatches:
     of_sources: Sequence[int] = (0,)
     """The micro-batch of each source."""
     group: Group = None
-    """Ranks that share this rank's micro-batch, if some of them send their rows to other copies of the experts."""
+    """Ranks that share this rank's micro-batch, if some of them send their rows to other copies of the experts; else
+    None."""
     slots: tuple[int, int] = (0, 1)
-    """With a group: which of the distinct parts of the layer's experts this rank holds, and their number."""
+    """With a group: the index of this rank's part of the layer's experts, and the number of distinct parts."""
 
     def largest(self, amax: Tensor) -> Tensor:
         """Returns the largest values of [segments, ...] over all segments of the same expert and micro-batch."""

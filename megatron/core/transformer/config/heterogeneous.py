@@ -1,5 +1,5 @@
-"""Models whose layers differ by a JSON description, as NVIDIA's Nemotron-NAS models (Llama-3.3-Nemotron-Super;
-Bercovich et al. 2024, arXiv:2411.19146).
+"""Models whose layers differ, as a JSON description says, such as NVIDIA's Nemotron-NAS models
+(Llama-3.3-Nemotron-Super; Bercovich et al. 2024, arXiv:2411.19146).
 
 `block_configs` has an entry for each layer, with its `attention` and its `ffn`. Each of the two is left out (`no_op`),
 is one linear layer (`replace_with_linear`), or has a size of its own: `num_query_groups` or `n_heads_in_group`, the
@@ -18,7 +18,7 @@ from megatron.core.config_fields import literal_text
 from megatron.core.exceptions import UserError
 
 HETEROGENEOUS = ("heterogeneous_layers_config_encoded_json", "heterogeneous_layers_config_path")
-"""Fields of which one describes the layers; the first wins."""
+"""Fields that can hold the description; the first one that is given is used."""
 
 
 @dataclass(kw_only=True)
@@ -74,7 +74,7 @@ def _text_of(path: str) -> str:
 # The format
 
 _LARGEST_WIDTH = 1 << 40
-"""No size times the hidden size is larger: such a number is a mistake, and would overflow."""
+"""Upper limit of a size times the hidden size. A larger number is a mistake, and would overflow."""
 
 _SIZES = {"attention": ("num_query_groups", "n_heads_in_group"), "ffn": ("intermediate_size", "ffn_mult")}
 _OFF = {
@@ -89,7 +89,7 @@ _OFF = {
 
 @functools.lru_cache(maxsize=64)
 def _read(text: str, num_layers: int, hidden_size: int, num_heads: int) -> tuple[DescribedLayer, ...]:
-    """Returns the layers of a model of these sizes. Of the other keys of the whole file these sizes alone are read."""
+    """Returns the layers of a model of these sizes. Of the file's other keys only these sizes are read."""
     try:
         whole = json.loads(text)
     except ValueError as error:
@@ -172,8 +172,8 @@ def _width(multiple: float, hidden_size: int) -> int:
 
 
 def validate(config: Any) -> Iterator[str]:
-    """Yields a problem for a description that is wrong, or does not go with other fields; `config` has the fields of
-    TransformerConfig."""
+    """Yields a problem for a description that is wrong, or cannot be combined with other fields; `config` has the
+    fields of TransformerConfig."""
     encoded, path = (getattr(config, name) for name in HETEROGENEOUS)
     if encoded is path is None or not all((getattr(config, name) or 0) >= 1 for name in _NEEDED):
         return

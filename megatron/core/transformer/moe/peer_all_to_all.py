@@ -1,7 +1,8 @@
 """All-to-alls of rows by copy engines, which write into the memory of the other GPUs of a host.
 
-Neither the copies nor the words that say what has arrived need a multiprocessor (`megatron.core.peer_memory`), so they
-proceed beside matrix products, which would otherwise wait for nccl's kernels, or these for them.
+Neither the copies nor the words that announce arrived data need a multiprocessor (`megatron.core.peer_memory`), so they
+run beside matrix products. NCCL's kernels need multiprocessors: they would wait for the products, or the products for
+them.
 """
 
 import math
@@ -19,7 +20,8 @@ from megatron.core.traffic import record_traffic
 
 
 class RowRing:
-    """A group's memory for all-to-alls of rows of one shape and type. Each of `DEPTH` places takes one at a time.
+    """A group's memory for all-to-alls of rows of one shape and type. It has `DEPTH` places, each for one all-to-all at
+    a time.
 
     All-to-alls are numbered from 1; number n uses place n modulo DEPTH of every rank's memory, where each source rank
     has a slot of `most` rows. The memory of a rank has two words for each place and each other rank r: `arrived` is the
@@ -83,7 +85,7 @@ class PendingRows:
         """Has the result after `wait`."""
         self._ring, self._number, self._received = ring, number, received
         self._place = number % ring.DEPTH
-        self._parts: Sequence[Tensor] = rows.split(list(sent))  # must live until the copies are made
+        self._parts: Sequence[Tensor] = rows.split(list(sent))  # kept alive until the copies are made
         record_traffic("all_to_all", rows, lambda: ring.global_ranks)
         copies, before = ring.memory.copies, number - ring.DEPTH
         copies.follow()
@@ -141,4 +143,4 @@ def start_copied_rows(
 
 _RINGS: weakref.WeakKeyDictionary[ProcessGroup, dict[tuple[int, tuple[int, ...], torch.dtype], RowRing]]
 _RINGS = weakref.WeakKeyDictionary()
-"""The rings of each group, which belong to it like its communicators."""
+"""The rings of each group. They are freed with the group."""

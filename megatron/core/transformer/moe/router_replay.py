@@ -1,6 +1,6 @@
 """Routing replay: routers record the experts that they choose, or take recorded ones instead of choosing.
 
-A model that is trained on text that another copy of it has written can so send each token to the experts that wrote it.
+A model that is trained on text from another copy of itself can then send each token to the experts that generated it.
 """
 
 from collections.abc import Sequence
@@ -35,8 +35,8 @@ class RouterReplay:
         self._records, self._to_replay = False, None
 
     def given(self, tokens: int, topk: int) -> Tensor | None:
-        """Returns the experts of the tokens of this forward; None if the router chooses. Raises UserError if there are
-        none left, or those of another number of tokens."""
+        """Returns the given experts for the tokens of this forward; None if the router chooses. Raises UserError if no
+        tensor of experts is left, or if the next one is for another number of tokens."""
         if self._to_replay is None:
             return None
         experts: Tensor = run_once_under_recompute((self, "replayed experts"), self._next)

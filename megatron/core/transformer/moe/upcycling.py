@@ -1,9 +1,10 @@
 """Upcycling: experts begin as copies of a dense MLP, or of parts of it (Komatsuzaki et al. 2022, arXiv:2212.05055; He
 et al. 2024, arXiv:2410.07524).
 
-With granularity G an expert has one of G equal parts of the dense MLP's inner channels. Each G neighbouring experts
-have all parts, and their rows of the router are equal, so that a token goes to all of them or to none. Second products
-are multiplied by G. So the model computes what the dense one does, if the weights of a token's experts sum to 1.
+With granularity G an expert has one of G equal parts of the dense MLP's inner channels. Every G neighbouring experts
+together have all parts. Their rows of the router are equal, so a token goes to all G of them or to none. The weights of
+the experts' second products are multiplied by G. The model then computes the same function as the dense one, if the
+weights of a token's experts sum to 1.
 """
 
 import dataclasses
@@ -96,8 +97,8 @@ def _divided_dim(chunk: Chunk) -> int | None:
 
 @torch.no_grad()
 def enlarge_second_products(chunks: Iterable[Chunk], granularity: int) -> None:
-    """Multiplies the second products of experts by the granularity, because each of a token's G neighbouring experts
-    has only 1 / G of the weight of their whole."""
+    """Multiplies the weights of the experts' second products by the granularity G, because a token's weight for the
+    dense MLP is divided among G neighbouring experts."""
     for chunk in chunks:
         if granularity > 1 and _EXPERTS in chunk.name and chunk.name.endswith("linear_fc2.weight"):
             chunk.tensor.mul_(granularity)
