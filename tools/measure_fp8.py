@@ -1,9 +1,12 @@
-"""Measures how far training in fp8 is from float32: python tools/measure_fp8.py --cell LLAMA1B --num-layers 2
+"""Measures how far bfloat16 and fp8 are from float32: python tools/measure_fp8.py --cell LLAMA1B
 
 Takes a model of the speed table (tools/bench_cells.py), or the one that flags of pretrain_gpt.py describe, with the
 same initial weights in bfloat16, in bfloat16 with fp8, and in float32. Prints, for each parameter's gradient of one
-micro-batch, the smallest cosine to float32's and the largest difference of norms; with `--curve N`, the largest
-differences between the losses of N steps on the bytes of `--text`.
+micro-batch, the smallest cosine to float32's and the largest difference of norms. Tokens go to the experts that float32
+chooses.
+
+With `--curve N` it also trains the model's first two layers for N steps on the bytes of `--text` and prints how the
+losses differ. The learning rate rises during the first fifth of the steps.
 """
 
 import argparse
@@ -21,12 +24,18 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.transformer.moe.router_replay import router_replays
 from megatron.training.arguments import configure
 from megatron.training.config.resolution import ConfigurationError
 from megatron.training.launch.errors import exit_with_problems
 from tools.bench_cells import CELLS, COMMON
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+CURVE_LAYERS = ["--num-layers", "2"]
+PEAK_LR, WARMUP = 3e-4, 0.2
+"""The learning rate of curves, and the share of their steps in which it rises."""
+Routing = list[list[Tensor]]
+"""The experts of each router's forwards."""
 
 
 def build(flags: Sequence[str], vocabulary: int) -> DistributedDataParallel:
@@ -61,22 +70,33 @@ def backward(model: DistributedDataParallel, ids: Tensor) -> float:
     return float(loss.detach())
 
 
-def gradients(flags: Sequence[str], vocabulary: int, ids: Tensor, warm: int) -> tuple[dict[str, Tensor], float]:
-    """Returns every parameter's gradient on the host, and the loss. Delayed scaling has seen the batch `warm` times."""
-    model, loss = build(flags, vocabulary), 0.0
+def gradients(
+    flags: Sequence[str], vocabulary: int, ids: Tensor, warm: int, routing: Routing | None = None
+) -> tuple[dict[str, Tensor], float, Routing]:
+    """Returns every parameter's gradient on the host, the loss, and the experts that the tokens went to: those of
+    `routing`, or the routers' choice. Delayed scaling has seen the batch `warm` times."""
+    experts = any(flag.startswith("--num-experts") for flag in flags)
+    model, loss = build([*flags, *["--moe-enable-routing-replay"] * experts], vocabulary), 0.0
+    replays = router_replays(model)
     for _ in range(warm + 1):
         model.zero_grad_buffer()
+        for number, replay in enumerate(replays):
+            if routing is None:
+                replay.record()
+            else:
+                replay.replay(routing[number])
         loss = backward(model, ids)
         finalize_model_grads([model])
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    return {name: p.main_grad.float().cpu() for name, p in named.items()}, loss  # type: ignore[attr-defined]
+    found = {name: p.main_grad.float().cpu() for name, p in named.items()}  # type: ignore[attr-defined]
+    return found, loss, [replay.recorded for replay in replays]
 
 
 def compare(ours: dict[str, Tensor], exact: dict[str, Tensor]) -> str:
     """Returns a line with the smallest cosine and the largest difference of norms."""
     cosines, norms = {}, {}
     for name, gradient in exact.items():
-        one, other = ours[name].flatten().double(), gradient.flatten().double()
+        one, other = (tensor.to(DEVICE).flatten().double() for tensor in (ours[name], gradient))
         cosines[name] = float(nn.functional.cosine_similarity(one, other, dim=0))
         norms[name] = float(one.norm() / other.norm()) - 1.0
     worst, longest = min(cosines, key=lambda name: cosines[name]), max(norms, key=lambda name: abs(norms[name]))
@@ -84,13 +104,15 @@ def compare(ours: dict[str, Tensor], exact: dict[str, Tensor]) -> str:
 
 
 def curve(flags: Sequence[str], vocabulary: int, text: Tensor, length: int, steps: int) -> list[float]:
-    """Returns the losses of training steps on pieces of a text, two pieces a step."""
-    model = build(flags, vocabulary)
+    """The losses of some steps on pieces of a text, two a step."""
+    model = build([*flags, *CURVE_LAYERS], vocabulary)
     bf16 = "--bf16" in flags
-    config = OptimizerConfig(lr=3e-4, bf16=bf16, params_dtype=torch.bfloat16 if bf16 else torch.float32)
+    config = OptimizerConfig(lr=PEAK_LR, bf16=bf16, params_dtype=torch.bfloat16 if bf16 else torch.float32)
     optimizer = get_megatron_optimizer(config, [model])
     losses = []
     for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = PEAK_LR * min(1.0, (step + 1) / (WARMUP * steps))
         model.zero_grad_buffer()
         starts = [(2 * step + row) * length % (text.numel() - length - 1) for row in range(2)]
         losses.append(backward(model, torch.stack([text[start : start + length + 1] for start in starts])))
@@ -116,10 +138,10 @@ def main(words: Sequence[str] | None = None) -> None:
     kinds = {"bf16": ["--bf16"]} | {
         f"fp8 {recipe}": ["--bf16", "--fp8-format", "hybrid", "--fp8-recipe", recipe] for recipe in args.recipes
     }
-    exact, loss = gradients(model, args.vocabulary, ids, 0)
+    exact, loss, routing = gradients(model, args.vocabulary, ids, 0)
     print(f"float32: loss {loss:.5f}")
     for name, more in kinds.items():
-        ours, loss = gradients([*model, *more], args.vocabulary, ids, int("delayed" in name))
+        ours, loss, _ = gradients([*model, *more], args.vocabulary, ids, int("delayed" in name), routing)
         print(f"{name}: loss {loss:.5f}, {compare(ours, exact)}", flush=True)
     if args.curve:
         files = sorted(args.text.rglob("*.py")) if args.text.is_dir() else [args.text]

@@ -167,10 +167,6 @@ LOCAL = Backend("local", keep_rows=ByDevice(cpu=keep_rows_compiled, cuda=keep_ro
 """Plain torch on any device, with numba for random masks on a CPU."""
 
 
-_GROUPED_FP8_KERNELS = False
-"""Whether experts in fp8 use our own kernels on a GPU. Without them their products are emulated in plain torch."""
-
-
 @functools.cache
 def triton_backend() -> Backend | None:
     """Returns the backend with our own GPU kernels, or None if Triton cannot be imported."""
@@ -221,17 +217,15 @@ def triton_backend() -> Backend | None:
     def product_of_groups_cuda(rows: QuantizedGroups, *args: Any, **kwargs: Any) -> Tensor:
         return (product_of_groups_triton if rows.values.is_cuda else product_of_groups)(rows, *args, **kwargs)
 
-    grouped = GroupedKernels(accumulate_rows=ByDevice(accumulate_grouped_product, accumulate_grouped_product_triton))
-    if _GROUPED_FP8_KERNELS:
-        grouped = dataclasses.replace(
-            grouped,
-            largest=ByDevice(cpu=largest_of_segments, cuda=largest_of_segments_triton),
-            largest_of_lines=ByDevice(cpu=largest_of_segment_lines, cuda=largest_of_segment_lines_triton),
-            cast=ByDevice(cpu=cast_segments, cuda=cast_segments_triton),
-            quantize_blocks=ByDevice(cpu=quantize_segment_blocks, cuda=quantize_segment_blocks_triton),
-            product=product_of_groups_cuda,
-            accumulate=ByDevice(cpu=accumulate_product_of_groups, cuda=accumulate_product_of_groups_triton),
-        )
+    grouped = GroupedKernels(
+        accumulate_rows=ByDevice(accumulate_grouped_product, accumulate_grouped_product_triton),
+        largest=ByDevice(cpu=largest_of_segments, cuda=largest_of_segments_triton),
+        largest_of_lines=ByDevice(cpu=largest_of_segment_lines, cuda=largest_of_segment_lines_triton),
+        cast=ByDevice(cpu=cast_segments, cuda=cast_segments_triton),
+        quantize_blocks=ByDevice(cpu=quantize_segment_blocks, cuda=quantize_segment_blocks_triton),
+        product=product_of_groups_cuda,
+        accumulate=ByDevice(cpu=accumulate_product_of_groups, cuda=accumulate_product_of_groups_triton),
+    )
     whole_rows, blocks = own_flash_kernels(
         flash_attention_triton, flash_block_attention_triton, flash_block_attention_backward_triton
     )

@@ -22,9 +22,8 @@ RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise")
 
 
 @pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> Backend:
-    monkeypatch.setattr(backends, "_GROUPED_FP8_KERNELS", True)
-    backend = backends.triton_backend.__wrapped__()
+def kernels() -> Backend:
+    backend = backends.triton_backend()
     assert backend is not None
     return backend
 

@@ -10,7 +10,6 @@ from torch import Tensor
 from megatron.core.micro_batch import MicroBatch
 from megatron.core.models.T5 import T5Model
 from megatron.core.models.T5.t5_spec import get_t5_decoder_with_local_block_spec, get_t5_encoder_with_local_block_spec
-from megatron.core.ops.attention import kernels
 from megatron.core.tokens import RngPosition
 from megatron.core.transformer.dot_product_attention import describe_kernels
 from megatron.core.transformer.enums import AttnBackend
@@ -68,8 +67,7 @@ def test_kernels_agree_on_the_masks_of_cross_attention(backend: str) -> None:
     assert error(results(model, "cuda"), expected) < 0.1
 
 
-def test_relative_positions_with_our_own_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "OWN_FLASH_TAKES_BIAS", True)
+def test_relative_positions_with_our_own_flash_attention() -> None:
     model = build("cuda", "relative", bf16=True, attention_dropout=0.1)
     lines = describe_kernels(model, torch.device("cuda"))
     assert any(line.startswith("attention") and "our flash attention" in line for line in lines), lines

@@ -86,14 +86,14 @@ def reference_bits(draw: Draw, query: Tensor, first_key: Tensor, num_keys: int, 
 
 
 def bits() -> None:
-    draw = Draw((3123456789, 3987654321), torch.tensor(2**33 + 7, device=DEVICE), 0.1)
+    draw = Draw((3123456789, 3987654321), torch.tensor(2**33 + 7, device=DEVICE), 0.37, bits=16)
     for queries, keys, seen in ((6, 70, SeenKeys(None, None)), (37, 37, SeenKeys(20, 3)), (32, 32, SeenKeys(None, 0))):
         query = torch.arange(queries, device=DEVICE)[:, None] + torch.tensor([2**33], device=DEVICE)
-        first_key = query[0] - queries % 4
+        first_key = query[0] - queries % 32
         found, expected = (
             function(draw, query, first_key, keys, range(5, 6), seen) for function in (keep_bits_triton, reference_bits)
         )
-        every = Draw(draw.key, draw.iteration, 0.0)
+        every = replace(draw, probability=0.0)
         in_sight = reference_bits(every, query, first_key, keys, range(5, 6), seen)
         assert in_sight.any() and torch.equal(found & in_sight, expected), (queries, keys, seen)
 

@@ -16,12 +16,13 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def masks() -> None:
-    draw = Draw((3123456789, 3987654321), torch.tensor(2**33 + 7, device=DEVICE), 0.1)
-    for rows, count in ((8, 17), (2, 1300)):
+    iteration = torch.tensor(2**33 + 7, device=DEVICE)
+    for bits, rows, count in ((32, 8, 17), (32, 2, 1300), (16, 33, 17), (16, 2, 1300)):
+        draw = Draw((3123456789, 3987654321), iteration, 0.37, bits)
         row = torch.arange(rows, device=DEVICE) * 3 + 2**33
-        first = torch.arange(rows, device=DEVICE) % 7 + 5
+        first = torch.arange(rows, device=DEVICE) + 5
         arguments = (draw, row, row >> 32, first, count)
-        assert torch.equal(keep_rows(*arguments), keep_rows_triton(*arguments)), (rows, count)
+        assert torch.equal(keep_rows(*arguments), keep_rows_triton(*arguments)), (bits, rows, count)
 
 
 def bias_dropout_residual() -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.ops.embedding import embedding
+from megatron.core.ops.precision import widened
 
 
 def relative_position_buckets(distance: Tensor, bidirectional: bool, num_buckets: int, max_distance: int) -> Tensor:
@@ -42,13 +43,14 @@ def relative_position_bias(
     """Returns the bias [1, heads, queries, keys] for a table of numbers [buckets, heads].
 
     Queries stand at the positions `first_query`, `first_query` + 1, ... of the keys. Only the distinct distances are
-    looked up, with `lookup(index, table)`; the bias is made of them once, for all layers.
+    looked up, with `lookup(index, table)`; the bias is made of them once, for all layers. The gradients of the pairs at
+    a distance, and of the distances in a bucket, are added in float32 at least.
     """
     distance = torch.arange(keys + queries - 1, device=table.device) - (queries - 1) - first_query
     buckets = relative_position_buckets(distance, bidirectional, table.shape[0], max_distance)
-    by_distance = lookup(buckets, table).t()  # [heads, queries + keys - 1]
+    by_distance = lookup(buckets, widened(table)).t()  # [heads, queries + keys - 1]
     # A window of `keys` neighbours is a row of the bias; the first window belongs to the last query.
-    return by_distance.unfold(1, keys, 1).flip(1)[None]
+    return by_distance.unfold(1, keys, 1).flip(1)[None].to(table.dtype)
 
 
 @functools.cache

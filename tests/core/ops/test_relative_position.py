@@ -26,3 +26,16 @@ def test_bias_is_a_lookup_for_every_pair(bidirectional: bool, queries: int, keys
     upstream = torch.randn_like(made)
     gradients = [torch.autograd.grad(bias, table, upstream)[0] for bias in (made, expected)]
     torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
+
+
+def test_gradients_in_half_precision_are_added_in_float32() -> None:
+    generator = torch.Generator().manual_seed(0)
+    exact = torch.randn(8, 2, generator=generator, dtype=torch.float64).requires_grad_()
+    half = exact.detach().bfloat16().requires_grad_()
+    upstream = torch.randn(1, 2, 300, 300, generator=generator).bfloat16()
+    for table in (exact, half):
+        bias = relative_position_bias(table, 300, 300, bidirectional=True, max_distance=20)
+        assert bias.dtype is table.dtype
+        bias.backward(upstream.to(table.dtype))
+    assert exact.grad is not None and half.grad is not None
+    assert (half.grad - exact.grad).abs().max() < 2**-8 * exact.grad.abs().max()

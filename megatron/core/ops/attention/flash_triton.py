@@ -216,7 +216,7 @@ def _bits_of_rows(query: Tensor, key: Tensor, variant: AttentionVariant, call: A
     assert query.shape[0] == key.shape[0] or call.key_start is not None
     first_key = index[0] if call.key_start is None else call.key_start
     heads = range(call.first_head, call.first_head + query.shape[2])
-    draw = call.dropout.draw(variant.dropout)
+    draw = call.dropout.draw_attention(variant.dropout)
     return keep_bits_triton(draw, index, first_key, key.shape[0], heads, SeenKeys(*variant.reach))
 
 
@@ -228,6 +228,6 @@ def _bits_of_block(
     assert call.row_start is not None
     rows = torch.arange(offsets.query_start, offsets.query_start + query.shape[0], device=query.device)
     heads = range(call.first_head, call.first_head + query.shape[2])
-    draw, seen = call.dropout.draw(variant.dropout), SeenKeys(offsets.left, offsets.right)
+    draw, seen = call.dropout.draw_attention(variant.dropout), SeenKeys(offsets.left, offsets.right)
     first_key = call.row_start + offsets.key_start
     return keep_bits_triton(draw, rows[:, None] + call.row_start, first_key, key.shape[0], heads, seen)

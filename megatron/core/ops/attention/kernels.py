@@ -148,7 +148,7 @@ def _own_flash_refusal(variant: AttentionVariant, situation: Situation) -> Refus
         return "it sums the gradients of queries in an order that varies, which deterministic mode forbids"
     if variant.widths is not None and max(variant.widths) > _OWN_FLASH_WIDEST:
         return f"its heads have at most {_OWN_FLASH_WIDEST} channels, not {max(variant.widths)}"
-    return (None if OWN_FLASH_TAKES_BIAS else _bias_refusal(variant)) or _type_refusal(situation)
+    return _type_refusal(situation)
 
 
 def _own_flash_documents_refusal(variant: AttentionVariant, situation: Situation) -> Refusal:
@@ -182,9 +182,6 @@ _OWN_FLASH_WIDEST = 256
 OWN_FLASH_FOR_DOCUMENTS = True
 """Whether our own flash attention is preferred for packed documents that other kernels can compute too. It skips tiles
 outside a document and has no copy of keys for each query head."""
-OWN_FLASH_TAKES_BIAS = False
-"""Whether our own flash attention computes relative position biases on a GPU. It does so 5 times as fast as the unfused
-definition, but the results have not yet passed a test on a GPU."""
 _WITHOUT_CUDNN: Fills = "where cuDNN does not take them"
 
 SDPA_CUDA = AttentionKernel(

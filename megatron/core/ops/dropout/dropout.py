@@ -2,8 +2,11 @@
 
 The mask of a hidden vector is a function of (seed, iteration, layer, site, global token index, channel). The mask of an
 attention probability is a function of (seed, iteration, layer, query's global token index, key's global token index,
-head). One Philox block gives the 32-bit words of four neighbours along the last index; an element is kept if and only
-if its word is at least probability * 2^32.
+head). An element has a random number of n bits and is kept if and only if the number is at least probability * 2^n.
+
+A channel's number is a word of a Philox block (n = 32). The numbers of 32 neighbouring keys are the columns of 16 words
+of four blocks (n = 16): bit i of each number stands in word i, so that one logic operation a word compares 32 of them.
+Attention has so many masks that comparing would take longer than drawing them.
 
 This file is the reference, in torch operations for any device. `dropout_cpu` and `dropout_triton` give the same bits.
 """
@@ -34,11 +37,13 @@ class Draw:
     """int64 scalar on the device of the mask."""
     probability: float
     """Probability of dropping an element."""
+    bits: int = 32
+    """Bits of an element's random number: 32, or 16 for attention."""
 
     @property
     def threshold(self) -> int:
-        """An element whose word is below this is dropped."""
-        return round(self.probability * 2**32)
+        """An element whose random number is below this is dropped."""
+        return round(self.probability * 2**self.bits)
 
     @property
     def scale(self) -> float:
@@ -49,14 +54,31 @@ class Draw:
 def keep_rows(draw: Draw, row: Tensor, extra: Tensor, first: Tensor, count: int) -> Tensor:
     """Returns the mask, bool [rows, count]: true where an element is kept. This is the definition of a mask.
 
-    Element j of a row is word i % 4 of the Philox block (row, i // 4, iteration, extra), with i = first + j. `row`,
-    `extra` and `first` are int64 [rows].
+    Let i = first + j for element j of a row. Its number of 32 bits is word i % 4 of the Philox block (row, i // 4,
+    iteration, extra). Its number of 16 bits has in bit 4 n + w the bit i % 32 of word w of the block (row, 4 (i // 32)
+    + n, iteration, extra). `row`, `extra` and `first` are int64 [rows].
     """
-    block = (first >> 2)[:, None] + torch.arange(count // 4 + 2, device=row.device)  # all blocks that a row may need
-    words = philox((row[:, None], block, draw.iteration, extra[:, None]), draw.key)
-    kept = (torch.stack(words, -1) >= draw.threshold).flatten(1)  # [rows, 4 * blocks]
-    lane = (first & 3)[:, None] + torch.arange(count, device=row.device)
-    return kept.gather(1, lane)
+    each, blocks = (4, 1) if draw.bits == 32 else (32, 4)  # elements that share some blocks, and their number
+    group = (first // each)[:, None] + torch.arange(count // each + 2, device=row.device)  # all that a row may need
+    words = [
+        word
+        for number in range(blocks)
+        for word in philox((row[:, None], group * blocks + number, draw.iteration, extra[:, None]), draw.key)
+    ]
+    if draw.bits == 32:
+        kept = torch.stack(words, -1) >= draw.threshold  # [rows, groups, 4]
+    else:
+        kept = (_at_least(words, draw.threshold)[..., None] >> torch.arange(32, device=row.device) & 1).bool()
+    lane = (first % each)[:, None] + torch.arange(count, device=row.device)
+    return kept.flatten(1).gather(1, lane)
+
+
+def _at_least(words: list[Tensor], threshold: int) -> Tensor:
+    """Returns words whose bits tell which of 32 numbers are at least `threshold`. Word i has bit i of each number."""
+    found = torch.full_like(words[0], 0xFFFFFFFF)
+    for number, word in enumerate(words):  # the highest bit that differs from the threshold's decides
+        found = found & word if threshold >> number & 1 else found | word
+    return found
 
 
 @dataclass(frozen=True)
@@ -80,9 +102,13 @@ class DropoutRngPosition:
     layer: int
     site: str
 
-    def draw(self, probability: float) -> Draw:
+    def draw(self, probability: float, bits: int = 32) -> Draw:
         """Returns the arguments that all elements of the mask share."""
-        return Draw(_site_key(self.tokens.seed, self.layer, self.site), self.tokens.iteration, probability)
+        return Draw(_site_key(self.tokens.seed, self.layer, self.site), self.tokens.iteration, probability, bits)
+
+    def draw_attention(self, probability: float) -> Draw:
+        """Returns the arguments that all elements of a mask of attention probabilities share."""
+        return self.draw(probability, bits=16)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -133,7 +159,7 @@ def keep_attention(
     row = queries[:, None, :].expand(shape).reshape(-1)
     head = heads[None, :, None].expand(shape).reshape(-1)
     first = keys[:, :1, None].expand(shape).reshape(-1)
-    kept = rng_position.tokens.keep(rng_position.draw(probability), row, head, first, keys.shape[1])
+    kept = rng_position.tokens.keep(rng_position.draw_attention(probability), row, head, first, keys.shape[1])
     return kept.view(*shape, -1)
 
 

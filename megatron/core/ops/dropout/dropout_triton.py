@@ -13,10 +13,13 @@ from torch.autograd.function import once_differentiable
 
 from megatron.core.ops.bias_add_triton import bias_add_triton
 from megatron.core.ops.dropout.dropout import Draw, DropoutRngPosition, bias_dropout_add
+from megatron.core.ops.dropout.keep_bits_triton import keep_columns
 from megatron.core.ops.sum_rows_triton import sum_rows_triton
 
 _BLOCKS = 256
 """Philox blocks, of four elements each, that one program draws."""
+_GROUPS = 32
+"""Groups of 32 elements of attention masks that one program draws."""
 
 
 @triton.jit
@@ -46,9 +49,33 @@ def _keep_rows_kernel(  # type: ignore[no-untyped-def]
     tl.store(kept + i * count + element, words.to(tl.int64) >= threshold, mask=inside)
 
 
+@triton.jit
+def _keep_columns_kernel(  # type: ignore[no-untyped-def]
+    kept, row, extra, first, iteration, count, key_0, key_1, threshold, GROUPS: tl.constexpr
+):
+    """Draws numbers of 16 bits for groups of 32 elements."""
+    i = tl.program_id(0).to(tl.int64)
+    start = tl.load(first + i)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    found = keep_columns(
+        tl.load(row + i).to(tl.uint32), ((start >> 5) + group).to(tl.uint32) * 4, tl.load(iteration).to(tl.uint32),
+        tl.load(extra + i).to(tl.uint32), key_0.to(tl.uint32), key_1.to(tl.uint32), threshold.to(tl.uint32),
+    )  # fmt: skip
+    lane = tl.arange(0, 32)
+    element = group[:, None] * 32 + lane[None, :] - (start & 31)
+    bits = (found[:, None] >> lane[None, :].to(tl.uint32)) & 1
+    tl.store(kept + i * count + element, bits.to(tl.int1), mask=(element >= 0) & (element < count))
+
+
 def keep_rows_triton(draw: Draw, row: Tensor, extra: Tensor, first: Tensor, count: int) -> Tensor:
     """Computes `dropout.keep_rows` for tensors on a GPU."""
     kept = torch.empty((row.shape[0], count), dtype=torch.bool, device=row.device)
+    if draw.bits == 16:
+        _keep_columns_kernel[(row.shape[0], triton.cdiv(count + 31, 32 * _GROUPS))](
+            kept, row.contiguous(), extra.contiguous(), first.contiguous(), draw.iteration, count, *draw.key,
+            draw.threshold, GROUPS=_GROUPS,
+        )  # fmt: skip
+        return kept
     grid = (row.shape[0], triton.cdiv(count + 3, 4 * _BLOCKS))
     _keep_rows_kernel[grid](
         kept, row.contiguous(), extra.contiguous(), first.contiguous(), draw.iteration, count, _seed(draw),

@@ -57,6 +57,27 @@ def _philox(c0, c1, c2, c3, k0, k1):  # type: ignore[no-untyped-def]
     return c0, c1, c2, c3
 
 
+@triton.jit
+def keep_columns(token, block, step, extra, k0, k1, threshold):  # type: ignore[no-untyped-def]
+    """Returns words whose bits tell which of 32 neighbours are kept. `block` is the first of their four Philox blocks,
+    whose words have the bits of their numbers, lowest first. Every argument is uint32."""
+    found = block | 0xFFFFFFFF
+    for number in tl.static_range(4):
+        w0, w1, w2, w3 = _philox(token, block + number, step, extra, k0, k1)
+        found = _refined(found, w0, threshold, 4 * number)
+        found = _refined(found, w1, threshold, 4 * number + 1)
+        found = _refined(found, w2, threshold, 4 * number + 2)
+        found = _refined(found, w3, threshold, 4 * number + 3)
+    return found
+
+
+@triton.jit
+def _refined(found, word, threshold, BIT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Returns `found & word` where the threshold has this bit, `found | word` elsewhere."""
+    has = (0 - ((threshold >> BIT) & 1)).to(tl.uint32)  # all bits or none
+    return (found & word) | ((found | word) & ~has)
+
+
 @triton.jit(do_not_specialize=["first_head", "left", "right", "key_0", "key_1", "threshold"])
 def _keep_bits_kernel(  # type: ignore[no-untyped-def]
     bits, query, first_key, iteration, rows, words, batch, heads, first_head, left, right, key_0, key_1, threshold,
@@ -68,7 +89,7 @@ def _keep_bits_kernel(  # type: ignore[no-untyped-def]
     row = start + tl.arange(0, ROWS)
     token = tl.load(query + row.to(tl.int64) * batch + batch_index, mask=row < rows, other=0).to(tl.uint32)
     first = tl.load(first_key + batch_index)
-    shift = (first & 3).to(tl.uint32)
+    shift = (first & 31).to(tl.uint32)
     word = tl.program_id(1) * WORDS
     end = tl.minimum(word + WORDS, words)
     if HAS_RIGHT:
@@ -78,18 +99,12 @@ def _keep_bits_kernel(  # type: ignore[no-untyped-def]
     step, least = tl.load(iteration).to(tl.uint32), threshold.to(tl.uint32)
     k0, k1 = key_0.to(tl.uint32), key_1.to(tl.uint32)
     packed = tl.zeros((ROWS,), tl.uint32)
-    # If the first key is not the first of its Philox block, the words here straddle those of whole blocks: one more.
+    # If the first key is not the first of its group of 32, the words here straddle those of groups: one more.
     last = tl.where(shift == 0, end, end + 1)
     for number in range(word, tl.where(end > word, last, word)):
-        block = ((first >> 2) + number * 8).to(tl.uint32)
+        block = ((first >> 5) + number).to(tl.uint32) * 4
         before = packed
-        packed = tl.zeros((ROWS,), tl.uint32)
-        for i in tl.static_range(8):
-            w0, w1, w2, w3 = _philox(token, block + i, step, head, k0, k1)
-            packed |= tl.where(w0 >= least, 1 << (4 * i), 0).to(tl.uint32)
-            packed |= tl.where(w1 >= least, 2 << (4 * i), 0).to(tl.uint32)
-            packed |= tl.where(w2 >= least, 4 << (4 * i), 0).to(tl.uint32)
-            packed |= tl.where(w3 >= least, 8 << (4 * i), 0).to(tl.uint32)
+        packed = keep_columns(token, block, step, head, k0, k1, least)
         whole, place = packed, number
         if shift > 0:
             whole, place = (before >> shift) | (packed << (32 - shift)), number - 1
@@ -113,7 +128,7 @@ def keep_bits_triton(
     sq, b = query.shape
     words = triton.cdiv(num_keys, WORD)
     bits = torch.empty((b, len(heads), words, sq), dtype=torch.int32, device=query.device)
-    assert 0 <= draw.threshold < 2**32
+    assert draw.bits == 16 and 0 <= draw.threshold < 2**16
     _keep_bits_kernel[(triton.cdiv(sq, _ROWS), triton.cdiv(words, _WORDS), b * len(heads))](
         bits, query.contiguous(), first_key.contiguous(), draw.iteration, sq, words, b, len(heads), heads.start,
         seen.left or 0, seen.right or 0, *draw.key, draw.threshold,

@@ -98,14 +98,10 @@ class TestChoice:
         monkeypatch.setattr(kernels, "OWN_FLASH_FOR_DOCUMENTS", False)
         assert self.kernel(variant, packed) == VARLEN.name
 
-    @pytest.mark.parametrize("takes", [False, True])
-    def test_layers_with_relative_positions_get_it_where_allowed(
-        self, takes: bool, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(kernels, "OWN_FLASH_TAKES_BIAS", takes)
-        situation = Situation("cuda", torch.bfloat16, True, False)
+    def test_layers_with_relative_positions_get_it(self) -> None:
         variant = replace(self.DROPPED, adds_bias=True, padded=True)
-        assert self.kernel(variant, situation) == (OURS if takes else "unfused")
+        assert self.kernel(variant, Situation("cuda", torch.bfloat16, True, False)) == OURS
+        assert self.kernel(variant, Situation("cuda", torch.float32, True, False)) == "unfused"
 
     def test_wide_heads_other_types_masks_and_deterministic_runs_do_not(self, monkeypatch: pytest.MonkeyPatch) -> None:
         situation = Situation("cuda", torch.bfloat16, True, False)

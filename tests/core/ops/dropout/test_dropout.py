@@ -51,15 +51,17 @@ def test_hidden_mask_is_the_stated_function() -> None:
 
 
 def test_attention_mask_is_the_stated_function() -> None:
-    queries, keys = torch.tensor([[103, 104]]), torch.arange(101, 110)[None]
+    queries, keys = torch.tensor([[103, 104]]), torch.arange(101, 138)[None]
     at = place(Tokens(1, 1, random=RngPosition(seed=11, iteration=6)), 2, "attention")
     mask = keep_attention(at, queries, keys, torch.tensor([4, 5, 6]), 0.25)
     key = list(stream_key(11, "dropout/2/attention"))
     for head in range(3):
         for q in range(2):
-            for k in range(9):
-                word = philox_word([103 + q, (101 + k) // 4, 6, 4 + head], key, (101 + k) % 4)
-                assert bool(mask[0, head, q, k]) == (word >= 2**30)
+            for k in range(37):
+                group, column = divmod(101 + k, 32)
+                places = [([103 + q, 4 * group + bit // 4, 6, 4 + head], bit % 4) for bit in range(16)]
+                number = sum((philox_word(at, key, lane) >> column & 1) << bit for bit, (at, lane) in enumerate(places))
+                assert bool(mask[0, head, q, k]) == (number >= 2**14)
 
 
 def test_rate_and_independence() -> None:

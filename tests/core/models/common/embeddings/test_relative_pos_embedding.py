@@ -64,7 +64,7 @@ def test_the_choice_of_a_kernel_says_why(monkeypatch: pytest.MonkeyPatch) -> Non
         "unfused, since SDPA (CPU flash): it has no gradient of a relative position bias"
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(UserError, match="relative position bias"):
+    with pytest.raises(UserError, match="computes in half precision"):
         layer(attention_backend=AttnBackend.flash)
 
 
