@@ -97,7 +97,7 @@ def _path_words(config: PretrainConfig) -> list[str]:
     """Returns flags that move the folders of a run into the working folder. No checkpoints to load are there."""
     flat, words = config.flat(), []
     for name in (*PATHS, "wandb_save_dir"):
-        if flat.get(name) and not name.endswith(("data_path", "args_path", "_file", "_model")):
+        if flat.get(name) and not name.endswith(("data_path", "args_path", "config_path", "_file", "_model")):
             words += [spelling_of(name), name]
     return words
 

@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from megatron.core import process_groups_config
 from megatron.core.exceptions import UserError
 from megatron.core.process_groups_config import (
+    GROUPS_WITH_SETTINGS,
     ProcessGroupCollection,
     first_and_last,
     first_only,
@@ -21,6 +22,7 @@ from megatron.core.process_groups_config import (
     set_default_collection,
 )
 from megatron.core.rank_grid import DEFAULT_ORDER, RankGrid, hierarchical_groups
+from megatron.core.utils.communicator_settings import read_communicator_settings
 from megatron.core.utils.rendezvous import start_torch_distributed
 from megatron.core.utils.torch_groups import create_group
 
@@ -79,7 +81,6 @@ def initialize_model_parallel(
         pipeline_model_parallel_comm_backend=pipeline_model_parallel_comm_backend not in (None, "nccl"),
         use_sharp=use_sharp,
         hybrid_context_parallel=hybrid_context_parallel,
-        nccl_communicator_config_path=nccl_communicator_config_path is not None,
         high_priority_stream_groups=bool(high_priority_stream_groups),
         sharp_enabled_group=sharp_enabled_group is not None,
         create_all_gather_group=bool(create_all_gather_group),
@@ -87,6 +88,8 @@ def initialize_model_parallel(
     if has_default_collection():
         raise UserError("model parallel groups exist already: call destroy_model_parallel() first")
     timeout = timedelta(minutes=distributed_timeout_minutes)
+    path = nccl_communicator_config_path
+    settings = None if path is None else read_communicator_settings(path, GROUPS_WITH_SETTINGS)
     in_world = start_torch_distributed(timeout=timeout)
     grid = RankGrid(
         dist.get_world_size() if in_world else 1,
@@ -109,6 +112,7 @@ def initialize_model_parallel(
         embedding_ranks=get_embedding_ranks or first_and_last,
         position_embedding_ranks=get_position_embedding_ranks or first_only,
         timeout=timeout,
+        nccl_settings=settings,
     )
     set_default_collection(collection)
     if virtual_pipeline_model_parallel_size is not None:

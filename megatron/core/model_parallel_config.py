@@ -323,6 +323,11 @@ class ModelParallelConfig:
     GPUs of the host; process-group: collectives of two ranks each, on any device and between hosts. Default:
     symmetric-memory on GPUs, otherwise process-group."""
 
+    logit_dtype: Literal["bf16", "fp32"] | None = flag(None, on="--output-logit-dtype")
+    """Number format of the logits, which the loss reads; the product accumulates in float32. Default: that of the
+    model. fp32 doubles their memory beside a model in 16 bits. Gradients of logits are rounded to the model's format
+    before they are multiplied."""
+
     fp64: bool = False
     """Compute in float64: slow, but exact enough to compare layouts. Only the cosines and sines of rotary positions
     are float32, as in other formats."""

@@ -20,7 +20,8 @@ from megatron.core.rank_grid import GROUP_AXES, RankGrid, hierarchical_groups
 from megatron.core.rank_grid import all_ranks as all_ranks
 from megatron.core.rank_grid import first_and_last as first_and_last
 from megatron.core.rank_grid import first_only as first_only
-from megatron.core.utils.torch_groups import create_group_among_members
+from megatron.core.utils.communicator_settings import CommunicatorSettings
+from megatron.core.utils.torch_groups import create_group_among_members, get_nccl_options
 from megatron.core.utils.torch_private import set_group_timeout
 
 EmbeddingRanks = Callable[[Sequence[int]], Sequence[int]]
@@ -83,15 +84,18 @@ class ProcessGroupCollection:
         encoder_ranks: EmbeddingRanks = all_ranks,
         decoder_ranks: EmbeddingRanks = all_ranks,
         timeout: timedelta | None = None,
+        nccl_settings: CommunicatorSettings | None = None,
     ) -> "ProcessGroupCollection":
         """Returns the frozen collection of one rank of a grid. Makes no torch group yet. Each function takes the ranks
         of a pipeline and returns those with the word embedding or the head (`embd`), with position embeddings
-        (`pos_embd`), with layers of an encoder (`encoder_pp`) and with layers of a decoder (`decoder_pp`)."""
+        (`pos_embd`), with layers of an encoder (`encoder_pp`) and with layers of a decoder (`decoder_pp`).
+        `nccl_settings`: settings of NCCL by group name; groups of the same ranks share the first one's."""
         collection = cls()
         collection.grid = grid
         collection.__dict__.update(
             _rank=rank,
             _timeout=timeout,
+            _nccl_settings=nccl_settings or {},
             _made={},
             _own={},  # ranks of this rank's groups that were asked for
             _hierarchical_sizes=hierarchical_context_sizes,
@@ -189,12 +193,21 @@ class ProcessGroupCollection:
             return None
         if not dist.is_initialized():
             return PlannedGroup(ranks, ranks.index(self._rank)) if len(ranks) > 1 else None
-        if len(ranks) == dist.get_world_size():
+        options = self._nccl_options(ranks)
+        if len(ranks) == dist.get_world_size() and options is None:
             return dist.group.WORLD
         if ranks not in self._made:
             # Made by the members alone, because ranks need groups at different times.
-            self._made[ranks] = create_group_among_members(ranks, self._timeout)
+            self._made[ranks] = create_group_among_members(ranks, self._timeout, options)
         return self._made[ranks]
+
+    def _nccl_options(self, ranks: tuple[int, ...]) -> Any:
+        """Returns the options of the group of these ranks; None without settings for it, and where NCCL is not used."""
+        settings: CommunicatorSettings = self._nccl_settings
+        name = next((name for name in settings if self.ranks(name) == ranks), None)
+        if name is None or "nccl" not in dist.get_backend_config():
+            return None
+        return get_nccl_options(name, settings)
 
     def has_channel(self, source: int, destination: int) -> bool:
         """Whether `channel` has already made the group of these two ranks."""
@@ -209,7 +222,8 @@ class ProcessGroupCollection:
         channels = self.__dict__.setdefault("_channels", {})
         if (source, destination) not in channels:
             ranks = tuple(sorted((source, destination)))
-            channels[source, destination] = create_group_among_members(ranks, self.__dict__.get("_timeout"))
+            options = None if self.grid is None else self._nccl_options(self.ranks("pp"))
+            channels[source, destination] = create_group_among_members(ranks, self.__dict__.get("_timeout"), options)
         return channels[source, destination]
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -231,6 +245,8 @@ class ProcessGroupCollection:
 
 _OF_PIPELINE = ("embd", "pos_embd", "encoder_pp", "decoder_pp")
 _NAMES = frozenset((*ProcessGroupCollection.AXES, *_OF_PIPELINE, "hcp"))
+GROUPS_WITH_SETTINGS = tuple(sorted(_NAMES - {"hcp"}))
+"""Names of the groups that a file of NCCL settings may name."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------

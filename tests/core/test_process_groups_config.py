@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from support.processes import run_on_ranks
 
+from megatron.core import process_groups_config
 from megatron.core.collectives import all_reduce
 from megatron.core.exceptions import UserError
 from megatron.core.process_groups_config import ProcessGroupCollection, default_collection, set_default_collection
@@ -95,3 +96,32 @@ def test_the_default_can_be_set_and_cleared() -> None:
     finally:
         set_default_collection(None)
     assert default_collection() is not groups
+
+
+def options_of_groups() -> dict[str, object]:
+    """Returns what torch is asked for, in a world that says it has NCCL too."""
+    settings = {"dp": {"max_ctas": 8}, "tp_dp": {"min_ctas": 2}, "pp": {"is_high_priority_stream": True}}
+    groups = ProcessGroupCollection.from_grid(
+        RankGrid(4, tensor=2, pipeline=2), dist.get_rank(), nccl_settings=settings
+    )
+    asked: list[object] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "get_backend_config", lambda *group: "cpu:gloo,cuda:nccl")
+        patch.setattr(process_groups_config, "get_nccl_options", lambda name, table: (name, table[name]))
+        patch.setattr(
+            process_groups_config, "create_group_among_members", lambda ranks, timeout, options: asked.append(options)
+        )
+        _ = groups.pp, groups.tp, groups.tp_dp_cp
+        groups.channel(*groups.ranks("pp"))
+        everyone = ProcessGroupCollection.from_grid(RankGrid(4), dist.get_rank(), nccl_settings=settings)
+        _ = everyone.dp  # has settings, so it is not the world's group
+    plain = ProcessGroupCollection.from_grid(RankGrid(4), dist.get_rank(), nccl_settings=settings)
+    assert plain.dp is dist.group.WORLD  # gloo has no settings
+    return {"asked": asked}
+
+
+def test_groups_of_nccl_have_the_settings_of_the_file() -> None:
+    """--nccl-communicator-config-path"""
+    high = ("pp", {"is_high_priority_stream": True})
+    for seen in run_on_ranks(options_of_groups, 4):
+        assert seen["asked"] == [high, ("tp_dp", {"min_ctas": 2}), high, ("dp", {"max_ctas": 8})]

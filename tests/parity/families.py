@@ -199,6 +199,7 @@ _PREDICTING = Family(
         ("pp4-apart",),
         ("pp2-apart",),
         ("pp2-apart-and-behind", "sp2"),
+        ("pp2-zb-h1", "dp2-optim_grads_params"),
         ("pp4-apart", "cp2-p2p"),
         ("pp2-zb-h1", "dp2-optim_grads"),
         ("sp2", "recompute-latents"),

@@ -246,6 +246,13 @@ PREDICTING = [
         rows=2,
     ),
     Model(
+        "mtp-repeated",
+        tied=True,
+        settings={**_LLAMA, "num_query_groups": 4, "mtp_num_layers": 2, "hidden_dropout": 0.2}
+        | {"mtp_use_repeated_layer": True, "mtp_detach_heads": True},
+        rows=2,
+    ),
+    Model(
         "mtp-learned",
         positions="learned_absolute",
         settings={"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.5},
@@ -263,7 +270,8 @@ PREDICTING = [
         rows=2,
     ),
 ]
-"""Multi-token prediction: one and two further tokens, packed documents, with latent attention and experts."""
+"""Multi-token prediction: one and two further tokens, packed documents, one layer for both depths which alone is
+trained by their losses, with latent attention and experts."""
 
 _DELTA = {
     **_LLAMA,

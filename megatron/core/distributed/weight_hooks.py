@@ -10,6 +10,7 @@ Weight gradients are products of activations and need no weights. A module whose
 such as a table whose rows are selected, sets its attribute `backward_reads_weights` to False.
 """
 
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -97,6 +98,13 @@ def _is_list(module: nn.Module) -> bool:
     return isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
 
 
+class _Calls(threading.local):
+    """The calls of one module that run in this thread, innermost last."""
+
+    def __init__(self) -> None:
+        self.running: list[object] = []
+
+
 class WeightHooks:
     """The hooks on the modules of one model chunk. While they are disabled, no parameters may be sharded."""
 
@@ -107,8 +115,8 @@ class WeightHooks:
         self._handles: list[RemovableHandle] = []
         self._num_uses: dict[Unit, int] = dict.fromkeys(units, 0)
         """Number of forward and backward passes that currently use the unit."""
-        self._in_backward: dict[int, None] = {}
-        """Indices of the readers whose backward is running, as an ordered set."""
+        self._in_backward: dict[object, int] = {}
+        """Calls whose backward is running, and the indices of their readers. A module may be called several times."""
         self._kept: list[Unit] = []
         """Unused units that stay gathered: backward often comes next, and starts with the module that forward ended
         with."""
@@ -128,16 +136,19 @@ class WeightHooks:
 
     def _hook(self, number: int, reader: WeightReader) -> None:
         has_backward = reader.shards_weights and reader.reads_weights_in_backward
+        calls = _Calls()
 
         def before(module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+            call = object()
+            calls.running.append(call)
             self._unshard(number)
             if has_backward and torch.is_grad_enabled():
-                self._after_backward(number, _differentiable((inputs, keywords)))
+                self._after_backward(call, _differentiable((inputs, keywords)))
 
         def after(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-            backward_follows = has_backward and torch.is_grad_enabled()
+            call, backward_follows = calls.running.pop(), has_backward and torch.is_grad_enabled()
             if backward_follows:
-                self._before_backward(number, _differentiable(output))
+                self._before_backward(number, call, _differentiable(output))
             self._finish_use(number, keep=backward_follows and number == len(self.readers) - 1)
 
         self._handles.append(reader.module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
@@ -192,15 +203,15 @@ class WeightHooks:
 
     # Around a reader's backward --------------------------------------------------------------------------------------
 
-    def _before_backward(self, number: int, outputs: Sequence[Tensor]) -> None:
-        consumers: list[int] = []
+    def _before_backward(self, number: int, call: object, outputs: Sequence[Tensor]) -> None:
+        consumers: list[object] = []
 
         def begin(gradient: Tensor) -> None:
             self._backward_end.expect()
             for consumer in consumers:
                 self._end_backward(consumer)
-            if number not in self._in_backward:
-                self._in_backward[number] = None
+            if call not in self._in_backward:
+                self._in_backward[call] = number
                 self._unshard(number)
 
         if outputs:
@@ -208,25 +219,24 @@ class WeightHooks:
         if len(outputs) == 1:
             outputs[0].consumers = consumers  # type: ignore[attr-defined]
 
-    def _after_backward(self, number: int, inputs: Sequence[Tensor]) -> None:
+    def _after_backward(self, call: object, inputs: Sequence[Tensor]) -> None:
         consumers = getattr(inputs[0], "consumers", None) if len(inputs) == 1 else None
         if consumers is not None:
             # The input is another reader's output: when that reader's backward starts, this one has ended and frees its
             # units first.
-            consumers.append(number)
+            consumers.append(call)
         elif inputs:
-            register_multi_grad_hook(inputs, lambda gradients: self._end_backward(number), mode="all")
+            register_multi_grad_hook(inputs, lambda gradients: self._end_backward(call), mode="all")
 
-    def _end_backward(self, number: int) -> None:
-        if number in self._in_backward:
-            del self._in_backward[number]
-            self._finish_use(number)
+    def _end_backward(self, call: object) -> None:
+        if call in self._in_backward:
+            self._finish_use(self._in_backward.pop(call))
 
     def _backward_ended(self) -> None:
         """Frees units that are still gathered: those of readers whose input needs no gradient, and unused
         prefetches."""
-        for number in list(self._in_backward):
-            self._end_backward(number)
+        for call in list(self._in_backward):
+            self._end_backward(call)
         self.reshard_unused()
 
     def reshard_unused(self) -> None:

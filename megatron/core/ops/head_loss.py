@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from megatron.core.collectives import Group
@@ -21,17 +22,21 @@ def head_loss(
     gathers: bool = False,
     cap: float | None = None,
     loss: Callable[..., Tensor] = cross_entropy,
+    out_dtype: torch.dtype | None = None,
+    trains_weight: bool = True,
 ) -> Tensor:
     """Returns the loss of each token: hidden [t, h], weight [columns, h], bias [columns] and labels (int64 [t]) -> [t].
 
-    The loss is in the wider of float32 and the type of `hidden`. Columns from `vocab_size` on are padding. Backward
-    writes the gradient over the logits. `cap` bounds the logits (see `soft_cap`). `loss` is `cross_entropy` or a faster
-    implementation of it.
+    The loss is in the wider of float32 and the type of the logits, that of `hidden` or `out_dtype`. Columns from
+    `vocab_size` on are padding. Backward writes the gradient over the logits. `cap` bounds the logits (see `soft_cap`).
+    `loss` is `cross_entropy` or a faster implementation of it.
 
     With a group the vocabulary is split evenly. With `gathers` each rank has its part of `hidden` ([t / ranks, h]),
-    while all ranks have the labels and losses of all tokens.
+    while all ranks have the labels and losses of all tokens. `out_dtype` and `trains_weight` are those of `linear`.
     """
-    logits = linear(hidden, weight, bias, group, gathers=gathers)
+    logits = linear(
+        hidden, weight, bias, group, gathers=gathers, out_dtype=out_dtype, trains_weight=trains_weight
+    )  # [t, columns]
     if cap is None:
         return loss(logits, labels, vocab_size, overwrite_logits=True, group=group)
     return loss(soft_cap(logits, cap), labels, vocab_size, group=group)  # backward reads the capped logits again

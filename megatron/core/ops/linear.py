@@ -55,14 +55,19 @@ def linear(
     *,
     gathers: bool = False,
     sum_rows: Callable[[Tensor], Tensor] = sum_rows,
+    out_dtype: torch.dtype | None = None,
+    trains_weight: bool = True,
 ) -> Tensor:
     """Returns inputs @ weight^T + bias: [..., in] x [out, in] (+ [out]) -> [..., out], in the type of the inputs.
 
     The ranks of `group` have the same inputs and different rows of the weight; backward sums the inputs' gradient over
     them. With `gathers` each rank has its part of the inputs' first dimension, in group order, and gets that part of
     the gradient; the outputs cover all parts. `sum_rows` computes the bias's gradient: [t, out] -> [out].
+
+    With `out_dtype` the outputs have that type and are rounded once; their gradient is rounded to the type of the
+    inputs. Without `trains_weight` the weight gets no gradient.
     """
-    return _Linear.apply(inputs, weight, bias, group, gathers, sum_rows)
+    return _Linear.apply(inputs, weight, bias, group, gathers, sum_rows, out_dtype, trains_weight)
 
 
 class _Linear(torch.autograd.Function):
@@ -75,18 +80,25 @@ class _Linear(torch.autograd.Function):
         group: Group,
         gathers: bool,
         sum_rows: Callable[[Tensor], Tensor],
+        out_dtype: torch.dtype | None,
+        trains_weight: bool,
     ) -> Tensor:
         ctx.save_for_backward(inputs)
+        ctx.trains_weight = trains_weight
         # Keeps the parameter, not a saved tensor: full sharding frees its storage and gathers it again before backward.
         ctx.weight, ctx.group, ctx.gathers, ctx.sum_rows = weight, group, gathers, sum_rows
-        return _affine(gather_rows(inputs, group) if gathers else inputs, weight, bias)
+        rows = gather_rows(inputs, group) if gathers else inputs
+        return (
+            _affine(rows, weight, bias) if out_dtype in (None, rows.dtype) else _to_type(rows, weight, bias, out_dtype)
+        )
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
         (inputs,), weight = ctx.saved_tensors, ctx.weight
         needs_inputs, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        rows = output_gradient.reshape(-1, weight.shape[0])  # [t, out]
+        needs_weight = needs_weight and ctx.trains_weight
+        rows = output_gradient.reshape(-1, weight.shape[0]).to(inputs.dtype)  # [t, out]
         columns = inputs.detach().reshape(-1, weight.shape[1])  # [t, in]; this rank's part of it with `gathers`
         main_grad = main_grad_accumulator(weight)
         defers_weight_grad = getattr(main_grad, "defers_weight_grad", False)
@@ -107,7 +119,7 @@ class _Linear(torch.autograd.Function):
         if needs_bias:
             bias_gradient = ctx.sum_rows(rows)
         inputs_gradient = None if summed is None else summed.wait().view(inputs.shape)
-        return inputs_gradient, weight_gradient, bias_gradient, None, None, None
+        return inputs_gradient, weight_gradient, bias_gradient, *[None] * 5
 
 
 def _start_inputs_gradient(rows: Tensor, weight: Tensor, group: Group, scatters: bool) -> Pending:
@@ -129,6 +141,16 @@ def _affine(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if _slow_here(inputs):
         return F.linear(inputs.float(), weight.float(), None if bias is None else bias.float()).to(inputs.dtype)
     return F.linear(inputs, weight, bias)
+
+
+def _to_type(inputs: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Returns the outputs in another type than that of the inputs, rounded once from the float32 accumulator."""
+    if inputs.is_cuda and dtype is torch.float32 and inputs.dtype in (torch.bfloat16, torch.float16):
+        rows = inputs.reshape(-1, inputs.shape[-1])
+        wide = torch.mm(rows, weight.t(), out_dtype=dtype).view(*inputs.shape[:-1], weight.shape[0])
+        return wide if bias is None else wide.add_(bias)
+    compute = torch.promote_types(inputs.dtype, torch.float32)
+    return F.linear(inputs.to(compute), weight.to(compute), None if bias is None else bias.to(compute)).to(dtype)
 
 
 def _slow_here(tensor: Tensor) -> bool:

@@ -107,6 +107,11 @@ class LayerInputs:
     """Prefix of the names of dropout sites: tells the layers of an encoder from those of the decoder, which have the
     same numbers."""
 
+    def repeated(self, times: int) -> "LayerInputs":
+        """Returns the inputs for a layer that has run `times` times before on these tokens. Its dropout masks are
+        others."""
+        return dataclasses.replace(self, stack=f"{self.stack}repeat {times} ")
+
     def dropout_position(self, layer_number: int, site: str) -> DropoutRngPosition | None:
         """Returns the random position of all tokens at one dropout site of one layer (counted from 1); None: no
         dropout."""

@@ -103,6 +103,8 @@ class MambaMixer(MegatronModule):
         self.dt_bias = new_of_groups(heads, TimeStepBias())
         self.norm_weight = new_of_groups(heads * config.mamba_head_dim, Constant(1.0))
         self.scan = MambaScan(config.mamba_head_dim, state, config.mamba_min_time_step)
+        if config.mamba_training_ssm_states_dtype == "bf16":
+            self.scan.states_dtype = torch.bfloat16
         self.out_proj = build_output_projection(
             submodules.out_proj,
             config,
@@ -173,6 +175,8 @@ class MambaScan(nn.Module):
     def __init__(self, head_dim: int, state_dim: int, min_step: float) -> None:
         super().__init__()
         self.head_dim, self.state_dim, self.min_step = head_dim, state_dim, min_step
+        self.states_dtype: torch.dtype | None = None
+        """Type of the states that are kept between chunks; None: that of the computation."""
 
     def forward(
         self, mixed: Tensor, step: Tensor, step_bias: Tensor, log_rate: Tensor, skip: Tensor, document: Tensor | None
@@ -201,7 +205,9 @@ class MambaScan(nn.Module):
             size = size.clamp(min=self.min_step)
         if ended is not None:
             size = size.masked_fill(ended, 0.0)
-        output, state = ssd(heads, size, -widened(log_rate).exp(), b, c, document, state)
+        output, state = ssd(
+            heads, size, -widened(log_rate).exp(), b, c, document, state, states_dtype=self.states_dtype
+        )
         return (output + widened(skip)[:, None] * heads).reshape(x.shape), state
 
 

@@ -111,7 +111,8 @@ class MultiTokenPredictionLayer(MegatronModule):
 
 
 class MultiTokenPredictionBlock(MegatronModule):
-    """All depths in order. `spec`: the specs of the depths (a block's submodules)."""
+    """All depths in order. `spec`: the specs of the depths (a block's submodules). With the config's
+    `mtp_use_repeated_layer` there is one layer, built from the first spec, which every depth runs."""
 
     def __init__(
         self,
@@ -134,8 +135,11 @@ class MultiTokenPredictionBlock(MegatronModule):
             )
         self.layers = nn.ModuleList(
             build_module(layer_spec, config=config, layer_number=depth, vp_stage=vp_stage, pg_collection=groups)
-            for depth, layer_spec in enumerate(submodules.layer_specs, 1)
+            for depth, layer_spec in enumerate(
+                submodules.layer_specs[: 1 if config.mtp_use_repeated_layer else None], 1
+            )
         )
+        self._depths = len(submodules.layer_specs)
         recompute_predictions(self, config, layers_before, groups.tp)
         offload_activations(self, config, groups)
 
@@ -144,8 +148,10 @@ class MultiTokenPredictionBlock(MegatronModule):
         depth, the embeddings [s, b, h] of the tokens ahead."""
         shape, flat = embedded[0].shape, hidden.flatten(0, 1)  # [t, h]
         found = []
-        for layer, ahead in zip(self.layers, embedded, strict=True):
-            flat = self.run_layers([layer], flat, ahead.flatten(0, 1), inputs)
+        for depth in range(self._depths):
+            layer = self.layers[min(depth, len(self.layers) - 1)]
+            of_depth = inputs.repeated(depth) if depth >= len(self.layers) else inputs
+            flat = self.run_layers([layer], flat, embedded[depth].flatten(0, 1), of_depth)
             found.append(flat.view(shape))
         return found
 

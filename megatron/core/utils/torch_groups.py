@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 
 from megatron.core.rank_grid import Axes, hierarchical_groups
 from megatron.core.utils.activity import activity
+from megatron.core.utils.communicator_settings import CommunicatorSettings
 from megatron.core.utils.torch_private import local_group_named, set_group_timeout
 
 
@@ -53,8 +54,10 @@ _times_made: WeakKeyDictionary[ProcessGroup, Counter[tuple[int, ...]]] = WeakKey
 """For each world of this process, how many groups each set of ranks has made."""
 
 
-def create_group_among_members(ranks: Sequence[int], timeout: timedelta | None = None) -> ProcessGroup:
-    """Makes a torch group of some ranks. Only these ranks must call this.
+def create_group_among_members(
+    ranks: Sequence[int], timeout: timedelta | None = None, pg_options: Any = None
+) -> ProcessGroup:
+    """Makes a torch group of some ranks. Only these ranks must call this. `pg_options`: those of ProcessGroupNCCL.
 
     torch names a group by its ranks and by the number of groups that the process has. That number can differ between
     members, which would then wait for each other forever. So this function names the group by its ranks and by the
@@ -71,7 +74,7 @@ def create_group_among_members(ranks: Sequence[int], timeout: timedelta | None =
     world.bound_device_id = None
     try:
         with local_group_named(name), _noted_wait(ranks):
-            return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+            return dist.new_group(list(ranks), timeout=timeout, pg_options=pg_options, use_local_synchronization=True)
     finally:
         world.bound_device_id = device
 
@@ -128,7 +131,7 @@ def generate_masked_orthogonal_rank_groups(
     return [[rank + start for rank in group] for start in range(0, world_size, period) for group in groups]
 
 
-def get_nccl_options(pg_name: str, nccl_comm_cfgs: dict[str, dict[str, Any]]) -> Any:
+def get_nccl_options(pg_name: str, nccl_comm_cfgs: CommunicatorSettings) -> Any:
     """Returns the NCCL options of a group from a table by group name; None if the table does not have the group."""
     if pg_name not in nccl_comm_cfgs:
         return None

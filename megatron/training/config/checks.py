@@ -315,6 +315,7 @@ RULES: tuple[Rule, ...] = (
     _upcycling,
     file_checks.paths_are_not_empty,
     file_checks.files_exist,
+    file_checks.settings_of_communicators,
     file_checks.data_in_object_stores,
     file_checks.checkpoint_folders_are_folders,
     file_checks.checkpoint_folders_exist,

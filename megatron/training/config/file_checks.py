@@ -12,6 +12,8 @@ from megatron.core.datasets.object_store import exists, is_url
 from megatron.core.datasets.utils import get_blend_from_list
 from megatron.core.dist_checkpointing.manifest import MANIFEST
 from megatron.core.exceptions import UserError
+from megatron.core.process_groups_config import GROUPS_WITH_SETTINGS
+from megatron.core.utils.communicator_settings import read_communicator_settings
 from megatron.training.config.settings import Settings
 from megatron.training.config.tokenizer import TokenizerConfig
 
@@ -42,6 +44,16 @@ def files_exist(s: Settings) -> Iterator[str]:
                 yield from _data_set_exists(field, prefix)
             elif not Path(prefix).is_file():
                 yield f"{{{field}:name}} " + literal_text(f"{prefix}: no such file; --sft reads .jsonl files")
+
+
+def settings_of_communicators(s: Settings) -> Iterator[str]:
+    """The file of --nccl-communicator-config-path can be read and has settings of groups."""
+    path = s.nccl_communicator_config_path
+    if path and s.launch_environment.looks_at_files:  # "" is the problem of `paths_are_not_empty`
+        try:
+            read_communicator_settings(path, GROUPS_WITH_SETTINGS)
+        except UserError as error:
+            yield literal_text(str(error))
 
 
 def data_in_object_stores(s: Settings) -> Iterator[str]:
@@ -130,6 +142,7 @@ PATHS = (
     "metrics_path",
     "nonfinite_dump_dir",
     "tensorboard_dir",
+    "nccl_communicator_config_path",
 )
 """Fields that name files and folders."""
 

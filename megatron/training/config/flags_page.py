@@ -12,7 +12,13 @@ from typing import Literal
 
 from megatron.training.config.flag_table import Flag, flag_table, is_inert, is_to_come, parent_of
 from megatron.training.config.retired import REFUSED, RETIRED, Occurrence, translate
-from megatron.training.config.unsupported_flags import ACCEPTED_FLAGS, FLAGS_TO_COME, REFUSED_FLAGS, reason_to_come
+from megatron.training.config.unsupported_flags import (
+    ACCEPTED_FLAGS,
+    FLAGS_TO_COME,
+    REFUSED_FLAGS,
+    reason_to_come,
+    refusal_of,
+)
 
 Answer = Literal["a", "b", "c", "d", "not yet"]
 """How a flag is answered: honoured, accepted with a reason, translated, refused with a reason, or not supported yet."""
@@ -72,7 +78,9 @@ def rows() -> list[Row]:
 
 def answer_of(flag: Flag) -> Answer:
     """Returns how a flag with a field is answered."""
-    return "not yet" if is_to_come(flag) else "b" if is_inert(flag) else "a"
+    if is_to_come(flag):
+        return "not yet" if refusal_of(flag.spelling) is None else "d"
+    return "b" if is_inert(flag) else "a"
 
 
 def _rows_of_fields() -> Iterator[Row]:
@@ -82,6 +90,8 @@ def _rows_of_fields() -> Iterator[Row]:
             parent = parent_of(flag)
             reason = flag.declaration.no_effect or (f"goes with {parent[0].spelling}" if parent else "")
             meaning = f"{meaning} No effect: {reason}."
+        elif answer == "d":
+            meaning = f"{meaning} Refused: {refusal_of(flag.spelling)}."
         elif answer == "not yet":
             meaning = f"{meaning} Not yet: {reason_to_come(flag.spelling)}."
         yield Row(flag.group, flag.spellings, meaning, answer, (flag.field,))

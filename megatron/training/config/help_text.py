@@ -14,6 +14,7 @@ from megatron.training.config.unsupported_flags import (
     REFUSED_FLAGS,
     UNSUPPORTED_FLAGS,
     reason_to_come,
+    refusal_of,
 )
 
 _COLUMN = 36
@@ -75,7 +76,9 @@ def _about_flag(flag: Flag) -> str:
     width = min(shutil.get_terminal_size().columns, 120)
     lines = _entry(flag, width)
     parent = parent_of(flag)
-    if is_to_come(flag):
+    if is_to_come(flag) and (refusal := refusal_of(flag.spelling)) is not None:
+        lines += _filled(f"Refused: {refusal}.", width, "  ")
+    elif is_to_come(flag):
         lines += _filled(f"Not supported yet: {reason_to_come(flag.spelling)}.", width, "  ")
     elif flag.declaration.no_effect is not None:
         lines += _filled(f"Accepted without effect: {flag.declaration.no_effect}.", width, "  ")
@@ -118,7 +121,7 @@ def help_of_flags(usage: str, about: str, flags: Sequence[Flag], extra: str = ""
     if inert:
         lines += _names("accepted without effect", inert, width)
     if to_come:
-        lines += _names("not supported yet (an error where they would change the run)", to_come, width)
+        lines += _names("not supported (an error where they would change the run)", to_come, width)
     if extra:
         lines += ["", extra.rstrip()]
     return "\n".join(lines) + "\n"

@@ -15,7 +15,17 @@ from megatron.training.config.tokenizer import TokenizerConfig
 def notes_on_ineffective_flags(s: Settings) -> Iterator[str]:
     """Yields a sentence for each flag without effect, in the grammar of `config_fields`. Expects checked values."""
     yield from _declared(s)
-    for rule in (_tensor_overlap, _attention, _graphs, _experts, _expert_overlap, _data, _tokenizer, _evaluation):
+    for rule in (
+        _communicators,
+        _tensor_overlap,
+        _attention,
+        _graphs,
+        _experts,
+        _expert_overlap,
+        _data,
+        _tokenizer,
+        _evaluation,
+    ):
         yield from rule(s)
 
 
@@ -71,6 +81,11 @@ def _tensor_overlap(s: Settings) -> Iterator[str]:
             "{tp_comm_overlap}: products in fp8 are not cut, since a scale needs the largest value of all rows; layers "
             "in other formats are"
         )
+
+
+def _communicators(s: Settings) -> Iterator[str]:
+    if s.nccl_communicator_config_path is not None and s.distributed_backend == "gloo":
+        yield "{nccl_communicator_config_path:name}: has no effect with gloo, which has no such settings"
 
 
 def _attention(s: Settings) -> Iterator[str]:

@@ -146,6 +146,10 @@ class LoggingConfig:
     pytorch_profiler_collect_callstack: bool = flag(False, only_with="use_pytorch_profiler")
     """With --use-pytorch-profiler: record where in the code each operator was called."""
 
+    pytorch_profiler_collect_chakra: bool = flag(False, only_with="use_pytorch_profiler")
+    """With --use-pytorch-profiler: write the graph of operators beside the trace too, as PyTorch's execution trace,
+    which Chakra's converter reads."""
+
     record_memory_history: bool = False
     """Record allocations of GPU memory on the ranks of --profile-ranks, and write them at each log line and when the
     run ends, also for lack of memory. https://pytorch.org/memory_viz shows the file."""

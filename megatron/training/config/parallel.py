@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.core.config_fields import flag, not_a_flag, not_yet, too_small
+from megatron.core.config_fields import flag, not_a_flag, too_small
 
 _PIPELINE = "pipeline_model_parallel_size"
 _GLOO = "there is always one small gloo group, with which ranks agree when to exit"
@@ -77,8 +77,10 @@ class ParallelConfig:
     grad_reduce_in_bf16: bool = False
     """Reduce gradients over ranks in the model's type. They are accumulated in float32 all the same."""
 
-    nccl_communicator_config_path: str | None = not_yet(None)
-    """File with settings of NCCL communicators."""
+    nccl_communicator_config_path: str | None = None
+    """YAML file with settings of NCCL communicators by group: min_ctas, max_ctas, cga_cluster_size, net_name,
+    is_high_priority_stream, such as "dp: {max_ctas: 8}". A group that covers the world gets a communicator of its
+    own."""
 
     high_priority_stream_groups: list[str] = flag(
         default_factory=list, nargs="*", no_effect="the priority of a stream follows from what runs on it"

@@ -62,6 +62,11 @@ class ResilienceConfig:
     """Steps between two comparisons of the weights of data parallel replicas by checksums. The run ends if they differ,
     which only broken hardware or a script's own code can do. Each comparison waits for the device."""
 
+    gpu_sniff_test_interval: int | None = None
+    """Steps between two tests of the hardware: matrix products, all-to-all among all ranks, messages between
+    neighbours. The ranks that are more than one standard deviation from the mean are printed. Each test waits for the
+    device."""
+
     rerun_mode: Literal["disabled", "validate_results", "report_stats"] = "validate_results"
     """What to do about a result that a script's loss function hands to the rerun state machine and rejects: end or warn
     (disabled), or compute the step again first, to tell broken hardware from bad data (validate_results).
@@ -91,6 +96,7 @@ class ResilienceConfig:
         yield from too_small(self, ("loss_spike_history",), 2)
         if not 0.0 < self.loss_spike_z_score < math.inf:
             yield "{loss_spike_z_score} must be above 0"
-        yield from too_small(self, ("hang_timeout_seconds", "check_weight_hash_across_dp_replicas_interval"), 1)
+        intervals = ("check_weight_hash_across_dp_replicas_interval", "gpu_sniff_test_interval")
+        yield from too_small(self, ("hang_timeout_seconds", *intervals), 1)
         if self.exit_signal in (signal.SIGKILL, signal.SIGSTOP):
             yield "{exit_signal} cannot be caught by any program; SIGTERM or SIGUSR1 can"

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.nn.functional import gelu, relu, silu
 
-from megatron.core.config_fields import declaration_of, describe_problem, fields_of_problem, value_text
+from megatron.core.config_fields import declaration_of, describe_problem, fields_of_problem, literal_text, value_text
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.exceptions import UserError
 from megatron.core.initializers import XavierUniform
@@ -31,7 +31,7 @@ from megatron.training.config.schedule import ScheduleConfig
 from megatron.training.config.settings import LaunchEnvironment, Settings
 from megatron.training.config.tokenizer import TokenizerConfig
 from megatron.training.config.training import EvaluationConfig, TrainingConfig
-from megatron.training.config.unsupported_flags import reason_to_come
+from megatron.training.config.unsupported_flags import reason_to_come, refusal_of
 
 
 class ConfigurationError(UserError):
@@ -107,11 +107,15 @@ def field_of_name(name: str) -> str | None:
 
 
 def _unsupported_values(settings: Settings) -> list[str]:
-    """A problem for each value that is not supported yet and would change the run."""
+    """A problem for each value that is not supported and would change the run."""
     problems = []
     for field, flag in flag_table().items():
         supported, value = flag.declaration.supported, getattr(settings, field)
         if supported is None or value in supported or value == flag.default or not is_read(flag, settings):
+            continue
+        refusal = refusal_of(flag.spelling)
+        if refusal is not None:
+            problems.append(f"{{{field}}}: {literal_text(refusal)}")
             continue
         works = " or ".join(value_text(item) for item in supported if item is not None and item is not False)
         so_far = f"; what works so far is {works}" if works else f": {reason_to_come(flag.spelling)}"

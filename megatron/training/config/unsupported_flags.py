@@ -176,26 +176,24 @@ _REFUSED = {
         expert-tensor-parallel-num-weight-shards gtp-expert-remat-nccl-ub gtp-remat-nccl-ub gtp-remat-opt-in-modules
         gtp-remat-reduce-scatter-with-fp32-accumulation tensor-parallel-num-weight-shards""",
     "give --data-stages FILE, in which the blend changes at given samples": "phase-transition-iterations",
+    "its entries name modules of Transformer Engine; --first-last-layers-bf16 leaves the outer layers out of fp8": """
+        te-precision-config-file""",
+    "tensors are offloaded whole; give --fine-grained-activation-offloading --offload-modules expert_fc1 moe_act": """
+        moe-paged-stash moe-paged-stash-buffer-size-factor-cpu moe-paged-stash-buffer-size-factor-cuda
+        moe-paged-stash-page-size""",
+    "there are no layers of gated delta products; --experimental-attention-variant gated_delta_net has one update a "
+    "token": "gdp-cutedsl-kernel gdp-num-chunk-states-to-recompute gdp-num-householder",
+    "a layer has one residual stream; --residual-multiplier and --norm-placement change how layers add to it": """
+        enable-mhc-connections""",
+    "each depth reads the states of the depth before, for all tokens; without this flag all depths are trained so": """
+        mtp-hsm""",
     "a CUDA graph holds a whole micro-batch, whose activations stay on the device; offload without CUDA graphs": """
         delay-offload-until-cuda-graph""",
 }
 """Reasons why flags are refused, with what to give instead where there is something, and the flags."""
 
 _NOT_YET = {
-    "these formats of 8-bit and 4-bit numbers are not supported": "te-precision-config-file",
-    "tensors are offloaded whole, each to host memory of its own (--fine-grained-activation-offloading)": """
-        moe-paged-stash moe-paged-stash-buffer-size-factor-cpu moe-paged-stash-buffer-size-factor-cuda
-        moe-paged-stash-page-size""",
     "every layer of sparse attention has its own indexer": "dsa-indexer-skip-topk-offset dsa-indexer-topk-freq",
-    "gated delta products are not supported": """
-        gdp-cutedsl-kernel gdp-num-chunk-states-to-recompute gdp-num-householder""",
-    "states of Mamba-2 layers are in float32": "mamba-training-ssm-states-dtype",
-    "layers have one residual stream": "enable-mhc-connections",
-    "the heads of multi-token prediction are separate layers, trained with the model": """
-        mtp-detach-heads mtp-hsm mtp-use-repeated-layer""",
-    "logits have the number format of the model": "output-logit-dtype",
-    "profiles are those of --profile": "pytorch-profiler-collect-chakra",
-    "the hardware is not tested during a run": "gpu-sniff-test-interval",
 }
 """What is so today, and the flags that would change it."""
 
@@ -217,19 +215,34 @@ UNSUPPORTED_FLAGS = frozenset({**ACCEPTED_FLAGS, **REFUSED_FLAGS, **FLAGS_TO_COM
 """All flags of Megatron-LM that have no field here, but for the retired ones."""
 
 
+_NVFP4 = "4-bit numbers need a Blackwell GPU; --fp8-format e4m3 --fp8-recipe blockwise is the nearest that works"
+
+_FIELDS_REFUSED = {
+    "fp4-*": _NVFP4,
+    "fp8-quantizer-factory": "quantizers are classes of Transformer Engine; choose another --fp8-recipe",
+    "reuse-grad-buf-for-mxfp8-param-ag": "weights in mxfp8 need a Blackwell GPU; they are gathered in the model's type",
+    "mrope-section": "vision models are out of scope; for text, --position-embedding-type rope computes the same",
+    "use-legacy-models": "there are no models but those of megatron.core, which a run without this flag has",
+    "hybrid-context-parallel": "each sample is split over all ranks of --context-parallel-size, short ones too",
+    "max-seqlen-per-dp-cp-rank": "it goes with --hybrid-context-parallel, which is refused",
+    "*kitchen*": "it needs an unpublished package of NVIDIA; --attention-backend chooses another kernel",
+    "batch-invariant-mode": "kernels are chosen for speed and may round differently in another batch; "
+    "--deterministic-mode makes a run repeatable, --layout-invariant makes it independent of the layout",
+}
+"""Patterns of flags with a field that stay refused, with what to give instead."""
+
 _FIELDS_TO_COME = (
-    ("*fp8* *fp4*", "these formats of 8-bit and 4-bit numbers are not supported"),
+    ("*fp8*", "these formats of 8-bit numbers are not supported"),
     ("*cuda-graph*", "CUDA graphs hold whole micro-batches of our own layers (--cuda-graph-impl local)"),
-    ("mrope-section", "positions have one coordinate"),
     ("qk-clip* log-max-attention-logit", "attention does not keep its largest logit"),
-    ("use-legacy-models", "there are no models but those of megatron.core"),
-    ("hybrid-context-parallel max-seqlen-per-dp-cp-rank", "all ranks of a context parallel group share each sample"),
-    ("*nccl* *registration", "NCCL has its own buffers and settings"),
-    ("*kitchen*", "it needs a package of NVIDIA"),
-    ("batch-invariant-mode", "kernels are chosen for speed, not for equal rounding at every batch size"),
-    ("moe-enable-routing-replay", "each forward routes its tokens itself"),
 )
 """Patterns of flags with a field that are not supported yet, and what is so today."""
+
+
+def refusal_of(spelling: str) -> str | None:
+    """Returns why a flag with a field stays refused; None for another flag."""
+    name = spelling.removeprefix("--")
+    return next((reason for pattern, reason in _FIELDS_REFUSED.items() if fnmatchcase(name, pattern)), None)
 
 
 def reason_to_come(spelling: str) -> str:

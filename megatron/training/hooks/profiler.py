@@ -55,7 +55,7 @@ class TorchProfiler(Hook):
     """Records the steps with `start` <= iterations done < `end` with PyTorch's profiler, after one step of warm-up.
 
     A Chrome trace `rank_00000.steps_10_12.trace.json` is written into `directory` when the last step is recorded, or at
-    the run's end if that comes first.
+    the run's end if that comes first. `with_execution_trace` adds `...execution_trace.json`.
     """
 
     def __init__(
@@ -68,9 +68,13 @@ class TorchProfiler(Hook):
         record_shapes: bool = False,
         with_stack: bool = False,
         all_threads: bool = False,
+        with_execution_trace: bool = False,
     ) -> None:
         _check_steps(start, end)
         self.start, self.end = start, end
+        self.execution_trace: Path | None = None
+        """Path of PyTorch's execution trace (the graph of operators, which Chakra reads); None until it begins."""
+        self._with_execution_trace = with_execution_trace
         self.directory, self.rank = Path(directory), rank
         self.trace: Path | None = None
         """Path of the trace; None until it is written."""
@@ -78,6 +82,7 @@ class TorchProfiler(Hook):
         if all_threads:
             self._options["experimental_config"] = profiler_config_of_all_threads()
         self._profiler: Any = None
+        self._observer: Any = None
         self._first = 0
 
     def before_step(self, iteration: int) -> None:
@@ -85,9 +90,14 @@ class TorchProfiler(Hook):
         if self._profiler is None and self.trace is None and max(self.start - 1, 0) <= iteration < self.end:
             self._first = max(iteration, self.start)
             warmup = self._first - iteration
+            if self._with_execution_trace:
+                self.execution_trace = self._file("execution_trace")
+                self._observer = torch.profiler.ExecutionTraceObserver()
+                self._observer.register_callback(str(self.execution_trace))
             self._profiler = torch.profiler.profile(
                 schedule=torch.profiler.schedule(wait=0, warmup=warmup, active=self.end - self._first, repeat=1),
                 on_trace_ready=self._write,
+                execution_trace_observer=self._observer,
                 **self._options,
             )
             self._profiler.start()
@@ -107,10 +117,16 @@ class TorchProfiler(Hook):
         if self._profiler is not None:
             self._profiler.stop()
             self._profiler = None
+            if self._observer is not None:
+                self._observer.unregister_callback()  # ends the file
+                self._observer = None
+
+    def _file(self, kind: str) -> Path:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        return self.directory / f"rank_{self.rank:05d}.steps_{self._first}_{self.end}.{kind}.json"
 
     def _write(self, profiler: Any) -> None:
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self.trace = self.directory / f"rank_{self.rank:05d}.steps_{self._first}_{self.end}.trace.json"
+        self.trace = self._file("trace")
         profiler.export_chrome_trace(str(self.trace))
         print(f"profile of steps {self._first} to {self.end} written to {self.trace}", flush=True)
 
@@ -126,6 +142,7 @@ def make_profiler(
     record_shapes: bool = False,
     with_stack: bool = False,
     all_threads: bool = False,
+    with_execution_trace: bool = False,
 ) -> Hook | None:
     """Returns the profiler that the flags ask for; None on a rank that is not in `ranks`, and, with a printed line, for
     Nsight Systems on a machine without CUDA.
@@ -147,7 +164,14 @@ def make_profiler(
     if directory is None:
         raise UserError("--use-pytorch-profiler writes into --tensorboard-dir or --save; neither is given")
     return TorchProfiler(
-        start, end, directory, rank, record_shapes=record_shapes, with_stack=with_stack, all_threads=all_threads
+        start,
+        end,
+        directory,
+        rank,
+        record_shapes=record_shapes,
+        with_stack=with_stack,
+        all_threads=all_threads,
+        with_execution_trace=with_execution_trace,
     )
 
 

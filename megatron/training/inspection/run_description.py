@@ -90,6 +90,7 @@ ARCHITECTURE = (
     "moe_router_num_groups",
     "moe_router_group_topk",
     "mtp_num_layers",
+    "mtp_use_repeated_layer",
 )
 """Fields that determine the computed function: with another value, the same weights are another model."""
 

@@ -18,11 +18,13 @@ from megatron.core import parallel_state
 from megatron.core.exceptions import UserError
 from megatron.core.pipeline_parallel.stages import Pipeline, decoder_ranks, embedding_ranks, encoder_ranks, pipeline_of
 from megatron.core.process_groups_config import (
+    GROUPS_WITH_SETTINGS,
     ProcessGroupCollection,
     default_collection,
     has_default_collection,
     set_default_collection,
 )
+from megatron.core.utils.communicator_settings import read_communicator_settings
 from megatron.core.utils.rendezvous import local_device, start_torch_distributed
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.launch.errors import delay_errors_on_other_ranks, end_process_at_exit
@@ -171,6 +173,7 @@ def groups_of_rank(config: PretrainConfig, rank: int, timeout: timedelta | None 
     position_holders = embedding_ranks(transformer, shared_with_head=False)
     readers, writers = encoder_ranks(transformer), decoder_ranks(transformer)
     sizes = config.transformer.hierarchical_context_parallel_sizes
+    path = config.parallel.nccl_communicator_config_path
     return ProcessGroupCollection.from_grid(
         config.grid,
         rank,
@@ -180,6 +183,7 @@ def groups_of_rank(config: PretrainConfig, rank: int, timeout: timedelta | None 
         encoder_ranks=lambda ranks: [ranks[place] for place in readers],
         decoder_ranks=lambda ranks: [ranks[place] for place in writers],
         timeout=timeout,
+        nccl_settings=None if path is None else read_communicator_settings(path, GROUPS_WITH_SETTINGS),
     )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from megatron.core.datasets.blended_dataset import BlendedDataset
@@ -48,6 +49,7 @@ from megatron.training.hooks.progress_file import ProgressFile
 from megatron.training.hooks.replicas import ReplicaCheck
 from megatron.training.hooks.reports import RerunReport, StragglerReport
 from megatron.training.hooks.routing_trace import RoutingTrace
+from megatron.training.hooks.sniff_test import SniffTest
 from megatron.training.hooks.step_tensors import StepTensors
 from megatron.training.inspection.print_config import config_lines
 from megatron.training.launch.environment import Environment
@@ -318,6 +320,8 @@ def build_hooks(
     hooks += [GroupTimeout(environment.groups, timeout)] if timeout is not None else []
     replicas = config.resilience.check_weight_hash_across_dp_replicas_interval
     hooks += [ReplicaCheck(model, replicas)] if replicas is not None else []
+    sniffs, world = config.resilience.gpu_sniff_test_interval, dist.group.WORLD if dist.is_initialized() else None
+    hooks += [SniffTest(sniffs, world, environment.device)] if sniffs is not None else []
     flags, records = config.logging, config.records
     if config.fault_injector.faults:
         ranks = environment.rank, environment.world_size
@@ -346,6 +350,7 @@ def build_hooks(
             directory=flags.tensorboard_dir or config.checkpoint.save,
             record_shapes=flags.record_shapes or flags.pytorch_profiler_collect_shapes,
             with_stack=flags.pytorch_profiler_collect_callstack,
+            with_execution_trace=flags.pytorch_profiler_collect_chakra,
             all_threads=overlaps_expert_communication(config.transformer),  # backwards have a thread of their own
         )
         hooks += [profiler] if profiler is not None else []

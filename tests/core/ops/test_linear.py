@@ -60,3 +60,28 @@ def test_linear_reads_its_weight_at_backward() -> None:
 def test_half_on_a_cpu_is_float32_rounded() -> None:
     x, w = values(4, 600).half(), values(3, 600, seed=1).half()
     assert torch.equal(linear(x, w), (x.float() @ w.float().T).half())
+
+
+@pytest.mark.parametrize(("given", "asked"), [("bfloat16", "float32"), ("float32", "bfloat16"), ("float16", "float32")])
+def test_outputs_in_another_type_are_rounded_once(given: str, asked: str) -> None:
+    x, w, b = (
+        tensor.detach().to(getattr(torch, given)).requires_grad_()
+        for tensor in (values(9, 64), values(6, 64, seed=1), values(6, seed=2))
+    )
+    y = linear(x, w, b, out_dtype=getattr(torch, asked))
+    exact = F.linear(x.double(), w.double(), b.double())
+    assert y.dtype is getattr(torch, asked)
+    torch.testing.assert_close(y.double(), exact, rtol=2 * torch.finfo(y.dtype).eps, atol=1e-5)
+    dy = values(9, 6, seed=3).detach().to(y.dtype)
+    y.backward(dy)
+    plain = linear(x, w, b)
+    expected = torch.autograd.grad(plain, [x, w, b], dy.to(x.dtype))
+    assert all(torch.equal(one, other) for one, other in zip((x.grad, w.grad, b.grad), expected, strict=True))
+
+
+def test_a_weight_can_be_left_out_of_training() -> None:
+    x, w = values(3, 5), nn.Parameter(values(6, 5, seed=1).detach())
+    w.main_grad_accumulator = MainGrad()
+    linear(x, w, trains_weight=False).sum().backward()
+    assert not w.main_grad_accumulator.products and w.grad is None
+    assert torch.equal(x.grad, torch.autograd.grad(linear(x, w).sum(), x)[0])

@@ -111,3 +111,9 @@ def test_initial_step_sizes() -> None:
     steps = torch.nn.functional.softplus(TimeStepBias()(torch.empty(1000, dtype=torch.float64)))
     assert 0.001 <= steps.min() < 0.0011 and 0.09 < steps.max() <= 0.1
     assert steps.log().mean().item() == pytest.approx(torch.tensor(0.01).log().item(), abs=0.1)
+
+
+def test_the_type_of_states_between_chunks() -> None:
+    """--mamba-training-ssm-states-dtype"""
+    for given, expected in (("bf16", torch.bfloat16), ("fp32", None), (None, None)):
+        assert layer(mamba_training_ssm_states_dtype=given).self_attention.scan.states_dtype is expected

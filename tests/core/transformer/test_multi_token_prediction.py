@@ -212,3 +212,60 @@ def test_a_roll_stops_at_the_end_of_a_row_or_document() -> None:
     assert roll_tensor(rows[:1], packed_seq_params=packed)[0].tolist() == [[0, 3, 4, 0]]
     with pytest.raises(UserError, match="shifts 1"):
         roll_tensor(rows, shifts=1)
+
+
+def test_a_repeated_layer_is_that_of_all_depths() -> None:
+    """mtp_use_repeated_layer: gradients are the sum over the depths of a model whose layers have equal weights."""
+    several = predicting_model(predicting_config(mtp_num_layers=3, **LLAMA), **ROPE)
+    randomize(several)
+    for layer in several.mtp.layers[1:]:
+        layer.load_state_dict(several.mtp.layers[0].state_dict())
+    repeated = predicting_model(predicting_config(mtp_num_layers=3, mtp_use_repeated_layer=True, **LLAMA), **ROPE)
+    assert len(repeated.mtp.layers) == 1
+    repeated.load_state_dict({name: several.state_dict()[name] for name in repeated.state_dict()})
+    (loss, reports), (expected, wanted) = (ours(model, True, scale=2.0) for model in (repeated, several))
+    assert loss == expected and [(one.name, one.total) for one in reports] == [(one.name, one.total) for one in wanted]
+    theirs = dict(several.named_parameters())
+    for name, parameter in repeated.named_parameters():
+        sources = [name.replace("mtp.layers.0.", f"mtp.layers.{depth}.") for depth in range(3)]
+        grads = [theirs[source].grad for source in dict.fromkeys(sources)]
+        torch.testing.assert_close(parameter.grad, sum(grads), rtol=1e-12, atol=1e-12)
+
+
+def test_depths_of_a_repeated_layer_have_masks_of_their_own() -> None:
+    settings = {"mtp_num_layers": 2, "mtp_use_repeated_layer": True, "hidden_dropout": 0.5}
+    model = predicting_model(predicting_config(**settings), **ROPE).train()
+    seen = []
+    layer = model.mtp.layers[0]
+    layer.transformer_layer.register_forward_pre_hook(
+        lambda module, inputs: seen.append(inputs[1].hidden_dropout_position(3, "mlp"))
+    )
+    ours(model, False, scale=1.0)
+    assert len(seen) == 2 and seen[0] != seen[1]
+
+
+@pytest.mark.parametrize("keywords", [ROPE, TIED])
+def test_detached_heads_train_prediction_layers_only(keywords: dict[str, Any]) -> None:
+    """mtp_detach_heads: other weights have the gradient of a model without prediction layers."""
+    grads: dict[str, dict[str, Tensor]] = {}
+    weights: dict[str, Tensor] = {}
+    for name, settings in {
+        "attached": {},
+        "detached": {"mtp_detach_heads": True},
+        "without": {"mtp_num_layers": None},
+    }.items():
+        model = predicting_model(predicting_config(**settings), **keywords)
+        if not weights:
+            randomize(model)
+            weights = model.state_dict()
+        model.load_state_dict({key: weights[key] for key in model.state_dict()})
+        ours(model, False, scale=1.0)
+        grads[name] = {key: parameter.grad for key, parameter in model.named_parameters()}
+    for key, grad in grads["detached"].items():
+        if key in grads["without"]:
+            torch.testing.assert_close(grad, grads["without"][key], rtol=1e-12, atol=1e-12)
+            assert not torch.allclose(grad, grads["attached"][key])
+        else:
+            assert torch.count_nonzero(grad)
+    last = [key for key in grads["detached"] if key.startswith("mtp.layers.1.")]
+    assert last and all(torch.equal(grads["detached"][key], grads["attached"][key]) for key in last)

@@ -42,6 +42,10 @@ OURS = {"seed", "fp64", "pipeline_schedule", "num_encoder_layers", "pipeline_mod
     "delta_offload_bytes_across_pp_ranks",
     "fine_grained_offloading_max_inflight_offloads",
     "cpu_offloading_retain_pinned_cpu_buffers",
+    "logit_dtype",
+    "mamba_training_ssm_states_dtype",
+    "mtp_detach_heads",
+    "mtp_use_repeated_layer",
     "tp_comm_overlap_transport",
     "moe_flex_transport",
 }

@@ -57,6 +57,19 @@ def test_torch_profiler_records_other_threads_if_asked_to(tmp_path, all_threads,
     assert sum(event.get("name") == "aten::mm" for event in events) == products
 
 
+def test_an_execution_trace_has_the_operators_of_the_recorded_steps(tmp_path):
+    """--pytorch-profiler-collect-chakra"""
+    flags = {"rank": 0, "ranks": [0], "start": 1, "end": 2, "use_pytorch_profiler": True, "directory": tmp_path}
+    hook = make_profiler(**flags, with_execution_trace=True)
+    run_profiled(hook, 0, 3)
+    nodes = json.loads(hook.execution_trace.read_text())["nodes"]
+    assert [node["name"] for node in nodes].count("aten::mm") == 1
+    assert {node["name"] for node in nodes if node["name"].startswith("step ")} == {"step 1"}
+    plain = make_profiler(**flags | {"rank": 0, "directory": tmp_path / "plain"})
+    run_profiled(plain, 0, 3)
+    assert plain.execution_trace is None and list((tmp_path / "plain").iterdir()) == [plain.trace]
+
+
 def test_a_run_that_never_gets_there_writes_no_profile(tmp_path):
     hook = TorchProfiler(30, 50, tmp_path, rank=0)
     run_profiled(hook, 0, 3)

@@ -12,6 +12,8 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+_TYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
 
 class LanguageModelHead(ColumnParallelLinear):
     """hidden W^T with W [vocabulary, h] split by rows over the tensor parallel ranks; see `ColumnParallelLinear`. With
@@ -35,15 +37,22 @@ class LanguageModelHead(ColumnParallelLinear):
         runtime_gather_output: bool | None = None,
         *,
         labels: Tensor | None = None,
+        trains_weight: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
         """Returns (logits [s, b, vocabulary], None) for hidden states [s, b, h]; with several ranks and without
         gathering, logits [s, b, stored rows]. With `labels` [s, b]: (the loss of each token [s, b] in float32 at least,
         None), the same on every rank. Under sequence parallelism hidden states are this rank's part, [s / ranks, b,
-        h]."""
+        h]. Without `trains_weight` the weight gets no gradient. The config's `logit_dtype` is the type of the
+        logits."""
         weight = self.weight if weight is None else weight
         if self.config.logit_scale != 1.0:
             input_ = input_ * self.config.logit_scale
         cap = self.config.final_logit_softcapping
+        product: dict[str, Any] = {"gathers": self.sequence_parallel}
+        if self.config.logit_dtype is not None:
+            product["out_dtype"] = _TYPES[self.config.logit_dtype]
+        if not trains_weight:
+            product["trains_weight"] = False
         if labels is not None:
             loss = self.backend.head_loss(
                 input_.flatten(0, 1),  # [t, h]
@@ -52,11 +61,11 @@ class LanguageModelHead(ColumnParallelLinear):
                 labels.flatten(),
                 self.output_size,
                 self.gradient_group,
-                gathers=self.sequence_parallel,
                 cap=cap,
+                **product,
             )
             return loss.view(labels.shape), None
-        logits = self.backend.linear(input_, weight, self.bias, self.gradient_group, gathers=self.sequence_parallel)
+        logits = self.backend.linear(input_, weight, self.bias, self.gradient_group, **product)
         if cap is not None:
             logits = soft_cap(logits, cap)
         if self.gather_output if runtime_gather_output is None else runtime_gather_output:

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -105,6 +106,22 @@ def check_copies_have_groups(model: nn.Module, groups: ProcessGroupCollection) -
                 f"(mtp_num_layers), but the group {info.tied_over} does not have its rank: give "
                 f"initialize_model_parallel({function}=...)"
             )
+
+
+def without_gradient(tensor: Tensor) -> Tensor:
+    """Returns the tensor; its gradient is zero. Unlike `detach`, backward goes on from here with zeros, so that every
+    layout makes the same calls."""
+    return _WithoutGradient.apply(tensor)
+
+
+class _WithoutGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return torch.zeros_like(gradient)
 
 
 class PredictionLoss(nn.Module):

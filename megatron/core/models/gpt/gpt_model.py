@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -19,6 +20,7 @@ from megatron.core.models.common.predictions import (
     check_copies_have_groups,
     states_into_stage,
     tokens_ahead,
+    without_gradient,
 )
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parameters import initialize_parameters, name_parameters
@@ -286,7 +288,10 @@ class GPTModel(LanguageModule):
         embedded = [one.embedded for one in ahead if one.embedded is not None]
         if self.mtp is None or not embedded:
             return [hidden]
-        return [hidden, *self.mtp(hidden, embedded, inputs)]
+        read = hidden
+        if self.config.mtp_detach_heads:
+            read, embedded = without_gradient(hidden), [without_gradient(one) for one in embedded]
+        return [hidden, *self.mtp(read, embedded, inputs)]
 
     def _head(
         self,
@@ -304,12 +309,13 @@ class GPTModel(LanguageModule):
             hidden, runtime_gather_output = inputs.inference_context.select_last(hidden), True
         weight = next(iter(self.output_layer.borrowed_parameters), None)
 
-        def losses_of(states: Tensor, labels: Tensor) -> Tensor:
-            return self.output_layer(states, weight, labels=labels.t())[0]  # [s, b]
+        def losses_of(states: Tensor, labels: Tensor, **options: bool) -> Tensor:
+            return self.output_layer(states, weight, labels=labels.t(), **options)[0]  # [s, b]
 
         if self.prediction_losses is not None and ahead:
             group, scale = self.pg_collection.cp, inputs.auxiliary_scale
-            hidden = self.prediction_losses(hidden, predicted, ahead, losses_of, group, scale)
+            head = partial(losses_of, trains_weight=False) if self.config.mtp_detach_heads else losses_of
+            hidden = self.prediction_losses(hidden, predicted, ahead, head, group, scale)
         if labels is not None:
             return losses_of(hidden, labels).t().contiguous()  # [b, s]
         result, _ = self.output_layer(hidden, weight, runtime_gather_output)

@@ -1,8 +1,11 @@
 """The state space recurrence of Mamba-2 in chunks, as matrix products (Dao and Gu 2024, arXiv:2405.21060, 6)."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megatron.core.ops.precision import widened
 
@@ -19,12 +22,17 @@ def ssd(
     document: Tensor | None = None,
     state: Tensor | None = None,
     chunk: int = CHUNK,
+    *,
+    states_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns what `ops.ssd.recurrent.ssd_recurrent` returns, for the same arguments.
 
     Inside a chunk a token reads the tokens before it as attention does, with the weights C_t . B_j step_j exp(sum of
     the decays between them). The state at the end of a chunk goes to the next one. Takes s * chunk * h numbers of
     memory for these weights.
+
+    With `states_dtype` the states before each chunk are rounded to this type, in which they are kept for backward. They
+    still pass from chunk to chunk in float32 at least.
     """
     length, batch, heads, width = x.shape
     groups, chunk = b.shape[2], min(chunk, length)
@@ -51,13 +59,45 @@ def ssd(
     from_start = until.exp() * same_as_before
     kept = from_start[..., -1, None, None]
     carried = torch.zeros_like(added[0]) if state is None else state.to(added.dtype).view_as(added[0])
-    before = []
-    for index in range(count):
-        before.append(carried)
-        carried = kept[index] * carried + added[index]
-    output = output + from_start[..., None] * (c[:, :, :, None] @ torch.stack(before))
+    if states_dtype is None:
+        before = []
+        for index in range(count):
+            before.append(carried)
+            carried = kept[index] * carried + added[index]
+        read = c[:, :, :, None] @ torch.stack(before)
+    else:
+        read, carried = _ReadRoundedStates.apply(c[:, :, :, None], kept, added, carried, states_dtype)
+    output = output + from_start[..., None] * read
     rows = output.permute(0, 4, 1, 2, 3, 5).reshape(count * chunk, batch, heads, width)
     return rows[:length].to(x.dtype), carried.flatten(1, 2)
+
+
+class _ReadRoundedStates(torch.autograd.Function):
+    """C @ (states before each chunk, rounded), and the states after the last chunk. Keeps the rounded states."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, c: Tensor, kept: Tensor, added: Tensor, carried: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        before = torch.empty(added.shape, dtype=dtype, device=added.device)
+        for index in range(added.shape[0]):
+            before[index] = carried
+            carried = kept[index] * carried + added[index]
+        ctx.save_for_backward(c, kept, before)
+        return c @ before.to(c.dtype), carried
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, read: Tensor, carried: Tensor) -> tuple[Tensor | None, ...]:
+        c, kept, before = ctx.saved_tensors
+        of_kept, of_added = torch.empty_like(kept), carried.new_empty(before.shape)
+        for index in reversed(range(before.shape[0])):
+            of_added[index] = carried
+            of_kept[index] = (carried * before[index]).sum((-2, -1), keepdim=True)
+            read_here = (c[index].transpose(-1, -2) @ read[index]).expand_as(carried)
+            carried = kept[index] * carried + read_here
+        # C is that of a group, which the group's heads share.
+        return (read @ before.to(c.dtype).transpose(-1, -2)).sum(3, keepdim=True), of_kept, of_added, carried, None
 
 
 def _sums_between(decays: Tensor) -> Tensor:

@@ -111,6 +111,12 @@ class ArchitectureConfig:
     mtp_loss_scaling_factor: float | None = flag(0.1, only_with="mtp_num_layers")
     """Weight of the multi-token prediction loss."""
 
+    mtp_use_repeated_layer: bool = flag(False, only_with="mtp_num_layers")
+    """Use one multi-token prediction layer for all --mtp-num-layers depths, which then share its weights."""
+
+    mtp_detach_heads: bool = flag(False, only_with="mtp_num_layers")
+    """Losses of multi-token prediction train its layers only: decoder, embedding and head get no gradient of them."""
+
 
 def validate(config: Any) -> Iterator[str]:
     """Yields a problem for each impossible value of `ArchitectureConfig`; `config` has the fields of

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from megatron.core.config_fields import flag, literal_text, too_small
 from megatron.core.rank_grid import divisors
@@ -50,6 +50,12 @@ class HybridConfig:
 
     mamba_min_time_step: float = flag(0.0, only_with=_HYBRID)
     """Smallest step size of a Mamba-2 layer; smaller ones are raised to it."""
+
+    mamba_training_ssm_states_dtype: Literal["fp32", "bf16"] | None = flag(
+        None, only_with=_HYBRID, group="number formats, seed and ranks"
+    )
+    """Type in which Mamba-2 layers keep their states between chunks of 128 tokens for backward. The states pass from
+    chunk to chunk in float32. Default: fp32 (float64 in a model of that type)."""
 
     use_mamba_mem_eff_path: bool = flag(
         True,

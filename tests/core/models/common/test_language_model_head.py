@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 
 from megatron.core.initializers import Normal
@@ -36,3 +37,24 @@ def test_losses_are_those_of_the_logits() -> None:
 def test_a_tied_head_uses_the_weight_that_it_is_given() -> None:
     made, weight = head(), torch.randn(8, 8, dtype=torch.float64)
     torch.testing.assert_close(made(HIDDEN, weight)[0], HIDDEN @ weight[:5].t())
+
+
+@pytest.mark.parametrize(("logit_dtype", "expected"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_logits_in_another_type(logit_dtype: Any, expected: torch.dtype) -> None:
+    """--output-logit-dtype"""
+    made, labels = head(logit_dtype=logit_dtype), torch.tensor([[0, 4], [1, 2], [3, 3]])
+    logits, _ = made(HIDDEN)
+    plain, _ = head()(HIDDEN, made.weight)
+    assert logits.dtype is expected and torch.equal(logits, plain.to(expected))
+    losses, _ = made(HIDDEN, labels=labels)
+    wanted = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="none")
+    torch.testing.assert_close(losses, wanted.view(3, 2))
+    losses.sum().backward()
+    assert made.weight is not None and made.weight.grad is not None and made.weight.grad.dtype is torch.float64
+
+
+def test_a_loss_can_leave_the_weight_out_of_training() -> None:
+    made = head()
+    hidden = HIDDEN.clone().requires_grad_()
+    made(hidden, labels=torch.zeros(3, 2, dtype=torch.int64), trains_weight=False)[0].sum().backward()
+    assert made.weight is not None and made.weight.grad is None and torch.count_nonzero(hidden.grad)

@@ -72,3 +72,33 @@ def test_half_types_are_rounded_once() -> None:
     wanted, _ = ssd_recurrent(*(tensor.double() for tensor in inputs))
     assert found.dtype is torch.bfloat16 and state.dtype is torch.float32
     assert ((found.double() - wanted).abs() <= wanted.abs() * 2**-8 + 1e-4 * wanted.abs().max()).all()
+
+
+def test_states_in_another_type() -> None:
+    """--mamba-training-ssm-states-dtype: kept in that type, passed on in the wider one."""
+    inputs = arguments(13, heads=6, groups=2)
+    document = DOCUMENTS["longer than chunks"](13)
+    results = {}
+    for dtype in (None, torch.float64, torch.bfloat16):
+        tensors = ssd(*inputs, document, chunk=4, states_dtype=dtype)
+        weights = [torch.linspace(-1.0, 1.0, tensor.numel(), dtype=torch.float64).view_as(tensor) for tensor in tensors]
+        results[dtype] = [*tensors, *torch.autograd.grad(tensors, inputs, weights)]
+    for one, same, rounded in zip(*results.values(), strict=True):
+        torch.testing.assert_close(one, same, rtol=1e-12, atol=1e-12)  # no rounding, other gradient formulas
+        torch.testing.assert_close(one, rounded, rtol=0.0, atol=0.02 * one.abs().max().item())
+    (output, last, *_), (rounded, same, *_) = results[None], results[torch.bfloat16]
+    assert not torch.equal(output, rounded) and torch.equal(last, same)  # they pass on without rounding
+
+
+def test_states_in_bfloat16_are_kept_in_it() -> None:
+    kept: list[torch.dtype] = []
+    inputs = arguments(13, heads=6, groups=2)
+    shape = (4, 2, 2, 3, 5, 3)  # [chunks, b, groups, heads of a group, n, p]
+
+    def note(tensor: Tensor) -> Tensor:
+        kept.extend([tensor.dtype] if tuple(tensor.shape) == shape else [])
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        ssd(*inputs, chunk=4, states_dtype=torch.bfloat16)
+    assert kept == [torch.bfloat16]
