@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.collectives import Group
+from megatron.core.exceptions import UserError
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.ops.attention.blocks import merge_block
 from megatron.core.ops.attention.kernels import (
@@ -62,6 +63,10 @@ from megatron.core.ops.moe.weighted_activation import weighted_activation
 from megatron.core.ops.norm import layer_norm, layer_norm_with_residual, rms_norm, rms_norm_with_residual
 from megatron.core.ops.rope import apply_rope
 from megatron.core.ops.split_heads import split_heads
+from megatron.core.ops.transformer_engine.attention import with_engine_attention
+from megatron.core.ops.transformer_engine.engine import Engine, find_engine, recipe_of
+from megatron.core.ops.transformer_engine.linear import make_grouped_linear, make_linear
+from megatron.core.ops.transformer_engine.norm import EngineNorms
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnBackend
 
@@ -102,12 +107,17 @@ class Backend:
     fp8_kernels: Fp8Kernels = field(default_factory=Fp8Kernels)
     fp8: Fp8Settings | None = None
     """How the linear layers that `make_linear` makes multiply in fp8; None: they do not."""
+    engine: Engine | None = None
+    """Transformer Engine, if it computes linear layers with a weight of their own and grouped experts."""
     tokens_group: Group = None
     """The ranks that divide the tokens of a micro-batch before they reach a layer (context parallelism)."""
 
     def make_linear(self, split: LinearSplit, weight: Tensor | None) -> Callable[..., Tensor]:
         """Returns what computes one linear layer: `linear`, or with fp8 an object that keeps the layer's scales and its
         quantised weight. `weight` [out, in] gives sizes and device; None: the layer has none of its own."""
+        if self.engine is not None and weight is not None and weight.dtype in self.engine.dtypes:
+            made: Callable[..., Tensor] = make_linear(self.engine, self.fp8, weight)
+            return made
         if self.fp8 is None or weight is None:
             return self.linear
         split = dataclasses.replace(split, tokens=(*split.tokens, self.tokens_group))
@@ -117,6 +127,9 @@ class Backend:
         self, split: LinearSplit, weight: Tensor, micro_batches: MicroBatches
     ) -> Callable[..., Tensor]:
         """Returns what computes one linear layer of all experts of a rank, as `make_linear` does."""
+        if self.engine is not None and weight.dtype in self.engine.dtypes:
+            made: Callable[..., Tensor] = make_grouped_linear(self.engine, self.fp8, weight)
+            return made
         if self.fp8 is None:
             return self.grouped_linear
         return Fp8GroupedLinear(self.fp8, split, weight, micro_batches)
@@ -133,6 +146,9 @@ class Backend:
     def describe(self, device_type: str) -> str:
         """Returns one line for the log: the backend, and its operations that are not plain torch on a kind of
         device."""
+        if self.engine is not None:
+            fp8 = "" if self.fp8 is None else f" in fp8 by its recipe {recipe_of(self.engine, self.fp8)}"
+            return f"backend {self.name} {self.engine.version}: its linear layers{fp8}, {_OF_ENGINE}"
         own = []
         for entry in dataclasses.fields(self):
             function = getattr(self, entry.name)
@@ -142,8 +158,14 @@ class Backend:
         return f"backend {self.name}: plain torch" + (f" but for {', '.join(own)}" if own else "")
 
 
-_NOT_LISTED = ("name", "attention", "attention_blocks", "sum_rows", "fp8_kernels", "fp8", "tokens_group")
+_NOT_LISTED = ("name", "attention", "attention_blocks", "sum_rows", "fp8_kernels", "fp8", "engine", "tokens_group")
 """Fields of a backend that its line in the log leaves out."""
+
+_OF_ENGINE = (
+    "norms, attention and grouped experts; ours: head and loss (no whole logits), rotary positions, activations, "
+    "dropout, routing, experts one by one, attention under context parallelism, the optimizer (one kernel for all)"
+)
+"""What the log says of the operations with Transformer Engine: which are its, and which ours."""
 
 
 @dataclass(frozen=True)
@@ -279,12 +301,57 @@ def _scaled_product(left: Quantized, right: Quantized, dtype: torch.dtype, preci
     return (product_cuda if left.values.is_cuda else emulated_product)(left, right, dtype, precise)
 
 
+def engine_backend(engine: Engine) -> Backend:
+    """Returns the backend whose linear layers, norms, attention and grouped experts are Transformer Engine's. Other
+    operations are those of the Triton backend on a GPU."""
+    base = (triton_backend() if torch.cuda.is_available() else None) or LOCAL
+    norms = EngineNorms(engine, base.layer_norm, base.rms_norm)
+    return dataclasses.replace(
+        base,
+        name="transformer_engine",
+        engine=engine,
+        attention=with_engine_attention(engine, base.attention),
+        layer_norm=norms.layer_norm,
+        rms_norm=norms.rms_norm,
+        layer_norm_with_residual=norms.layer_norm_with_residual,
+        rms_norm_with_residual=norms.rms_norm_with_residual,
+        grouped_linear=grouped_linear,  # the numbers of rows are needed on the host, as the plain loop needs them
+        fp8_kernels=dataclasses.replace(base.fp8_kernels, noting={}),
+    )
+
+
+_engine_backend = functools.cache(engine_backend)
+
+
 def choose_backend(config: ModelParallelConfig) -> Backend:
-    """Returns the backend that `config.transformer_impl` asks for: LOCAL if it says so, or if there is no GPU or no
-    Triton; otherwise the Triton backend."""
-    if getattr(config, "transformer_impl", "auto") == "local" or not torch.cuda.is_available():
+    """Returns the backend that `config.transformer_impl` asks for: Transformer Engine's if it asks for it and it can be
+    used; LOCAL if it says so, or if there is no GPU or no Triton; otherwise the Triton backend."""
+    asked = getattr(config, "transformer_impl", "auto")
+    engine = find_engine() if asked == "transformer_engine" else None
+    if isinstance(engine, Engine):
+        _refuse_with_engine(config)
+        return _engine_backend(engine)
+    if asked == "local" or not torch.cuda.is_available():
         return LOCAL
     return triton_backend() or LOCAL
+
+
+def _refuse_with_engine(config: Any) -> None:
+    """Raises UserError for what Transformer Engine's layers do not compute here."""
+    kept = {"core_attn", "layernorm"}
+    recomputes = config.recompute_granularity is not None and (
+        config.recompute_granularity == "full" or set(config.recompute_modules or ()) - kept
+    )
+    if recomputes and config.fp8 is not None and config.fp8_recipe == "delayed":
+        raise UserError(
+            "--transformer-impl transformer_engine with --fp8-recipe delayed: recomputed layers would be quantised "
+            "with other scales; use --fp8-recipe tensorwise or blockwise, or --transformer-impl auto"
+        )
+    if config.enable_cuda_graph or config.cuda_graph_impl == "local":
+        raise UserError(
+            "--transformer-impl transformer_engine with --cuda-graph-impl local: its layers are not captured; use "
+            "--transformer-impl auto, or --cuda-graph-impl none"
+        )
 
 
 def backend_of_layer(

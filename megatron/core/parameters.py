@@ -276,6 +276,8 @@ class InputsToGather(Protocol):
 class MainGrad(Protocol):
     """Accumulates the gradient of one parameter as soon as backward has computed it, instead of `.grad`."""
 
+    gradient: Tensor
+    """What is accumulated, shaped as the parameter. Code that adds to it itself calls `begin_write` and `end_write`."""
     defers_weight_grad: bool
     """Whether products that are added now are deferred. Their inputs may then be an `InputsToGather`, so that only this
     rank's rows are kept."""
@@ -295,6 +297,12 @@ class MainGrad(Protocol):
 
     def add(self, gradient: Tensor) -> None:
         """Accumulates a gradient shaped as the stored parameter."""
+
+    def begin_write(self) -> None:
+        """Gives `gradient` its memory, for code that adds to it."""
+
+    def end_write(self) -> None:
+        """Says that the caller has added a micro-batch's gradient to `gradient`."""
 
     def add_rows(self, index: Tensor, gradient: Tensor) -> None:
         """Accumulates rows of a table: `gradient` [t, h] into the rows `index` (int64 [t]), which may repeat."""

@@ -4,9 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.fake_transformer_engine import FAKE
 
 from megatron.core import backends
 from megatron.core.backends import LOCAL, ByDevice, choose_backend, fp8_settings, triton_backend
+from megatron.core.exceptions import UserError
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -48,3 +50,28 @@ def test_layers_at_both_ends_can_stay_out_of_fp8() -> None:
     numbers = [number for number in range(1, 7) if fp8_settings(config, number, LOCAL.fp8_kernels) is not None]
     assert numbers == [3, 4, 5]
     assert fp8_settings(TransformerConfig(**sizes), 3, LOCAL.fp8_kernels) is None
+
+
+def test_transformer_engine_is_used_if_asked_for_and_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "find_engine", lambda: FAKE)
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2}
+    config = TransformerConfig(**sizes, transformer_impl="transformer_engine")
+    backend = choose_backend(config)
+    assert backend.engine is FAKE and choose_backend(TransformerConfig(**sizes)) is LOCAL
+    assert backend.describe("cpu").startswith("backend transformer_engine fake: its linear layers, norms, attention")
+    monkeypatch.setattr(backends, "find_engine", lambda: "it cannot be imported")
+    assert choose_backend(config) is LOCAL
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"fp8": "hybrid", "recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+        {"cuda_graph_impl": "local"},
+    ],
+)
+def test_what_its_layers_cannot_do_is_refused(settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "find_engine", lambda: FAKE)
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2}
+    with pytest.raises(UserError, match="--transformer-impl transformer_engine with"):
+        choose_backend(TransformerConfig(**sizes, **settings, transformer_impl="transformer_engine"))

@@ -130,7 +130,10 @@ class DistributedDataParallel(nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Calls the wrapped module."""
-        return self.module(*inputs, **kwargs)
+        if not self._quantized:
+            return self.module(*inputs, **kwargs)
+        with self._quantized[0].around_forward():
+            return self.module(*inputs, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Returns the wrapped model's state dict. With sharded parameters it has copies of the whole ones, and all

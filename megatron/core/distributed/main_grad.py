@@ -91,6 +91,14 @@ class BufferMainGrad:
         self.gradient.add_(gradient.detach())
         self.on_accumulated(self.parameter)
 
+    def begin_write(self) -> None:
+        """Gives `gradient` its memory, for code that adds to it."""
+        self.before_write()
+
+    def end_write(self) -> None:
+        """Says that the caller has added a micro-batch's gradient to `gradient`."""
+        self.on_accumulated(self.parameter)
+
     def detach(self) -> None:
         """Removes the hook: the parameter's gradients go to `.grad` again."""
         self._hook.remove()

@@ -9,6 +9,7 @@ import torch
 from megatron.core.datasets.utils import DEFAULT_SPLIT
 from megatron.core.exceptions import UserError
 from megatron.core.num_microbatches_calculator import BatchSteps
+from megatron.core.ops.transformer_engine.engine import find_engine
 from megatron.core.pipeline_parallel.stages import virtual_stages
 from megatron.core.transformer.config.heterogeneous import HETEROGENEOUS, encoded_layers
 from megatron.core.transformer.layer_patterns import (
@@ -336,7 +337,12 @@ def _recomputation(s: Settings) -> None:
 
 def _kernels(s: Settings) -> str | None:
     if s.transformer_impl == "transformer_engine":
-        return "--transformer-impl transformer_engine: not yet; this package's layers compute the same function"
+        found = find_engine()
+        if isinstance(found, str):
+            return (
+                f"--transformer-impl transformer_engine: Transformer Engine is not used: {found}; this package's "
+                "layers compute the same function"
+            )
     return None
 
 

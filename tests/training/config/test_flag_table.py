@@ -271,7 +271,7 @@ READ_WHEN_CONFIGS_ARE_MADE = {
     "--eval-global-batch-size", "--eval-micro-batch-size", "--fim-prefix-token", "--fim-middle-token",
     "--fim-suffix-token", "--bert-num-tokentypes",
     "--decoder-num-layers", "--encoder-pipeline-model-parallel-size", "--encoder-tensor-model-parallel-size",
-    "--enable-cuda-graph", "--cuda-graph-impl", "--cuda-graph-scope",  # captures_micro_batches
+    "--cuda-graph-scope",  # captures_micro_batches
 }  # fmt: skip
 
 

@@ -6,6 +6,7 @@ optimizer updates, and those in a checkpoint, are never rounded.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -77,6 +78,10 @@ class QuantizedWeights(nn.Module, Generic[Pair]):
     def forget_weights(self) -> None:
         """Drops the quantised weight, because the weight may have changed without torch's knowledge."""
         self._kept = None
+
+    def around_forward(self) -> AbstractContextManager[None]:
+        """Returns what the forward of the whole model runs inside."""
+        return nullcontext()
 
     def forget(self) -> None:
         """Drops all that was derived from weights and saved state, because they may have been loaded."""

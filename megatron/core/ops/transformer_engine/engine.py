@@ -1,0 +1,123 @@
+"""Finds Transformer Engine, and says our fp8 settings as its recipes."""
+
+import contextlib
+import functools
+import importlib
+import importlib.metadata
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.exceptions import UserError
+from megatron.core.ops.fp8.recipes import Fp8Settings
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Transformer Engine's public modules."""
+
+    pytorch: Any
+    """transformer_engine.pytorch"""
+    recipes: Any
+    """transformer_engine.common.recipe"""
+    version: str
+    device_types: tuple[str, ...] = ("cuda",)
+    """Kinds of devices that it computes on."""
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
+    """Types that it is used for. It would multiply float32 matrices in TF32."""
+
+    def takes(self, inputs: Tensor, weight: Tensor) -> bool:
+        """Whether it is used for these inputs of a layer with this weight."""
+        same = inputs.dtype is weight.dtype
+        return same and inputs.dtype in self.dtypes and inputs.device.type in self.device_types
+
+
+def find_engine() -> Engine | str:
+    """Returns Transformer Engine, or why it cannot be used: no GPU, not installed, or its import fails."""
+    if not torch.cuda.is_available():
+        return "there is no GPU"
+    return _import_engine()
+
+
+@functools.cache
+def _import_engine() -> Engine | str:
+    try:
+        pytorch = importlib.import_module("transformer_engine.pytorch")
+        recipes = importlib.import_module("transformer_engine.common.recipe")
+    except (ImportError, OSError, RuntimeError, AssertionError) as error:  # libraries that it needs may be missing
+        return f"it cannot be imported ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
+    return Engine(pytorch, recipes, _version())
+
+
+def _version() -> str:
+    module = importlib.import_module("transformer_engine")
+    return str(getattr(module, "__version__", "of an unknown version"))
+
+
+def problem_with(settings: Fp8Settings) -> str | None:
+    """Returns why Transformer Engine cannot multiply with these settings; None: it can."""
+    if settings.recipe not in ("tensorwise", "delayed", "blockwise"):
+        return f"--fp8-recipe {settings.recipe}: it has no such recipe; use tensorwise, delayed or blockwise"
+    if settings.margin and settings.recipe != "delayed":
+        return f"--fp8-margin {settings.margin}: its recipe {settings.recipe} has no margin; use 0"
+    if not settings.wgrad:
+        return "--disable-fp8-wgrad: its recipes compute weight gradients in fp8; leave the flag out"
+    return None
+
+
+def recipe_of(engine: Engine, settings: Fp8Settings | None) -> Any:
+    """Returns the recipe for fp8 settings; equal settings give the same object. None: no fp8.
+
+    Scales of delayed scaling are not reduced over ranks: each rank's products use its own, which need not be equal.
+
+    Raises UserError for settings that no recipe has.
+    """
+    if settings is None:
+        return None
+    problem = problem_with(settings)
+    if problem is not None:
+        raise UserError(f"--transformer-impl transformer_engine with {problem}; or use --transformer-impl auto")
+    hybrid = settings.formats.inputs is not settings.formats.gradients
+    history = (settings.margin, settings.history_len, settings.amax_algo) if settings.recipe == "delayed" else ()
+    return _recipe(engine, settings.recipe, "HYBRID" if hybrid else "E4M3", *history)
+
+
+@functools.cache
+def _recipe(
+    engine: Engine, name: str, form: str, margin: int = 0, history_len: int = 1, algo: str = "most_recent"
+) -> Any:
+    recipes, fp8_format = engine.recipes, getattr(engine.recipes.Format, form)
+    if name == "tensorwise":
+        return recipes.Float8CurrentScaling(fp8_format=fp8_format)
+    if name == "blockwise":
+        return recipes.Float8BlockScaling(fp8_format=fp8_format)
+    return recipes.DelayedScaling(
+        margin=margin,
+        fp8_format=fp8_format,
+        amax_history_len=history_len,
+        amax_compute_algo=algo,
+        reduce_amax=False,
+    )
+
+
+_surrounding: list[Any] = []
+"""Recipes of the model's forward that is running; the last one holds."""
+
+
+@contextlib.contextmanager
+def quantized_forward(engine: Engine, recipe: Any) -> Iterator[None]:
+    """Inside, modules of Transformer Engine multiply in fp8 by a recipe; None: in the type of their inputs. Delayed
+    scaling updates its scales when the outermost one ends, so that a model's whole forward belongs inside one."""
+    current = _surrounding[-1] if _surrounding else None
+    if recipe is current:
+        yield
+        return
+    with engine.pytorch.autocast(enabled=recipe is not None, recipe=recipe):
+        _surrounding.append(recipe)
+        try:
+            yield
+        finally:
+            _surrounding.pop()

@@ -1,0 +1,77 @@
+"""Linear layers by Transformer Engine (a stand-in computes): gradients, main gradients, experts, fp8."""
+
+import pytest
+import torch
+from support import fake_transformer_engine as fake
+from torch import Tensor, nn
+
+from megatron.core.distributed.main_grad import attach_main_grad
+from megatron.core.ops.fp8.formats import FORMATS
+from megatron.core.ops.fp8.recipes import Fp8Settings
+from megatron.core.ops.linear import linear
+from megatron.core.ops.moe.grouped_linear import RowGroups, grouped_linear
+from megatron.core.ops.transformer_engine.linear import make_grouped_linear, make_linear
+
+
+def settings(recipe: str) -> Fp8Settings:
+    return Fp8Settings(recipe, FORMATS["hybrid"])
+
+
+def problem() -> tuple[Tensor, nn.Parameter, nn.Parameter, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    rows, weight, bias, dy = (
+        torch.randn(shape, generator=generator, dtype=torch.float64)
+        for shape in ((3, 7, 16), (32, 16), (32,), (3, 7, 32))
+    )
+    return rows.requires_grad_(), nn.Parameter(weight), nn.Parameter(bias), dy
+
+
+@pytest.mark.parametrize("recipe", [None, "tensorwise"])
+@pytest.mark.parametrize("main_grads", [False, True])
+def test_gradients_of_two_micro_batches(recipe: str | None, main_grads: bool) -> None:
+    rows, weight, bias, dy = problem()
+    expected = torch.autograd.grad(linear(rows, weight, bias), [rows, weight, bias], dy)
+    total, done, prepared = torch.zeros_like(weight), [], []
+    if main_grads:
+        attach_main_grad(weight, total, done.append, lambda: prepared.append(len(done)))
+    layer = make_linear(fake.FAKE, settings(recipe) if recipe else None, weight)
+    for _ in range(2):
+        output = layer(rows, weight, bias)
+        torch.testing.assert_close(output, linear(rows, weight, bias))
+        output.backward(dy)
+    torch.testing.assert_close(rows.grad, 2 * expected[0])
+    torch.testing.assert_close(total if main_grads else weight.grad, 2 * expected[1])
+    torch.testing.assert_close(bias.grad, 2 * expected[2])
+    if main_grads:
+        assert weight.grad is None and len(done) == 2 and prepared == [0, 1]
+
+
+def test_the_module_adds_nothing_to_a_model() -> None:
+    rows, weight, bias, _ = problem()
+    for recipe in (None, "tensorwise"):
+        layer = make_linear(fake.FAKE, settings(recipe) if recipe else None, weight)
+        layer(rows, weight, bias)
+        holder = nn.Module()
+        holder.linear = layer
+        assert not list(holder.parameters()) and not holder.state_dict()
+
+
+@pytest.mark.parametrize("recipe", [None, "blockwise"])
+@pytest.mark.parametrize("main_grads", [False, True])
+def test_experts(recipe: str | None, main_grads: bool) -> None:
+    generator = torch.Generator().manual_seed(4)
+    rows, dy = (torch.randn(21, width, generator=generator, dtype=torch.float64) for width in (16, 32))
+    weight = nn.Parameter(torch.randn(3, 32, 16, generator=generator, dtype=torch.float64))
+    groups = RowGroups(torch.tensor([9, 0, 12]))
+    rows.requires_grad_()
+    expected = torch.autograd.grad(grouped_linear(rows, weight, groups), [rows, weight], dy)
+    total, done = torch.zeros_like(weight), []
+    if main_grads:
+        attach_main_grad(weight, total, done.append)
+    layer = make_grouped_linear(fake.FAKE, settings(recipe) if recipe else None, weight)
+    layer(rows, weight, groups).backward(dy)
+    torch.testing.assert_close(rows.grad, expected[0])
+    torch.testing.assert_close(total if main_grads else weight.grad, expected[1])
+    nothing = layer(rows[:0], weight, RowGroups(torch.zeros(3, dtype=torch.int64)))
+    nothing.sum().backward()
+    assert nothing.shape == (0, 32) and len(done) == 2 * main_grads
