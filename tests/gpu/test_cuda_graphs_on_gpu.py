@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from support.gpu_runs import GRAPH_RUNS, GRAPH_STEPS, GRAPHS
+from support.gpu_runs import GRAPH_RUNS, GRAPH_STEPS, GRAPHS, PART_RUNS, PARTS
 from support.runs import Outcome, differences, train
 
 from megatron.core.utils.graph_capture import CudaGraphRecorder
@@ -36,6 +36,18 @@ def test_graphs_give_the_bits_of_the_eager_run(name: str, optimizer: list[str], 
     eager = trained(name, 0, "--deterministic-mode")
     graphed = trained(name, 0, "--deterministic-mode", *GRAPHS, *optimizer)
     assert len(captures) == 1 + len(optimizer), "nothing was captured, so nothing was compared"
+    assert_equal(name, graphed, eager)
+
+
+@pytest.mark.parametrize("name", PART_RUNS)
+def test_graphs_of_parts_give_the_bits_of_the_eager_run(name: str, captures: list[int]) -> None:
+    eager = trained(name, 0, "--deterministic-mode")
+    graphed = trained(name, 0, "--deterministic-mode", *PARTS)
+    assert len(captures) == 2 * PART_RUNS[name], "each part has a forward and a backward"
+    assert_equal(name, graphed, eager)
+
+
+def assert_equal(name: str, graphed: Outcome, eager: Outcome) -> None:
     assert len(eager.steps) == GRAPH_STEPS and eager.losses[0] != eager.losses[-1]
     print(name, [a - b for a, b in zip(eager.losses, graphed.losses, strict=True)])
     assert graphed.losses == eager.losses

@@ -56,6 +56,12 @@ _SMALL_GPT = f"""
 --clip-grad 1.0 --weight-decay 0.1 --eval-iters 0
 """.split()
 _NO_DROPOUT = ["--attention-dropout", "0", "--hidden-dropout", "0"]
+_LLAMA = [word for word in FLAGS if word not in ("--split", "100,0,0")]
+_EXPERTS = [
+    *["--num-experts", "8", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "256", "--moe-grouped-gemm"],
+    *["--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", "1e-2"],
+    *["--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias"],
+]
 GRAPH_RUNS = {
     "gpt": [*_SMALL_GPT, *_GRAPH_LENGTH, *_NO_DROPOUT],
     "gpt dropout": [*_SMALL_GPT, *_GRAPH_LENGTH, "--attention-dropout", "0.1", "--hidden-dropout", "0.1"],
@@ -63,14 +69,28 @@ GRAPH_RUNS = {
         *[*_SMALL_GPT, *_GRAPH_LENGTH, *_NO_DROPOUT, "--recompute-granularity", "full"],
         *["--recompute-method", "uniform", "--recompute-num-layers", "1", "--calculate-per-token-loss"],
     ],
-    "llama": [*[word for word in FLAGS if word not in ("--split", "100,0,0")], *_GRAPH_LENGTH],
+    "llama": [*_LLAMA, *_GRAPH_LENGTH],
+    "llama fp8 delayed": [*_LLAMA, *_GRAPH_LENGTH, "--fp8-format", "hybrid", "--fp8-recipe", "delayed"],
+    "llama fp8 tensorwise": [*_LLAMA, *_GRAPH_LENGTH, "--fp8-format", "e4m3", "--fp8-recipe", "tensorwise"],
+    "experts": [*_LLAMA, *_GRAPH_LENGTH, *_EXPERTS],
+    "experts fp8": [*_LLAMA, *_GRAPH_LENGTH, *_EXPERTS, "--fp8-format", "e4m3", "--fp8-recipe", "tensorwise"],
     "llama fp16": [
-        *[word for word in FLAGS if word not in ("--split", "100,0,0")],
+        *_LLAMA,
         *[word for word in _GRAPH_LENGTH if word != "--bf16"],
         *["--fp16", "--initial-loss-scale", "65536"],
     ],
 }
 """Runs that are trained without graphs, with graphs of micro-batches, and with that of the optimizer's step too."""
+
+PARTS = ["--cuda-graph-impl", "transformer_engine", "--cuda-graph-warmup-steps", "2"]
+"""Attention, MLPs and routers as graphs, instead of whole micro-batches."""
+PART_RUNS = {
+    "gpt dropout": 6,
+    "llama fp8 delayed": 8,
+    "experts": 8,
+    "experts fp8": 8,
+}
+"""Runs of GRAPH_RUNS with graphs of parts of layers, and the number of parts."""
 
 RUNS = {
     "float32": FLAGS,
@@ -78,6 +98,7 @@ RUNS = {
     "dropout": [*FLAGS, *DROPOUT],
     **{f"watched {name}": [*FLAGS, *WATCHED_LENGTH, *flags] for name, flags in WATCHED.items()},
     **{f"graphs of {name}": [*flags, *GRAPHS, "--optimizer-cuda-graph"] for name, flags in GRAPH_RUNS.items()},
+    **{f"graphs of parts of {name}": [*GRAPH_RUNS[name], *PARTS] for name in PART_RUNS},
 }
 """Every command line that the tests of this folder start."""
 

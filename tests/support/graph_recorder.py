@@ -8,6 +8,7 @@ captured on a GPU, is an error here too: reading a value, and shapes that depend
 
 from collections.abc import Callable
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ class OperationRecorder:
     def capture(self, function: Callable[[], T]) -> CapturedGraph[T]:
         self.captured += 1
         tape = _Tape()
-        with tape:
+        with tape, mock.patch.object(Tensor, "tolist", _refuse_to_wait):  # it is no operation
             outputs = function()
         tape.undo()
 
@@ -94,6 +95,10 @@ class _Tape(TorchDispatchMode):  # type: ignore[misc]
                 for old, new in zip(tree_leaves(result), tree_leaves(again), strict=True):
                     if isinstance(old, Tensor) and _address(old) != _address(new):
                         old.copy_(new)
+
+
+def _refuse_to_wait(tensor: Tensor) -> None:
+    raise RuntimeError("tolist: operation not permitted when stream is capturing")
 
 
 def _address(tensor: Tensor) -> int:

@@ -6,6 +6,8 @@ batch, the step's number and the first sample (from which dropout masks follow).
 scale have fixed addresses anyway. The graph adds to the main gradients, so it fits every micro-batch of a step. Its
 outputs (the loss report, the number of tokens, metrics of layers) are copied after each replay.
 
+Weights in fp8 are quantised before the first micro-batch of a step, into memory at fixed addresses.
+
 Python does not run in a replay. So hooks that act when a gradient is complete do not run: where they start a reduction
 of gradients during the last backward, the last micro-batch of a step runs without the graph.
 """
@@ -49,6 +51,8 @@ class MicroBatchGraphs:
         records: keep tensors that a micro-batch computes beside its loss. In a replay they get the tensors of the
             capture, with new values.
         before_capture: is called before each capture, with a sentence about it; may raise UserError.
+        before_step: is called before the micro-batches of each training step. It brings up to date what graphs read at
+            fixed addresses, and returns what a graph depends on beside the micro-batch.
     """
 
     def __init__(
@@ -57,16 +61,23 @@ class MicroBatchGraphs:
         warmup_steps: int,
         records: Sequence[TensorRecord] = (),
         before_capture: Callable[[str], None] = lambda sentence: None,
+        before_step: Callable[[], Hashable] = lambda: None,
     ) -> None:
         self.recorder, self.warmup_steps, self.records = recorder, warmup_steps, records
-        self.before_capture = before_capture
+        self.before_capture, self._before_step = before_capture, before_step
         self.step = 0
         """Number of training steps begun."""
+        self._state: Hashable = None
         self._graphs: dict[Hashable, _MicroBatchGraph] = {}
 
     def runner(self, task: PipelineTask, timers: Callable[..., Any] | None = None) -> Runner:
         """Returns the runner of a step or of an evaluation; see `forward_backward_no_pipelining`."""
         return GraphRunner(task, timers, self)
+
+    def begin_step(self) -> None:
+        """Begins a training step."""
+        self.step += 1
+        self._state = self._before_step()
 
     def compute(self, task: PipelineTask, number: int) -> Outputs:
         """Draws the micro-batch with this number and runs it: eagerly, or as a graph. Raises UserError if micro-batches
@@ -78,7 +89,14 @@ class MicroBatchGraphs:
         if task.rng_position_of is not None:
             position = task.rng_position_of(number)
         kind = (signature(batch), task.num_microbatches, None if position is None else position.seed)
-        key = (*kind, task.forward_step_func, task.grad_scale_func, task.chunks[0], task.chunks[0].training)
+        key = (
+            *kind,
+            self._state,
+            task.forward_step_func,
+            task.grad_scale_func,
+            task.chunks[0],
+            task.chunks[0].training,
+        )
         graph = self._graphs.get(key)
         if graph is None:
             if len(self._graphs) == MOST_GRAPHS:
@@ -110,7 +128,7 @@ class GraphRunner(Runner):
             finish = find_method(chunk, "finish_param_sync")
             if finish is not None:
                 finish()
-        self.graphs.step += 1
+        self.graphs.begin_step()
         count = self.task.num_microbatches
         alone = {count - 1} if self._reduces_in_backward() else set()
         for number in range(count):

@@ -6,7 +6,7 @@ another one than `CudaGraphRecorder`.
 """
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -91,9 +91,18 @@ class StaticInputs:
 
     def fill(self, value: Any) -> None:
         """Copies the tensors of a value with the `signature` of the example. The host does not wait."""
-        given = [leaf for _, leaf in leaves(value) if isinstance(leaf, Tensor)]
-        for static, tensor in zip(self._tensors, given, strict=True):
-            static.copy_(tensor, non_blocking=True)
+        _fill(self._tensors, value)
+
+
+def fill_nested(target: Any, value: Any) -> None:
+    """Copies the tensors of a nested value into those of another one of its kind. The host does not wait."""
+    _fill([leaf for _, leaf in leaves(target) if isinstance(leaf, Tensor)], value)
+
+
+def _fill(targets: Sequence[Tensor], value: Any) -> None:
+    given = [leaf for _, leaf in leaves(value) if isinstance(leaf, Tensor)]
+    for target, tensor in zip(targets, given, strict=True):
+        target.copy_(tensor, non_blocking=True)
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

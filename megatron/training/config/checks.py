@@ -320,6 +320,7 @@ RULES: tuple[Rule, ...] = (
     file_checks.checkpoint_folders_are_folders,
     file_checks.checkpoint_folders_exist,
     graph_checks.micro_batch_graphs,
+    graph_checks.graphs_of_parts,
     graph_checks.optimizer_graph,
     _layout_invariance,
     _external_data,

@@ -5,8 +5,24 @@ As in `checks`, all rules must accept missing and impossible values.
 
 from collections.abc import Iterator
 
-from megatron.core.transformer.config.memory import captures_micro_batches
+from megatron.core.transformer.config.memory import captured_parts, captures_micro_batches
+from megatron.core.transformer.config.router import listed
 from megatron.training.config.settings import Settings
+
+
+def graphs_of_parts(s: Settings) -> Iterator[str]:
+    """Graphs of parts of layers need memory at fixed addresses, and no Python between their kernels."""
+    if not captured_parts(s):
+        return
+    name = "{external_cuda_graph:name}" if s.external_cuda_graph else "{cuda_graph_impl}"
+    if s.data_parallel_sharding_strategy in ("optim_grads", "optim_grads_params"):
+        yield (
+            f"{name}: {{data_parallel_sharding_strategy}} frees memory between uses, and a graph needs fixed "
+            "addresses; no_shard and optim work"
+        )
+    for field in ("save_activations_interval", "save_dgrads_interval"):
+        if getattr(s, field) is not None:
+            yield f"{name}: {{{field}:name}} watches modules, which a graph does not call; leave one out"
 
 
 def micro_batch_graphs(s: Settings) -> Iterator[str]:
@@ -22,15 +38,13 @@ def micro_batch_graphs(s: Settings) -> Iterator[str]:
     ):
         if getattr(s, field) > 1:
             yield f"{name}: a captured micro-batch does not communicate; it needs {{{field}:name}} 1, not {{{field}}}"
-    if s.num_moe_experts is not None:
-        yield f"{name}: {{num_moe_experts}} give shapes that depend on the tokens; a model without experts works"
+    for problem in _experts(s) if s.num_moe_experts is not None else ():
+        yield f"{name}: {problem}"
     if s.data_parallel_sharding_strategy in ("optim_grads", "optim_grads_params"):
         yield (
             f"{name}: {{data_parallel_sharding_strategy}} frees memory between uses, and a graph needs fixed "
             "addresses; no_shard and optim work"
         )
-    if s.fp8 is not None:
-        yield f"{name}: layers with {{fp8}} quantise weights in the first micro-batch of a step only; bf16 works"
     for field in ("reset_attention_mask", "sft"):
         if getattr(s, field):
             yield f"{name}: the number of documents in a batch is not fixed with {{{field}:name}}; leave one out"
@@ -39,6 +53,19 @@ def micro_batch_graphs(s: Settings) -> Iterator[str]:
             yield f"{name}: {{{field}:name}} watches modules, which a graph does not call; leave one out"
     if s.log_straggler:
         yield f"{name}: {{log_straggler:name}} measures forward steps, which do not run one by one; leave one out"
+
+
+def _experts(s: Settings) -> Iterator[str]:
+    """The products of experts need no number of rows on the host if they are grouped and all experts are on one
+    rank."""
+    parts = "{cuda_graph_scope:name} attn moe_router captures the other parts"
+    if not (s.moe_grouped_gemm and s.bf16):
+        yield f"{{num_moe_experts}} need {{moe_grouped_gemm:name}} and {{bf16:name}} in a graph; or {parts}"
+    for field in ("moe_expert_capacity_factor", "moe_enable_routing_replay"):
+        if getattr(s, field):
+            yield f"{{{field}:name}} reads on the host which experts take a token; leave it out, or {parts}"
+    if "global_aux_loss" in listed(s.moe_router_load_balancing_type):
+        yield "global_aux_loss counts micro-batches on the host; aux_loss and seq_aux_loss work"
 
 
 def optimizer_graph(s: Settings) -> Iterator[str]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from megatron.core.config_fields import value_text
 from megatron.core.datasets.utils import parse_split
-from megatron.core.transformer.config.memory import captures_micro_batches
+from megatron.core.transformer.config.memory import captured_parts, captures_micro_batches, why_no_part_is_captured
 from megatron.core.transformer.config.router import BALANCE_LOSSES, listed
 from megatron.training.config.flag_table import Flag, flag_table, parent_of
 from megatron.training.config.model_families import NAMES
@@ -94,7 +94,17 @@ def _attention(s: Settings) -> Iterator[str]:
 
 
 def _graphs(s: Settings) -> Iterator[str]:
-    captures = captures_micro_batches(s) or s.optimizer_cuda_graph
+    parts = captured_parts(s)
+    captures = captures_micro_batches(s) or parts or s.optimizer_cuda_graph
+    name = "{external_cuda_graph:name}" if s.external_cuda_graph else "{cuda_graph_impl}"
+    reason = why_no_part_is_captured(s) if parts else None
+    if reason:
+        yield f"{name}: has no effect: {reason}; results are the same"
+    elif parts and (s.external_cuda_graph or s.cuda_graph_impl == "transformer_engine"):
+        given = " ".join(part for part in parts if part != "moe_preprocess")
+        yield f"{name}: this package makes the graphs, as with local and {{cuda_graph_scope:name}} {given}"
+    if "moe_preprocess" in parts:
+        yield "moe_preprocess has no effect in a graph: tokens are counted where they are sent, without a graph"
     if s.is_given("cuda_graph_warmup_steps") and not captures:
         yield (
             "{cuda_graph_warmup_steps}: has no effect without {cuda_graph_impl:name} local, {enable_cuda_graph:name} "

@@ -92,7 +92,6 @@ _ACCEPTED = {
     "sparse attention is computed by the same kernels as attention with a mask": "dsa-kernel-backend",
     "has no effect: rounding is the default of --rope-scaling-type yarn": "yarn-correction-range-round-to-int",
     "Muon's state lies in the flat shards of all parameters, in one layout": "no-use-layer-wise-param-layout",
-    "a CUDA graph holds whole micro-batches with all their modules (--cuda-graph-impl local)": "cuda-graph-modules",
     "main weights are always read together with the weights": "load-main-params-from-ckpt",
     "has no effect without --non-persistent-ckpt-type local": """
         non-persistent-local-ckpt-algo non-persistent-local-ckpt-dir replication replication-factor replication-jump""",
@@ -233,7 +232,6 @@ _FIELDS_REFUSED = {
 
 _FIELDS_TO_COME = (
     ("*fp8*", "these formats of 8-bit numbers are not supported"),
-    ("*cuda-graph*", "CUDA graphs hold whole micro-batches of our own layers (--cuda-graph-impl local)"),
     ("qk-clip* log-max-attention-logit", "attention does not keep its largest logit"),
 )
 """Patterns of flags with a field that are not supported yet, and what is so today."""

@@ -1,19 +1,26 @@
 """CUDA graphs of a run, as the flags ask for them."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megatron.core.exceptions import UserError
+from megatron.core.ops.fp8.linear import QuantizedWeights
+from megatron.core.ops.transformer_engine.engine import Engine, find_engine
 from megatron.core.optimizer import MegatronOptimizer, StepUpdate
 from megatron.core.optimizer.captured_update import CapturedUpdate
 from megatron.core.pipeline_parallel.captured_micro_batch import MicroBatchGraphs
 from megatron.core.rerun_state_machine import RerunStateMachine
-from megatron.core.transformer.config.memory import captures_micro_batches
+from megatron.core.transformer.captured_parts import PartGraphs, capture_layer_parts
+from megatron.core.transformer.config.memory import captured_parts, captures_micro_batches, why_no_part_is_captured
+from megatron.core.transformer.config.router import listed
 from megatron.core.transformer.layer_metrics import layer_metrics_of
+from megatron.core.transformer.moe.router import token_counts_of
+from megatron.core.transformer.recompute import recomputed_modules
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils.graph_capture import CudaGraphRecorder, GraphRecorder, TensorRecord
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.launch.environment import Environment
@@ -33,14 +40,23 @@ def capture_micro_batches(
     probe: GradientProbe | None,
     results: RerunStateMachine | None,
 ) -> Callable[..., Any]:
-    """Returns `forward_backward` with micro-batches as CUDA graphs if the flags ask for them and the device has them,
-    else `forward_backward` itself."""
-    recorder = graph_recorder(environment.device) if captures_micro_batches(config.transformer) else None
+    """Returns `forward_backward` with micro-batches, or parts of layers, as CUDA graphs if the flags ask for them and
+    the device has them, else `forward_backward` itself."""
+    whole, parts = captures_micro_batches(config.transformer), captured_parts(config.transformer)
+    if parts and why_no_part_is_captured(config.transformer) is not None:
+        return forward_backward
+    if parts and config.transformer.transformer_impl == "transformer_engine" and isinstance(find_engine(), Engine):
+        if environment.is_first:
+            print(
+                "CUDA graphs of parts of layers: none, since Transformer Engine's layers are not captured", flush=True
+            )
+        return forward_backward
+    recorder = graph_recorder(environment.device) if whole or parts else None
     if recorder is None:
         return forward_backward
 
     def before_capture(sentence: str) -> None:
-        if results is not None and results.checks_results:
+        if whole and results is not None and results.checks_results:
             raise UserError(
                 "CUDA graphs: the loss function validates its results, which a replay would leave out; leave out the "
                 "validation, --error-injection-rate or CUDA graphs"
@@ -48,11 +64,39 @@ def capture_micro_batches(
         if environment.is_first:
             print(sentence, flush=True)
 
-    records: list[TensorRecord] = [*layer_metrics_of(model)]
-    if probe is not None:
+    records: list[TensorRecord] = [*layer_metrics_of(model), *token_counts_of(model)]
+    if probe is not None and whole:
         records.append(probe)
-    graphs = MicroBatchGraphs(recorder, config.transformer.cuda_graph_warmup_steps, records, before_capture)
+    steps = config.transformer.cuda_graph_warmup_steps
+    refresh = refresh_quantized_weights(model)
+    graphs: MicroBatchGraphs | PartGraphs
+    if whole:
+        graphs = MicroBatchGraphs(recorder, steps, records, before_capture, refresh)
+    else:
+        graphs = PartGraphs(recorder, steps, records, before_capture, refresh)
+        capture_layer_parts(model, capturable_parts(config.transformer), graphs)
     return functools.partial(forward_backward, make_runner=graphs.runner)
+
+
+def capturable_parts(config: TransformerConfig) -> list[str]:
+    """Returns the parts of layers that the flags ask for, without a router that reads or tells something on the
+    host."""
+    parts = captured_parts(config)
+    reads_host = (
+        config.moe_enable_routing_replay
+        or "global_aux_loss" in listed(config.moe_router_load_balancing_type)
+        or "moe" in recomputed_modules(config)
+    )
+    return [part for part in parts if part != "moe_router" or not reads_host]
+
+
+def refresh_quantized_weights(model: Sequence[nn.Module]) -> Callable[[], Hashable]:
+    """Fixes the addresses of all quantised weights and scales of a model. Returns a function that brings them up to
+    date, and returns which layers have scales of earlier steps: the operations of a layer depend on that."""
+    layers = [module for chunk in model for module in chunk.modules() if isinstance(module, QuantizedWeights)]
+    for layer in layers:
+        layer.fix_storage()
+    return lambda: tuple(layer.refresh() for layer in layers)
 
 
 def capture_update(

@@ -39,6 +39,7 @@ OURS = {"seed", "fp64", "pipeline_schedule", "num_encoder_layers", "pipeline_mod
     "main_grads_dtype",
     # newer than the releases
     "activation_offload_fraction",
+    "cuda_graph_modules",
     "delta_offload_bytes_across_pp_ranks",
     "fine_grained_offloading_max_inflight_offloads",
     "cpu_offloading_retain_pinned_cpu_buffers",

@@ -90,6 +90,7 @@ OURS = {
     "--lion-beta2",
     "--non-persistent-global-ckpt-dir",
     "--dump-param-to-param-group-map",
+    "--cuda-graph-modules",
     "--activation-offload-fraction",
     "--delta-offload-bytes-across-pp-ranks",
     "--fine-grained-offloading-max-inflight-offloads",
@@ -272,6 +273,7 @@ READ_WHEN_CONFIGS_ARE_MADE = {
     "--fim-suffix-token", "--bert-num-tokentypes",
     "--decoder-num-layers", "--encoder-pipeline-model-parallel-size", "--encoder-tensor-model-parallel-size",
     "--cuda-graph-scope",  # captures_micro_batches
+    "--cuda-graph-modules", "--external-cuda-graph",  # captured_parts
 }  # fmt: skip
 
 

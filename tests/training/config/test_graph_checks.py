@@ -4,6 +4,7 @@ import pytest
 from support.command_lines import configured, problems_of
 
 GRAPHS = "--cuda-graph-impl local"
+GROUPED = "--num-experts 4 --moe-grouped-gemm --bf16 --disable-bias-linear"
 
 
 @pytest.mark.parametrize(
@@ -17,12 +18,24 @@ GRAPHS = "--cuda-graph-impl local"
         ("--pipeline-model-parallel-size 2", 2, "needs --pipeline-model-parallel-size 1, not"),
         ("--context-parallel-size 2", 2, "needs --context-parallel-size 1, not --context-parallel-size 2"),
         ("--num-experts 4 --expert-model-parallel-size 2", 2, "needs --expert-model-parallel-size 1, not"),
-        ("--num-experts 4", 1, "--num-experts 4 give shapes that depend on the tokens; a model without experts works"),
+        ("--num-experts 4", 1, "--num-experts 4 need --moe-grouped-gemm and --bf16 in a graph; or --cuda-graph-scope"),
+        (
+            f"{GROUPED} --moe-expert-capacity-factor 1",
+            1,
+            "--moe-expert-capacity-factor reads on the host which experts",
+        ),
+        (f"{GROUPED} --moe-router-load-balancing-type global_aux_loss", 1, "global_aux_loss counts micro-batches on"),
         ("--use-torch-fsdp2", 2, "frees memory between uses"),
-        ("--fp8-format e4m3", 1, "layers with --fp8-format e4m3 quantise weights in the first micro-batch"),
         ("--reset-attention-mask", 1, "is not fixed with --reset-attention-mask; leave one out"),
         ("--log-straggler", 1, "--log-straggler measures forward steps"),
-        ("--cuda-graph-scope attn mlp", 1, "--cuda-graph-scope attn mlp: attn is not captured by itself"),
+        ("--cuda-graph-scope attn moe", 1, "--cuda-graph-scope moe: the number of rows of each expert differs"),
+        (
+            "--cuda-graph-modules norm",
+            1,
+            "--cuda-graph-scope: norm is no part of a layer that is captured; attn, mamba",
+        ),
+        ("--cuda-graph-scope attn --use-torch-fsdp2", 2, "--cuda-graph-impl local: --data-parallel-sharding-strategy"),
+        ("--cuda-graph-scope mlp --save-dgrads-interval 5", 1, "--save-dgrads-interval watches modules"),
         ("--cuda-graph-warmup-steps 0", 1, "--cuda-graph-warmup-steps 0"),
     ],
 )
@@ -53,11 +66,37 @@ def test_what_is_no_part_of_an_optimizer_graph(flags: str, ranks: int, problem: 
     assert any(problem in line for line in found), found
 
 
-def test_graphs_of_transformer_engine_are_refused() -> None:
-    (found,) = problems_of("--cuda-graph-impl transformer_engine")
-    assert found == "--cuda-graph-impl transformer_engine: not yet; what works so far is none or local"
-    (found,) = problems_of("--external-cuda-graph")
-    assert "--external-cuda-graph" in found and "--cuda-graph-impl local" in found
+@pytest.mark.parametrize(
+    ("flags", "ranks", "note"),
+    [
+        (
+            "--cuda-graph-impl transformer_engine",
+            1,
+            "--cuda-graph-impl transformer_engine: this package makes the graphs, as with local and --cuda-graph-scope "
+            "attn mamba mlp moe_router",
+        ),
+        (
+            "--external-cuda-graph --cuda-graph-modules attn moe_preprocess",
+            1,
+            "--external-cuda-graph: this package makes the graphs, as with local and --cuda-graph-scope attn",
+        ),
+        (
+            f"{GRAPHS} --cuda-graph-scope attn --tensor-model-parallel-size 2",
+            2,
+            "--cuda-graph-impl local: has no effect: layers communicate with --tensor-model-parallel-size 2, and a "
+            "graph does not; results are the same",
+        ),
+        (
+            "--cuda-graph-impl transformer_engine --recompute-granularity full --recompute-method uniform "
+            "--recompute-num-layers 1",
+            1,
+            "--cuda-graph-impl transformer_engine: has no effect: --recompute-granularity full runs whole layers "
+            "again; selective works; results are the same",
+        ),
+    ],
+)
+def test_graphs_of_parts_of_layers_say_what_they_capture(flags: str, ranks: int, note: str) -> None:
+    assert note in configured(flags, ranks=ranks).notes
 
 
 @pytest.mark.parametrize(

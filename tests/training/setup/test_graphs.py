@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from typing import Any
 from unittest import mock
 
@@ -10,11 +11,13 @@ import torch
 from support.graph_recorder import OperationRecorder
 from support.processes import run_on_ranks
 from support.runs import GPT, Outcome, differences, train
+from torch import Tensor
 
 import pretrain_gpt
 from megatron.core import backends
 from megatron.core.exceptions import UserError
 from megatron.core.ops.dropout.dropout import keep_rows
+from megatron.core.ops.moe.grouped_linear import GroupedProducts, RowGroups, grouped_linear
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokens import RngPosition
 from megatron.training.providers import Context, ForwardStep, Providers
@@ -22,6 +25,11 @@ from megatron.training.setup import graphs
 
 NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
 GRAPHS = "--cuda-graph-impl local --cuda-graph-scope full_iteration --cuda-graph-warmup-steps 1"
+EXPERTS = (
+    "--disable-bias-linear --num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 1e-3 "
+    "--moe-router-load-balancing-type aux_loss --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+    "--log-interval 2"
+)
 RUNS = {
     "gpt with dropout": "--train-iters 4 --attention-dropout 0.1 --hidden-dropout 0.1 --bf16 --eval-interval 2",
     "llama": f"--train-iters 4 {NO_DROPOUT} --swiglu --normalization RMSNorm --position-embedding-type rope "
@@ -29,7 +37,23 @@ RUNS = {
     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --calculate-per-token-loss",
     "growing batch, predictions and a loss scale": f"--train-samples 14 --rampup-batch-size 2 2 8 {NO_DROPOUT} --fp16 "
     "--num-layers 1 --mtp-num-layers 1 --initial-loss-scale 65536 --loss-scale-window 2",
+    "fp8 with scales of earlier steps": f"--train-iters 5 {NO_DROPOUT} --bf16 --fp8-format hybrid --fp8-recipe delayed "
+    "--fp8-amax-history-len 4 --fp8-amax-compute-algo max --num-layers 1 --eval-interval 2",
+    "grouped experts": f"--train-iters 4 {NO_DROPOUT} --bf16 --num-layers 1 {EXPERTS} --moe-grouped-gemm",
 }
+PARTS = {
+    "attention and router": (
+        "--train-iters 4 --attention-dropout 0.1 --hidden-dropout 0.1 --bf16 --moe-layer-freq ([0,1]) --swiglu "
+        f"--normalization RMSNorm --position-embedding-type rope {EXPERTS} --cuda-graph-impl transformer_engine",
+        4,  # two attentions, a router, an MLP
+    ),
+    "attention in fp8": (
+        f"--train-iters 5 {NO_DROPOUT} --bf16 --num-layers 1 --fp8-format hybrid --fp8-recipe delayed "
+        "--fp8-amax-history-len 4 --cuda-graph-impl local --cuda-graph-scope attn --calculate-per-token-loss",
+        1,
+    ),
+}
+"""Flags of runs, and the number of parts of layers that are captured. Each has a forward and a backward."""
 
 
 @pytest.fixture
@@ -37,8 +61,25 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> OperationRecorder:
     """The recorder of a run. Dropout masks are drawn by operations of torch, which it sees."""
     recorder = OperationRecorder()
     monkeypatch.setattr(graphs, "graph_recorder", lambda device: recorder)
-    monkeypatch.setattr(backends, "LOCAL", dataclasses.replace(backends.LOCAL, keep_rows=keep_rows))
+    local = dataclasses.replace(backends.LOCAL, keep_rows=keep_rows, grouped_linear=masked_linear)
+    monkeypatch.setattr(backends, "LOCAL", local)
     return recorder
+
+
+def masked_product(rows: Tensor, weight: Tensor, groups: RowGroups, transposed: bool) -> Tensor:
+    """`grouped_product` without counts on the host, as a GPU computes it."""
+    of_rows = groups.of_rows(rows.shape[0])[:, None]
+    products = [rows @ (matrix.t() if transposed else matrix) for matrix in weight]
+    return torch.stack([(of_rows == number) * product for number, product in enumerate(products)]).sum(0)
+
+
+def add_masked_product(total: Tensor, left: Tensor, right: Tensor, groups: RowGroups) -> None:
+    of_rows = groups.of_rows(left.shape[0])[:, None]
+    for number, own in enumerate(total):
+        own.addmm_((left * (of_rows == number)).t().to(total.dtype), right.to(total.dtype))
+
+
+masked_linear = functools.partial(grouped_linear, products=GroupedProducts(masked_product, add_masked_product))
 
 
 @functools.cache
@@ -52,13 +93,28 @@ def test_graphs_give_the_bits_of_the_eager_run(name: str, recorder: OperationRec
     found = train(f"--mock-data {RUNS[name]} {GRAPHS} --optimizer-cuda-graph")
     assert recorder.captured >= 2 and recorder.replayed > recorder.warmed
     assert expected.losses[0] != expected.losses[-1]
+    assert_equal(found, expected)
+
+
+def assert_equal(found: Outcome, expected: Outcome) -> None:
     numbers = [
         [dataclasses.replace(step, memory=None, seconds_left=None) for step in outcome.steps]
         for outcome in (found, expected)
     ]
     assert numbers[0] == numbers[1] and found.sample_ids == expected.sample_ids
+    assert [line.losses for line in found.lines] == [line.losses for line in expected.lines]
     assert [each.losses for each in found.validations] == [each.losses for each in expected.validations]
     assert not differences(found.at_end, expected.at_end)
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_graphs_of_parts_give_the_bits_of_the_eager_run(name: str, recorder: OperationRecorder) -> None:
+    flags, parts = PARTS[name]
+    found = train(f"--mock-data {flags} --cuda-graph-warmup-steps 1")
+    expected = train(f"--mock-data {re.sub('--cuda-graph-(impl|scope) [a-z_]+', '', flags)}")
+    assert recorder.captured == 2 * parts and recorder.replayed >= 2 * 4 * recorder.captured
+    assert expected.losses[0] != expected.losses[-1]
+    assert_equal(found, expected)
 
 
 def test_a_graph_with_the_numbers_of_the_host_is_noticed(

@@ -20,6 +20,7 @@ from megatron.core.ops.fp8.quantize import Quantized, QuantizedPair
 from megatron.core.ops.fp8.recipes import Fp8Settings, LinearSplit, Role, build_scaling
 from megatron.core.ops.linear import SequenceShard, product, sum_rows
 from megatron.core.parameters import main_grad_accumulator
+from megatron.core.utils.graph_capture import fill_nested
 
 _MULTIPLE = 16
 """The fp8 units of GPUs multiply matrices whose dimensions divide by it."""
@@ -49,6 +50,26 @@ class QuantizedWeights(nn.Module, Generic[Pair]):
         """Whether quantised weights are kept until the weight changes. Weights that are sharded between uses are
         not."""
         self._kept: tuple[Any, Pair] | None = None
+        self._storage: Pair | None = None
+        """With fixed storage: the memory of the quantised weight."""
+        self._has_fixed_storage = False
+        self._last_weight: tuple[Tensor] | None = None
+        """The weight that was quantised last. In a tuple, so that it is no parameter of this module."""
+
+    def fix_storage(self) -> None:
+        """From here on a kept weight and the scales keep their addresses, as CUDA graphs need it. Call `refresh` after
+        a change of the weight and before a replay."""
+        self._has_fixed_storage = True
+
+    @torch.no_grad()
+    def refresh(self) -> bool:
+        """Quantises the weight now if it has changed, and computes the scales. Returns whether the scales follow from
+        earlier steps, with which other operations run. Waits for the device at most once after a checkpoint is
+        loaded."""
+        is_warm: bool = self.scaling.refresh()
+        if self.keeps_weights and self._last_weight is not None:
+            self._quantized_weight(self._last_weight[0], rows=True, columns=True)
+        return is_warm
 
     def weight_rows(self, weight: Tensor) -> Any:
         """Returns the weight in fp8, [out, in]; stacked weights as [experts * out, in]."""
@@ -69,8 +90,18 @@ class QuantizedWeights(nn.Module, Generic[Pair]):
             return self._kept[1]
         pair = self._quantize(weight, rows or self.keeps_weights, columns or self.keeps_weights)
         if self.keeps_weights:
+            if self._has_fixed_storage:
+                pair, self._last_weight = self._stored(pair), (weight,)
             self._kept = key, pair
         return pair
+
+    def _stored(self, pair: Pair) -> Pair:
+        """Returns a quantised weight at its fixed addresses."""
+        if self._storage is None:
+            self._storage = pair
+        else:
+            fill_nested(self._storage, pair)
+        return self._storage
 
     def _quantize(self, weight: Tensor, rows: bool, columns: bool) -> Pair:
         raise NotImplementedError

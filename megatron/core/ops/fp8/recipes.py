@@ -123,6 +123,10 @@ class Scaling(nn.Module):
     def forget(self) -> None:
         """Drops what was derived from saved state, because that may have been loaded."""
 
+    def refresh(self) -> bool:
+        """Computes the scales that follow from earlier steps. Returns whether there are any."""
+        return False
+
 
 class TensorwiseScaling(Scaling):
     """One scale for a tensor, from its own largest value ("current scaling")."""
@@ -152,9 +156,11 @@ class DelayedScaling(Scaling):
         history = torch.zeros(len(Role), settings.history_len, dtype=torch.float32, device=device)
         self.amax_history = declare(nn.Parameter(history, requires_grad=False), Constant(0.0))
         self._seen: Tensor | None = None
-        """[3]: largest values since the last step."""
+        """[3]: largest values since the last step. They and the scales keep their addresses, for CUDA graphs."""
         self._scales: Tensor | None = None
-        """[3]; None: to be computed from the history."""
+        """[3]; None: not computed yet."""
+        self._scales_are_current = False
+        """Whether the scales follow from the present history."""
         self._is_cold: bool | None = None
         """Whether the history is empty; None: not known on the host."""
         self._first = TensorwiseScaling(settings, split)
@@ -187,18 +193,28 @@ class DelayedScaling(Scaling):
 
     @property
     def _scales_here(self) -> Tensor:
-        if self._scales is None:
+        if self._scales is None or not self._scales_are_current:
             history = self.amax_history.detach()
             amax = history[:, 0] if self.settings.amax_algo == "most_recent" else history.amax(1)
             margin = self.settings.margin
             here = [amax[0], amax[1], amax[2] / self.gradient_share]
-            self._scales = torch.stack([scale_for(here[role], self.settings.dtype(role), margin) for role in Role])
+            scales = torch.stack([scale_for(here[role], self.settings.dtype(role), margin) for role in Role])
+            if self._scales is None or self._scales.device != scales.device:
+                self._scales = scales
+            else:
+                self._scales.copy_(scales)
+            self._scales_are_current = True
         return self._scales
+
+    def refresh(self) -> bool:
+        """Computes the scales that follow from earlier steps. Returns whether there are any."""
+        return self.scale_of(Role.INPUTS) is not None
 
     def take_seen(self) -> Tensor:
         """Returns the largest values of this rank since the last call, as in the history, float32 [3]. A value that is
         not finite counts as 0: its step is not applied."""
-        seen, self._seen = self._seen_here, None
+        seen = self._seen_here.clone()
+        self._seen_here.zero_()
         seen[Role.GRADIENTS] *= self.gradient_share
         return torch.where(seen.isfinite(), seen, torch.zeros_like(seen))
 
@@ -208,11 +224,11 @@ class DelayedScaling(Scaling):
         history = self.amax_history
         latest = torch.where(amax > 0, amax.to(history.dtype), history[:, 0])
         history.copy_(torch.cat([latest[:, None], history[:, :-1]], 1))
-        self._scales, self._is_cold = None, False
+        self._scales_are_current, self._is_cold = False, False
 
     def forget(self) -> None:
         """Computes the scales from the history again."""
-        self._scales, self._is_cold = None, None
+        self._scales_are_current, self._is_cold = False, None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "DelayedScaling":
         # The history moves with the module and stays float32.

@@ -4,13 +4,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.core.config_fields import flag, not_a_flag, not_yet, too_small
+from megatron.core.config_fields import flag, not_a_flag, too_small
 
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "mlp_act", "mla_up_proj", "moe", "moe_act", "shared_experts")
 """Parts of a layer that can be recomputed by themselves."""
 _MODULES_OF_EXPERTS = ("moe", "moe_act", "shared_experts")
 OFFLOAD_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
 """Parts of a layer whose inputs can be kept in host memory."""
+GRAPH_PARTS = ("attn", "mamba", "mlp", "moe_router")
+"""Parts of a layer that can be captured as CUDA graphs."""
 _FINE = "fine_grained_activation_offloading"
 
 
@@ -61,18 +63,25 @@ class MemoryConfig:
     enable_cuda_graph: bool = False
     """Former spelling of --cuda-graph-impl local."""
 
-    external_cuda_graph: bool = not_yet(False)
+    external_cuda_graph: bool = False
     """Former spelling of --cuda-graph-impl transformer_engine."""
 
-    cuda_graph_impl: Literal["none", "local", "transformer_engine"] = flag("none", supported=("none", "local"))
+    cuda_graph_impl: Literal["none", "local", "transformer_engine"] = "none"
     """Replay CUDA graphs instead of launching kernels one by one. local: forward, loss and backward of a micro-batch
-    are one graph. It pays for small models and micro-batches."""
+    are one graph, or the parts of layers that --cuda-graph-scope names. transformer_engine: parts of layers, by default
+    all of them; the graphs are the same as with local. It pays for small models and micro-batches."""
 
     cuda_graph_scope: str | list[str] = flag(
         "full", only_with="cuda_graph_impl", or_with="enable_cuda_graph", nargs="+"
     )
-    """With --cuda-graph-impl: the parts that are captured. full and full_iteration: whole micro-batches, which is the
-    default."""
+    """With --cuda-graph-impl: what is captured. full and full_iteration: whole micro-batches, which is the default of
+    local. Or parts of layers: attn, mamba, mlp (of layers without experts), moe_router; the rest, such as experts on
+    several ranks, then runs without graphs."""
+
+    cuda_graph_modules: list[str] = flag(
+        default_factory=list, only_with="cuda_graph_impl", or_with="external_cuda_graph", nargs="+"
+    )
+    """Other spelling of --cuda-graph-scope for parts of layers."""
 
     cuda_graph_warmup_steps: int = 3
     """With --cuda-graph-impl or --optimizer-cuda-graph: number of steps before the capture, at least 1."""
@@ -88,10 +97,7 @@ def validate(config: Any) -> Iterator[str]:
     """Yields a problem for each impossible choice of what is recomputed; `config` has the fields of
     TransformerConfig."""
     yield from too_small(config, ("recompute_num_layers", "cuda_graph_warmup_steps"), 1)
-    scope = [config.cuda_graph_scope] if isinstance(config.cuda_graph_scope, str) else config.cuda_graph_scope or ()
-    parts = [part for part in scope if part not in ("full", "full_iteration")]
-    if parts and captures_micro_batches(config):
-        yield f"{{cuda_graph_scope}}: {parts[0]} is not captured by itself, whole micro-batches are; leave it out"
+    yield from _graph_part_problems(config)
     if config.recompute_granularity == "full":
         if config.recompute_method is None:
             yield "{recompute_granularity} needs {recompute_method:name} uniform or block"
@@ -113,8 +119,52 @@ def validate(config: Any) -> Iterator[str]:
 
 
 def captures_micro_batches(config: Any) -> bool:
-    """Whether micro-batches are replayed as CUDA graphs."""
-    return config.enable_cuda_graph or config.cuda_graph_impl == "local"
+    """Whether whole micro-batches are replayed as CUDA graphs."""
+    return (config.enable_cuda_graph or config.cuda_graph_impl == "local") and not captured_parts(config)
+
+
+def captured_parts(config: Any) -> list[str]:
+    """Returns the parts of layers that the flags capture as CUDA graphs; none if they capture whole micro-batches, or
+    nothing."""
+    given = [part for part in _graph_scope(config) if part not in _WHOLE]
+    if config.external_cuda_graph or config.cuda_graph_impl == "transformer_engine":
+        return given or list(GRAPH_PARTS)
+    return given if config.enable_cuda_graph or config.cuda_graph_impl == "local" else []
+
+
+def why_no_part_is_captured(config: Any) -> str | None:
+    """Returns why parts of layers run without CUDA graphs although the flags ask for them; None if they are
+    captured."""
+    for field in ("tensor_model_parallel_size", "context_parallel_size"):
+        if getattr(config, field) > 1:
+            return f"layers communicate with {{{field}}}, and a graph does not"
+    if config.pipeline_model_parallel_size > 1:
+        return "with {pipeline_model_parallel_size} several micro-batches are in flight, and a graph holds one"
+    if config.recompute_granularity == "full":
+        return "{recompute_granularity} runs whole layers again; selective works"
+    if config.fine_grained_activation_offloading or config.cpu_offloading_num_layers > 0:
+        return "activations are moved to the host, and a graph keeps them on the device"
+    return None
+
+
+_WHOLE = ("full", "full_iteration")
+
+
+def _graph_scope(config: Any) -> list[str]:
+    scope = [config.cuda_graph_scope] if isinstance(config.cuda_graph_scope, str) else config.cuda_graph_scope
+    return [*(scope or ()), *(config.cuda_graph_modules or ())]
+
+
+def _graph_part_problems(config: Any) -> Iterator[str]:
+    known = ", ".join(GRAPH_PARTS)
+    for part in _graph_scope(config) if captured_parts(config) else ():
+        if part == "moe":
+            yield (
+                "{cuda_graph_scope:name} moe: the number of rows of each expert differs from batch to batch; "
+                f"{known} are captured, or whole micro-batches with {{cuda_graph_impl:name}} local"
+            )
+        elif part not in (*_WHOLE, *GRAPH_PARTS, "moe_preprocess"):
+            yield f"{{cuda_graph_scope:name}}: {part} is no part of a layer that is captured; {known} are"
 
 
 def _offloading_problems(config: Any) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -267,8 +267,12 @@ class TopKRouter(Router):
             sent = real[:, None].expand_as(routing.kept)
             self.metrics.add("moe_dropped", (sent & ~routing.kept).sum(), sent.sum())
         if self.expert_bias is not None and self.training:
-            seen = self.local_tokens_per_expert
-            self.local_tokens_per_expert = counts if seen is None else seen + counts
+            self.add_token_counts(counts)
+
+    def add_token_counts(self, counts: Tensor) -> None:
+        """Adds tokens per expert, float64 [experts], to those since the last step."""
+        seen = self.local_tokens_per_expert
+        self.local_tokens_per_expert = counts if seen is None else seen + counts
 
     # -----------------------------------------------------------------------------------------------------------------
     # The end of a step
@@ -299,6 +303,28 @@ class TopKRouter(Router):
         if before is not None and self.expert_bias.dtype is not torch.float32:
             self.expert_bias.data = before.to(self.expert_bias.device)
         return self
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenCounts:
+    """The tokens per expert that a router has counted since the last step, as a `graph_capture.TensorRecord`."""
+
+    router: TopKRouter
+
+    def take_tensors(self) -> Tensor | None:
+        """Returns the counts and resets them."""
+        counts, self.router.local_tokens_per_expert = self.router.local_tokens_per_expert, None
+        return counts
+
+    def add_tensors(self, tensors: Tensor | None) -> None:
+        """Adds what `take_tensors` returned."""
+        if tensors is not None:
+            self.router.add_token_counts(tensors)
+
+
+def token_counts_of(chunks: Iterable[nn.Module]) -> list[TokenCounts]:
+    """Returns the counts of all routers of a rank's model chunks."""
+    return [TokenCounts(module) for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)]
 
 
 def routing_rule(config: TransformerConfig) -> RoutingRule:
