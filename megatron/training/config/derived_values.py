@@ -340,8 +340,8 @@ def _kernels(s: Settings) -> str | None:
         found = find_engine()
         if isinstance(found, str):
             return (
-                f"--transformer-impl transformer_engine: Transformer Engine is not used: {found}; this package's "
-                "layers compute the same function"
+                f"--transformer-impl transformer_engine: Transformer Engine is not used: {found}; our own layers "
+                "compute the same function"
             )
     return None
 

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import importlib
-import importlib.metadata
+import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +13,10 @@ from torch import Tensor
 
 from megatron.core.exceptions import UserError
 from megatron.core.ops.fp8.recipes import Fp8Settings
+
+USES_ENGINE = False
+"""Whether Transformer Engine computes if it is asked for and installed. Off: our use of it has only met a stand-in on
+CPUs, no GPU and no release of it, while many launch scripts ask for it. With it off our own layers compute."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +40,13 @@ class Engine:
 
 
 def find_engine() -> Engine | str:
-    """Returns Transformer Engine, or why it cannot be used: no GPU, not installed, or its import fails."""
+    """Returns Transformer Engine, or why it is not used: no GPU, not installed, `USES_ENGINE`, or its import fails."""
     if not torch.cuda.is_available():
         return "there is no GPU"
+    if importlib.util.find_spec("transformer_engine") is None:
+        return "it is not installed"
+    if not USES_ENGINE:
+        return "it is installed, but our use of it has not been tested on a GPU yet"
     return _import_engine()
 
 

@@ -1,5 +1,7 @@
 """Finding Transformer Engine, and our fp8 flags as its recipes."""
 
+import importlib.util
+
 import pytest
 import torch
 from support import fake_transformer_engine as fake
@@ -7,11 +9,24 @@ from support import fake_transformer_engine as fake
 from megatron.core.exceptions import UserError
 from megatron.core.ops.fp8.formats import FORMATS
 from megatron.core.ops.fp8.recipes import Fp8Settings
+from megatron.core.ops.transformer_engine import engine
 from megatron.core.ops.transformer_engine.engine import find_engine, quantized_forward, recipe_of
 
 
 def test_without_a_gpu_it_is_not_looked_for() -> None:
     assert torch.cuda.is_available() or find_engine() == "there is no GPU"
+
+
+def test_it_is_not_used_until_the_constant_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = [False]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if installed[0] else None)
+    monkeypatch.setattr(engine, "_import_engine", lambda: fake.FAKE)
+    assert find_engine() == "it is not installed"
+    installed[0] = True
+    assert find_engine() == "it is installed, but our use of it has not been tested on a GPU yet"
+    monkeypatch.setattr(engine, "USES_ENGINE", True)
+    assert find_engine() is fake.FAKE
 
 
 def test_flags_are_fields_of_recipes() -> None:
