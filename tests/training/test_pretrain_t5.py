@@ -15,12 +15,12 @@ from support.runs import Outcome, differences, logger_of, run_script, state_at_e
 
 import pretrain_t5
 from megatron.core.exceptions import UserError
+from megatron.core.pipeline_parallel.stage_map import stages_text
 from megatron.core.transformer.enums import AttnBackend
 from megatron.training.arguments import configure
 from megatron.training.config.resolution import ConfigurationError
 from megatron.training.config.settings import LaunchEnvironment
 from megatron.training.dry_run.rank_memory import rank_memory
-from megatron.training.dry_run.report import stages_text
 from megatron.training.inspection.run_description import architecture_differences, architecture_of, command_line_of
 from megatron.training.providers import Providers
 from megatron.training.setup.set_up import resolve_auto_layout

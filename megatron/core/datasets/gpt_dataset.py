@@ -165,6 +165,11 @@ class GPTDataset(MegatronDataset):
         """Number of times that the stream of tokens contains the split."""
         return self._plan.num_epochs
 
+    @property
+    def tokens_per_epoch(self) -> int:
+        """Number of tokens in the split."""
+        return self._tokens_per_epoch
+
     def _identify(self) -> "OrderedDict[str, Any]":
         """Megatron-LM's identifiers, and everything else that the indices depend on: the content and the sample
         plan."""

@@ -1,6 +1,6 @@
 """The stages of a model as its config describes them, and what is wrong with a config that describes none."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,27 @@ class StageModules:
     """Numbers of its layers of an encoder, counted over the encoder from 1."""
     stacks: int = 1
     """2 in a model with an encoder and a decoder."""
+
+
+def stages_text(stages: Sequence[StageModules]) -> str:
+    """Returns the content of a rank's stages: `embedding, layers 1 to 4; layers 17 to 20`."""
+    return "; ".join(map(stage_text, stages))
+
+
+def stage_text(stage: StageModules) -> str:
+    """Returns the content of a stage."""
+    held = ["embedding"] if stage.embedding else []
+    for layers, stack in ((stage.encoder_layers, " of the encoder"), (stage.layers, " of the decoder")):
+        which = stack if stage.stacks > 1 else ""
+        if len(layers) > 1:
+            held.append(f"layers {layers.start} to {layers[-1]}{which}")
+        elif layers:
+            held.append(f"layer {layers.start}{which}")
+    if stage.prediction_layers:
+        copy = [] if stage.embedding else ["a copy of the embedding"]
+        count = stage.prediction_layers
+        held += [*copy, f"{count} layer{'s' * (count > 1)} for multi-token prediction"]
+    return ", ".join([*held, *(["head and loss"] if stage.loss else [])]) or "nothing"
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,8 @@ def _parse(line: bytes) -> Any:
     except UnicodeDecodeError as error:
         raise BadLine("not UTF-8", f"not UTF-8: byte 0x{line[error.start]:02x} at column {error.start + 1}") from None
     except json.JSONDecodeError as error:
-        raise BadLine("not JSON", f"not JSON: {error.msg} at column {error.colno}") from None
+        message = error.msg.removesuffix(" at")  # of a control character
+        raise BadLine("not JSON", f"not JSON: {message} at column {error.colno}") from None
     except RecursionError:
         raise BadLine("not JSON", "not JSON: nested too deeply") from None
     except ValueError as error:  # a number of thousands of digits

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from megatron.core.exceptions import UserError
 from megatron.core.parameters import ParameterInfo
-from megatron.core.pipeline_parallel.stage_map import StageModules, stage_map
+from megatron.core.pipeline_parallel.stage_map import stage_map, stage_text, stages_text
 from megatron.core.rank_grid import RankGrid, ranks_text
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.dry_run.dry_run import DryRun, dry_run, tokens_to_train_on
@@ -119,27 +119,6 @@ def _rank_lines(ranks: Sequence[RankMemory]) -> Iterator[str]:
         numbers += [memory.gathered] * gathered + [memory.total]
         rows.append([*(f"{number:,}" for number in numbers), stages_text(entry.shard.stages)])
     yield from _table([titles, *rows], last_left=True)
-
-
-def stages_text(stages: Sequence[StageModules]) -> str:
-    """Returns the content of a rank's stages: `embedding, layers 1 to 4; layers 17 to 20`."""
-    return "; ".join(map(stage_text, stages))
-
-
-def stage_text(stage: StageModules) -> str:
-    """Returns the content of a stage."""
-    held = ["embedding"] if stage.embedding else []
-    for layers, stack in ((stage.encoder_layers, " of the encoder"), (stage.layers, " of the decoder")):
-        which = stack if stage.stacks > 1 else ""
-        if len(layers) > 1:
-            held.append(f"layers {layers.start} to {layers[-1]}{which}")
-        elif layers:
-            held.append(f"layer {layers.start}{which}")
-    if stage.prediction_layers:
-        copy = [] if stage.embedding else ["a copy of the embedding"]
-        count = stage.prediction_layers
-        held += [*copy, f"{count} layer{'s' * (count > 1)} for multi-token prediction"]
-    return ", ".join([*held, *(["head and loss"] if stage.loss else [])]) or "nothing"
 
 
 def _table(rows: Sequence[Sequence[str]], last_left: bool = False) -> Iterator[str]:

@@ -49,37 +49,43 @@ def format_short_line(record: LogRecord) -> str:
 
     It has the step, the first loss, tokens per second, utilisation if it is known, memory and time left; skipped steps
     and NaN if there were any; further losses, gradient norm and learning rate as long as the line has at most 120
-    columns.
+    columns, for which utilisation is left out last.
     """
     width = len(str(record.train_iters))
     speed, losses = record.speed, list(record.losses.items())
     first = [f"step {record.iteration:{width}d}/{record.train_iters}"]
-    first += [f"{name} {loss:.4f}" for name, loss in losses[:1]]
+    first += [f"{name} {_short(loss, 4)}" for name, loss in losses[:1]]
     last = []
     if record.skipped_iterations or record.nan_iterations:
         last.append(f"skipped {record.skipped_iterations}, NaN {record.nan_iterations}")
     if speed is not None and speed.tokens_per_second is not None:
         rate = speed.tokens_per_second
-        last.append(f"{rate / 1e6:.2f}M tokens/s" if rate >= 1e6 else f"{rate:,.0f} tokens/s")
-    if speed is not None and speed.mfu is not None:
-        last.append(f"MFU {speed.mfu:.1%}")
+        last.append(f"{_short(rate / 1e6, 2)}M tokens/s" if rate >= 1e6 else f"{rate:,.0f} tokens/s")
+    mfu = [] if speed is None or speed.mfu is None else [f"MFU {speed.mfu:.1%}"]
+    last += mfu
     if record.memory is not None:
         last.append(f"{record.memory.peak / 2**30:.1f} GiB")
     if record.seconds_left is not None:
         last.append(f"{format_duration(record.seconds_left)} left")
-    optional = [f"{name} {loss:.4f}" for name, loss in losses[1:]]
-    optional += [] if record.grad_norm is None else [f"grad norm {record.grad_norm:.3f}"]
+    optional = [f"{name} {_short(loss, 4)}" for name, loss in losses[1:]]
+    optional += [] if record.grad_norm is None else [f"grad norm {_short(record.grad_norm, 3)}"]
     optional += [] if record.learning_rate is None else [f"lr {record.learning_rate:.3e}"]
-    while optional and len(" | ".join([*first, *optional, *last])) > SHORT_WIDTH:
-        optional.pop()
+    spare = [*mfu, *optional]
+    while spare and len(" | ".join([*first, *optional, *last])) > SHORT_WIDTH:
+        (optional or last).remove(spare.pop())
     line = " | ".join([*first, *optional, *last])[:SHORT_WIDTH]
     return line if record.times is None else f"{line}\n{record.times}"
+
+
+def _short(value: float, digits: int) -> str:
+    """Returns a number with these digits behind the point, from a million on as a power of ten."""
+    return f"{value:.{digits}f}" if abs(value) < 1e6 else f"{value:.2e}"
 
 
 def format_short_validation(record: ValidationRecord) -> str:
     """Returns the line that ends an evaluation with --log-style short."""
     where = record.where or f"step {record.iteration}"
-    losses = " | ".join(f"{name} {loss:.4f}, PPL {perplexity(loss):.2f}" for name, loss in record.losses.items())
+    losses = " | ".join(f"{name} {_short(loss, 4)}, PPL {perplexity(loss):.2f}" for name, loss in record.losses.items())
     return f"validation at {where} | {losses}"
 
 

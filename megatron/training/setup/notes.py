@@ -1,12 +1,16 @@
 """Notes that a run prints before it starts: its kernels, and behaviour that a user may not expect."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from torch import nn
 
+from megatron.core.dist_checkpointing.coordination import RankCoordinator
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.exceptions import UserError
-from megatron.core.pipeline_parallel.stage_map import stage_map
+from megatron.core.pipeline_parallel.stage_map import stage_map, stages_text
 from megatron.core.pipeline_parallel.stages import overlaps_expert_communication
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.config.memory import captured_parts, captures_micro_batches
 from megatron.core.transformer.dot_product_attention import describe_kernels
 from megatron.training.config.pretrain_config import PretrainConfig
@@ -31,6 +35,27 @@ def kernel_notes(model: Sequence[nn.Module], environment: Environment, config: P
     for line in describe_kernels(nn.ModuleList(model), environment.device, by_document):
         if begins or not line.startswith("backend"):
             yield line
+
+
+def holding_notes(model: Sequence[DistributedDataParallel], groups: ProcessGroupCollection, config: Any) -> list[str]:
+    """Returns a line for each pipeline rank: the parts of the model on it, and the parameters of each of its ranks.
+    Collective over all ranks."""
+    stages = stage_map(config)
+    chunks = [stages.stage_at(groups.rank("pp"), chunk) for chunk in range(stages.chunks)]
+    count = sum(slot.info.box.numel for chunk in model for unit in chunk.units for slot in unit.slots)
+    counts: dict[int, list[int]] = {}
+    parts: dict[int, str] = {}
+    for stage, part, parameters in RankCoordinator().gather([groups.rank("pp"), stages_text(chunks), count]):
+        counts.setdefault(stage, []).append(parameters)
+        parts[stage] = part
+    lines = []
+    for stage, found in sorted(counts.items()):
+        least, most = min(found), max(found)
+        each = f"{most:,}" if least == most else f"{least:,} to {most:,}"
+        who = "this process" if sum(map(len, counts.values())) == 1 else f"each of {len(found)} ranks"
+        where = f" of pipeline rank {stage}" if len(counts) > 1 else ""
+        lines.append(f"{who}{where} holds {parts[stage]}: {each} parameters")
+    return lines
 
 
 def run_notes(config: PretrainConfig, environment: Environment, splits: Splits) -> Iterator[str]:

@@ -33,6 +33,7 @@ from megatron.training import global_vars
 from megatron.training.checkpoints import Checkpoints
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.records import KINDS
+from megatron.training.data.data_plan import data_plan
 from megatron.training.data.digests import data_digests
 from megatron.training.data.recent_steps import RecentSteps
 from megatron.training.data.source_losses import source_names
@@ -61,7 +62,7 @@ from megatron.training.lr_schedule import build_scheduler
 from megatron.training.providers import Context, ForwardStep, Providers, SampleCounts
 from megatron.training.setup.graphs import capture_micro_batches, capture_update
 from megatron.training.setup.model import build_model, build_optimizer, stops_on_nonfinite
-from megatron.training.setup.notes import kernel_notes, run_notes
+from megatron.training.setup.notes import holding_notes, kernel_notes, run_notes
 from megatron.training.state import TrainState
 from megatron.training.tokenizer.base import Tokenizer
 from megatron.training.tokenizer.build import build_tokenizer, padded_vocab_size, padding_line
@@ -79,6 +80,9 @@ def set_up(
     config, timers = context.config, context.timers  # complete: the layout `auto` is resolved
     with timed(timers, "model-and-optimizer-setup", 0, barrier=True):
         model = build_model(context, providers.build_model)
+        held = holding_notes(model, environment.groups, config.transformer)
+        if environment.is_first:
+            print(*held, sep="\n", flush=True)
         for line in kernel_notes(model, environment, config):
             print(line, flush=True)
         optimizer = build_optimizer(context, model, providers.build_optimizer)
@@ -94,6 +98,8 @@ def set_up(
         datasets = providers.build_datasets(context, sample_counts(config))
         if environment.is_first:
             checkpoints.take_data(data_digests(config))
+            for line in data_plan(datasets, samples_to_read(config), config.data.seq_length or 0):
+                print(line, flush=True)
     hooks_of_script = () if providers.build_hooks is None else providers.build_hooks(context)
     mix = mix_of(config, datasets[0])
     if mix is not None and environment.is_first:
@@ -355,6 +361,14 @@ def build_hooks(
         )
         hooks += [profiler] if profiler is not None else []
     return hooks
+
+
+def samples_to_read(config: PretrainConfig) -> tuple[int, int | None, int | None]:
+    """Returns the number of samples that the run reads of each split; None: all of them (--full-validation)."""
+    counts = sample_counts(config)
+    return (
+        (counts.train, None, None) if config.evaluation.full_validation else (counts.train, counts.valid, counts.test)
+    )
 
 
 def sample_counts(config: PretrainConfig) -> SampleCounts:

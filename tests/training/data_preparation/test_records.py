@@ -14,6 +14,7 @@ def test_texts_and_lists():
     ("line", "fault", "message"),
     [
         (b'{"a": "x"', "not JSON", "not JSON: Expecting ',' delimiter at column 10"),
+        (b'{"a": "x', "not JSON", "not JSON: Unterminated string starting at column 7"),
         (b"hello", "not JSON", "not JSON: Expecting value at column 1"),
         (b'{"a": "x"} {"a": "y"}', "not JSON", "not JSON: Extra data at column 12"),
         (b'\xef\xbb\xbf{"a": "x"}', "not JSON", "not JSON: Unexpected UTF-8 BOM (decode using utf-8-sig) at column 1"),

@@ -6,9 +6,9 @@ import time
 import pytest
 from support.command_lines import configured
 
-from megatron.core.pipeline_parallel.stage_map import StageModules
+from megatron.core.pipeline_parallel.stage_map import StageModules, stage_text
 from megatron.training.dry_run.dry_run import dry_run
-from megatron.training.dry_run.report import report_lines, short_size, size_text, stage_text
+from megatron.training.dry_run.report import report_lines, short_size, size_text
 from megatron.training.providers import Providers
 from pretrain_gpt import build_model
 

@@ -119,6 +119,9 @@ def test_a_short_line_fits():
     line = format_short_line(record)
     assert 100 < len(line) <= 120 and line.endswith("115 d 17:46:40 left")
     assert "lm loss 9.8765 |" in line and "skipped 3, NaN 0" in line
+    huge = replace(record, losses={"lm loss": 1.5e38}, grad_norm=3e37, iteration=10**9, train_iters=10**9)
+    line = format_short_line(replace(huge, speed=Speed(0.1, tokens_per_second=9.9e13, mfu=0.4123)))
+    assert "lm loss 1.50e+38 | skipped" in line and len(line) <= 120 and line.endswith("115 d 17:46:40 left")
     shorter = format_short_line(replace(record, seconds_left=60.0, skipped_iterations=0))
     assert "lm loss 9.8765 | mtp_0 loss 1.0000 | 123.46M" in shorter and 100 < len(shorter) <= 120
 

@@ -4,14 +4,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.runs import TINY
+from support.processes import run_on_ranks
+from support.runs import TINY, train
 
 from megatron.core.exceptions import UserError
 from megatron.training.arguments import configure
 from megatron.training.config.settings import LaunchEnvironment
 from megatron.training.data.splits import ValidationSet
 from megatron.training.data_preparation.config import available_cores
-from megatron.training.setup.notes import run_notes
+from megatron.training.setup.notes import holding_notes, run_notes
+from megatron.training.trainer import Trainer
 
 
 def notes(flags: str, *, valid: Any = "data", test: Any = "data", whole: int | None = None) -> list[str]:
@@ -47,6 +49,33 @@ def test_more_workers_than_cores_are_said_with_a_number_that_works() -> None:
     (note,) = [note for note in notes("--num-workers 400") if note.startswith("--num-workers 400: ")]
     assert f"{cores} cores" in note and f"--num-workers {cores} or less" in note
     assert not any(note.startswith("--num-workers") for note in notes(f"--num-workers {cores}"))
+
+
+def test_a_run_says_who_holds_what(capsys: pytest.CaptureFixture[str]) -> None:
+    train("--mock-data --train-iters 1 --eval-iters 0")
+    assert "this process holds embedding, layers 1 to 2, head and loss: 27,296 parameters\n" in capsys.readouterr().out
+    assert (
+        run_on_ranks(_held, 4)
+        == [
+            [
+                "each of 2 ranks of pipeline rank 0 holds embedding, layer 1: 6,960 to 8,272 parameters",
+                "each of 2 ranks of pipeline rank 1 holds layer 2, head and loss: 6,512 to 7,824 parameters",
+            ]
+        ]
+        * 4
+    )
+
+
+def _held() -> list[str]:
+    """The model is split over two pipeline and two tensor parallel ranks."""
+    found: list[list[str]] = []
+
+    def before(run: Trainer) -> None:
+        found.append(holding_notes(run.model, run.environment.groups, run.config.transformer))
+
+    split = "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2"
+    train(f"--mock-data --train-iters 1 --eval-iters 0 {split}", before=before)
+    return found[0]
 
 
 def test_missing_splits_are_named_and_nothing_to_do_is_an_error() -> None:
