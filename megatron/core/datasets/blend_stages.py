@@ -62,7 +62,7 @@ def _stage(entry: Any) -> BlendStage:
     first, words = entry["from_sample"], entry["data_path"]
     if not isinstance(first, int) or isinstance(first, bool) or first < 0:
         raise UserError(f"from_sample is {json.dumps(first)}, not a number of samples")
-    blend = get_blend_from_list(words.split() if isinstance(words, str) else [str(word) for word in words])
+    blend = get_blend_from_list(words.split() if isinstance(words, str) else [str(word) for word in words], "data_path")
     if blend is None or not blend[0]:
         raise UserError("data_path has no prefix")
     prefixes, weights = blend

@@ -14,6 +14,7 @@ import numpy as np
 
 from megatron.core.exceptions import UserError
 from megatron.core.utils.files import open_atomically
+from megatron.core.utils.warn import warn_on_first_rank
 
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]+://", re.IGNORECASE)
 
@@ -70,16 +71,50 @@ def _ask(url: str, method: str, **options: Any) -> Any:
         raise UserError(f"{url}: cannot be read: {type(error).__name__}: {error}") from error
 
 
+def version_of(url: str) -> str | None:
+    """Returns what the store tells about the content of an object: its ETag, checksum, generation or the time of its
+    last change; None if it tells nothing of the kind. Raises UserError if the store cannot be asked."""
+    facts = {str(key).lower().replace("_", "").replace("-", ""): value for key, value in _ask(url, "info").items()}
+    known = next((key for key in _VERSIONS if facts.get(key) not in (None, "")), None)
+    return None if known is None else f"{known} {facts[known]}"
+
+
+_VERSIONS = (
+    "etag",
+    "md5hash",
+    "contentmd5",
+    "md5",
+    "checksum",
+    "crc32c",
+    "versionid",
+    "generation",
+    "mtime",
+    "lastmodified",
+    "modifiedat",
+    "modificationtime",
+    "updated",
+    "created",
+)
+"""Keys of fsspec's `info`, in lower case without signs, whose value changes when an object is written again."""
+
+
 def local_copy(url: str, folder: str | os.PathLike[str]) -> str:
     """Returns the path of an object's copy in a local folder. Makes the copy unless it exists. The copy's name contains
-    the object's size, so an object that has changed its size is copied again."""
-    name = hashlib.sha256(f"{url} {size_of(url)}".encode()).hexdigest()[:32]
+    the object's size and version (`version_of`), so an object that has changed is copied again. Without a version only
+    the size is compared, and a warning says so."""
+    version = version_of(url)
+    name = hashlib.sha256(f"{url} {size_of(url)} {version}".encode()).hexdigest()[:32]
     path = Path(folder) / f"{name}-{url.rsplit('/', 1)[-1]}"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         content = read_bytes(url)
         with open_atomically(path) as file:
             file.write(content)
+    elif version is None:
+        warn_on_first_rank(
+            f"{url}: the store tells neither checksum nor time, so {path} is used because its size is the same; delete "
+            "it if the object has changed"
+        )
     return str(path)
 
 

@@ -78,11 +78,11 @@ def split_bounds(share: tuple[float, float], count: int) -> tuple[int, int]:
     return round(begin * float(count)), round(end * float(count))
 
 
-def get_blend_from_list(words: Sequence[str] | None) -> Blend | None:
+def get_blend_from_list(words: Sequence[str] | None, source: str = "--data-path") -> Blend | None:
     """Parses the words of --data-path: prefixes, or pairs of weight and prefix. Returns None if there are no words.
 
     Words are prefixes if their number is odd, or if no word in a weight's position is a number. Raises UserError if
-    only some weights are numbers, if a weight is negative or infinite, or if all are zero.
+    only some weights are numbers, if a weight is negative or infinite, or if all are zero; it names `source`.
     """
     if not words:
         return None
@@ -93,10 +93,13 @@ def get_blend_from_list(words: Sequence[str] | None) -> Blend | None:
     for word, weight in zip(words[::2], weights, strict=True):
         if weight is None:
             raise UserError(
-                f"--data-path: {word!r} is in the position of a weight; "
+                f"{source}: {word!r} is in the position of a weight; "
                 "give pairs of weight and prefix, or prefixes without weights"
             )
-    return words[1::2], check_weights([weight for weight in weights if weight is not None])
+    try:
+        return words[1::2], check_weights([weight for weight in weights if weight is not None])
+    except UserError as error:
+        raise UserError(f"{source}: {error}") from None
 
 
 def check_weights(weights: Sequence[float]) -> list[float]:
@@ -112,7 +115,8 @@ def check_weights(weights: Sequence[float]) -> list[float]:
 def read_blend_file(path: str | os.PathLike[str]) -> Blend | None:
     """Reads the blend of a --data-args-path file: the words of --data-path, separated by blanks or newlines. Raises
     UserError."""
-    return get_blend_from_list(_read_text(path, "--data-args-path").split())
+    source = f"--data-args-path {path}"
+    return get_blend_from_list(_read_text(path, "--data-args-path").split(), source)
 
 
 def read_blend_per_split_file(path: str | os.PathLike[str]) -> list[Blend | None]:
@@ -127,11 +131,15 @@ def read_blend_per_split_file(path: str | os.PathLike[str]) -> list[Blend | None
         raise UserError(f"--per-split-data-args-path {path}: not JSON ({error})") from None
     if not isinstance(values, dict) or not set(values) <= {split.name for split in Split}:
         raise UserError(f"--per-split-data-args-path {path}: expected an object with keys train, valid, test")
-    words = [values.get(split.name) or [] for split in Split]
-    return [
-        get_blend_from_list(entry.split() if isinstance(entry, str) else [str(word) for word in entry])
-        for entry in words
-    ]
+    found = []
+    for split in Split:
+        entry = values.get(split.name) or []
+        source = f"--per-split-data-args-path {path}: {split.name}"
+        if not isinstance(entry, str | list):
+            raise UserError(f"{source}: expected a list of words or a text, not {entry!r:.40}")
+        words = entry.split() if isinstance(entry, str) else [str(word) for word in entry]
+        found.append(get_blend_from_list(words, source))
+    return found
 
 
 def _read_text(path: str | os.PathLike[str], flag: str) -> str:
@@ -139,6 +147,8 @@ def _read_text(path: str | os.PathLike[str], flag: str) -> str:
         return Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(f"{flag} {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{flag} {path}: not a text in UTF-8 (byte {error.start})") from None
 
 
 def _number(word: str) -> float | None:

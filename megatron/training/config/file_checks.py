@@ -4,12 +4,14 @@ Only the first rank looks, for all ranks (`LaunchEnvironment.looks_at_files`).
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from megatron.core.config_fields import literal_text
+from megatron.core.datasets.blend_stages import prefixes_of, read_stages_file
 from megatron.core.datasets.object_store import exists, is_url
-from megatron.core.datasets.utils import get_blend_from_list
+from megatron.core.datasets.utils import Blend, get_blend_from_list, read_blend_file, read_blend_per_split_file
 from megatron.core.dist_checkpointing.manifest import MANIFEST
 from megatron.core.exceptions import UserError
 from megatron.core.process_groups_config import GROUPS_WITH_SETTINGS
@@ -33,17 +35,44 @@ def files_exist(s: Settings) -> Iterator[str]:
             yield f"{{{field}}}: no such file"
     if "tokenizer_model" in read and s.tokenizer_model is not None and not Path(s.tokenizer_model).exists():
         yield "{tokenizer_model}: no such file or folder"
-    for field in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+    for source, prefixes_there in _sources_of_data(s):
         try:
-            blend = get_blend_from_list(getattr(s, field))
+            prefixes = prefixes_there()
         except UserError as error:
             yield literal_text(str(error))
             continue
-        for prefix in blend[0] if blend is not None else ():
+        for prefix in prefixes:
             if not s.sft:
-                yield from _data_set_exists(field, prefix)
+                yield from _data_set_exists(source, prefix)
             elif not Path(prefix).is_file():
-                yield f"{{{field}:name}} " + literal_text(f"{prefix}: no such file; --sft reads .jsonl files")
+                yield source + literal_text(f"{prefix}: no such file; --sft reads .jsonl files")
+
+
+def _sources_of_data(s: Settings) -> Iterator[tuple[str, Callable[[], list[str]]]]:
+    """Yields where prefixes of data sets are given, for a problem about one of them, and a function that returns them
+    or raises UserError. Files with prefixes are read only on ranks that look at files, and not for made-up data."""
+    for field in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+        words = getattr(s, field)
+        spelling = literal_text("--" + field.replace("_", "-"))
+        yield (
+            f"{spelling} ",
+            partial(lambda words, name: _prefixes([get_blend_from_list(words, name)]), words, spelling),
+        )
+    if s.mock_data or not s.launch_environment.looks_at_files:
+        return
+    readers: dict[str, Callable[[str], list[str]]] = {
+        "data_args_path": lambda path: _prefixes([read_blend_file(path)]),
+        "per_split_data_args_path": lambda path: _prefixes(read_blend_per_split_file(path)),
+        "data_stages": lambda path: prefixes_of(read_stages_file(path)),
+    }
+    for field, reader in readers.items():
+        path = getattr(s, field)
+        if path and Path(path).is_file():
+            yield f"{{{field}}}: ", partial(reader, path)
+
+
+def _prefixes(blends: Sequence[Blend | None]) -> list[str]:
+    return list(dict.fromkeys(prefix for blend in blends if blend is not None for prefix in blend[0]))
 
 
 def settings_of_communicators(s: Settings) -> Iterator[str]:
@@ -58,16 +87,19 @@ def settings_of_communicators(s: Settings) -> Iterator[str]:
 
 def data_in_object_stores(s: Settings) -> Iterator[str]:
     """Data in an object store has no folder beside it for the order of samples, and conversations are local files."""
-    for field in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
-        url = next((word for word in getattr(s, field) or () if is_url(word)), None)
+    for source, read in _sources_of_data(s):
+        try:
+            url = next(filter(is_url, read()), None)
+        except UserError:  # `files_exist` reports it
+            continue
         if url is None:
             continue
         if s.sft:
-            yield f"{{{field}:name}} " + literal_text(f"{url}: ") + "{sft:name} reads local .jsonl files; copy them"
+            yield source + literal_text(f"{url}: ") + "{sft:name} reads local .jsonl files; copy them"
         elif s.data_cache_path is None:
             yield (
-                f"{{{field}:name}} " + literal_text(f"{url}: ") + "give {data_cache_path:name}, a local folder for the "
-                "order of samples"
+                source + literal_text(f"{url}: ") + "give {data_cache_path:name}, a local folder for the order of "
+                "samples"
             )
         return
 
@@ -95,23 +127,24 @@ def validation_sets(s: Settings) -> Iterator[str]:
         yield f"{{validation_set_names}}: {names} names for the {len(prefixes)} sets of {{{field}}}"
 
 
-def _data_set_exists(field: str, prefix: str) -> Iterator[str]:
-    """A data set consists of two files. If the index is missing, the problem offers prefixes with similar names."""
+def _data_set_exists(source: str, prefix: str) -> Iterator[str]:
+    """A data set consists of two files. If the index is missing, the problem offers prefixes with similar names. It
+    begins with `source`, the flag or file that gives the prefix."""
     if is_url(prefix):
         try:
             missing = [suffix for suffix in (".idx", ".bin") if not exists(prefix + suffix)]
         except UserError as error:
-            yield f"{{{field}:name}} " + literal_text(str(error))
+            yield source + literal_text(str(error))
             return
         if missing:
-            yield f"{{{field}:name}} " + literal_text(f"{prefix}{missing[0]}: no such object")
+            yield source + literal_text(f"{prefix}{missing[0]}: no such object")
         return
     missing = [suffix for suffix in (".idx", ".bin") if not Path(prefix + suffix).is_file()]
     if missing:
         folder, name = Path(prefix).parent, Path(prefix).name
         near = sorted(str(path.with_suffix("")) for path in folder.glob("*.idx") if path.name.startswith(name))
         hint = f"; there is {' and '.join(near[:3])}" if near and ".idx" in missing else ""
-        yield f"{{{field}:name}} " + literal_text(f"{prefix}{missing[0]}: no such file{hint}")
+        yield source + literal_text(f"{prefix}{missing[0]}: no such file{hint}")
 
 
 def paths_are_not_empty(s: Settings) -> Iterator[str]:

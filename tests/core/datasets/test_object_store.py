@@ -49,6 +49,30 @@ def test_a_changed_index_is_copied_again(local: str, tmp_path: Path) -> None:
     assert second != first and Path(second).read_bytes() == b"another"
 
 
+@pytest.mark.parametrize("key", ["ETag", "mtime", "LastModified", "md5Hash", "content-md5"])
+def test_a_changed_index_of_the_same_size_is_copied_again(
+    local: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    store, facts = object_store.file_system(URL), {"size": 7, key: "1"}
+    monkeypatch.setattr(store, "info", lambda url: facts)
+    store.pipe_file("/bucket/corpus.idx", b"content")
+    first = object_store.local_copy(f"{URL}.idx", tmp_path)
+    assert object_store.local_copy(f"{URL}.idx", tmp_path) == first
+    store.pipe_file("/bucket/corpus.idx", b"another")
+    facts[key] = "2"
+    assert Path(object_store.local_copy(f"{URL}.idx", tmp_path)).read_bytes() == b"another"
+
+
+def test_a_store_that_tells_no_version_is_told(
+    local: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(object_store.file_system(URL), "info", lambda url: {"size": 7, "ETag": None})
+    object_store.local_copy(f"{URL}.idx", tmp_path)
+    assert not caplog.text
+    object_store.local_copy(f"{URL}.idx", tmp_path)
+    assert "corpus.idx: the store tells neither checksum nor time, so" in caplog.text
+
+
 def test_what_is_missing_or_broken_is_named(local: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"memory://bucket/none.idx: no such object"):
         IndexedDataset("memory://bucket/none")

@@ -75,9 +75,19 @@ def test_blends_from_files(tmp_path):
     assert read_blend_per_split_file(tmp_path / "splits.json") == [(["a", "b"], [1.0, 2.0]), (["c"], None), None]
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"training": "a"}'])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("1 a b 2", "'b' is in the position of a weight"), ("0 a 0 b", "above zero"), ("\udcff", "not a text in UTF-8")],
+)
+def test_bad_files_of_words_are_named(tmp_path, content, message):
+    (tmp_path / "words.txt").write_text(content, errors="surrogateescape")
+    with pytest.raises(UserError, match=rf"--data-args-path .*words\.txt: .*{message}"):
+        read_blend_file(tmp_path / "words.txt")
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"training": "a"}', '{"train": 3}', '{"valid": "1 a b 2"}', "\udcff"])
 def test_bad_per_split_files_are_named(tmp_path, content):
-    (tmp_path / "splits.json").write_text(content)
+    (tmp_path / "splits.json").write_text(content, errors="surrogateescape")
     with pytest.raises(UserError, match=r"--per-split-data-args-path .*splits\.json"):
         read_blend_per_split_file(tmp_path / "splits.json")
     with pytest.raises(UserError, match="No such file"):

@@ -33,7 +33,7 @@ def test_the_samples_are_those_of_files(prefix: str, tmp_path: Path, capsys: pyt
     assert "memory://runs/corpus.manifest.json: no manifest" in capsys.readouterr().err
 
 
-def test_flags_that_must_fit(prefix: str) -> None:
+def test_flags_that_must_fit(prefix: str, tmp_path: Path) -> None:
     (problem,) = problems_of("--data-path memory://runs/corpus", base=NO_DATA)
     assert problem == (
         "--data-path memory://runs/corpus: give --data-cache-path, a local folder for the order of samples"
@@ -41,5 +41,22 @@ def test_flags_that_must_fit(prefix: str) -> None:
     words = f"{NO_DATA} --data-path memory://runs/none --data-cache-path x".split()
     with pytest.raises(UserError, match=r"--data-path memory://runs/none.idx: no such object"):
         configure(words, launch_environment=LaunchEnvironment(1, False, looks_at_files=True))
+    words_file = tmp_path / "words.txt"
+    for content, problem in (
+        (
+            "memory://runs/corpus",
+            "memory://runs/corpus: give --data-cache-path, a local folder for the order of samples",
+        ),
+        ("memory://runs/none", "memory://runs/none.idx: no such object"),
+        (f"1 {prefix} 2 {tmp_path}/none", f"{tmp_path}/none.idx: no such file"),
+    ):
+        words_file.write_text(content)
+        with pytest.raises(UserError) as caught:
+            configure(
+                f"{NO_DATA} --data-args-path {words_file}".split(),
+                launch_environment=LaunchEnvironment(1, False, looks_at_files=True),
+            )
+        assert f"--data-args-path {words_file}: {problem}" in str(caught.value)
+        assert "--data-path" not in str(caught.value)
     found = problems_of("--data-path memory://runs/corpus --data-cache-path x --sft", base=NO_DATA)
     assert any("--sft reads local .jsonl files; copy them" in problem for problem in found)

@@ -225,6 +225,8 @@ def _what_is_missing(config: Any, module: str) -> str | None:
         return "is a part of a layer of experts, and {num_moe_experts:name} is not set"
     if module in ("mlp", "mlp_act") and config.num_moe_experts is not None and config.moe_layer_freq == 1:
         return f"is a part of a layer without experts, and there is none; {module.replace('mlp', 'moe')} works"
+    if module == "mlp_act" and config.fp8 and config.fp8_wgrad and not config.first_last_layers_bf16:
+        return "saves nothing with {fp8}: the second product keeps its input in fp8 anyway; mlp saves more"
     if module == "shared_experts" and not config.moe_shared_expert_intermediate_size:
         return "need {moe_shared_expert_intermediate_size:name}, which is not set"
     if module == "shared_experts" and config.moe_shared_expert_overlap:

@@ -21,6 +21,10 @@ SMALL: dict[str, Any] = {"num_layers": 2, "hidden_size": 64, "num_attention_head
             {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
             "recompute_modules moe: moe is a part of a layer of",
         ),
+        (
+            {"fp8": "hybrid", "recompute_granularity": "selective", "recompute_modules": ["mlp_act"]},
+            "mlp_act saves nothing with fp8 hybrid: the second product keeps its input in fp8 anyway",
+        ),
         (FINE, "fine_grained_activation_offloading needs offload_modules, any of attn_norm, qkv_linear"),
         (FINE | {"offload_modules": ["mlp"]}, "offload_modules mlp: mlp is no such part of a layer"),
         (
@@ -48,6 +52,12 @@ def test_impossible_values_are_named(fields: dict[str, Any], message: str) -> No
     with pytest.raises(UserError) as caught:
         TransformerConfig(**SMALL | fields)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("keeps_wide", [{"fp8_wgrad": False}, {"first_last_layers_bf16": True}])
+def test_an_activation_that_fp8_layers_keep_wide_can_be_recomputed(keeps_wide: dict[str, Any]) -> None:
+    way = {"fp8": "hybrid", "recompute_granularity": "selective", "recompute_modules": ["mlp_act"]}
+    assert TransformerConfig(**SMALL | way | keeps_wide).recompute_modules == ["mlp_act"]
 
 
 def test_defaults_have_no_problem() -> None:
