@@ -8,12 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from megatron.core.dist_checkpointing import folders
 from megatron.core.dist_checkpointing.async_saving import PendingSave, StagingMemory, begin_save
 from megatron.core.dist_checkpointing.checkpoint_selection import find_checkpoint, newest_iteration
 from megatron.core.dist_checkpointing.chunk import MASTER, SCALING_STATE, Chunk, model_chunks, optimizer_state_name
 from megatron.core.dist_checkpointing.coordination import RankCoordinator
-from megatron.core.dist_checkpointing.disk import Disk, cannot_write
 from megatron.core.dist_checkpointing.manifest import Manifest
 from megatron.core.dist_checkpointing.planning import MismatchPolicy
 from megatron.core.dist_checkpointing.reading import LoadResult, load
@@ -35,11 +33,13 @@ from megatron.training.inspection.run_description import (
     OF_EXPERTS,
     architecture_differences,
     check_architecture,
+    check_trained_parts,
     describe_run,
     setting_differences,
 )
 from megatron.training.loss_spikes import LossSpikes
 from megatron.training.lr_schedule import schedule_flag
+from megatron.training.rewind_record import Rewind, RewindRecord, temporary_folder
 from megatron.training.state import TrainState
 
 FORMAT = "safetensors"
@@ -64,6 +64,8 @@ class Checkpoints:
         """Digests in the checkpoint that was loaded."""
         self.spikes: LossSpikes | None = None
         """Judges losses; its state is part of every checkpoint."""
+        self.record = RewindRecord(self.flags, self._say)
+        """Decisions to go back from loss spikes; part of every checkpoint."""
         self.memory = StagingMemory()
         self.pending: tuple[int | None, PendingSave] | None = None
         """Iteration and save that `begin_save` started and `finish_save` has not ended. The iteration is None for a
@@ -139,8 +141,10 @@ class Checkpoints:
 
     def _root(self, state: TrainState, temporary: bool) -> Path:
         assert self.flags.save is not None
-        root = (_temporary_folder(self.flags, self.flags.save) if temporary else None) or Path(self.flags.save)
+        root = (temporary_folder(self.flags, self.flags.save) if temporary else None) or Path(self.flags.save)
         self._say(f"saving checkpoint at iteration {state.iteration:7d} to {root} in {FORMAT} format")
+        if not temporary:
+            self.record.begin_save()
         return root
 
     def _contents(
@@ -160,6 +164,7 @@ class Checkpoints:
             "optimizer": optimizer.common_state() if keep_optimizer else None,
         }
         common |= {} if self.spikes is None else {"loss_spikes": self.spikes.state_dict()}
+        common |= self.record.state_dict()
         layout = {name: self.groups.size(name) for name in ("tp", "pp", "cp", "dp", "ep", "expt_tp")}
         description = describe_run(self.config) | ({"data": dict(self.data)} if self.data else {})
         kept = (1, None) if temporary else (self.flags.keep_last, self.flags.save_retain_interval)
@@ -219,37 +224,41 @@ class Checkpoints:
         scheduler: OptimizerParamScheduler,
     ) -> None:
         """Loads the checkpoint of an iteration into a run that has trained, counts and optimizer included, also with
-        --finetune. A later --load then ignores newer checkpoints under --save and newer temporary ones. Raises
-        UserError, the same on all ranks, if the checkpoint cannot be loaded."""
+        --finetune. Raises UserError, the same on all ranks, if the checkpoint cannot be loaded."""
         for chunk in model:
             chunk.start_param_sync(force_sync=True)
         self.last_saved = None
         loaded = self._read(root, model, optimizer, weights_only=False, step=iteration)
         assert loaded is not None, "select_folders found the checkpoint before"
         self._restore(loaded, state, optimizer, scheduler, counts=True)
-        RankCoordinator().run_on_first(partial(self._set_back, root, iteration))
 
-    def _set_back(self, root: Path, iteration: int) -> None:
-        """Makes an iteration the newest one that --load finds: sets the tracker file of --save back and deletes newer
-        temporary checkpoints. Another folder, from which the run began, stays as it is."""
-        if self.flags.save is None:
-            return
-        disk, temporary = Disk(), _temporary_folder(self.flags, self.flags.save)
-        try:
-            if Path(self.flags.save).resolve() == root.resolve():
-                folders.write_tracker(disk, root, iteration)
-            for folder in folders.candidates(temporary) if temporary is not None else ():
-                if folder.iteration > iteration:
-                    folders.delete(disk, folder.path)
-        except OSError as error:
-            raise cannot_write(root, error) from error
+    def record_rewind(
+        self,
+        root: Path,
+        decision: Rewind,
+        state: TrainState,
+        model: Sequence[nn.Module],
+        optimizer: MegatronOptimizer,
+        scheduler: OptimizerParamScheduler,
+    ) -> None:
+        """Makes the decision to go back, whose checkpoint in `root` was reloaded, part of the run, on disk too. A run
+        that is killed before has decided nothing, goes on from where it was, and meets the spike again. One that is
+        killed afterwards goes on from the checkpoint of the decision. Collective."""
+        self.record.rewinds.add([decision])
+        assert self.flags.save is not None
+        if Path(self.flags.save).resolve() != root.resolve():  # a later run may know nothing but the folder of --save
+            self.save(state, model, optimizer, scheduler)
+        self.record.write(decision.iteration)
 
     def _folder_to_load(self, root: str) -> Path:
         """Returns the folder of --load, or that of its temporary checkpoints if they are newer."""
-        temporary = _temporary_folder(self.flags, root)
+        temporary = temporary_folder(self.flags, root)
         if temporary is None or self.flags.ckpt_step is not None:
             return Path(root)
-        newest = RankCoordinator().run_on_first(lambda: [newest_iteration(Path(root)), newest_iteration(temporary)])
+        accept = self.record.refusing_outdated(root, self.flags.save)
+        newest = RankCoordinator().run_on_first(
+            lambda: [newest_iteration(Path(root), accept), newest_iteration(temporary, accept)]
+        )
         if newest[1] <= newest[0]:
             return Path(root)
         self._say(f"the temporary checkpoint of iteration {newest[1]} in {temporary} is newer than those in {root}")
@@ -269,7 +278,7 @@ class Checkpoints:
             loaded = self._read(Path(flags.save), model, optimizer, weights_only=False)
             if loaded is not None:
                 self._say(f"--moe-use-upcycling: {flags.save} holds the upcycled run, which goes on")
-                self._restore(loaded, state, optimizer, scheduler)
+                self._restore(loaded, state, optimizer, scheduler, counts=True)
                 return True
         source = Path(flags.load or flags.pretrained_checkpoint or "")
         if self._read(source, model, optimizer, weights_only=True, step=flags.ckpt_step, dense=True) is None:
@@ -298,22 +307,28 @@ class Checkpoints:
     ) -> LoadResult | None:
         """Loads weights and, if wanted, optimizer state. Main weights are always loaded, together with the weights.
         `dense`: the checkpoint is that of a dense model, whose MLPs become experts."""
+        refuse_outdated = self.record.refusing_outdated(root, None if weights_only else self.flags.save)
         with_optimizer = not (weights_only or self.flags.no_load_optim or self.config.evaluation.skip_train)
         wanted: Iterable[Chunk] = chain(self.weights(model), _state_to_read(optimizer, with_optimizer))
         own, granularity = list[Chunk](), self.config.transformer.moe_upcycling_granularity
         if dense:
             own = list(wanted)
             wanted = dense_chunks(own, granularity)
+
+        def accept(manifest: Manifest) -> None:
+            if step is None:
+                refuse_outdated(manifest)
+            if dense:
+                self._accept_dense(root, manifest)
+            else:
+                self._accept(manifest, weights_only, with_optimizer)
+
         loaded = load(
             root,
             wanted,
             step=step,
             policy=self._mismatch_policy(with_optimizer),
-            accept=(
-                partial(self._accept_dense, root)
-                if dense
-                else lambda manifest: self._accept(manifest, weights_only, with_optimizer)
-            ),
+            accept=accept,
             log=self._say,
         )
         if loaded is not None:
@@ -349,7 +364,10 @@ class Checkpoints:
                 self._say(f"WARNING: {difference}")
         else:
             check_architecture(self.config, manifest.config)
-        if not with_optimizer or manifest.common.get("optimizer") is not None:
+        if not with_optimizer:
+            return
+        if manifest.common.get("optimizer") is not None:
+            check_trained_parts(self.config, manifest.config)
             return
         if "train_state" not in manifest.common:
             raise UserError(
@@ -376,6 +394,7 @@ class Checkpoints:
         common = loaded.manifest.common
         if (self.flags.finetune and not counts) or "train_state" not in common:
             return
+        self.record.go_on_from(loaded.folder, loaded.manifest)
         self._say(*setting_differences(self.config, loaded.manifest.config))
         self._saved_data = loaded.manifest.config.get("data", {})
         state.restore(TrainState.from_json(common["train_state"]))
@@ -421,14 +440,6 @@ class Checkpoints:
     def _say(self, *sentences: str) -> None:
         if self.groups.global_rank == 0 and sentences:
             print("\n".join(sentences), flush=True)
-
-
-def _temporary_folder(flags: CheckpointConfig, root: str) -> Path | None:
-    """Returns the folder of the temporary checkpoints that belong to those in `root`; None without them."""
-    if flags.non_persistent_save_interval is None:
-        return None
-    assert flags.non_persistent_ckpt_type in (None, "global")
-    return Path(flags.non_persistent_global_ckpt_dir or Path(root, "non_persistent"))
 
 
 def _state_to_read(optimizer: MegatronOptimizer, all_of_it: bool) -> Iterator[Chunk]:

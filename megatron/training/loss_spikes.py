@@ -36,7 +36,7 @@ class SpikeVerdict:
 
 
 class LossSpikes:
-    """Judges the loss of each step, and remembers which iterations a rewound run leaves out.
+    """Judges the loss of each step.
 
     Args:
         flags: those named --loss-spike-*; --loss-spike-action must be given.
@@ -64,8 +64,6 @@ class LossSpikes:
         self.update_allowed = torch.ones((), dtype=torch.bool, device=device)
         """Whether the optimizer may apply the update of this step. The same tensor in every step."""
         self._held_on_host = torch.zeros((), dtype=torch.bool, pin_memory=device.type == "cuda")
-        self.left_out: list[tuple[int, int]] = []
-        """First and last iterations of the ranges whose data a rewound run does not train on."""
 
     @torch.no_grad()
     def judge(self, reports: Sequence[Mapping[str, Tensor]], iteration: int) -> SpikeVerdict:
@@ -116,10 +114,6 @@ class LossSpikes:
         """Returns the number of the last iteration that was a spike. Waits for the device."""
         return int(self._last_spike.item())
 
-    def leaves_out(self, iteration: int) -> bool:
-        """Whether a rewound run does not train on this iteration's data."""
-        return any(first <= iteration <= last for first, last in self.left_out)
-
     # Checkpoints -----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -129,14 +123,12 @@ class LossSpikes:
             "count": int(self._count.item()),
             "in_row": int(self._in_row.item()),
             "last_spike": self.last_spike(),
-            "left_out": [list(each) for each in self.left_out],
         }
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Loads what `state_dict` returned. None, or a history of another length, begins a new history. Iterations that
-        are already left out stay left out."""
-        state = state or {"in_row": 0, "last_spike": 0, "left_out": []}
+        """Loads what `state_dict` returned. None, or a history of another length, begins a new history."""
+        state = state or {"in_row": 0, "last_spike": 0}
         self._held.fill_(False)
         self._held_on_host.fill_(False)
         self.update_allowed.fill_(True)
@@ -146,5 +138,3 @@ class LossSpikes:
         fits = len(history) == self._history.numel()
         self._history.copy_(torch.tensor(history, dtype=self._dtype)) if fits else self._history.zero_()
         self._count.fill_(state["count"] if fits else 0)
-        known = [(int(first), int(last)) for first, last in state["left_out"]]
-        self.left_out = sorted({*known, *self.left_out})

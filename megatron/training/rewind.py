@@ -3,9 +3,9 @@
 import dataclasses
 from pathlib import Path
 
-from megatron.core.dist_checkpointing import folders
 from megatron.core.dist_checkpointing.coordination import RankCoordinator
 from megatron.training.hooks.exit import ExitDecision
+from megatron.training.rewind_record import Rewind
 from megatron.training.trainer import Trainer
 
 
@@ -18,7 +18,7 @@ def go_back(trainer: Trainer, decision: ExitDecision) -> ExitDecision | None:
     spike, limit = spikes.last_spike(), flags.loss_spike_limit
     if not spikes.rewinds:
         return _ending(decision, f"{limit} loss spikes in a row, the last in iteration {spike} (--loss-spike-limit)")
-    if len(spikes.left_out) >= limit:
+    if len(trainer.checkpoints.record.rewinds) >= limit:
         return _ending(
             decision, f"a loss spike in iteration {spike}, and {limit} rewinds before it (--loss-spike-limit)"
         )
@@ -34,15 +34,15 @@ def go_back(trainer: Trainer, decision: ExitDecision) -> ExitDecision | None:
     root, iteration = found
     trainer.log.flush()
     with trainer.in_phase("rewinding"):
-        spikes.left_out.append((first, spike))
         parts = (trainer.state, trainer.model, trainer.optimizer, trainer.scheduler)
         trainer.checkpoints.reload(root, iteration, *parts)
+        trainer.checkpoints.record_rewind(root, Rewind(spike=spike, iteration=iteration, first=first), *parts)
         trainer.log.go_back(iteration)
+        trainer.log.event("rewind", iteration, spike=spike, left_out=[first, spike])
         trainer.splits.close()
         assert trainer.open_data is not None
         trainer.splits = trainer.open_data()
     trainer.exit.withdraw()
-    trainer.log.event("rewind", iteration, spike=spike, left_out=[first, spike])
     if trainer.environment.logs:
         print(
             f"went back from the loss spike in iteration {spike} to iteration {iteration}; the data of iterations "
@@ -57,13 +57,12 @@ def _ending(decision: ExitDecision, why: str) -> ExitDecision:
 
 
 def _newest_before(trainer: Trainer, iteration: int) -> tuple[Path, int] | None:
-    """Returns the folder and iteration of this run's newest checkpoint from before an iteration; None if there is none.
-    Considers the checkpoints under --save that the first rank sees, and the one that was loaded."""
-    flags, found = trainer.config.checkpoint, list[tuple[int, str]]()
-    loaded = None if flags.finetune else flags.load  # with --finetune, the iterations are those of another run
-    for root in dict.fromkeys(root for root in (flags.save, loaded) if root is not None):
-        steps = [folder.step for folder in folders.candidates(Path(root))]
-        found += [(step, root) for step in steps if isinstance(step, int) and step < iteration]
-    newest = [*max(found)] if found else None
-    chosen = RankCoordinator(trainer.exit.group).gather(newest)[0]
-    return None if chosen is None else (Path(chosen[1]), int(chosen[0]))
+    """Returns the folder and iteration of the checkpoint to go back to, as the first rank sees it; None if there is
+    none."""
+
+    def find() -> list[str | int] | None:
+        found = trainer.checkpoints.record.newest_before(iteration)
+        return None if found is None else [str(found[0]), found[1]]
+
+    chosen = RankCoordinator(trainer.exit.group).run_on_first(find)
+    return None if chosen is None else (Path(str(chosen[0])), int(chosen[1]))

@@ -132,8 +132,7 @@ class Trainer:
 
     def skips_step(self) -> bool:
         """Whether --iterations-to-skip names the next iteration, or a rewound run leaves it out."""
-        left_out = self.spikes is not None and self.spikes.leaves_out(self.state.iteration + 1)
-        return left_out or self._is_asked_to_skip()
+        return self.checkpoints.record.rewinds.leaves_out(self.state.iteration + 1) or self._is_asked_to_skip()
 
     def _is_asked_to_skip(self) -> bool:
         asked = map(ends_of, self.config.training.iterations_to_skip)

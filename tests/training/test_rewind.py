@@ -1,6 +1,8 @@
 """Runs with a loss spike: the update is left out, or the run goes back to a checkpoint and leaves out the data."""
 
 import dataclasses
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,10 +10,15 @@ from support.command_lines import problems_of
 from support.processes import run_on_ranks
 from support.runs import GPT, Outcome, differences, train
 
+from megatron.core.dist_checkpointing import folders
+from megatron.core.dist_checkpointing.checkpoint_selection import find_checkpoint
 from megatron.core.exceptions import UserError
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.training.data.splits import Splits
 from megatron.training.logging.jsonl import read_metrics
+from megatron.training.logging.training_log import TrainingLog
+from megatron.training.rewind_record import RECORD, RewindRecord
 from megatron.training.trainer import Trainer
 
 FLAGS = "--mock-data --train-iters 12 --eval-iters 0 --loss-spike-history 2 --loss-spike-z-score 1000"
@@ -91,23 +98,139 @@ def test_a_run_that_is_killed_after_it_went_back_continues_there(tmp_path, capsy
     flags = f"{FLAGS} --loss-spike-action rewind --loss-spike-rewind-window 4 --save-interval 3 --save {tmp_path}"
     flags += f" --non-persistent-save-interval 1 --load {tmp_path}"
 
-    def killed(run: Trainer) -> None:
-        plant(8)(run)
-        begin = run.begin_step
-
-        def begin_step() -> int:
-            if run.spikes is not None and run.spikes.left_out:
-                raise RuntimeError("killed")
-            return begin()
-
-        run.begin_step = begin_step  # type: ignore[method-assign]
-
-    with pytest.raises(RuntimeError, match="killed"):
-        train(flags, before=killed)
+    with pytest.raises(Killed):
+        train(flags, before=dies_after_going_back(8))
     capsys.readouterr()
     train(flags)  # without a spike: nothing goes back any more
     assert "loaded checkpoint of iteration       3" in capsys.readouterr().out
     assert [path.name for path in (tmp_path / "non_persistent").glob("iter_*")] == ["iter_0000011"]
+
+
+class Killed(RuntimeError):
+    """Stands for a kill of the process."""
+
+
+KILLED_AT = {
+    "before the record": (RewindRecord, "write"),
+    "before the tracker": (folders, "write_tracker"),
+    "before temporary checkpoints are deleted": (folders, "delete"),
+    "before the log": (TrainingLog, "go_back"),
+    "before the data": (Splits, "close"),
+}
+REWINDS_TO_3 = (
+    f"{FLAGS} --loss-spike-action rewind --loss-spike-rewind-window 4 --save-interval 3 "
+    "--non-persistent-save-interval 1"
+)
+
+"""Where a run that goes back is killed: before the call of a function."""
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Outcome, Path]:
+    """A run that goes back from 8 to 3 and is not killed, and its folder."""
+    folder = tmp_path_factory.mktemp("straight")
+    return train(f"{REWINDS_TO_3} --save {folder}", before=plant(8)), folder
+
+
+SLOW = ("before the log", "before the data")
+
+
+@pytest.mark.parametrize(
+    "place", [pytest.param(place, marks=pytest.mark.slow) if place in SLOW else place for place in KILLED_AT]
+)
+def test_a_run_that_is_killed_while_it_goes_back_continues(straight, tmp_path, monkeypatch, capsys, place):
+    """It goes back from 8 to 3; checkpoint 6 and temporary checkpoint 7 have learned from the window of 5 to 8."""
+    owner, name = KILLED_AT[place]
+    own = getattr(owner, name)
+
+    def kill(*arguments: Any) -> Any:
+        if going_back:
+            raise Killed
+        return own(*arguments)
+
+    going_back: list[bool] = []
+
+    def before(run: Trainer) -> None:
+        plant(8)(run)
+        reload = run.checkpoints.reload
+
+        def watched(*arguments: Any) -> None:
+            reload(*arguments)
+            going_back.append(True)
+
+        run.checkpoints.reload = watched  # type: ignore[method-assign]
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(owner, name, kill)
+        train(f"{REWINDS_TO_3} --save {tmp_path}", before=before)
+    capsys.readouterr()
+    decided = place != "before the record"
+    resumed = train(f"{REWINDS_TO_3} --save {tmp_path} --load {tmp_path}", before=plant(*[] if decided else [8]))
+    assert ("the data of iterations 5 to 8 is left out" in capsys.readouterr().out) and resumed.decision is None
+    assert differences(resumed.at_end, straight[0].at_end) == []
+    lines = [read_metrics(folder / "metrics.jsonl").training for folder in (straight[1], tmp_path)]
+    assert [line["lm loss"] for line in lines[0]] == [line["lm loss"] for line in lines[1]]
+    kept = [find_checkpoint(folder).manifest.common["rewinds"] for folder in (straight[1], tmp_path)]
+    assert kept == [[{"spike": 8, "iteration": 3, "first": 5}]] * 2
+
+
+def test_a_run_that_goes_back_into_another_folder_writes_its_own(tmp_path, capsys):
+    """It was loaded from a/4 and goes back from 8 to that. A later run knows b alone, where 6 has learned from 5 to
+    8."""
+    flags = f"{FLAGS} --loss-spike-action rewind --loss-spike-rewind-window 4 --save-interval 2"
+    train(f"{flags} --save {tmp_path / 'a'} --exit-interval 4")
+    straight = train(f"{flags} --load {tmp_path / 'a'} --save {tmp_path / 'b'}", before=plant(8))
+    with pytest.raises(Killed):
+        train(f"{flags} --load {tmp_path / 'a'} --save {tmp_path / 'c'}", before=dies_after_going_back(8))
+    capsys.readouterr()
+    resumed = train(f"{flags} --load {tmp_path / 'c'} --save {tmp_path / 'c'}")
+    assert "loaded checkpoint of iteration       4" in capsys.readouterr().out
+    assert differences(resumed.at_end, straight.at_end) == []
+
+
+def test_no_checkpoint_from_before_an_earlier_decision_is_gone_back_to(tmp_path, capsys):
+    """The first spike, in 8, leaves 7 and 8 out. Checkpoint 7 of the time before, written by an exit, has learned from
+    7; the second spike, in 10, must not go back to it."""
+    flags = f"{FLAGS} --loss-spike-action rewind --loss-spike-rewind-window 2 --save {tmp_path} --load {tmp_path}"
+    train(f"{flags} --save-interval 5 --exit-interval 7")
+    train(f"{flags} --save-interval 5", before=plant(8, 10))
+    out = capsys.readouterr().out
+    assert "from the loss spike in iteration 8 to iteration 5" in out
+    assert "from the loss spike in iteration 10 to iteration 5" in out
+    with pytest.raises(UserError, match=r"no checkpoint in .* to go on from: iter_0000007: it has learned from data"):
+        for folder in tmp_path.glob("iter_*"):
+            if folder.name != "iter_0000007":
+                shutil.rmtree(folder)
+        train(f"{flags} --save-interval 5")
+
+
+def test_windows_stay_without_the_flag_and_a_new_run_forgets_them(tmp_path, capsys):
+    flags = f"{FLAGS} --loss-spike-rewind-window 2 --save-interval 2 --save {tmp_path}"
+    with pytest.raises(Killed):
+        train(f"{flags} --loss-spike-action rewind", before=dies_after_going_back(8))
+    flags = f"--mock-data --train-iters 12 --eval-iters 0 --save {tmp_path}"
+    found = train(f"{flags} --load {tmp_path}")
+    assert found.at_end["state"]["skipped_train_samples"] == 8
+    found = train(flags)
+    assert found.at_end["state"]["skipped_train_samples"] == 0 and not (tmp_path / RECORD).exists()
+    assert "rewinds.json is deleted: it is of an earlier run" in capsys.readouterr().out
+
+
+def dies_after_going_back(spike: int) -> Any:
+    """Returns a change of a run: this iteration is a spike, and the first step after the run went back is its end."""
+
+    def change(run: Trainer) -> None:
+        plant(spike)(run)
+        begin = run.begin_step
+
+        def begin_step() -> int:
+            if len(run.checkpoints.record.rewinds):
+                raise Killed
+            return begin()
+
+        run.begin_step = begin_step  # type: ignore[method-assign]
+
+    return change
 
 
 def test_without_an_old_checkpoint_or_after_many_rewinds_the_run_ends(tmp_path):
@@ -136,8 +259,8 @@ def _on_rank(flags: str) -> Any:
 
     outcome = train(flags, before=before)
     (run,) = kept
-    assert run.spikes is not None and outcome.decision is None
-    return run.spikes.left_out[0], outcome.at_end["state"]["skipped_train_samples"]
+    assert outcome.decision is None
+    return run.checkpoints.record.rewinds.windows[0], outcome.at_end["state"]["skipped_train_samples"]
 
 
 def test_an_optimizer_that_cannot_leave_out_an_update_is_refused():

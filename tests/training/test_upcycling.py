@@ -18,7 +18,7 @@ def test_a_run_begins_as_the_dense_one_and_goes_on(corpus, tmp_path, capsys):
     dense, new = tmp_path / "dense", tmp_path / "new"
     train(f"{data} --train-iters 2 --save {dense}", base=DENSE)
     expected = train(f"{data} --train-iters 1 --load {dense} --finetune", base=DENSE).losses
-    upcycle = f"{data} {HALVES} --load {dense} --save {new}"
+    upcycle = f"{data} {HALVES} --load {dense} --save {new} --finetune"  # which is for the dense weights alone
     ranks = "--expert-model-parallel-size 2 --moe-grouped-gemm --use-distributed-optimizer"
     found = logger_of(train_on_ranks(f"{upcycle} {ranks} --train-iters 2 --exit-interval 1", 2, base=DENSE))
     assert found.losses == pytest.approx(expected, rel=1e-11)

@@ -7,7 +7,7 @@ from pathlib import Path
 from megatron.core.dist_checkpointing import folders
 from megatron.core.dist_checkpointing.checkpoint import Checkpoint, check_files, open_checkpoint
 from megatron.core.dist_checkpointing.folders import Folder, Step
-from megatron.core.dist_checkpointing.manifest import MANIFEST, BrokenCheckpoint
+from megatron.core.dist_checkpointing.manifest import MANIFEST, BrokenCheckpoint, Manifest, OutdatedCheckpoint
 from megatron.core.exceptions import UserError
 
 Log = Callable[[str], object]
@@ -45,19 +45,26 @@ def select_folders(root: Path, step: Step | None = None) -> Selection:
 
 
 def broken_warning(folder: Path, error: BrokenCheckpoint) -> str:
-    """Returns the warning that a load skips a broken checkpoint."""
+    """Returns the warning that a load skips a broken or outdated checkpoint."""
+    if isinstance(error, OutdatedCheckpoint):
+        return f"checkpoint {folder} is left out: {error.reason}"
     return f"WARNING: checkpoint {folder} is broken: {error}"
 
 
 def no_complete_checkpoint(root: Path, broken: Sequence[BrokenCheckpoint]) -> UserError:
-    """Returns the error of a load that finds only broken checkpoints."""
+    """Returns the error of a load that finds only broken or outdated checkpoints."""
+    if all(isinstance(error, OutdatedCheckpoint) for error in broken):
+        return UserError(f"no checkpoint in {root} to go on from: " + "; ".join(map(str, broken)))
     return UserError(f"no complete checkpoint in {root}: " + "; ".join(map(str, broken)))
 
 
-def find_checkpoint(root: Path, step: Step | None = None, log: Log = print) -> Checkpoint | None:
+def find_checkpoint(
+    root: Path, step: Step | None = None, log: Log = print, accept: Callable[[Manifest], None] = lambda manifest: None
+) -> Checkpoint | None:
     """Opens the checkpoint that a load would select, without verifying the bytes of its tensors. None if there is none.
 
-    For a single process that needs only the flags or the common state. Raises UserError as `select_folders` does, and
+    For a single process that needs only the flags or the common state. `accept` raises OutdatedCheckpoint for one that
+    is not to be taken. Raises UserError as `select_folders` does, and
     if all checkpoints are broken.
     """
     choice = select_folders(root, step)
@@ -68,6 +75,7 @@ def find_checkpoint(root: Path, step: Step | None = None, log: Log = print) -> C
         try:
             checkpoint = open_checkpoint(root / name)
             check_files(checkpoint)
+            accept(checkpoint.manifest)
             return checkpoint
         except BrokenCheckpoint as error:
             log(broken_warning(root / name, error))
@@ -77,10 +85,11 @@ def find_checkpoint(root: Path, step: Step | None = None, log: Log = print) -> C
     return None
 
 
-def newest_iteration(root: Path) -> int:
-    """Returns the iteration of the newest complete checkpoint in `root`; -1 if there is none."""
+def newest_iteration(root: Path, accept: Callable[[Manifest], None] = lambda manifest: None) -> int:
+    """Returns the iteration of the newest complete checkpoint in `root` that `accept` does not refuse; -1 if there is
+    none."""
     try:
-        found = find_checkpoint(root, log=lambda _: None)
+        found = find_checkpoint(root, log=lambda _: None, accept=accept)
     except UserError:
         return -1
     return -1 if found is None else found.manifest.iteration

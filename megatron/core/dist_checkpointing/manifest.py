@@ -34,6 +34,10 @@ class BrokenCheckpoint(UserError):
         self.reason = reason
 
 
+class OutdatedCheckpoint(BrokenCheckpoint):
+    """A whole checkpoint that a run must not go on from. A load leaves it out and takes an older one."""
+
+
 def index_name(rank: int) -> str:
     """Returns the file name of a rank's index."""
     return f"rank_{rank:05d}.json"

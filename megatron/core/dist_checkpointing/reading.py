@@ -66,8 +66,8 @@ def load(
     """Loads the chunks' tensors in place from the newest complete checkpoint in `root`. Collective over the group.
 
     Returns None if there is no checkpoint. For a broken checkpoint, logs file and reason and tries the next older one;
-    all ranks load the same one. `step` selects one checkpoint. `accept` may raise UserError to refuse a checkpoint
-    before tensors are read. `log` gets the same sentences on all ranks.
+    all ranks load the same one. `step` selects one checkpoint. Before tensors are read `accept` may raise UserError to
+    refuse the checkpoint, or OutdatedCheckpoint to try the next older one. `log` gets the same sentences on all ranks.
 
     Raises UserError on all ranks for wanted keys that are not stored and stored keys that no rank wants (unless
     `policy` allows them), different shapes, another program's checkpoint, or if all checkpoints are broken. Some

@@ -254,8 +254,23 @@ def _rewinds(s: Settings) -> Iterator[str]:
         return
     if s.save is None or s.save_interval is None:
         yield "{loss_spike_action} goes back to a checkpoint: give {save:name} and {save_interval:name}"
+    elif s.keep_last is not None or s.save_retain_interval is not None:
+        yield from _checkpoint_before_the_window(s)
     if s.no_save_optim or s.no_load_optim:
         yield "{loss_spike_action} loads the optimizer's state: leave out {no_save_optim:name} and {no_load_optim:name}"
+
+
+def _checkpoint_before_the_window(s: Settings) -> Iterator[str]:
+    """Right before a save the newest of N checkpoints is one interval old, and the oldest N intervals. A spike in the
+    first iteration after a save finds the oldest N - 1 intervals back, which must be before its window."""
+    interval, window = max(s.save_interval, 1), s.loss_spike_rewind_window
+    needed = 1 + math.ceil((window - 1) / interval)
+    if (s.keep_last or 1) < needed:
+        given = "{keep_last}" if s.keep_last is not None else "{save_retain_interval}"
+        yield (
+            f"{given} may keep no checkpoint from before {{loss_spike_rewind_window}} to go back to "
+            f"({{loss_spike_action}}); with {{save_interval}} give {{keep_last:name}} {needed} or more"
+        )
 
 
 def _numbers_are_finite(s: Settings) -> Iterator[str]:

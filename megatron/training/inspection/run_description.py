@@ -333,6 +333,24 @@ def _shown(field: str, value: Any) -> str:
     return value_text(value)
 
 
+def check_trained_parts(config: PretrainConfig, described: Mapping[str, Any]) -> None:
+    """Raises UserError if this run trains parts of the model that the described run did not train, or the other way
+    round, since the optimizer's state is then that of other parameters."""
+    if "command_line" not in described or config.transformer.dsa_indexer_n_heads is None:
+        return
+    theirs = read_command_line(described["command_line"], ignore_unknown_args=True).values["dsa_indexer_loss_coeff"]
+    ours = config.transformer.dsa_indexer_loss_coeff
+    if bool(ours) == bool(theirs):
+        return
+    trains = f"--dsa-indexer-loss-coeff {ours} trains" if ours else "without --dsa-indexer-loss-coeff a run leaves"
+    state = "lacks that of the indexer" if ours else "has that of the indexer"
+    raise UserError(
+        f"{trains} the indexer of sparse attention{'' if ours else ' as it is'}, and the optimizer's state in the "
+        f"checkpoint {state} (the run that saved it had {_shown_or_unset(theirs)}): give the same flag, or "
+        "--no-load-optim to go on with a fresh optimizer"
+    )
+
+
 def check_architecture(config: PretrainConfig, described: Mapping[str, Any]) -> None:
     """Raises UserError naming every flag that makes this run's model differ from the described one."""
     differences = architecture_differences(config, described)

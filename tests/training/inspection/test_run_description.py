@@ -12,6 +12,7 @@ from megatron.training.inspection.run_description import (
     ARCHITECTURE,
     architecture_differences,
     check_architecture,
+    check_trained_parts,
     command_line_of,
     describe_run,
     setting_differences,
@@ -50,6 +51,20 @@ def test_the_command_line_gives_the_same_config_again(flags):
 def test_a_description_is_json(flags):
     described = describe_run(config_of(flags))
     assert json.loads(json.dumps(described)) == described
+
+
+def test_another_choice_of_what_is_trained_is_named():
+    sparse = "--experimental-attention-variant dsa --multi-latent-attention --dsa-indexer-n-heads 2 "
+    sparse += "--dsa-indexer-head-dim 64 --dsa-indexer-topk 4"
+    without, trained, more = (
+        configured(f"{sparse} {flag}") for flag in ("", "--dsa-indexer-loss-coeff 0.1", "--dsa-indexer-loss-coeff 0.2")
+    )
+    check_trained_parts(more, describe_run(trained))
+    check_trained_parts(without, describe_run(without))
+    with pytest.raises(UserError, match=r"coeff 0.1 trains the indexer .* lacks .* had not set\).* --no-load-optim"):
+        check_trained_parts(trained, describe_run(without))
+    with pytest.raises(UserError, match=r"without --dsa-indexer-loss-coeff .* has that of .* 0.1\).* --no-load-optim"):
+        check_trained_parts(without, describe_run(trained))
 
 
 def test_every_architecture_value_is_a_setting():
