@@ -117,6 +117,7 @@ class Trainer:
             update_applied=result.update.update_applied,
             num_zeros=result.update.num_zeros,
             params_norm=result.params_norm,
+            max_attention_logit=result.update.max_attention_logit,
             learning_rate=result.learning_rate,
             decoupled_learning_rate=result.decoupled_learning_rate,
             loss_scale=result.loss_scale,

@@ -297,13 +297,14 @@ def train_step(
     config: Any,
     forward_backward_func: Callable[..., Any],
     iteration: int | None = None,
-) -> tuple[dict[str, Tensor], int, bool, bool, int, float | None, int | None, None]:
+) -> tuple[dict[str, Tensor], int, bool, bool, int, float | None, int | None, float | None]:
     """Runs one training step and counts it in `get_args()`. Waits for the device.
 
     Returns (loss_dict, skipped_iter, should_checkpoint, should_exit, exit_code, grad_norm, num_zeros_in_grad,
-    max_attention_logit). `loss_dict` is empty on ranks that compute no loss; the last value is not measured. A loss or
-    gradient that is not finite skips the update on all ranks (`skipped_iter` 1); unless --nonfinite-action is skip,
-    every later update is skipped too, and `should_exit` is True with exit code 1.
+    max_attention_logit). `loss_dict` is empty on ranks that compute no loss; the last value is None without
+    --log-max-attention-logit or --qk-clip. A loss or gradient that is not finite skips the update on all ranks
+    (`skipped_iter` 1); unless --nonfinite-action is skip, every later update is skipped too, and `should_exit` is True
+    with exit code 1.
     """
     run = global_vars.current_run()
     update_num_microbatches(run.state.consumed_train_samples)
@@ -335,7 +336,8 @@ def train_step(
         halted = _is_halted(optimizer, run.config)
         return losses, 1, False, halted, int(halted), None, None, None
     zeros = None if update.num_zeros is None else int(update.num_zeros.item())
-    return losses, 0, False, False, 0, update.grad_norm.item(), zeros, None
+    logit = None if update.max_attention_logit is None else update.max_attention_logit.item()
+    return losses, 0, False, False, 0, update.grad_norm.item(), zeros, logit
 
 
 def _is_halted(optimizer: MegatronOptimizer, config: PretrainConfig) -> bool:

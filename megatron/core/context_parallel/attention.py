@@ -91,6 +91,14 @@ class ContextAttention:
             return self._with_kv_exchange(query, key, value, rows, call, situation)
         return self._with_a2a(query, key, value, rows, call, situation)
 
+    def whole_keys(self, query: Tensor, key: Tensor, call: AttentionCall) -> tuple[Tensor, AttentionCall]:
+        """Returns the keys of whole rows, gathered from all ranks without a gradient, and the call with the positions
+        of this rank's queries among them, without dropout."""
+        rows = self._rows(query, call)
+        positions = rows.positions(query.device).expand(query.shape[1], -1)  # [b, s]
+        keys = gather_whole_rows(key.detach(), self.groups.cp, self.part.size)
+        return keys, dataclasses.replace(call, query_positions=positions, mask=rows.mask, dropout=None)
+
     def describe(self, device_type: str, packed: bool) -> str:
         """Says how keys and queries meet, and which kernels compute them."""
         text = f"{self.comm_type.value} over {self.part.size} ranks"

@@ -10,6 +10,7 @@ from megatron.core.dist_checkpointing.chunk import Chunk
 from megatron.core.exceptions import UserError
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer, StepUpdate
+from megatron.core.optimizer.qk_clip import QKClip
 
 
 class ChainedOptimizer(MegatronOptimizer):
@@ -25,6 +26,8 @@ class ChainedOptimizer(MegatronOptimizer):
         if not flat or len(flat) < len(chained_optimizers):
             names = ", ".join(type(optimizer).__name__ for optimizer in chained_optimizers) or "none"
             raise UserError(f"ChainedOptimizer chains what get_megatron_optimizer returns; it was given {names}")
+        if len(flat) > 1:
+            QKClip.refuse(flat[0].chunks, "ChainedOptimizer")
         self.chained_optimizers = flat
         self.config = flat[0].config
         self.param_groups = [group for optimizer in flat for group in optimizer.param_groups]
@@ -36,7 +39,8 @@ class ChainedOptimizer(MegatronOptimizer):
         updates = [optimizer.update(norm, loss_is_finite) for optimizer in self.chained_optimizers]
         zeros = [update.num_zeros for update in updates if update.num_zeros is not None]
         applied = torch.stack([update.update_applied for update in updates]).all()
-        return StepUpdate(norm, applied, torch.stack(zeros).sum() if zeros else None)
+        logit = updates[0].max_attention_logit
+        return StepUpdate(norm, applied, torch.stack(zeros).sum() if zeros else None, logit)
 
     def update_only_if(self, allowed: Tensor) -> None:
         """Hands the scalar to each optimizer."""

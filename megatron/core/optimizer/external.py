@@ -15,6 +15,7 @@ from megatron.core.exceptions import UserError
 from megatron.core.optimizer.clip_grads import clip_divisor, grad_norm
 from megatron.core.optimizer.optimizer import MegatronOptimizer, StepUpdate, true_on_all_ranks
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.qk_clip import QKClip
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 
@@ -44,6 +45,7 @@ class ExternalOptimizer(MegatronOptimizer):
         wrapped = [chunk for chunk in chunks if isinstance(chunk, DistributedDataParallel)]
         if len(wrapped) != len(chunks):
             raise UserError(f"the model of the script's own {name} is not wrapped in DistributedDataParallel")
+        QKClip.refuse(wrapped, f"the script's own {name}")
         self.config = config
         self.optimizer = optimizer
         self.groups = pg_collection or wrapped[0].pg_collection

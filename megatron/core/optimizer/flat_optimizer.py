@@ -27,6 +27,7 @@ from megatron.core.optimizer.param_groups import (
     ParamKey,
     parameter_ranges,
 )
+from megatron.core.optimizer.qk_clip import QKClip
 from megatron.core.optimizer.segments import Segments, StepInputs, StoredSegments, with_main_gradients
 from megatron.core.optimizer.state_storage import (
     Plain,
@@ -133,6 +134,9 @@ class FlatOptimizer(MegatronOptimizer):
         self._segments = [self._segments_of(settings, members) for settings, members in ranges.items()]
         self._host_pieces = list(self._pieces_on_host(list(ranges.values())))
         self._host_stream = StateStream(self.device)
+        self.qk_clip = QKClip.of(self.chunks, groups, self.device)
+        if self.qk_clip is not None and self.qk_clip.config.qk_clip and config.optimizer_cpu_offload:
+            raise UserError("--qk-clip scales weights on the device: drop --optimizer-cpu-offload")
 
     # Groups ----------------------------------------------------------------------------------------------------------
 
@@ -230,10 +234,11 @@ class FlatOptimizer(MegatronOptimizer):
             self.halted |= ~good
         applied = gradients_finite & loss_finite & ~self.halted & self._allowed
         zeros = count_zeros(self.units, self.groups, self.chunks[0]) if self.config.log_num_zeros_in_grad else None
+        logit = None if self.qk_clip is None else self.qk_clip.logits.collect()
         self._update(applied, scale * clip_divisor(norm, self.config.clip_grad))
         if self.grad_scaler is not None:
             self.grad_scaler.update(overflowed=~gradients_finite, counted=~self.halted)
-        return StepUpdate(norm, applied, zeros)
+        return StepUpdate(norm, applied, zeros, logit)
 
     def _update(self, applied: Tensor, divisor: Tensor) -> None:
         for chunk in self.chunks:
@@ -247,6 +252,8 @@ class FlatOptimizer(MegatronOptimizer):
         for on_device, piece in zip(pieces, self._host_pieces, strict=True):
             for number, start, stop in piece.segments:
                 self._update_segments(self._as_segments([on_device.part(start, stop)]), step, number)
+        if self.qk_clip is not None:
+            self.qk_clip.clip(self.states, applied, self.config.use_precision_aware_optimizer)
         for state in self.states:
             state.unit.mark_updated()
         for chunk in self.chunks:

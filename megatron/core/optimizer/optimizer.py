@@ -30,6 +30,8 @@ class StepUpdate:
     or if `update_only_if` says so."""
     num_zeros: Tensor | None = None
     """Number of gradient elements that are exactly zero; only with log_num_zeros_in_grad."""
+    max_attention_logit: Tensor | None = None
+    """The largest attention logit of the step; only with log_max_attention_logit or qk_clip in the model's config."""
 
 
 class MegatronOptimizer(abc.ABC):

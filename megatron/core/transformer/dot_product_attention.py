@@ -14,6 +14,7 @@ from megatron.core.exceptions import UserError
 from megatron.core.ops.attention.alibi import alibi_slopes
 from megatron.core.ops.attention.chunks import chunks_of_documents, chunks_of_row
 from megatron.core.ops.attention.kernels import SDPA_CUDA, Situation
+from megatron.core.ops.attention.max_logits import max_attention_logits
 from megatron.core.ops.attention.sdpa import first_usable_kernel
 from megatron.core.ops.attention.unfused import AttentionCall, AttentionVariant
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -25,6 +26,7 @@ from megatron.core.transformer.layer_inputs import LayerInputs, is_plain_causal
 from megatron.core.transformer.layer_patterns import is_chunked, is_windowed
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils.recompute_cache import run_once_under_recompute
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right)
 _PADDED = (AttnMaskType.padding, AttnMaskType.padding_causal)
@@ -97,6 +99,9 @@ class DotProductAttention(MegatronModule):
             self.context = ContextAttention(
                 comm_type, groups, self.variant, local_heads, self.plan, blocks, self.backend.merge_block
             )
+        self.measures_logits = config.log_max_attention_logit or config.qk_clip
+        self.max_logits: Tensor | None = None
+        """[heads of this rank]: the largest logits since `AttentionLogits.collect`, in float32 at least."""
         self.register_parameter("softmax_offset", None)
         if config.softmax_type == "learnable":
             assert config.init_method is not None
@@ -161,12 +166,23 @@ class DotProductAttention(MegatronModule):
             bias=attention_bias,
             key_start=self._key_start(inputs) if dropout is not None else None,
         )
+        if self.measures_logits and self.training and torch.is_grad_enabled():
+            run_once_under_recompute((self, "max_logits"), lambda: self._measure_logits(query, key, call))
         situation = Situation(query.device.type, self.config.params_dtype, dropout is not None, cu_seqlens is not None)
         if self.context is not None:
             self._check_part(tokens)
             return self.context(query, key, value, call, situation).flatten(2)
         compute = self.plan.kernel_of(situation, call).compute
         return compute(query, key, value, self.variant, call).flatten(2)  # [s, b, a * d]
+
+    @torch.no_grad()
+    def _measure_logits(self, query: Tensor, key: Tensor, call: AttentionCall) -> None:
+        if self.context is not None:
+            key, call = self.context.whole_keys(query, key, call)
+        found = max_attention_logits(query, key, self.variant, call)
+        if self.max_logits is None:
+            self.max_logits = torch.full_like(found, -torch.inf)
+        torch.maximum(self.max_logits, found, out=self.max_logits)
 
     def _key_start(self, inputs: LayerInputs | None) -> Tensor | None:
         """Returns the global index of the first key of each row, int64 [b], if the keys are the encoder's tokens."""

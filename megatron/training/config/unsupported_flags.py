@@ -230,10 +230,7 @@ _FIELDS_REFUSED = {
 }
 """Patterns of flags with a field that stay refused, with what to give instead."""
 
-_FIELDS_TO_COME = (
-    ("*fp8*", "these formats of 8-bit numbers are not supported"),
-    ("qk-clip* log-max-attention-logit", "attention does not keep its largest logit"),
-)
+_FIELDS_TO_COME = (("*fp8*", "these formats of 8-bit numbers are not supported"),)
 """Patterns of flags with a field that are not supported yet, and what is so today."""
 
 

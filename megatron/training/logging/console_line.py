@@ -34,6 +34,8 @@ def format_line(record: LogRecord) -> str:
         parts.append(f"num zeros: {record.num_zeros}")
     if record.params_norm is not None:
         parts.append(f"params norm: {record.params_norm:.3f}")
+    if record.max_attention_logit is not None:
+        parts.append(f"max attention logit: {record.max_attention_logit:.3f}")
     parts.append(f"number of skipped iterations: {record.skipped_iterations:3d}")
     parts.append(f"number of nan iterations: {record.nan_iterations:3d}")
     line = f" [{record.time:%Y-%m-%d %H:%M:%S.%f}] " + " | ".join(parts) + " |"

@@ -138,6 +138,7 @@ def step_line(step: StepRecord, speed: Speed) -> dict[str, Any]:
         "loss scale": step.loss_scale,
         "global batch size": step.global_batch_size,
         "params norm": step.params_norm,
+        "max attention logit": step.max_attention_logit,
         "num zeros": step.num_zeros,
         "loss z-score": step.loss_z_score,
         "ms per iteration": speed.seconds_per_iteration * 1000.0,

@@ -133,6 +133,7 @@ class StepMetrics:
         grad_norm: Scalar = None,
         update_applied: Scalar = True,
         params_norm: Scalar = None,
+        max_attention_logit: Scalar = None,
         num_zeros: Scalar = None,
         learning_rate: Scalar = None,
         decoupled_learning_rate: Scalar = None,
@@ -155,6 +156,7 @@ class StepMetrics:
         names = tuple(reports[0]) if reports else ()
         measured: dict[str, Scalar] = {"grad_norm": grad_norm, "update_applied": update_applied}
         measured |= {"params_norm": params_norm, "num_zeros": num_zeros, "loss_scale": loss_scale}
+        measured |= {"max_attention_logit": max_attention_logit}
         measured |= {"learning_rate": learning_rate, "decoupled_learning_rate": decoupled_learning_rate}
         measured |= {"loss_z_score": loss_z_score, "loss_spike": loss_spike, "update_allowed": update_allowed}
         on_device = {name: self._scalar(value) for name, value in measured.items() if isinstance(value, Tensor)}
@@ -269,6 +271,8 @@ class StepMetrics:
         applied = bool(measured.pop("update_applied", True))
         num_zeros = measured.pop("num_zeros", None)
         measured.pop("update_allowed", None)
+        if measured.get("max_attention_logit") == -math.inf:  # no layer has attention
+            del measured["max_attention_logit"]
         z_score, is_spike = measured.pop("loss_z_score", None), bool(measured.pop("loss_spike", False))
         totals = {name: (next(reduced), next(reduced)) for name in pending.names}
         step = StepRecord(

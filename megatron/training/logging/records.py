@@ -28,6 +28,7 @@ class StepRecord:
     loss_scale: float | None = None
     grad_norm: float | None = None
     params_norm: float | None = None
+    max_attention_logit: float | None = None
     num_zeros: int | None = None
     loss_z_score: float | None = None
     """With --loss-spike-action, once there are enough losses: standard deviations of the loss above those before."""
@@ -86,6 +87,7 @@ class LogRecord:
     power_watts: float | None = None
     num_zeros: int | None = None
     params_norm: float | None = None
+    max_attention_logit: float | None = None
     skipped_iterations: int = 0
     nan_iterations: int = 0
     tokens: int = 0

@@ -88,6 +88,7 @@ class ScalarLog(LogWriter):
         if self._choices.log_loss_scale_to_tensorboard:
             scalars["loss-scale"] = step.loss_scale
         scalars |= {"grad-norm": step.grad_norm, "num-zeros": step.num_zeros, "params-norm": step.params_norm}
+        scalars["max-attention-logit"] = step.max_attention_logit
         for tag, value in scalars.items():
             if value is not None:
                 self._both(tag, value, step.iteration, step.consumed_samples)

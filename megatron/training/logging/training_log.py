@@ -267,6 +267,7 @@ class TrainingLog:
             power_watts=power,
             num_zeros=last.num_zeros,
             params_norm=last.params_norm,
+            max_attention_logit=last.max_attention_logit,
             skipped_iterations=interval.skipped,
             nan_iterations=interval.nan,
             tokens=last.tokens,

@@ -80,17 +80,19 @@ class AttentionConfig:
     """Scale each query and key head to a root mean square of 1, without weights (epsilon 1e-6), in layers with rotary
     positions."""
 
-    qk_clip: bool = not_yet(False)
-    """Scale query and key weights down when attention scores grow too large."""
+    qk_clip: bool = False
+    """QK-Clip (MuonClip): after each update, scale the query and key weights of a head down if its largest attention
+    logit of the step was above --qk-clip-threshold. Computes the scores of attention once more."""
 
     qk_clip_alpha: float = flag(0.5, only_with="qk_clip")
-    """With --qk-clip: the share of the scaling that is applied to the queries."""
+    """With --qk-clip: the share of the scaling that is applied to the queries, from 0 to 1."""
 
     qk_clip_threshold: float = flag(100, only_with="qk_clip")
-    """With --qk-clip: attention scores up to this value are not scaled."""
+    """With --qk-clip: logits up to this value are not scaled."""
 
-    log_max_attention_logit: bool = not_yet(False)
-    """Log the largest attention score of each step."""
+    log_max_attention_logit: bool = False
+    """Log the largest attention logit of each step, over all layers, heads and tokens. Computes the scores of attention
+    once more."""
 
     attention_output_gate: bool = False
     """Multiply the output of attention by the sigmoid of a gate, a linear projection of the same tokens."""
@@ -143,5 +145,12 @@ def _head_problems(config: Any) -> Iterator[str]:
 def _query_key_problems(config: Any) -> Iterator[str]:
     if config.qk_layernorm and config.qk_l2_norm:
         yield "{qk_layernorm} and {qk_l2_norm} are two norms of queries and keys; give one"
+    if not 0.0 <= config.qk_clip_alpha <= 1.0:
+        yield "{qk_clip_alpha} must be from 0 to 1"
+    if not 0.0 < config.qk_clip_threshold < math.inf:
+        yield "{qk_clip_threshold} must be larger than 0"
+    if config.qk_clip and (config.qk_l2_norm or (config.qk_layernorm and not config.multi_latent_attention)):
+        norm = "qk_l2_norm" if config.qk_l2_norm else "qk_layernorm"
+        yield f"{{qk_clip}} scales weights, and {{{norm}}} takes their scale away again; give one of them"
     if config.qk_layernorm and config.qk_norm_scope == "full" and config.normalization != "RMSNorm":
         yield "{qk_norm_scope} is an RMSNorm; it does not go with {normalization}"
