@@ -8,6 +8,11 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+if __name__ == "__main__":  # before the imports that take seconds
+    from megatron.interrupts import exit_quietly
+
+    exit_quietly()
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy

@@ -3,6 +3,11 @@
 The run is that of pretrain_gpt.py with `--is-hybrid-model`: without a pattern all layers are Mamba-2 layers.
 """
 
+if __name__ == "__main__":  # before the imports that take seconds
+    from megatron.interrupts import exit_quietly
+
+    exit_quietly()
+
 from megatron.training import pretrain
 from megatron.training.providers import Providers
 from pretrain_gpt import build_datasets, build_forward_step, build_model

@@ -10,6 +10,11 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+if __name__ == "__main__":  # before the imports that take seconds
+    from megatron.interrupts import exit_quietly
+
+    exit_quietly()
+
 from torch import Tensor, nn
 
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder

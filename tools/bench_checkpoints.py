@@ -15,6 +15,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+if __name__ == "__main__":  # before the imports that take seconds
+    from megatron.interrupts import exit_quietly, run_main
+
+    exit_quietly()
+
 import torch
 
 from megatron.core.dist_checkpointing.async_saving import PendingSave, StagingMemory, begin_save
@@ -96,4 +101,4 @@ def row(what: str, nbytes: int, action: Callable[[], object]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

@@ -16,6 +16,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+if __name__ == "__main__":  # before the imports that take seconds
+    from megatron.interrupts import exit_quietly, run_main
+
+    exit_quietly()
+
 import numpy as np
 
 from megatron.core.datasets.blended_dataset import BlendedDataset
@@ -177,4 +182,4 @@ def _row(what: str, measured: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

@@ -21,6 +21,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+if __name__ == "__main__":  # before the imports that take seconds
+    from megatron.interrupts import exit_quietly, run_main
+
+    exit_quietly()
+
 import numpy as np
 
 from megatron.core.datasets.index_format import get_bin_path, get_idx_path, read_header
@@ -152,4 +157,4 @@ def compare(expected: np.ndarray, prefix: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

@@ -25,6 +25,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+if __name__ == "__main__":  # before the imports that take seconds
+    from megatron.interrupts import exit_quietly, run_main
+
+    exit_quietly()
+
 from megatron.core.exceptions import UserError
 from megatron.training.arguments import configure
 from megatron.training.config.settings import LaunchEnvironment
@@ -191,4 +196,4 @@ def _first_step(found: Sequence[Difference]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

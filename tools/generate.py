@@ -14,6 +14,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+if __name__ == "__main__":  # before the imports that take seconds
+    from megatron.interrupts import exit_quietly, run_main
+
+    exit_quietly()
+
 from megatron.core.config_fields import flag
 from megatron.core.exceptions import UserError
 from megatron.core.inference.encoder_decoder_generation import generate_from_encoder
@@ -260,4 +265,4 @@ def note(sentence: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

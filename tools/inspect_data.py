@@ -13,6 +13,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+if __name__ == "__main__":  # before the imports that take seconds
+    from megatron.interrupts import exit_quietly, run_main
+
+    exit_quietly()
+
 import numpy as np
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset
@@ -120,4 +125,4 @@ def _print_summary(prefix: str, tokenizer: Tokenizer | None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

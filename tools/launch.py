@@ -25,6 +25,11 @@ from types import FrameType
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+if __name__ == "__main__":  # before the imports that take seconds
+    from megatron.interrupts import exit_quietly, run_main
+
+    exit_quietly()
+
 from megatron.core.dist_checkpointing.checkpoint_selection import find_checkpoint
 from megatron.core.exceptions import UserError
 
@@ -209,4 +214,4 @@ def _named(iteration: int | None) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

@@ -15,6 +15,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+if __name__ == "__main__":  # before the imports that take seconds
+    from megatron.interrupts import exit_quietly, run_main
+
+    exit_quietly()
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -162,4 +167,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

@@ -16,6 +16,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+if __name__ == "__main__":  # before the imports that take seconds
+    from megatron.interrupts import exit_quietly, run_main
+
+    exit_quietly()
+
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -175,4 +180,4 @@ def lines(everyone: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

@@ -10,6 +10,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+if __name__ == "__main__":  # before the imports that take seconds
+    from megatron.interrupts import exit_quietly, run_main
+
+    exit_quietly()
+
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.exceptions import UserError
 from megatron.training.data_preparation.dataset_merging import find_prefixes, merge_datasets
@@ -47,4 +52,4 @@ def _warn(message: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

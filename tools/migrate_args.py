@@ -13,6 +13,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+if __name__ == "__main__":  # before the imports that take seconds
+    from megatron.interrupts import exit_quietly, run_main
+
+    exit_quietly()
+
 from megatron.training.config.command_line import split_words, unknown_flag
 from megatron.training.config.flag_table import flags_by_spelling
 from megatron.training.config.retired import REFUSED, Occurrence, text_of, translate_all
@@ -70,4 +75,4 @@ def migrate(words: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

@@ -15,6 +15,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rich.console import Console
 
+if __name__ == "__main__":  # before the imports that take seconds
+    from megatron.interrupts import exit_quietly, run_main
+
+    exit_quietly()
+
 from megatron.core.exceptions import UserError
 from megatron.training.config.tokenizer import TokenizerConfig
 from megatron.training.config.tool_flags import Section, read_tool_flags
@@ -109,4 +114,4 @@ def _terminate(number: int, frame: object) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, _terminate)
-    sys.exit(main())
+    run_main(main)

@@ -24,6 +24,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+if __name__ == "__main__":  # before the imports that take seconds
+    from megatron.interrupts import exit_quietly, run_main
+
+    exit_quietly()
+
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
@@ -287,4 +292,4 @@ def bigram_bits(train: np.ndarray, held_out: np.ndarray) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

@@ -16,6 +16,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+if __name__ == "__main__":  # before the imports that take seconds
+    from megatron.interrupts import exit_quietly, run_main
+
+    exit_quietly()
+
 from megatron.core.exceptions import UserError
 from megatron.training.launch.errors import exit_with_problems
 from megatron.training.replay import DumpedStep, read_dump, replay, report
@@ -49,4 +54,4 @@ def script_of(dump: DumpedStep) -> Path:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

@@ -15,6 +15,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+if __name__ == "__main__":  # before the imports that take seconds
+    from megatron.interrupts import exit_quietly, run_main
+
+    exit_quietly()
+
 from megatron.core.exceptions import UserError
 from megatron.core.rank_grid import (
     DEFAULT_ORDER,
@@ -122,4 +127,4 @@ def rank_lines(grid: RankGrid, groups: Groups, rank: int) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

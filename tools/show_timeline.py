@@ -14,6 +14,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+if __name__ == "__main__":  # before the imports that take seconds
+    from megatron.interrupts import exit_quietly, run_main
+
+    exit_quietly()
+
 from megatron.core.exceptions import UserError
 from megatron.training.logging.timeline import StepTimes, TimeShare, read_step_times
 
@@ -71,4 +76,4 @@ def _kernel_line(part: TimeShare) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

@@ -19,6 +19,11 @@ from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+if __name__ == "__main__":  # before the imports that take seconds
+    from megatron.interrupts import exit_quietly, run_main
+
+    exit_quietly()
+
 from megatron.core.config_fields import flag
 from megatron.core.exceptions import UserError
 from megatron.core.utils.files import write_atomically
@@ -264,4 +269,4 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

@@ -34,6 +34,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+if __name__ == "__main__":  # before the imports that take seconds
+    from megatron.interrupts import exit_quietly, run_main
+
+    exit_quietly()
+
 import numba  # noqa: F401  # a run imports it and the next but one at their first use; here all forks share them
 import torch
 import torch._dynamo
@@ -301,4 +306,4 @@ def table(outcomes: Sequence[Outcome]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

@@ -32,6 +32,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+if __name__ == "__main__":  # before the imports that take seconds
+    from megatron.interrupts import exit_quietly, run_main
+
+    exit_quietly()
+
 import torch
 import torch.distributed as dist
 
@@ -221,4 +226,4 @@ def trace_of_rank(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

@@ -23,6 +23,11 @@ from dataclasses import dataclass  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Literal  # noqa: E402
 
+if __name__ == "__main__":  # before the imports that take seconds
+    from megatron.interrupts import exit_quietly, run_main
+
+    exit_quietly()
+
 import torch  # noqa: E402
 
 from megatron.core.config_fields import flag  # noqa: E402
@@ -259,4 +264,4 @@ def print_comparison(comparison: Comparison | None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

@@ -19,6 +19,11 @@ import shlex  # noqa: E402
 from collections.abc import Iterator, Sequence  # noqa: E402
 from pathlib import Path  # noqa: E402
 
+if __name__ == "__main__":  # before the imports that take seconds
+    from megatron.interrupts import exit_quietly, run_main
+
+    exit_quietly()
+
 from megatron.core.dist_checkpointing.checkpoint import Checkpoint  # noqa: E402
 from megatron.core.dist_checkpointing.checkpoint_selection import find_checkpoint  # noqa: E402
 from megatron.core.dist_checkpointing.chunk import is_optimizer_state  # noqa: E402
@@ -87,4 +92,4 @@ def tensor_lines(checkpoint: Checkpoint, pattern: str) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

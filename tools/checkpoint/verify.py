@@ -18,6 +18,11 @@ import argparse  # noqa: E402
 from collections.abc import Sequence  # noqa: E402
 from pathlib import Path  # noqa: E402
 
+if __name__ == "__main__":  # before the imports that take seconds
+    from megatron.interrupts import exit_quietly, run_main
+
+    exit_quietly()
+
 from megatron.core.dist_checkpointing.checkpoint import verify  # noqa: E402
 from megatron.core.dist_checkpointing.checkpoint_selection import select_folders  # noqa: E402
 from megatron.core.dist_checkpointing.folders import Folder, candidates, is_foreign  # noqa: E402
@@ -69,4 +74,4 @@ def report(folder: Folder, tensors: bool) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

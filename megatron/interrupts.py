@@ -1,0 +1,47 @@
+"""Ctrl-C ends a program with one line and exit code 130, from its first import on: importing torch takes seconds.
+
+An entry script calls `exit_quietly` before its other imports, if it is the program (`__name__ == "__main__"`). A tool
+then hands its main function to `run_main`; `pretrain` watches signals itself.
+"""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import NoReturn
+
+EXIT_CODE = 128 + signal.SIGINT
+"""130, as shells report the end by Ctrl-C."""
+
+
+def exit_quietly() -> None:
+    """From here on, SIGINT ends the process at once with one line, which only the first of several ranks prints.
+    Nothing is cleaned up, so no work may have begun. A handler of the caller's own stays."""
+    on_main_thread = threading.current_thread() is threading.main_thread()
+    if on_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _exit)
+
+
+def run_main(main: Callable[[], int | None]) -> NoReturn:
+    """Calls the main function of a tool and exits with its code. Ctrl-C raises KeyboardInterrupt in it, so that it can
+    remove unfinished files, and then ends the program with one line."""
+    if signal.getsignal(signal.SIGINT) is _exit:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        code = main()
+    except KeyboardInterrupt:
+        _say()
+        code = EXIT_CODE
+    sys.exit(code)
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    _say()
+    os._exit(EXIT_CODE)
+
+
+def _say() -> None:
+    if os.environ.get("RANK", "0") == "0":
+        os.write(2, b"interrupted\n")
