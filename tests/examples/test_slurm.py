@@ -12,7 +12,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 SRUN = """#!/bin/bash
 shift # --kill-on-bad-exit
-for rank in 0 1; do SLURM_PROCID=$rank SLURM_LOCALID=$rank SLURM_NTASKS=2 "$@" & done
+each=$SLURM_NTASKS_PER_NODE all=$((SLURM_NTASKS_PER_NODE * SLURM_JOB_NUM_NODES))
+for ((rank = 0; rank < all; rank++)); do
+    SLURM_PROCID=$rank SLURM_NODEID=$((rank / each)) SLURM_LOCALID=$((rank % each)) SLURM_NTASKS=$all "$@" &
+done
 code=0
 for job in $(jobs -p); do wait $job || code=$?; done
 exit $code
@@ -41,10 +44,11 @@ def job(tmp_path: Path) -> "subprocess.Popen[str]":
         (commands / name).write_text(text)
         (commands / name).chmod(0o755)
 
-    def start(code: str) -> "subprocess.Popen[str]":
+    def start(code: str, nodes: int = 1) -> "subprocess.Popen[str]":
         variables = {
             "PATH": f"{commands}{os.pathsep}{os.environ['PATH']}", "NOTES": str(tmp_path), "CODE": code, "SIZE": "tiny",
             "SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "hosts", "SLURM_NTASKS_PER_NODE": "2",
+            "SLURM_JOB_NUM_NODES": str(nodes),
         }  # fmt: skip
         command = [ROOT / "examples/train.slurm", ROOT / "examples/llama/train_llama.sh", tmp_path / "checkpoints"]
         return subprocess.Popen(command, env={**os.environ, **variables}, cwd=tmp_path, text=True)
@@ -69,6 +73,18 @@ def test_near_the_end_of_its_time_the_job_saves_and_queues_again(job, tmp_path: 
     for rank in range(2):
         place = f"rank {rank} of 2, local {rank}, first-host:20077, pretrain_gpt.py"
         assert (tmp_path / f"rank-{rank}").read_text() == f"{place}\nsaved\n"
+
+
+def test_ranks_of_two_nodes(job, tmp_path: Path) -> None:
+    assert job("0", nodes=2).wait(60) == 0
+    for rank in range(4):
+        place = f"rank {rank} of 4, local {rank % 2}, first-host:20077, pretrain_gpt.py"
+        assert (tmp_path / f"rank-{rank}").read_text() == f"{place}\n"
+
+
+@pytest.mark.parametrize("script", sorted(ROOT.glob("examples/**/*.s[hl]*")), ids=lambda path: path.name)
+def test_bash_can_read_the_script(script: Path) -> None:
+    subprocess.run(["bash", "-n", script], check=True)
 
 
 @pytest.mark.parametrize("code", [0, 3])

@@ -205,7 +205,9 @@ class Heartbeat:
         cause = Cause(0, what.format(phase if iteration is None else f"{phase}, after iteration {iteration}"))
         text = end_text(cause, self.size, {self.rank: self._report()})
         kill = [self._address["machine"], self._address["pid"]]
-        self._end({"type": "end", "text": text, "rank": 0, "code": 1, "printer": 1, "kill": kill})
+        # Rank 1 may be gone as well, if it is on the machine of rank 0. The others cannot know whether it is.
+        printer = self.rank if self.rank == self._first.get("elsewhere") else 1
+        self._end({"type": "end", "text": text, "rank": 0, "code": 1, "printer": printer, "kill": kill})
 
     def _obey(self, message: Message) -> None:
         kind = message["type"]

@@ -91,8 +91,9 @@ class HeartbeatServer:
             first = self.watch.ranks.get(0)
             if now - spoken > self.interval or (first is not None and first.phase != told):
                 spoken = now
-                where = {} if first is None else {"phase": first.phase, "iteration": first.iteration}
+                where: Message = {} if first is None else {"phase": first.phase, "iteration": first.iteration}
                 told = None if first is None else first.phase
+                where["elsewhere"] = self.watch.first_elsewhere()
                 self._send_all([(rank, {"type": "beat", **where}) for rank in self._ranks.values()])
             if now - decided < pause:
                 continue

@@ -151,7 +151,7 @@ class Watch:
             if self.cause is None:
                 messages += self._looks(now)
         if self.cause is not None and self.cause.silent:
-            return [*messages, *self._end()]
+            return [*messages, *self._end(now)]
         if self._asked is None and (self.cause is not None or self._suspicious(now)):
             self._asked = self._asked_before = now
             for state in self.ranks.values():
@@ -161,8 +161,14 @@ class Watch:
             self._asked = None
             self.cause = self.cause or self._inferred(now)
             if self.cause is not None:
-                messages += self._end()
+                messages += self._end(now)
         return messages
+
+    def first_elsewhere(self) -> int | None:
+        """Returns the lowest rank on another machine than rank 0; None without one. It prints the message if the
+        machine of rank 0 is gone."""
+        machine = self.ranks[0].machine if 0 in self.ranks else None
+        return min((rank for rank, state in self.ranks.items() if state.machine != machine), default=None)
 
     def _live(self) -> list[int]:
         return [rank for rank, state in self.ranks.items() if state.connected]
@@ -267,16 +273,27 @@ class Watch:
     def _reports(self) -> Mapping[int, Message]:
         return {rank: state.report for rank, state in self.ranks.items() if state.report is not None}
 
-    def _end(self) -> list[tuple[int, Message]]:
+    def _gone(self, now: float) -> list[int]:
+        """Returns the ranks that ended or fell silent without a word, as all ranks of a machine do that is lost."""
+        return [
+            rank
+            for rank, state in sorted(self.ranks.items())
+            if not state.left
+            and state.failure is None
+            and (not state.connected or now - state.heard > self.limits.unreachable)
+        ]
+
+    def _end(self, now: float) -> list[tuple[int, Message]]:
         """Returns the order to end, for every rank."""
         assert self.cause is not None
         self.ended = True
         live = self._live()
         failed = self.cause.rank
-        printer = min((rank for rank in live if rank != failed), default=failed)
+        gone = [rank for rank in self._gone(now) if rank != failed]
+        printer = min((rank for rank in live if rank != failed and rank not in gone), default=failed)
         order = {
             "type": "end",
-            "text": "" if self.cause.silent else end_text(self.cause, self.size, self._reports()),
+            "text": "" if self.cause.silent else end_text(self.cause, self.size, self._reports(), gone),
             "rank": failed,
             "code": self.cause.code,
             "printer": None if self.cause.silent else printer,
@@ -285,10 +302,12 @@ class Watch:
         return [(rank, order) for rank in live]
 
 
-def end_text(cause: Cause, size: int, reports: Mapping[int, Message]) -> str:
-    """Returns the message of the end of a run: rank, phase, cause, and the collectives that ranks have missed."""
+def end_text(cause: Cause, size: int, reports: Mapping[int, Message], gone: Sequence[int] = ()) -> str:
+    """Returns the message of the end of a run: rank, phase, cause, other ranks that are gone, and the collectives that
+    ranks have missed."""
     who = "" if cause.rank is None else f"rank {cause.rank} of {size} "
-    return "\n  ".join([f"the run ends: {who}{cause.what}", *missed_lines(cause.rank, reports)])
+    others = [f"{named_ranks(gone)} {'is' if len(gone) == 1 else 'are'} gone, too"] if gone else []
+    return "\n  ".join([f"the run ends: {who}{cause.what}", *others, *missed_lines(cause.rank, reports)])
 
 
 def missed_lines(failed: int | None, reports: Mapping[int, Message], most: int = 8) -> Sequence[str]:

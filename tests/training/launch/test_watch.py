@@ -122,6 +122,20 @@ def test_a_silent_machine_is_gone() -> None:
     assert "rank 2 of 3 gave no sign of life for 21 s" in run.end()["text"]
 
 
+def test_all_ranks_of_a_lost_machine_are_named() -> None:
+    """Killed with their machine, or silent because its network is gone."""
+    for closed in (True, False):
+        run = Run()
+        run.watch.join(3, {"machine": "b", "pid": 13}, 0.0)
+        assert run.watch.first_elsewhere() == 2
+        for rank in (2, 3) if closed else ():
+            run.watch.lost(rank, run.now)
+        run.wait(23, 0, 1)
+        first, second = run.end()["text"].splitlines()
+        what = "ended in start, without a word" if closed else "gave no sign of life"
+        assert first.startswith(f"the run ends: rank 2 of 3 {what}") and second == "  rank 3 is gone, too"
+
+
 def test_a_rank_without_progress_is_named_when_the_others_wait() -> None:
     run = Run()
     run.wait(90, 0, 1, 2, waits=True, moves=False)
