@@ -70,7 +70,7 @@ def build_data() -> Iterator[dict[str, Tensor]]:
 
 
 def forward_step(data: Iterator[dict[str, Tensor]], model: torch.nn.Module) -> tuple[Tensor, Any]:
-    """Computes the losses of one micro-batch; returns them with the function that averages them."""
+    """Returns the losses of one micro-batch, and the function that averages them."""
     device = local_device()
     batch = {name: value.to(device) for name, value in next(data).items()}
     losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])

@@ -47,7 +47,7 @@ class Timing:
 
     @property
     def row(self) -> str:
-        """The row of the table."""
+        """Returns the row of the table."""
         rate, tokens = self.megabytes / self.seconds, self.tokens / self.seconds / 1e6
         return (
             f"| {self.what} | {self.megabytes:.0f} MB in {self.seconds:.1f} s | {rate:.1f} MB/s | {tokens:.2f} Mtok/s |"

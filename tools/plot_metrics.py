@@ -1,4 +1,5 @@
-"""Plots one run, or several in one picture: losses, and below them throughput, memory, gradient norm or learning rate.
+"""Plots the losses of one or several runs in one picture; below them throughput, memory, gradient norm or learning
+rate.
 
 python tools/plot_metrics.py runs/quickstart/metrics.jsonl --output loss.png
 python tools/plot_metrics.py runs/a runs/b --labels "batch 256" "batch 512" --smooth 50 --panels throughput memory \

@@ -1,4 +1,4 @@
-"""Turn .jsonl files (plain, .gz, .zst) and Parquet files into a data set of token ids (.bin and .idx) for a run.
+"""Turns .jsonl files (plain, .gz, .zst) and Parquet files into a data set of token ids (.bin and .idx) for a run.
 
 python tools/preprocess_data.py --input corpus.jsonl --output-prefix corpus --tokenizer-type GPT2BPETokenizer \
     --vocab-file vocab.json --merge-file merges.txt --append-eod

@@ -121,7 +121,7 @@ class Script:
     add_flags: ExtraArgsProvider | None
     """Adds the script's own flags to a parser; None if it has none."""
     defaults: dict[str, Any] | None = None
-    """Its defaults of flags (DEFAULTS), if it has some."""
+    """The script's defaults of flags (DEFAULTS), if it has any."""
 
 
 def load_script(path: Path) -> Script:

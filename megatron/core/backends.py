@@ -113,8 +113,9 @@ class Backend:
     """The ranks that divide the tokens of a micro-batch before they reach a layer (context parallelism)."""
 
     def make_linear(self, split: LinearSplit, weight: Tensor | None) -> Callable[..., Tensor]:
-        """Returns what computes one linear layer: `linear`, or with fp8 an object that keeps the layer's scales and its
-        quantised weight. `weight` [out, in] gives sizes and device; None: the layer has none of its own."""
+        """Returns the function that computes one linear layer: `linear`, or with fp8 an object that keeps the layer's
+        scales and its quantised weight. `weight` [out, in] gives sizes and device; None: the layer has none of its
+        own."""
         if self.engine is not None and weight is not None and weight.dtype in self.engine.dtypes:
             made: Callable[..., Tensor] = make_linear(self.engine, self.fp8, weight)
             return made
@@ -126,7 +127,8 @@ class Backend:
     def make_grouped_linear(
         self, split: LinearSplit, weight: Tensor, micro_batches: MicroBatches
     ) -> Callable[..., Tensor]:
-        """Returns what computes one linear layer of all experts of a rank, as `make_linear` does."""
+        """Returns the function that computes one linear layer of all experts of a rank, as `make_linear` does for other
+        layers."""
         if self.engine is not None and weight.dtype in self.engine.dtypes:
             made: Callable[..., Tensor] = make_grouped_linear(self.engine, self.fp8, weight)
             return made
@@ -137,7 +139,8 @@ class Backend:
     def make_expert_linears(
         self, split: LinearSplit, weights: Sequence[Tensor], micro_batches: MicroBatches
     ) -> list[Fp8ExpertLinear]:
-        """Returns what computes a linear layer in fp8 for each expert of a rank; nothing without fp8."""
+        """Returns a function that computes a linear layer in fp8 for each expert of a rank; an empty list without
+        fp8."""
         if self.fp8 is None or not weights:
             return []
         first = Fp8ExpertLinear(self.fp8, split, weights[0], micro_batches)

@@ -286,8 +286,8 @@ class ModelParallelConfig:
     """Has no effect: `cpu_offloading_num_layers` says what is kept in host memory."""
 
     cpu_offloading_num_layers: int = 0
-    """Keep all activations of the first so many layers of each model chunk in host memory from forward to backward;
-    with full recomputation, their inputs. Copies overlap with computation."""
+    """Number of layers, from the first of each model chunk, whose activations are kept in host memory from forward to
+    backward; with full recomputation, only their inputs. Copies overlap with computation."""
 
     cpu_offloading_retain_pinned_cpu_buffers: bool = flag(
         False, no_effect="pinned host memory that is freed is kept and used again, always"
@@ -319,8 +319,8 @@ class ModelParallelConfig:
     tp_comm_overlap_transport: Literal["symmetric-memory", "process-group"] | None = flag(
         None, only_with="tp_comm_overlap"
     )
-    """With --tp-comm-overlap: how pieces travel. symmetric-memory: copy engines write them into the memory of the other
-    GPUs of the host; process-group: collectives of two ranks each, on any device and between hosts. Default:
+    """With --tp-comm-overlap: how pieces are sent. symmetric-memory: copy engines write them into the memory of the
+    other GPUs of the host; process-group: collectives of two ranks each, on any device and between hosts. Default:
     symmetric-memory on GPUs, otherwise process-group."""
 
     logit_dtype: Literal["bf16", "fp32"] | None = flag(None, on="--output-logit-dtype")

@@ -95,7 +95,7 @@ def position_ids(tokens: Tokens, device: torch.device | str = "cpu") -> Tensor:
 
 
 def document_numbers(tokens: Tokens, device: torch.device | str = "cpu") -> Tensor | None:
-    """Returns the number of the packed document of each token, int64 [s], ascending; None if every row is one
+    """Returns for each token the number of its packed document, int64 [s], ascending; None if every row is one
     document."""
     if tokens.cu_seqlens is None:
         return None

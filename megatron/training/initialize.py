@@ -76,7 +76,7 @@ def initialize_megatron(
 
 
 def close_with_run(close: Callable[[], object]) -> None:
-    """Has `close` called when the run that `initialize_megatron` started ends."""
+    """Registers `close`, which is called when the run that `initialize_megatron` started ends."""
     _resources.callback(close)
 
 

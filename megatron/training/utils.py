@@ -183,7 +183,7 @@ def _from_first_rank(
     found: dict[str, Tensor | None], plain: Sequence[int] | None, device: torch.device, group: Group
 ) -> tuple[dict[str, Tensor | None], Sequence[int] | None]:
     """Returns the tensors of the first rank of a group, and the shape of its plain causal mask, on all its ranks. Types
-    and shapes are sent first, between hosts, so that no rank waits for the device."""
+    and shapes are sent first, from host to host, so that no rank waits for the device."""
     header = torch.zeros(len(found) + 1, 2 + _MOST_DIMS, dtype=torch.int64)  # type, number of dims, sizes
     if group_rank(group) == 0:
         if plain is not None:

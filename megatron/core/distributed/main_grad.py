@@ -1,8 +1,8 @@
 """Main gradients: backward writes each parameter's gradient into its slice of the unit's buffer, at once or deferred.
 
 The contract: a layer's backward hands its contribution to the parameter's main gradient and adds nothing to `.grad`.
-The main gradient accumulates it in the buffer's type (float32 at least, but for --main-grads-dtype) and then calls
-`on_accumulated`. The call comes when the values are in the buffer, not when the layer's backward ends: a deferred
+The main gradient accumulates it in the buffer's type (float32 at least, unless --main-grads-dtype is bf16) and then
+calls `on_accumulated`. The call comes when the values are in the buffer, not when the layer's backward ends: a deferred
 product counts when it is computed. A CUDA graph replays the accumulation and not the call: reductions then start after
 the last micro-batch.
 """

@@ -1,4 +1,4 @@
-"""A cache of keys and values in buffers of a fixed size, and of states."""
+"""A cache for text generation: keys and values in buffers of a fixed size, and states."""
 
 import torch
 from torch import Tensor

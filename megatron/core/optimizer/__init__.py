@@ -46,7 +46,7 @@ def get_megatron_optimizer(
 ) -> MegatronOptimizer:
     """Returns the optimizer of a config for model chunks that are wrapped in DistributedDataParallel.
 
-    `config_overrides` gives the parameters that a `ParamKey` matches other settings. `stop_on_nonfinite`: see
+    `config_overrides` has other settings for the parameters that a `ParamKey` matches. `stop_on_nonfinite`: see
     `FlatOptimizer`. `use_gloo_process_groups` has no effect. `dump_param_to_param_group_map` is a path: the first rank
     writes the settings of each parameter's group to it, as JSON (collective). Raises UserError for a chunk that is not
     wrapped, because the optimizer updates the buffers of the wrapper.
@@ -69,7 +69,7 @@ def get_megatron_optimizer(
 
 
 def _write_groups(path: Path, groups: Mapping[str, Mapping[str, Any]]) -> None:
-    """Writes what all ranks' parameters have, on the first rank. Raises UserError on all ranks if it cannot."""
+    """Writes the settings of all ranks' parameters, on the first rank. Raises UserError on all ranks if it cannot."""
     ranks = RankCoordinator()
     known = {name: settings for each in ranks.gather(groups) for name, settings in each.items()}
 

@@ -51,11 +51,11 @@ class UnitState:
     """The main weights: the unit's shard itself, or further memory if the model's type is narrower than the main
     type."""
     moments: dict[str, StateTensor] = field(default_factory=dict)
-    """Each from the first parameter of the shard that has it to the last: see `ranges`."""
+    """The moments, each from the first parameter of the shard that has it to the last: see `ranges`."""
     ranges: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Elements [start, stop) of the shard that the moments have."""
     is_offloaded: bool = False
-    """The state is in host memory, but for weights that are the model's."""
+    """Whether the state is in host memory, except weights that the model itself uses."""
 
     @classmethod
     def begin(cls, unit: Unit, rule: UpdateRule, config: OptimizerConfig, is_offloaded: bool = False) -> "UnitState":
@@ -340,8 +340,8 @@ class FlatOptimizer(MegatronOptimizer):
     @torch.no_grad()
     def after_load(self) -> None:
         # The load of main weights with remainders writes the model's weights in this rank's shard alone.
-        """Gathers the model's weights, if the load wrote main weights with remainders: it writes this rank's shard
-        alone."""
+        """Gathers the model's weights if the load wrote main weights with remainders, because it writes only this
+        rank's shard."""
         written = [state.unit for state in self.states if isinstance(state.weights, WithRemainder)]
         for unit in written:
             unit.mark_updated()

@@ -61,8 +61,8 @@ class MegatronOptimizer(abc.ABC):
         return True, result.grad_norm.item(), zeros
 
     def update_only_if(self, allowed: Tensor) -> None:
-        """From here on, a step updates the weights only if this bool scalar on the device is True. It is equal on all
-        ranks and keeps its address. Raises UserError for an optimizer of a script's own."""
+        """Makes later steps update the weights only if `allowed`, a bool scalar on the device, is True. It is equal on
+        all ranks and keeps its address. Raises UserError for an optimizer of a script's own."""
         raise UserError(
             f"--loss-spike-action: {type(self).__name__} is the script's own, and does not know how to leave out an "
             "update; leave out the flag, or use --optimizer"

@@ -203,8 +203,8 @@ class OptimizerConfig:
     """All-gather updated weights while other weights are still being updated."""
 
     optimizer_cpu_offload: bool = False
-    """Keep main weights and moments in host memory. The update brings them to the device in pieces and back, in copies
-    that overlap; it takes 24 bytes a weight over PCIe, half in each direction."""
+    """Keep main weights and moments in host memory. The update copies them to the device and back, piece by piece,
+    while other pieces are updated. It sends 24 bytes a weight over PCIe, half in each direction."""
 
     optimizer_offload_fraction: float = flag(0.0, only_with="optimizer_cpu_offload")
     """With --optimizer-cpu-offload: fraction of the state that is in host memory, by whole layers."""

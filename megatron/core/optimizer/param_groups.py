@@ -73,7 +73,7 @@ def describe_groups(
     overrides: Mapping[ParamKey, ParamGroupOverride] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Returns the settings of the group of each parameter in the units, by the parameter's canonical name. Settings
-    that are those of the whole run are left out."""
+    that equal those of the whole run are left out."""
     found = {}
     for info in (slot.info for unit in units for slot in unit.slots):
         settings = dataclasses.asdict(settings_of(info, config, overrides))

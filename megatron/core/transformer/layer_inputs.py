@@ -158,8 +158,8 @@ def encoder_states_of(
 
 
 def plain_causal_mask(shape: Sequence[int], device: torch.device) -> Tensor:
-    """Returns a mask, bool [b, 1, s, s], that hides later tokens and nothing else (True: hidden). It says so, and
-    causal layers then need not read it (`is_plain_causal`)."""
+    """Returns a mask, bool [b, 1, s, s], that hides later tokens and nothing else (True: hidden). It is marked, so that
+    causal layers need not read it (`is_plain_causal`)."""
     mask = torch.ones(shape[-1], shape[-1], dtype=torch.bool, device=device).triu(diagonal=1).expand(*shape)
     if not mask.is_inference():
         mask.plain_at_version = mask._version  # type: ignore[attr-defined]
@@ -167,13 +167,14 @@ def plain_causal_mask(shape: Sequence[int], device: torch.device) -> Tensor:
 
 
 def is_plain_causal(mask: Tensor | None) -> bool:
-    """Whether a mask is one of `plain_causal_mask`, and was not written to since."""
+    """Whether `plain_causal_mask` made the mask, and nothing was written to it since."""
     version = getattr(mask, "plain_at_version", None)
     return mask is not None and version is not None and bool(mask._version == version)
 
 
 def check_scanned_inputs(inputs: LayerInputs, layers: str) -> None:
-    """Raises UserError for what a state that passes from token to token cannot respect. `layers` names the layers."""
+    """Raises UserError for inputs that a state which passes from token to token cannot respect. `layers` names the
+    layers."""
     if inputs.attention_mask is not None and not is_plain_causal(inputs.attention_mask):
         raise UserError(
             f"{layers} layers cannot follow an attention_mask, because their state passes through all tokens of a row; "

@@ -16,7 +16,7 @@ class WrappedTorchNorm(nn.Module):
     LayerNorm `bias` if `norm_bias`."""
 
     returns_residual = True
-    """Whether forward takes `with_residual`. A layer calls other norms without it."""
+    """Whether forward has the parameter `with_residual`. A layer calls other norms without it."""
 
     def __init__(
         self,

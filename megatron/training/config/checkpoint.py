@@ -58,8 +58,8 @@ class CheckpointConfig:
     flags come from it, and those of the tokenizer if they are not given. A checkpoint under --load comes first."""
 
     save_hf_interval: int | None = flag(None, only_with="save")
-    """Steps between two Hugging Face folders, which are written from checkpoints into hf/iter_NNNNNNN in the folder of
-    --save: a multiple of --save-interval."""
+    """Steps between two exports to Hugging Face folders, a multiple of --save-interval. They are made from checkpoints
+    and written to hf/iter_NNNNNNN in the folder of --save."""
 
     finetune: bool = False
     """Load weights only and start at iteration 0."""
@@ -148,8 +148,8 @@ class CheckpointConfig:
     non_persistent_ckpt_type: Literal["global", "local", "in_memory"] | None = flag(
         None, supported=[None, "global"], only_with="non_persistent_save_interval"
     )
-    """With --non-persistent-save-interval: where temporary checkpoints are kept: in a folder that all ranks read
-    (global, the default)."""
+    """With --non-persistent-save-interval: where temporary checkpoints are kept. global (the default): in a folder that
+    all ranks read."""
 
     non_persistent_global_ckpt_dir: str | None = flag(None, only_with="non_persistent_save_interval")
     """With --non-persistent-save-interval: folder of the temporary checkpoints. Default: `non_persistent` in the folder

@@ -25,8 +25,8 @@ class LoggingConfig:
     """Add TFLOP/s per GPU to the log line."""
 
     log_device_memory_used: bool = False
-    """Log the memory that is in use on the whole GPU of the rank that logs, by any process and beside torch's
-    allocator too, as nvidia-smi shows it: in the reports of memory, the file of metrics and TensorBoard."""
+    """Log the memory in use on the GPU of the rank that logs, as nvidia-smi shows it: of all processes, and outside of
+    torch's allocator too. It is in the reports of memory, the file of metrics and TensorBoard."""
 
     log_memory_interval: int | None = None
     """Steps between two reports of memory, which ranks of the first replica print. Without it there is one, after the
@@ -48,7 +48,7 @@ class LoggingConfig:
     """Port at which the detector is switched on and off."""
 
     disable_straggler_on_startup: bool = flag(False, only_with="log_straggler")
-    """With --log-straggler: start with the detector off, until a script's own code configures it anew."""
+    """With --log-straggler: start with the detector off, until a script's own code switches it on."""
 
     log_style: Literal["megatron", "short"] = "megatron"
     """Form of the log line: that of Megatron-LM, or a short one of at most 120 columns: step, losses, tokens per

@@ -62,8 +62,8 @@ class ModelConfig:
     # Layers ----------------------------------------------------------------------------------------------------------
 
     hybrid_attention_ratio: float = flag(0.0, families=["gpt"])
-    """Make a hybrid model in which this share of the layers is attention, evenly spread; --hybrid-layer-pattern says
-    each layer."""
+    """Make a hybrid model in which this share of the layers is attention, evenly spread. --hybrid-layer-pattern gives
+    the kind of each layer instead."""
 
     hybrid_mlp_ratio: float = flag(0.0, families=["gpt"])
     """Make a hybrid model in which this share of the layers is an MLP, evenly spread among Mamba-2 layers."""

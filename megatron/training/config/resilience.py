@@ -30,19 +30,19 @@ class ResilienceConfig:
     loss_spike_action: Literal["skip", "rewind"] | None = None
     """What to do after a loss that is far above those before it: skip leaves out its update and continues; rewind goes
     back to the newest checkpoint from before --loss-spike-rewind-window and leaves out the data of that window. All
-    ranks decide alike, and checkpoints keep what decisions depend on. Without it, losses are not judged."""
+    ranks decide alike, and checkpoints keep the state of the decision. Without the flag, losses are not judged."""
 
     loss_spike_z_score: float = flag(6.0, only_with="loss_spike_action")
     """With --loss-spike-action: a loss is a spike if it is more than this many standard deviations above the mean of
     --loss-spike-history."""
 
     loss_spike_history: int = flag(100, only_with="loss_spike_action")
-    """With --loss-spike-action: number of losses, the newest that are no spikes, with which each loss is compared.
+    """With --loss-spike-action: number of losses with which each loss is compared: the newest ones without spikes.
     Until there are that many, no loss is a spike."""
 
     loss_spike_rewind_window: int = flag(100, only_with="loss_spike_action=rewind")
-    """With --loss-spike-action rewind: number of iterations, the last of which is the spike, whose data is read and not
-    trained on when the run has gone back."""
+    """With --loss-spike-action rewind: number of iterations, up to that of the spike, whose data is read but not
+    trained on after the run has gone back."""
 
     loss_spike_limit: int = flag(10, only_with="loss_spike_action")
     """With --loss-spike-action: number of spikes in a row (skip), or of rewinds in all (rewind), after which the run

@@ -33,8 +33,8 @@ class TrainingConfig:
     --global-batch-size."""
 
     iterations_to_skip: list[int | str] = flag(default_factory=list, nargs="+", parse=number_or_range)
-    """Iterations, numbered as in the log, whose data is read and not trained on, such as 300 or 100-120 (both
-    included). Learning rate and weights stay."""
+    """Iterations, numbered as in the log, whose data is read but not trained on, such as 300 or 100-120 (both
+    included). They leave learning rate and weights unchanged."""
 
     train_iters: int
     """Training steps in total, earlier starts of the run included. This or --train-samples is required, except for a

@@ -22,11 +22,11 @@ DataloaderType = Literal["single", "cyclic", "external"]
 
 
 _LOOK_SECONDS = 5.0
-"""Time between two looks at the workers. A worker that is stopped at two looks is ended."""
+"""Seconds between two checks of the workers. A worker that is stopped at two checks in a row is ended."""
 
 
 class WorkerStopped(RuntimeError):
-    """A process that reads data was stopped from outside, and would never send another micro-batch."""
+    """A process that reads data was stopped by a signal, and would never send another micro-batch."""
 
 
 class SampleError(RuntimeError):

@@ -35,7 +35,7 @@ class Job:
     done: frozenset[tuple[int, int]] = frozenset()
     """Blocks (file, block) that an earlier run has finished."""
     ends: Mapping[int, int] = field(default_factory=dict)
-    """Number of blocks of the compressed files whose end an earlier run has found, by file."""
+    """Number of blocks of each compressed file whose end an earlier run has found."""
 
     @property
     def streams(self) -> list[StreamName]:
@@ -86,7 +86,7 @@ class Failure:
     expected: bool
     """Whether the user can correct it. Otherwise `message` is a traceback."""
     resumable: bool = False
-    """Whether the finished blocks are of use to the next run: the reason is not in the input."""
+    """Whether the next run can use the finished blocks, because the reason of the failure is not in the input."""
 
 
 Message = BlockReport | FileEnd | Failure

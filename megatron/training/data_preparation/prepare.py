@@ -116,7 +116,7 @@ def prepare(
 
 
 class _Unfinished(UserError):
-    """An error whose reason is not in the input. The next run can continue after the finished blocks."""
+    """An error that is not caused by the input, so the next run can continue after the finished blocks."""
 
 
 def _settings(config: PreparationConfig, tokenizer: Tokenizer, splitter: str | None) -> dict[str, Any]:

@@ -46,7 +46,7 @@ class DryRun:
     config: PretrainConfig
     """The run's config, with stages in place of the layout auto."""
     notes: tuple[str, ...] = ()
-    """What depends on the size of the vocabulary, a line each."""
+    """Lines about everything that depends on the size of the vocabulary."""
 
     @property
     def memory(self) -> MemoryBytes:

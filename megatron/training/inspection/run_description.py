@@ -140,8 +140,8 @@ MODEL_OPTIONS = (
     "relative_attention_num_buckets",
     "relative_attention_max_distance",
 )
-"""More of these, which few models use. Only values other than the defaults are described, so a checkpoint from before
-there was such a model option counts as one with the default."""
+"""More such fields, which few models use. Only values other than the defaults are described, so a checkpoint from
+before there was such a model option counts as one with the default."""
 
 
 def describe_run(config: PretrainConfig) -> dict[str, Any]:
@@ -226,7 +226,7 @@ def _one_word(value: Any) -> str:
 OF_EXPERTS = frozenset(
     name for name in (*ARCHITECTURE, *MODEL_OPTIONS) if name.startswith(("moe_", "num_moe_", "hybrid_layer_pattern"))
 )
-"""Fields in which a model with experts differs from the dense model that its experts are made of."""
+"""Fields in which a model with experts may differ from the dense model from which its experts are made."""
 
 
 def architecture_differences(

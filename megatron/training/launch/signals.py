@@ -18,7 +18,8 @@ from types import FrameType
 from typing import Any
 
 DEFAULT_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT)
-"""What launchers, schedulers and terminals send to end a run. SIGHUP stays ignored where it is (nohup)."""
+"""Signals by which launchers, schedulers and terminals end a run. SIGHUP stays ignored where it is ignored already
+(nohup)."""
 
 SECOND_PRESS_AFTER = 1.0
 """Seconds before a second SIGINT counts as impatience: a launcher repeats the one that the terminal sent already."""
@@ -70,8 +71,8 @@ class SignalWatch:
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
-        """Remembers signals inside the context, and after it unless it ends with an exception. A signal that came
-        before it was obeyed already."""
+        """Remembers signals inside the context, and after it unless it ends with an exception. Earlier signals have
+        already been obeyed."""
         self._training = True
         try:
             yield

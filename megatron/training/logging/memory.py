@@ -21,7 +21,7 @@ class MemoryReport:
     device_allocations: int | None = None
     """Tensors alive on the device."""
     device_used: int | None = None
-    """Memory of the whole device that is in use, by any process and for any purpose; None if it was not asked for."""
+    """Memory of the whole device that is in use, by any process and for any purpose; None unless it is requested."""
 
     @property
     def peak(self) -> int:

@@ -150,8 +150,9 @@ class StepMetrics:
         """Takes the values of one iteration. Device tensors are copied on the device at once and may be reused.
 
         `reports` has the reporting dict of the loss function for each micro-batch: [sum, count], or one value.
-        `sample_ids` has the ids of each micro-batch's samples. `gradients_finite` has a flag for each
-        micro-batch, if gradients are probed. An update that was not applied is no trouble if `update_allowed` is False.
+        `sample_ids` has the ids of each micro-batch's samples. `gradients_finite` has a flag for each micro-batch, if
+        gradients are probed. An update that was not applied counts as a non-finite step only if `update_allowed` is
+        True.
         """
         names = tuple(reports[0]) if reports else ()
         measured: dict[str, Scalar] = {"grad_norm": grad_norm, "update_applied": update_applied}

@@ -93,14 +93,14 @@ class LogRecord:
     tokens: int = 0
     """Tokens consumed so far; not part of Megatron-LM's line."""
     speed: Speed | None = None
-    """Not part of Megatron-LM's line."""
+    """Not in Megatron-LM's log line."""
     times: str | None = None
     """The lines of --timing-log-level, which follow the log line."""
     decoupled_learning_rate: float | None = None
     memory: MemoryReport | None = None
-    """Not part of Megatron-LM's line."""
+    """Not in Megatron-LM's log line."""
     seconds_left: float | None = None
-    """Time until the last iteration, without evaluations and saves; not part of Megatron-LM's line."""
+    """Time until the last iteration, without evaluations and saves; not in Megatron-LM's log line."""
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ class TrainingLog:
         timers: the parts of a step, which are read with each log line.
         reports_memory: print the memory of this rank after the first line, when every buffer of a step exists.
         memory_interval: also print it after every iteration that this number divides; None: not.
-        device_memory_used: the memory of a log line and of these reports has that in use on the whole device.
+        device_memory_used: log lines and these reports also have the memory in use on the whole device.
         energy: measures the energy of the GPUs; None: it is not logged.
         now: returns the wall time for the line's timestamp.
     """
@@ -107,7 +107,7 @@ class TrainingLog:
         self._since_line = StepClock()
         self._since_flush = StepClock()
         self.first_non_finite: int | None = None
-        """First iteration in which this rank saw a non-finite value, as far as it was read."""
+        """First iteration in which this rank found a non-finite value, among those read so far."""
         self._first: int | None = None
         self._iteration = self._consumed = 0
         self._line_samples = self._iterations_since_line = 0
@@ -121,7 +121,7 @@ class TrainingLog:
             self.energy.restart()
 
     def go_back(self, iteration: int) -> None:
-        """The run continues from the state after this iteration, which is past. Every rank must call it."""
+        """Goes back: the run continues from the state after this earlier iteration. All ranks must call it."""
         self.flush()
         self.metrics.forget()
         self._line_samples = self._iterations_since_line = 0

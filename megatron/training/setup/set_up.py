@@ -127,8 +127,8 @@ def set_up(
 
 
 def mix_of(config: PretrainConfig, dataset: Any) -> Mix | None:
-    """Returns what tells the mix of a run's training data; None unless it is a blend of several data sets that is read
-    in its own order."""
+    """Returns the object that computes the mix of a run's training data; None unless the data is a blend of several
+    data sets that is read in its own order."""
     names = source_names(config)
     in_order = (config.data.dataloader_type or "single") == "single"
     return Mix(dataset, names) if names and in_order and isinstance(dataset, BlendedDataset | StagedBlend) else None
@@ -229,7 +229,7 @@ def build_trainer(
 def build_loss_spikes(
     config: PretrainConfig, environment: Environment, optimizer: MegatronOptimizer
 ) -> LossSpikes | None:
-    """Returns what judges the losses, and lets it decide about the optimizer's updates; None without
+    """Returns the object that judges the losses, and lets it decide about the optimizer's updates; None without
     --loss-spike-action. Raises UserError for an optimizer that cannot leave out an update."""
     if config.resilience.loss_spike_action is None or config.evaluation.skip_train:
         return None

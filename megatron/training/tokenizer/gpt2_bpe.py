@@ -59,7 +59,7 @@ class GPT2BPETokenizer(Tokenizer):
 
     @property
     def matches_special_literals(self) -> bool:
-        """False: the spelling of a special token in a text is ordinary text."""
+        """False: special tokens are not looked for in texts."""
         return False
 
     def tokenize(self, text: str) -> list[int]:

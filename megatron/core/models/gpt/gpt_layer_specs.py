@@ -226,7 +226,8 @@ def _mamba(config: TransformerConfig, attn_mask_type: AttnMaskType) -> ModuleSpe
 
 
 def _linear(config: TransformerConfig, bias: bool | None) -> ModuleSpec:
-    """Returns the spec of a linear layer in the place of a branch whose own setting of a bias is `bias`."""
+    """Returns the spec of a linear layer that replaces a branch. `bias`: the branch's own setting of a bias; None:
+    `add_bias_linear` decides."""
     return ModuleSpec(module=LinearBranch, params={"bias": config.add_bias_linear if bias is None else bias})
 
 

@@ -30,7 +30,7 @@ class RowGroups:
     """int64 [groups, sources]: number of rows of each group from each source, the rank whose tokens they are. Rows of a
     group are sorted by source. None: there is one source."""
     derived: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
-    """What operations have computed from the counts, by a name of theirs: the products of a layer share it."""
+    """Values that operations have computed from the counts, by name, so that the products of a layer share them."""
 
     @classmethod
     def of_sources(cls, counts: Tensor, sizes: Sequence[int] | None = None) -> "RowGroups":

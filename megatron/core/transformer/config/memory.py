@@ -53,7 +53,7 @@ class MemoryConfig:
     offloaded, spread evenly."""
 
     delta_offload_bytes_across_pp_ranks: int = flag(0, only_with=_FINE)
-    """With --fine-grained-activation-offloading: each pipeline rank offloads so many bytes of a micro-batch less than
+    """With --fine-grained-activation-offloading: each pipeline rank offloads this many bytes of a micro-batch less than
     the rank before it, which holds more micro-batches."""
 
     fine_grained_offloading_max_inflight_offloads: int | None = flag(None, only_with=_FINE)

@@ -68,9 +68,9 @@ class MoEConfig:
     moe_flex_transport: Literal["process-group", "symmetric-memory"] = flag(
         "process-group", only_with="moe_token_dispatcher_type=flex"
     )
-    """With the flex dispatcher: how tokens travel. process-group: all-to-alls of the process group, on any device and
-    between hosts; symmetric-memory: copy engines write them into the memory of the other GPUs of the host, which takes
-    nothing from matrix products. All ranks of a group must have equally many tokens then."""
+    """With the flex dispatcher: how tokens are sent. process-group: all-to-alls of the process group, on any device and
+    between hosts; symmetric-memory: copy engines write them into the memory of the other GPUs of the host, which does
+    not slow matrix products. All ranks of a group must then have equally many tokens."""
 
     moe_enable_deepep: bool = flag(False, only_with=_MOE, no_effect=_NO_DEEPEP)
     """Former spelling of --moe-flex-dispatcher-backend deepep."""
