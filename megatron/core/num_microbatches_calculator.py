@@ -115,6 +115,20 @@ class BatchSchedule:
         """Number of samples in one micro-batch of all data parallel ranks."""
         return self.micro_batch_size * self.data_parallel_size
 
+    def samples_of(self, iterations: int) -> int:
+        """Returns the number of samples of the first `iterations` steps."""
+        consumed, final = 0, self._rounded_down(self.final_global_batch_size, check=False)
+        if isinstance(self.rampup, BatchSteps):
+            for start, end in itertools.pairwise((*(start for start, _ in self.rampup.steps), None)):
+                size = self._rounded_down(self.rampup.size(start or 0, final), check=False)
+                count = iterations if end is None else min(iterations, max(0, -(-(end - consumed) // size)))
+                consumed, iterations = consumed + count * size, iterations - count
+        elif self.rampup is not None:
+            while iterations and consumed <= self.rampup.samples:
+                size = self.rampup.size(consumed, self.final_global_batch_size)
+                consumed, iterations = consumed + self._rounded_down(size, check=False), iterations - 1
+        return consumed + iterations * final
+
     def update(self, consumed_samples: int, check: bool = True) -> None:
         """Sets the sizes for the step that starts after `consumed_samples`."""
         final = self.final_global_batch_size

@@ -19,6 +19,7 @@ from megatron.core.dist_checkpointing.writing import SaveResult, save
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.sharding_strategy import replica_ranks
 from megatron.core.exceptions import UserError
+from megatron.core.num_microbatches_calculator import BatchSchedule
 from megatron.core.ops.moe.routing import weights_sum_to_one
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -412,7 +413,8 @@ class Checkpoints:
         """Makes the counts those after another iteration than the checkpoint's."""
         self._say(f"--override-ckpt-iteration: goes on after iteration {iteration}, not {state.iteration}")
         state.iteration, self.last_saved = iteration, None
-        state.consumed_train_samples = iteration * self.config.training.global_batch_size
+        batches = BatchSchedule.from_config(self.config.training, self.config.grid.data, self.config.data.seq_length)
+        state.consumed_train_samples = batches.samples_of(iteration)
         state.consumed_tokens = state.consumed_train_samples * (self.config.data.seq_length or 0)
 
     def take_data(self, digests: Mapping[str, str]) -> None:

@@ -1,5 +1,6 @@
 """Builds the schedule of learning rate and weight decay, which counts samples, and names its settings as flags."""
 
+from megatron.core.num_microbatches_calculator import BatchSchedule
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.training.config.flag_table import spelling_of
@@ -11,18 +12,21 @@ def build_scheduler(
     optimizer: MegatronOptimizer,
     kind: type[OptimizerParamScheduler] = OptimizerParamScheduler,
 ) -> OptimizerParamScheduler:
-    """Returns the scheduler that the flags describe; an iteration counts as a full global batch. `kind` is its class,
-    for a script with a formula of its own (`OptimizerParamScheduler.rate`)."""
+    """Returns the scheduler that the flags describe. It counts samples; those of an iteration are its global batch,
+    which may grow. `kind` is its class, for a script with a formula of its own (`OptimizerParamScheduler.rate`)."""
     schedule, training, rates = config.schedule, config.training, config.optimizer
-    batch = training.global_batch_size
-    assert batch is not None
+    batches = BatchSchedule.from_config(training, config.grid.data, config.data.seq_length)
 
     def samples(of_samples: int | None, of_iterations: int | None) -> int:
-        return of_samples or (of_iterations or 0) * batch
+        return of_samples or batches.samples_of(of_iterations or 0)
 
     # A run that only evaluates needs no length and no rate; a schedule of one step is then as good as any.
-    total = samples(training.train_samples, training.train_iters) or batch
+    total = samples(training.train_samples, training.train_iters) or batches.final_global_batch_size
     decay = samples(schedule.lr_decay_samples, schedule.lr_decay_iters) or total
+    wsd_decay = schedule.lr_wsd_decay_samples
+    if schedule.lr_wsd_decay_iters:  # the last ones
+        before = (schedule.lr_decay_iters or training.train_iters) - schedule.lr_wsd_decay_iters
+        wsd_decay = decay - batches.samples_of(before)
     warmup: float = samples(schedule.lr_warmup_samples, schedule.lr_warmup_iters)
     if schedule.lr_warmup_fraction is not None:  # not rounded, as in Megatron-LM
         warmup = schedule.lr_warmup_fraction * decay
@@ -41,7 +45,7 @@ def build_scheduler(
         wd_incr_style=schedule.weight_decay_incr_style,
         use_checkpoint_opt_param_scheduler=schedule.use_checkpoint_opt_param_scheduler,
         override_opt_param_scheduler=schedule.override_opt_param_scheduler,
-        wsd_decay_steps=samples(schedule.lr_wsd_decay_samples, schedule.lr_wsd_decay_iters) or None,
+        wsd_decay_steps=wsd_decay or None,
         lr_wsd_decay_style=schedule.lr_wsd_decay_style,
         decoupled_lr=rates.decoupled_lr,
         decoupled_min_lr=rates.decoupled_min_lr,

@@ -114,3 +114,17 @@ def test_batch_sizes_change_at_numbers_of_tokens() -> None:
     }.items():
         with pytest.raises(UserError, match=says):
             BatchSteps.parse(text, 1)
+
+
+@pytest.mark.parametrize("growth", [None, RampUp(8, 8, 300), BatchSteps(((0, 8), (100, 16), (117, 32)))])
+def test_samples_of_the_first_steps_are_those_that_the_steps_consume(growth: RampUp | BatchSteps | None) -> None:
+    schedule = BatchSchedule(32, 2, 2, growth)
+    consumed = 0
+    for iterations in range(40):
+        assert BatchSchedule(32, 2, 2, growth).samples_of(iterations) == consumed
+        schedule.update(consumed)
+        consumed += schedule.global_batch_size
+
+
+def test_samples_of_a_batch_that_is_rounded_down() -> None:
+    assert BatchSchedule(24, 4, 5, None, decrease_if_needed=True).samples_of(3) == 60

@@ -11,8 +11,11 @@ from support.processes import run_on_ranks
 from support.runs import train
 
 from megatron.core.exceptions import UserError
-from megatron.core.optimizer_param_scheduler import _STATE
+from megatron.core.optimizer_param_scheduler import STATE_NAMES
+from megatron.training.arguments import configure
+from megatron.training.config.settings import LaunchEnvironment
 from megatron.training.lr_schedule import build_scheduler, schedule_flag
+from megatron.training.setup.set_up import sample_counts
 
 MODEL = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --micro-batch-size 2 --lr 1e-3 "
 MODEL += "--mock-data --tokenizer-type NullTokenizer --vocab-size 100 --global-batch-size 4 "
@@ -39,7 +42,7 @@ def test_attributes_of_the_schedule_are_called_by_the_flag_that_sets_them(flags,
 
 def test_every_attribute_that_a_checkpoint_may_contradict_has_a_flag():
     config = configured("--train-iters 10", base=MODEL)
-    assert all(schedule_flag(config, name).startswith("--") for name in _STATE if name != "num_steps")
+    assert all(schedule_flag(config, name).startswith("--") for name in STATE_NAMES if name != "num_steps")
 
 
 def test_both_learning_rates_are_logged_with_decoupled_lr():
@@ -71,3 +74,18 @@ def test_going_on_with_another_length_speaks_of_flags_and_once_for_all_ranks(tmp
     assert "schedule: --train-iters (in samples) is 12, overriding the checkpoint's 8" in first
     with pytest.raises(UserError, match=r"--train-iters \(in samples\) is 12 but the checkpoint was made with 8; give"):
         train(f"--mock-data --eval-iters 0 --load {tmp_path} --train-iters 3")
+
+
+@pytest.mark.parametrize("growth", ["--global-batch-size 8 --rampup-batch-size 2 2 24", "--step-batch-size-schedule"])
+def test_steps_of_a_growing_batch_count_by_their_samples(growth):
+    """The published 175B example has --rampup-batch-size beside --train-iters."""
+    words = growth.split() + (["0:2 1024:4 3K:8"] if growth.endswith("schedule") else [])
+    flags = "--lr-decay-iters 12 --lr-warmup-iters 3 --lr-decay-style WSD --lr-wsd-decay-iters 4 --train-iters 16"
+    words = [*MODEL.replace("--global-batch-size 4", "").split(), *flags.split(), *words]
+    config = configure(words, launch_environment=LaunchEnvironment(1, False))
+    sizes = [2] * 4 + [4] * 2 + [6] * 2 + [8] * 8 if "--rampup-batch-size" in growth else [2] * 4 + [4] * 4 + [8] * 8
+    optimizer = SimpleNamespace(param_groups=[], schedule=lambda *arguments: None)
+    built = build_scheduler(config, optimizer, kind=lambda optimizer, **values: values)
+    assert built["wd_incr_steps"] == sum(sizes) and built["lr_decay_steps"] == sum(sizes[:12])
+    assert built["lr_warmup_steps"] == sum(sizes[:3]) and built["wsd_decay_steps"] == sum(sizes[8:12])
+    assert sample_counts(config).train == sum(sizes)

@@ -1,6 +1,6 @@
 """How long to train, in which batches, and when to evaluate."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,15 +22,14 @@ class TrainingConfig:
 
     rampup_batch_size: list[int] | None = flag(None, nargs=3)
     """Start with a smaller global batch. Three numbers: first size, increment, and the number of samples over which it
-    grows to --global-batch-size. Needs --train-samples."""
+    grows to --global-batch-size."""
 
     decrease_batch_size_if_needed: bool = False
     """Round the global batch size down to a multiple of what the data parallel ranks process at once."""
 
     step_batch_size_schedule: str | None = None
     """Change the global batch size at given numbers of tokens: TOKENS:SIZE pairs in quotes, such as "0:384 200B:768"
-    (K, M, B, T: thousands to trillions). Needs --train-samples; the last size takes the place of
-    --global-batch-size."""
+    (K, M, B, T: thousands to trillions). The last size takes the place of --global-batch-size."""
 
     iterations_to_skip: list[int | str] = flag(default_factory=list, nargs="+", parse=number_or_range)
     """Iterations, numbered as in the log, whose data is read but not trained on, such as 300 or 100-120 (both
@@ -115,8 +114,6 @@ class TrainingConfig:
             return
         if self.rampup_batch_size is not None:
             yield "{step_batch_size_schedule} and {rampup_batch_size:name} both set the batch size; give one"
-        if self.train_samples is None:
-            yield "{step_batch_size_schedule:name} counts in tokens; give {train_samples:name} instead of steps"
         try:
             last = BatchSteps.parse(self.step_batch_size_schedule, 1).steps[-1][1]
         except UserError as error:
@@ -132,15 +129,6 @@ class TrainingConfig:
         if min(start, increment, samples) < 1:
             yield "{rampup_batch_size}: start, increment and samples must be at least 1"
             return
-        if self.train_samples is None:
-            count = ""
-            if self.train_iters is not None and self.global_batch_size is not None:
-                size = self.global_batch_size
-                count = f" {samples_of_iterations(self.train_iters, size, self.rampup_batch_size)}"
-            yield (
-                f"{{rampup_batch_size}} counts in samples; give {{train_samples:name}}{count} instead of "
-                "{train_iters}, and samples for the learning rate (--lr-decay-samples, --lr-warmup-samples)"
-            )
         if self.global_batch_size is None:
             return
         if start >= self.global_batch_size:
@@ -151,18 +139,6 @@ class TrainingConfig:
                 f"{{rampup_batch_size}}: from {start} in steps of {increment} the batch does not reach "
                 f"{{global_batch_size}}; it reaches {near} or {near + increment}"
             )
-
-
-def samples_of_iterations(iterations: int, global_batch_size: int, rampup: Sequence[int]) -> int:
-    """Returns the number of samples of this many steps. `rampup` is the value of --rampup-batch-size: first size,
-    increment and the samples of the growth."""
-    start, increment, over = rampup
-    samples_per_size = over / max(1.0, (global_batch_size - start) / increment)
-    consumed = 0
-    while iterations and consumed <= over:
-        consumed += min(start + int(consumed / samples_per_size) * increment, global_batch_size)
-        iterations -= 1
-    return consumed + iterations * global_batch_size
 
 
 @dataclass(kw_only=True, frozen=True)

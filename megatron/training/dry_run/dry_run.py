@@ -110,4 +110,6 @@ def tokens_to_train_on(config: PretrainConfig) -> int | None:
     training, length = config.training, config.data.seq_length
     if training.train_samples is not None:
         return training.train_samples * length
-    return training.train_iters * training.global_batch_size * length or None
+    return (
+        BatchSchedule.from_config(training, config.grid.data, length).samples_of(training.train_iters) * length or None
+    )

@@ -374,8 +374,9 @@ def samples_to_read(config: PretrainConfig) -> tuple[int, int | None, int | None
 def sample_counts(config: PretrainConfig) -> SampleCounts:
     """Returns the number of samples that training, and all evaluations together, need of each split."""
     training, evaluation = config.training, config.evaluation
-    batch, iterations = training.global_batch_size, training.train_iters
+    iterations = training.train_iters
     rounds = iterations // evaluation.eval_interval + 1 if evaluation.eval_interval else 1
-    train = training.train_samples or iterations * batch
+    batches = BatchSchedule.from_config(training, config.grid.data, config.data.seq_length)
+    train = training.train_samples or batches.samples_of(iterations)
     each = evaluation.eval_iters * evaluation.global_batch_size(training)
     return SampleCounts(train, each if evaluation.skip_train else rounds * each, each)

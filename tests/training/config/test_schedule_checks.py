@@ -8,7 +8,6 @@ RULES = [
         "--global-batch-size 5",
         "--global-batch-size 5 does not divide by --micro-batch-size 2 x 1 data parallel ranks; 4 or 6",
     ),
-    ("--rampup-batch-size 1 1 100", "--rampup-batch-size 1 1 100 counts in samples; give --train-samples 10 "),
     ("--train-iters 5 --train-samples 5", "--train-iters 5 and --train-samples 5 say how long to train in two ways"),
     ("--min-lr 1", "--min-lr 1.0 is larger than --lr 0.001"),
     ("--lr-warmup-init 1", "--lr-warmup-init 1.0 is larger than --lr 0.001"),

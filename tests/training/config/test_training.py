@@ -12,7 +12,6 @@ from megatron.training.config.training import EvaluationConfig, TrainingConfig
         ({"micro_batch_size": 0}, "--micro-batch-size 0 must be at least 1"),
         ({"exit_interval": 0}, "--exit-interval 0 must be at least 1"),
         ({"train_samples": 15}, "--train-samples 15 is less than one batch of --global-batch-size 16"),
-        ({"rampup_batch_size": [4, 4, 100]}, "--rampup-batch-size 4 4 100 counts in samples; give --train-samples"),
         (
             {"train_samples": 99, "rampup_batch_size": [4, 0, 100]},
             "--rampup-batch-size 4 0 100: start, increment and samples must be at least 1",
