@@ -17,8 +17,8 @@ EXIT_CODE = 128 + signal.SIGINT
 
 
 def exit_quietly() -> None:
-    """From here on, SIGINT ends the process at once with one line, which only the first of several ranks prints.
-    Nothing is cleaned up, so no work may have begun. A handler of the caller's own stays."""
+    """Makes SIGINT end the process at once with one line, which only the first of several ranks prints. Nothing is
+    cleaned up, so call it before any work begins. A handler that the caller has set stays."""
     on_main_thread = threading.current_thread() is threading.main_thread()
     if on_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _exit)

@@ -108,7 +108,7 @@ class Backend:
     fp8: Fp8Settings | None = None
     """How the linear layers that `make_linear` makes multiply in fp8; None: they do not."""
     engine: Engine | None = None
-    """Transformer Engine, if it computes linear layers with a weight of their own and grouped experts."""
+    """Transformer Engine, if it computes linear layers with a weight of their own, and grouped experts; else None."""
     tokens_group: Group = None
     """The ranks that divide the tokens of a micro-batch before they reach a layer (context parallelism)."""
 
@@ -168,7 +168,7 @@ _OF_ENGINE = (
     "norms, attention and grouped experts; ours: head and loss (no whole logits), rotary positions, activations, "
     "dropout, routing, experts one by one, attention under context parallelism, the optimizer (one kernel for all)"
 )
-"""What the log says of the operations with Transformer Engine: which are its, and which ours."""
+"""What the log says about the operations with Transformer Engine: those that it computes, and those that are ours."""
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,9 @@ does not train on the window when it gets there. Each later checkpoint keeps all
 
     {"rewinds": [{"spike": 8150, "iteration": 7500, "first": 7951}]}
 
-Checkpoints of the iterations that were given up may still be there. One that lacks a decision, and is not from before
-its window, has learned from data that is left out; it is outdated, and no resume takes it by itself.
+Checkpoints of the iterations that were given up may still exist. A checkpoint is outdated if it lacks a decision and is
+not from before its window, because it has learned from data that is left out. A resume loads it only if --ckpt-step
+names it.
 """
 
 import json
@@ -152,7 +153,7 @@ class RewindRecord:
         self.flags, self.say = flags, say
         self.rewinds = Rewinds()
         self._goes_on = False
-        """Whether this run goes on from a checkpoint, with its counts."""
+        """Whether this run continues from a checkpoint, with the checkpoint's counts."""
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what every checkpoint of this run keeps."""

@@ -63,9 +63,8 @@ def find_checkpoint(
 ) -> Checkpoint | None:
     """Opens the checkpoint that a load would select, without verifying the bytes of its tensors. None if there is none.
 
-    For a single process that needs only the flags or the common state. `accept` raises OutdatedCheckpoint for one that
-    is not to be taken. Raises UserError as `select_folders` does, and
-    if all checkpoints are broken.
+    For a single process that needs only the flags or the common state. `accept` raises OutdatedCheckpoint for a
+    checkpoint to leave out. Raises UserError as `select_folders` does, and if all checkpoints are broken.
     """
     choice = select_folders(root, step)
     for note in choice.notes:

@@ -35,7 +35,7 @@ class BrokenCheckpoint(UserError):
 
 
 class OutdatedCheckpoint(BrokenCheckpoint):
-    """A whole checkpoint that a run must not go on from. A load leaves it out and takes an older one."""
+    """A whole checkpoint from which a run must not continue. A load leaves it out and takes an older one."""
 
 
 def index_name(rank: int) -> str:

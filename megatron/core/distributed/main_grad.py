@@ -96,7 +96,7 @@ class BufferMainGrad:
         self.before_write()
 
     def end_write(self) -> None:
-        """Says that the caller has added a micro-batch's gradient to `gradient`."""
+        """Takes note that the caller has added a micro-batch's gradient to `gradient`."""
         self.on_accumulated(self.parameter)
 
     def detach(self) -> None:

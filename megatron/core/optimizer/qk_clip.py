@@ -29,7 +29,7 @@ class QKClip:
 
     @staticmethod
     def refuse(chunks: Sequence[nn.Module], optimizer: str) -> None:
-        """Raises UserError if the model's config asks for a measurement, which this optimizer does not make."""
+        """Raises UserError if the model's config asks for a measurement, because this optimizer makes none."""
         for name in ("qk_clip", "log_max_attention_logit"):
             if getattr(getattr(chunks[0], "config", None), name, False):
                 raise UserError(f"--{name.replace('_', '-')}: {optimizer} does not take part in it; use --optimizer")

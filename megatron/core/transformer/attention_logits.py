@@ -96,7 +96,7 @@ def _tables(layer: Attention, factors: Tensor, alpha: float) -> Iterator[tuple[n
 
 
 def _stretched(columns: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-    """Returns [heads, sum of sizes]: each column [heads] as often as its size says."""
+    """Returns [heads, sum of sizes], in which each column [heads] is repeated as often as its size says."""
     return torch.cat([column[:, None].expand(-1, size) for column, size in zip(columns, sizes, strict=True)], 1)
 
 

@@ -7,8 +7,9 @@ fixed addresses before a replay. The static copies of `LayerInputs` are shared b
 All graphs share one memory pool. They are captured in the order in which they are replayed: all forwards, then all
 backwards from the last to the first. So the memory of a part's activations is free again after its backward.
 
-Python does not run in a replay. What the part would tell the host is repeated after it: the metrics of its layer, and
-which gradients have been accumulated, so that reductions start during the last backward as they do without graphs.
+Python does not run in a replay. The part's effects on the host are repeated after it: the metrics of its layer are
+recorded, and accumulated gradients are reported, so that reductions start during the last backward as they do without
+graphs.
 """
 
 import dataclasses
@@ -38,7 +39,7 @@ from megatron.core.utils.graph_capture import (
 )
 
 MOST_KINDS = 8
-"""Most kinds of micro-batches that have graphs. Others run eagerly."""
+"""Largest number of kinds of micro-batches with graphs. Others run eagerly."""
 
 PartFunction = Callable[[Tensor, LayerInputs], Any]
 """Computes a part of a layer from hidden states [t, h]; returns a nested value of tensors."""
@@ -280,7 +281,7 @@ class _PartGraph:
         return captured
 
     def tell(self, direction: int) -> None:
-        """Gives the records what a replay has computed for them."""
+        """Adds to the records what a replay has computed for them."""
         for record, tensors in self.told[direction]:
             record.add_tensors(map_tensors(torch.clone, tensors))
 

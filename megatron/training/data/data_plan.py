@@ -1,4 +1,4 @@
-"""What a run reads: samples, tokens and epochs of each data set of each split, as lines for the start of a log."""
+"""Describes the data of a run at the start of its log: samples, tokens and epochs of each data set of each split."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.staged_blend import StagedBlend
 
 MOST_LINES = 64
-"""Data sets of a split that have a line."""
+"""Largest number of data sets of a split that get a line each."""
 
 
 def data_plan(splits: Sequence[Any], wanted: Sequence[int | None], seq_length: int) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""--gpu-sniff-test-interval: measures every rank's speed now and then, and names ranks that differ from the others."""
+"""--gpu-sniff-test-interval: measures every rank's speed at intervals, and names ranks that differ from the others."""
 
 import math
 import time

@@ -51,14 +51,14 @@ class QuantizedWeights(nn.Module, Generic[Pair]):
         not."""
         self._kept: tuple[Any, Pair] | None = None
         self._storage: Pair | None = None
-        """With fixed storage: the memory of the quantised weight."""
+        """The memory of the quantised weight, if its address is fixed."""
         self._has_fixed_storage = False
         self._last_weight: tuple[Tensor] | None = None
         """The weight that was quantised last. In a tuple, so that it is no parameter of this module."""
 
     def fix_storage(self) -> None:
-        """From here on a kept weight and the scales keep their addresses, as CUDA graphs need it. Call `refresh` after
-        a change of the weight and before a replay."""
+        """Makes the kept weight and the scales keep their addresses from now on, as CUDA graphs need it. Call `refresh`
+        after a change of the weight and before a replay."""
         self._has_fixed_storage = True
 
     @torch.no_grad()
@@ -111,7 +111,7 @@ class QuantizedWeights(nn.Module, Generic[Pair]):
         self._kept = None
 
     def around_forward(self) -> AbstractContextManager[None]:
-        """Returns what the forward of the whole model runs inside."""
+        """Returns the context in which the forward of the whole model runs."""
         return nullcontext()
 
     def forget(self) -> None:

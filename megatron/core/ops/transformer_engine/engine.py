@@ -1,4 +1,4 @@
-"""Finds Transformer Engine, and says our fp8 settings as its recipes."""
+"""Finds Transformer Engine, and translates our fp8 settings to its recipes."""
 
 import contextlib
 import functools
@@ -15,8 +15,9 @@ from megatron.core.exceptions import UserError
 from megatron.core.ops.fp8.recipes import Fp8Settings
 
 USES_ENGINE = False
-"""Whether Transformer Engine computes if it is asked for and installed. Off: our use of it has only met a stand-in on
-CPUs, no GPU and no release of it, while many launch scripts ask for it. With it off our own layers compute."""
+"""Whether Transformer Engine computes where flags ask for it and it is installed. It is off, so our own layers compute:
+our use of it has been tested only with a stand-in on CPUs, on no GPU and with no release of it, while many launch
+scripts ask for it."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ def _recipe(
 
 
 _surrounding: list[Any] = []
-"""Recipes of the model's forward that is running; the last one holds."""
+"""Recipes of the forward passes that are running, the innermost last."""
 
 
 @contextlib.contextmanager

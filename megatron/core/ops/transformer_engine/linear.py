@@ -229,7 +229,7 @@ class _NoScaling:
     gradient_share = 1.0
 
     def forget(self) -> None:
-        """Has nothing to drop."""
+        """Does nothing: there is no state to drop."""
 
 
 class EngineFp8Linear(QuantizedWeights[Any]):
@@ -243,7 +243,7 @@ class EngineFp8Linear(QuantizedWeights[Any]):
         self._key: tuple[int, int] | None = None
 
     def forward(self, inputs: Tensor, weight: Tensor, *more: Any, **keywords: Any) -> Tensor:
-        """Returns what the products return."""
+        """Returns the result of the products."""
         changed = None
         if self.keeps_weights and torch.is_grad_enabled():
             key = weight.data_ptr(), weight._version
@@ -251,21 +251,21 @@ class EngineFp8Linear(QuantizedWeights[Any]):
         return self.products(inputs, weight, *more, weights_changed=changed, **keywords)
 
     def forget_weights(self) -> None:
-        """Has the weight quantised again at the next call."""
+        """Makes the next call quantise the weight again."""
         self._key = None
 
     def around_forward(self) -> AbstractContextManager[None]:
-        """Returns what a model's forward runs inside."""
+        """Returns the context in which the forward of a whole model runs."""
         return quantized_forward(self.products.engine, self.products.recipe)
 
 
 def make_linear(engine: Engine, settings: Fp8Settings | None, weight: Tensor) -> Any:
-    """Returns what computes one linear layer."""
+    """Returns the function that computes one linear layer."""
     products = EngineLinear(engine, recipe_of(engine, settings))
     return products if settings is None else EngineFp8Linear(settings, weight, products)
 
 
 def make_grouped_linear(engine: Engine, settings: Fp8Settings | None, weight: Tensor) -> Any:
-    """Returns what computes one linear layer of all experts of a rank."""
+    """Returns the function that computes one linear layer of all experts of a rank."""
     products = EngineGroupedLinear(engine, recipe_of(engine, settings))
     return products if settings is None else EngineFp8Linear(settings, weight, products)

@@ -9,8 +9,8 @@ from megatron.core.ops.transformer_engine.engine import Engine
 
 
 class EngineNorms:
-    """The norms of a backend. What Transformer Engine does not compute, the functions of another backend do: norms
-    without weight or bias, and inputs of another type than the weight."""
+    """The norms of a backend. Functions of another backend compute what Transformer Engine does not: norms without
+    weight or bias, and inputs of another type than the weight."""
 
     def __init__(self, engine: Engine, layer_norm: Any = layer_norm, rms_norm: Any = rms_norm) -> None:
         self.engine = engine
