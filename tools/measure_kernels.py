@@ -25,7 +25,7 @@ from torch import Tensor
 from megatron.core.backends import LOCAL, Backend, triton_backend
 from megatron.core.ops.activation import Activation, gelu_tanh
 from megatron.core.ops.rope import Rotation
-from megatron.core.optimizer.segments import Segments, StepInputs
+from megatron.core.optimizer.segments import FlatSegments, StepInputs
 from megatron.core.optimizer.update_rules import Adam
 from megatron.core.utils.torch_private import foreach_norm
 from tools.measure_experts import Operation, ceilings, seconds
@@ -117,7 +117,7 @@ class Bench:
             [torch.rand(count, device=self.device) for _ in range(4)] for _ in range(4)
         )
         copies: list[Tensor | None] = [weight.bfloat16() for weight in weights]
-        segments = Segments(weights, gradients, {"exp_avg": first, "exp_avg_sq": second}, copies)
+        segments = FlatSegments(weights, gradients, {"exp_avg": first, "exp_avg_sq": second}, copies)
         step = StepInputs(scalar(3.0), scalar(1.0, dtype=torch.float64), scalar(False))
         lr = scalar(1e-3, dtype=torch.float64)
         self.found += [

@@ -22,7 +22,7 @@ from megatron.core.context_parallel import cut_rows, sequence_part
 from megatron.core.context_parallel.kv_exchange import PendingKeyValues, ring_steps
 from megatron.core.context_parallel.ring import RingCall, ring_attention
 from megatron.core.context_parallel.splitting import in_natural_order
-from megatron.core.context_parallel.tiles import Tile
+from megatron.core.context_parallel.tiles import QueryKeyTile
 from megatron.core.ops.attention.blocks import BlockCall, merge_block
 from megatron.core.ops.attention.blocks_cuda import cudnn_takes
 from megatron.core.ops.attention.kernels import FLASH_BLOCKS, FUSED_BLOCKS, UNFUSED_BLOCKS, BlockKernel
@@ -108,7 +108,7 @@ class Nearby:
         self.ring_steps = ring_steps(SequencePart(rank, RANKS), ROW // RANKS // 2, reach, join)
 
     @property
-    def steps(self) -> tuple[tuple[Tile, ...], ...]:
+    def steps(self) -> tuple[tuple[QueryKeyTile, ...], ...]:
         return tuple(ring_step.tiles for ring_step in self.ring_steps)
 
     def _source(self, step: int) -> int:

@@ -13,7 +13,7 @@ from megatron.core.distributed.main_grad import BufferMainGrad, accumulate_produ
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.segments import Segments, StepInputs
+from megatron.core.optimizer.segments import FlatSegments, StepInputs
 from megatron.core.optimizer.update_rules import Adam, Sgd
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -67,7 +67,7 @@ def test_rows_are_summed_in_the_same_order_every_time() -> None:
     assert (seen[0].double() - expected).norm() < 1e-5 * expected.norm()
 
 
-def segments(rule: Any, dtype: torch.dtype, device: str) -> Segments:
+def segments(rule: Any, dtype: torch.dtype, device: str) -> FlatSegments:
     generator = torch.Generator().manual_seed(0)
 
     def some() -> list[Tensor]:
@@ -75,7 +75,7 @@ def segments(rule: Any, dtype: torch.dtype, device: str) -> Segments:
 
     moments = {name: [value.abs() for value in some()] for name in rule.moments}
     model_weights = [torch.zeros(1000, device=device, dtype=torch.bfloat16), None, None]
-    return Segments(some(), some(), moments, model_weights)
+    return FlatSegments(some(), some(), moments, model_weights)
 
 
 @pytest.mark.parametrize("decay_on_device", [False, True])

@@ -27,7 +27,7 @@ from megatron.core.ops.split_heads_triton import split_heads_triton
 from megatron.core.ops.sum_rows_triton import sum_rows_triton
 from megatron.core.optimizer.adam_triton import adam_triton
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.segments import Segments, StepInputs, StoredSegments
+from megatron.core.optimizer.segments import FlatSegments, StepInputs, StoredSegments
 from megatron.core.optimizer.state_storage import Plain, StateTensor, WithRemainder, new_moment, split_float32
 from megatron.core.optimizer.stored_adam_triton import stored_adam_triton
 from megatron.core.optimizer.update_rules import Adam, update_stored
@@ -239,7 +239,7 @@ def updates() -> None:
         held = [values(2100), values(2100, seed=1), values(2100, seed=2), values(2100, seed=3).abs()]
         before, exact = [t.clone() for t in held], [t.double() for t in held]
         moments = {"exp_avg": [exact[2]], "exp_avg_sq": [exact[3]]}
-        rule.update(Segments([exact[0]], [exact[1]], moments, [None]), step, wide(0.03), decay)
+        rule.update(FlatSegments([exact[0]], [exact[1]], moments, [None]), step, wide(0.03), decay)
         copy = torch.zeros(2100, dtype=torch.bfloat16, device=DEVICE)
         for size in (2100, 0):
             part = [t[:size] for t in (*held, copy)]

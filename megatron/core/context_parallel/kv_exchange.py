@@ -16,9 +16,9 @@ from torch import Tensor
 from megatron.core.collectives import Group, Pending, start_all_to_all_rows, start_exchange, start_gather_rows
 from megatron.core.context_parallel.splitting import in_natural_order, in_rank_order
 from megatron.core.context_parallel.tiles import (
+    QueryKeyTile,
     Reach,
     Span,
-    Tile,
     own_tiles,
     rows_seen,
     spans_of,
@@ -45,7 +45,7 @@ class KeyValueExchange(Protocol):
     """One rank's steps of an exchange of keys. In step 0 the rank computes with its own keys."""
 
     @property
-    def steps(self) -> tuple[tuple[Tile, ...], ...]:
+    def steps(self) -> tuple[tuple[QueryKeyTile, ...], ...]:
         """The tiles that this rank computes in each step, with the keys that were fetched for it."""
 
     def start_fetch(self, step: int, own: Tensor) -> PendingKeyValues:
@@ -65,7 +65,7 @@ class RingStep:
     """A step of the ring: every rank computes with the keys of the rank `distance` before it."""
 
     distance: int
-    tiles: tuple[Tile, ...]
+    tiles: tuple[QueryKeyTile, ...]
     fetched: slice
     """Rows of the other rank's keys that this rank needs."""
     given: slice
@@ -84,7 +84,7 @@ class Ring:
         self.ring_steps = ring_steps(part, chunk, reach, join)
 
     @property
-    def steps(self) -> tuple[tuple[Tile, ...], ...]:
+    def steps(self) -> tuple[tuple[QueryKeyTile, ...], ...]:
         """The tiles of each step."""
         return tuple(ring_step.tiles for ring_step in self.ring_steps)
 
@@ -152,7 +152,7 @@ class Gather:
 
 
 @functools.lru_cache(maxsize=256)
-def gather_steps(part: SequencePart, chunk: int, reach: Reach) -> tuple[tuple[Tile, ...], ...]:
+def gather_steps(part: SequencePart, chunk: int, reach: Reach) -> tuple[tuple[QueryKeyTile, ...], ...]:
     """Returns the tiles of the two steps: with the rank's own keys, and with the keys of the whole row."""
     own, rest = [], []
     for span in spans_of(part, chunk):

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.context_parallel.kv_exchange import KeyValueExchange, PendingKeyValues
-from megatron.core.context_parallel.tiles import Tile
+from megatron.core.context_parallel.tiles import QueryKeyTile
 from megatron.core.ops.attention.blocks import BlockCall
 from megatron.core.ops.attention.kernels import BlockKernel
 from megatron.core.ops.attention.unfused import AttentionVariant
@@ -111,7 +111,7 @@ class _Packing:
         for_keys = self.shapes[0].numel()
         return rows[:, :for_keys].unflatten(1, self.shapes[0]), rows[:, for_keys:].unflatten(1, self.shapes[1])
 
-    def steps(self, exchange: KeyValueExchange) -> Iterator[tuple[tuple[Tile, ...], Tensor, Tensor]]:
+    def steps(self, exchange: KeyValueExchange) -> Iterator[tuple[tuple[QueryKeyTile, ...], Tensor, Tensor]]:
         """Yields the tiles, keys and values of each step. The next step's keys are sent while a step is computed."""
         own: Tensor | None = None
         pending: PendingKeyValues | None = None

@@ -21,7 +21,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Tile:
+class QueryKeyTile:
     """A rectangle of queries and keys. Each query sees at least one key, and each key is seen by at least one query."""
 
     queries: slice
@@ -51,7 +51,7 @@ def spans_of(part: SequencePart, chunk: int, rank: int | None = None) -> tuple[S
     return Span(0, first * chunk, chunk), Span(chunk, second * chunk, chunk)
 
 
-def tile_of(queries: Span, keys: Span, reach: Reach) -> Tile | None:
+def tile_of(queries: Span, keys: Span, reach: Reach) -> QueryKeyTile | None:
     """Returns the smallest tile with all pairs of a query and a key that it sees; None if there is no such pair."""
     left, right = reach
     offset = keys.position - queries.position
@@ -66,26 +66,26 @@ def tile_of(queries: Span, keys: Span, reach: Reach) -> Tile | None:
     moved = first_key - first_query
     right = None if right is None or right - moved >= end_key - first_key - 1 else right - moved
     left = None if left is None or left + moved >= end_query - first_query - 1 else left + moved
-    return Tile(
+    return QueryKeyTile(
         slice(queries.first_row + first_query, queries.first_row + end_query),
         slice(keys.first_row + first_key, keys.first_row + end_key),
         BlockOffsets(queries.position + first_query, keys.position + first_key, left, right),
     )
 
 
-def tiles_of(queries: Iterable[Span], keys: Sequence[Span], reach: Reach) -> list[Tile]:
+def tiles_of(queries: Iterable[Span], keys: Sequence[Span], reach: Reach) -> list[QueryKeyTile]:
     """Returns all tiles of some queries and some keys."""
     found = [tile_of(query_span, key_span, reach) for query_span in queries for key_span in keys]
     return [tile for tile in found if tile is not None]
 
 
-def joined(tiles: Sequence[Tile]) -> tuple[Tile, ...]:
+def joined(tiles: Sequence[QueryKeyTile]) -> tuple[QueryKeyTile, ...]:
     """Joins tiles into fewer and larger ones with the same pairs.
 
     Only for kernels that do not need a token's position in the row: a joined tile's parts need not be consecutive
     there.
     """
-    done: list[Tile] = []
+    done: list[QueryKeyTile] = []
     for tile in tiles:
         for number, other in enumerate(done):
             larger = _join(other, tile)
@@ -97,7 +97,7 @@ def joined(tiles: Sequence[Tile]) -> tuple[Tile, ...]:
     return tuple(done) if len(done) == len(tiles) else joined(done)
 
 
-def _join(first: Tile, second: Tile) -> Tile | None:
+def _join(first: QueryKeyTile, second: QueryKeyTile) -> QueryKeyTile | None:
     """Joins two full tiles that lie beside or below each other; None if they do not."""
     if not (first.whole and second.whole):
         return None
@@ -108,29 +108,29 @@ def _join(first: Tile, second: Tile) -> Tile | None:
     return None
 
 
-def own_tiles(part: SequencePart, chunk: int, reach: Reach, join: bool) -> tuple[Tile, ...]:
+def own_tiles(part: SequencePart, chunk: int, reach: Reach, join: bool) -> tuple[QueryKeyTile, ...]:
     """Returns the tiles of a rank's queries with its own keys."""
     if join and reach == (None, 0):  # causal over the row is also causal over the rank's two chunks
         spans = spans_of(part, chunk)
         rows = slice(0, 2 * chunk)
-        return (Tile(rows, rows, BlockOffsets(spans[0].position, spans[0].position, None, 0)),)
+        return (QueryKeyTile(rows, rows, BlockOffsets(spans[0].position, spans[0].position, None, 0)),)
     return tiles_between(part, part.rank, part.rank, chunk, reach, join)
 
 
 def tiles_between(
     part: SequencePart, queries: int, keys: int, chunk: int, reach: Reach, join: bool
-) -> tuple[Tile, ...]:
+) -> tuple[QueryKeyTile, ...]:
     """Returns the tiles of one rank's queries with another rank's keys."""
     tiles = tiles_of(spans_of(part, chunk, queries), spans_of(part, chunk, keys), reach)
     return joined(tiles) if join else tuple(tiles)
 
 
-def rows_seen(tiles: Iterable[Tile]) -> slice:
+def rows_seen(tiles: Iterable[QueryKeyTile]) -> slice:
     """Returns the range of fetched key rows that the tiles need; empty if there are no tiles."""
     rows = [tile.keys for tile in tiles]
     return slice(min((r.start for r in rows), default=0), max((r.stop for r in rows), default=0))
 
 
-def with_keys_from(tiles: Iterable[Tile], first: int) -> tuple[Tile, ...]:
+def with_keys_from(tiles: Iterable[QueryKeyTile], first: int) -> tuple[QueryKeyTile, ...]:
     """Returns the tiles for fetched keys that begin with row `first`."""
     return tuple(replace(tile, keys=slice(tile.keys.start - first, tile.keys.stop - first)) for tile in tiles)

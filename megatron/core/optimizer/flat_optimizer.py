@@ -28,7 +28,7 @@ from megatron.core.optimizer.param_groups import (
     parameter_ranges,
 )
 from megatron.core.optimizer.qk_clip import QKClip
-from megatron.core.optimizer.segments import Segments, StepInputs, StoredSegments, with_main_gradients
+from megatron.core.optimizer.segments import FlatSegments, StepInputs, StoredSegments, with_main_gradients
 from megatron.core.optimizer.state_storage import (
     Plain,
     StateTensor,
@@ -153,7 +153,7 @@ class FlatOptimizer(MegatronOptimizer):
 
     def _segments_of(
         self, settings: GroupSettings, ranges: Sequence[ParameterRange]
-    ) -> list[Segments | StoredSegments | Muon]:
+    ) -> list[FlatSegments | StoredSegments | Muon]:
         """Returns the parts of a group's ranges in this rank's shards, as one list of tensors for each type."""
         if settings.use_muon:
             return [Muon([self._muon_segment(members) for members in ranges], self.config, self.groups)]
@@ -180,7 +180,7 @@ class FlatOptimizer(MegatronOptimizer):
             if state.is_offloaded and first < end:
                 yield from HostPiece.of_shard(state.segment(0, end - first, self.rule), segments)
 
-    def _as_segments(self, alike: Sequence[StateSegment]) -> Segments | StoredSegments:
+    def _as_segments(self, alike: Sequence[StateSegment]) -> FlatSegments | StoredSegments:
         """Returns segments of one type in the form that the update takes."""
         gradients, weights = [segment.gradient for segment in alike], [segment.weights for segment in alike]
         model_weights = [segment.model_weights for segment in alike]
@@ -188,7 +188,7 @@ class FlatOptimizer(MegatronOptimizer):
         if self.config.use_precision_aware_optimizer:
             return StoredSegments(weights, gradients, moments, model_weights)
         wide = {name: [moment.decode() for moment in parts] for name, parts in moments.items()}
-        return Segments([weight.decode() for weight in weights], gradients, wide, model_weights)
+        return FlatSegments([weight.decode() for weight in weights], gradients, wide, model_weights)
 
     def _muon_segment(self, members: ParameterRange) -> MuonSegment:
         """Returns the part of a range in this rank's shard, which may be empty: all ranks exchange matrices."""
@@ -259,7 +259,7 @@ class FlatOptimizer(MegatronOptimizer):
         for chunk in self.chunks:
             chunk.start_param_sync()
 
-    def _update_segments(self, alike: Segments | StoredSegments | Muon, step: StepInputs, number: int) -> None:
+    def _update_segments(self, alike: FlatSegments | StoredSegments | Muon, step: StepInputs, number: int) -> None:
         """Updates segments of a parameter group."""
         rate, decay = self.param_groups[number]["lr"], self.param_groups[number]["weight_decay"]
         if not isinstance(rate, Tensor):  # a script has set a number

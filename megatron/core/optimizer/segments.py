@@ -10,7 +10,7 @@ from megatron.core.optimizer.state_storage import StateTensor
 
 
 @dataclass(frozen=True)
-class Segments:
+class FlatSegments:
     """Segments of one parameter group, with equal types and devices. The i-th entries of all lists belong together."""
 
     weights: list[Tensor]
@@ -28,7 +28,7 @@ class Segments:
 @dataclass(frozen=True)
 class StoredSegments:
     """Segments of one parameter group whose state is stored in narrow types. The lists correspond to those of
-    `Segments`."""
+    `FlatSegments`."""
 
     weights: list[StateTensor]
     gradients: list[Tensor]
@@ -49,21 +49,21 @@ class StepInputs:
 
 
 def plain_segments(
-    segments: Segments, moments: Sequence[str]
+    segments: FlatSegments, moments: Sequence[str]
 ) -> Iterator[tuple[Tensor, Tensor, tuple[Tensor, ...], Tensor | None]]:
     """Yields weight, gradient, moments and the model's weight of each segment. `moments` names the moments in order."""
     states = zip(*(segments.moments[name] for name in moments), strict=True)
     yield from zip(segments.weights, segments.gradients, states, segments.model_weights, strict=True)
 
 
-def with_main_gradients(segments: Segments) -> Iterator[Segments]:
+def with_main_gradients(segments: FlatSegments) -> Iterator[FlatSegments]:
     """Yields the segments as they are, or one by one with gradients in the type of the weights, if those are
     narrower."""
     if all(gradient.dtype == segments.dtype for gradient in segments.gradients):
         yield segments
         return
     for place, gradient in enumerate(segments.gradients):
-        yield Segments(
+        yield FlatSegments(
             [segments.weights[place]],
             [gradient.to(segments.dtype)],
             {name: [moments[place]] for name, moments in segments.moments.items()},
@@ -71,7 +71,7 @@ def with_main_gradients(segments: Segments) -> Iterator[Segments]:
         )
 
 
-def round_into_model(segments: Segments) -> None:
+def round_into_model(segments: FlatSegments) -> None:
     """Rounds the weights into the model's weights."""
     for weight, model_weight in zip(segments.weights, segments.model_weights, strict=True):
         if model_weight is not None:

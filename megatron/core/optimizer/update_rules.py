@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.segments import (
-    Segments,
+    FlatSegments,
     StepInputs,
     StoredSegments,
     plain_segments,
@@ -31,7 +31,7 @@ class UpdateRule(Protocol):
     moments: tuple[str, ...]
     """Names of the state tensors that every weight has, as checkpoints know them. They start as zeros."""
 
-    def update(self, segments: Segments, step: StepInputs, lr: Tensor, weight_decay: float | Tensor) -> None:
+    def update(self, segments: FlatSegments, step: StepInputs, lr: Tensor, weight_decay: float | Tensor) -> None:
         """Updates weights and moments in place and rounds the weights into the model's. `lr` is a float64 scalar tensor
         on the device, and so is a weight decay that changes over the run. Gradients are not needed afterwards and may
         be overwritten."""
@@ -50,7 +50,7 @@ class Adam:
         self.beta1, self.beta2, self.eps = beta1, beta2, eps
         self.decoupled = decoupled
 
-    def update(self, segments: Segments, step: StepInputs, lr: Tensor, weight_decay: float | Tensor) -> None:
+    def update(self, segments: FlatSegments, step: StepInputs, lr: Tensor, weight_decay: float | Tensor) -> None:
         """Updates with our Triton kernel on a GPU, with torch's fused kernel elsewhere, and by the plain formula in
         float64."""
         if segments.dtype is torch.float64:
@@ -85,7 +85,7 @@ class Adam:
         )
         round_into_model(segments)
 
-    def _update_plainly(self, segments: Segments, step: StepInputs, lr: Tensor, decay: float | Tensor) -> None:
+    def _update_plainly(self, segments: FlatSegments, step: StepInputs, lr: Tensor, decay: float | Tensor) -> None:
         correction1 = 1.0 - self.beta1 ** step.count.double()
         correction2 = 1.0 - self.beta2 ** step.count.double()
         for weight, gradient, (exp_avg, exp_avg_sq), _ in plain_segments(segments, self.moments):
@@ -111,7 +111,7 @@ class Sgd:
     def __init__(self, momentum: float) -> None:
         self.momentum = momentum
 
-    def update(self, segments: Segments, step: StepInputs, lr: Tensor, weight_decay: float | Tensor) -> None:
+    def update(self, segments: FlatSegments, step: StepInputs, lr: Tensor, weight_decay: float | Tensor) -> None:
         """Updates with torch's fused kernel, and by the plain formula in float64 and without momentum."""
         if segments.dtype is torch.float64 or not self.momentum:  # the fused kernel takes no buffers with momentum 0
             self._update_plainly(segments, step, lr, weight_decay)
@@ -135,7 +135,7 @@ class Sgd:
         )
         round_into_model(segments)
 
-    def _update_plainly(self, segments: Segments, step: StepInputs, lr: Tensor, decay: float | Tensor) -> None:
+    def _update_plainly(self, segments: FlatSegments, step: StepInputs, lr: Tensor, decay: float | Tensor) -> None:
         for weight, gradient, (buffer,), _ in plain_segments(segments, self.moments):
             b = self.momentum * buffer + gradient / step.divisor + decay * weight
             replace(step.skip, (weight, weight - lr * b), (buffer, b))
@@ -154,7 +154,7 @@ class Lion:
     def __init__(self, beta1: float, beta2: float, decoupled: bool) -> None:
         self.beta1, self.beta2, self.decoupled = beta1, beta2, decoupled
 
-    def update(self, segments: Segments, step: StepInputs, lr: Tensor, weight_decay: float | Tensor) -> None:
+    def update(self, segments: FlatSegments, step: StepInputs, lr: Tensor, weight_decay: float | Tensor) -> None:
         """Updates by the plain formula, in the type of the weights."""
         main = segments.dtype
         rate = lr.to(main)
@@ -186,7 +186,7 @@ def update_stored(
             continue
         wide, read = weight.decode(), [moment.decode() for moment in moments]
         named = {name: [moment] for name, moment in zip(rule.moments, read, strict=True)}
-        rule.update(Segments([wide], [gradient.to(main)], named, [None]), step, lr, weight_decay)
+        rule.update(FlatSegments([wide], [gradient.to(main)], named, [None]), step, lr, weight_decay)
         for state, new in zip((weight, *moments), (wide, *read), strict=True):
             state.encode(new, step.skip)
         if model_weight is not None and not isinstance(weight, WithRemainder):
@@ -194,7 +194,7 @@ def update_stored(
             store(model_weight, split_float32(wide)[0] if is_bf16 else wide.to(model_weight.dtype), step.skip)
 
 
-def apply_decay(segments: Segments, step: StepInputs, lr: Tensor, weight_decay: Tensor, decoupled: bool) -> None:
+def apply_decay(segments: FlatSegments, step: StepInputs, lr: Tensor, weight_decay: Tensor, decoupled: bool) -> None:
     """Applies a weight decay that is a tensor on the device. The update that follows must have a weight decay of 0."""
     if decoupled:
         kept = torch.where(step.skip, 1.0, 1.0 - lr * weight_decay)

@@ -5,14 +5,14 @@ import itertools
 import pytest
 
 from megatron.core.context_parallel.kv_exchange import Gather, Ring, gather_steps, ring_steps
-from megatron.core.context_parallel.tiles import Reach, Tile, own_tiles, tiles_between
+from megatron.core.context_parallel.tiles import QueryKeyTile, Reach, own_tiles, tiles_between
 from megatron.core.tokens import SequencePart, Tokens, row_index
 
 CHUNK = 3
 REACHES: list[Reach] = [(None, 0), (None, None), (0, 0), (2, 0), (4, 0), (7, 0), (None, 2), (5, None), (4, 3), (1, 8)]
 
 
-def pairs(tile: Tile, queries: list[int], keys: list[int]) -> list[tuple[int, int]]:
+def pairs(tile: QueryKeyTile, queries: list[int], keys: list[int]) -> list[tuple[int, int]]:
     """Returns the positions in the row of a tile's pairs, given the positions of its queries and keys."""
     found = []
     for i, query in enumerate(queries[tile.queries]):

@@ -2,13 +2,19 @@
 
 import torch
 
-from megatron.core.optimizer.segments import Segments, plain_segments, replace, round_into_model, with_main_gradients
+from megatron.core.optimizer.segments import (
+    FlatSegments,
+    plain_segments,
+    replace,
+    round_into_model,
+    with_main_gradients,
+)
 
 
-def segments(gradients: torch.dtype = torch.float32) -> Segments:
+def segments(gradients: torch.dtype = torch.float32) -> FlatSegments:
     weights = [torch.tensor([1.0, 2.0]), torch.tensor([1.0 + 2**-10])]
     moments = {name: [torch.full((n,), float(i)) for n in (2, 1)] for i, name in enumerate(("a", "b"))}
-    return Segments(
+    return FlatSegments(
         weights, [torch.ones(n, dtype=gradients) for n in (2, 1)], moments, [None, torch.zeros(1).bfloat16()]
     )
 

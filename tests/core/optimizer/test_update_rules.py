@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.segments import Segments, StepInputs, with_main_gradients
+from megatron.core.optimizer.segments import FlatSegments, StepInputs, with_main_gradients
 from megatron.core.optimizer.update_rules import Adam, Lion, Sgd, UpdateRule, build_update_rule
 
 LR, DECAY, DIVISOR, COUNT = 0.05, 0.1, 8.0, 3
@@ -26,13 +26,13 @@ def numbers(seed: int, dtype: torch.dtype) -> list[Tensor]:
     return [torch.randn(size, generator=generator, dtype=torch.float64).to(dtype) for size in (5, 3)]
 
 
-def segments_of(rule: UpdateRule, dtype: torch.dtype) -> Segments:
+def segments_of(rule: UpdateRule, dtype: torch.dtype) -> FlatSegments:
     moments = {name: [t.abs() for t in numbers(10 + i, dtype)] for i, name in enumerate(rule.moments)}
     model_weights = [torch.zeros(5, dtype=torch.bfloat16), None]
-    return Segments(numbers(1, dtype), [t * DIVISOR for t in numbers(2, dtype)], moments, model_weights)
+    return FlatSegments(numbers(1, dtype), [t * DIVISOR for t in numbers(2, dtype)], moments, model_weights)
 
 
-def update(rule: UpdateRule, segments: Segments, decay: float | Tensor, skip: bool = False) -> None:
+def update(rule: UpdateRule, segments: FlatSegments, decay: float | Tensor, skip: bool = False) -> None:
     step = StepInputs(torch.tensor(float(COUNT)), torch.tensor(DIVISOR, dtype=torch.float64), torch.tensor(skip))
     rule.update(segments, step, torch.tensor(LR, dtype=torch.float64), decay)
 
@@ -110,7 +110,7 @@ def test_a_config_names_its_rule() -> None:
 def test_narrow_gradients_are_widened_segment_by_segment() -> None:
     """--main-grads-dtype bf16: the update is that of the same numbers in float32."""
     rule, segments, wide = RULES["adamw"], *(segments_of(RULES["adamw"], torch.float32) for _ in range(2))
-    narrow = Segments(
+    narrow = FlatSegments(
         segments.weights, [g.bfloat16() for g in segments.gradients], segments.moments, segments.model_weights
     )
     wide.gradients[:] = [g.float() for g in narrow.gradients]
