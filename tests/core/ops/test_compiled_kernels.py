@@ -1,0 +1,56 @@
+"""Every Triton kernel compiles to machine code of Hopper GPUs, within their shared memory, on a machine without one."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import compile_for_hopper
+
+import megatron.core
+
+CORE = Path(megatron.core.__file__).parent
+MOST_SHARED = 227 * 1024
+"""Bytes of shared memory that a program can have on Hopper (CUDA C programming guide, compute capability 9.0)."""
+FAST = ("triton_agreement.masks", "flash_agreement.bits", "flash_agreement.attention_of:causal, dropped")
+CHECKS = {
+    "triton_agreement": "masks bias_dropout_residual losses merged_blocks",
+    "elementwise_kernels": "norms norms_of_views norms_with_residual positions parts_of_heads sums biases updates "
+    "stored_updates",
+    "expert_kernels": "moves places activations products linears biases",
+    "fp8_kernels": "largest_values noted_values noted_rows casts blocks",
+    "fp8_grouped_kernels": "largest_values casts blocks products weight_gradients",
+}
+
+
+def compiled(checks: list[str], cache: Path) -> list[dict[str, Any]]:
+    """Returns what each kernel that the checks call needs."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(cache), "TRITON_DEFAULT_FP_FUSION": "1"}
+    words = [sys.executable, compile_for_hopper.__file__, *checks]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert found and all(kernel["shared"] <= MOST_SHARED for kernel in found), found
+    return found
+
+
+def test_kernels_of_attention_compile(tmp_path: Path) -> None:
+    found = {kernel["kernel"] for kernel in compiled(list(FAST), tmp_path)}
+    assert found >= {"_keep_bits_kernel", "_keep_rows_kernel", "_forward_kernel", "_backward_kernel"}
+
+
+@pytest.mark.slow
+def test_every_kernel_compiles(tmp_path: Path) -> None:
+    from support import flash_agreement
+
+    checks = [f"{module}.{name}" for module, names in CHECKS.items() for name in names.split()]
+    attention = [f"flash_agreement.attention_of:{name}" for name in flash_agreement.CASES]
+    found = {kernel["kernel"] for kernel in compiled([*FAST, *checks, *attention], tmp_path)}
+    source = "".join(path.read_text() for path in sorted(CORE.rglob("*_triton.py")))
+    launched = set(re.findall(r"\b(_\w+_kernel)\[", source))
+    assert len(launched) > 30 and launched <= found, launched - found
