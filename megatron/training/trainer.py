@@ -20,6 +20,7 @@ from megatron.core.rerun_state_machine import RerunStateMachine
 from megatron.core.timers import timed
 from megatron.training.checkpoints import Checkpoints
 from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.data.loaders import BUS_ERROR
 from megatron.training.data.splits import Splits, ValidationSet
 from megatron.training.data.step_data import StepData
 from megatron.training.evaluate import EvaluationResult, evaluate, full_pass
@@ -327,6 +328,8 @@ class Trainer:
     def close_after_failure(self, error: BaseException) -> None:
         """Ends the run after an exception, without other ranks, which may be gone. Prints which rank failed, and in
         which phase, unless heartbeats find that out."""
+        if "killed by signal: Bus error" in str(error):
+            print(BUS_ERROR, file=sys.stderr, flush=True)
         if self.environment.heartbeat is not None:
             self.environment.heartbeat.report(error)
         elif isinstance(error, Exception) and not isinstance(error, UserError):  # which is printed with its rank later

@@ -10,6 +10,7 @@ from megatron.core.num_microbatches_calculator import BatchSchedule
 from megatron.training.data.step_data import StepData
 from megatron.training.hooks.exit import ExitDecision, ExitReason
 from megatron.training.launch.heartbeat import Progress
+from megatron.training.rewind_record import Rewind, Rewinds
 from megatron.training.state import TrainState
 from megatron.training.trainer import Trainer
 
@@ -64,6 +65,7 @@ def trainer(
             last_saved=None,
             finish_save=lambda: noted.append("finish_save"),
             leave_save=lambda: noted.append("leave_save"),
+            record=SimpleNamespace(rewinds=Rewinds()),
         ),
         **parts,
     )
@@ -102,6 +104,9 @@ def test_a_skipped_step_takes_its_data(capsys: pytest.CaptureFixture[str]) -> No
     run = trainer(5, calls=calls)
     assert run.skips_step()
     assert [number for number in range(1, 11) if trainer(number - 1).skips_step()] == [6, 8, 9]
+    rewound = trainer(2)
+    rewound.checkpoints.record.rewinds.add([Rewind(spike=4, iteration=2, first=3)])
+    assert rewound.skips_step()
     run.state = TrainState(iteration=5, consumed_train_samples=40, consumed_tokens=7)
     run.batches = BatchSchedule(8, 2, 2)
     run.splits.train = StepData(iter(range(100)), micro_batch_size=2)
@@ -145,6 +150,8 @@ def test_a_failure_names_rank_and_phase_and_closes_without_other_ranks(capsys: p
     run.close_after_failure(OSError("disk full"))
     assert capsys.readouterr().err == "rank 1 of 2 failed in saving, after iteration 5: disk full\n"
     assert calls == ["leave_save", "on_exit", "close_writers", "data.close"]
+    run.close_after_failure(RuntimeError("DataLoader worker (pid 7) is killed by signal: Bus error."))
+    assert "a mapped data file (.bin) became shorter or its disk failed" in capsys.readouterr().err
     run.close_after_failure(UserError("a sentence"))
     assert capsys.readouterr().err == ""
 

@@ -25,12 +25,23 @@ _LOOK_SECONDS = 5.0
 """Seconds between two checks of the workers. A worker that is stopped at two checks in a row is ended."""
 
 
+BUS_ERROR = (
+    "a bus error of a data worker: a mapped data file (.bin) became shorter or its disk failed, or shared memory "
+    "(/dev/shm) is full; with --no-mmap-bin-files a file that is too short is named"
+)
+"""What torch's message about a worker that was killed by SIGBUS leaves out."""
+
+
 class WorkerStopped(RuntimeError):
     """A process that reads data was stopped by a signal, and would never send another micro-batch."""
 
 
 class SampleError(RuntimeError):
     """A sample cannot be read. The message names its id and the cause."""
+
+
+class DamagedSample(SampleError, UserError):
+    """A sample cannot be read because its files are damaged or gone, which a restart does not mend."""
 
 
 class MicroBatchIterator(Iterator[Any]):
@@ -50,6 +61,9 @@ class MicroBatchIterator(Iterator[Any]):
             raise StopIteration
         try:
             return next(self._iterator)
+        except DamagedSample as error:
+            self.close()  # torch puts the traceback of a worker before the message
+            raise DamagedSample(str(error).strip().rpartition(f"{DamagedSample.__name__}: ")[2]) from None
         except BaseException as error:
             self.close()
             if self._stopped is not None and isinstance(error, Exception):
@@ -117,7 +131,8 @@ def build_data_iterator(
         pin_memory: put batches into page-locked memory.
         multiprocessing_context: start method of workers (`fork`, `spawn`, `forkserver`); None: Python's default.
 
-    Raises UserError if no samples are left. The iterator raises SampleError if a sample cannot be read.
+    Raises UserError if no samples are left. The iterator raises SampleError if a sample cannot be read, and
+    DamagedSample, a UserError too, if its files are damaged.
     """
     if dataloader_type == "external":
         if not isinstance(dataset, Iterable):
@@ -158,6 +173,8 @@ class _NamingErrors(Dataset[Any]):
     def __getitem__(self, idx: int | None) -> Any:
         try:
             return self._dataset[idx]
+        except UserError as error:
+            raise DamagedSample(f"sample {idx}: {error}") from error
         except Exception as error:
             raise SampleError(f"sample {idx}: {type(error).__name__}: {error}") from error
 

@@ -1,5 +1,6 @@
 """--save-params-interval and similar flags: write tensors of single steps to safetensors files."""
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -27,7 +29,7 @@ Update = Callable[[Tensor], StepUpdate]
 class StepTensors(Hook):
     """Writes each kind of tensor in `intervals` after every step that its interval divides. Of a sharded weight or
     gradient it writes the one-dimensional part that this rank has, as NAME[start:stop] (elements). Raises UserError if
-    a file cannot be written.
+    a folder cannot be made. A file that cannot be written, as on a full disk, is left out with a warning.
     """
 
     def __init__(
@@ -118,9 +120,14 @@ class StepTensors(Hook):
         path = self.root / kind / folder_name(iteration) / f"rank_{self.groups.global_rank:05d}.safetensors"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            save_file({name: tensor.cpu() for name, tensor in tensors.items()}, path)
         except OSError as error:
             raise UserError(f"--save-{kind.replace('_', '-')}-interval: {path}: {error.strerror}") from None
+        try:
+            save_file({name: tensor.cpu() for name, tensor in tensors.items()}, path)
+        except (OSError, SafetensorError) as error:  # a full disk; training does not need the file
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+            print(f"WARNING: --save-{kind.replace('_', '-')}-interval: {path} is not written: {error}", flush=True)
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -148,7 +148,35 @@ def tensorboard_log(
         writer: Any = SummaryWriter(log_dir=str(directory), max_queue=queue_size)
     except OSError as error:
         raise UserError(f"--tensorboard-dir {directory} cannot be written: {error.strerror or error}") from error
-    return ScalarLog(writer.add_scalar, choices, world_size=world_size, device=device, close=writer.close)
+    events = _EventFiles(writer, directory)
+    return ScalarLog(events.add, choices, world_size=world_size, device=device, close=events.close)
+
+
+class _EventFiles:
+    """A SummaryWriter that a full disk does not turn into the end of the run. Its thread ends with the first failed
+    write, so points are dropped from then on, which is printed."""
+
+    def __init__(self, writer: Any, directory: str | Path) -> None:
+        self._writer, self._directory = writer, directory
+
+    def add(self, tag: str, value: float, step: int) -> None:
+        self._do(lambda: self._writer.add_scalar(tag, value, step))
+
+    def close(self) -> None:
+        self._do(lambda: self._writer.close())
+
+    def _do(self, action: Callable[[], object]) -> None:
+        if self._writer is None:
+            return
+        try:
+            action()
+        except OSError as error:
+            self._writer = None
+            print(
+                f"warning: --tensorboard-dir {self._directory}: {error.strerror or error}; points are dropped from "
+                "here on",
+                flush=True,
+            )
 
 
 def wandb_log(

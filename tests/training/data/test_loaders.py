@@ -11,7 +11,7 @@ import torch
 
 from megatron.core.exceptions import UserError
 from megatron.training.data import loaders
-from megatron.training.data.loaders import SampleError, build_data_iterator
+from megatron.training.data.loaders import DamagedSample, SampleError, build_data_iterator
 from megatron.training.data.step_data import StepData
 
 
@@ -128,6 +128,22 @@ def test_errors_name_the_sample(workers):
         next(iterator)
     with pytest.raises(StopIteration):
         next(iterator)
+
+
+class Damaged(Faulty):
+    def __getitem__(self, idx):
+        if idx == 7:
+            raise UserError("docs.bin: was shortened while it was read")
+        return torch.tensor(idx)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_damaged_file_is_one_line(workers):
+    iterator = build_data_iterator(Damaged(), micro_batch_size=8, num_workers=workers, collate=torch.stack)
+    with pytest.raises(DamagedSample) as caught:
+        next(iterator)
+    assert str(caught.value) == "sample 7: docs.bin: was shortened while it was read"
+    assert isinstance(caught.value, UserError)
 
 
 class Patient:

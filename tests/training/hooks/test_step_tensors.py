@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from support.command_lines import problems_of
 from support.runs import train, train_on_ranks
@@ -78,6 +79,22 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     hook.groups = type("Groups", (), {"global_rank": 0})  # type: ignore[assignment]
     with pytest.raises(UserError, match=r"--save-params-interval: .*rank_00000"):
         hook._write("params", 1, {})
+
+
+def test_a_full_disk_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(tensors: object, path: Path) -> None:
+        path.write_bytes(b"the beginning")
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr("megatron.training.hooks.step_tensors.save_file", fails)
+    hook = StepTensors(tmp_path, [], None, {"params": 1})  # type: ignore[arg-type]
+    hook.groups = type("Groups", (), {"global_rank": 0})  # type: ignore[assignment]
+    hook._write("params", 1, {})
+    warning = capsys.readouterr().out
+    assert warning.startswith("WARNING: --save-params-interval: ") and "is not written: No space left" in warning
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 def test_modules_of_a_graph_are_not_watched() -> None:

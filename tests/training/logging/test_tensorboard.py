@@ -1,5 +1,6 @@
 """Tags and values that reach TensorBoard, read back from its files."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -84,6 +85,23 @@ def test_event_files_can_be_read(tmp_path):
         (3, 3.0),
         (4, 4.0),
     ]
+
+
+def test_a_full_disk_drops_points_but_not_the_run(tmp_path, monkeypatch, capsys):
+    calls = []
+
+    class Full:
+        def __init__(self, **arguments):
+            pass
+
+        def add_scalar(self, *arguments):
+            calls.append(arguments)
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter", Full)
+    record(tensorboard_log(tmp_path, TagChoices()))
+    assert len(calls) == 1
+    assert f"--tensorboard-dir {tmp_path}: No space left on device; points are dropped" in capsys.readouterr().out
 
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch):
