@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,16 +60,38 @@ def flat_buckets(path: Path) -> list[Bucket]:
     return buckets
 
 
+@dataclass(frozen=True)
+class RankParameter:
+    """A parameter of Megatron-LM's model on a rank: a weight of ours, or one expert's part of it."""
+
+    key: str
+    """Name of our weight on the rank."""
+    tensor: RankTensor
+    values: SourceTensor
+    shape: tuple[int, ...]
+
+    @property
+    def is_of_expert(self) -> bool:
+        """Whether it belongs to a single expert, or to all experts of the rank."""
+        return EXPERTS in self.tensor.name
+
+    @property
+    def decays(self) -> bool:
+        """Whether weight decay applies: it does to matrices, not to biases and vectors."""
+        return len(self.tensor.global_shape) > 1 and not self.tensor.name.endswith(".bias")
+
+
 def plain_states(
-    saved: Any,
-    names: Sequence[str],
-    weights: Mapping[str, tuple[RankTensor, Box, SourceTensor]],
-    shapes: Mapping[str, tuple[int, ...]],
-    path: Path,
+    saved: Any, parameters: Sequence[RankParameter], path: Path
 ) -> Iterator[tuple[str, str, SourceTensor]]:
-    """Yields the state of optimizers that are not sharded: parameters are numbered in the order of their groups."""
+    """Yields the state of optimizers that are not sharded: name of our weight on the rank, kind, and all elements.
+
+    Parameters are numbered in the order of their groups, and in a group in the order of the model, which `parameters`
+    has. The experts of a weight have a parameter each, in any places of the model; their states are joined in order.
+    """
+    found: dict[tuple[str, str], dict[int, StoredTensor]] = {}
     optimizers = saved if isinstance(saved, list) else [saved]
-    left = list(names)
+    left = list(range(len(parameters)))
     for optimizer in optimizers:
         if not isinstance(optimizer, dict):
             continue
@@ -79,50 +102,62 @@ def plain_states(
             continue
         for group, group_masters in zip(groups, masters, strict=False):
             numbers = group.get("params") or []
-            chosen = _names_of_group(group, left, weights, len(numbers), path)
-            left = [name for name in left if name not in chosen]
-            for position, (number, name) in enumerate(zip(numbers, chosen, strict=True)):
+            chosen = _parameters_of_group(group, left, parameters, len(numbers), path)
+            left = [place for place in left if place not in chosen]
+            for position, (number, place) in enumerate(zip(numbers, chosen, strict=True)):
+                parameter = parameters[place]
                 tensors = dict(states.get(number) or {})
                 if position < len(group_masters):
                     tensors[MASTER] = group_masters[position]
-                    _check_master(tensors[MASTER], weights[name][2], f"{path}: {weights[name][0].name}")
+                    _check_master(tensors[MASTER], parameter.values, f"{path}: {parameter.tensor.name}")
                 for kind in KINDS:
                     stored = tensors.get(kind)
                     if isinstance(stored, StoredTensor):
-                        if not merges_into(shapes[name], stored.shape):
+                        if not merges_into(parameter.shape, stored.shape):
                             raise UserError(
                                 f"{path}: optimizer state {number} has shape {[*stored.shape]}, but the parameter at "
-                                f"its place, {weights[name][0].name}, has shape {[*shapes[name]]}"
+                                f"its place, {parameter.tensor.name}, has shape {[*parameter.shape]}"
                             )
-                        yield name, kind, SourceTensor(stored.dtype, stored.read)
+                        found.setdefault((parameter.key, kind), {})[place] = stored
+    yield from _joined(found, parameters, path)
 
 
-def _names_of_group(
-    group: Mapping[str, Any],
-    left: Sequence[str],
-    weights: Mapping[str, tuple[RankTensor, Box, SourceTensor]],
-    count: int,
-    path: Path,
-) -> list[str]:
-    """The parameters of a group: matrices have weight decay, biases and vectors do not; experts may be apart."""
+def _joined(
+    found: Mapping[tuple[str, str], Mapping[int, StoredTensor]], parameters: Sequence[RankParameter], path: Path
+) -> Iterator[tuple[str, str, SourceTensor]]:
+    for (key, kind), by_place in found.items():
+        places = [place for place, parameter in enumerate(parameters) if parameter.key == key]
+        if len(by_place) != len(places):
+            raise UserError(
+                f"{path}: {len(by_place)} of the {len(places)} experts of {parameters[places[0]].tensor.name} have the "
+                f"optimizer state {kind}; import with --no-load-optim"
+            )
+        stored = [by_place[place] for place in places]
+        yield key, kind, SourceTensor(stored[0].dtype, partial(concatenated, stored))
 
-    def belongs(name: str) -> bool:
-        tensor = weights[name][0]
-        decays = len(tensor.global_shape) > 1 and not tensor.name.endswith(".bias")
-        return decays == (group.get("wd_mult", 1.0) != 0.0)
 
-    chosen = [name for name in left if belongs(name)]
-    if any(EXPERTS in weights[name][0].name for name in chosen):
-        raise UserError(
-            f"{path}: optimizer state of experts that is not sharded; let Megatron-LM save once with "
-            "--use-distributed-optimizer, or import with --no-load-optim"
-        )
-    if len(chosen) != count:
-        raise UserError(
-            f"{path}: a parameter group has {count} parameters where the model has {len(chosen)}; which is which is "
-            "not known. Import with --no-load-optim"
-        )
-    return chosen
+def concatenated(stored: Sequence[StoredTensor]) -> Tensor:
+    """Returns the elements of several tensors, one after the other."""
+    return stored[0].read() if len(stored) == 1 else torch.cat([one.read() for one in stored])
+
+
+def _parameters_of_group(
+    group: Mapping[str, Any], left: Sequence[int], parameters: Sequence[RankParameter], count: int, path: Path
+) -> list[int]:
+    """Returns the places of the parameters of a group. Matrices have weight decay; biases and vectors do not. Experts
+    have groups of their own if several ranks share them (`is_expert_parallel`), or are among the others."""
+    decays = group.get("wd_mult", 1.0) != 0.0
+    alike = [place for place in left if parameters[place].decays == decays]
+    experts = [place for place in alike if parameters[place].is_of_expert]
+    others = [place for place in alike if not parameters[place].is_of_expert]
+    choices = [experts] if group.get("is_expert_parallel") else [alike, others, experts]
+    for chosen in choices:
+        if len(chosen) == count:
+            return chosen
+    raise UserError(
+        f"{path}: a parameter group has {count} parameters where the model has {len(choices[0])}; which is which is "
+        "not known. Import with --no-load-optim"
+    )
 
 
 def _check_master(master: Any, weight: SourceTensor, name: str) -> None:

@@ -28,7 +28,13 @@ from megatron.training.conversion.legacy_layout import (
     TensorsOf,
     paths_by_place,
 )
-from megatron.training.conversion.legacy_optimizer import KINDS, flat_buckets, plain_states
+from megatron.training.conversion.legacy_optimizer import (
+    KINDS,
+    RankParameter,
+    concatenated,
+    flat_buckets,
+    plain_states,
+)
 from megatron.training.conversion.megatron_args import attributes
 from megatron.training.conversion.megatron_names import VOCABULARY, Found, SourceTensor, merges_into, spellings
 from megatron.training.conversion.torch_archive import StoredTensor, TorchArchive
@@ -146,7 +152,7 @@ class _RankFile:
                 "pipeline stages)"
             )
         weights: dict[str, tuple[RankTensor, Box, SourceTensor]] = {}
-        order: list[tuple[int, int, str]] = []  # of the parameters in their model
+        order: list[tuple[int, int, RankParameter]] = []  # of the parameters in their model
         local = Found()
         shapes: dict[str, tuple[int, ...]] = {}
         for number, (tensors, state) in enumerate(zip(self._described, chunks, strict=True)):
@@ -158,7 +164,10 @@ class _RankFile:
                 used.update(names)
                 key = tensor.local_name if len(chunks) == 1 else f"chunk {number}: {tensor.local_name}"
                 box, shapes[key], values = self._fitted(tensor, [state[name] for name in names])
-                order.append((number, list(state).index(names[0]), key))
+                part = shapes[key] if len(names) == 1 else shapes[key][1:]
+                for name in names:
+                    one = SourceTensor(values.dtype, state[name].read)
+                    order.append((number, list(state).index(name), RankParameter(key, tensor, one, part)))
                 weights[key] = (tensor, box, values)
                 local.tensors[key] = values
             left = {name for name in state if name not in used and "_extra_state" not in name}
@@ -188,14 +197,14 @@ class _RankFile:
                 f"shape {[*theirs]} in the file"
             )
         shape = inner if len(stored) == 1 else (len(stored), *inner)
-        return box, shape, SourceTensor(stored[0].dtype, partial(_concatenated, stored))
+        return box, shape, SourceTensor(stored[0].dtype, partial(concatenated, stored))
 
     def _states(
         self,
         local: Found,
         shapes: Mapping[str, tuple[int, ...]],
         weights: Mapping[str, tuple[RankTensor, Box, SourceTensor]],
-        order: Sequence[tuple[int, int, str]],
+        order: Sequence[tuple[int, int, RankParameter]],
     ) -> Iterator[tuple[str, str, SourceTensor]]:
         """Yields the optimizer state of the rank: name of the weight in `local`, kind, and all elements."""
         if (self.path / FLAT_FILE).exists():
@@ -209,8 +218,9 @@ class _RankFile:
                     if (name := optimizer_state_name(kind, key)) in states.tensors:
                         yield key, kind, states.tensors[name]
             return
-        names = [key for _, _, key in sorted(order) if _is_trained(weights[key][0].name)]
-        yield from plain_states(self._content.get("optimizer"), names, weights, shapes, self.path / FILE)
+        ordered = [parameter for _, _, parameter in sorted(order, key=lambda item: item[:2])]
+        trained = [parameter for parameter in ordered if _is_trained(parameter.tensor.name)]
+        yield from plain_states(self._content.get("optimizer"), trained, self.path / FILE)
 
 
 def _is_trained(name: str) -> bool:
@@ -240,10 +250,6 @@ def _stored_names(tensor: RankTensor, state: Mapping[str, StoredTensor]) -> list
 def _part(box: Box, values: SourceTensor) -> _Part:
     """A part whose stored elements begin with those of the box; rows that pad a vocabulary follow."""
     return _Part(box, values.dtype, lambda: values.read()[: box.numel])
-
-
-def _concatenated(stored: Sequence[StoredTensor]) -> Tensor:
-    return stored[0].read() if len(stored) == 1 else torch.cat([one.read() for one in stored])
 
 
 def _loaded(path: Path) -> dict[Any, Any]:

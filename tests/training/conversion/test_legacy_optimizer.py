@@ -1,5 +1,6 @@
 """Optimizer state of one rank: parameters are found by their order, and a doubt is an error."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from megatron.core.dist_checkpointing.chunk import MASTER
 from megatron.core.exceptions import UserError
 from megatron.core.parameters import Box
 from megatron.training.conversion.legacy_layout import RankTensor
-from megatron.training.conversion.legacy_optimizer import flat_buckets, plain_states
+from megatron.training.conversion.legacy_optimizer import RankParameter, flat_buckets, plain_states
 from megatron.training.conversion.megatron_names import SourceTensor
 from megatron.training.conversion.torch_archive import TorchArchive
 
@@ -25,17 +26,19 @@ def saved(**changes: Any) -> dict[str, Any]:
     return {"optimizer": {"state": state, "param_groups": groups}, "fp32_from_fp16_params": masters} | changes
 
 
-def read(tmp_path: Path, content: dict[str, Any], prefix: str = "") -> dict[tuple[str, str], list[float]]:
-    """Returns the numbers of all states, by name and kind."""
+def read(
+    tmp_path: Path, content: Any, prefix: str = "", keys: Mapping[str, str] | None = None
+) -> dict[tuple[str, str], list[float]]:
+    """Returns the numbers of all states, by name and kind. `keys`: names of our weights, if they differ."""
     path = tmp_path / "state.pt"
     torch.save(content, path)
-    weights, shapes = {}, {}
+    parameters = []
     for name, value in WEIGHTS.items():
         shape = tuple(value.shape)
         tensor = RankTensor(name, prefix + name, shape, Box.whole(shape))
         values = SourceTensor(value.dtype, lambda value=value: value.flatten())
-        weights[name], shapes[name] = (tensor, Box.whole(shape), values), shape
-    found = plain_states(TorchArchive(path).load(), list(WEIGHTS), weights, shapes, path)
+        parameters.append(RankParameter((keys or {}).get(name, name), tensor, values, shape))
+    found = plain_states(TorchArchive(path).load(), parameters, path)
     return {(name, kind): values.read().flatten().tolist() for name, kind, values in found}
 
 
@@ -60,9 +63,23 @@ def test_groups_must_have_as_many_parameters_as_the_model(tmp_path: Path) -> Non
         read(tmp_path, saved(optimizer={"state": {0: {}}, "param_groups": groups}))
 
 
-def test_experts_of_an_optimizer_that_is_not_sharded_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="optimizer state of experts that is not sharded"):
-        read(tmp_path, saved(), prefix="decoder.layers.0.mlp.experts.linear_fc1.")
+def test_experts_may_have_groups_of_their_own(tmp_path: Path) -> None:
+    experts = saved()
+    for group in experts["optimizer"]["param_groups"]:
+        group["is_expert_parallel"] = True
+    prefix = "decoder.layers.0.mlp.experts.linear_fc1."
+    assert read(tmp_path, experts, prefix) == read(tmp_path, saved(), prefix) == read(tmp_path, saved())
+    with pytest.raises(UserError, match="a parameter group has 1 parameters where the model has 0; which is which"):
+        read(tmp_path, experts)
+
+
+def test_all_experts_of_a_weight_have_a_state(tmp_path: Path) -> None:
+    content = saved(fp32_from_fp16_params=None)
+    same = {"a.weight": "both", "a.bias": "both"}
+    assert read(tmp_path, content, keys=same) == {("both", "exp_avg"): [0.0, 2.0, 4.0, 6.0, 8.0, 10.0, 3.0, 3.0]}
+    del content["optimizer"]["state"][1]
+    with pytest.raises(UserError, match=r"1 of the 2 experts of a\.weight have the optimizer state exp_avg"):
+        read(tmp_path, content, keys=same)
 
 
 def test_buffers_of_old_releases_are_refused(tmp_path: Path) -> None:

@@ -169,6 +169,38 @@ def test_experts_of_two_ranks(tmp_path: Path) -> None:
     assert ours.keys() == theirs.keys() and all(same_bits(ours[key], theirs[key]) for key in ours)
 
 
+@pytest.mark.parametrize("apart", [False, True])
+def test_experts_of_an_optimizer_that_is_not_sharded(tmp_path: Path, apart: bool) -> None:
+    """Each expert has parameters of its own between those of others; with expert parallel ranks in an optimizer of
+    their own."""
+    source = tmp_path / "theirs"
+    shutil.copytree(LEGACY, source)
+    path = source / FOLDER / "mp_rank_00" / FILE
+    (path.parent / FLAT_FILE).unlink()
+    content = torch.load(path, weights_only=False)
+    in_bf16 = (item for item in content["model"].items() if getattr(item[1], "dtype", None) == torch.bfloat16)
+    trained = dict(in_bf16)  # all but the biases that balance experts
+    experts = {name: value for name, value in trained.items() if "local_experts" in name}
+    assert list(experts)[:2] == [f"decoder.layers.1.mlp.experts.local_experts.0.linear_fc{k}.weight" for k in (1, 2)]
+    if apart:
+        dense = {name: value for name, value in trained.items() if name not in experts}
+        optimizers = [plain_optimizer(dense), plain_optimizer(experts)]
+        for group in optimizers[1]["optimizer"]["param_groups"]:
+            group["is_expert_parallel"] = True
+        content["optimizer"] = optimizers
+    else:
+        content["optimizer"] = plain_optimizer(trained)
+    torch.save(content, path)
+    ours = tensors_in(imported(source, tmp_path / "ours").saved.folder)
+    states = [name for name in ours if name.startswith("optimizer.param.")]
+    assert len(states) == 18 and sum("experts.linear_fc" in name for name in states) >= 2
+    for name in states:
+        weight = ours[name.removeprefix("optimizer.param.")]
+        assert same_bits(ours[name], weight.float()), name
+        for kind, state in (("exp_avg", weight.float() * 2), ("exp_avg_sq", weight.float() ** 2)):
+            assert same_bits(ours[name.replace("optimizer.param", f"optimizer.{kind}")], state), name
+
+
 def changed(tmp_path: Path, change: Any) -> Path:
     shutil.copytree(LEGACY, tmp_path / "theirs")
     path = tmp_path / "theirs" / FOLDER / "mp_rank_00" / FILE

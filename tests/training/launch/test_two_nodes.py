@@ -11,10 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.launch import launch
 from support.nodes import Nodes
 from support.ports import free_port
 from support.runs import TINY
 
+from megatron.training.logging.jsonl import read_metrics
 from tools.launch import newest_iteration
 
 pytestmark = pytest.mark.slow
@@ -132,7 +134,7 @@ def test_all_processes_of_both_nodes_end(run: Run, fault: str) -> None:
 
 def test_the_run_goes_on_from_its_newest_checkpoint(run: Run, tmp_path: Path) -> None:
     """A node dies with its launcher. The launcher of the other one starts the run again, which waits for the node; once
-    that is back, the run ends with the last iteration."""
+    that is back, the run ends with the weights of one that was not interrupted."""
     for node in range(2):
         run.start(node, "tools/launch.py", "--wait-seconds", "1")
     run.wait_for_checkpoint(10)
@@ -144,3 +146,12 @@ def test_the_run_goes_on_from_its_newest_checkpoint(run: Run, tmp_path: Path) ->
     run.start(1, "tools/launch.py", "--wait-seconds", "1")
     assert [process.wait(400) for process in run.processes if process is not None] == [0, 0]
     assert f"loaded checkpoint {newest}" in run.log(0) or f"iteration {newest}" in run.log(0)
+    program = launch(f"{FLAGS.removeprefix(TINY)} --save {tmp_path / 'whole'}", 4, tmp_path / "ranks")
+    assert program.exit_codes() == [0] * 4
+    found, wanted = read_metrics(run.save / "metrics.jsonl"), read_metrics(tmp_path / "whole" / "metrics.jsonl")
+    for key in ("lm loss", "grad norm"):
+        assert found.series(key) == wanted.series(key)
+    files = sorted((tmp_path / "whole" / "iter_0000030").glob("*.safetensors"))
+    assert files
+    for file in files:
+        assert file.read_bytes() == (run.save / "iter_0000030" / file.name).read_bytes(), file.name
