@@ -42,7 +42,7 @@ pretrain(Providers(*parts, build_hooks=lambda context: [Slow()]))
 """
 
 FLAGS = (
-    f"{TINY} --mock-data --train-iters 30 --eval-iters 0 --save-interval 5 --log-interval 1 "
+    f"{TINY} --train-iters 30 --eval-iters 0 --save-interval 5 --log-interval 1 "
     "--tensor-model-parallel-size 2 --use-distributed-optimizer"
 )
 
@@ -50,8 +50,9 @@ FLAGS = (
 class Run:
     """Two nodes of two ranks each; the steps take a third of a second."""
 
-    def __init__(self, nodes: Nodes, folder: Path) -> None:
+    def __init__(self, nodes: Nodes, folder: Path, corpus: str) -> None:
         self.nodes, self.folder = nodes, folder
+        self.flags = f"{FLAGS} --data-path {corpus}"
         self.save = folder / "saved"
         self.logs = [folder / f"node{node}.txt" for node in range(2)]
         self.processes: list[subprocess.Popen[bytes] | None] = [None, None]
@@ -64,7 +65,7 @@ class Run:
         words = [sys.executable, *launcher, *([sys.executable] if launcher else []), "-m", "torch.distributed.run"]
         words += ["--nnodes", "2", "--nproc-per-node", "2", "--node-rank", str(node)]
         words += ["--master-addr", self.nodes.addresses[0], "--master-port", str(self.port)]
-        words += [str(self.folder / "run.py"), *FLAGS.split(), "--save", str(self.save)]
+        words += [str(self.folder / "run.py"), *self.flags.split(), "--save", str(self.save)]
         self.processes[node] = self.nodes.start(node, words, self.logs[node], ROOT)
 
     def log(self, node: int) -> str:
@@ -83,10 +84,10 @@ def wait_until(condition, seconds: float, run: Run) -> None:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
+def run(tmp_path: Path, corpus: str) -> Iterator[Run]:
     with Nodes() as nodes:
         print(nodes.kind)
-        yield Run(nodes, tmp_path)
+        yield Run(nodes, tmp_path, corpus)
 
 
 def lines_of_the_end(run: Run) -> list[str]:
@@ -146,11 +147,12 @@ def test_the_run_goes_on_from_its_newest_checkpoint(run: Run, tmp_path: Path) ->
     run.start(1, "tools/launch.py", "--wait-seconds", "1")
     assert [process.wait(400) for process in run.processes if process is not None] == [0, 0]
     assert f"loaded checkpoint {newest}" in run.log(0) or f"iteration {newest}" in run.log(0)
-    program = launch(f"{FLAGS.removeprefix(TINY)} --save {tmp_path / 'whole'}", 4, tmp_path / "ranks")
+    program = launch(f"{run.flags.removeprefix(TINY)} --save {tmp_path / 'whole'}", 4, tmp_path / "ranks")
     assert program.exit_codes() == [0] * 4
     found, wanted = read_metrics(run.save / "metrics.jsonl"), read_metrics(tmp_path / "whole" / "metrics.jsonl")
     for key in ("lm loss", "grad norm"):
-        assert found.series(key) == wanted.series(key)
+        pairs = zip(*found.series(key), *wanted.series(key), strict=True)
+        assert [pair for pair in pairs if pair[:2] != pair[2:]][:3] == [], f"{key}, resumed from {newest}"
     files = sorted((tmp_path / "whole" / "iter_0000030").glob("*.safetensors"))
     assert files
     for file in files:
