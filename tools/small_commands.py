@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from megatron.core.transformer.layer_patterns import has_mixer
 from megatron.training.config.command_line import split_words
 from megatron.training.config.file_checks import PATHS
 from megatron.training.config.flag_table import flags_by_spelling, spelling_of
@@ -33,7 +34,7 @@ def small_command(config: PretrainConfig, argv: Sequence[str], processes: int) -
         added += ["--encoder-num-layers", "2", "--decoder-num-layers", "2", "--seq-length", "32"]
         added += ["--encoder-seq-length", "32", "--decoder-seq-length", "32", "--max-position-embeddings", "32"]
     set_again = {flags_by_spelling()[word].field for word in added if word in flags_by_spelling()}
-    kept = _without(argv, shape.left_out - set_again - _KEPT)
+    kept = _without(argv, (shape.left_out | _NEVER_ENDS) - set_again - _KEPT)
     return [*kept, *added], sizes.ranks
 
 
@@ -49,8 +50,19 @@ def _fp8_words(config: PretrainConfig, sizes: LayoutSizes) -> list[str]:
         words |= {"kv-lora-rank": 16, "qk-head-dim": 16, "qk-pos-emb-head-dim": 16, "v-head-dim": 16}
         if getattr(transformer, "q_lora_rank", None) is not None:
             words["q-lora-rank"] = 16
+    if "M" in (transformer.hybrid_layer_pattern or ""):
+        groups = sizes.tensor * sizes.context
+        words |= {"mamba-num-groups": groups, "mamba-num-heads": 16 * groups, "mamba-head-dim": 16}
+        words["mamba-state-dim"] = 16
+    if has_mixer(transformer, "gated_delta_net"):
+        heads = 4 * sizes.tensor * sizes.context
+        words |= {"linear-num-key-heads": heads, "linear-num-value-heads": 2 * heads}
+        words |= {"linear-key-head-dim": 16, "linear-value-head-dim": 16}
     return [word for name, size in words.items() for word in (f"--{name}", str(size))]
 
+
+_NEVER_ENDS = {"full_validation"}
+"""Fields whose flags are left out: made-up data has a very long validation set."""
 
 _KEPT = {"group_query_attention", "num_query_groups", "spec"}
 

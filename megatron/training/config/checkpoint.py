@@ -88,7 +88,7 @@ class CheckpointConfig:
     """Shell patterns such as 'output_layer.*'. Tensors with matching names may be missing in a checkpoint, or be left
     unused."""
 
-    ckpt_format: Literal["safetensors", "torch", "torch_dist", "torch_dcp", "fsdp_dtensor"] = "safetensors"
+    ckpt_format: Literal["safetensors", "torch", "torch_dist", "torch_dcp", "fsdp_dtensor", "zarr"] = "safetensors"
     """Format of checkpoints. There is only safetensors; with any other word, a line says that it is used instead."""
 
     auto_detect_ckpt_format: bool = flag(False, no_effect="a checkpoint's manifest says what it is")

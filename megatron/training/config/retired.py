@@ -115,10 +115,15 @@ _RENAMED = {
     "--yarn-beta-slow": "--rope-scaling-beta-slow",
     "--yarn-original-max-position-embeddings": "--rope-scaling-original-length",
     "--yaml-cfg": "--config",
+    # releases before 0.5
+    "--override-lr-scheduler": "--override-opt_param-scheduler",
+    "--use-checkpoint-lr-scheduler": "--use-checkpoint-opt_param-scheduler",
 }
 
 _NOW = {
     "--use-rotary-position-embeddings": Occurrence("--position-embedding-type", ("rope",)),
+    "--fp8-e4m3": Occurrence("--fp8-format", ("e4m3",)),
+    "--fp8-hybrid": Occurrence("--fp8-format", ("hybrid",)),
 }
 
 _QK_DECAY, _QK_WORDS = "--no-weight-decay-cond-type", ("apply_wd_to_qk_layernorm",)
@@ -137,7 +142,11 @@ _GPT_OSS_POSITIONS = tuple(
 
 _GONE = {
     "--DDP-impl": "there is one data parallel implementation",
+    "--data-impl": "indexed data files are mapped into memory",
     "--dataset-impl": "indexed data files are mapped into memory",
+    "--mmap-warmup": "the operating system reads mapped files ahead",
+    "--check-for-nan-in-loss-and-grad": "losses and gradients are checked without it",
+    "--log-batch-size-to-tensorboard": "the batch size is always written to TensorBoard",
     "--no-contiguous-buffers-in-local-ddp": "gradients are always in contiguous buffers",
     "--no-scatter-gather-tensors-in-pipeline": "pipeline stages always send only what the next stage needs",
     "--onnx-safe": "there is no ONNX export",

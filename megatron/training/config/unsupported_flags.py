@@ -191,10 +191,8 @@ _REFUSED = {
 }
 """Reasons why flags are refused, with what to give instead where there is something, and the flags."""
 
-_NOT_YET = {
-    "every layer of sparse attention has its own indexer": "dsa-indexer-skip-topk-offset dsa-indexer-topk-freq",
-}
-"""What is so today, and the flags that would change it."""
+_NOT_YET: dict[str, str] = {}
+"""What is so today, and the flags without a field that would change it."""
 
 
 def _reasons(groups: dict[str, str]) -> dict[str, str]:
@@ -220,6 +218,8 @@ _FIELDS_REFUSED = {
     "fp4-*": _NVFP4,
     "fp8-quantizer-factory": "quantizers are classes of Transformer Engine; choose another --fp8-recipe",
     "reuse-grad-buf-for-mxfp8-param-ag": "weights in mxfp8 need a Blackwell GPU; they are gathered in the model's type",
+    "dsa-indexer-topk-freq": "every layer of sparse attention has its own indexer and selects its own keys; 1 works",
+    "dsa-indexer-skip-topk-offset": "it goes with a --dsa-indexer-topk-freq above 1, which is refused; 0 works",
     "mrope-section": "vision models are out of scope; for text, --position-embedding-type rope computes the same",
     "use-legacy-models": "there are no models but those of megatron.core, which a run without this flag has",
     "hybrid-context-parallel": "each sample is split over all ranks of --context-parallel-size, short ones too",

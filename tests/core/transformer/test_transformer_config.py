@@ -43,6 +43,8 @@ OURS = {"seed", "fp64", "pipeline_schedule", "num_encoder_layers", "pipeline_mod
     "delta_offload_bytes_across_pp_ranks",
     "fine_grained_offloading_max_inflight_offloads",
     "cpu_offloading_retain_pinned_cpu_buffers",
+    "dsa_indexer_skip_topk_offset",
+    "dsa_indexer_topk_freq",
     "logit_dtype",
     "mamba_training_ssm_states_dtype",
     "mtp_detach_heads",

@@ -4,7 +4,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from support.command_lines import SMALL, without
+from support.command_lines import SMALL, configured, without
 
 from megatron.training.arguments import configure
 from megatron.training.config.resolution import ConfigurationError
@@ -116,3 +116,14 @@ def test_files_that_the_tokenizer_does_not_read_may_be_missing() -> None:
         "--vocab-file /no/a: no such file",
         "--merge-file /no/b: no such file",
     ]
+
+
+def test_the_file_of_nccl_settings(tmp_path: Path) -> None:
+    """--nccl-communicator-config-path is read before the run; gloo ignores it with a line that says so."""
+    file = tmp_path / "nccl.yaml"
+    flags = f"--nccl-communicator-config-path {file}"
+    assert problems_of(f"{SMALL} {flags}") == [f"--nccl-communicator-config-path {file}: No such file or directory"]
+    file.write_text("dp: {max_ctas: 8}")
+    assert problems_of(f"{SMALL} {flags}") == []
+    (note,) = (note for note in configured(flags).notes if "nccl-communicator" in note)
+    assert note == "--nccl-communicator-config-path: has no effect with gloo, which has no such settings"

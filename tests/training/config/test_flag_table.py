@@ -94,6 +94,8 @@ OURS = {
     "--activation-offload-fraction",
     "--delta-offload-bytes-across-pp-ranks",
     "--fine-grained-offloading-max-inflight-offloads",
+    "--dsa-indexer-skip-topk-offset",
+    "--dsa-indexer-topk-freq",
     "--gpu-sniff-test-interval",
     "--mamba-training-ssm-states-dtype",
     "--mtp-detach-heads",
@@ -157,7 +159,7 @@ OTHER_DEFAULT = {
     "--use-cpu-initialization": False,
 }
 MORE_CHOICES = {
-    "--ckpt-format": {"safetensors"},
+    "--ckpt-format": {"safetensors", "zarr"},
     "--transformer-impl": {"auto"},
     "--tiktoken-pattern": {"v1", "v2"},
     "--fp8-recipe": {"rowwise"},

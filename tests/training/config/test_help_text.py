@@ -64,7 +64,7 @@ def test_help_about_flags_that_do_nothing_here() -> None:
         "--mrope-section": "Refused: vision models are out of scope; for text, --position-embedding-type rope",
         "--rl-profile": "--rl-profile: refused: reinforcement learning is out of scope",
         "--modelopt-enabled": "--modelopt-enabled: accepted without effect: layers need",
-        "--dsa-indexer-topk-freq": "--dsa-indexer-topk-freq: not yet: every layer of sparse attention",
+        "--dsa-indexer-topk-freq": "Refused: every layer of sparse attention has its own indexer",
         "--DDP-impl": "--DDP-impl: retired and ignored: there is one",
         "--xyzzy": "--help --xyzzy: neither a flag nor a section",
     }

@@ -75,3 +75,20 @@ def test_what_a_hint_says_to_give_is_a_command_line_that_works(word: str) -> Non
 def test_the_older_spelling_of_weight_decay_of_query_and_key_norms() -> None:
     assert read("--no-weight-decay-cond-type apply_wd_to_qk_layernorm")["apply_wd_to_qk_layernorm"] is True
     assert read_command_line(["--no-weight-decay-cond-type", "other"]).problems
+
+
+@pytest.mark.parametrize(
+    ("words", "field", "value"),
+    [
+        ("--fp8-hybrid", "fp8", "hybrid"),
+        ("--fp8-e4m3", "fp8", "e4m3"),
+        ("--use-checkpoint-lr-scheduler", "use_checkpoint_opt_param_scheduler", True),
+        ("--override-lr-scheduler", "override_opt_param_scheduler", True),
+        ("--data-impl mmap --mmap-warmup", "data_path", None),
+        ("--check-for-nan-in-loss-and-grad --log-batch-size-to-tensorboard", "check_for_nan_in_loss_and_grad", True),
+    ],
+)
+def test_flags_of_releases_before_0_5(words: str, field: str, value: object) -> None:
+    line = read_command_line(words.split())
+    assert line.values[field] == value and not line.problems
+    assert len(line.warnings) == words.count("--") and all("retired" in warning for warning in line.warnings)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.core.config_fields import flag, too_small
+from megatron.core.config_fields import flag, not_yet, too_small
 from megatron.core.flag_grammars import layer_pattern
 from megatron.core.rank_grid import divisors, nearest_divisors
 from megatron.core.transformer.layer_patterns import has_mixer
@@ -30,6 +30,12 @@ class TokenMixerConfig:
 
     dsa_indexer_topk: int | None = flag(None, only_with=_DSA, or_with=_HYBRID)
     """Number of keys that the indexer selects for a query."""
+
+    dsa_indexer_topk_freq: int = not_yet(1)
+    """Layers from one that selects keys to the next; those between use its selection."""
+
+    dsa_indexer_skip_topk_offset: int = not_yet(0)
+    """Number of layers before the first one that may use the selection of another."""
 
     dsa_indexer_loss_coeff: float | None = flag(None, only_with=_DSA, or_with=_HYBRID)
     """Coefficient of the indexer's loss: the Kullback-Leibler divergence of the indexer's distribution over keys from
