@@ -77,6 +77,18 @@ _LEGACY_MODEL = NotHere(
     "out --use-legacy-models"
 )
 _LEGACY_MODELS = {"BertModel": _LEGACY_MODEL, "GPTModel": _LEGACY_MODEL, "T5Model": _LEGACY_MODEL}
+_TE = NotHere("modules of Transformer Engine are not here; name the class of megatron.core in the layer spec")
+_TE_NAMES: dict[str, str | NotHere] = {
+    "TEColumnParallelLinear": "megatron.core.tensor_parallel.layers:ColumnParallelLinear",
+    "TEDotProductAttention": "megatron.core.transformer.dot_product_attention:DotProductAttention",
+    "TELayerNormColumnParallelLinear": "megatron.core.transformer.normed_linear:NormedColumnParallelLinear",
+    "TENorm": "megatron.core.transformer.torch_norm:WrappedTorchNorm",
+    "TERowParallelLinear": "megatron.core.tensor_parallel.layers:RowParallelLinear",
+    "TEColumnParallelGroupedLinear": _TE,
+    "TEDelayedScaling": _TE,
+    "TELinear": _TE,
+    "TERowParallelGroupedLinear": _TE,
+}
 _YAML = NotHere("not yet: --yaml-cfg; give the settings as flags, config from core_transformer_config_from_args(args)")
 
 OLD_HOMES: dict[str, str | dict[str, str | NotHere]] = {
@@ -125,7 +137,42 @@ OLD_HOMES: dict[str, str | dict[str, str | NotHere]] = {
         "build_tokenizer": "megatron.training.tokenizer.build:build_tokenizer_of_args",
     },
     "megatron.training.yaml_arguments": {"core_transformer_config_from_yaml": _YAML},
+    "megatron.core.extensions.transformer_engine": _TE_NAMES,
+    "megatron.core.transformer.custom_layers.transformer_engine": _TE_NAMES,
+    "megatron.training.datasets.data_samplers": {
+        "MegatronPretrainingRandomSampler": "megatron.training.data.samplers",
+        "MegatronPretrainingSampler": "megatron.training.data.samplers",
+        "build_pretraining_data_loader": "megatron.training.training",
+    },
+    "megatron.legacy.data.data_samplers": {
+        "MegatronPretrainingRandomSampler": "megatron.training.data.samplers",
+        "MegatronPretrainingSampler": "megatron.training.data.samplers",
+        "build_pretraining_data_loader": "megatron.training.training",
+    },
     # Modules whose names are defined in others here
+    "megatron.core.activations": {
+        "quick_gelu": "megatron.core.ops.activation",
+        "squared_relu": "megatron.core.ops.activation",
+    },
+    "megatron.core.datasets.megatron_tokenizer": {
+        "MegatronLegacyTokenizer": "megatron.training.tokenizer.base:MegatronTokenizer",
+        "MegatronTokenizer": "megatron.training.tokenizer.base",
+    },
+    "megatron.core.fusions.fused_layer_norm": {
+        "FusedLayerNorm": "megatron.core.transformer.torch_norm:WrappedTorchNorm",
+    },
+    "megatron.core.inference_params": {
+        "InferenceParams": "megatron.core.inference.static_context:StaticInferenceContext",
+    },
+    "megatron.core.package_info": {"__version__": "megatron.core.utils.versions:MEGATRON_LM_RELEASE"},
+    "megatron.core.tensor_parallel.data": {"broadcast_data": "megatron.core.tensor_parallel.utils"},
+    "megatron.core.transformer.torch_layer_norm": {
+        "WrappedTorchLayerNorm": "megatron.core.transformer.torch_norm:WrappedTorchNorm",
+    },
+    "megatron.core.transformer.utils": {
+        "make_sharded_tensors_for_checkpoint": "megatron.core.tensor_parallel.sharded_state",
+        "sharded_state_dict_default": "megatron.core.tensor_parallel.sharded_state",
+    },
     "megatron.core.datasets.blended_megatron_dataset_config.BlendedMegatronDatasetConfig": {},
     "megatron.core.dist_checkpointing.core": {
         "CheckpointingException": "megatron.core.dist_checkpointing.mapping",

@@ -37,7 +37,6 @@ NO_SUCH_METHODS = {
     "get_main_grads_for_grad_norm offload_to_cpu prepare_grads restore_from_cpu step_with_ready_grads",
     "MoELayer": "backward_dw combine dispatch postprocess preprocess route routed_experts_compute "
     "router_and_preprocess set_for_recompute_pre_mlp_layernorm shared_experts_compute",
-    "RotaryEmbedding": "get_cos_sin get_emb get_freqs_non_repeated get_rotary_seq_len",
     "SelfAttention": "backward_dw clip_qk run_realtime_tests set_for_recompute_input_layernorm",
     "TopKRouter": "apply_input_jitter apply_z_loss attach_and_log_load_balancing_loss sinkhorn_load_balancing",
     "TransformerLayer": "configure_fused_tp_inference create_mcore_cudagraph_manager get_layer_norm_weights "

@@ -6,8 +6,10 @@ The names below are imported at their first use, so that `import megatron.core` 
 from megatron.homes import lazy_names
 
 __all__ = [
+    "InferenceParams",
     "ModelParallelConfig",
     "Timers",
+    "__version__",
     "dist_checkpointing",
     "distributed",
     "mpu",
@@ -20,7 +22,9 @@ __getattr__ = lazy_names(
     __name__,
     {
         "ModelParallelConfig": "megatron.core.model_parallel_config",
+        "InferenceParams": "megatron.core.inference.static_context:StaticInferenceContext",
         "Timers": "megatron.core.timers",
+        "__version__": "megatron.core.utils.versions:MEGATRON_LM_RELEASE",
         "dist_checkpointing": "megatron.core.dist_checkpointing:",
         "distributed": "megatron.core.distributed:",
         "mpu": "megatron.core.parallel_state:",  # the older name

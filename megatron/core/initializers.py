@@ -120,3 +120,13 @@ def each_of(init: Initializer) -> Initializer:
     if isinstance(init, Normal | Constant):
         return init
     return dataclasses.replace(init, stacked=1) if isinstance(init, XavierUniform) else EachOf(init)
+
+
+def init_method_normal(sigma: float) -> Normal:
+    """Megatron-LM's name of `Normal`."""
+    return Normal(sigma)
+
+
+def scaled_init_method_normal(sigma: float, num_layers: int, multiplier: float = 2.0) -> Normal:
+    """Returns the initializer of output projections: a normal distribution of sigma / sqrt(multiplier num_layers)."""
+    return Normal(sigma / math.sqrt(multiplier * num_layers))

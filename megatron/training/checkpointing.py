@@ -78,6 +78,11 @@ def load_checkpoint(
     return run.state.iteration, run.state.floating_point_operations_so_far
 
 
+def checkpoint_exists(checkpoints_path: str | Path | None) -> bool:
+    """Returns whether the folder has a checkpoint; False without a folder."""
+    return checkpoints_path is not None and Path(get_checkpoint_tracker_filename(checkpoints_path)).is_file()
+
+
 def get_checkpoint_tracker_filename(checkpoints_path: str | Path) -> str:
     """Returns the path of the file that names the newest checkpoint."""
     return str(Path(checkpoints_path) / TRACKER)

@@ -15,6 +15,18 @@ from megatron.training.logging.metrics import synchronization_allowed
 
 
 @dataclass(frozen=True)
+class NonLossFunctions:
+    """A script's functions for data of an evaluation that are no losses, such as samples of what the model writes."""
+
+    collect: Callable[[Sequence[nn.Module]], Any] | None = None
+    """Megatron-LM's `non_loss_data_func(model)`: returns the data. Every rank calls it, with the model in eval mode.
+    None: the data are a list of loss_func(output, non_loss_data=True), one for each micro-batch of the last global
+    batch, and empty on ranks without the last stage."""
+    process: Callable[[Any, int, Any], None] | None = None
+    """Megatron-LM's `process_non_loss_data_func(data, iteration, tensorboard_writer)`, for the rank that logs."""
+
+
+@dataclass(frozen=True)
 class EvaluationResult:
     """The result of an evaluation.
 
@@ -31,6 +43,8 @@ class EvaluationResult:
     interrupted: bool
     """`should_stop` ended it early; the result covers fewer batches than planned."""
     seconds: float
+    non_loss_data: Any = None
+    """What `NonLossFunctions` collected; None without them."""
 
     @property
     def tokens(self) -> int | None:
@@ -54,6 +68,7 @@ def evaluate(
     data_parallel_size: int = 1,
     should_stop: Callable[[], bool] = lambda: False,
     decoder_seq_length: int | None = None,
+    non_loss: NonLossFunctions | None = None,
 ) -> EvaluationResult:
     """Runs `num_iterations` global batches forward and returns the mean losses. Reads the device only at the end.
 
@@ -63,6 +78,8 @@ def evaluate(
         group: the data and context parallel ranks, whose batches differ; None: this rank alone.
         decoder_seq_length: tokens of the decoder's part of a sample, for a model with encoder and decoder.
         should_stop: called after every global batch but the last. Must return the same on all ranks.
+        non_loss: which other data to collect after the last global batch, whose micro-batches the model sees again
+            (those of a script's own iterator: the next ones). None, or an evaluation that stopped early: none.
 
     Raises UserError if there is nothing to evaluate: no iterations, or a data iterator that ends before them.
     """
@@ -75,31 +92,40 @@ def evaluate(
     data = step_data_of(data_iterator)
     modes = [(module, module.training) for chunk in model for module in chunk.modules()]
     sums: dict[str, Tensor] = {}
-    done = 0
+    done, collected = 0, None
+    collects = non_loss is not None and non_loss.collect is None
+    arguments: dict[str, Any] = {
+        "forward_step_func": forward_step_func,
+        "data_iterator": data_iterator,
+        "model": list(model),
+        "num_microbatches": num_microbatches,
+        "seq_length": seq_length,
+        **({} if decoder_seq_length is None else {"decoder_seq_length": decoder_seq_length}),
+        "micro_batch_size": micro_batch_size,
+        "forward_only": True,
+    }
+    if data is not None:
+        kept_before, data.keeps_step = data.keeps_step, data.keeps_step or collects
     try:
         for chunk in model:
             chunk.eval()
         for done in range(1, num_iterations + 1):
             if data is not None:
                 data.begin(data.iteration)  # drops the rest of a global batch that no chunk has read
-            reports = _forward(
-                forward_backward_func,
-                done,
-                num_iterations,
-                forward_step_func=forward_step_func,
-                data_iterator=data_iterator,
-                model=list(model),
-                num_microbatches=num_microbatches,
-                seq_length=seq_length,
-                **({} if decoder_seq_length is None else {"decoder_seq_length": decoder_seq_length}),
-                micro_batch_size=micro_batch_size,
-                forward_only=True,
-            )
-            for report in reports:
+            for report in _forward(forward_backward_func, done, num_iterations, **arguments):
                 _add(sums, report, device)
             if done < num_iterations and should_stop():
                 break
+        if non_loss is not None and done == num_iterations:
+            if non_loss.collect is not None:
+                collected = non_loss.collect(list(model))
+            else:
+                if data is not None:
+                    data.rewind()
+                collected = _forward(forward_backward_func, done, done, **arguments, collect_non_loss_data=True)
     finally:
+        if data is not None:
+            data.keeps_step = kept_before
         for module, training in modes:
             module.training = training
     losses, counts = _mean(sums, group)
@@ -110,6 +136,7 @@ def evaluate(
         iterations=done,
         interrupted=done < num_iterations,
         seconds=time.perf_counter() - started,
+        non_loss_data=collected,
     )
 
 

@@ -122,6 +122,7 @@ class _CurrentRun:
     tokenizer: "Tokenizer | None" = None
     timers: Timers | None = None
     tensorboard_writer: Any = None
+    wandb_writer: Any = None
 
 
 _current = _CurrentRun()
@@ -136,7 +137,13 @@ def set_current_run(context: "Context", **facts: Any) -> None:
 
 def clear_current_run() -> None:
     """Forgets the current run."""
-    _current.context = _current.arguments = _current.timers = _current.tensorboard_writer = _current.tokenizer = None
+    _current.context = _current.arguments = _current.timers = _current.tokenizer = None
+    set_writers(None, None)
+
+
+def set_writers(tensorboard: Any, wandb: Any) -> None:
+    """Sets the results of `get_tensorboard_writer()` and `get_wandb_writer()`."""
+    _current.tensorboard_writer, _current.wandb_writer = tensorboard, wandb
 
 
 def current_run() -> "Context":
@@ -198,10 +205,22 @@ def get_timers() -> Timers:
 
 
 def get_tensorboard_writer() -> Any:
-    """Returns None: the app's log writes TensorBoard's files."""
+    """Returns torch's SummaryWriter of --tensorboard-dir, into which the app's log writes, too. None without the flag,
+    on ranks that do not log (one of the last stage does), and before the first step."""
     return _current.tensorboard_writer
 
 
-def get_wandb_writer() -> None:
-    """Returns None: the app's log writes to Weights & Biases (--wandb-project)."""
+def get_wandb_writer() -> Any:
+    """Returns what acts as the module wandb for the run of --wandb-project. None where `get_tensorboard_writer` returns
+    None."""
+    return _current.wandb_writer
+
+
+def get_one_logger() -> None:
+    """Returns None: NVIDIA's one-logger is not here."""
+    return
+
+
+def get_adlr_autoresume() -> None:
+    """Returns None: NVIDIA's autoresume is not here; --exit-signal-handler and --exit-duration-in-mins save and end."""
     return

@@ -17,6 +17,7 @@ from megatron.core.pipeline_parallel.stage_map import stage_map
 from megatron.core.pipeline_parallel.stages import decoder_ranks, encoder_ranks
 from megatron.core.timers import Timers
 from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.evaluate import NonLossFunctions
 from megatron.training.hooks.hook import Hook
 from megatron.training.launch.environment import Environment
 from megatron.training.state import TrainState
@@ -103,6 +104,8 @@ class Providers:
     """Returns hooks, which are called after those that flags add. Every rank must build the same, in the same order."""
     load_first_weights: Callable[[Context, Sequence[nn.Module], MegatronOptimizer], None] | None = None
     """Fills the weights of a new run, before its first step. Every rank calls it, unless a checkpoint was loaded."""
+    non_loss: NonLossFunctions | None = None
+    """Collects and takes data of evaluations that are no losses."""
     use_torch_distributed: bool = False
     """The functions call torch.distributed themselves, so that one process, too, needs a world of it."""
 
@@ -112,6 +115,7 @@ def providers_of_user_script(
     model_provider: Callable[..., nn.Module],
     forward_step_func: ForwardStep,
     optimizer_provider: Callable[..., Any] | None = None,
+    non_loss: NonLossFunctions | None = None,
 ) -> Providers:
     """Adapts Megatron-LM's provider functions, which read `get_args()` themselves, to `Providers`.
 
@@ -129,6 +133,7 @@ def providers_of_user_script(
         datasets_builder(datasets_provider),
         build_forward_step,
         None if optimizer_provider is None else optimizer_builder(optimizer_provider),
+        non_loss=non_loss,
         use_torch_distributed=True,
     )
 

@@ -23,7 +23,7 @@ from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.loaders import BUS_ERROR
 from megatron.training.data.splits import Splits, ValidationSet
 from megatron.training.data.step_data import StepData
-from megatron.training.evaluate import EvaluationResult, evaluate, full_pass
+from megatron.training.evaluate import EvaluationResult, NonLossFunctions, evaluate, full_pass
 from megatron.training.hooks.exit import ExitAgreement, ExitDecision, ExitReason
 from megatron.training.hooks.hook import Hooks
 from megatron.training.launch.environment import Environment
@@ -65,6 +65,9 @@ class Trainer:
     """Judges the losses (--loss-spike-action)."""
     open_data: Callable[[], Splits] | None = None
     """Opens the data at the counts of `state`. None: the data is a script's own and cannot go back."""
+
+    non_loss: NonLossFunctions | None = None
+    """A script's functions for data of evaluations that are no losses."""
 
     def __post_init__(self) -> None:
         self.phase = "training"
@@ -182,6 +185,7 @@ class Trainer:
             self.hooks.after_evaluate(self.state.iteration)
             for name, result in found:
                 self._log_evaluation(result, {"valid": "validation"}.get(split, split), where, name)
+                self._process_non_loss_data(result)
 
     def _evaluate_set(self, valid_set: ValidationSet) -> EvaluationResult:
         """Runs one evaluation's part of a data set through the model."""
@@ -204,12 +208,21 @@ class Trainer:
             group=self.environment.groups.dp_cp if self.environment.groups.size("dp_cp") > 1 else None,
             data_parallel_size=self.environment.groups.size("dp"),
             should_stop=lambda: self.exit.poll() is not None,
+            non_loss=self.non_loss,
         )
         if valid_set.num_samples is not None:
             data.close()
         if found.interrupted and self.environment.logs:
             print(f"evaluation stopped after {found.iterations} of {iterations} iterations", flush=True)
         return found
+
+    def _process_non_loss_data(self, found: EvaluationResult) -> None:
+        """Hands an evaluation's data that are no losses to the script, on the rank that logs, with the writer of
+        --tensorboard-dir. Without that flag nothing is called, as in Megatron-LM."""
+        writer = self.log.tensorboard_writer
+        if self.non_loss is None or self.non_loss.process is None or writer is None or found.interrupted:
+            return
+        self.non_loss.process(found.non_loss_data, self.state.iteration, writer)
 
     def _log_evaluation(self, found: EvaluationResult, split: str, where: str | None, name: str | None) -> None:
         if not found.losses:

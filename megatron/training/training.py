@@ -5,14 +5,18 @@ that writes its own loop (see megatron.training.initialize): they act on the run
 that `pretrain` set up last.
 """
 
+import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
-from megatron.core.collectives import all_reduce
+from megatron.core.collectives import all_reduce, barrier
 from megatron.core.enums import ModelType
 from megatron.core.exceptions import UserError
 from megatron.core.num_microbatches_calculator import (
@@ -27,14 +31,17 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel.chunk_hooks import takes
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.layer_costs import training_flops
 from megatron.training import global_vars, loop
 from megatron.training.arguments import config_of_command_line
 from megatron.training.checkpoints import Checkpoints
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.conversion.hub_run import take_hub_args, with_hub_folders
+from megatron.training.data.samplers import MegatronPretrainingRandomSampler, MegatronPretrainingSampler
 from megatron.training.data.splits import Splits, build_splits, step_data
 from megatron.training.data.step_data import StepData, step_data_of
 from megatron.training.dry_run.report import print_dry_run
+from megatron.training.evaluate import NonLossFunctions
 from megatron.training.evaluate import evaluate as run_evaluation
 from megatron.training.hooks.exit import ExitDecision
 from megatron.training.initialize import close_with_run, refuse
@@ -42,11 +49,13 @@ from megatron.training.launch.environment import Environment, process_environmen
 from megatron.training.launch.errors import delay_errors_on_other_ranks, exit_with_error_of_rank
 from megatron.training.launch.signals import DEFAULT_SIGNALS, SignalWatch
 from megatron.training.launch.start_times import startup_line
+from megatron.training.logging.console_line import perplexity
 from megatron.training.lr_schedule import build_scheduler
 from megatron.training.non_finite import dump_and_search
 from megatron.training.providers import (
     Context,
     Providers,
+    SampleCounts,
     datasets_builder,
     model_builder,
     providers_of_user_script,
@@ -56,6 +65,7 @@ from megatron.training.providers import (
 )
 from megatron.training.setup.model import build_model, build_optimizer, stops_on_nonfinite
 from megatron.training.setup.set_up import build_trainer, sample_counts, set_up
+from megatron.training.utils import print_rank_0, print_rank_last
 
 # ---------------------------------------------------------------------------------------------------------------------
 # A whole run
@@ -82,17 +92,14 @@ def pretrain(
     Takes Megatron-LM's provider functions, or a `Providers` alone. `optimizer_provider(model_chunks)` may return any
     torch.optim.Optimizer. Exits with code 2 if the command line is wrong, and with the code of the `ExitDecision` if
     the run ends early because of a non-finite loss. `get_embedding_ranks` and `get_position_embedding_ranks` have no
-    effect: the layout of the stages decides which ranks hold an embedding. Raises UserError for arguments that are not
-    supported yet: functions of non-loss data, `store`, `inprocess_call_wrapper`.
+    effect: the layout of the stages decides which ranks hold an embedding. After each evaluation,
+    `non_loss_data_func(model)` collects data that are no losses (without it: `loss_func(output, non_loss_data=True)` of
+    each micro-batch), and `process_non_loss_data_func(data, iteration, writer)` takes them on the rank that logs, if
+    --tensorboard-dir is given. Raises UserError for arguments that are not supported yet: `store`,
+    `inprocess_call_wrapper`.
     """
     started = time.monotonic()
-    unserved = {
-        "process_non_loss_data_func": process_non_loss_data_func,
-        "non_loss_data_func": non_loss_data_func,
-        "store": store,
-        "inprocess_call_wrapper": inprocess_call_wrapper,
-    }
-    for name, given in unserved.items():
+    for name, given in {"store": store, "inprocess_call_wrapper": inprocess_call_wrapper}.items():
         if given is not None:
             raise UserError(f"pretrain({name}=...): not yet")
     warn_unused(
@@ -110,7 +117,11 @@ def pretrain(
     else:
         assert model_provider is not None and forward_step_func is not None
         providers = providers_of_user_script(
-            train_valid_test_dataset_provider, model_provider, forward_step_func, optimizer_provider
+            train_valid_test_dataset_provider,
+            model_provider,
+            forward_step_func,
+            optimizer_provider,
+            non_loss_functions(non_loss_data_func, process_non_loss_data_func, config),
         )
     if config.training.dry_run:
         return print_dry_run(config, providers)
@@ -120,6 +131,18 @@ def pretrain(
         exit_with_error_of_rank(error)
     if decision is not None and decision.exit_code:
         raise SystemExit(decision.exit_code)
+
+
+def non_loss_functions(
+    collect: Callable[..., Any] | None, process: Callable[..., Any] | None, config: PretrainConfig
+) -> NonLossFunctions | None:
+    """Returns the record of a script's functions of non-loss data; None without them. Says on the first rank when the
+    flags let nobody call `process`."""
+    if process is not None and config.logging.tensorboard_dir is None:
+        process = None
+        if int(os.environ.get("RANK", 0)) == 0:
+            print("process_non_loss_data_func is not called: it takes the writer of --tensorboard-dir", flush=True)
+    return None if collect is None and process is None else NonLossFunctions(collect, process)
 
 
 def run_pretraining(config: PretrainConfig, providers: Providers, started: float) -> ExitDecision | None:
@@ -220,6 +243,107 @@ def build_train_valid_test_data_iterators(
     return (train, valid, test) if chunks > 1 else (train[0], valid[0], test[0])
 
 
+def build_pretraining_data_loader(dataset: Any, consumed_samples: int) -> DataLoader[Any] | None:
+    """Returns a torch DataLoader of this rank's micro-batches from a sample of the run on, in the order of
+    --dataloader-type, with torch's own collation; None without a dataset."""
+    if dataset is None:
+        return None
+    run = global_vars.current_run()
+    groups, training, data = run.environment.groups, run.config.training, run.config.data
+    place = (training.micro_batch_size, groups.rank("dp"), groups.size("dp"))
+    sampler: Any
+    if data.dataloader_type == "cyclic":
+        sampler = MegatronPretrainingRandomSampler(dataset, len(dataset), consumed_samples, *place, data.data_sharding)
+    elif data.dataloader_type in (None, "single"):
+        sampler = MegatronPretrainingSampler(len(dataset), consumed_samples, *place)
+    else:
+        return dataset
+    workers = data.num_workers
+    return DataLoader(dataset, batch_sampler=sampler, num_workers=workers, persistent_workers=workers > 0)
+
+
+def get_train_valid_test_num_samples() -> tuple[int, int | None, int | None]:
+    """Returns the numbers of samples that training, and all evaluations together, need of each split."""
+    counts = sample_counts(global_vars.current_run().config)
+    return counts.train, counts.valid, counts.test
+
+
+def build_train_valid_test_datasets(
+    build_train_valid_test_datasets_provider: Callable[..., Sequence[Any]],
+    train_valid_test_num_samples: Sequence[int | None] | None = None,
+) -> Sequence[Any]:
+    """Returns the datasets that the provider builds for these numbers of samples, or for those that the run needs."""
+    run = global_vars.current_run()
+    counts = sample_counts(run.config)
+    if train_valid_test_num_samples is not None:
+        train_samples, *others = train_valid_test_num_samples
+        counts = SampleCounts(train_samples or 0, *others)
+    return datasets_builder(build_train_valid_test_datasets_provider)(run, counts)
+
+
+def get_optimizer_param_scheduler(optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+    """Returns the schedule of learning rate and weight decay that the flags describe."""
+    return build_scheduler(global_vars.current_run().config, optimizer)
+
+
+def num_floating_point_operations(args: Any, batch_size: int) -> int:
+    """Returns the floating point operations of a training step over `batch_size` sequences of the run. The settings are
+    those of the run; `args` has no effect."""
+    run = global_vars.current_run()
+    return training_flops(
+        run.config.transformer,
+        global_vars.get_args().padded_vocab_size,
+        run.config.data.seq_length or 0,
+        batch_size,
+        run.config.decoder_seq_length,
+        bidirectional=run.config.is_bidirectional,
+    )
+
+
+def cyclic_iter(iter: Iterable[Any]) -> Iterator[Any]:
+    """Yields the items of an iterable again and again."""
+    while True:
+        yield from iter
+
+
+def print_datetime(string: str) -> None:
+    """Waits for all ranks and prints the time on the first."""
+    if dist.is_initialized():
+        barrier()
+    print_rank_0(f"[{string}] datetime: {datetime.now():%Y-%m-%d %H:%M:%S}")
+
+
+def evaluate_and_print_results(
+    prefix: str,
+    forward_step_func: Callable[..., Any],
+    data_iterator: Iterator[Any] | Sequence[Iterator[Any]] | None,
+    model: Sequence[nn.Module],
+    iteration: int,
+    process_non_loss_data_func: Callable[..., Any] | None,
+    config: Any,
+    verbose: bool = False,
+    write_to_tensorboard: bool = True,
+    non_loss_data_func: Callable[..., Any] | None = None,
+) -> None:
+    """Calls `evaluate`, and prints the mean losses on the last rank. With the writer of --tensorboard-dir, losses and
+    data that are no losses go there."""
+    losses, collected, _ = evaluate(
+        forward_step_func, data_iterator, model, process_non_loss_data_func, config, verbose, non_loss_data_func
+    )
+    writer = global_vars.get_tensorboard_writer()
+    if losses:
+        words = [
+            f"{name} value: {loss.item():.6E} | {name} PPL: {perplexity(loss.item()):.6E}"
+            for name, loss in losses.items()
+        ]
+        print_rank_last(f" validation loss at {prefix} | {' | '.join(words)}")
+    if writer is not None:
+        for name, loss in losses.items() if write_to_tensorboard else ():
+            writer.add_scalar(f"{name} validation", loss.item(), iteration)
+        if process_non_loss_data_func is not None:
+            process_non_loss_data_func(collected, iteration, writer)
+
+
 def train(
     forward_step_func: Callable[..., Any],
     model: Sequence[nn.Module],
@@ -235,10 +359,9 @@ def train(
     """Trains to the last iteration as `pretrain` does: log lines, validations, checkpoints, signals.
 
     Returns (iteration, floating point operations so far). Ends the program with the decision's exit code if the ranks
-    agree to exit early. `config` has no effect: the run's own is used. Raises UserError for what is not supported yet.
+    agree to exit early. `config` has no effect: the run's own is used. The functions of non-loss data are those of
+    `pretrain`. Raises UserError for --loss-spike-action, which needs `pretrain`.
     """
-    asked = {"process_non_loss_data_func": process_non_loss_data_func is not None}
-    refuse("train", asked | {"non_loss_data_func": non_loss_data_func is not None})
     run, started = global_vars.current_run(), time.monotonic()
     if run.config.resilience.loss_spike_action is not None:
         raise UserError("train(): --loss-spike-action needs pretrain(), which opens the data again; leave it out")
@@ -260,6 +383,7 @@ def train(
             signals,
             started,
         )
+        trainer.non_loss = non_loss_functions(non_loss_data_func, process_non_loss_data_func, run.config)
         try:
             decision = loop.train(trainer)
             if decision is not None:
@@ -371,11 +495,12 @@ def evaluate(
     verbose: bool = False,
     non_loss_data_func: Callable[..., Any] | None = None,
     eval_iters: int | None = None,
-) -> tuple[dict[str, Tensor], None, bool]:
-    """Returns (mean losses over all their tokens, None, False) of --eval-iters global batches, or of `eval_iters`. The
-    losses are empty on ranks that do not compute them."""
-    asked = {"process_non_loss_data_func": process_non_loss_data_func is not None}
-    refuse("evaluate", asked | {"non_loss_data_func": non_loss_data_func is not None})
+) -> tuple[dict[str, Tensor], Any, bool]:
+    """Returns (mean losses over all their tokens, data that are no losses, False) of --eval-iters global batches, or of
+    `eval_iters`. The losses are empty on ranks that do not compute them. The data are those of `NonLossFunctions`: None
+    unless a function for them is given; `process_non_loss_data_func` is not called."""
+    non_loss = NonLossFunctions(non_loss_data_func, process_non_loss_data_func)
+    collects = non_loss_data_func is not None or process_non_loss_data_func is not None
     run = global_vars.current_run()
     groups, training = run.environment.groups, run.config.training
     data = step_data_of(data_iterator)
@@ -394,8 +519,9 @@ def evaluate(
         device=run.environment.device,
         group=groups.dp_cp if groups.size("dp_cp") > 1 else None,
         data_parallel_size=groups.size("dp"),
+        non_loss=non_loss if collects else None,
     )
     run.state.consumed_valid_samples += found.samples
     if verbose and run.environment.logs:
         print(f"evaluated {found.iterations} iterations, {found.samples} samples", flush=True)
-    return {name: torch.tensor(loss) for name, loss in found.losses.items()}, None, False
+    return {name: torch.tensor(loss) for name, loss in found.losses.items()}, found.non_loss_data, False

@@ -2,6 +2,8 @@
 those of the current run."""
 
 import functools
+import math
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -53,6 +55,12 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
+def warn_rank_0(message: Any, rank: int | None = None) -> None:
+    """Warns on the first rank. `rank` is this process's rank, for use before torch.distributed is initialized."""
+    if (rank if rank is not None else _rank()) == 0:
+        warnings.warn(str(message), stacklevel=2)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Models
 
@@ -89,17 +97,24 @@ def calc_params_l2_norm(model: nn.Module | Sequence[nn.Module], force_create_fp3
 def get_ltor_masks_and_position_ids(
     data: Tensor,
     eod_token: int,
-    pad_token: int,
-    reset_position_ids: bool,
-    reset_attention_mask: bool,
-    eod_mask_loss: bool,
-    pad_mask_loss: bool,
+    pad_token: int | None = None,
+    reset_position_ids: bool = False,
+    reset_attention_mask: bool = False,
+    eod_mask_loss: bool = False,
+    pad_mask_loss: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns, for token ids [b, s] of a left-to-right model, the attention mask (bool [1 or b, 1, s, s], True where
     masked), the loss mask (float32 [b, s]) and the position ids (int64 [b, s]).
 
     A document ends with its `eod_token`. The mask has one row for all samples unless documents are kept apart.
+    Scripts of older releases, which know neither `pad_token` nor `pad_mask_loss`, give their five arguments by position
+    or by name.
     """
+    if isinstance(pad_token, bool):  # the older form by position
+        eod_mask_loss, reset_attention_mask = reset_attention_mask, reset_position_ids
+        reset_position_ids, pad_token = pad_token, None
+    if pad_mask_loss and pad_token is None:
+        raise UserError("get_ltor_masks_and_position_ids(pad_mask_loss=True): give it the pad_token")
     rows, length = data.shape
     ended = (data == eod_token).long().cumsum(dim=1)
     document = torch.cat([torch.zeros_like(ended[:, :1]), ended[:, :-1]], dim=1)  # [b, s], from 0 in each row
@@ -266,3 +281,17 @@ def average_losses_across_data_parallel_group(losses: Sequence[Tensor]) -> Tenso
     if groups.size("dp") == 1:
         return mean
     return all_reduce(mean, groups.dp) / groups.size("dp")
+
+
+def reduce_max_stat_across_model_parallel_group(stat: float | None) -> float | None:
+    """Returns the largest value over the tensor and pipeline parallel ranks; None on those that have none counts as
+    nothing. None if no rank has one."""
+    value = torch.tensor([-math.inf if stat is None else float(stat)], dtype=torch.float64, device=local_device())
+    found = all_reduce(value, default_collection().mp, dist.ReduceOp.MAX).item()
+    return None if found == -math.inf else found
+
+
+def logical_and_across_model_parallel_group(input: bool) -> bool:
+    """Returns whether the condition holds on all tensor and pipeline parallel ranks."""
+    value = torch.tensor([int(input)], device=local_device())
+    return bool(all_reduce(value, default_collection().mp, dist.ReduceOp.MIN).item())

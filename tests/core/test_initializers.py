@@ -7,7 +7,16 @@ import torch
 from torch import nn
 
 from megatron.core.counter_rng import stream_key
-from megatron.core.initializers import Constant, LogUniform, Normal, Uniform, XavierUniform, each_of
+from megatron.core.initializers import (
+    Constant,
+    LogUniform,
+    Normal,
+    Uniform,
+    XavierUniform,
+    each_of,
+    init_method_normal,
+    scaled_init_method_normal,
+)
 from megatron.core.parameters import Box, ParameterInfo, draw_range
 
 
@@ -54,3 +63,8 @@ def test_each_tensor_of_a_stack_is_a_matrix_of_its_own() -> None:
     stack = each_of(nn.init.orthogonal_)(torch.empty(3, 2, 4, 8))
     for matrix in stack.view(3, 8, 8):
         torch.testing.assert_close(matrix @ matrix.T, torch.eye(8))
+
+
+def test_megatron_lms_names() -> None:
+    assert init_method_normal(0.3) == Normal(0.3)
+    assert scaled_init_method_normal(0.3, 8) == Normal(0.3 / 4.0)

@@ -10,7 +10,7 @@ from support.runs import TINY, train, write_documents
 from torch import nn
 
 from megatron.core.exceptions import UserError
-from megatron.training.evaluate import evaluate, full_pass
+from megatron.training.evaluate import NonLossFunctions, evaluate, full_pass
 
 SEQ, MICRO, NMB = 6, 2, 3
 
@@ -85,6 +85,19 @@ def test_mean_over_every_token():
     assert result.tokens == count
     assert result.counts == {"lm loss": count}
     assert (result.samples, result.iterations, result.interrupted) == (4 * NMB * MICRO * 5, 4, False)
+
+
+def test_data_that_are_no_losses_come_from_the_next_batches_of_a_plain_iterator():
+    def collecting(*, collect_non_loss_data=False, **arguments):
+        reports = forward_backward(**arguments)
+        return [report["lm loss"] for report in reports] if collect_non_loss_data else reports
+
+    found = evaluate(
+        collecting, forward_step, batches(2 * NMB), [Model()],
+        num_iterations=1, num_microbatches=NMB, micro_batch_size=MICRO, seq_length=SEQ, non_loss=NonLossFunctions(),
+    )  # fmt: skip
+    pairs = list(batches(2 * NMB))[NMB:]
+    assert [float(data[1]) for data in found.non_loss_data] == [mask.sum().item() for _, mask in pairs]
 
 
 def test_sums_are_float64():

@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from megatron.training.datasets.data_samplers import build_pretraining_data_loader  # type: ignore[import-not-found]
 from support.launch import launch
 from support.runs import TINY, Outcome, differences, run_script, train
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training import (
     get_args,
+    get_tensorboard_writer,
     get_timers,
     get_tokenizer,
     global_vars,
@@ -37,6 +39,7 @@ from megatron.training import (
     training,
 )
 from megatron.training.arguments import core_transformer_config_from_args
+from megatron.training.checkpointing import checkpoint_exists
 from megatron.training.training import (
     build_train_valid_test_data_iterators,
     evaluate,
@@ -210,8 +213,54 @@ def test_own_arguments_and_defaults(corpus, capsys):
 
 
 def test_what_is_not_called_is_refused():
-    with pytest.raises(UserError, match="process_non_loss_data_func"):
-        run_script("", *SCRIPT, process_non_loss_data_func=print)
+    with pytest.raises(UserError, match="inprocess_call_wrapper"):
+        run_script("", *SCRIPT, inprocess_call_wrapper=print)
+
+
+def sums_or_losses(loss_mask: Tensor, output: Tensor, non_loss_data: bool = False) -> Any:
+    """Returns what a script's loss function returns; as data that are no losses, the sums of a micro-batch."""
+    if non_loss_data:
+        return (output * loss_mask).sum().item(), loss_mask.sum().item()
+    writer = get_tensorboard_writer()
+    if writer is not None:
+        writer.add_scalar("mine", 5.0, get_args().iteration)
+    return three_values(loss_mask, output)
+
+
+def test_data_of_evaluations_that_are_no_losses(corpus, tmp_path, capsys):
+    """They come from the micro-batches of the evaluation's last global batch, and take no sample from the next one."""
+    pytest.importorskip("tensorboard")
+    flags = f"--fp64 --data-path {corpus} --train-iters 4 --eval-interval 2 --eval-iters 2 {EXACT}"
+    seen: list[tuple[Any, int]] = []
+
+    def process(data: Any, iteration: int, writer: Any) -> None:
+        assert writer is get_tensorboard_writer() is not None
+        writer.add_scalar("sequences", len(data), iteration)
+        seen.append((data, iteration))
+
+    step = partial(forward_step, loss=sums_or_losses)
+    board = f"{flags} --tensorboard-dir {tmp_path}"
+    theirs = run_script(board, *SCRIPT[:3], step, process_non_loss_data_func=process)
+    assert losses_of(theirs) == pytest.approx(losses_of(run_script(flags, *SCRIPT)), abs=1e-11)
+    assert [iteration for _, iteration in seen] == [2, 4, 4, 4]  # the last two: validation and test at the end
+    assert all(len(data) == 4 for data, _ in seen)
+    one = run_script(f"{flags.replace('--eval-iters 2', '--eval-iters 1')}", *SCRIPT)
+    total, count = (sum(column) for column in zip(*seen[0][0], strict=True))
+    both, first = theirs.validations[0], one.validations[0]
+    assert both.tokens is not None and first.tokens is not None
+    of_second = both.losses["lm loss"] * both.tokens - first.losses["lm loss"] * first.tokens
+    assert total == pytest.approx(of_second) and count == both.tokens - first.tokens
+    seen.clear()
+    run_script(board, *SCRIPT, non_loss_data_func=lambda model: [model[0].training], process_non_loss_data_func=process)
+    assert seen[0] == ([False], 2)
+    seen.clear()
+    capsys.readouterr()
+    run_script(flags, *SCRIPT, process_non_loss_data_func=process)
+    assert not seen and "process_non_loss_data_func is not called: it takes the writer" in capsys.readouterr().out
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = accumulator.EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert events.Scalars("mine")[0].value == 5.0 and events.Scalars("sequences")[0].value == 4
 
 
 def test_an_optimizer_of_torch(corpus, tmp_path):
@@ -297,7 +346,7 @@ def test_a_model_and_data_of_ones_own():
 # A loop of the user's own
 
 
-def test_a_loop_of_ones_own(corpus, tmp_path, monkeypatch):
+def test_a_loop_of_ones_own(corpus, tmp_path, monkeypatch, capsys):
     """Megatron-LM's functions, one by one, give the losses that pretrain gives."""
     flags = f"--fp64 --data-path {corpus} --train-iters 3 --eval-interval 3 --eval-iters 2 {EXACT} --save {tmp_path}"
     expected = train(flags.replace(str(tmp_path), str(tmp_path / "other")))
@@ -318,7 +367,25 @@ def test_a_loop_of_ones_own(corpus, tmp_path, monkeypatch):
     assert losses == pytest.approx(expected.losses, abs=1e-11)
     found, _, out_of_time = evaluate(forward_step, valid, model, None, config)
     assert float(found["lm loss"]) == pytest.approx(expected.validations[0].losses["lm loss"]) and not out_of_time
+    assert not checkpoint_exists(None) and not checkpoint_exists(tmp_path)
     save_checkpoint(args.iteration, model, optimizer, scheduler, 0.0)
+    assert checkpoint_exists(tmp_path)
+    assert training.num_floating_point_operations(args, 2) == 2 * training.num_floating_point_operations(args, 1) > 0
+    training.print_datetime("after training")
+    training.evaluate_and_print_results("the end", forward_step, valid, model, args.iteration, None, None)
+    printed = capsys.readouterr().out
+    assert "[after training] datetime: " in printed and " validation loss at the end | lm loss value: " in printed
+    counts = training.get_train_valid_test_num_samples()
+    datasets = training.build_train_valid_test_datasets(datasets_provider)
+    assert (
+        len(datasets[0]) >= counts[0]
+        and len(training.build_train_valid_test_datasets(datasets_provider, (1, 1, 1))) == 3
+    )
+    loader = build_pretraining_data_loader(datasets[0], args.consumed_train_samples)
+    assert loader is not None and build_pretraining_data_loader(None, 0) is None
+    batches = training.cyclic_iter(loader)
+    assert torch.equal(next(batches)["tokens"][0], datasets[0][args.consumed_train_samples]["tokens"])
+    assert training.get_optimizer_param_scheduler(optimizer).state_dict()["max_lr"] == args.lr
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text().strip() == "3"
     global_vars.clear_current_run()
 
@@ -336,19 +403,24 @@ def test_megatron_lms_train_is_our_loop(corpus, tmp_path, monkeypatch, capsys):
         model, optimizer, scheduler = setup_model_and_optimizer(model_provider, ModelType(1))
         data, valid, _ = build_train_valid_test_data_iterators(datasets_provider)
         iterators = (iter(list(data)), valid) if own else (data, valid)
-        done, flops = training.train(forward_step, model, optimizer, scheduler, *iterators, None, model[0].config)
-        assert done == 4 == get_args().iteration and flops > 0
+        called: list[Any] = []
+        done, flops = training.train(
+            forward_step,
+            model,
+            optimizer,
+            scheduler,
+            *iterators,
+            None,
+            model[0].config,
+            non_loss_data_func=called.append,
+        )
+        assert done == 4 == get_args().iteration and flops > 0 and len(called) == 2
         out = capsys.readouterr().out
         assert all(f"lm loss: {loss:.6E}" in out for loss in expected.losses)
         assert out.count("validation loss at iteration") == 2
         assert (folder / "latest_checkpointed_iteration.txt").read_text().strip() == "3"
         next(valid)  # the data is still open
         global_vars.clear_current_run()
-
-
-def test_train_refuses_what_it_does_not_call(monkeypatch):
-    with pytest.raises(UserError, match=r"train\(non_loss_data_func=...\): not yet"):
-        training.train(forward_step, [], None, None, None, None, non_loss_data_func=print)
 
 
 def loop_with_a_bad_loss(flags: str, bad_step: int) -> tuple[list[tuple[Any, ...]], list[Tensor]]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.exceptions import UserError
 from megatron.core.transformer.layer_inputs import is_plain_causal
 from megatron.training import utils
 from megatron.training.data.batch import collate_gpt
@@ -170,3 +171,28 @@ def test_a_script_of_release_0_16_gets_the_keys_of_packing():
     assert len(utils.get_batch_on_this_tp_rank(iter([item]))) == 5
     found = utils.get_batch_on_this_tp_rank(iter([item]), mtp_on_this_rank=False)
     assert list(found)[5:] == ["cu_seqlens", "max_seqlen", "local_cp_size"] and found["max_seqlen"] is None
+
+
+def test_masks_with_the_arguments_of_older_releases() -> None:
+    data = torch.tensor([[1, 9, 2, 9]])
+    expected = utils.get_ltor_masks_and_position_ids(data, 9, 0, True, False, True, False)
+    older = utils.get_ltor_masks_and_position_ids(data, 9, True, False, True)
+    named = utils.get_ltor_masks_and_position_ids(
+        data, eod_token=9, reset_position_ids=True, reset_attention_mask=False, eod_mask_loss=True
+    )
+    for found in (older, named):
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    with pytest.raises(UserError, match="give it the pad_token"):
+        utils.get_ltor_masks_and_position_ids(data, 9, pad_mask_loss=True)
+
+
+def test_values_over_model_parallel_ranks() -> None:
+    assert utils.reduce_max_stat_across_model_parallel_group(2.5) == 2.5
+    assert utils.reduce_max_stat_across_model_parallel_group(None) is None
+    assert utils.logical_and_across_model_parallel_group(True) and not utils.logical_and_across_model_parallel_group(
+        False
+    )
+    with pytest.warns(UserWarning, match="look out"):
+        utils.warn_rank_0("look out")
+    with pytest.warns(UserWarning, match="anywhere"):
+        utils.warn_rank_0("anywhere", rank=0)

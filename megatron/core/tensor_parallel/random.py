@@ -42,6 +42,20 @@ class RNGStatesTracker:
         """Ignores the states."""
 
 
+CudaRNGStatesTracker = RNGStatesTracker
+"""Megatron-LM's name of the tracker."""
+
+
+def get_data_parallel_rng_tracker_name() -> str:
+    """Returns Megatron-LM's name of the random stream that data parallel ranks share. The tracker has one stream."""
+    return "data-parallel-rng"
+
+
+def get_expert_parallel_rng_tracker_name() -> str:
+    """Returns Megatron-LM's name of the random stream of experts. The tracker has one stream."""
+    return "expert-parallel-rng"
+
+
 def get_cuda_rng_tracker(
     use_te_rng_tracker: bool = False, inference_rng_tracker: bool = False, use_cudagraphable_rng: bool = False
 ) -> RNGStatesTracker:

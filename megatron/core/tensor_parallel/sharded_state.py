@@ -1,6 +1,6 @@
 """The sharded state dict of a module, built from the descriptors of its parameters."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -77,4 +77,92 @@ def _sharded(key: str, tensor: Tensor, info: ParameterInfo, groups: ProcessGroup
         replica_id=holders.index(groups.global_rank),
         holders=holders,
         stored=stored,
+    )
+
+
+def make_tp_sharded_tensor_for_checkpoint(
+    tensor: Tensor,
+    key: str,
+    tp_axis: int = 0,
+    replica_id: Any = None,
+    prepend_offsets: tuple[tuple[int, int, int], ...] = (),
+    **kwargs: Any,
+) -> ShardedTensor:
+    """Returns this tensor parallel rank's part of a tensor that the ranks split evenly along `tp_axis`. Megatron-LM's
+    function for a module's own `sharded_state_dict`. Data parallel rank 0 writes it."""
+    groups = default_collection()
+    offset = (tp_axis + len(prepend_offsets), groups.rank("tp"), groups.size("tp"))
+    return _of_module(
+        tensor, key, (*prepend_offsets, offset), (groups.rank("dp_cp"),), replica_id, prepend_offsets, kwargs
+    )
+
+
+def make_sharded_tensor_for_checkpoint(
+    tensor: Tensor,
+    key: str,
+    prepend_offsets: tuple[tuple[int, int, int], ...] = (),
+    replica_id: Any = None,
+    **kwargs: Any,
+) -> ShardedTensor:
+    """Returns a tensor of which every tensor and data parallel rank has the whole. Megatron-LM's function for a
+    module's own `sharded_state_dict`. The first of these ranks writes it."""
+    groups = default_collection()
+    copies = (groups.rank("tp"), groups.rank("dp_cp"))
+    return _of_module(tensor, key, prepend_offsets, copies, replica_id, prepend_offsets, kwargs)
+
+
+def _of_module(
+    tensor: Tensor,
+    key: str,
+    offsets: Any,
+    copies: tuple[int, ...],
+    replica_id: Any,
+    prepended: Any,
+    fields: dict[str, Any],
+) -> ShardedTensor:
+    fields = {name: value for name, value in fields.items() if name == "allow_shape_mismatch"}
+    return ShardedTensor.from_rank_offsets(
+        key,
+        tensor.detach(),
+        *offsets,
+        replica_id=copies if replica_id is None else replica_id,
+        prepend_axis_num=len(prepended),
+        **fields,
+    )
+
+
+def make_sharded_tensors_for_checkpoint(
+    state_dict: Mapping[str, Any],
+    prefix: str,
+    tensor_parallel_layers_axis_map: Mapping[str, int] | None = None,
+    sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+    extra_state_suffix: str = "_extra_state",
+) -> dict[str, Any]:
+    """Returns a sharded tensor for each entry of a module's state dict, under its name with `prefix`: split along the
+    axis that the map names, or whole on every rank. Entries of extra state are left out."""
+    axes = tensor_parallel_layers_axis_map or {}
+    found: dict[str, Any] = {}
+    for name, tensor in state_dict.items():
+        if name.endswith(extra_state_suffix):
+            continue
+        key = f"{prefix}{name}"
+        if name in axes:
+            found[key] = make_tp_sharded_tensor_for_checkpoint(tensor, key, axes[name], prepend_offsets=sharded_offsets)
+        else:
+            found[key] = make_sharded_tensor_for_checkpoint(tensor, key, sharded_offsets)
+    return found
+
+
+def sharded_state_dict_default(
+    module: nn.Module,
+    prefix: str = "",
+    sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+    metadata: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Returns the module's own `sharded_state_dict`, or for any other module that of its state dict, of which every
+    rank has the whole."""
+    if hasattr(module, "sharded_state_dict"):
+        return module.sharded_state_dict(prefix=prefix, sharded_offsets=sharded_offsets, metadata=metadata)  # type: ignore[operator]
+    return make_sharded_tensors_for_checkpoint(
+        module.state_dict(prefix="", keep_vars=True), prefix, {}, sharded_offsets
     )

@@ -18,6 +18,11 @@ def divide(numerator: int, denominator: int) -> int:
     return numerator // denominator
 
 
+def ensure_divisibility(numerator: int, denominator: int) -> None:
+    """Raises UserError if there is a remainder."""
+    divide(numerator, denominator)
+
+
 def split_tensor_along_last_dim(
     tensor: Tensor, num_partitions: int, contiguous_split_chunks: bool = False
 ) -> tuple[Tensor, ...]:

@@ -10,6 +10,8 @@ _HOMES = {
     "MegatronModule": "megatron.core.transformer.module",
     "ModuleSpec": "megatron.core.transformer.spec_utils",
     "TransformerConfig": "megatron.core.transformer.transformer_config",
+    "TransformerLayer": "megatron.core.transformer.transformer_layer",
+    "TransformerLayerSubmodules": "megatron.core.transformer.transformer_layer",
     "build_module": "megatron.core.transformer.spec_utils",
 }
 

@@ -60,4 +60,14 @@ def build_module(spec_or_module: Spec, *args: Any, offer: Mapping[str, Any] | No
 
 @functools.cache
 def _parameters_of(module: type) -> frozenset[str]:
-    return frozenset(inspect.signature(module).parameters)
+    """Returns the names of the parameters of a constructor. One with **kwargs passes these on, so it also takes the
+    parameters of the next constructor in the order of bases."""
+    names: set[str] = set()
+    for base in module.__mro__:
+        if "__init__" not in vars(base):
+            continue
+        parameters = inspect.signature(vars(base)["__init__"]).parameters
+        names |= set(parameters)
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            break
+    return frozenset(names)

@@ -10,6 +10,10 @@ from torch.torch_version import TorchVersion
 Function = TypeVar("Function")
 
 
+MEGATRON_LM_RELEASE = "0.16.1"
+"""The release of Megatron-LM whose public names are here; `megatron.core.__version__` of scripts."""
+
+
 def get_torch_version() -> TorchVersion:
     """Returns torch's version; it compares with strings."""
     return TorchVersion(torch.__version__)

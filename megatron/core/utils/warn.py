@@ -3,6 +3,7 @@
 import functools
 import logging
 import os
+from typing import Any
 
 import torch
 
@@ -23,3 +24,10 @@ def is_first_rank() -> bool:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank() == 0
     return os.environ.get("RANK", "0") == "0"
+
+
+def log_single_rank(logger: logging.Logger, *args: Any, rank: int = 0, **kwargs: Any) -> None:
+    """Megatron-LM's name: logger.log(*args, **kwargs) on one rank of the world, or where there is no world."""
+    initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if not initialized or torch.distributed.get_rank() == rank:
+        logger.log(*args, **kwargs)

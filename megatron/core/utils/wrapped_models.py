@@ -23,6 +23,17 @@ def get_model_config(model: nn.Module) -> Any:
     return get_attr_wrapped_model(model, "config", allow_none=False)
 
 
+def unwrap_model(model: Any, module_instances: type | tuple[type, ...] | None = None) -> Any:
+    """Returns the innermost module of model, model.module, ..., or the first that is not of the given classes of
+    wrappers. A list gives a list."""
+    if isinstance(model, list):
+        return [unwrap_model(chunk, module_instances) for chunk in model]
+    wrappers: Any = module_instances or nn.Module
+    while isinstance(model, wrappers) and isinstance(inner := getattr(model, "module", None), nn.Module):
+        model = inner
+    return model
+
+
 def _unwrapping(model: Any) -> Iterator[Any]:
     while model is not None:
         yield model

@@ -156,6 +156,42 @@ class MegatronCyclicSampler:
         return torch.randperm(full, generator=generator)[within:][shard.rank :: shard.num_ranks].tolist()
 
 
+class MegatronPretrainingSampler(SequentialSampler):
+    """`SequentialSampler` with Megatron-LM's arguments, as batch sampler of a torch DataLoader."""
+
+    def __init__(
+        self,
+        total_samples: int,
+        consumed_samples: int,
+        micro_batch_size: int,
+        data_parallel_rank: int,
+        data_parallel_size: int,
+        drop_last: bool = True,
+    ) -> None:
+        if not drop_last:
+            raise UserError("MegatronPretrainingSampler(drop_last=False): not yet; all micro-batches are full ones")
+        shard = DataParallelShard(micro_batch_size, data_parallel_rank, data_parallel_size)
+        super().__init__(total_samples, consumed_samples, shard)
+
+
+class MegatronPretrainingRandomSampler(MegatronCyclicSampler):
+    """`MegatronCyclicSampler` with Megatron-LM's arguments, as batch sampler of a torch DataLoader. It does not end
+    after an epoch."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        total_samples: int,
+        consumed_samples: int,
+        micro_batch_size: int,
+        data_parallel_rank: int,
+        data_parallel_size: int,
+        data_sharding: bool,
+    ) -> None:
+        shard = DataParallelShard(micro_batch_size, data_parallel_rank, data_parallel_size)
+        super().__init__(total_samples, consumed_samples, shard, data_sharding)
+
+
 def permuted(positions: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
     """Returns the images of positions (uint64, below `size`) under permutations of range(size), which the keys select.
 

@@ -132,6 +132,11 @@ class Event:
 class LogWriter:
     """Writes records to one place. Every method is optional; only the rank that logs has writers."""
 
+    tensorboard: Any = None
+    """torch's SummaryWriter, if the records go there."""
+    wandb: Any = None
+    """A `tensorboard.WandbWriter`, if the records go there."""
+
     def steps(self, steps: Sequence[StepRecord], speed: Speed) -> None:
         """Iterations since the last call, in order; every iteration comes exactly once."""
 

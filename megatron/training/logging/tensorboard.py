@@ -39,7 +39,10 @@ class ScalarLog(LogWriter):
         world_size: int = 1,
         device: torch.device | None = None,
         close: Callable[[], None] = lambda: None,
+        tensorboard: Any = None,
+        wandb: "WandbWriter | None" = None,
     ) -> None:
+        self.tensorboard, self.wandb = tensorboard, wandb
         self._write = write
         self._choices = choices
         self._world_size = world_size
@@ -49,6 +52,8 @@ class ScalarLog(LogWriter):
     def steps(self, steps: Sequence[StepRecord], speed: Speed) -> None:
         """Writes the scalars of each iteration."""
         for step in steps:
+            if self.wandb is not None:
+                self.wandb.write_until(step.iteration)
             if step.iteration % self._choices.tensorboard_log_interval == 0:
                 self._step(step)
             times = step.times if self._choices.log_timers_to_tensorboard else {}
@@ -79,6 +84,8 @@ class ScalarLog(LogWriter):
 
     def close(self) -> None:
         """Closes the file."""
+        if self.wandb is not None:
+            self.wandb.write_until(None)
         self._close()
 
     def _step(self, step: StepRecord) -> None:
@@ -149,7 +156,9 @@ def tensorboard_log(
     except OSError as error:
         raise UserError(f"--tensorboard-dir {directory} cannot be written: {error.strerror or error}") from error
     events = _EventFiles(writer, directory)
-    return ScalarLog(events.add, choices, world_size=world_size, device=device, close=events.close)
+    return ScalarLog(
+        events.add, choices, world_size=world_size, device=device, close=events.close, tensorboard=writer
+    )
 
 
 class _EventFiles:
@@ -177,6 +186,32 @@ class _EventFiles:
                 "here on",
                 flush=True,
             )
+
+
+class WandbWriter:
+    """The module wandb for scripts. `log(values, step)` waits until the run has logged the iterations before `step`,
+    because Weights & Biases drops what comes with an earlier step than something else."""
+
+    def __init__(self, module: Any, run: Any) -> None:
+        self._module, self._run = module, run
+        self._waiting: list[tuple[int, Any, dict[str, Any]]] = []
+
+    def log(self, data: Any, step: int | None = None, **more: Any) -> None:
+        """Logs the values of a script."""
+        if step is None:
+            self._run.log(data, **more)
+        else:
+            self._waiting.append((step, data, more))
+
+    def write_until(self, iteration: int | None) -> None:
+        """Passes on what waits for this iteration or an earlier one; None: everything."""
+        due = [entry for entry in self._waiting if iteration is None or entry[0] <= iteration]
+        self._waiting = [entry for entry in self._waiting if iteration is not None and entry[0] > iteration]
+        for step, data, more in sorted(due, key=lambda entry: entry[0]):
+            self._run.log(data, step, **more)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
 
 
 def wandb_log(
@@ -214,4 +249,5 @@ def wandb_log(
         if not tag.endswith(" vs samples"):
             run.log({tag: value}, step)
 
-    return ScalarLog(write, choices, world_size=world_size, device=device, close=run.finish)
+    writer = WandbWriter(wandb, run)
+    return ScalarLog(write, choices, world_size=world_size, device=device, close=run.finish, wandb=writer)

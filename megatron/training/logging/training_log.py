@@ -112,6 +112,16 @@ class TrainingLog:
         self._iteration = self._consumed = 0
         self._line_samples = self._iterations_since_line = 0
 
+    @property
+    def tensorboard_writer(self) -> Any:
+        """torch's SummaryWriter of --tensorboard-dir; None without the flag, and on ranks that do not log."""
+        return next((writer.tensorboard for writer in self.writers if writer.tensorboard is not None), None)
+
+    @property
+    def wandb(self) -> Any:
+        """The `WandbWriter` of --wandb-project; None without the flag, and on ranks that do not log."""
+        return next((writer.wandb for writer in self.writers if writer.wandb is not None), None)
+
     def start(self, iteration: int) -> None:
         """Training starts after `iteration` iterations."""
         self._first = iteration + 1

@@ -118,7 +118,7 @@ def set_up(
         started,
         hooks_of_script,
     )
-    trainer.log.mix = mix
+    trainer.log.mix, trainer.non_loss = mix, providers.non_loss
     timers.log(["model-and-optimizer-setup", "train/valid/test-data-iterators-setup"])
     for note in run_notes(config, environment, trainer.splits):
         if environment.is_first:
@@ -179,6 +179,7 @@ def build_trainer(
     batches = BatchSchedule.from_config(config.training, environment.groups.size("dp"), config.data.seq_length)
     use_schedule(batches)
     log = build_log(config, environment, state, padded_vocab_size, model, context.timers)
+    global_vars.set_writers(log.tensorboard_writer, log.wandb)
     exit_agreement = ExitAgreement(
         agreement_group(timedelta(minutes=config.parallel.distributed_timeout_minutes)),
         rank=environment.rank,

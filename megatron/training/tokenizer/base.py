@@ -142,6 +142,25 @@ class Tokenizer(ABC):
         return OrderedDict(tokenizer=self.type_name, vocab_size=self.vocab_size, digest=self.digest)
 
 
+class MegatronTokenizer(Tokenizer):
+    """Base of a script's own tokenizer, for `GPTDatasetConfig(tokenizer=...)`. A subclass has `vocab_size`, `eod`,
+    `tokenize` and `detokenize`; the paths and options given here identify it in the keys of data caches."""
+
+    type_name = "script"
+
+    def __init__(self, *tokenizer_paths: str, **tokenizer_options: Any) -> None:
+        self._paths, self._options = tokenizer_paths, tokenizer_options
+
+    @property
+    def special_tokens_dict(self) -> dict[str, int]:
+        """Special ids by role; none unless a subclass names them."""
+        return {}
+
+    def _identity(self) -> dict[str, Any]:
+        options = {name: str(value) for name, value in self._options.items()}
+        return {"class": type(self).__name__, "paths": [str(path) for path in self._paths], "options": options}
+
+
 def pack_ids(lists: Sequence[Sequence[int]]) -> EncodedTexts:
     """Joins lists of ids into one array."""
     arrays = [np.asarray(ids, np.int32) for ids in lists]

@@ -170,3 +170,26 @@ def test_head(sequence_parallel: bool, pool: Pool) -> None:
     assert results[1].pop("padding") == [[[float("-inf")]] * 3] * 4
     for errors in results:
         assert all(value < 1e-13 for value in errors.values()), errors
+
+
+def smoothed_after_a_head(vocab_size: int, columns: int) -> tuple[float, float]:
+    """Largest differences of losses and gradients from torch's label smoothing over the true vocabulary, when padding
+    is -inf, as in a model's logits."""
+    rank, group = dist.get_rank(), group_of(3)
+    logits, labels, weight = problem(3 * columns, vocab_size, torch.float64)
+    whole = logits[:, :vocab_size].clone().requires_grad_()
+    expected = F.cross_entropy(whole, labels, reduction="none", label_smoothing=0.1)
+    (expected * weight).sum().backward()
+    logits[:, vocab_size:] = -torch.inf
+    own = logits[:, rank * columns :][:, :columns].contiguous().requires_grad_()
+    losses = vocab_parallel_cross_entropy(own[:, None], labels[:, None], 0.1, tp_group=group)[:, 0]
+    (losses * weight).sum().backward()
+    assert whole.grad is not None and own.grad is not None
+    mine = F.pad(whole.grad, (0, 3 * columns - vocab_size))[:, rank * columns :][:, :columns]
+    return (losses - expected).abs().max().item(), (own.grad - mine).abs().max().item()
+
+
+@pytest.mark.parametrize(("vocab_size", "columns"), [(10, 5), (15, 5), (7, 3)])
+def test_label_smoothing_leaves_out_columns_of_minus_infinity(pool: Pool, vocab_size: int, columns: int) -> None:
+    for differences in pool.run(smoothed_after_a_head, vocab_size, columns):
+        assert max(differences) < 1e-12

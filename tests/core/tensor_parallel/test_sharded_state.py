@@ -17,6 +17,11 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.parameters import ParameterInfo, canonical_index, info_of
 from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.tensor_parallel.sharded_state import (
+    make_sharded_tensors_for_checkpoint,
+    make_tp_sharded_tensor_for_checkpoint,
+    sharded_state_dict_default,
+)
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -180,3 +185,59 @@ def test_an_optimizers_state_goes_along(tmp_path):
     model, optimizer = trained(groups=1)
     dist_checkpointing.save({"model": model.sharded_state_dict(), "optimizer": optimizer.sharded_state_dict()}, one)
     run_on_ranks(_optimizers, 2, tmp_path, one)
+
+
+class Adapter(torch.nn.Module):
+    """A script's own module: columns of `up` are split over tensor parallel ranks, `scale` is whole everywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        size, rank = 1, 0
+        if not parallel_state.is_unitialized():
+            size, rank = (
+                parallel_state.get_tensor_model_parallel_world_size(),
+                parallel_state.get_tensor_model_parallel_rank(),
+            )
+        whole = torch.arange(24.0).view(4, 6)
+        self.up = torch.nn.Parameter(whole.chunk(size, dim=1)[rank].contiguous())
+        self.scale = torch.nn.Parameter(torch.arange(3.0))
+        self.plain = torch.nn.Linear(2, 1)
+        with torch.no_grad():
+            self.plain.weight.copy_(torch.tensor([[5.0, 6.0]]))
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        own = {"up": self.up, "scale": self.scale, "_extra_state": None}
+        state = make_sharded_tensors_for_checkpoint(own, prefix, {"up": 1}, sharded_offsets)
+        return state | sharded_state_dict_default(self.plain, f"{prefix}plain.", sharded_offsets, metadata)
+
+
+def _reload_adapter(folder: str) -> None:
+    model, right = Adapter(), {name: value.clone() for name, value in Adapter().state_dict().items()}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name != "plain.bias":
+                parameter.zero_()
+            else:
+                right[name] = parameter.detach().clone()
+    state = sharded_state_dict_default(model, prefix="adapter.")
+    loaded = dist_checkpointing.load(state, folder, strict="raise_all")
+    model.load_state_dict({name.removeprefix("adapter."): value for name, value in loaded.items()})
+    found = model.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in right.items() if name != "plain.bias")
+
+
+def _adapters(folder: Path) -> None:
+    for sizes in ({"tensor_model_parallel_size": 2}, {}):
+        parallel_state.initialize_model_parallel(**sizes)
+        _reload_adapter(str(folder / "one"))
+        dist_checkpointing.save(Adapter().sharded_state_dict("adapter."), str(folder / f"two{len(sizes)}"))
+        parallel_state.destroy_model_parallel()
+
+
+def test_a_module_says_itself_how_it_is_split(tmp_path):
+    dist_checkpointing.save(Adapter().sharded_state_dict("adapter."), str(tmp_path / "one"))
+    run_on_ranks(_adapters, 2, tmp_path)
+    for folder in ("one", "two0", "two1"):
+        _reload_adapter(str(tmp_path / folder))
+    stacked = make_tp_sharded_tensor_for_checkpoint(torch.zeros(2, 3), "x", 1, prepend_offsets=((0, 2, 4),))
+    assert stacked.global_shape == (4, 2, 3) and stacked.global_offset == (2, 0, 0)

@@ -34,3 +34,16 @@ def test_import_module() -> None:
     assert import_module(("torch.nn", "Linear")) is nn.Linear is get_module(ModuleSpec(("torch.nn", "Linear")))
     with pytest.raises(UserError, match=r"\(torch.nn, Nothing\)"):
         import_module(("torch.nn", "Nothing"))
+
+
+def test_a_constructor_that_passes_keywords_on_takes_those_of_its_base() -> None:
+    class Passing(Part):
+        def __init__(self, *args: object, rank: int = 4, **kwargs: object) -> None:
+            super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+
+    class Own(Passing):
+        def __init__(self, size: int) -> None:
+            super().__init__(size)
+
+    assert build_module(Passing, 3, offer={"colour": "green", "weight": 5}).made_with == (3, None, "green")
+    assert build_module(Own, 3, offer={"colour": "green"}).made_with == (3, None, "red")

@@ -1,8 +1,10 @@
 """A warning is printed once, on the first rank."""
 
+import logging
+
 import pytest
 
-from megatron.core.utils.warn import is_first_rank, warn_on_first_rank
+from megatron.core.utils.warn import is_first_rank, log_single_rank, warn_on_first_rank
 
 
 def test_a_warning_is_logged_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -24,3 +26,9 @@ def test_other_ranks_are_silent_and_may_still_warn_as_the_first(
     assert is_first_rank()
     warn_on_first_rank("a warning of rank 1")
     assert len(caplog.records) == 1
+
+
+def test_one_rank_of_the_world_logs(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("megatron.core.test_warn")
+    log_single_rank(logger, logging.WARNING, "%s of one rank", "a line")
+    assert [record.getMessage() for record in caplog.records] == ["a line of one rank"]

@@ -3,8 +3,9 @@
 from types import SimpleNamespace
 
 import pytest
+from torch import nn
 
-from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from megatron.core.utils import get_attr_wrapped_model, get_model_config, unwrap_model
 
 MODEL = SimpleNamespace(config="settings", vp_stage=None)
 WRAPPED = SimpleNamespace(module=SimpleNamespace(module=MODEL, config=None))
@@ -23,3 +24,18 @@ def test_what_is_missing_is_named() -> None:
         get_attr_wrapped_model(WRAPPED, "vp_stage", allow_none=False)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="a list of models"):
         get_attr_wrapped_model([WRAPPED], "config")  # type: ignore[arg-type]
+
+
+def test_wrappers_are_taken_off() -> None:
+    class Wrapper(nn.Module):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+    class Other(Wrapper):
+        pass
+
+    model = nn.Linear(1, 1)
+    assert unwrap_model([Wrapper(Other(model)), model]) == [model, model]
+    inner = Wrapper(model)
+    assert unwrap_model(Other(inner), Other) is inner

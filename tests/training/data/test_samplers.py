@@ -11,6 +11,8 @@ from megatron.training.data.samplers import (
     CyclicSampler,
     DataParallelShard,
     MegatronCyclicSampler,
+    MegatronPretrainingRandomSampler,
+    MegatronPretrainingSampler,
     SequentialSampler,
     permuted,
 )
@@ -123,3 +125,16 @@ def test_megatron_lm_cyclic_order(data_sharding):
         assert len(next_epoch) == 40
     with pytest.raises(UserError, match="do not fill a batch"):
         MegatronCyclicSampler(7, 0, DataParallelShard(2, 0, 4))
+
+
+def test_samplers_with_megatron_lms_arguments():
+    ours = SequentialSampler(11, 4, DataParallelShard(2, 1, 2))
+    theirs = MegatronPretrainingSampler(
+        total_samples=11, consumed_samples=4, micro_batch_size=2, data_parallel_rank=1, data_parallel_size=2
+    )
+    assert list(theirs) == list(ours) == [[6, 7]]
+    with pytest.raises(UserError, match="drop_last"):
+        MegatronPretrainingSampler(11, 4, 2, 1, 2, drop_last=False)
+    cyclic = MegatronCyclicSampler(23, 8, DataParallelShard(2, 1, 2), False)
+    random = MegatronPretrainingRandomSampler(range(23), 23, 8, 2, 1, 2, data_sharding=False)
+    assert list(itertools.islice(random, 9)) == list(itertools.islice(cyclic, 9))

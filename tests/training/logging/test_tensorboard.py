@@ -136,6 +136,15 @@ def test_wandb_gets_growing_steps(monkeypatch):
     assert logged[-1] == "finished"
     steps = [step for step, _ in logged[:-1]]
     assert steps == sorted(steps)
+    log = wandb_log("mine", TagChoices(), name="run")
+    log.wandb.log({"mine": 1.0}, 3)  # before the log has written iterations 1 to 4
+    log.wandb.log({"later": 2.0}, step=9)
+    record(log)
+    assert log.wandb.Error is RuntimeError and log.tensorboard is None
+    logged.pop()
+    assert (3, {"mine": 1.0}) in logged and logged[-1] == (9, {"later": 2.0})
+    steps = [step for step, _ in logged[logged.index("finished") + 1 :]]
+    assert steps == sorted(steps)
     assert (2, {"lm loss": 2.0}) in logged
 
 

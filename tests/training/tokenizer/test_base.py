@@ -5,7 +5,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.training.tokenizer.base import pack_ids, pattern_of_literals
+from megatron.training.tokenizer.base import MegatronTokenizer, pack_ids, pattern_of_literals
 from megatron.training.tokenizer.null import NullTokenizer
 
 words = st.lists(st.text("ab|<(", min_size=1, max_size=4), min_size=1, max_size=8)
@@ -34,3 +34,18 @@ def test_identity():
     ours = NullTokenizer(5)
     assert ours.unique_identifiers == {"tokenizer": "NullTokenizer", "vocab_size": 6, "digest": ours.digest}
     assert ours.digest == NullTokenizer(5).digest != NullTokenizer(6).digest
+
+
+def test_a_scripts_own_tokenizer():
+    class Letters(MegatronTokenizer):
+        vocab_size, eod = 27, 26
+
+        def tokenize(self, text):
+            return [ord(letter) - ord("a") for letter in text]
+
+        def detokenize(self, ids):
+            return "".join(chr(ord("a") + i) for i in ids)
+
+    letters, others = Letters("letters.txt", lower=True), Letters("letters.txt", lower=False)
+    assert letters.detokenize(letters.tokenize("abc")) == "abc" and letters.pad is None
+    assert letters.unique_identifiers != others.unique_identifiers

@@ -60,10 +60,58 @@ class RotaryEmbedding(nn.Module):
             self._inverse_frequency[key] = self._inverse_frequency["cpu"].to(device)
         return self._inverse_frequency[key]
 
-    def forward(self, positions: Tensor, tokens: Tokens | None = None) -> Rotation:
+    def get_freqs_non_repeated(self, max_seq_len: int, offset: int = 0) -> Tensor:
+        """Returns the angles of positions `offset` and on, float32 [max_seq_len, r / 2]."""
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        position = torch.arange(offset, offset + max_seq_len, dtype=torch.float32, device=device)
+        if self.seq_len_interpolation_factor is not None:
+            position = position * (1.0 / self.seq_len_interpolation_factor)
+        return torch.outer(position, self.inverse_frequency(device))
+
+    def get_cos_sin(self, max_seq_len: int, offset: int = 0) -> tuple[Tensor, Tensor]:
+        """Returns cosines and sines of `get_freqs_non_repeated`."""
+        angle = self.get_freqs_non_repeated(max_seq_len, offset)
+        return angle.cos(), angle.sin()
+
+    def get_emb(self, max_seq_len: int, offset: int = 0) -> Tensor:
+        """Returns the angles of positions `offset` and on, each twice, as `rope_utils.apply_rotary_pos_emb` takes them:
+        float32 [max_seq_len, 1, 1, r]."""
+        angle = self.get_freqs_non_repeated(max_seq_len, offset)
+        twice = angle.repeat_interleave(2, dim=-1) if self.rotary_interleaved else torch.cat([angle, angle], dim=-1)
+        return twice[:, None, None, :]
+
+    def get_rotary_seq_len(
+        self,
+        inference_context: Any,
+        transformer: Any,
+        transformer_input: Tensor | None,
+        transformer_config: Any,
+        packed_seq_params: Any = None,
+        inference_params: Any = None,
+    ) -> int:
+        """Returns the number of positions that a layer's tokens reach, for hidden states [s, b, h] of this rank, or for
+        an inference context."""
+        context = inference_context or inference_params
+        if context is not None:
+            return int(context.max_sequence_length)
+        if packed_seq_params is not None:
+            return int(max(packed_seq_params.max_seqlen_q, packed_seq_params.max_seqlen_kv))
+        if transformer_input is None:
+            transformer_input = transformer.input_tensor
+        length = int(transformer_input.shape[0])
+        if transformer_config.sequence_parallel:
+            length *= transformer_config.tensor_model_parallel_size
+        return length * int(transformer_config.context_parallel_size)
+
+    def forward(self, positions: Any, tokens: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Returns the rotation of each token for positions int64 [b or 1, s]: cosines and sines, float32 [s, b or 1, 1,
         r / 2]. `tokens` gives the lengths of rows and packed documents; without it they reach from position 0 to the
-        largest one given."""
+        largest one given. For a number of positions, as Megatron-LM calls it, and an offset: returns `get_emb`."""
+        if isinstance(positions, int):
+            return self.get_emb(positions, tokens or 0)
+        return self._rotation(positions, tokens)
+
+    def _rotation(self, positions: Tensor, tokens: Tokens | None) -> Rotation:
         position = positions.t().to(torch.float32)[:, :, None, None]  # [s, b, 1, 1]
         if self.seq_len_interpolation_factor is not None:
             position = position * (1.0 / self.seq_len_interpolation_factor)

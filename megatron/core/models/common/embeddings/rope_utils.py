@@ -1,0 +1,34 @@
+"""Megatron-LM's function that rotates the heads of a layer of one's own."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.exceptions import UserError
+from megatron.core.ops.rope import Rotation, apply_rope
+
+
+def apply_rotary_pos_emb(
+    t: Tensor,
+    freqs: Tensor,
+    config: Any,
+    cu_seqlens: Tensor | None = None,
+    mscale: float = 1.0,
+    cp_group: Any = None,
+) -> Tensor:
+    """Returns heads [s, b, heads, d] with their first r channels rotated by the angles [s, 1, 1, r] of
+    `RotaryEmbedding`, which has each angle twice. `mscale` multiplies cosines and sines. Raises UserError for packed
+    documents (`cu_seqlens`), whose positions the angles must have."""
+    if cu_seqlens is not None:
+        raise UserError(
+            "apply_rotary_pos_emb(cu_seqlens=...): not yet; give angles of each token's position in its document"
+        )
+    if t.shape[0] != freqs.shape[0]:
+        raise UserError(
+            f"apply_rotary_pos_emb: {t.shape[0]} tokens, but angles of {freqs.shape[0]} positions; give as many"
+        )
+    interleaved = bool(getattr(config, "rotary_interleaved", False))
+    half = freqs.shape[-1] // 2
+    angle = (freqs[..., ::2] if interleaved else freqs[..., :half]).to(torch.float32)
+    return apply_rope(t, Rotation(angle.cos() * mscale, angle.sin() * mscale, interleaved))

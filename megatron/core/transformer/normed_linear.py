@@ -1,0 +1,75 @@
+"""A norm and the linear layer behind it as one module, for layer specs that name Megatron-LM's fused one."""
+
+from typing import Any
+
+from torch import Tensor
+
+from megatron.core.backends import Backend
+from megatron.core.collectives import Group
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class NormedColumnParallelLinear(ColumnParallelLinear):
+    """A ColumnParallelLinear of the normed input, under the name TELayerNormColumnParallelLinear in Megatron-LM.
+
+    The norm is that of the config. Its parameters are `layer_norm_weight` and `layer_norm_bias`. A layer whose
+    `linear_qkv` or `linear_fc1` has this class has no norm of its own before it.
+    """
+
+    config: TransformerConfig
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: TransformerConfig,
+        init_method: Any,
+        gather_output: bool = False,
+        bias: bool = True,
+        skip_bias_add: bool = False,
+        is_expert: bool = False,
+        skip_weight_param_allocation: bool = False,
+        tp_comm_buffer_name: str | None = None,
+        tp_group: Group = None,
+        stride: int = 1,
+        canonical_shape: tuple[int, ...] | None = None,
+        split_dim: int = 0,
+        separate_heads: tuple[int, ...] = (),
+        backend: Backend | None = None,
+    ) -> None:
+        super().__init__(
+            input_size,
+            output_size,
+            config=config,
+            init_method=init_method,
+            gather_output=gather_output,
+            bias=bias,
+            skip_bias_add=skip_bias_add,
+            is_expert=is_expert,
+            skip_weight_param_allocation=skip_weight_param_allocation,
+            tp_comm_buffer_name=tp_comm_buffer_name,
+            tp_group=tp_group,
+            stride=stride,
+            canonical_shape=canonical_shape,
+            split_dim=split_dim,
+            separate_heads=separate_heads,
+            backend=backend,
+        )
+        norm = WrappedTorchNorm(config, input_size, config.layernorm_epsilon, backend=self.backend)
+        self.register_parameter("layer_norm_weight", norm.weight)
+        self.register_parameter("layer_norm_bias", norm.bias)
+
+    def forward(
+        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns `ColumnParallelLinear.forward` of the normed input [..., input_size]."""
+        config, backend = self.config, self.backend
+        place = (config.layernorm_epsilon, config.layernorm_zero_centered_gamma)
+        if config.normalization == "RMSNorm":
+            normed = backend.rms_norm(input_, self.layer_norm_weight, *place)
+        else:
+            normed = backend.layer_norm(input_, self.layer_norm_weight, self.layer_norm_bias, *place)
+        return super().forward(normed.to(config.params_dtype), weight, runtime_gather_output)
