@@ -12,18 +12,7 @@ from megatron.core.collectives import Group, all_reduce
 from megatron.core.exceptions import UserError
 from megatron.training.data.step_data import step_data_of
 from megatron.training.logging.metrics import synchronization_allowed
-
-
-@dataclass(frozen=True)
-class NonLossFunctions:
-    """A script's functions for data of an evaluation that are no losses, such as samples of what the model writes."""
-
-    collect: Callable[[Sequence[nn.Module]], Any] | None = None
-    """Megatron-LM's `non_loss_data_func(model)`: returns the data. Every rank calls it, with the model in eval mode.
-    None: the data are a list of loss_func(output, non_loss_data=True), one for each micro-batch of the last global
-    batch, and empty on ranks without the last stage."""
-    process: Callable[[Any, int, Any], None] | None = None
-    """Megatron-LM's `process_non_loss_data_func(data, iteration, tensorboard_writer)`, for the rank that logs."""
+from megatron.training.providers import NonLossFunctions
 
 
 @dataclass(frozen=True)

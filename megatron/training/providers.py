@@ -17,7 +17,6 @@ from megatron.core.pipeline_parallel.stage_map import stage_map
 from megatron.core.pipeline_parallel.stages import decoder_ranks, encoder_ranks
 from megatron.core.timers import Timers
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.evaluate import NonLossFunctions
 from megatron.training.hooks.hook import Hook
 from megatron.training.launch.environment import Environment
 from megatron.training.state import TrainState
@@ -85,6 +84,18 @@ def stages_of_rank(config: PretrainConfig, pipeline_rank: int) -> list[Stage]:
     return [
         Stage(part.embedding, part.loss, number if several else None, **stacks) for number, part in enumerate(parts)
     ]
+
+
+@dataclass(frozen=True)
+class NonLossFunctions:
+    """A script's functions for data of an evaluation that are no losses, such as samples of what the model writes."""
+
+    collect: Callable[[Sequence[nn.Module]], Any] | None = None
+    """Megatron-LM's `non_loss_data_func(model)`: returns the data. Every rank calls it, with the model in eval mode.
+    None: the data are a list of loss_func(output, non_loss_data=True), one for each micro-batch of the last global
+    batch, and empty on ranks without the last stage."""
+    process: Callable[[Any, int, Any], None] | None = None
+    """Megatron-LM's `process_non_loss_data_func(data, iteration, tensorboard_writer)`, for the rank that logs."""
 
 
 @dataclass(frozen=True)

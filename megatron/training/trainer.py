@@ -23,7 +23,7 @@ from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.loaders import BUS_ERROR
 from megatron.training.data.splits import Splits, ValidationSet
 from megatron.training.data.step_data import StepData
-from megatron.training.evaluate import EvaluationResult, NonLossFunctions, evaluate, full_pass
+from megatron.training.evaluate import EvaluationResult, evaluate, full_pass
 from megatron.training.hooks.exit import ExitAgreement, ExitDecision, ExitReason
 from megatron.training.hooks.hook import Hooks
 from megatron.training.launch.environment import Environment
@@ -32,7 +32,7 @@ from megatron.training.logging.finite import GradientProbe
 from megatron.training.logging.records import ValidationRecord
 from megatron.training.logging.training_log import TrainingLog
 from megatron.training.loss_spikes import LossSpikes
-from megatron.training.providers import ForwardStep
+from megatron.training.providers import ForwardStep, NonLossFunctions
 from megatron.training.state import TrainState
 
 

@@ -41,7 +41,6 @@ from megatron.training.data.samplers import MegatronPretrainingRandomSampler, Me
 from megatron.training.data.splits import Splits, build_splits, step_data
 from megatron.training.data.step_data import StepData, step_data_of
 from megatron.training.dry_run.report import print_dry_run
-from megatron.training.evaluate import NonLossFunctions
 from megatron.training.evaluate import evaluate as run_evaluation
 from megatron.training.hooks.exit import ExitDecision
 from megatron.training.initialize import close_with_run, refuse
@@ -54,6 +53,7 @@ from megatron.training.lr_schedule import build_scheduler
 from megatron.training.non_finite import dump_and_search
 from megatron.training.providers import (
     Context,
+    NonLossFunctions,
     Providers,
     SampleCounts,
     datasets_builder,

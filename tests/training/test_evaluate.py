@@ -10,7 +10,8 @@ from support.runs import TINY, train, write_documents
 from torch import nn
 
 from megatron.core.exceptions import UserError
-from megatron.training.evaluate import NonLossFunctions, evaluate, full_pass
+from megatron.training.evaluate import evaluate, full_pass
+from megatron.training.providers import NonLossFunctions
 
 SEQ, MICRO, NMB = 6, 2, 3
 

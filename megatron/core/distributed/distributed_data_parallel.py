@@ -144,6 +144,17 @@ class DistributedDataParallel(nn.Module):
                 state.update({key: value.clone() for key, value in state.items() if isinstance(value, Tensor)})
         return state
 
+    def state_dict_for_save_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Megatron-LM's other name of `state_dict`."""
+        return self.state_dict(*args, **kwargs)
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Returns the wrapped model's sharded state dict. Raises UserError with sharded parameters, of which the model
+        has no whole ones: `megatron.training.checkpointing.save_checkpoint` saves them."""
+        if any(unit.shards_weights for unit in self.units):
+            raise UserError("sharded_state_dict(): not with sharded parameters; save_checkpoint() saves them")
+        return self.module.sharded_state_dict(*args, **kwargs)  # type: ignore[operator]
+
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads into the wrapped model. `assign` must be False: the parameters are views of the units' buffers."""

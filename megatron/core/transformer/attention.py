@@ -14,6 +14,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection, default_
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.storage import part_size
 from megatron.core.transformer.attention_projections import build_heads_projection, build_output_projection
+from megatron.core.transformer.core_attention import attend
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.layer_inputs import LayerInputs, as_heads
@@ -58,7 +59,7 @@ class SelfAttention(MegatronModule):
         backend: Backend | None = None,
     ) -> None:
         super().__init__(config)
-        self.layer_number = layer_number
+        self.layer_number, self.attn_mask_type = layer_number, attn_mask_type
         self.backend = backend or choose_backend(config)
         groups = pg_collection or default_collection()
         assert config.num_query_groups is not None and config.kv_channels is not None
@@ -142,15 +143,18 @@ class SelfAttention(MegatronModule):
             query = (query * inputs.query_scale).to(query.dtype)
         bias = {} if inputs.attention_bias is None else {"attention_bias": inputs.attention_bias}
         if inputs.inference_context is None:
-            context = self.core_attention(query, key, value, inputs.attention_mask, inputs=inputs, **bias)  # [s, b, ad]
+            mask = inputs.attention_mask
+            context = attend(self.core_attention, query, key, value, mask, inputs, self.attn_mask_type, **bias)
         else:
             seen = inputs.inference_context.extend(self.layer_number, key, value)
-            context = self.core_attention(
+            context = attend(
+                self.core_attention,
                 query,
                 seen.key,
                 seen.value,
                 inputs.attention_mask,
-                inputs=inputs,
+                inputs,
+                self.attn_mask_type,
                 query_positions=seen.query_positions,
                 **bias,
             )
@@ -226,7 +230,7 @@ class CrossAttention(MegatronModule):
             )
         if config.attention_output_gate:
             raise UserError("attention_output_gate: cross attention has no gate; unset it")
-        self.layer_number = layer_number
+        self.layer_number, self.attn_mask_type = layer_number, attn_mask_type
         self.backend = backend or choose_backend(config)
         groups = pg_collection or default_collection()
         heads, head_size = config.num_attention_heads, config.kv_channels
@@ -259,7 +263,8 @@ class CrossAttention(MegatronModule):
         encoder = inputs.encoder
         assert encoder is not None, "cross attention needs LayerInputs.encoder"
         query, key, value = self._project(hidden_states, inputs)
-        context = self.core_attention(query, key, value, encoder.attention_mask, inputs=inputs)  # [s, b, a * d]
+        mask = encoder.attention_mask
+        context = attend(self.core_attention, query, key, value, mask, inputs, self.attn_mask_type)  # [s, b, a * d]
         return self.linear_proj(context.flatten(0, 1))
 
     def _project(self, hidden_states: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor, Tensor]:

@@ -156,9 +156,7 @@ def tensorboard_log(
     except OSError as error:
         raise UserError(f"--tensorboard-dir {directory} cannot be written: {error.strerror or error}") from error
     events = _EventFiles(writer, directory)
-    return ScalarLog(
-        events.add, choices, world_size=world_size, device=device, close=events.close, tensorboard=writer
-    )
+    return ScalarLog(events.add, choices, world_size=world_size, device=device, close=events.close, tensorboard=writer)
 
 
 class _EventFiles:

@@ -1,0 +1,60 @@
+"""Calls the attention of a layer spec: ours, which takes `LayerInputs`, or a script's, which Megatron-LM would call."""
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.exceptions import UserError
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.layer_inputs import LayerInputs
+
+
+def attend(
+    core_attention: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    inputs: LayerInputs,
+    attn_mask_type: AttnMaskType,
+    **own: Any,
+) -> Tensor:
+    """Returns attention's output [s, b, a * d] for query [s, b, a, d], key and value [sk, b, g, d].
+
+    A class whose `forward` has no parameter `inputs` is called as Megatron-LM calls it, with the keywords that it
+    takes: `forward(query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params)`. Its mask is
+    bool [b or 1, 1, s, sk] with True for hidden keys, those after a token included; None: every key is seen. Raises
+    UserError for what such a class cannot be told: parts of a sequence, packed documents, generation.
+    """
+    kind: Any = type(core_attention)
+    if _takes_layer_inputs(kind):
+        found: Tensor = core_attention(query, key, value, mask, inputs=inputs, **own)
+        return found
+    name = kind.__name__
+    if inputs.tokens.cu_seqlens is not None:
+        raise UserError(f"{name} as core_attention of a layer spec: not with packed documents (reset_attention_mask)")
+    if inputs.inference_context is not None:
+        raise UserError(f"{name} as core_attention of a layer spec: not in generation with an inference_context")
+    if query.shape[0] != inputs.tokens.seq_length:
+        raise UserError(f"{name} as core_attention of a layer spec: not with context parallelism; use 1")
+    if attn_mask_type is AttnMaskType.causal:
+        later = torch.ones(query.shape[0], key.shape[0], dtype=torch.bool, device=query.device).triu(1)[None, None]
+        mask = later if mask is None else mask | later
+    offered = {"attn_mask_type": attn_mask_type, "attention_bias": own.get("attention_bias"), "packed_seq_params": None}
+    found = core_attention(query, key, value, mask, **_accepted(kind, offered))
+    return found
+
+
+@functools.cache
+def _takes_layer_inputs(kind: Any) -> bool:
+    return "inputs" in inspect.signature(kind.forward).parameters
+
+
+def _accepted(kind: Any, offered: dict[str, Any]) -> dict[str, Any]:
+    parameters = inspect.signature(kind.forward).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return offered
+    return {name: value for name, value in offered.items() if name in parameters}
