@@ -12,8 +12,10 @@ from megatron.training.state import TrainState
 
 LEAST_STEPS = 4
 """Number of steps that are always kept: all ranks learn of a non-finite value about two steps later."""
+MOST_STEPS = 64
+"""Number of steps that are kept at most, however small they are."""
 MOST_BYTES = 256 << 20
-"""Bytes of host memory that further steps may take on a rank."""
+"""Bytes of host memory above which no further step is kept on a rank."""
 
 
 @dataclass
@@ -22,33 +24,36 @@ class RecentStep:
 
     before: TrainState
     batches: list[Any] = field(default_factory=list)
+    nbytes: int = 0
+    """Bytes of the micro-batches' tensors."""
 
     @property
     def iteration(self) -> int:
         """Number of the step, from 1."""
         return self.before.iteration + 1
 
-    def nbytes(self) -> int:
-        """Returns the bytes of the micro-batches' tensors."""
-        return sum(tensor.nbytes for batch in self.batches for tensor in fields_of(batch).values())
-
 
 class RecentSteps:
-    """The last steps, the newest last: at least `LEAST_STEPS`, and more as far as `MOST_BYTES` allow."""
+    """The last steps, the newest last: at least `LEAST_STEPS`, and up to `MOST_STEPS` as far as `MOST_BYTES` allow."""
 
     def __init__(self) -> None:
         self.steps: deque[RecentStep] = deque()
+        self._nbytes = 0
+        """Bytes of all steps."""
 
     def begin(self, state: TrainState) -> None:
         """Begins a step, before which the counts are `state`."""
-        while len(self.steps) >= LEAST_STEPS and sum(step.nbytes() for step in self.steps) > MOST_BYTES:
-            self.steps.popleft()
+        while len(self.steps) >= LEAST_STEPS and (self._nbytes > MOST_BYTES or len(self.steps) >= MOST_STEPS):
+            self._nbytes -= self.steps.popleft().nbytes
         self.steps.append(RecentStep(dataclasses.replace(state)))
 
     def add(self, batch: Any) -> None:
         """Adds a micro-batch to the step that began last. Micro-batches before the first step are not kept."""
         if self.steps:
+            size = sum(tensor.nbytes for tensor in fields_of(batch).values())
             self.steps[-1].batches.append(batch)
+            self.steps[-1].nbytes += size
+            self._nbytes += size
 
     def find(self, iteration: int) -> RecentStep | None:
         """Returns the step of this number (from 1); None if it is no longer kept."""

@@ -5,7 +5,7 @@ import torch
 
 from megatron.training.data import recent_steps
 from megatron.training.data.batch import Batch
-from megatron.training.data.recent_steps import LEAST_STEPS, RecentSteps, fields_of
+from megatron.training.data.recent_steps import LEAST_STEPS, MOST_STEPS, RecentSteps, fields_of
 from megatron.training.data.step_data import StepData
 from megatron.training.state import TrainState
 
@@ -49,6 +49,16 @@ def test_old_steps_are_dropped_when_they_take_too_much(monkeypatch, most_bytes: 
         recent.begin(TrainState(iteration=iteration))
         recent.add(batch(iteration))
     assert [step.iteration for step in recent.steps] == list(range(10 - kept, 10))
+
+
+def test_small_steps_do_not_pile_up() -> None:
+    """Thousands of small steps took ever more memory, and time to count it."""
+    recent = RecentSteps()
+    for iteration in range(3 * MOST_STEPS):
+        recent.begin(TrainState(iteration=iteration))
+        recent.add(batch(iteration))
+    assert [step.iteration for step in recent.steps] == list(range(2 * MOST_STEPS + 1, 3 * MOST_STEPS + 1))
+    assert recent._nbytes == sum(step.nbytes for step in recent.steps) == MOST_STEPS * (4 * 8 + 8)
 
 
 def test_tensors_of_batches() -> None:
