@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from support import distribution
+from support import distribution, huge_pages
 
 # Tests compute little, so several threads would only slow each other down. torch reads this when it is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -61,9 +61,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Takes the objects of modules and collected tests, millions, out of all later garbage collections."""
+    """Takes the objects of modules and collected tests, millions, out of all later garbage collections, and makes forks
+    of this process cheap."""
     gc.collect()
     gc.freeze()
+    huge_pages.collapse()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -59,7 +59,7 @@ def environment() -> dict[str, str]:
     """
     path = f"{commands()}{os.pathsep}{os.environ['PATH']}"
     # The quickstart's full size is for users; here it is run small, in the environment of this test.
-    make = {"MAKEFLAGS": f"PYTHON={python()}", "QUICKSTART_TOKENS": "24000"}
+    make = {"MAKEFLAGS": f"PYTHON={python()}", "QUICKSTART_TOKENS": "12000"}
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return {**inherited, **make, "PATH": path, "OMP_NUM_THREADS": "1", "PET_MASTER_PORT": str(free_port())}
 

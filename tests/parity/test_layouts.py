@@ -12,9 +12,17 @@ from support.pool import Pool
 def disagreements(pool: Pool, cell: Cell, steps: int) -> list[str]:
     """Returns the differences between a cell and one process; empty if the cell is right."""
     ranks = pool.run(train, cell.layout.ranks, cell, steps)
-    # With the per-token loss the micro-batch size does not matter: the reference uses one sample.
-    rows = 1 if cell.per_token and not cell.model.couples_tokens else cell.rows
-    return judge(reference(cell.model, cell.per_token, steps, rows, layers=cell.layers), ranks).beyond(TOLERANCE)
+    return judge(
+        reference(cell.model, cell.per_token, steps, rows_of_reference(cell), layers=cell.layers), ranks
+    ).beyond(TOLERANCE)
+
+
+def rows_of_reference(cell: Cell) -> int:
+    """Returns the rows of the reference's micro-batches. With the per-token loss they do not matter, so all cells of a
+    model have one reference; that of packed rows has one sample in a row."""
+    if not cell.per_token or cell.model.couples_tokens:
+        return cell.rows
+    return 1 if cell.model.packed else cell.model.rows
 
 
 @pytest.mark.parametrize("cell", quick_cells(), ids=lambda cell: cell.name)
