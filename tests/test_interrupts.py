@@ -33,10 +33,17 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+def heeds_ctrl_c() -> None:
+    """Undoes what pytest-xdist does to its workers, whose children ignore Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def interrupted(words: list[str], begun: Path, **variables: str) -> tuple[int, str]:
     """Starts a program, sends SIGINT once the file exists, and returns the exit code and what was printed."""
     environment = {**os.environ, "BEGUN": str(begun), **variables}
-    program = subprocess.Popen([sys.executable, *words], stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
+    program = subprocess.Popen(
+        [sys.executable, *words], stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT, preexec_fn=heeds_ctrl_c
+    )
     end = time.monotonic() + 60
     while not begun.exists() and program.poll() is None and time.monotonic() < end:
         time.sleep(0.01)
