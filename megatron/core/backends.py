@@ -151,6 +151,8 @@ class Backend:
         device."""
         if self.engine is not None:
             fp8 = "" if self.fp8 is None else f" in fp8 by its recipe {recipe_of(self.engine, self.fp8)}"
+            if self.fp8 is not None and self.fp8.recipe == "delayed":
+                fp8 += " (its history is not in checkpoints and starts anew)"
             return f"backend {self.name} {self.engine.version}: its linear layers{fp8}, {_OF_ENGINE}"
         own = []
         for entry in dataclasses.fields(self):
@@ -350,10 +352,10 @@ def _refuse_with_engine(config: Any) -> None:
             "--transformer-impl transformer_engine with --fp8-recipe delayed: recomputed layers would be quantised "
             "with other scales; use --fp8-recipe tensorwise or blockwise, or --transformer-impl auto"
         )
-    if config.enable_cuda_graph or config.cuda_graph_impl == "local":
+    if config.enable_cuda_graph or config.external_cuda_graph or config.cuda_graph_impl != "none":
         raise UserError(
-            "--transformer-impl transformer_engine with --cuda-graph-impl local: its layers are not captured; use "
-            "--transformer-impl auto, or --cuda-graph-impl none"
+            f"--transformer-impl transformer_engine with --cuda-graph-impl {config.cuda_graph_impl}: its layers are not "
+            "captured; use --transformer-impl auto, or --cuda-graph-impl none"
         )
 
 

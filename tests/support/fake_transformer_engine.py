@@ -7,6 +7,7 @@ notes the recipes of products. Quantises nothing, but with fp8 multiplies by the
 import contextlib
 import enum
 import sys
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,16 @@ used: list[Any] = []
 _recipes: list[Any] = []
 exits = 0
 """How often an outermost `autocast` has ended: delayed scaling updates its scales then."""
+_awaits_first = False
+backward_updates = 0
+"""How often the scales of gradients were updated, in the backward of the first product of an outermost `autocast`."""
+
+
+def is_fp8_available(return_reason: bool = False) -> Any:
+    return (True, "") if return_reason else True
+
+
+is_fp8_block_scaling_available = is_fp8_available
 
 
 class Format(enum.Enum):
@@ -54,7 +65,8 @@ class Float8BlockScaling:
 def autocast(
     enabled: bool = True, calibrating: bool = False, recipe: Any = None, amax_reduction_group: Any = None
 ) -> Iterator[None]:
-    global exits
+    global exits, _awaits_first
+    _awaits_first = _awaits_first or not _recipes
     _recipes.append(recipe if enabled else None)
     try:
         yield
@@ -65,23 +77,30 @@ def autocast(
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Tensor, values: Tensor, first: bool | None, fused: bool) -> Tensor:
+    def forward(
+        ctx: Any, inputs: Tensor, weight: Tensor, values: Tensor, first: bool | None, fused: bool, updates: bool
+    ) -> Tensor:
         ctx.save_for_backward(inputs, values)
-        ctx.weight, ctx.first, ctx.fused = weight, first, fused
+        # The real modules keep a weak reference to the parameter object, too.
+        ctx.weight, ctx.first, ctx.fused, ctx.updates = weakref.ref(weight), first, fused, updates
         return inputs @ values.t()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        global backward_updates
+        backward_updates += ctx.updates
         inputs, values = ctx.saved_tensors
         weight_gradient = None
         if ctx.needs_input_grad[1]:
             weight_gradient = gradient.t() @ inputs
             if ctx.fused:
+                weight = ctx.weight()
+                assert weight is not None, "weight was removed"
                 if ctx.first:
-                    ctx.weight.main_grad.zero_()
-                ctx.weight.main_grad.add_(weight_gradient)
+                    weight.main_grad.zero_()
+                weight.main_grad.add_(weight_gradient)
                 weight_gradient = None
-        return gradient @ values, weight_gradient, None, None, None
+        return gradient @ values, weight_gradient, None, None, None, None
 
 
 class _Linears(nn.Module):
@@ -97,14 +116,18 @@ class _Linears(nn.Module):
     def product(self, inputs: Tensor, name: str, first: bool | None) -> Tensor:
         weight, recipe = getattr(self, name), _recipes[-1] if _recipes else None
         assert isinstance(weight, nn.Parameter) and not weight.is_meta and inputs.dtype is weight.dtype
-        assert recipe is None or inputs.shape[0] % 8 == 0
+        assert recipe is None or inputs.shape[0] % (128 if isinstance(recipe, Float8BlockScaling) else 8) == 0
         used.append(recipe)
         values = weight
         if recipe is not None and first is not None:
             if first:
                 self.kept[name] = weight.detach().clone()
             values = self.kept[name]
-        return _Product.apply(inputs, weight, values.detach(), first, self.fused)
+        global _awaits_first
+        updates = False
+        if recipe is not None and torch.is_grad_enabled() and (inputs.requires_grad or weight.requires_grad):
+            updates, _awaits_first = _awaits_first, False
+        return _Product.apply(inputs, weight, values.detach(), first, self.fused, updates)
 
 
 class Linear(_Linears):
@@ -123,6 +146,7 @@ class Linear(_Linears):
             self.bias = nn.Parameter(torch.empty(out_features, dtype=params_dtype, device=device))
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
+        assert inp.shape[0]
         output = self.product(inp, "weight", is_first_microbatch)
         return output if self.bias is None else output + self.bias
 

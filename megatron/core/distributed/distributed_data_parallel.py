@@ -3,6 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -78,6 +79,10 @@ class DistributedDataParallel(nn.Module):
         self._offloaded: list[Tensor] = []
         self._quantized = [layer for layer in module.modules() if isinstance(layer, QuantizedWeights)]
         """Linear layers that keep quantised weights between micro-batches."""
+        surrounding = [layer.around_forward for layer in self._quantized if layer.surrounds_forward]
+        self._around_forward: Callable[[], AbstractContextManager[Any]] = (
+            surrounding[0] if surrounding else contextlib.nullcontext
+        )
         for layer in self._quantized:
             sharded = any(unit.shards_weights for unit in self.units)
             layer.keeps_weights = layer.settings.keeps_weights and not sharded
@@ -130,9 +135,7 @@ class DistributedDataParallel(nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Calls the wrapped module."""
-        if not self._quantized:
-            return self.module(*inputs, **kwargs)
-        with self._quantized[0].around_forward():
+        with self._around_forward():
             return self.module(*inputs, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]

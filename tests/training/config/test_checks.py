@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 from support.command_lines import SMALL, configured, problems_of, without
+from support.fake_transformer_engine import FAKE
 
 from megatron.training.arguments import configure
+from megatron.training.config import checks
 from megatron.training.config.resolution import ConfigurationError
 from megatron.training.config.settings import LaunchEnvironment
 
@@ -190,6 +192,14 @@ def test_a_split_for_data_that_is_used_whole(tmp_path: Path) -> None:
 def test_layout_invariant_refuses_what_depends_on_the_layout(flags: str, problem: str) -> None:
     (found,) = problems_of(f"--layout-invariant --global-batch-size 4 {flags}")
     assert found.startswith("--layout-invariant: ") and found.endswith(problem)
+
+
+def test_layout_invariant_refuses_scales_of_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = "--layout-invariant --global-batch-size 4 --fp8-format hybrid --transformer-impl transformer_engine"
+    assert problems_of(flags) == []  # it is not used
+    monkeypatch.setattr(checks, "find_engine", lambda: FAKE)
+    (found,) = problems_of(flags)
+    assert "--transformer-impl transformer_engine has scales of a rank's own values" in found
 
 
 @pytest.mark.parametrize(

@@ -275,7 +275,7 @@ READ_WHEN_CONFIGS_ARE_MADE = {
     "--fim-suffix-token", "--bert-num-tokentypes",
     "--decoder-num-layers", "--encoder-pipeline-model-parallel-size", "--encoder-tensor-model-parallel-size",
     "--cuda-graph-scope",  # captures_micro_batches
-    "--cuda-graph-modules", "--external-cuda-graph",  # captured_parts
+    "--cuda-graph-modules",  # captured_parts
 }  # fmt: skip
 
 

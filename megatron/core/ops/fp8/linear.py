@@ -110,6 +110,9 @@ class QuantizedWeights(nn.Module, Generic[Pair]):
         """Drops the quantised weight, because the weight may have changed without torch's knowledge."""
         self._kept = None
 
+    surrounds_forward = False
+    """Whether the forward of the whole model has to run inside `around_forward`."""
+
     def around_forward(self) -> AbstractContextManager[None]:
         """Returns the context in which the forward of the whole model runs."""
         return nullcontext()

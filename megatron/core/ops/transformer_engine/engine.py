@@ -56,8 +56,10 @@ def _import_engine() -> Engine | str:
     try:
         pytorch = importlib.import_module("transformer_engine.pytorch")
         recipes = importlib.import_module("transformer_engine.common.recipe")
-    except (ImportError, OSError, RuntimeError, AssertionError) as error:  # libraries that it needs may be missing
+    except (ImportError, OSError, RuntimeError, AssertionError, AttributeError) as error:  # libraries that it needs may be missing
         return f"it cannot be imported ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
+    if not hasattr(pytorch, "autocast"):
+        return f"its release {_version()} is too old: it has no `autocast`; 2.20 has"
     return Engine(pytorch, recipes, _version())
 
 
@@ -77,6 +79,19 @@ def problem_with(settings: Fp8Settings) -> str | None:
     return None
 
 
+def _missing_support(engine: Engine, settings: Fp8Settings) -> str | None:
+    kind = "is_fp8_block_scaling_available" if settings.recipe == "blockwise" else "is_fp8_available"
+    works, reason = getattr(engine.pytorch, kind)(return_reason=True)
+    return None if works else f"--fp8-recipe {settings.recipe}: {reason}"
+
+
+def fp8_rows(engine: Engine, recipe: Any) -> int:
+    """Returns the number by which numbers of rows must divide in products by a recipe; 1 without one."""
+    if recipe is None:
+        return 1
+    return 128 if isinstance(recipe, engine.recipes.Float8BlockScaling) else 16
+
+
 def recipe_of(engine: Engine, settings: Fp8Settings | None) -> Any:
     """Returns the recipe for fp8 settings; equal settings give the same object. None: no fp8.
 
@@ -86,7 +101,7 @@ def recipe_of(engine: Engine, settings: Fp8Settings | None) -> Any:
     """
     if settings is None:
         return None
-    problem = problem_with(settings)
+    problem = problem_with(settings) or _missing_support(engine, settings)
     if problem is not None:
         raise UserError(f"--transformer-impl transformer_engine with {problem}; or use --transformer-impl auto")
     hybrid = settings.formats.inputs is not settings.formats.gradients
@@ -114,6 +129,8 @@ def _recipe(
 
 _surrounding: list[Any] = []
 """Recipes of the forward passes that are running, the innermost last."""
+_awaits_first = False
+"""Whether no product of the running forward pass has been computed yet."""
 
 
 @contextlib.contextmanager
@@ -124,9 +141,22 @@ def quantized_forward(engine: Engine, recipe: Any) -> Iterator[None]:
     if recipe is current:
         yield
         return
+    global _awaits_first
     with engine.pytorch.autocast(enabled=recipe is not None, recipe=recipe):
+        _awaits_first = _awaits_first or not _surrounding
         _surrounding.append(recipe)
         try:
             yield
         finally:
             _surrounding.pop()
+
+
+def updates_gradient_scales(engine: Engine, recipe: Any) -> bool:
+    """Returns whether a product that is about to be computed is the one whose backward updates the scales of all
+    gradients: with delayed scaling, the first one in the model's forward that has a backward."""
+    global _awaits_first
+    if not isinstance(recipe, engine.recipes.DelayedScaling):
+        return False
+    is_first = _awaits_first or not _surrounding
+    _awaits_first = False
+    return is_first

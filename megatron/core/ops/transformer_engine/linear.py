@@ -20,11 +20,14 @@ from megatron.core.ops.fp8.linear import QuantizedWeights
 from megatron.core.ops.fp8.recipes import Fp8Settings
 from megatron.core.ops.linear import linear
 from megatron.core.ops.moe.grouped_linear import RowGroups, grouped_linear
-from megatron.core.ops.transformer_engine.engine import Engine, quantized_forward, recipe_of
+from megatron.core.ops.transformer_engine.engine import (
+    Engine,
+    fp8_rows,
+    quantized_forward,
+    recipe_of,
+    updates_gradient_scales,
+)
 from megatron.core.parameters import main_grad_accumulator
-
-_FP8_ROWS = 16
-"""Transformer Engine multiplies numbers of rows in fp8 that divide by it."""
 
 
 class EngineLinear:
@@ -32,10 +35,13 @@ class EngineLinear:
 
     def __init__(self, engine: Engine, recipe: Any = None) -> None:
         self.engine, self.recipe = engine, recipe
+        self.multiple = fp8_rows(engine, recipe)
+        """Numbers of rows are padded to multiples of it."""
         self.module: Any = None
         """Transformer Engine's module; None before the first call."""
         self._fused = False
-        self._pointers: tuple[int, ...] = ()
+        self._given: tuple[Any, ...] = ()
+        """What the stand-ins were made of."""
 
     def __call__(
         self,
@@ -52,11 +58,11 @@ class EngineLinear:
         With fp8, `weights_changed` says that the quantised weight is kept, and whether it is out of date; None: it is
         not kept.
         """
-        if not self.engine.takes(inputs, weight):
+        if inputs.numel() == 0 or not self.engine.takes(inputs, weight):
             return linear(inputs, weight, bias, group, gathers=gathers)
         self._prepare(weight, bias)
         rows = _Enter.apply(inputs.flatten(0, -2), weight, bias, self, group, gathers)  # [t, in]
-        padding = -rows.shape[0] % _FP8_ROWS if self.recipe is not None else 0
+        padding = -rows.shape[0] % self.multiple
         padded = F.pad(rows, (0, 0, 0, padding)) if padding else rows
         output = self._compute(padded, (), weights_changed, weight)
         output = output[: rows.shape[0]] if padding else output
@@ -66,19 +72,24 @@ class EngineLinear:
         """Makes the module at the first call, and gives it stand-ins for the parameters as they are now."""
         accumulator = main_grad_accumulator(weight)
         if self.module is None or self._fused != (accumulator is not None):
-            self._fused, self._pointers = accumulator is not None, ()
+            self._fused, self._given = accumulator is not None, ()
             self.module = self._build(weight, bias)
-        matrices, names = self._matrices(weight), self._names(weight)
-        pointers = (weight.data_ptr(), -1 if bias is None else bias.data_ptr())
-        if pointers != self._pointers:
-            for name, matrix in zip(names, matrices, strict=True):
-                setattr(self.module, name, nn.Parameter(matrix, requires_grad=weight.requires_grad))
+            for name in (*self._names(weight), *(() if bias is None else ("bias",))):
+                setattr(self.module, name, nn.Parameter(weight.new_empty(0)))
+        standing = [getattr(self.module, name) for name in self._names(weight)]
+        given = tuple((tensor.data_ptr(), tensor.requires_grad) for tensor in (weight, bias) if tensor is not None)
+        if given != self._given:
+            # The objects stay: a backward that is still to come looks for its main gradient on them.
+            for parameter, matrix in zip(standing, self._matrices(weight), strict=True):
+                parameter.data = matrix
+                parameter.requires_grad_(weight.requires_grad)
             if bias is not None:
-                self.module.bias = nn.Parameter(bias.data, requires_grad=bias.requires_grad)
-            self._pointers = pointers
+                self.module.bias.data = bias.data
+                self.module.bias.requires_grad_(bias.requires_grad)
+            self._given = given
         if accumulator is not None:
-            for name, gradient in zip(names, self._matrices(accumulator.gradient), strict=True):
-                getattr(self.module, name).main_grad = gradient
+            for parameter, gradient in zip(standing, self._matrices(accumulator.gradient), strict=True):
+                parameter.main_grad = gradient
 
     def _build(self, weight: Tensor, bias: Tensor | None) -> Any:
         out, width = weight.shape[-2:]
@@ -112,7 +123,7 @@ class EngineLinear:
         return output
 
     def _fewest_rows(self) -> int:
-        return _FP8_ROWS
+        return self.multiple
 
     def _fewest(self, more: tuple[Any, ...]) -> tuple[Any, ...]:
         return more
@@ -154,13 +165,13 @@ class EngineGroupedLinear(EngineLinear):
         rows: Tensor = _Enter.apply(inputs, weight, None, self, None, False)
         if self.recipe is None:
             return self._compute(rows, (sizes,), weights_changed, weight)
-        padded_sizes = [size + -size % _FP8_ROWS for size in sizes]
+        padded_sizes = [size + -size % self.multiple for size in sizes]
         if padded_sizes == sizes:
             return self._compute(rows, (sizes,), weights_changed, weight)
         number = len(sizes)
-        rows, padded_sizes = self.engine.pytorch.Fp8Padding(number, align_size=_FP8_ROWS)(rows, sizes)
+        rows, padded_sizes = self.engine.pytorch.Fp8Padding(number, align_size=self.multiple)(rows, sizes)
         output = self._compute(rows, (list(padded_sizes),), weights_changed, weight)
-        whole: Tensor = self.engine.pytorch.Fp8Unpadding(number, align_size=_FP8_ROWS)(output, sizes)
+        whole: Tensor = self.engine.pytorch.Fp8Unpadding(number, align_size=self.multiple)(output, sizes)
         return whole
 
     def _build(self, weight: Tensor, bias: Tensor | None) -> Any:
@@ -182,10 +193,10 @@ class EngineGroupedLinear(EngineLinear):
         return [f"weight{number}" for number in range(weight.shape[0])]
 
     def _fewest_rows(self) -> int:
-        return _FP8_ROWS * self._groups
+        return self.multiple * self._groups
 
     def _fewest(self, more: tuple[Any, ...]) -> tuple[Any, ...]:
-        return ([_FP8_ROWS] * self._groups,)
+        return ([self.multiple] * self._groups,)
 
     def _join(self, gradients: Sequence[Tensor]) -> Tensor:
         return torch.stack(list(gradients))
@@ -236,6 +247,8 @@ class EngineFp8Linear(QuantizedWeights[Any]):
     """Products in fp8 by Transformer Engine, which keeps the quantised weight until `forget_weights`. Called like the
     products that it wraps. Has no state in checkpoints."""
 
+    surrounds_forward = True
+
     def __init__(self, settings: Fp8Settings, weight: Tensor, products: EngineLinear) -> None:
         super().__init__(settings, weight)
         self.products = products
@@ -246,8 +259,12 @@ class EngineFp8Linear(QuantizedWeights[Any]):
         """Returns the result of the products."""
         changed = None
         if self.keeps_weights and torch.is_grad_enabled():
-            key = weight.data_ptr(), weight._version
-            changed, self._key = key != self._key, key
+            has_backward = inputs.numel() > 0 and (inputs.requires_grad or weight.requires_grad)
+            if has_backward and updates_gradient_scales(self.products.engine, self.products.recipe):
+                self._key = None  # quantised in the product itself: `_compute` would put one without a backward first
+            else:
+                key = weight.data_ptr(), weight._version
+                changed, self._key = key != self._key, key
         return self.products(inputs, weight, *more, weights_changed=changed, **keywords)
 
     def forget_weights(self) -> None:

@@ -46,6 +46,52 @@ def test_gradients_of_two_micro_batches(recipe: str | None, main_grads: bool) ->
         assert weight.grad is None and len(done) == 2 and prepared == [0, 1]
 
 
+def test_the_scales_of_gradients_are_updated_in_each_backward() -> None:
+    # The update belongs to the first product of a forward. One that only quantises a weight has no backward.
+    rows, first, _, dy = problem()
+    second = nn.Parameter(torch.eye(32, dtype=torch.float64))
+    layers = [make_linear(fake.FAKE, settings("delayed"), weight) for weight in (first, second)]
+    before = fake.backward_updates
+    for number in range(3):  # the weights change between the last two
+        if number == 2:
+            for layer in layers:
+                layer.forget_weights()
+        with layers[0].around_forward():
+            output = layers[1](layers[0](rows, first), second)
+        output.backward(dy)
+    assert fake.backward_updates == before + 3
+    assert torch.equal(layers[1].products.module.kept["weight"], second) and not layers[0].products.module.kept
+
+
+def test_parameters_that_move_or_thaw_between_forward_and_backward() -> None:
+    rows, weight, _, dy = problem()
+    expected = torch.autograd.grad(linear(rows, weight), weight, dy)[0]
+    total = torch.zeros_like(weight)
+    attach_main_grad(weight, total, lambda parameter: None)
+    layer = make_linear(fake.FAKE, None, weight)
+    outputs = []
+    for _ in range(2):
+        outputs.append(layer(rows, weight))
+        weight.data = weight.data.clone()
+    for output in outputs:
+        output.backward(dy)
+    torch.testing.assert_close(total, 2 * expected)
+    weight.requires_grad_(False)
+    layer(rows, weight).backward(dy)
+    weight.requires_grad_()
+    layer(rows, weight).backward(dy)
+    torch.testing.assert_close(total, 3 * expected)
+
+
+def test_no_rows() -> None:
+    rows, weight, bias, _ = problem()
+    for recipe in (None, "tensorwise"):
+        layer = make_linear(fake.FAKE, settings(recipe) if recipe else None, weight)
+        output = layer(rows[:0], weight, bias)
+        assert output.shape == (0, 7, 32)
+        output.sum().backward()
+
+
 def test_the_module_adds_nothing_to_a_model() -> None:
     rows, weight, bias, _ = problem()
     for recipe in (None, "tensorwise"):

@@ -37,3 +37,6 @@ def test_other_types_and_missing_weights_are_ours() -> None:
     torch.testing.assert_close(NORMS.rms_norm(x, weight, 1e-5), rms_norm(x, weight, 1e-5))
     torch.testing.assert_close(NORMS.layer_norm(x, None, None, 1e-5), layer_norm(x, None, None, 1e-5))
     assert not hasattr(weight, "engine_norm")
+    computed = (2 * nn.Parameter(torch.ones(8, dtype=torch.float64))).requires_grad_()
+    torch.testing.assert_close(NORMS.rms_norm(x, computed, 1e-5), rms_norm(x, computed, 1e-5))
+    assert not hasattr(computed, "engine_norm")
