@@ -330,12 +330,22 @@ _engine_backend = functools.cache(engine_backend)
 
 def choose_backend(config: ModelParallelConfig) -> Backend:
     """Returns the backend that `config.transformer_impl` asks for: Transformer Engine's if it asks for it and it can be
-    used; LOCAL if it says so, or if there is no GPU or no Triton; otherwise the Triton backend."""
+    used; LOCAL if it says so, or if there is no GPU or no Triton; otherwise the Triton backend.
+
+    Raises UserError if it asks for Triton, which cannot be imported."""
     asked = getattr(config, "transformer_impl", "auto")
     engine = find_engine() if asked == "transformer_engine" else None
     if isinstance(engine, Engine):
         _refuse_with_engine(config)
         return _engine_backend(engine)
+    if asked == "triton":
+        backend = triton_backend()
+        if backend is None:
+            raise UserError(
+                "--transformer-impl triton: Triton cannot be imported; install it, or use --transformer-impl auto, "
+                "which then computes with plain torch"
+            )
+        return backend
     if asked == "local" or not torch.cuda.is_available():
         return LOCAL
     return triton_backend() or LOCAL
@@ -354,8 +364,8 @@ def _refuse_with_engine(config: Any) -> None:
         )
     if config.enable_cuda_graph or config.external_cuda_graph or config.cuda_graph_impl != "none":
         raise UserError(
-            f"--transformer-impl transformer_engine with --cuda-graph-impl {config.cuda_graph_impl}: its layers are not "
-            "captured; use --transformer-impl auto, or --cuda-graph-impl none"
+            f"--transformer-impl transformer_engine with --cuda-graph-impl {config.cuda_graph_impl}: its layers are "
+            "not captured; use --transformer-impl auto, or --cuda-graph-impl none"
         )
 
 

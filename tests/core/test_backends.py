@@ -28,6 +28,15 @@ def test_with_a_gpu_it_is_triton_unless_asked_otherwise(
     assert choose_backend(SimpleNamespace(transformer_impl=asked)).name == name
 
 
+def test_triton_is_refused_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = SimpleNamespace(transformer_impl="triton")
+    assert choose_backend(asked).name == "triton"
+    monkeypatch.setattr(backends, "triton_backend", lambda: None)
+    with pytest.raises(UserError, match="--transformer-impl triton: Triton cannot be imported; install it"):
+        choose_backend(asked)
+    assert choose_backend(SimpleNamespace(transformer_impl="auto")) is LOCAL
+
+
 def test_the_device_of_the_first_tensor_decides() -> None:
     operation = ByDevice(cpu=lambda *arguments: "cpu", cuda=lambda *arguments: "cuda")
     assert operation(3, torch.zeros(1)) == "cpu"

@@ -239,6 +239,12 @@ def describe_kernels(model: nn.Module, device: torch.device, packed: bool = Fals
     return list(lines)
 
 
+_WITHOUT_TRITON = (
+    " (Triton cannot be imported: it would bring our own kernels for norms, rotary positions, dropout, activations, "
+    "losses, experts and attention, which are faster)"
+)
+
+
 def _backend_line(module: DotProductAttention, device: torch.device) -> str:
     missing = device.type == "cuda" and module.backend is LOCAL and module.config.transformer_impl != "local"
-    return module.backend.describe(device.type) + (" (slower: Triton cannot be imported)" if missing else "")
+    return module.backend.describe(device.type) + (_WITHOUT_TRITON if missing else "")

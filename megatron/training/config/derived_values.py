@@ -341,7 +341,7 @@ def _kernels(s: Settings) -> str | None:
         if isinstance(found, str):
             return (
                 f"--transformer-impl transformer_engine: Transformer Engine is not used: {found}; our own layers "
-                "compute the same function"
+                "compute the same function; it would bring its kernels and fp8 recipes, no other result"
             )
     return None
 

@@ -1,5 +1,6 @@
 """Notes that a run prints before it starts: its kernels, and behaviour that a user may not expect."""
 
+import importlib.util
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -35,6 +36,17 @@ def kernel_notes(model: Sequence[nn.Module], environment: Environment, config: P
     for line in describe_kernels(nn.ModuleList(model), environment.device, by_document):
         if begins or not line.startswith("backend"):
             yield line
+            if environment.device.type == "cuda":
+                yield from unused_package_notes(line)
+
+
+def unused_package_notes(backend: str) -> Iterator[str]:
+    """Yields a line if apex is installed and the backend, as the log describes it, has kernels of our own."""
+    if backend.startswith("backend triton") and importlib.util.find_spec("apex") is not None:
+        yield (
+            "apex is installed and not used: one kernel of our own updates all weights of a flat buffer, and our norms "
+            "are one kernel each, so that its fused optimizers and norms would bring nothing"
+        )
 
 
 def holding_notes(model: Sequence[DistributedDataParallel], groups: ProcessGroupCollection, config: Any) -> list[str]:

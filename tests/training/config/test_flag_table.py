@@ -160,7 +160,7 @@ OTHER_DEFAULT = {
 }
 MORE_CHOICES = {
     "--ckpt-format": {"safetensors", "zarr"},
-    "--transformer-impl": {"auto"},
+    "--transformer-impl": {"auto", "triton"},
     "--tiktoken-pattern": {"v1", "v2"},
     "--fp8-recipe": {"rowwise"},
     "--sft-tokenizer-prompt-format": {"default", "identity"},

@@ -56,7 +56,7 @@ def _import_engine() -> Engine | str:
     try:
         pytorch = importlib.import_module("transformer_engine.pytorch")
         recipes = importlib.import_module("transformer_engine.common.recipe")
-    except (ImportError, OSError, RuntimeError, AssertionError, AttributeError) as error:  # libraries that it needs may be missing
+    except (ImportError, OSError, RuntimeError, AssertionError, AttributeError) as error:  # a library may be missing
         return f"it cannot be imported ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
     if not hasattr(pytorch, "autocast"):
         return f"its release {_version()} is too old: it has no `autocast`; 2.20 has"

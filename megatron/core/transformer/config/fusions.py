@@ -13,11 +13,11 @@ _CHOSEN = "kernels are chosen with their backend when a layer is built"
 class FusionConfig:
     """Operations that can run as one kernel."""
 
-    transformer_impl: Literal["auto", "local", "transformer_engine", "inference_optimized"] = flag(
-        "auto", supported=["auto", "local", "transformer_engine"]
+    transformer_impl: Literal["auto", "local", "triton", "transformer_engine", "inference_optimized"] = flag(
+        "auto", supported=["auto", "local", "triton", "transformer_engine"]
     )
-    """Implementation of the layers: plain torch (local), Transformer Engine, or auto, which takes the fastest
-    available. All compute the same function of the same weights."""
+    """Implementation of the layers: plain torch (local), our own GPU kernels (triton), Transformer Engine, or auto,
+    which takes the fastest available. All compute the same function of the same weights."""
 
     bias_activation_fusion: bool = not_a_flag(False)
     """Add the bias inside the activation. With gelu this selects the tanh approximation; without it gelu is exact."""
