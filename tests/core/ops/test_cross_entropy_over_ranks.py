@@ -191,5 +191,5 @@ def smoothed_after_a_head(vocab_size: int, columns: int) -> tuple[float, float]:
 
 @pytest.mark.parametrize(("vocab_size", "columns"), [(10, 5), (15, 5), (7, 3)])
 def test_label_smoothing_leaves_out_columns_of_minus_infinity(pool: Pool, vocab_size: int, columns: int) -> None:
-    for differences in pool.run(smoothed_after_a_head, vocab_size, columns):
+    for differences in pool.run(smoothed_after_a_head, 3, vocab_size, columns):
         assert max(differences) < 1e-12
