@@ -18,6 +18,11 @@ from megatron.core.utils.warn import warn_on_first_rank
 
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]+://", re.IGNORECASE)
 
+
+class StoreError(UserError):
+    """A store does not answer, or refuses to. Unlike a missing object, this may pass."""
+
+
 _opened: dict[tuple[int, str], Any] = {}
 """File systems by process id and scheme: connections do not survive a fork."""
 
@@ -47,17 +52,19 @@ def file_system(url: str) -> Any:
 
 
 def exists(url: str) -> bool:
-    """Whether the object exists. Raises UserError if the store does not answer."""
+    """Whether the object exists. Raises StoreError if the store does not answer."""
     return bool(_ask(url, "exists"))
 
 
 def size_of(url: str) -> int:
-    """Returns the size of an object in bytes. Raises UserError if it does not exist or the store does not answer."""
+    """Returns the size of an object in bytes. Raises UserError if it does not exist, StoreError if the store does not
+    answer."""
     return int(_ask(url, "size"))
 
 
 def read_bytes(url: str, start: int | None = None, stop: int | None = None) -> bytes:
-    """Returns an object's bytes [start, stop). Raises UserError if they cannot be read."""
+    """Returns an object's bytes [start, stop). Raises UserError if there is no such object, StoreError if the store
+    does not answer."""
     return bytes(_ask(url, "cat_file", start=start, end=stop))
 
 
@@ -68,7 +75,7 @@ def _ask(url: str, method: str, **options: Any) -> Any:
     except FileNotFoundError:
         raise UserError(f"{url}: no such object") from None
     except Exception as error:  # each store raises errors of its own, such as network or permission errors
-        raise UserError(f"{url}: cannot be read: {type(error).__name__}: {error}") from error
+        raise StoreError(f"{url}: cannot be read: {type(error).__name__}: {error}") from error
 
 
 def version_of(url: str) -> str | None:

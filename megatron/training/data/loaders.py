@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from megatron.core.datasets.object_store import StoreError
 from megatron.core.exceptions import UserError
 from megatron.training.data.batch import collate_gpt
 from megatron.training.data.samplers import CyclicSampler, DataParallelShard, MegatronCyclicSampler, SequentialSampler
@@ -41,7 +42,8 @@ class SampleError(RuntimeError):
 
 
 class DamagedSample(SampleError, UserError):
-    """A sample cannot be read because its files are damaged or gone, which a restart does not mend."""
+    """A sample cannot be read because its files are damaged or gone, which a restart does not mend. An object store that
+    does not answer is a plain SampleError: a restart may mend it."""
 
 
 class MicroBatchIterator(Iterator[Any]):
@@ -173,6 +175,8 @@ class _NamingErrors(Dataset[Any]):
     def __getitem__(self, idx: int | None) -> Any:
         try:
             return self._dataset[idx]
+        except StoreError as error:
+            raise SampleError(f"sample {idx}: {error}") from error
         except UserError as error:
             raise DamagedSample(f"sample {idx}: {error}") from error
         except Exception as error:

@@ -90,7 +90,7 @@ def test_what_is_missing_or_broken_is_named(local: str, monkeypatch: pytest.Monk
         raise ConnectionResetError("the network")
 
     monkeypatch.setattr(object_store.file_system(URL), "size", fails)
-    with pytest.raises(UserError, match="cannot be read: ConnectionResetError: the network"):
+    with pytest.raises(object_store.StoreError, match="cannot be read: ConnectionResetError: the network"):
         IndexedDataset(URL)
 
 

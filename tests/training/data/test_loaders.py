@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 
+from megatron.core.datasets.object_store import StoreError
 from megatron.core.exceptions import UserError
 from megatron.training.data import loaders
 from megatron.training.data.loaders import DamagedSample, SampleError, build_data_iterator
@@ -144,6 +145,22 @@ def test_a_damaged_file_is_one_line(workers):
         next(iterator)
     assert str(caught.value) == "sample 7: docs.bin: was shortened while it was read"
     assert isinstance(caught.value, UserError)
+
+
+class Unreachable(Faulty):
+    def __getitem__(self, idx):
+        if idx == 7:
+            raise StoreError("s3://bucket/docs.bin: cannot be read: TimeoutError: no answer")
+        return torch.tensor(idx)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_store_that_does_not_answer_is_no_mistake_of_the_user(workers):
+    """A UserError ends the run with exit code 2, after which tools/launch.py does not start it again."""
+    iterator = build_data_iterator(Unreachable(), micro_batch_size=8, num_workers=workers, collate=torch.stack)
+    with pytest.raises(SampleError, match=r"sample 7: s3://bucket/docs.bin: cannot be read: TimeoutError") as caught:
+        next(iterator)
+    assert not isinstance(caught.value, UserError)
 
 
 class Patient:
