@@ -145,7 +145,7 @@ class Checkpoints:
         root = (temporary_folder(self.flags, self.flags.save) if temporary else None) or Path(self.flags.save)
         self._say(f"saving checkpoint at iteration {state.iteration:7d} to {root} in {FORMAT} format")
         if not temporary:
-            self.record.begin_save()
+            self.record.begin_save(state.iteration)
         return root
 
     def _contents(

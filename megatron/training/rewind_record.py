@@ -152,8 +152,9 @@ class RewindRecord:
     def __init__(self, flags: CheckpointConfig, say: Callable[..., None]) -> None:
         self.flags, self.say = flags, say
         self.rewinds = Rewinds()
-        self._goes_on = False
-        """Whether this run continues from a checkpoint, with the checkpoint's counts."""
+        self._saved: set[int] | None = set()
+        """Iterations that a new run has saved so far; others under --save are those of an earlier run. None if this run
+        continues from a checkpoint, with the checkpoint's counts."""
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what every checkpoint of this run keeps."""
@@ -170,7 +171,8 @@ class RewindRecord:
     def go_on_from(self, folder: Path, manifest: Manifest) -> None:
         """Takes over the decisions in a checkpoint, those in the file beside it and those in the file under --save.
         Collective."""
-        self._goes_on = True
+        if not self._saved:
+            self._saved = None
         known, before = rewinds_in(manifest), len(self.rewinds)
         self.rewinds.add(known.decisions)
         self.rewinds.add(self._read(folder.parent, self.flags.save).decisions)
@@ -198,11 +200,12 @@ class RewindRecord:
     def newest_before(self, iteration: int) -> tuple[Path, int] | None:
         """Returns folder and iteration of the newest complete checkpoint of this run from before an iteration that is
         not outdated; None if there is none. Checkpoints are those under --save and those under --load; with --finetune
-        the latter are those of another run."""
+        the latter are those of another run. A new run uses only those that it has saved itself."""
         roots = [self.flags.save, None if self.flags.finetune else self.flags.load]
         found = [(each, Path(root)) for root in dict.fromkeys(roots) if root for each in folders.candidates(Path(root))]
         for folder, root in sorted(found, key=lambda each: each[0].iteration, reverse=True):
-            if isinstance(folder.step, int) and folder.step < iteration and self._is_usable(folder.path):
+            is_ours = self._saved is None or folder.step in self._saved
+            if isinstance(folder.step, int) and folder.step < iteration and is_ours and self._is_usable(folder.path):
                 return root, folder.step
         return None
 
@@ -217,12 +220,14 @@ class RewindRecord:
 
     # Writing ---------------------------------------------------------------------------------------------------------
 
-    def begin_save(self) -> None:
+    def begin_save(self, iteration: int) -> None:
         """Deletes the file of an earlier run in the folder of --save, unless this run goes on from that one. Called
-        before a checkpoint is written there. Collective."""
-        if not self._goes_on:
-            self._goes_on = True
+        before the checkpoint of an iteration is written there. Collective."""
+        if self._saved is None:
+            return
+        if not self._saved:
             RankCoordinator().run_on_first(self._forget_earlier_run)
+        self._saved.add(iteration)
 
     def _forget_earlier_run(self) -> None:
         root = Path(self.flags.save or "")

@@ -281,3 +281,12 @@ def test_going_back_needs_checkpoints():
     ]
     flags = "--loss-spike-action rewind --save x --save-interval 2 --no-save-optim"
     assert problems_of(flags)[0].startswith("--loss-spike-action rewind loads the optimizer's state: leave out")
+
+
+def test_a_new_run_does_not_go_back_to_a_checkpoint_of_an_earlier_run(tmp_path, capsys):
+    """The folder of --save has checkpoint 3 of another run, which began with other weights. Without --load this run is
+    a new one, and has no checkpoint before its first save."""
+    train(f"{FLAGS} --seed 5 --save {tmp_path} --save-interval 3 --exit-interval 3")
+    flags = f"{FLAGS} --loss-spike-action rewind --loss-spike-rewind-window 2 --save {tmp_path} --save-interval 7"
+    found = train(flags, before=plant(6))
+    assert found.decision is not None and "no checkpoint of an iteration before 5" in found.decision.message
