@@ -42,8 +42,8 @@ class SampleError(RuntimeError):
 
 
 class DamagedSample(SampleError, UserError):
-    """A sample cannot be read because its files are damaged or gone, which a restart does not mend. An object store that
-    does not answer is a plain SampleError: a restart may mend it."""
+    """A sample cannot be read because its files are damaged or gone, which a restart does not mend. An object store
+    that does not answer is a plain SampleError, because a restart may mend that."""
 
 
 class MicroBatchIterator(Iterator[Any]):
