@@ -13,11 +13,7 @@ from megatron.training.config.data import DATA_SOURCES
 from megatron.training.config.flag_table import GROUPS, Flag, flag_table, flags_by_spelling
 from megatron.training.config.help_text import help_about, help_text
 from megatron.training.config.retired import REFUSED, RETIRED, Occurrence, text_of, translate_all
-from megatron.training.config.unsupported_flags import (
-    ACCEPTED_FLAGS,
-    FLAGS_TO_COME,
-    REFUSED_FLAGS,
-)
+from megatron.training.config.unsupported_flags import ACCEPTED_FLAGS, REFUSED_FLAGS
 
 ExtraArgsProvider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 
@@ -182,8 +178,6 @@ def unknown_flag(spelling: str, known: Iterable[str]) -> str:
     misspelt one, with the nearest known flags."""
     if spelling in REFUSED_FLAGS:
         return f"{spelling}: {REFUSED_FLAGS[spelling]}"
-    if spelling in FLAGS_TO_COME:
-        return f"{spelling}: not yet: {FLAGS_TO_COME[spelling]}"
     known = sorted({*known, *RETIRED} - {"-h"})
     longer = [candidate for candidate in known if candidate.startswith(spelling)]
     if longer:

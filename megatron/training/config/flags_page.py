@@ -12,16 +12,10 @@ from typing import Literal
 
 from megatron.training.config.flag_table import Flag, flag_table, is_inert, is_to_come, parent_of
 from megatron.training.config.retired import REFUSED, RETIRED, Occurrence, translate
-from megatron.training.config.unsupported_flags import (
-    ACCEPTED_FLAGS,
-    FLAGS_TO_COME,
-    REFUSED_FLAGS,
-    reason_to_come,
-    refusal_of,
-)
+from megatron.training.config.unsupported_flags import ACCEPTED_FLAGS, REFUSED_FLAGS, refusal_of
 
-Answer = Literal["a", "b", "c", "d", "not yet"]
-"""How a flag is answered: honoured, accepted with a reason, translated, refused with a reason, or not supported yet."""
+Answer = Literal["a", "b", "c", "d"]
+"""How a flag is answered: honoured, accepted with a reason, translated, or refused with a reason."""
 
 _WALK = "tests/training/config/test_flags_page.py"
 _INTRODUCTION = """# All flags
@@ -34,7 +28,6 @@ Made by `python -m megatron.training.config.flags_page`; do not edit.
 | b | accepted; it cannot change the result here, and a printed line says why |
 | c | translated into another flag, with a warning |
 | d | refused, with the reason and what to give instead |
-| not yet | refused where it would change the run, because its feature is not supported yet |
 
 `--help GROUP` and `--help FLAG` print the same. Flags of the tools are in their `--help`.
 """
@@ -79,7 +72,7 @@ def rows() -> list[Row]:
 def answer_of(flag: Flag) -> Answer:
     """Returns how a flag with a field is answered."""
     if is_to_come(flag):
-        return "not yet" if refusal_of(flag.spelling) is None else "d"
+        return "d"
     return "b" if is_inert(flag) else "a"
 
 
@@ -92,8 +85,6 @@ def _rows_of_fields() -> Iterator[Row]:
             meaning = f"{meaning} No effect: {reason}."
         elif answer == "d":
             meaning = f"{meaning} Refused: {refusal_of(flag.spelling)}."
-        elif answer == "not yet":
-            meaning = f"{meaning} Not yet: {reason_to_come(flag.spelling)}."
         yield Row(flag.group, flag.spellings, meaning, answer, (flag.field,))
 
 
@@ -105,7 +96,6 @@ def _rows_without_fields() -> Iterator[Row]:
     groups: tuple[tuple[str, Answer, Mapping[str, str]], ...] = (
         ("accepted without a field", "b", ACCEPTED_FLAGS),
         ("refused", "d", REFUSED | REFUSED_FLAGS),
-        ("not supported yet", "not yet", FLAGS_TO_COME),
     )
     for group, answer, reasons in groups:
         for spelling, reason in reasons.items():

@@ -8,14 +8,7 @@ from collections.abc import Iterable, Sequence
 from megatron.core.config_fields import value_text
 from megatron.training.config.flag_table import Flag, can_be, flag_table, is_inert, is_to_come, parent_of
 from megatron.training.config.retired import RETIRED, Occurrence, translate
-from megatron.training.config.unsupported_flags import (
-    ACCEPTED_FLAGS,
-    FLAGS_TO_COME,
-    REFUSED_FLAGS,
-    UNSUPPORTED_FLAGS,
-    reason_to_come,
-    refusal_of,
-)
+from megatron.training.config.unsupported_flags import ACCEPTED_FLAGS, REFUSED_FLAGS, UNSUPPORTED_FLAGS, refusal_of
 
 _COLUMN = 36
 """Column where descriptions begin."""
@@ -50,8 +43,6 @@ def help_about(program: str, topic: str, extra: str = "") -> str:
 
 
 def _why_without_a_field(spelling: str) -> str:
-    if spelling in FLAGS_TO_COME:
-        return f"not yet: {FLAGS_TO_COME[spelling]}"
     translation = translate(Occurrence(spelling))
     if translation is not None:
         return translation.warning.partition(": ")[2]
@@ -76,10 +67,8 @@ def _about_flag(flag: Flag) -> str:
     width = min(shutil.get_terminal_size().columns, 120)
     lines = _entry(flag, width)
     parent = parent_of(flag)
-    if is_to_come(flag) and (refusal := refusal_of(flag.spelling)) is not None:
-        lines += _filled(f"Refused: {refusal}.", width, "  ")
-    elif is_to_come(flag):
-        lines += _filled(f"Not supported yet: {reason_to_come(flag.spelling)}.", width, "  ")
+    if is_to_come(flag):
+        lines += _filled(f"Refused: {refusal_of(flag.spelling)}.", width, "  ")
     elif flag.declaration.no_effect is not None:
         lines += _filled(f"Accepted without effect: {flag.declaration.no_effect}.", width, "  ")
     if parent is not None:

@@ -31,7 +31,7 @@ from megatron.training.config.schedule import ScheduleConfig
 from megatron.training.config.settings import LaunchEnvironment, Settings
 from megatron.training.config.tokenizer import TokenizerConfig
 from megatron.training.config.training import EvaluationConfig, TrainingConfig
-from megatron.training.config.unsupported_flags import reason_to_come, refusal_of
+from megatron.training.config.unsupported_flags import refusal_of
 
 
 class ConfigurationError(UserError):
@@ -118,8 +118,7 @@ def _unsupported_values(settings: Settings) -> list[str]:
             problems.append(f"{{{field}}}: {literal_text(refusal)}")
             continue
         works = " or ".join(value_text(item) for item in supported if item is not None and item is not False)
-        so_far = f"; what works so far is {works}" if works else f": {reason_to_come(flag.spelling)}"
-        problems.append(f"{{{field}}}: not yet{so_far}")
+        problems.append(f"{{{field}}}: not yet; what works so far is {works}")
     return problems
 
 

@@ -1,4 +1,4 @@
-"""Flags of Megatron-LM without a field here: accepted where they cannot matter, refused, or not supported yet.
+"""Flags of Megatron-LM without a field here: accepted where they cannot matter, or refused.
 
 Each has a reason, which is printed when the flag is given.
 """
@@ -191,9 +191,6 @@ _REFUSED = {
 }
 """Reasons why flags are refused, with what to give instead where there is something, and the flags."""
 
-_NOT_YET: dict[str, str] = {}
-"""What is so today, and the flags without a field that would change it."""
-
 
 def _reasons(groups: dict[str, str]) -> dict[str, str]:
     return {f"--{name}": reason for reason, names in groups.items() for name in names.split()}
@@ -205,10 +202,7 @@ ACCEPTED_FLAGS = _reasons(_ACCEPTED)
 REFUSED_FLAGS = _reasons(_REFUSED)
 """Flags that stay refused, and why."""
 
-FLAGS_TO_COME = _reasons(_NOT_YET)
-"""Flags that are refused because their feature is not supported yet, and what is so today."""
-
-UNSUPPORTED_FLAGS = frozenset({**ACCEPTED_FLAGS, **REFUSED_FLAGS, **FLAGS_TO_COME})
+UNSUPPORTED_FLAGS = frozenset({**ACCEPTED_FLAGS, **REFUSED_FLAGS})
 """All flags of Megatron-LM that have no field here, but for the retired ones."""
 
 
@@ -230,20 +224,8 @@ _FIELDS_REFUSED = {
 }
 """Patterns of flags with a field that stay refused, with what to give instead."""
 
-_FIELDS_TO_COME = (("*fp8*", "these formats of 8-bit numbers are not supported"),)
-"""Patterns of flags with a field that are not supported yet, and what is so today."""
-
 
 def refusal_of(spelling: str) -> str | None:
     """Returns why a flag with a field stays refused; None for another flag."""
     name = spelling.removeprefix("--")
     return next((reason for pattern, reason in _FIELDS_REFUSED.items() if fnmatchcase(name, pattern)), None)
-
-
-def reason_to_come(spelling: str) -> str:
-    """Returns what is so today instead of a flag that is not supported yet."""
-    name = spelling.removeprefix("--")
-    for patterns, reason in _FIELDS_TO_COME:
-        if any(fnmatchcase(name, pattern) for pattern in patterns.split()):
-            return reason
-    return FLAGS_TO_COME.get(spelling, "its feature is not built")

@@ -105,10 +105,12 @@ def run_notes(config: PretrainConfig, environment: Environment, splits: Splits) 
     if missing:
         yield f"there is no {' and no '.join(missing)} data: no loss on it will be printed"
     whole = [valid_set for valid_set in splits.valid_sets if valid_set.num_samples is not None]
+    bounded = f"; without --full-validation it takes {evaluation.eval_iters} (--eval-iters)"
     for valid_set in whole:
         taken = full_pass(valid_set.num_samples or 0, evaluation.global_batch_size(config.training))
         name = "" if valid_set.name is None else f" {valid_set.name}"
-        yield f"a validation takes the whole set{name}, {taken.iterations} global batches"
+        number = f"{taken.iterations:,} global batches{bounded if config.data.mock_data else ''}"
+        yield f"a validation takes the whole set{name}, {number}"
     if not whole and len(missing) < 2:
         samples = evaluation.eval_iters * evaluation.global_batch_size(config.training)
         yield f"an evaluation takes {evaluation.eval_iters} global batches, {samples:,} samples, not a whole data set"

@@ -77,7 +77,7 @@ RULES = [
         "--moe-token-dispatcher-type flex --moe-local-token-overlap --expert-model-parallel-size 2",
         "--layout-invariant: with --fp8-format e4m3, --moe-local-token-overlap gives a rank's own tokens scales",
     ),
-    ("--fp8-format hybrid --fp8-recipe mxfp8", "--fp8-recipe mxfp8: not yet: its blocks of 32 need a Blackwell GPU"),
+    ("--fp8-format hybrid --fp8-recipe mxfp8", "--fp8-recipe mxfp8 needs a Blackwell GPU, here as"),
     # number formats
     ("--fp16 --bf16", "--fp16 and --bf16 are set together; choose one"),
     ("--bf16 --grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32", "--grad-reduce-in-bf16 and --accumulate-"),

@@ -9,8 +9,9 @@ from support.command_lines import SMALL, problems_of
 
 from megatron.core.config_fields import value_text
 from megatron.training.config.command_line import read_command_line
-from megatron.training.config.flag_table import Flag, flags_by_spelling, is_to_come
+from megatron.training.config.flag_table import Flag, flag_table, flags_by_spelling, is_to_come
 from megatron.training.config.flags_page import Row, chosen_tests, mentions, page, read_tests, rows
+from megatron.training.config.unsupported_flags import refusal_of
 
 ROOT = Path(__file__).parents[3]
 NAMES = (ROOT / "tests/data/flags/megatron_lm_names.txt").read_text("utf-8").split()
@@ -71,8 +72,7 @@ def test_a_flag_is_answered_as_the_page_says(spelling: str) -> None:
         assert any(spelling in warning for warning in line.warnings) and not line.problems
     elif flag is None:
         said = line.warnings if row.answer == "b" else line.problems
-        begin = f"{spelling}: not yet: " if row.answer == "not yet" else f"{spelling}: "
-        expected = begin + row.meaning[:1].lower() + row.meaning[1:].removesuffix(".")
+        expected = f"{spelling}: " + row.meaning[:1].lower() + row.meaning[1:].removesuffix(".")
         assert [text.lower() for text in said] == [expected.lower()]
         assert not (line.problems if row.answer == "b" else line.warnings)
     else:
@@ -80,10 +80,15 @@ def test_a_flag_is_answered_as_the_page_says(spelling: str) -> None:
         alone = is_to_come(flag) and flag.declaration.only_with is None
         if alone and line.values[flag.field] != flag.default:
             problems = problems_of(f"{spelling} {' '.join(words)}")
-            expected = (
-                "not yet" if row.answer == "not yet" else row.meaning.rpartition("Refused: ")[2].removesuffix(".")
-            )
+            expected = row.meaning.rpartition("Refused: ")[2].removesuffix(".")
             assert any(text.startswith(spelling) and expected in text for text in problems), problems
+
+
+def test_a_flag_that_never_works_has_its_reason() -> None:
+    for flag in flag_table().values():
+        supported = flag.declaration.supported
+        nothing = supported is not None and all(value is None or value is False for value in supported)
+        assert refusal_of(flag.spelling) or not (nothing or is_to_come(flag)), flag.spelling
 
 
 NEEDS_A_WORD = {"--batch-size", "--model-parallel-size", "--checkpoint-num-layers", "--yarn-beta-fast"} | {

@@ -17,9 +17,11 @@ from megatron.training.setup.notes import holding_notes, run_notes, unused_packa
 from megatron.training.trainer import Trainer
 
 
-def notes(flags: str, *, valid: Any = "data", test: Any = "data", whole: int | None = None) -> list[str]:
+def notes(
+    flags: str, *, valid: Any = "data", test: Any = "data", whole: int | None = None, source: str = "--mock-data"
+) -> list[str]:
     config = configure(
-        f"{TINY} --mock-data --train-iters 4 {flags}".split(), launch_environment=LaunchEnvironment(1, False)
+        f"{TINY} {source} --train-iters 4 {flags}".split(), launch_environment=LaunchEnvironment(1, False)
     )
     environment: Any = SimpleNamespace(groups=SimpleNamespace(size=lambda axis: 1), device=SimpleNamespace(type="cpu"))
     valid_sets = [] if whole is None else [ValidationSet(open=iter, num_samples=whole)]
@@ -96,7 +98,11 @@ def test_missing_splits_are_named_and_nothing_to_do_is_an_error() -> None:
 
 
 def test_a_whole_validation_set_is_said() -> None:
-    said = notes("--eval-interval 2 --eval-global-batch-size 4", whole=25)
+    said = notes("--eval-interval 2 --eval-global-batch-size 4", whole=25, source="--data-path corpus")
     assert said == ["a validation takes the whole set, 7 global batches"]
+    (made_up,) = notes("--eval-interval 2 --eval-iters 3 --eval-global-batch-size 4", whole=50000)
+    assert made_up == (
+        "a validation takes the whole set, 12,500 global batches; without --full-validation it takes 3 (--eval-iters)"
+    )
     with pytest.raises(UserError, match="the validation set is empty"):
         notes("--eval-interval 2", whole=0)

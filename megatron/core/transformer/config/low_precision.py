@@ -86,8 +86,11 @@ class LowPrecisionConfig:
 
 _NEAREST = "{fp8_recipe:name} blockwise is the nearest that works"
 _UNSUPPORTED = {
-    "mxfp8": f"{{fp8_recipe}}: not yet: its blocks of 32 need a Blackwell GPU; Hopper cannot multiply them; {_NEAREST}",
-    "custom": f"{{fp8_recipe}}: not yet: it builds quantizers of Transformer Engine, which is not used; {_NEAREST}",
+    "mxfp8": (
+        "{fp8_recipe} needs a Blackwell GPU, here as in Megatron-LM: Hopper and CPUs have no products with a scale for "
+        f"32 elements; {_NEAREST}"
+    ),
+    "custom": f"{{fp8_recipe}}: it builds quantizers of Transformer Engine, which is not used; {_NEAREST}",
 }
 
 
