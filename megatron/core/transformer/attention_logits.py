@@ -64,8 +64,16 @@ class AttentionLogits:
         factors = torch.where(above, threshold / self.values, 1.0)
         for layer, of_heads in zip(self.layers, factors, strict=True):
             for projection, table in _tables(layer, of_heads, alpha):
-                for parameter in projection.parameters():
-                    yield parameter, rows_of(parameter, table)
+                # Other parameters have no rows: the weights of a norm before the product, the history of fp8 scales.
+                own = dict(projection.named_parameters(recurse=False))
+                if "weight" not in own:
+                    raise UserError(
+                        f"--qk-clip: {type(projection).__name__} projects queries or keys without a parameter weight of "
+                        "its own; use a ColumnParallelLinear in the layer spec"
+                    )
+                for name in ("weight", "bias"):
+                    if name in own:
+                        yield own[name], rows_of(own[name], table)
 
 
 def _tables(layer: Attention, factors: Tensor, alpha: float) -> Iterator[tuple[nn.Module, Tensor]]:

@@ -172,6 +172,16 @@ def test_bf16_weights_and_a_resumed_run(tmp_path: Path, storage: str) -> None:
     assert torch.equal(split_float32(main.flatten())[0], weight.flatten())
 
 
+def test_projections_in_fp8_have_parameters_without_rows() -> None:
+    """The history of the largest values (--fp8-recipe delayed) is a parameter of the projection and is not scaled."""
+    base = BASE.replace("--fp64", "--bf16")
+    outcome = train(f"{CLIP} --fp8-format hybrid --fp8-recipe delayed --train-iters 1 --lr 0 --min-lr 0", base=base)
+    name = "decoder.layers.0.self_attention.linear_qkv"
+    history, weight = (f"weight {name}.{each}" for each in ("linear.scaling.amax_history", "weight"))
+    assert outcome.at_end[history].count_nonzero()
+    assert not torch.equal(outcome.at_start[weight], outcome.at_end[weight])
+
+
 def test_heads_that_are_not_known_are_refused() -> None:
     parameter = torch.nn.Parameter(torch.zeros(8, 4))
     declare(parameter, Constant(0.0))
