@@ -42,8 +42,8 @@ class Draw:
 
     @property
     def threshold(self) -> int:
-        """An element whose random number is below this is dropped."""
-        return round(self.probability * 2**self.bits)
+        """An element whose random number is below this is dropped. It fits into the bits, also beside probability 1."""
+        return min(round(self.probability * 2**self.bits), 2**self.bits - 1)
 
     @property
     def scale(self) -> float:

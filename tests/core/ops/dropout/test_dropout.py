@@ -50,6 +50,12 @@ def test_hidden_mask_is_the_stated_function() -> None:
         assert bool(mask[position * 2 + row, channel]) == (word >= 2**30)
 
 
+def test_attention_is_dropped_also_at_a_probability_that_rounds_to_one() -> None:
+    at = place(Tokens(1, 1, random=RngPosition(seed=11, iteration=6)), 2, "attention")
+    kept = keep_attention(at, torch.tensor([[103]]), torch.arange(200)[None], torch.tensor([0]), 0.999999)
+    assert not kept.any()
+
+
 def test_attention_mask_is_the_stated_function() -> None:
     queries, keys = torch.tensor([[103, 104]]), torch.arange(101, 138)[None]
     at = place(Tokens(1, 1, random=RngPosition(seed=11, iteration=6)), 2, "attention")
