@@ -68,7 +68,7 @@ class AttentionLogits:
                 own = dict(projection.named_parameters(recurse=False))
                 if "weight" not in own:
                     raise UserError(
-                        f"--qk-clip: {type(projection).__name__} projects queries or keys without a parameter weight of "
+                        f"--qk-clip: {type(projection).__name__} projects queries or keys without a weight of "
                         "its own; use a ColumnParallelLinear in the layer spec"
                     )
                 for name in ("weight", "bias"):
