@@ -20,6 +20,12 @@ class Rotation:
     """Number of channels of a head before the rotated ones."""
 
 
+def rotation_of_angles(angles: Tensor, interleaved: bool, amplitude: float = 1.0) -> Rotation:
+    """Returns the rotation by angles [s, 1, 1, r] of `RotaryEmbedding`, which has each angle twice."""
+    angle = (angles[..., ::2] if interleaved else angles[..., : angles.shape[-1] // 2]).to(torch.float32)
+    return Rotation(angle.cos() * amplitude, angle.sin() * amplitude, interleaved)
+
+
 def apply_rope(heads: Tensor, rotation: Rotation) -> Tensor:
     """Rotates r channels of each head, starting at channel `rotation.first`, and copies the others.
 

@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
 )
 from megatron.core.tokens import Tokens
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,11 @@ def sequence_slice(dropout: DropoutTokens | None, group: Group) -> DropoutTokens
     if dropout is None:
         return None
     return dataclasses.replace(dropout, index=dropout.index.chunk(group_size(group))[group_rank(group)])
+
+
+def drops(config: TransformerConfig) -> bool:
+    """Returns whether the config has any dropout."""
+    return config.hidden_dropout > 0 or config.attention_dropout > 0
 
 
 def encoder_states_of(

@@ -24,6 +24,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection, default_
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
 from megatron.core.tokens import SequencePart, Tokens
+from megatron.core.transformer.layer_call import run_layer
 from megatron.core.transformer.layer_inputs import LayerInputs
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.offload import offload_activations
@@ -107,7 +108,7 @@ class MultiTokenPredictionLayer(MegatronModule):
             joined = scatter_to_sequence_parallel_region(joined, self.pg_collection.tp)
         if self.config.fp32_residual_connection:
             joined = widened(joined)
-        return self.final_layernorm(self.transformer_layer(joined, inputs))
+        return self.final_layernorm(run_layer(self.transformer_layer, joined, inputs))
 
 
 class MultiTokenPredictionBlock(MegatronModule):

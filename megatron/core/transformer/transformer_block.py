@@ -1,24 +1,18 @@
 """The stack of layers of one pipeline stage."""
 
-import dataclasses
 import inspect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from megatron.core.backends import choose_backend
-from megatron.core.collectives import group_size
-from megatron.core.context_parallel import sequence_part
 from megatron.core.exceptions import UserError
-from megatron.core.ops.dropout.dropout import dropout_tokens
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parameters import add_partial_gradient_axis
 from megatron.core.pipeline_parallel.stage_map import stage_map
 from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
-from megatron.core.tokens import Tokens
-from megatron.core.transformer.layer_inputs import LayerInputs, sequence_slice
+from megatron.core.transformer.layer_call import LayerArguments, lone_inputs, run_layer
+from megatron.core.transformer.layer_inputs import LayerInputs
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.offload import offload_activations
 from megatron.core.transformer.recompute import recompute_activations
@@ -98,12 +92,13 @@ class TransformerBlock(MegatronModule):
         self,
         hidden_states: Tensor | None,
         attention_mask: Tensor | None = None,
-        *,
+        *arguments: Any,
         inputs: LayerInputs | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
+        **keywords: Any,
     ) -> Tensor:
-        """Returns the hidden states [s, b, h] after this stage's layers. Without `inputs` there are no rotary
-        positions, and dropout masks draw their seed from torch's generator.
+        """Returns the hidden states [s, b, h] after this stage's layers. Without `inputs` it takes Megatron-LM's
+        arguments (`LayerArguments`): rotary positions are those of `rotary_pos_emb`, and dropout masks draw their seed
+        from torch's generator.
 
         Received hidden states may have another shape than `inputs` describe, if rows were laid end to end.
         """
@@ -111,11 +106,11 @@ class TransformerBlock(MegatronModule):
             hidden_states, self.input_tensor = self.input_tensor, None
         assert hidden_states is not None
         s, b, h = hidden_states.shape
-        if inputs is not None:
-            s, b = s * b // inputs.tokens.batch_size, inputs.tokens.batch_size
+        if inputs is None:
+            given = LayerArguments(attention_mask, *arguments, **keywords)
+            inputs = lone_inputs(hidden_states, given, self.config, self.pg_collection, self.training)
         else:
-            s_all = s * (group_size(self.pg_collection.tp) if self.config.sequence_parallel else 1)
-            inputs = self.lone_inputs(s_all, b, attention_mask, packed_seq_params, hidden_states.device)
+            s, b = s * b // inputs.tokens.batch_size, inputs.tokens.batch_size
         hidden = hidden_states.reshape(s * b, h)  # [t, h]
         for first in range(0, len(self.layers), self.layers_at_once):
             hidden = self.run_layers(self.layers[first : first + self.layers_at_once], hidden, inputs)
@@ -126,32 +121,8 @@ class TransformerBlock(MegatronModule):
     def run_layers(self, layers: Iterable[nn.Module], hidden: Tensor, inputs: LayerInputs) -> Tensor:
         """Runs `layers_at_once` layers, [t, h] -> [t, h]. Full recompute and offloading wrap this function."""
         for layer in layers:
-            hidden = layer(hidden, inputs)
+            hidden = run_layer(layer, hidden, inputs)
         return hidden
-
-    def lone_inputs(
-        self,
-        seq_length: int,
-        batch_size: int,
-        attention_mask: Tensor | None,
-        packed_seq_params: PackedSeqParams | None,
-        device: torch.device,
-    ) -> LayerInputs:
-        """Returns the layers' inputs for a block that is used without a model."""
-        tokens = Tokens(seq_length, batch_size, sequence_part(self.pg_collection))
-        if packed_seq_params is not None:
-            cu_seqlens, longest = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
-            tokens = dataclasses.replace(tokens, cu_seqlens=cu_seqlens, max_seqlen=longest)
-        dropout = None
-        if self.training and drops(self.config):
-            dropout = dropout_tokens(tokens, device, choose_backend(self.config).keep_rows)
-        held = sequence_slice(dropout, self.pg_collection.tp) if self.config.sequence_parallel else dropout
-        return LayerInputs(tokens, attention_mask=attention_mask, dropout=dropout, hidden_dropout=held)
-
-
-def drops(config: TransformerConfig) -> bool:
-    """Returns whether the config has any dropout."""
-    return config.hidden_dropout > 0 or config.attention_dropout > 0
 
 
 def layers_of_stage(config: TransformerConfig, groups: ProcessGroupCollection, vp_stage: int | None) -> range:

@@ -13,6 +13,7 @@ from megatron.core.parameters import add_partial_gradient_axis
 from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+from megatron.core.transformer.layer_call import LayerArguments, inputs_of_arguments
 from megatron.core.transformer.layer_inputs import LayerInputs
 from megatron.core.transformer.layer_patterns import described_layer, with_sizes_of
 from megatron.core.transformer.module import MegatronModule
@@ -68,7 +69,7 @@ class TransformerLayer(MegatronModule):
         super().__init__(config)
         self.layer_number = layer_number
         self.hidden_dropout = config.hidden_dropout if hidden_dropout is None else hidden_dropout
-        groups = pg_collection or default_collection()
+        self.pg_collection = groups = pg_collection or default_collection()
         self.backend = backend_of_layer(backend or choose_backend(config), config, layer_number, groups)
         norm = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
         offer = {"backend": self.backend}
@@ -118,8 +119,22 @@ class TransformerLayer(MegatronModule):
         """Whether the layer has an MLP or experts."""
         return not isinstance(self.mlp, IdentityOp)
 
-    def forward(self, hidden_states: Tensor, inputs: LayerInputs) -> Tensor:
-        """Returns the hidden states [t, h] after this layer."""
+    def forward(self, hidden_states: Tensor, inputs: Any = None, *arguments: Any, **keywords: Any) -> Any:
+        """Returns the hidden states [t, h] after this layer, for `LayerInputs`.
+
+        Without them it takes hidden states [s, b, h] and Megatron-LM's arguments (`LayerArguments`, the first is
+        `attention_mask`), and returns the pair (hidden states [s, b, h], `context` as it was given). Under sequence
+        parallelism the hidden states are this rank's [s / ranks, b, h].
+        """
+        if isinstance(inputs, LayerInputs):
+            return self.add_branches(hidden_states, inputs)
+        positional = () if inputs is None and not arguments else (inputs, *arguments)
+        given = LayerArguments(*positional, **keywords)
+        inputs = inputs_of_arguments(self, hidden_states, given, self.config, self.pg_collection)
+        return self.add_branches(hidden_states.flatten(0, 1), inputs).view_as(hidden_states), given.context
+
+    def add_branches(self, hidden_states: Tensor, inputs: LayerInputs) -> Tensor:
+        """Returns x [t, h] with the outputs of attention, cross attention and MLP added."""
         if self.is_parallel:
             return self.add_attention_and_mlp(hidden_states, inputs)
         if self.has_token_mixer:

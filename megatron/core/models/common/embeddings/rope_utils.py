@@ -2,11 +2,10 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megatron.core.exceptions import UserError
-from megatron.core.ops.rope import Rotation, apply_rope
+from megatron.core.ops.rope import apply_rope, rotation_of_angles
 
 
 def apply_rotary_pos_emb(
@@ -29,6 +28,4 @@ def apply_rotary_pos_emb(
             f"apply_rotary_pos_emb: {t.shape[0]} tokens, but angles of {freqs.shape[0]} positions; give as many"
         )
     interleaved = bool(getattr(config, "rotary_interleaved", False))
-    half = freqs.shape[-1] // 2
-    angle = (freqs[..., ::2] if interleaved else freqs[..., :half]).to(torch.float32)
-    return apply_rope(t, Rotation(angle.cos() * mscale, angle.sin() * mscale, interleaved))
+    return apply_rope(t, rotation_of_angles(freqs, interleaved, mscale))

@@ -16,9 +16,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.tensor_parallel.storage import part_size
 from megatron.core.tokens import RngPosition, Tokens, position_ids
-from megatron.core.transformer.layer_inputs import InferenceContext, LayerInputs, sequence_slice
+from megatron.core.transformer.layer_inputs import InferenceContext, LayerInputs, drops, sequence_slice
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.transformer_block import drops
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 

@@ -1,0 +1,253 @@
+"""Calls of layers in Megatron-LM's form: of a script's layer by a block, and of our layers by a script.
+
+Our layers take the hidden states [t, h] and one record, `LayerInputs`. Megatron-LM's take hidden states [s, b, h] and
+many keywords (`LayerArguments`), and return a pair (hidden states, context).
+"""
+
+import contextvars
+import dataclasses
+import functools
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from megatron.core.backends import choose_backend
+from megatron.core.collectives import group_size
+from megatron.core.context_parallel import sequence_part
+from megatron.core.exceptions import UserError
+from megatron.core.ops.dropout.dropout import dropout_tokens
+from megatron.core.ops.rope import Rotation, rotation_of_angles
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tokens import Tokens
+from megatron.core.transformer.layer_inputs import EncoderStates, LayerInputs, drops, encoder_states_of, sequence_slice
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils.torch_private import in_backward
+
+
+@dataclass(frozen=True)
+class LayerArguments:
+    """Megatron-LM's arguments of a layer after the hidden states, in its order."""
+
+    attention_mask: Tensor | None = None
+    """bool, broadcasts to [b, heads, s, s]; True hides a key, in addition to the layer's own mask."""
+    context: Tensor | None = None
+    """The encoder's output [s of the encoder, b, h], for cross attention."""
+    context_mask: Tensor | None = None
+    rotary_pos_emb: Any = None
+    """Angles [s, 1, 1, r] of `RotaryEmbedding(length)`, or a `Rotation`, which is what a block gives."""
+    rotary_pos_cos: Any = None
+    rotary_pos_sin: Any = None
+    attention_bias: Tensor | None = None
+    inference_context: Any = None
+    packed_seq_params: PackedSeqParams | None = None
+    sequence_len_offset: Any = None
+    inference_params: Any = None
+    padding_mask: Tensor | None = None
+
+    @classmethod
+    def of(cls, inputs: LayerInputs) -> "LayerArguments":
+        """Returns the arguments that say what a layer's inputs say."""
+        tokens, encoder, packed = inputs.tokens, inputs.encoder, None
+        if tokens.cu_seqlens is not None:
+            bounds, longest = tokens.cu_seqlens, tokens.max_seqlen
+            packed = PackedSeqParams("thd", bounds, bounds, max_seqlen_q=longest, max_seqlen_kv=longest)
+        return cls(
+            inputs.attention_mask,
+            None if encoder is None else encoder.hidden_states.unflatten(0, (-1, encoder.tokens.batch_size)),
+            None if encoder is None else encoder.attention_mask,
+            inputs.rotation,
+            attention_bias=inputs.attention_bias,
+            inference_context=inputs.inference_context,
+            packed_seq_params=packed,
+            inference_params=inputs.inference_context,
+            padding_mask=inputs.padding_mask,
+        )
+
+
+@dataclass(frozen=True)
+class _Running:
+    """The inputs of the layer that a block calls in Megatron-LM's form, and the arguments that it gives."""
+
+    inputs: LayerInputs
+    arguments: LayerArguments
+
+
+_running: contextvars.ContextVar[_Running | None] = contextvars.ContextVar("running", default=None)
+
+
+def run_layer(layer: nn.Module, hidden: Tensor, inputs: LayerInputs) -> Tensor:
+    """Returns the hidden states [t, h] after a layer of a block.
+
+    A class whose `forward` takes `attention_mask`, or any keyword, and no `inputs`, is called as in Megatron-LM. It may
+    call our layer's `forward` in the same form. That call gets the rest of `inputs` too: the position of dropout masks,
+    packed documents, the cache of a generation.
+    """
+    kind: Any = type(layer)
+    if not _is_of_megatron_lm(kind):
+        found: Tensor = layer(hidden, inputs)
+        return found
+    arguments = LayerArguments.of(inputs)
+    layer.runs_in_block = True  # type: ignore[assignment]
+    before = _running.set(_Running(inputs, arguments))
+    try:
+        output = layer(hidden.unflatten(0, (-1, inputs.tokens.batch_size)), **_accepted(kind, arguments))
+    finally:
+        _running.reset(before)
+    states: Tensor = output[0] if isinstance(output, tuple) else output
+    return states.flatten(0, 1)
+
+
+@functools.cache
+def _is_of_megatron_lm(kind: Any) -> bool:
+    parameters = inspect.signature(kind.forward).parameters
+    return "inputs" not in parameters and ("attention_mask" in parameters or _takes_keywords(kind))
+
+
+@functools.cache
+def _takes_keywords(kind: Any) -> bool:
+    return any(one.kind is one.VAR_KEYWORD for one in inspect.signature(kind.forward).parameters.values())
+
+
+def _accepted(kind: Any, arguments: LayerArguments) -> dict[str, Any]:
+    """Returns the arguments that a class takes. Raises UserError if it does not take one that the model needs."""
+    names, takes_all = inspect.signature(kind.forward).parameters, _takes_keywords(kind)
+    given = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(arguments)}
+    old = given.pop("inference_params")
+    if "inference_params" in names and "inference_context" not in names:
+        given["inference_params"] = old
+        del given["inference_context"]
+    missing = [name for name, value in given.items() if value is not None and not takes_all and name not in names]
+    if missing:
+        raise UserError(f"{kind.__name__}.forward of a layer spec does not take {', '.join(missing)}; add **kwargs")
+    if given["padding_mask"] is None and "padding_mask" not in names:  # a keyword of few releases
+        del given["padding_mask"]
+    return {name: value for name, value in given.items() if name in names or takes_all}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Our layers, called in this form
+
+
+def inputs_of_arguments(
+    layer: nn.Module,
+    hidden: Tensor,
+    arguments: LayerArguments,
+    config: TransformerConfig,
+    groups: ProcessGroupCollection,
+) -> LayerInputs:
+    """Returns the inputs of a layer that is called with hidden states [s, b, h] and Megatron-LM's arguments. Within a
+    script's layer that a block calls, the arguments change the inputs of the block. Raises UserError for arguments
+    that cannot be followed."""
+    running = _running.get()
+    if running is None:
+        if in_backward() and getattr(layer, "runs_in_block", False):
+            raise UserError(
+                f"{type(layer).__name__}: a layer of a block that recomputes by itself loses its dropout masks; set "
+                "recompute_granularity instead"
+            )
+        return lone_inputs(hidden, arguments, config, groups, layer.training)
+    ranks = group_size(groups.tp) if config.sequence_parallel else 1
+    tokens = running.inputs.tokens
+    if tuple(hidden.shape[:2]) != (tokens.count // tokens.batch_size // ranks, tokens.batch_size):
+        raise UserError(
+            f"{type(layer).__name__}: hidden states of shape {list(hidden.shape)} within a block whose micro-batch has "
+            f"{tokens.seq_length} tokens in {tokens.batch_size} rows; a layer of a block keeps the tokens"
+        )
+    return _changed(running, arguments, config)
+
+
+_HANDED_ON = ("context", "context_mask", "packed_seq_params", "padding_mask", "inference_context", "inference_params")
+
+
+def _changed(running: _Running, arguments: LayerArguments, config: TransformerConfig) -> LayerInputs:
+    """Returns the block's inputs with the mask, bias and rotary positions of the arguments, which may be None."""
+    inputs, offered = running.inputs, running.arguments
+    _refuse_unknown(arguments)
+    for name in _HANDED_ON:
+        given = getattr(arguments, name)
+        if given is not None and given is not getattr(offered, name):
+            raise UserError(f"a layer of a block cannot change {name}; hand on the one that the block gives")
+    if arguments.attention_mask is not offered.attention_mask:
+        inputs = dataclasses.replace(inputs, attention_mask=arguments.attention_mask)
+    if arguments.attention_bias is not offered.attention_bias:
+        inputs = dataclasses.replace(inputs, attention_bias=arguments.attention_bias)
+    if arguments.rotary_pos_emb is not offered.rotary_pos_emb:
+        rotation = _rotation(arguments.rotary_pos_emb, inputs.tokens, config)
+        inputs = dataclasses.replace(inputs, rotation=rotation, local_rotation=None)
+    return inputs
+
+
+def lone_inputs(
+    hidden: Tensor,
+    arguments: LayerArguments,
+    config: TransformerConfig,
+    groups: ProcessGroupCollection,
+    training: bool,
+) -> LayerInputs:
+    """Returns the inputs of layers that are called without a model, for hidden states [s, b, h]. Dropout masks draw
+    their seed from torch's generator. Rotary positions are those of the arguments."""
+    _refuse_unknown(arguments)
+    if arguments.inference_context is not None or arguments.inference_params is not None:
+        raise UserError("inference_context: not in a call of layers without their model; call the model with it")
+    ranks = group_size(groups.tp) if config.sequence_parallel else 1
+    tokens = Tokens(hidden.shape[0] * ranks, hidden.shape[1], sequence_part(groups))
+    packed, dropout = arguments.packed_seq_params, None
+    if packed is not None:
+        tokens = dataclasses.replace(tokens, cu_seqlens=packed.cu_seqlens_q, max_seqlen=packed.max_seqlen_q)
+    if training and drops(config):
+        dropout = dropout_tokens(tokens, hidden.device, choose_backend(config).keep_rows)
+    return LayerInputs(
+        tokens,
+        rotation=_rotation(arguments.rotary_pos_emb, tokens, config),
+        attention_mask=arguments.attention_mask,
+        padding_mask=arguments.padding_mask,
+        dropout=dropout,
+        hidden_dropout=sequence_slice(dropout, groups.tp) if config.sequence_parallel else dropout,
+        encoder=_encoder(arguments, config, groups, training),
+        attention_bias=arguments.attention_bias,
+    )
+
+
+def _encoder(
+    arguments: LayerArguments, config: TransformerConfig, groups: ProcessGroupCollection, training: bool
+) -> EncoderStates | None:
+    context = arguments.context
+    if context is None:
+        return None
+    ranks = group_size(groups.tp) if config.sequence_parallel else 1
+    tokens, dropout = Tokens(context.shape[0] * ranks, context.shape[1]), None
+    if training and drops(config):
+        dropout = dropout_tokens(tokens, context.device, choose_backend(config).keep_rows)
+    return encoder_states_of(
+        context,
+        tokens,
+        groups.tp,
+        sequence_parallel=config.sequence_parallel,
+        attention_mask=arguments.context_mask,
+        dropout=dropout,
+    )
+
+
+def _refuse_unknown(arguments: LayerArguments) -> None:
+    for name in ("rotary_pos_cos", "rotary_pos_sin", "sequence_len_offset"):
+        if getattr(arguments, name) is not None:
+            raise UserError(f"{name} of a layer: not here; give rotary_pos_emb, the angles of these tokens")
+
+
+def _rotation(given: Any, tokens: Tokens, config: TransformerConfig) -> Rotation | None:
+    """Returns the rotary positions that `rotary_pos_emb` describes."""
+    if isinstance(given, tuple) and len(given) == 2 and given[0] is given[1]:
+        given = given[0]  # of queries and keys
+    if given is None or isinstance(given, Rotation):
+        return given
+    if not isinstance(given, Tensor) or given.shape[0] != tokens.seq_length:
+        what = f"angles of {given.shape[0]} positions" if isinstance(given, Tensor) else f"a {type(given).__name__}"
+        raise UserError(f"rotary_pos_emb is {what}; give the angles [s, 1, 1, r] of these {tokens.seq_length} tokens")
+    scaled = config.rope_scaling_type in ("yarn", "longrope")
+    if scaled or getattr(config, "multi_latent_attention", False):
+        what = f"rope_scaling_type {config.rope_scaling_type}" if scaled else "multi_latent_attention"
+        raise UserError(f"rotary_pos_emb with {what}: angles do not tell the amplitude; give the embedding's Rotation")
+    return rotation_of_angles(given, config.rotary_interleaved)
