@@ -4,6 +4,7 @@ The sampler alone decides the order. Workers read whole micro-batches in turn, a
 so the number of workers does not change the data.
 """
 
+import contextlib
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -92,7 +93,9 @@ class MicroBatchIterator(Iterator[Any]):
         self._closed.set()
         for worker in self._workers:
             kill_if_stopped(worker.pid)  # torch's SIGTERM does not reach it, and the program would wait for it
-        getattr(self._iterator, "_shutdown_workers", lambda: None)()
+        # A worker that is told to end may crash instead, in its C++ threads. It has no samples left to give.
+        with contextlib.suppress(RuntimeError):
+            getattr(self._iterator, "_shutdown_workers", lambda: None)()
         self._iterator, self._workers = None, ()
 
     def __enter__(self) -> "MicroBatchIterator":

@@ -1,7 +1,7 @@
 """megatron/training/data/loaders.py: the run's samples do not depend on layout, workers, or where it was resumed."""
 
 import itertools
-import multiprocessing
+import multiprocessing.util
 import os
 import signal
 import time
@@ -100,6 +100,23 @@ def test_however_workers_start(build_dataset, method):
     dataset[0]
     found = read(dataset, 3, micro_batch_size=4, num_workers=1, multiprocessing_context=method)
     assert samples_of(found) == samples_of(read(dataset, 3, micro_batch_size=4, num_workers=0))
+
+
+class CrashesAtItsEnd(torch.utils.data.Dataset):
+    """Its worker ends by SIGABRT, as a C++ thread that still runs ends it."""
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, idx):
+        if idx == 0:
+            multiprocessing.util.Finalize(None, os.abort, exitpriority=1)
+        return torch.tensor(idx)
+
+
+def test_a_worker_that_crashes_at_its_end_ends_no_run():
+    found = read(CrashesAtItsEnd(), 3, micro_batch_size=2, num_workers=1, collate=torch.stack)
+    assert [batch.tolist() for batch in found] == [[0, 1], [2, 3], [4, 5]]
 
 
 def test_reading_disturbs_no_generator(build_dataset):
