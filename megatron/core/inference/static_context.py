@@ -14,7 +14,8 @@ class StaticInferenceContext:
     A model is called first with the prompts, padded on the right, then with one token per row at a time:
 
         context = StaticInferenceContext(batch_size, max_length)
-        logits = model(prompts, context.begin(lengths), inference_context=context)  # of each row's next token
+        positions = context.begin(lengths, prompts.shape[1])
+        logits = model(prompts, positions, inference_context=context)  # of each row's next token
         logits = model(next_tokens, context.advance(), inference_context=context)
 
     Rows do not attend to the padding: it comes after their own tokens and is overwritten as they grow.
@@ -55,7 +56,12 @@ class StaticInferenceContext:
         return self._last[:, None]
 
     def extend(self, layer_number: int, key: Tensor, value: Tensor, reader: str = "attention") -> CachedKeyValues:
-        """Adds keys and values of a layer; implements `InferenceContext.extend`."""
+        """Adds keys and values of a layer; implements `InferenceContext.extend`. Raises UserError before `begin`."""
+        if not self._last.numel():
+            raise UserError(
+                "the inference context has no prompts yet: call its begin(lengths, filled_to) before the model, and "
+                "advance() before each further token (a script's own sequence_len_offset is not followed)"
+            )
         keys, values = self._buffers_of((layer_number, reader), key, value)
         if self._first_call:
             keys[: self._extent], values[: self._extent] = key, value

@@ -48,3 +48,8 @@ def test_what_does_not_fit_is_refused() -> None:
     context.begin(torch.tensor([4]), 4)
     with pytest.raises(UserError, match="the context is full: max_sequence_length 4"):
         context.advance()
+
+
+def test_a_context_without_prompts_says_what_to_call() -> None:
+    with pytest.raises(UserError, match=r"call its begin\(lengths, filled_to\) before the model"):
+        StaticInferenceContext(2, 5).extend(1, numbered(3, 2), numbered(3, 2))
