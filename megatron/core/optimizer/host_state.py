@@ -111,9 +111,12 @@ class StateStream:
 
     def each(self, pieces: Sequence[StateSegment]) -> Iterator[StateSegment]:
         """Yields each piece with its state on the device. When the next piece is requested, the state is copied back to
-        host memory. The memory on the device is freed after the last piece."""
+        host memory. The memory on the device is freed after the last piece. Without pieces no stream is touched: a CUDA
+        graph of the update must not wait for a stream outside it."""
+        if not pieces:
+            return
         copies = [_DeviceCopy(piece) for piece in pieces]
-        largest = max((copy.nbytes for copy in copies), default=0)
+        largest = max(copy.nbytes for copy in copies)
         slots = [_Slot(torch.empty(largest, dtype=torch.uint8, device=self.device)) for _ in copies[:_SLOTS]]
         if self._coming is not None and self._going is not None:
             self._coming.wait_stream(torch.cuda.current_stream(self.device))

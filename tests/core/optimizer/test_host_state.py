@@ -111,3 +111,21 @@ def test_state_and_reload_and_graphs() -> None:
     assert all((state.weights.decode() == 0.5).all() for state in optimizer.states)
     with pytest.raises(UserError, match="keeps the state on the device"):
         CapturedUpdate(optimizer, None, 1)  # type: ignore[arg-type]
+
+
+class UncapturedStream:
+    """Fails as CUDA does when a graph under capture waits for a stream outside it."""
+
+    def wait_stream(self, stream: object) -> None:
+        raise RuntimeError("dependency created on uncaptured work in another stream")
+
+
+def test_an_update_without_state_on_the_host_waits_for_no_other_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    ddp, optimizer = built(None)
+    for name in ("_coming", "_going"):
+        monkeypatch.setattr(optimizer._host_stream, name, UncapturedStream())
+    backward(ddp, 0, 1)
+    ddp.finish_grad_sync()
+    before = optimizer.units[0].weight_shard.clone()
+    optimizer.step_on_device(torch.tensor(True))
+    assert not torch.equal(optimizer.units[0].weight_shard, before)
