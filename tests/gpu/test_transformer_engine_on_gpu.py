@@ -1,5 +1,6 @@
 """Transformer Engine on a GPU: each operation and whole models against float64 or LOCAL, each fp8 recipe, training."""
 
+import contextlib
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from megatron.core.backends import choose_backend
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.distributed.main_grad import attach_main_grad
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -25,6 +27,7 @@ from megatron.core.ops.transformer_engine.linear import make_grouped_linear, mak
 from megatron.core.ops.transformer_engine.norm import EngineNorms
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.moe.router_replay import router_replays
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 pytestmark = pytest.mark.gpu
@@ -37,7 +40,13 @@ LLAMA = {
     "add_bias_linear": False,
     "num_query_groups": 2,
 }
-EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 256, "moe_grouped_gemm": True}
+EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 256,
+    "moe_grouped_gemm": True,
+    "moe_enable_routing_replay": True,
+}
 MODELS = {"gpt": {}, "llama": LLAMA, "moe": {**LLAMA, **EXPERTS, "moe_token_dispatcher_type": "alltoall"}}
 
 
@@ -183,14 +192,36 @@ def model_of(name: str, impl: str, dtype: torch.dtype, **more: object) -> GPTMod
     return GPTModel(config, spec, vocab_size=1000, max_sequence_length=128, **where).to("cuda")
 
 
-def results_of(model: GPTModel, packed: bool) -> list[Tensor]:
+Routing = list[list[Tensor]]
+"""For each router, the experts that it chose in each forward."""
+
+
+@contextlib.contextmanager
+def routed(model: GPTModel, routing: Routing, records: bool) -> Iterator[None]:
+    """Sends tokens to the experts of `routing`, or writes the routers' own choice into it. A token whose experts score
+    almost alike would go elsewhere in lower precision: one of 128 tokens changes an expert's gradient by an eighth."""
+    replays = router_replays(model)
+    for number, replay in enumerate(replays):
+        if records:
+            replay.record()
+        else:
+            replay.replay(routing[number])
+    yield
+    if records:
+        routing[:] = [replay.recorded for replay in replays]
+    for replay in replays:
+        replay.stop()
+
+
+def results_of(model: GPTModel, packed: bool, routing: Routing, records: bool = False) -> list[Tensor]:
     ids = torch.randint(1000, (1 if packed else 4, 129), generator=torch.Generator().manual_seed(1)).cuda()
     more = {}
     if packed:
         edges = torch.tensor([0, 50, 51, 128], dtype=torch.int32, device="cuda")
         more["packed_seq_params"] = PackedSeqParams("thd", edges, edges, max_seqlen_q=77, max_seqlen_kv=77)
-    losses = model(ids[:, :-1], labels=ids[:, 1:], **more)
-    losses.mean().backward()
+    with routed(model, routing, records):
+        losses = model(ids[:, :-1], labels=ids[:, 1:], **more)
+        losses.mean().backward()
     return [losses.detach(), *(parameter.grad for parameter in model.parameters())]
 
 
@@ -198,44 +229,110 @@ def results_of(model: GPTModel, packed: bool) -> list[Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", MODELS)
 def test_models_equal_local(engine: Engine, name: str, dtype: torch.dtype, packed: bool) -> None:
-    ours = results_of(model_of(name, "local", torch.float32), packed)
+    routing: Routing = []
+    ours = results_of(model_of(name, "local", torch.float32), packed, routing, records=True)
     model = model_of(name, "transformer_engine", dtype)
     assert choose_backend(model.config).engine is engine
-    given = results_of(model, packed)
-    local = results_of(model_of(name, "local", dtype), packed)
+    given = results_of(model, packed, routing)
+    local = results_of(model_of(name, "local", dtype), packed, routing)
     errors, limits = ([off(found, exact) for found, exact in zip(each, ours, strict=True)] for each in (given, local))
     print(f"{name}, {dtype}, packed {packed}: largest error {max(errors):.1e}, of LOCAL {max(limits):.1e}")
-    # In bf16 tokens near a tie between experts go elsewhere.
-    spare = 1e-4 if dtype is torch.float32 else 0.1 if name == "moe" else 0.01
+    spare = 1e-4 if dtype is torch.float32 else 0.01
     assert all(error < 1.5 * limit + spare for error, limit in zip(errors, limits, strict=True)), (errors, limits)
     state, own = model.state_dict(), model_of(name, "local", dtype).state_dict()
     assert list(state) == list(own) and all(torch.equal(state[key], own[key]) for key in own)
 
 
+FP8 = {
+    None: {},
+    "tensorwise": {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
+    "blockwise": {"fp8": "hybrid", "fp8_recipe": "blockwise"},
+    "delayed": {
+        "fp8": "hybrid",
+        "fp8_recipe": "delayed",
+        "fp8_margin": 1,
+        "fp8_amax_history_len": 16,
+        "fp8_amax_compute_algo": "max",
+    },
+}
+"""Settings of each recipe. With delayed scaling a step of its history is a micro-batch, of ours a global batch; the
+margin and the largest value of the history keep both from clipping."""
+STEPS = 4
+
+
+class Training:
+    """A model in bf16, with main gradients and an optimizer, whose steps have two micro-batches."""
+
+    def __init__(self, name: str, impl: str, recipe: str | None) -> None:
+        self.model = model_of(name, impl, torch.bfloat16, **FP8[recipe])
+        config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+        self.wrapped = DistributedDataParallel(self.model.config, config, self.model)
+        self.optimizer = get_megatron_optimizer(OptimizerConfig(lr=3e-3, bf16=True, clip_grad=1.0), [self.wrapped])
+
+    def backward(self, ids: Tensor, routing: Routing) -> dict[str, Tensor]:
+        """Returns the gradients of the mean loss, and the losses of tokens as "loss"."""
+        self.wrapped.zero_grad_buffer()
+        losses = backward_of(self.wrapped, self.model, ids, routing, records=False)
+        finalize_model_grads([self.wrapped])
+        return {"loss": losses, **{name: p.main_grad.clone() for name, p in trained(self.model).items()}}
+
+    def step(self, gradients: dict[str, Tensor]) -> None:
+        """Updates the weights by other gradients than the model's own."""
+        for name, parameter in trained(self.model).items():
+            parameter.main_grad.copy_(gradients[name])
+        self.optimizer.step()
+
+
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def backward_of(wrapped: nn.Module, model: GPTModel, ids: Tensor, routing: Routing, records: bool) -> Tensor:
+    losses = []
+    with routed(model, routing, records):
+        for rows in ids.split(2):
+            losses.append(wrapped(rows[:, :-1], labels=rows[:, 1:]))
+            (losses[-1].mean() / 2).backward()
+    return torch.cat(losses).detach()
+
+
+def exact_gradients(model: GPTModel, weights: nn.Module, ids: Tensor, routing: Routing) -> dict[str, Tensor]:
+    """Returns what `Training.backward` does, in float32 at the weights of another model. Writes the routing."""
+    with torch.no_grad():
+        for name, parameter in trained(weights).items():
+            model.get_parameter(name).copy_(parameter)
+    model.zero_grad()
+    losses = backward_of(model, model, ids, routing, records=True)
+    return {"loss": losses, **{name: parameter.grad for name, parameter in trained(model).items()}}
+
+
 @pytest.mark.parametrize("recipe", [None, *RECIPES])
 @pytest.mark.parametrize("name", MODELS)
-def test_training_falls_as_with_local(engine: Engine, name: str, recipe: str | None) -> None:
-    curves = {}
-    for impl in ("local", "transformer_engine"):
-        more = {} if recipe is None or impl == "local" else {"fp8": "hybrid", "fp8_recipe": recipe}
-        model = model_of(name, impl, torch.bfloat16, **more)
-        wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
-        optimizer = get_megatron_optimizer(OptimizerConfig(lr=3e-3, bf16=True, clip_grad=1.0), [wrapped])
-        ids = torch.randint(1000, (4, 129), generator=torch.Generator().manual_seed(1)).cuda()
-        curve = []
-        for _ in range(5):
-            wrapped.zero_grad_buffer()
-            for rows in ids.split(2):
-                losses = wrapped(rows[:, :-1], labels=rows[:, 1:])
-                (losses.mean() / 2).backward()
-            wrapped.finish_grad_sync()
-            optimizer.step()
-            curve.append(float(losses.mean()))
-        curves[impl] = curve
-    print(f"{name}, {recipe}: {curves}")
-    assert curves["local"][-1] < curves["local"][0] - 0.2
-    for ours, its in zip(curves["local"], curves["transformer_engine"], strict=True):
-        assert abs(ours - its) < (0.05 if recipe is None else 0.15)
+def test_gradients_in_training_are_as_near_to_float32s_as_ours(engine: Engine, name: str, recipe: str | None) -> None:
+    """Both models take the steps of float32's gradients, so that all are compared at the same weights. Losses of models
+    that go their own ways say nothing: after 5 steps of this model ours with fp8 and without are 0.3 to 0.5 apart."""
+    ours, its = (Training(name, impl, recipe) for impl in ("local", "transformer_engine"))
+    exact, routing = model_of(name, "local", torch.float32), []
+    ids = torch.randint(1000, (4, 129), generator=torch.Generator().manual_seed(1)).cuda()
+    errors, curve = {}, []
+    for step in range(STEPS):
+        wanted = exact_gradients(exact, ours.model, ids, routing)
+        for _ in range(6 if recipe == "delayed" and step == 0 else 1):  # its scales are 1 at first
+            given = [training.backward(ids, routing) for training in (ours, its)]
+        assert all(one.keys() == wanted.keys() for one in given)
+        for key in wanted:
+            errors.setdefault(key, []).append([off(one[key], wanted[key]) for one in given])
+        curve.append(float(wanted["loss"].mean()))
+        for training in (ours, its):
+            training.step(wanted)
+        weights = trained(its.model)
+        assert all(torch.equal(parameter, weights[key]) for key, parameter in trained(ours.model).items())
+    assert curve[-1] < curve[0] - 0.2
+    means = {key: torch.tensor(rows).square().mean(0).sqrt().tolist() for key, rows in errors.items()}  # over steps
+    found = sorted(((its_own / limit, key, its_own, limit) for key, (limit, its_own) in means.items()), reverse=True)
+    print(f"{name}, {recipe}: largest error {max(row[2] for row in found):.3f}, largest ratio to ours {found[0]}")
+    beyond = [row for row in found if row[2] >= 1.5 * row[3] + 0.01]
+    assert not beyond, beyond
 
 
 def test_rowwise_is_refused(engine: Engine) -> None:

@@ -22,9 +22,10 @@ def test_it_is_not_used_until_the_constant_says_so(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if installed[0] else None)
     monkeypatch.setattr(engine, "_import_engine", lambda: fake.FAKE)
+    monkeypatch.setattr(engine, "USES_ENGINE", False)
     assert find_engine() == "it is not installed"
     installed[0] = True
-    assert find_engine() == "it is installed, but our use of it has not been tested on a GPU yet"
+    assert find_engine() == "it is installed, but our use of it is switched off: its tests in fp8 have not passed"
     monkeypatch.setattr(engine, "USES_ENGINE", True)
     assert find_engine() is fake.FAKE
 
