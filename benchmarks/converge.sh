@@ -1,17 +1,29 @@
 #!/usr/bin/env bash
-# From one checkpoint of an anchor, trains the rest of the run with this project and twice with the anchor, on real
-# text, each on one GPU, all three at once:
+# From one checkpoint of an anchor, trains the rest of a run on real text with this project and with the anchor, all
+# runs at once on one GPU:
 #
-#   GPU_KIT=FOLDER benchmarks/converge.sh GPT125M        # or MOE8
+#   GPU_KIT=FOLDER benchmarks/converge.sh GPT125M                        # or MOE8
+#   GPU_KIT=FOLDER benchmarks/converge.sh MOE8 anchor anchor-again ours ours-plain other-seed
 #
-# The anchor writes the checkpoint after $BEGIN of $ITERS steps (default 10 of 2000); import-megatron reads it. Ours and
-# the anchor go on with the same samples; the second run of the anchor has another seed, so another order of samples.
-# The last lines are a table of smoothed losses (benchmarks/convergence.py). FOLDER is that of compare.sh; results go to
-# ${OUT:-runs/converge}. MORE are flags of all runs; WINDOW is the number of steps of a mean (100).
+# The anchor writes the checkpoint after $BEGIN of $ITERS steps (default 10 of 2000); import-megatron reads it. Runs:
+#   anchor        the reference
+#   anchor-again  the anchor once more, same samples in the same order: how far its own rounding takes it; its flags $AGAIN
+#   other-seed    the anchor with another seed, so with another order of samples
+#   ours          this project, same samples in the same order
+#   ours-plain    this project with plain torch instead of its kernels, same order: another rounding
+#   ours-other    the project in the folder $OTHER (a checkout with a change), same order; its flags $OTHER_FLAGS
+# Default: anchor, other-seed and ours. The last lines are tables of smoothed losses (benchmarks/convergence.py).
+#
+# FOLDER is that of compare.sh; results go to ${OUT:-runs/converge}; text is made once. LIMIT is the seconds after which
+# all runs are stopped (default 7200): what they have done by then is compared. MORE are flags of all runs; WINDOW is the
+# number of steps of a mean (100).
 set -euo pipefail
 : "${GPU_KIT:?name the folder of the anchor kit}"
 root=$(cd "$(dirname "$0")/.." && pwd)
-begin=${BEGIN:-10}
+cell=${1:-GPT125M}
+shift || true
+runs=${*:-anchor other-seed ours}
+begin=${BEGIN:-10} limit=${LIMIT:-7200}
 export ITERS=${ITERS:-2000} PYTHONPATH=$root
 set +u
 . "$GPU_KIT/setup.sh"
@@ -19,17 +31,24 @@ set +u
 set -u
 mkdir -p "${OUT:=runs/converge}"
 OUT=$(cd "$OUT" && pwd)
+out=$OUT/$cell
 
 experts="--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 1024 --moe-grouped-gemm"
 experts="$experts --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2"
-case ${1:-GPT125M} in
+case $cell in
   GPT125M) model="--num-layers 12 --hidden-size 768 --num-attention-heads 12" ;;
   MOE8)
     model="--num-layers 4 --hidden-size 512 --ffn-hidden-size 1024 --num-attention-heads 8 --swiglu --normalization RMSNorm"
     model="$model --position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights $experts" ;;
-  *) echo "unknown model $1: GPT125M or MOE8" && exit 2 ;;
+  *) echo "unknown model $cell: GPT125M or MOE8" && exit 2 ;;
 esac
-name=${1:-GPT125M} out=$OUT/${1:-GPT125M}
+for run in $runs; do
+  case $run in
+    anchor | anchor-again | other-seed | ours | ours-plain) ;;
+    ours-other) : "${OTHER:?ours-other needs the folder of the other checkout}" ;;
+    *) echo "unknown run $run: anchor, anchor-again, other-seed, ours, ours-plain or ours-other" && exit 2 ;;
+  esac
+done
 model="$model --vocab-size 32767 --seq-length 1024 --max-position-embeddings 1024"
 schedule="--micro-batch-size 8 --global-batch-size 8 --lr 6e-4 --min-lr 6e-5 --lr-warmup-iters $((ITERS / 20)) --lr-decay-iters $ITERS ${MORE:-}"
 mkdir -p "$out"
@@ -44,22 +63,58 @@ if [ ! -e "$text.idx" ]; then
     --merge-file "$OUT/tokenizer/merges.txt" --workers "$(nproc)"
 fi
 export ANCHOR_DATA=$text
-# shellcheck disable=SC2086  # flags are words
-train_anchor() { # log, more flags
-  local log=$1
-  shift
-  OUT=$out LIMIT=${LIMIT:-600} anchor "$log" 1 $model $schedule "$@"
+
+left() { # seconds until the limit, at least 1
+  echo $((limit > SECONDS ? limit - SECONDS : 1))
 }
-train_anchor begin --save "$out/theirs" --save-interval "$begin" --exit-interval "$begin"
+# shellcheck disable=SC2086  # flags are words
+train_anchor() { # run, more flags
+  local run=$1
+  shift
+  OUT=$out LIMIT=$(left) anchor "$run" 1 $model $schedule "$@" > "$out/$run.txt"
+}
+# shellcheck disable=SC2046  # flags are words
+train_ours() { # run, folder of the code, more flags
+  local run=$1 code=$2 seconds status=0
+  shift 2
+  rm -f "$out/$run.jsonl"
+  seconds=$(left)
+  PYTHONPATH=$code timeout "$seconds" python3 "$code/pretrain_gpt.py" $(cat "$out/imported/flags.txt") \
+    --load "$out/imported" --data-path "$text" --split 99,1,0 --eval-iters 0 --log-interval 1 \
+    --metrics-path "$out/$run.jsonl" "$@" > "$out/$run.log" 2>&1 || status=$?
+  echo "$run: exit $status" > "$out/$run.txt"
+  [ "$status" = 0 ] || [ "$status" = 124 ] || tail -n 5 "$out/$run.log" >> "$out/$run.txt"
+}
+start() { # run
+  case $1 in
+    anchor) train_anchor anchor --load "$out/theirs" ;;
+    # shellcheck disable=SC2086
+    anchor-again) train_anchor anchor-again --load "$out/theirs" ${AGAIN:-} ;;
+    other-seed) train_anchor other-seed --load "$out/theirs" --seed 4321 --no-load-rng ;;
+    ours) train_ours ours "$root" ;;
+    ours-plain) train_ours ours-plain "$root" --transformer-impl local ;;
+    # shellcheck disable=SC2086
+    ours-other) train_ours ours-other "$(cd "$OTHER" && pwd)" ${OTHER_FLAGS:-} ;;
+  esac
+}
+train_anchor begin --save "$out/theirs" --save-interval "$begin" --exit-interval "$begin" || true
+cat "$out/begin.txt"
+for run in $runs; do
+  case $run in ours*) ;; *) start "$run" & ;; esac
+done
 python3 "$root/tools/checkpoint/convert.py" import-megatron --load "$out/theirs" --save "$out/imported"
-train_anchor anchor --load "$out/theirs" > "$out/anchor.txt" &
-train_anchor other-seed --load "$out/theirs" --seed 4321 --no-load-rng > "$out/other-seed.txt" &
-rm -f "$out/metrics.jsonl"
-# shellcheck disable=SC2046
-python3 "$root/pretrain_gpt.py" $(cat "$out/imported/flags.txt") --load "$out/imported" --data-path "$text" \
-  --split 99,1,0 --eval-iters 0 --log-interval 1 --metrics-path "$out/metrics.jsonl" > "$out/ours.log" 2>&1 ||
-  { echo "ours: failed" && tail -n 5 "$out/ours.log"; }
+for run in $runs; do
+  case $run in ours*) start "$run" & ;; esac
+done
 wait
-cat "$out/anchor.txt" "$out/other-seed.txt"
-python3 "$root/benchmarks/convergence.py" compare "$out/metrics.jsonl" "$out/anchor.log" "$out/other-seed.log" \
-  --window "${WINDOW:-100}" --title "$name" --picture "$out/losses.png"
+compared=()
+for run in $runs; do
+  cat "$out/$run.txt"
+  case $run in
+    ours*) compared+=("$run=$out/$run.jsonl") ;;
+    anchor) compared=("$run=$out/$run.log" ${compared[@]+"${compared[@]}"}) ;; # the reference is the first
+    *) compared+=("$run=$out/$run.log") ;;
+  esac
+done
+python3 "$root/benchmarks/convergence.py" compare "${compared[@]}" --window "${WINDOW:-100}" --title "$cell" \
+  --picture "$out/losses.png"

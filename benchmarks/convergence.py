@@ -1,4 +1,4 @@
-"""Text for benchmarks/converge.sh, and its comparison of losses with those of two runs of an anchor."""
+"""Text for benchmarks/converge.sh, and its comparison of the losses of runs of ours and of an anchor."""
 
 import argparse
 import json
@@ -7,6 +7,7 @@ import statistics
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.core.exceptions import UserError
@@ -14,6 +15,8 @@ from megatron.training.logging.jsonl import read_metrics
 
 ENDINGS = (".py", ".pyi", ".md", ".rst", ".txt", ".h", ".hpp", ".cuh")
 LONGEST_FILE = 400_000
+FIRST = 20
+"""Number of steps at the start of a run whose losses are compared one by one."""
 _STEP = re.compile(r"iteration +([0-9]+)/.*?lm loss: ([0-9.E+-]+)")
 
 
@@ -53,6 +56,22 @@ def our_losses(metrics: Path) -> dict[int, float]:
     return dict(zip(steps, losses, strict=True))
 
 
+def read_runs(texts: Sequence[str]) -> dict[str, dict[int, float]]:
+    """Returns the losses of runs, given as NAME=FILE, by name. A run without a step is left out, and a line says so."""
+    runs = {}
+    for text in texts:
+        name, equals, file = text.partition("=")
+        if not equals:
+            raise UserError(f"{text}: write NAME=FILE")
+        try:
+            runs[name] = (our_losses if file.endswith(".jsonl") else anchor_losses)(Path(file))
+        except (UserError, OSError) as error:
+            if not runs:
+                raise UserError(f"the reference {name} has no losses: {error}") from error
+            print(f"{name} is left out: {error}")
+    return runs
+
+
 def smoothed(losses: dict[int, float], steps: list[int], window: int) -> dict[int, float]:
     """Returns the means of `window` steps, by the last of them."""
     return {
@@ -61,26 +80,76 @@ def smoothed(losses: dict[int, float], steps: list[int], window: int) -> dict[in
     }
 
 
-def compare(ours: dict[int, float], anchor: dict[int, float], other: dict[int, float], window: int) -> list[str]:
-    """Returns a table of smoothed losses; the last line says whether ours is within the spread of the anchor's seeds.
+@dataclass(frozen=True)
+class Distance:
+    """How far the smoothed losses of a run are from those of the reference, over the windows that both have."""
 
-    That is so if the mean distance of ours to the anchor with the same samples is at most the mean distance between the
-    anchor's two seeds. Raises UserError where runs have no steps in common.
-    """
-    steps = sorted(ours.keys() & anchor.keys() & other.keys())
-    if len(steps) < window:
-        raise UserError(f"the runs have {len(steps)} steps in common, fewer than the {window} of --window")
-    means = [smoothed(losses, steps, window) for losses in (ours, anchor, other)]
-    lines = ["| step | ours | anchor | anchor, other seed | ours - anchor | other seed - anchor |", "|" + "---|" * 6]
-    for step, mine in means[0].items():
-        theirs, others = means[1][step], means[2][step]
-        values = f"{mine:.4f} | {theirs:.4f} | {others:.4f} | {mine - theirs:+.4f} | {others - theirs:+.4f}"
-        lines.append(f"| {step} | {values} |")
-    distance, spread = (
-        statistics.fmean(abs(run[step] - means[1][step]) for step in run) for run in (means[0], means[2])
+    steps: int
+    """Number of steps that both runs have."""
+    at_start: float
+    """Median size of the differences of the first FIRST steps: what rounding does in one step, before it adds up."""
+    differences: dict[int, float]
+    """Mean loss of the run minus that of the reference, by the last step of each window."""
+
+    @property
+    def mean(self) -> float:
+        """Mean size of the differences."""
+        return statistics.fmean(map(abs, self.differences.values()))
+
+    @property
+    def at_end(self) -> float:
+        """Mean of the last quarter of the differences, with its sign: where a drift shows."""
+        values = list(self.differences.values())
+        return statistics.fmean(values[-max(1, len(values) // 4) :])
+
+
+def distance(run: dict[int, float], reference: dict[int, float], window: int) -> Distance:
+    """Returns the distance of a run to the reference. Windows with a step that the run does not have are left out."""
+    steps = sorted(reference)
+    common = sorted(run.keys() & reference.keys())
+    whole = [steps[end - window : end] for end in range(window, len(steps) + 1, window)]
+    return Distance(
+        len(common),
+        statistics.median([abs(run[step] - reference[step]) for step in common[:FIRST]] or [0.0]),
+        {
+            part[-1]: statistics.fmean(run[step] - reference[step] for step in part)
+            for part in whole
+            if run.keys() >= set(part)
+        },
     )
-    verdict = "within" if distance <= spread else "NOT within"
-    lines.append(f"mean distance to the anchor: ours {distance:.4f}, other seed {spread:.4f}: {verdict} the spread")
+
+
+def compare(runs: dict[str, dict[int, float]], spread_of: str, window: int) -> list[str]:
+    """Returns two tables in Markdown, and a verdict for each run of ours, whose names begin with "ours".
+
+    The first of `runs` is the reference: the anchor that has the same samples as ours. A run of ours is within the
+    spread if its mean distance to the reference is at most that of the run `spread_of`. Runs may end early. Raises
+    UserError if no run has a whole window in common with the reference.
+    """
+    (first, reference), *others = runs.items()
+    found = {name: distance(losses, reference, window) for name, losses in others}
+    distances = {name: d for name, d in found.items() if d.differences}
+    lines = [
+        f"{name} is left out: it has {d.steps} steps in common with {first}, not one whole window of {window}"
+        for name, d in found.items()
+        if name not in distances
+    ]
+    if not distances:
+        raise UserError("; ".join(lines) or f"there is no run to compare with {first}")
+    columns = "".join(f" {name} - {first} |" for name in distances)
+    lines += [f"| step | {first} |{columns}", "|" + "---|" * (2 + len(distances))]
+    for step, mean in smoothed(reference, sorted(reference), window).items():
+        shown = [d.differences.get(step) for d in distances.values()]
+        lines.append(f"| {step} | {mean:.4f} |" + "".join(" |" if d is None else f" {d:+.4f} |" for d in shown))
+    lines += ["", f"| run | steps | steps 1 to {FIRST} | mean distance to {first} | last quarter |", "|" + "---|" * 5]
+    lines += [
+        f"| {name} | {d.steps} | {d.at_start:.5f} | {d.mean:.4f} | {d.at_end:+.4f} |" for name, d in distances.items()
+    ]
+    lines.append("")
+    for name in distances:
+        if name.startswith("ours") and spread_of in distances:
+            verdict = "within" if distances[name].mean <= distances[spread_of].mean else "NOT within"
+            lines.append(f"{name}: {verdict} the spread of {spread_of}")
     return lines
 
 
@@ -108,10 +177,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     text = commands.add_parser("text", help="write the text of this machine's Python packages")
     text.add_argument("target", type=Path, help=".jsonl file to write")
     text.add_argument("--bytes", type=int, default=120_000_000, help="most text to write (default: %(default)s)")
-    comparison = commands.add_parser("compare", help="compare the losses of three runs")
-    comparison.add_argument("ours", type=Path, help="metrics.jsonl of ours")
-    comparison.add_argument("anchor", type=Path, help="log of the anchor with the same samples")
-    comparison.add_argument("other", type=Path, help="log of the anchor with another seed")
+    comparison = commands.add_parser("compare", help="compare the losses of runs")
+    comparison.add_argument(
+        "runs",
+        nargs="+",
+        metavar="NAME=FILE",
+        help="a metrics.jsonl of ours, or a log of the anchor; the first run is the reference, and names of ours begin "
+        'with "ours"',
+    )
+    comparison.add_argument(
+        "--spread-of", default="other-seed", help="run whose distance to the reference is the spread (%(default)s)"
+    )
     comparison.add_argument("--window", type=int, default=100, help="steps of a mean (default: %(default)s)")
     comparison.add_argument("--picture", type=Path, help=".png file to write")
     comparison.add_argument("--title", default="", help="title of the picture")
@@ -120,10 +196,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.command == "text":
             print(f"{write_text(args.target, args.bytes)} characters")
             return 0
-        ours, anchor, other = our_losses(args.ours), anchor_losses(args.anchor), anchor_losses(args.other)
-        print(*compare(ours, anchor, other, args.window), sep="\n")
+        runs = read_runs(args.runs)
+        print(*compare(runs, args.spread_of, args.window), sep="\n")
         if args.picture is not None:
-            runs = {"ours": ours, "anchor": anchor, "anchor, other seed": other}
             draw(runs, max(1, args.window // 4), args.title, args.picture)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
