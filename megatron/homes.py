@@ -162,7 +162,7 @@ OLD_HOMES: dict[str, str | dict[str, str | NotHere]] = {
         "FusedLayerNorm": "megatron.core.transformer.torch_norm:WrappedTorchNorm",
     },
     "megatron.core.inference_params": {
-        "InferenceParams": "megatron.core.inference.static_context:StaticInferenceContext",
+        "InferenceParams": "megatron.core.inference.static_context",
     },
     "megatron.core.package_info": {"__version__": "megatron.core.utils.versions:MEGATRON_LM_RELEASE"},
     "megatron.core.tensor_parallel.data": {"broadcast_data": "megatron.core.tensor_parallel.utils"},

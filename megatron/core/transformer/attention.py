@@ -273,7 +273,7 @@ class CrossAttention(MegatronModule):
         cache, states = inputs.inference_context, inputs.encoder
         assert states is not None
         if cache is not None:
-            key, value = (cache.recall(self.layer_number, f"cross {part}") for part in ("key", "value"))
+            key, value = (cache.recall(self.layer_number, f"cross {part}", moves=False) for part in ("key", "value"))
             if key is not None and value is not None:
                 return self._query(hidden_states, inputs), key, value
         query, key, value = self.get_query_key_value_tensors(hidden_states, states.hidden_states, inputs)

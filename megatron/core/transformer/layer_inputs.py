@@ -42,6 +42,17 @@ class InferenceContext(Protocol):
     def extent(self) -> int:
         """Number of tokens of the longest row, with the current ones."""
 
+    @property
+    def gathers_logits(self) -> bool:
+        """Whether a model gathers its logits over tensor parallel ranks; False: as its arguments say."""
+
+    def start(self, tokens: Tokens, device: torch.device) -> Tokens:
+        """Prepares for a call of the model with these tokens. Returns them with their positions, as far as the context
+        knows them."""
+
+    def mask_of_call(self, mask: Tensor | None) -> Tensor | None:
+        """Returns the mask (True hides a key) that the call's tokens need besides the causal one; None: no other."""
+
     def extend(self, layer_number: int, key: Tensor, value: Tensor, reader: str = "attention") -> CachedKeyValues:
         """Adds the keys and values [s, b, g, d] of the current tokens for a layer. Returns all that the tokens attend
         to. `reader` names the part of the layer that keeps them, if a layer has several."""
@@ -49,15 +60,15 @@ class InferenceContext(Protocol):
     def token_counts(self) -> Tensor:
         """Returns how many of the current tokens of each row are not padding: int64 [b]. Padding comes after them."""
 
-    def recall(self, layer_number: int, part: str) -> Tensor | None:
-        """Returns what a layer kept after the tokens before the current ones; None before the first tokens."""
+    def recall(self, layer_number: int, part: str, *, moves: bool = True) -> Tensor | None:
+        """Returns what a layer kept after the tokens before the current ones; None before the first tokens. `moves`:
+        the state changes with each token."""
 
     def remember(self, layer_number: int, part: str, state: Tensor) -> None:
         """Keeps a state of a layer after the current tokens. `part` names the state, if a layer has several."""
 
     def select_last(self, hidden: Tensor) -> Tensor:
-        """Returns the hidden states [1, b, h] of hidden states [s, b, h] from which each row's next token is
-        predicted."""
+        """Returns those of the hidden states [s, b, h] from which tokens are predicted: [1, b, h], or all."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from support.t5_against_transformers import InFloat64, ours, theirs
 from megatron.core.exceptions import UserError
 from megatron.core.inference.encoder_decoder_generation import generate_from_encoder
 from megatron.core.inference.sampling import GREEDY, SamplingParams
-from megatron.core.inference.static_context import StaticInferenceContext
+from megatron.core.inference.static_context import InferenceParams, StaticInferenceContext
 from megatron.core.models.T5 import T5Model
 from megatron.core.models.T5.t5_spec import get_t5_decoder_with_local_block_spec, get_t5_encoder_with_local_block_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -64,6 +64,12 @@ def test_a_cache_changes_no_logits(positions: str) -> None:
         found.append(model(read, wrote[:, place : place + 1], **fixed, inference_context=context))
     torch.testing.assert_close(torch.cat(found, 1), expected, rtol=0, atol=1e-12)
     assert len(projected) == 2
+    params, found = InferenceParams(2, 6), []
+    for start, end in ((0, 2), (2, 5), (5, 6)):
+        found.append(model(read, wrote[:, start:end], **fixed, inference_params=params))
+        params.sequence_len_offset = end
+    torch.testing.assert_close(torch.cat(found, 1), expected, rtol=0, atol=1e-12)
+    assert len(projected) == 4
     with pytest.raises(UserError, match="the context is full"):
         context.advance()
 

@@ -50,6 +50,10 @@ def test_what_does_not_fit_is_refused() -> None:
         context.advance()
 
 
-def test_a_context_without_prompts_says_what_to_call() -> None:
-    with pytest.raises(UserError, match=r"call its begin\(lengths, filled_to\) before the model"):
-        StaticInferenceContext(2, 5).extend(1, numbered(3, 2), numbered(3, 2))
+def test_megatron_lms_questions() -> None:
+    context = StaticInferenceContext(2, 5)
+    assert context.is_static_batching() and not context.is_dynamic_batching() and not context.is_decode_only()
+    context.enable_decode_mode()
+    assert context.is_decode_only()
+    context.enable_prefill_mode()
+    assert not context.decode_mode and context.key_value_memory_dict == {}

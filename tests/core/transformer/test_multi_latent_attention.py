@@ -12,7 +12,7 @@ from support.split_rows import ROW, ROWS, VOCABULARY, loss_of_part
 from torch import Tensor, nn
 
 from megatron.core.exceptions import UserError
-from megatron.core.inference.static_context import StaticInferenceContext
+from megatron.core.inference.static_context import InferenceParams, StaticInferenceContext
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import gpt_layer_spec_of
 from megatron.core.parameters import info_of
@@ -266,6 +266,11 @@ def test_writing_with_a_cache_is_writing_without(name: str, cached: bool) -> Non
             assert error(logits[row, 0].detach(), model(torch.stack(known)[None])[0, -1].detach()) < TOLERANCE
             known.append(ids[row, 6 + step])
         logits = model(ids[:, 6 + step, None], context.advance(), inference_context=context)
+    whole, params = model(ids), InferenceParams(3, 9)
+    for start, end in ((0, 4), (4, 8), (8, 9)):  # a script that counts the tokens
+        found = model(ids[:, start:end], inference_params=params)
+        params.sequence_len_offset = end
+        assert error(found.detach(), whole[:, start:end].detach()) < TOLERANCE
 
 
 def test_layers_without_positions() -> None:

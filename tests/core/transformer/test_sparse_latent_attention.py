@@ -14,7 +14,7 @@ from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32At
 
 from megatron.core.context_parallel import cut_rows, sequence_part
 from megatron.core.exceptions import UserError
-from megatron.core.inference.static_context import StaticInferenceContext
+from megatron.core.inference.static_context import InferenceParams, StaticInferenceContext
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import gpt_layer_spec_of
 from megatron.core.ops.rope import Rotation
@@ -169,6 +169,11 @@ def test_writing_with_a_cache_is_writing_without() -> None:
             torch.testing.assert_close(logits[row, 0], expected, rtol=1e-10, atol=1e-11)
             known.append(ids[row, 6 + step])
         logits = model(ids[:, 6 + step, None], context.advance(), inference_context=context)
+    whole, params = model(ids), InferenceParams(3, 9)
+    for start, end in ((0, 4), (4, 8), (8, 9)):  # a script that counts the tokens
+        found = model(ids[:, start:end], inference_params=params)
+        params.sequence_len_offset = end
+        torch.testing.assert_close(found, whole[:, start:end], rtol=1e-10, atol=1e-11)
 
 
 def test_rows_hide_keys_from_the_indexer_too() -> None:

@@ -267,8 +267,11 @@ class T5Model(LanguageModule):
         """Returns what the layers of a stack read besides the hidden states. Positions that are neither learned nor
         rotated come from the stack's bias."""
         learned = self.max_sequence_length if self.position_embedding_type == "learned_absolute" else None
-        first = 0 if context is None else context.extent - ids.shape[1]
-        tokens = dataclasses.replace(self._tokens_of(ids, None), first_position=first)
+        tokens = self._tokens_of(ids, None)
+        if context is not None:
+            tokens = context.start(tokens, ids.device)
+            mask = context.mask_of_call(mask)
+            tokens = dataclasses.replace(tokens, positions=None, first_position=context.extent - ids.shape[1])
         tokens = self.describe_tokens(tokens, ids, None, None, None, learned, micro_batch.rng_position)
         inputs = self.layer_inputs(tokens, ids.device, micro_batch, mask, context)
         return dataclasses.replace(inputs, stack=stack)

@@ -193,7 +193,7 @@ class GPTModel(LanguageModule):
           whole rows.
         - `micro_batch` is how they run in this step; the schedules of `pipeline_parallel` add it to the call.
         - `inference_context`: the tokens continue those in the context. Only each row's next token is predicted: logits
-          are [b, 1, vocab_size].
+          are [b, 1, vocab_size]. With Megatron-LM's `InferenceParams` logits are those of all tokens.
 
         A stage that is not the first gets its hidden states by `set_input_tensor`, and its tokens from `tokens` or the
         shapes of the other arguments. Under sequence parallelism hidden states, including `decoder_input`, are this
@@ -208,11 +208,14 @@ class GPTModel(LanguageModule):
         one = given if given is None else given[: given.shape[0] // self.states_in]
         micro_batch = micro_batch or MicroBatch()
         learned = self.max_sequence_length if self.position_embedding_type == "learned_absolute" else None
+        source = given if given is not None else input_ids
+        assert source is not None, "a stage needs input_ids, decoder_input, or set_input_tensor"
+        if context is not None:
+            tokens = context.start(tokens or self._tokens_of(ids, one), source.device)
+            attention_mask = context.mask_of_call(attention_mask)
         tokens = self.describe_tokens(
             tokens, ids, one, position_ids, packed_seq_params, learned, micro_batch.rng_position
         )
-        source = given if given is not None else input_ids
-        assert source is not None, "a stage needs input_ids, decoder_input, or set_input_tensor"
         inputs = self.layer_inputs(tokens, source.device, micro_batch, attention_mask, context)
         if padding_mask is not None:
             _check_padding_mask(padding_mask, tokens)
@@ -306,7 +309,8 @@ class GPTModel(LanguageModule):
             states = states[0].to(self.config.params_dtype).chunk(self.states_in)
         hidden, *predicted = states
         if inputs.inference_context is not None:
-            hidden, runtime_gather_output = inputs.inference_context.select_last(hidden), True
+            hidden = inputs.inference_context.select_last(hidden)
+            runtime_gather_output = inputs.inference_context.gathers_logits or runtime_gather_output
         weight = next(iter(self.output_layer.borrowed_parameters), None)
 
         def losses_of(states: Tensor, labels: Tensor, **options: bool) -> Tensor:
