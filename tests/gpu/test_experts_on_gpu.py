@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.ops.moe.grouped_linear_triton import ACCUMULATIONS
 from megatron.core.tokens import RngPosition, Tokens
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -31,9 +32,19 @@ def exact_float32() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
-@pytest.mark.parametrize("check", ["places", "moves", "activations", "products", "linears", "biases"])
+@pytest.mark.parametrize(
+    "check", ["places", "places_in_parts", "moves", "activations", "products", "accumulations", "linears", "biases"]
+)
 def test_kernels_equal_their_definitions(check: str) -> None:
     getattr(expert_kernels, check)()
+
+
+@pytest.mark.parametrize("widths", [(2048, 2048), (2048, 1024)])
+@pytest.mark.parametrize("way", ACCUMULATIONS)
+def test_each_way_to_add_weight_gradients_agrees_at_the_sizes_of_a_large_model(
+    way: str, widths: tuple[int, int]
+) -> None:
+    expert_kernels.accumulated(ACCUMULATIONS[way], expert_kernels.LARGE, *widths)
 
 
 def build(device: str, **settings: Any) -> GPTModel:

@@ -12,6 +12,7 @@ from megatron.core import backends
 from megatron.core.backends import LOCAL, Backend
 from megatron.core.ops.fp8.formats import FORMATS
 from megatron.core.ops.fp8.grouped_linear import Fp8GroupedLinear
+from megatron.core.ops.fp8.grouped_product_triton import Tile
 from megatron.core.ops.fp8.grouped_recipes import MicroBatches
 from megatron.core.ops.fp8.recipes import Fp8Settings, LinearSplit
 from megatron.core.ops.moe.grouped_linear import RowGroups
@@ -31,6 +32,12 @@ def kernels() -> Backend:
 @pytest.mark.parametrize("check", ["largest_values", "casts", "blocks", "products", "weight_gradients"])
 def test_kernels_agree_with_their_definitions(check: str) -> None:
     getattr(fp8_grouped_kernels, check)()
+
+
+@pytest.mark.parametrize("sizes", ["MOE64", "MOE64_SECOND"])
+@pytest.mark.parametrize(("kind", "tile"), fp8_grouped_kernels.TILES_OF_KINDS)
+def test_each_tile_of_the_table_agrees_at_the_sizes_of_a_large_model(kind: str, tile: Tile, sizes: str) -> None:
+    fp8_grouped_kernels.tile_of(kind, tile, getattr(fp8_grouped_kernels, sizes))
 
 
 def counts(sizes: tuple[tuple[int, int], ...]) -> RowGroups:

@@ -1,18 +1,23 @@
 """Compares kernels of experts with their definitions. Runs in its own process, with TRITON_INTERPRET=1 or on a GPU."""
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from triton.runtime.interpreter import InterpreterBuilder
 
 from megatron.core.backends import LOCAL
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.ops.activation import Activation, gelu_erf, gelu_tanh, quick_gelu, squared_relu
+from megatron.core.ops.moe import permute_triton as permute_kernels
 from megatron.core.ops.moe.grouped_linear import RowGroups, grouped_bias, grouped_linear
 from megatron.core.ops.moe.grouped_linear_triton import (
+    ACCUMULATIONS,
+    Accumulation,
     accumulate_grouped_product_triton,
     grouped_bias_cuda,
     grouped_linear_cuda,
@@ -172,6 +177,51 @@ def products() -> None:
             expected[number] += dy[start:][: sizes[number]].double().t() @ x[start:][: sizes[number]].double()
         agree(total, expected.float(), 40.0, ("weight gradients", dtype))
         assert torch.equal(total[[1, 4]], before[[1, 4]])
+
+
+def _add_in_bulk(builder: Any, kind: Any, tiles: Any, value: Any, indices: Any) -> None:
+    """Adds a tile, as the copy engine does."""
+    defaults = len(inspect.signature(builder.create_descriptor_load).parameters) - 2
+    before = builder.create_descriptor_load(tiles, indices, *[None] * defaults)
+    builder.create_descriptor_store(tiles, type(value)(before.data + value.data, value.dtype), indices)
+
+
+if not hasattr(InterpreterBuilder, "create_descriptor_reduce"):  # Triton's interpreter does not have it
+    InterpreterBuilder.create_descriptor_reduce = _add_in_bulk
+
+LARGE = (0, 1, 127, 129, 8191, *[1000, 3000] * 29, 6624)
+"""Rows of each expert of MOE64, 131,072 in all."""
+
+
+def accumulations() -> None:
+    for way in ACCUMULATIONS.values():
+        accumulated(way, (70, 0, 1, 130, 64), 64, 272)
+        accumulated(way, (70, 0, 1, 130, 64), 128, 24)
+        accumulated(way, (65,), 40, 24)  # with tiles that are partly filled: not in bulk
+
+
+def accumulated(way: Accumulation, sizes: tuple[int, ...], out_width: int, in_width: int) -> None:
+    """Compares a weight gradient with float64, row by row: a wrong tile is not hidden among right ones. The product is
+    added to a total of ones."""
+    dtype = torch.float16 if ON_CPU else torch.bfloat16
+    groups = RowGroups(torch.tensor(sizes, device=DEVICE))
+    dy, x = values(sum(sizes), out_width, dtype=dtype), values(sum(sizes), in_width, dtype=dtype, seed=1)
+    total = torch.ones(len(sizes), out_width, in_width, device=DEVICE)
+    accumulate_grouped_product_triton(total, dy, x, groups, way)
+    for found, left, right in zip(total, dy.split(sizes), x.split(sizes), strict=True):
+        exact = 1.0 + left.double().t() @ right.double()
+        errors = (found - exact).norm(dim=1) / exact.norm(dim=1)
+        assert errors.max() < 1e-5, (way, sizes, float(errors.max()))
+
+
+def places_in_parts() -> None:
+    """Checks the rows of copies with few comparisons at once."""
+    before = permute_kernels._COMPARED
+    try:
+        permute_kernels._COMPARED = 32
+        places()
+    finally:
+        permute_kernels._COMPARED = before
 
 
 def linears() -> None:

@@ -21,9 +21,9 @@ CHECKS = {
     "triton_agreement": "masks bias_dropout_residual losses merged_blocks",
     "elementwise_kernels": "norms norms_of_views norms_with_residual positions parts_of_heads sums biases updates "
     "stored_updates",
-    "expert_kernels": "moves places activations products linears biases",
+    "expert_kernels": "moves places places_in_parts activations products accumulations linears biases",
     "fp8_kernels": "largest_values noted_values noted_rows casts blocks",
-    "fp8_grouped_kernels": "largest_values casts blocks products weight_gradients",
+    "fp8_grouped_kernels": "largest_values casts blocks products weight_gradients tiles",
 }
 
 

@@ -34,12 +34,32 @@ class Tile:
     """Each multiprocessor has one program, which loads for a tile while it stores the one before."""
 
 
-FAST_TILE = Tile(128, 256, 3, 8)
-"""For sums of few bits."""
-PRECISE_TILE = Tile(128, 128, 4, 8)
-"""For precise sums and for blocks, which need a second accumulator."""
-WEIGHT_TILE = Tile(128, 128, 4, 8)
-"""For weight gradients."""
+@dataclass(frozen=True)
+class Tiles:
+    """The tile of each kind of product."""
+
+    fast: Tile
+    """Sums of few bits, results of 16 bits."""
+    fast_float32: Tile
+    """Sums of few bits, results of 32 bits: 256 of them do not fit into shared memory beside what the next tile
+    loads."""
+    precise: Tile
+    """Precise sums."""
+    blocks: Tile
+    """A scale for each block, which needs a second accumulator."""
+    weight: Tile
+    """Weight gradients."""
+    weight_parts: Tile
+    """Weight gradients whose blocks, or segments of one group, have scales of their own: a second accumulator."""
+
+
+_WIDE, _SQUARE, _SMALL = Tile(128, 256, 3, 8), Tile(128, 128, 4, 8), Tile(128, 128, 3, 4)
+TILES = {
+    "tested": Tiles(_WIDE, _WIDE, _SQUARE, _SQUARE, _SQUARE, _SQUARE),
+    "fastest": Tiles(Tile(128, 256, 4, 8, persistent=True), _WIDE, _SMALL, _SQUARE, _SMALL, _SQUARE),
+}
+"""`tested`: training has used them on GPUs. `fastest`: the fastest of those that were measured (docs/benchmarks.md)."""
+TILES_IN_USE = "tested"
 
 
 @triton.jit
@@ -183,7 +203,7 @@ def product_of_groups_triton(
     if not n:
         return output
     scales = _SCALES[rows.scope], _SCALES[weight.scope]
-    tile = tile or (PRECISE_TILE if precise or 3 in scales else FAST_TILE)
+    tile = tile or _tile_of_rows(3 in scales, precise, dtype)
     weight_factors = weight.factors
     steps = (0, 0, 0, 0, 0)
     if rows.scope == "blocks":
@@ -226,7 +246,7 @@ def accumulate_product_of_groups_triton(
     segments: Segments,
     *,
     precise: bool = True,
-    tile: Tile = WEIGHT_TILE,
+    tile: Tile | None = None,
 ) -> None:
     """Does `grouped.accumulate_product_of_groups` in one kernel, without atomic additions. Leaves float64, and GPUs
     without fp8 units, to the definition."""
@@ -240,6 +260,9 @@ def accumulate_product_of_groups_triton(
     if left.scope != right.scope:  # one of them has one factor for all
         left, right = _for_segments(left, segments), _for_segments(right, segments)
     steps = (*left.factors.t().stride(), *right.factors.t().stride()) if left.scope == "blocks" else (0, 0, 0, 0)
+    in_parts = left.scope in ("segments", "lines") and segments.per_group > 1
+    in_use = TILES[TILES_IN_USE]
+    tile = tile or (in_use.weight_parts if in_parts or left.scope == "blocks" else in_use.weight)
     tiles = number * triton.cdiv(out_width, tile.height) * triton.cdiv(in_width, tile.width)
     _weight_kernel[(_programs(tiles, tile, total),)](
         total,
@@ -255,7 +278,7 @@ def accumulate_product_of_groups_triton(
         in_width,
         *steps,
         SCALE=_SCALES[left.scope],
-        PARTS=left.scope in ("segments", "lines") and segments.per_group > 1,
+        PARTS=in_parts,
         PRECISE=precise,
         BLOCK=BLOCK,
         OUT=tile.height,
@@ -265,6 +288,16 @@ def accumulate_product_of_groups_triton(
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
+
+
+def _tile_of_rows(in_blocks: bool, precise: bool, dtype: torch.dtype) -> Tile:
+    """Returns the tile of products of rows; `in_blocks`: each block has a scale."""
+    in_use = TILES[TILES_IN_USE]
+    if in_blocks:
+        return in_use.blocks
+    if precise:
+        return in_use.precise
+    return in_use.fast_float32 if dtype is torch.float32 else in_use.fast
 
 
 def _programs(tiles: int, tile: Tile, result: Tensor) -> int:

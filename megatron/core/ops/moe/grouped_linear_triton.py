@@ -3,6 +3,8 @@
 Our kernel accumulates into the float32 main gradient. None of the kernels needs the groups' sizes on the host.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -22,6 +24,28 @@ from megatron.core.utils.torch_private import grouped_mm
 
 _BULK_MULTIPLE = 8
 """Elements of 16 bits in the 16 bytes that the rows of a bulk copy have to be multiples of."""
+
+
+@dataclass(frozen=True)
+class Accumulation:
+    """How weight gradients are added to the total."""
+
+    adds_in_bulk: bool
+    """True: the copy engine adds a finished tile to the total, in the cache, and programs do not read the total. False:
+    a program reads its tile of the total first and adds products to it. Each element is added to once, so both give the
+    same bits at every run."""
+    stages: int
+    """Tiles of factors that are loaded ahead."""
+
+
+ACCUMULATIONS = {
+    "read 3": Accumulation(False, 3),
+    "read 4": Accumulation(False, 4),
+    "bulk 3": Accumulation(True, 3),
+    "bulk 4": Accumulation(True, 4),
+}
+ACCUMULATION_IN_USE = "read 3"
+"""The one that has been tested on GPUs."""
 
 
 def grouped_product_cuda(rows: Tensor, weight: Tensor, groups: RowGroups, transposed: bool) -> Tensor:
@@ -48,8 +72,9 @@ def _masked(  # type: ignore[no-untyped-def]  # Triton would evaluate annotation
 
 @triton.jit
 def _accumulate_kernel(  # type: ignore[no-untyped-def]
-    total, left, right, left_tiles, right_tiles, ends, out_width, in_width,
+    total, left, right, total_tiles, left_tiles, right_tiles, ends, out_width, in_width,
     OUT: tl.constexpr, IN: tl.constexpr, ROWS: tl.constexpr, BAND: tl.constexpr, BULK: tl.constexpr,
+    ADDS: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(1).to(tl.int64)
     start = tl.load(ends + group - 1, mask=group > 0, other=0)
@@ -64,8 +89,10 @@ def _accumulate_kernel(  # type: ignore[no-untyped-def]
         o, i = first_out + tl.arange(0, OUT), first_in + tl.arange(0, IN)
         at = total + group * out_width * in_width + o.to(tl.int64)[:, None] * in_width + i[None, :]
         inside = (o < out_width)[:, None] & (i < in_width)[None, :]
-        # Read before the products and not after them: the load is hidden behind those of their factors.
-        product = tl.load(at, mask=inside, other=0.0)
+        if ADDS:
+            product = tl.zeros((OUT, IN), tl.float32)
+        else:  # read before the products and not after them: the load is hidden behind those of their factors
+            product = tl.load(at, mask=inside, other=0.0)
         if BULK:  # the copy engine does not know where a group ends, so it moves whole tiles only
             whole = (end - start) // ROWS * ROWS
             for first in range(start, start + whole, ROWS):
@@ -76,10 +103,15 @@ def _accumulate_kernel(  # type: ignore[no-untyped-def]
         else:
             for first in range(start, end, ROWS):
                 product = _masked(product, left, right, first, end, o, i, out_width, in_width, ROWS)
-        tl.store(at, product, mask=inside)
+        if ADDS:
+            total_tiles.atomic_add([(group * out_width).to(tl.int32) + first_out, first_in], product)
+        else:
+            tl.store(at, product, mask=inside)
 
 
-def accumulate_grouped_product_triton(total: Tensor, left: Tensor, right: Tensor, groups: RowGroups) -> None:
+def accumulate_grouped_product_triton(
+    total: Tensor, left: Tensor, right: Tensor, groups: RowGroups, way: Accumulation | None = None
+) -> None:
     """Computes `grouped_linear.accumulate_grouped_product`. Types other than bfloat16 and float16 use the reference."""
     if left.dtype not in (torch.bfloat16, torch.float16) or total.dtype is not torch.float32:
         accumulate_grouped_product(total, left, right, groups)
@@ -94,9 +126,13 @@ def accumulate_grouped_product_triton(total: Tensor, left: Tensor, right: Tensor
         TensorDescriptor.from_tensor(factor, [rows, width]) if in_bulk else None
         for factor, width in ((left, out_tile), (right, in_tile))
     ]
+    way = way or ACCUMULATIONS[ACCUMULATION_IN_USE]
+    # A tile of the total may not reach into the next group.
+    adds = way.adds_in_bulk and in_bulk and not (out_width % out_tile or in_width % 4 or total.data_ptr() % 16)
+    total_tiles = TensorDescriptor.from_tensor(total.view(-1, in_width), [out_tile, in_tile]) if adds else None
     _accumulate_kernel[grid](
-        total, left, right, *tiles, groups.ends, out_width, in_width,
-        OUT=out_tile, IN=in_tile, ROWS=rows, BAND=8, BULK=in_bulk, num_warps=8, num_stages=3,
+        total, left, right, total_tiles, *tiles, groups.ends, out_width, in_width,
+        OUT=out_tile, IN=in_tile, ROWS=rows, BAND=8, BULK=in_bulk, ADDS=adds, num_warps=8, num_stages=way.stages,
     )  # fmt: skip
 
 

@@ -15,6 +15,9 @@ _TILE = 2048
 """Elements that one program moves."""
 _CHOICES = 256
 """Choices whose rows one program finds."""
+_COMPARED = 256
+"""Earlier choices that a choice is compared with at once. All 256 take more registers than there are (592 bytes of
+stack); 32 take no stack, but have not been measured on a GPU."""
 
 
 @triton.jit
@@ -102,18 +105,33 @@ def _tiles(count: int, width: int) -> tuple[tuple[int, int], dict[str, int]]:
 
 
 @triton.jit
+def _group_of(i, groups, kept, number, num_groups, HAS_KEPT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Returns the groups of choices; `num_groups` of those that are left out, more behind the last choice."""
+    group = tl.load(groups + i, mask=i < number, other=num_groups + 1).to(tl.int32)
+    if HAS_KEPT:
+        group = tl.where(tl.load(kept + i, mask=i < number, other=1) != 0, group, num_groups)
+    return group
+
+
+@triton.jit
 def _count_kernel(  # type: ignore[no-untyped-def]
     ranks, counts, groups, kept, number, num_groups, blocks,
-    HAS_KEPT: tl.constexpr, CHOICES: tl.constexpr, GROUPS: tl.constexpr,
+    HAS_KEPT: tl.constexpr, CHOICES: tl.constexpr, COMPARED: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     at = tl.arange(0, CHOICES)
     i = block * CHOICES + at
-    group = tl.load(groups + i, mask=i < number, other=num_groups + 1).to(tl.int32)
-    if HAS_KEPT:
-        group = tl.where(tl.load(kept + i, mask=i < number, other=1) != 0, group, num_groups)
-    same_before = (group[:, None] == group[None, :]) & (at[None, :] < at[:, None])
-    tl.store(ranks + i, tl.sum(same_before.to(tl.int32), 1), mask=i < number)
+    group = _group_of(i, groups, kept, number, num_groups, HAS_KEPT)
+    if COMPARED == CHOICES:
+        same_before = (group[:, None] == group[None, :]) & (at[None, :] < at[:, None])
+        rank = tl.sum(same_before.to(tl.int32), 1)
+    else:
+        rank = tl.zeros((CHOICES,), tl.int32)
+        for first in range(0, CHOICES, COMPARED):
+            other = first + tl.arange(0, COMPARED)
+            others = _group_of(block * CHOICES + other, groups, kept, number, num_groups, HAS_KEPT)
+            rank += tl.sum(((group[:, None] == others[None, :]) & (other[None, :] < at[:, None])).to(tl.int32), 1)
+    tl.store(ranks + i, rank, mask=i < number)
     for first in range(0, num_groups + 1, GROUPS):
         candidate = first + tl.arange(0, GROUPS)
         count = tl.sum((group[:, None] == candidate[None, :]).to(tl.int32), 0)
@@ -151,7 +169,7 @@ def copies_by_group_triton(groups: Tensor, kept: Tensor | None, rows: int, num_g
         counts = groups.new_empty(num_groups + 1, blocks, dtype=torch.int32)
         _count_kernel[(blocks,)](
             ranks, counts, groups, mask, number, num_groups, blocks,
-            HAS_KEPT=kept is not None, CHOICES=_CHOICES, GROUPS=32,
+            HAS_KEPT=kept is not None, CHOICES=_CHOICES, COMPARED=_COMPARED, GROUPS=32,
         )  # fmt: skip
         flat = counts.view(-1)
         starts = flat.cumsum(0, dtype=torch.int32) - flat
