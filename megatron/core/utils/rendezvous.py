@@ -15,16 +15,41 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def started_by_torchrun() -> bool:
-    """Whether the environment has the rank and the world size of this process."""
+    """Whether the environment has all variables by which torchrun tells a process its place in the world."""
     return all(name in os.environ for name in _TORCHRUN)
+
+
+def check_torchrun_variables() -> None:
+    """Raises UserError if torchrun's variables are set in part and describe more than this process, or if one of them
+    is no number in its range."""
+    rank, size = _number("RANK"), _number("WORLD_SIZE")
+    _number("MASTER_PORT")
+    given = [name for name in ("RANK", "WORLD_SIZE") if name in os.environ]
+    missing = [name for name in _TORCHRUN if name not in os.environ]
+    if given and missing and size != 1:
+        values = " and ".join(f"{name}={os.environ[name]}" for name in given)
+        raise UserError(
+            f"the environment has {values} but no {' and no '.join(missing)}; start the run with torchrun, which sets "
+            f"all of them, or unset {' and '.join(given)} to train with one process"
+        )
+    if rank is not None and size is not None and rank >= size:
+        raise UserError(f"RANK {rank} (environment variable): with WORLD_SIZE {size} ranks are 0 to {size - 1}")
+
+
+def _number(name: str) -> int | None:
+    """Returns the number in an environment variable, None if it is not set. Raises UserError for other text."""
+    text = os.environ.get(name)
+    if text is not None and not text.isdecimal():
+        raise UserError(f"{name} {text!r} (environment variable): expected a number")
+    return None if text is None else int(text)
 
 
 def local_device() -> torch.device:
     """Returns the device of this process: the GPU of its local rank, or the CPU on a machine without GPU. Raises
-    UserError if there are fewer GPUs than local ranks."""
+    UserError if LOCAL_RANK is no number or has no GPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_rank = _number("LOCAL_RANK") or 0
     if local_rank >= torch.cuda.device_count():
         raise UserError(
             f"LOCAL_RANK {local_rank} has no GPU: this machine shows {torch.cuda.device_count()}; "
@@ -45,10 +70,11 @@ def start_torch_distributed(
     `backend` (nccl or gloo) communicates GPU tensors. Host tensors always use gloo. Without torchrun there is no world;
     with `alone` there is one of this process, for scripts that call torch.distributed themselves. `on_store` is called
     with a store that all ranks reach, the rank and the number of ranks, before the ranks connect to each other; not for
-    a world of one.
+    a world of one. Raises UserError as `check_torchrun_variables` does.
     """
     if dist.is_available() and dist.is_initialized():
         return True
+    check_torchrun_variables()
     if not started_by_torchrun() and not alone:
         return False
     device = device or local_device()

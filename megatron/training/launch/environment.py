@@ -98,7 +98,7 @@ def process_environment(config: PretrainConfig, alone: bool = False) -> Iterator
         _check_same_flags_first(config, heartbeat)
         planned, started = config.grid.world_size, dist.get_world_size() if dist.is_initialized() else 1
         if started != planned:
-            raise UserError(f"the run is laid out for {planned} processes and {started} were started")
+            raise UserError(f"WORLD_SIZE is {planned}, but torch.distributed has {started} ranks; make them equal")
         rank = dist.get_rank() if dist.is_initialized() else 0
         groups, pipeline = groups_of_rank(config, rank, timeout), pipeline_of(config.transformer)
         with default_groups(groups, pipeline):

@@ -14,12 +14,39 @@ def test_a_world_needs_all_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     for name in names:
         monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("RANK", "0")
     assert rendezvous.started_by_torchrun()
     for name in names:
         with monkeypatch.context() as patch:
             patch.delenv(name)
             assert not rendezvous.started_by_torchrun()
-            assert not rendezvous.start_torch_distributed()
+            if name != "WORLD_SIZE":  # one process, which needs no world
+                assert not rendezvous.start_torch_distributed()
+
+
+TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"RANK": "0"}, "has RANK=0 but no WORLD_SIZE and no MASTER_ADDR and no MASTER_PORT; start .* unset RANK to"),
+        ({"WORLD_SIZE": "2"}, "has WORLD_SIZE=2 but no RANK and no MASTER_ADDR and no MASTER_PORT"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "has RANK=0 and WORLD_SIZE=2 but no MASTER_ADDR and no MASTER_PORT; start"),
+        ({**TORCHRUN, "RANK": "2"}, "RANK 2 .*: with WORLD_SIZE 2 ranks are 0 to 1"),
+        ({**TORCHRUN, "RANK": "first"}, "RANK 'first' .*: expected a number"),
+        ({**TORCHRUN, "MASTER_PORT": "http"}, "MASTER_PORT 'http' .*: expected a number"),
+    ],
+)
+def test_variables_that_describe_no_world_are_named(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], message: str
+) -> None:
+    for name in TORCHRUN:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=message):
+        rendezvous.start_torch_distributed()
 
 
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,6 +58,9 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rendezvous.local_device() == torch.device("cuda", 2)
     monkeypatch.setenv("LOCAL_RANK", "3")
     with pytest.raises(UserError, match="LOCAL_RANK 3 has no GPU"):
+        rendezvous.local_device()
+    monkeypatch.setenv("LOCAL_RANK", "a")
+    with pytest.raises(UserError, match="LOCAL_RANK 'a'"):
         rendezvous.local_device()
 
 
