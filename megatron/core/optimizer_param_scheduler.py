@@ -295,11 +295,11 @@ class OptimizerParamScheduler:
                 log(f"schedule: {spelling(name)} is the checkpoint's {saved}, not {ours} as given")
                 setattr(self, name, saved)
             else:
-                refused.append(f"{spelling(name)} is {ours} but the checkpoint was made with {saved}")
+                refused.append(f"{spelling(name)} is {ours} in this run and {saved} in the checkpoint")
         if refused:
             raise UserError(
-                f"schedule: {'; '.join(refused)}; give the same, or --override-opt-param-scheduler to keep this run's, "
-                "or --use-checkpoint-opt-param-scheduler to keep its"
+                f"{'; '.join(refused)}: give the same, or --override-opt-param-scheduler to use this run's values, or "
+                "--use-checkpoint-opt-param-scheduler to use the checkpoint's"
             )
         self._count.fill_(state_dict["num_steps"])
         self._apply()

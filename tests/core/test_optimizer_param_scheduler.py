@@ -136,7 +136,7 @@ def test_another_schedule_than_the_checkpoints_is_refused_without_a_choice() -> 
         fake_optimizer(True), **(COSINE | {"max_lr": 2e-3}), use_checkpoint_opt_param_scheduler=False
     )
     with pytest.raises(
-        UserError, match=r"max_lr is 0\.002 but the checkpoint was made with 0\.001; .*--override-opt-par"
+        UserError, match=r"max_lr is 0\.002 in this run and 0\.001 in the checkpoint: .*--override-opt-par"
     ):
         other.load_state_dict(state)
 
@@ -149,8 +149,8 @@ def test_all_that_differs_is_refused_at_once_as_its_reader_calls_it() -> None:
         other.load_state_dict(state, spelling=str.upper)
     said = str(caught.value).removeprefix("schedule: ").split("; ")
     assert said[:2] == [
-        "MAX_LR is 0.002 but the checkpoint was made with 0.001",
-        "LR_DECAY_STEPS is 90 but the checkpoint was made with 80",
+        "MAX_LR is 0.002 in this run and 0.001 in the checkpoint",
+        "LR_DECAY_STEPS is 90 in this run and 80 in the checkpoint",
     ]
     assert len(said) == 3, "weight decay that does not grow has no length"
     growing = OptimizerParamScheduler(

@@ -72,7 +72,7 @@ def test_going_on_with_another_length_speaks_of_flags_and_once_for_all_ranks(tmp
     first, second = run_on_ranks(go_on, 2, tmp_path, "--train-iters 3 --override-opt-param-scheduler")
     assert first.count("schedule: ") == 1 and "schedule: " not in second
     assert "schedule: --train-iters (in samples) is 12, overriding the checkpoint's 8" in first
-    with pytest.raises(UserError, match=r"--train-iters \(in samples\) is 12 but the checkpoint was made with 8; give"):
+    with pytest.raises(UserError, match=r"--train-iters \(in samples\) is 12 in this run and 8 in the checkpoint"):
         train(f"--mock-data --eval-iters 0 --load {tmp_path} --train-iters 3")
 
 

@@ -252,7 +252,7 @@ def test_an_empty_split_is_said(corpus, capsys):
     assert "there is no validation and no test data" in capsys.readouterr().out
     with pytest.raises(UserError, match="--skip-train: there is no validation and no test data"):
         train(f"--data-path {corpus} --skip-train --eval-iters 1 --split 100,0,0")
-    with pytest.raises(UserError, match="there is no training data"):
+    with pytest.raises(UserError, match="leaves no data for training"):
         train(f"--data-path {corpus} --train-iters 2 --eval-iters 1 --split 0,90,10")
 
 

@@ -306,6 +306,7 @@ def _upcycling(s: Settings) -> Iterator[str]:
 RULES: tuple[Rule, ...] = (
     _model_is_described,
     _each_config,
+    file_checks.split_has_training_data,
     file_checks.validation_sets,
     _positions,
     _rotary,
@@ -339,6 +340,7 @@ RULES: tuple[Rule, ...] = (
     file_checks.settings_of_communicators,
     file_checks.data_in_object_stores,
     file_checks.checkpoint_folders_are_folders,
+    file_checks.save_can_be_written,
     file_checks.checkpoint_folders_exist,
     graph_checks.micro_batch_graphs,
     graph_checks.graphs_of_parts,

@@ -103,7 +103,7 @@ def _take_config_files(
             try:
                 entries, problems = read_config_file(path)
             except UserError as error:
-                line.problems.append(str(error))
+                line.problems.append(str(error).replace("--config", occurrence.spelling, 1))
                 continue
             line.problems += problems
             for entry in entries:

@@ -3,6 +3,7 @@
 Only the first rank looks, for all ranks (`LaunchEnvironment.looks_at_files`).
 """
 
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -11,7 +12,13 @@ from pathlib import Path
 from megatron.core.config_fields import literal_text
 from megatron.core.datasets.blend_stages import prefixes_of, read_stages_file
 from megatron.core.datasets.object_store import exists, is_url
-from megatron.core.datasets.utils import Blend, get_blend_from_list, read_blend_file, read_blend_per_split_file
+from megatron.core.datasets.utils import (
+    Blend,
+    get_blend_from_list,
+    parse_split,
+    read_blend_file,
+    read_blend_per_split_file,
+)
 from megatron.core.dist_checkpointing.manifest import MANIFEST
 from megatron.core.exceptions import UserError
 from megatron.core.process_groups_config import GROUPS_WITH_SETTINGS
@@ -34,7 +41,7 @@ def files_exist(s: Settings) -> Iterator[str]:
         ):
             yield f"{{{field}}}: no such file"
     if "tokenizer_model" in read and s.tokenizer_model is not None and not Path(s.tokenizer_model).exists():
-        yield "{tokenizer_model}: no such file or folder"
+        yield "{tokenizer_model}: no such file or folder here; give a path, as nothing is downloaded"
     for source, prefixes_there in _sources_of_data(s):
         try:
             prefixes = prefixes_there()
@@ -104,6 +111,18 @@ def data_in_object_stores(s: Settings) -> Iterator[str]:
         return
 
 
+def split_has_training_data(s: Settings) -> Iterator[str]:
+    """--split gives training a share of the data, unless nothing is trained."""
+    if s.split is None or s.skip_train:
+        return
+    try:
+        share = parse_split(s.split)[0]
+    except UserError:
+        return  # the config of the data reports it
+    if share == 0:
+        yield "{split} leaves no data for training; give a first share above 0, such as 969,30,1"
+
+
 def validation_sets(s: Settings) -> Iterator[str]:
     """The data of --multiple-validation-sets has no weights, and each set has a name."""
     if not s.multiple_validation_sets:
@@ -128,8 +147,8 @@ def validation_sets(s: Settings) -> Iterator[str]:
 
 
 def _data_set_exists(source: str, prefix: str) -> Iterator[str]:
-    """A data set consists of two files. If the index is missing, the problem offers prefixes with similar names. It
-    begins with `source`, the flag or file that gives the prefix."""
+    """A data set consists of two files. If the index is missing, the problem offers prefixes with similar names, or the
+    prefix of a file's name. It begins with `source`, the flag or file that gives the prefix."""
     if is_url(prefix):
         try:
             missing = [suffix for suffix in (".idx", ".bin") if not exists(prefix + suffix)]
@@ -144,6 +163,10 @@ def _data_set_exists(source: str, prefix: str) -> Iterator[str]:
         folder, name = Path(prefix).parent, Path(prefix).name
         near = sorted(str(path.with_suffix("")) for path in folder.glob("*.idx") if path.name.startswith(name))
         hint = f"; there is {' and '.join(near[:3])}" if near and ".idx" in missing else ""
+        if Path(name).suffix in (".bin", ".idx") and Path(prefix).is_file():
+            hint = f"; give the prefix of both files, {folder / Path(name).stem}"
+        elif re.fullmatch(r"[.0-9]+", prefix):
+            hint = "; give prefixes alone, or a weight before each: WEIGHT PREFIX WEIGHT PREFIX"
         yield source + literal_text(f"{prefix}{missing[0]}: no such file{hint}")
 
 
@@ -195,6 +218,17 @@ def checkpoint_folders_are_folders(s: Settings) -> Iterator[str]:
             step = f" and {{ckpt_step:name}} {int(one[1])}" if one[1] and field == "load" else ""
             parent = literal_text(str(Path(path).parent))
             yield f"{{{field}}} is one checkpoint; give the folder that it is in: {parent}{step}"
+
+
+def save_can_be_written(s: Settings) -> Iterator[str]:
+    """--save can be made or written to. A dry run writes nothing, and may be on another machine."""
+    if not s.save or s.dry_run or not s.launch_environment.looks_at_files or Path(s.save).is_file():
+        return
+    there = next(folder for folder in (Path(s.save), *Path(s.save).parents) if os.path.exists(folder))
+    if not there.is_dir():
+        yield "{save}: " + literal_text(f"{there} is a file, not a folder; give another path")
+    elif not os.access(there, os.W_OK | os.X_OK):
+        yield "{save}: " + literal_text(f"no permission to write in {there.absolute()}; give another path")
 
 
 def checkpoint_folders_exist(s: Settings) -> Iterator[str]:

@@ -22,10 +22,14 @@ def ranks(s: Settings) -> Iterator[str]:
     products = " or ".join(map(str, nearest_divisors(s.world_size, size)))
     start = "" if s.launch_environment.world_size_is_given else f" (start it with torchrun --nproc_per_node {size})"
     yield (
-        f"{s.world_size} ranks (WORLD_SIZE) do not divide by {size}, which is {{tensor_model_parallel_size}} x "
+        f"{_ranks_text(s)} not divide by {size}, which is {{tensor_model_parallel_size}} x "
         f"{{pipeline_model_parallel_size}} x {{context_parallel_size}}; {worlds} ranks would{start}, as would sizes "
         f"whose product is {products}"
     )
+
+
+def _ranks_text(s: Settings) -> str:
+    return "1 rank (WORLD_SIZE) does" if s.world_size == 1 else f"{s.world_size} ranks (WORLD_SIZE) do"
 
 
 def ranks_of_experts(s: Settings) -> Iterator[str]:
@@ -45,7 +49,7 @@ def ranks_of_experts(s: Settings) -> Iterator[str]:
                 more = ", as would {expert_tensor_parallel_size:name} 1"
         products = " or ".join(map(str, nearest_divisors(s.world_size, size)))
         yield (
-            f"{s.world_size} ranks (WORLD_SIZE) do not divide by {size}, which is {name} x "
+            f"{_ranks_text(s)} not divide by {size}, which is {name} x "
             f"{{expert_model_parallel_size}} x {{pipeline_model_parallel_size}}; sizes whose product is {products} "
             f"would{more}"
         )

@@ -203,7 +203,7 @@ REFUSED_FLAGS = _reasons(_REFUSED)
 """Flags that stay refused, and why."""
 
 UNSUPPORTED_FLAGS = frozenset({**ACCEPTED_FLAGS, **REFUSED_FLAGS})
-"""All flags of Megatron-LM that have no field here, but for the retired ones."""
+"""All flags of Megatron-LM that have no field here, except the retired ones."""
 
 
 _NVFP4 = "4-bit numbers need a Blackwell GPU; --fp8-format e4m3 --fp8-recipe blockwise is the nearest that works"

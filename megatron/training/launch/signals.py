@@ -100,7 +100,7 @@ class SignalWatch:
                 if numbers[0] in self.signals and not self._training:
                     time.sleep(self.grace)
                     if self._pipe is not None and not self._training:
-                        os.write(2, b"the signal was not obeyed in time: ending the process\n")
+                        os.write(2, b"no reaction %g seconds after the signal: ending the process\n" % self.grace)
                         os._exit(128 + numbers[0])
 
     def leave_to_child(self) -> None:

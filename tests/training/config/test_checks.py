@@ -58,7 +58,7 @@ RULES = [
     ("--hidden-dropout 1", "--hidden-dropout 1.0 must be at least 0 and less than 1"),
     ("--seed 0", "--seed 0 must be larger than 0"),
     ("--expert-model-parallel-size 8", "--expert-model-parallel-size 8 spreads experts over ranks: it needs"),
-    ("--num-experts 8 --expert-model-parallel-size 2", "1 ranks (WORLD_SIZE) do not divide by 2, which is"),
+    ("--num-experts 8 --expert-model-parallel-size 2", "1 rank (WORLD_SIZE) does not divide by 2, which is"),
     (
         "--num-experts 8 --tensor-model-parallel-size 2",
         "--num-experts 8 with --tensor-model-parallel-size 2: training needs --sequence-parallel",

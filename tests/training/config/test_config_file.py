@@ -77,6 +77,7 @@ def test_mistakes_name_file_and_line(tmp_path: Path, text: str, says: str) -> No
 
 def test_a_file_that_is_not_there() -> None:
     assert problems_of("--config no.yaml") == ["--config no.yaml: No such file or directory"]
+    assert problems_of("--yaml-cfg no.yaml") == ["--yaml-cfg no.yaml: No such file or directory"]
 
 
 def test_the_output_of_print_config_gives_the_same_run(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import pytest
 from support.command_lines import SMALL, configured, without
 
 from megatron.training.arguments import configure
+from megatron.training.config import file_checks
 from megatron.training.config.resolution import ConfigurationError
 from megatron.training.config.settings import LaunchEnvironment
 
@@ -87,6 +88,45 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
     ]
 
 
+def test_a_split_without_training_data() -> None:
+    problem = "--split 0,90,10 leaves no data for training; give a first share above 0, such as 969,30,1"
+    assert problems_of(f"{SMALL} --split 0,90,10", looks=False) == [problem]
+    assert not problems_of(f"{SMALL} --split 0,90,10 --skip-train") and not problems_of(f"{SMALL} --split 1")
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_a_file_in_place_of_the_prefix(tmp_path: Path, suffix: str) -> None:
+    for end in (".bin", ".idx"):
+        (tmp_path / f"corpus{end}").touch()
+    path = f"{tmp_path}/corpus{suffix}"
+    words = f"{without('--mock-data')} --data-path {path}"
+    assert problems_of(words) == [
+        f"--data-path {path}.idx: no such file; give the prefix of both files, {tmp_path}/corpus"
+    ]
+
+
+def test_a_weight_without_a_prefix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for end in (".bin", ".idx"):
+        (tmp_path / f"corpus{end}").touch()
+    problem = (
+        "--data-path 0.5.idx: no such file; give prefixes alone, or a weight before each: WEIGHT PREFIX WEIGHT PREFIX"
+    )
+    assert problems_of(f"{without('--mock-data')} --data-path 0.5 corpus 0.5") == [problem + "PREFIX"]
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    below = tmp_path / "file/runs/a"
+    words = f"{SMALL} --save {below}"
+    assert problems_of(words) == [f"--save {below}: {tmp_path}/file is a file, not a folder; give another path"]
+    assert not problems_of(f"{words} --dry-run") and not problems_of(words, looks=False)
+    assert not problems_of(f"{SMALL} --save {tmp_path}/runs/a") and not problems_of(f"{SMALL} --save runs")
+    monkeypatch.setattr(file_checks.os, "access", lambda path, mode: Path(path) != tmp_path)
+    problem = f"--save {tmp_path}/runs/a: no permission to write in {tmp_path}; give another path"
+    assert problems_of(f"{SMALL} --save {tmp_path}/runs/a") == [problem]
+
+
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
@@ -109,7 +149,9 @@ def test_validation_sets_with_a_loss_each(flags: str, problem: str) -> None:
 
 def test_files_that_the_tokenizer_does_not_read_may_be_missing() -> None:
     folder = SMALL.replace("NullTokenizer", "HuggingFaceTokenizer --tokenizer-model /no/model")
-    assert problems_of(folder) == ["--tokenizer-model /no/model: no such file or folder"]
+    assert problems_of(folder) == [
+        "--tokenizer-model /no/model: no such file or folder here; give a path, as nothing is downloaded"
+    ]
     assert problems_of(f"{SMALL} --vocab-file /no/such --merge-file /no/such --tokenizer-model /no/such") == []
     words = SMALL.replace("NullTokenizer", "GPT2BPETokenizer").replace("--vocab-size 100", "")
     assert problems_of(f"{words} --vocab-file /no/a --merge-file /no/b --data-args-path /no/c --mock-data") == [

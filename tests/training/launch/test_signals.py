@@ -57,7 +57,7 @@ def test_before_training_even_a_stuck_program_ends(tmp_path):
     # Python's handler cannot run while the main thread is inside one C call, which would take minutes.
     code, errors = run_setup(tmp_path, "import hashlib; hashlib.pbkdf2_hmac('sha256', b'', b'', 2 * 10**9)", grace=0.5)
     assert code == 128 + signal.SIGTERM
-    assert "the signal was not obeyed in time" in errors
+    assert "no reaction 0.5 seconds after the signal: ending the process" in errors
 
 
 def test_a_second_interrupt_means_now_but_not_at_once(monkeypatch):
