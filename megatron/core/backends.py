@@ -160,7 +160,7 @@ class Backend:
             function = getattr(function, device_type, function)
             if entry.name not in _NOT_LISTED and function is not entry.default:
                 own.append(entry.name)
-        return f"backend {self.name}: plain torch" + (f" but for {', '.join(own)}" if own else "")
+        return f"backend {self.name}: plain torch" + (f" except {', '.join(own)}" if own else "")
 
 
 _NOT_LISTED = ("name", "attention", "attention_blocks", "sum_rows", "fp8_kernels", "fp8", "engine", "tokens_group")

@@ -101,9 +101,8 @@ def initialize_model_parallel(
         order=order,
         optimizer_instances=num_distributed_optimizer_instances,
     )
-    if (
-        hierarchical_context_parallel_sizes is not None
-    ):  # raises an error here instead of at the first use of the groups
+    if hierarchical_context_parallel_sizes is not None:
+        # Raises an error here instead of at the first use of the groups.
         hierarchical_groups(range(context_parallel_size), hierarchical_context_parallel_sizes)
     collection = ProcessGroupCollection.from_grid(
         grid,

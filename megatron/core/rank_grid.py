@@ -140,9 +140,8 @@ class RankGrid:
         names = [name for name in order if name in dense]
         object.__setattr__(self, "dense", Axes(tuple(names), tuple(dense[name] for name in names)))
         pieces = [(_EXPERT_AXIS_OF[name], expert[name]) for name in order if name in expert]
-        # Both grids must have the same pipelines. If pp is faster than dp, the data parallel ranks of an expert that
-        # have
-        # the same sequence or layer come before pp, the others after it: the axis then has two pieces.
+        # Both grids must have the same pipelines. If pp varies faster than dp, edp becomes two pieces: `inner` ranks
+        # with the same dense coordinate dp come before pp, the others after it.
         inner = self.tensor * self.context // (expert_tensor * self.expert)
         if order.index("pp") < order.index("dp") and inner > 1:
             at = next(i for i, (name, _) in enumerate(pieces) if name == "pp")
@@ -209,7 +208,9 @@ class RankGrid:
         for axes in (self.dense, self.experts):
             if set(along) <= set(axes.names):
                 return axes
-        raise UserError(f"axes {'-'.join(along)} lie in no one grid; known: {self.dense.names}, {self.experts.names}")
+        raise UserError(
+            f"no grid has all the axes {'-'.join(along)}; the grids have {self.dense.names} and {self.experts.names}"
+        )
 
     def _checked_order(self) -> list[str]:
         order = self.order.lower().split("-")

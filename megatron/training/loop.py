@@ -16,7 +16,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer, StepUpdate
 from megatron.core.optimizer.clip_grads import weight_norm
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.pipeline_parallel.chunk_hooks import takes
+from megatron.core.pipeline_parallel.chunk_hooks import accepts_argument
 from megatron.core.rerun_state_machine import RerunStateMachine
 from megatron.core.timers import Timers, timed
 from megatron.training.data.step_data import StepData, step_data_of
@@ -99,7 +99,7 @@ def train_step(trainer: Trainer) -> StepResult:
 
 
 def arguments_of_schedule(optimizer: MegatronOptimizer, data: StepData) -> dict[str, Any]:
-    """Returns what a schedule of ours needs besides Megatron-LM's arguments. A function that a script has written into
+    """Returns the arguments that our schedules take in addition to Megatron-LM's. A function that a script has set in
     its TransformerConfig is used in place of the one given here."""
     return {
         "rng_position_of": data.rng_position_of,
@@ -126,26 +126,26 @@ def run_step(
     decoder_seq_length: int | None = None,
     update: Callable[[Tensor], StepUpdate] | None = None,
     judge: Callable[[Sequence[Mapping[str, Tensor]]], SpikeVerdict] | None = None,
-    **of_schedule: Any,
+    **schedule_arguments: Any,
 ) -> StepResult:
     """One training step, without waiting for the device: gradients of the global batch, update, schedule.
 
     A loss or gradient that is not finite on one rank skips the update and the schedule on all ranks. `update` stands in
-    for `optimizer.step_on_device`. `judge` decides whether the loss is a spike, before the update. `of_schedule` are
-    further arguments of `forward_backward`. `timers` measure the schedule's parts, if it takes them, and the update
+    for `optimizer.step_on_device`. `judge` decides whether the loss is a spike, before the update. `schedule_arguments`
+    are further arguments of `forward_backward`. `timers` measure the schedule's parts, if it takes them, and the update
     (`optimizer`, level 1). If the loss function validates its results, `results` checks them, which waits for the
     device.
     """
     if decoder_seq_length is not None:
-        of_schedule["decoder_seq_length"] = decoder_seq_length
-    if takes(forward_backward, "timers"):
-        of_schedule["timers"] = timers
+        schedule_arguments["decoder_seq_length"] = decoder_seq_length
+    if accepts_argument(forward_backward, "timers"):
+        schedule_arguments["timers"] = timers
     for chunk in model:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
 
     def compute() -> Sequence[Mapping[str, Tensor]]:
-        found = forward_backward(
+        step_reports = forward_backward(
             forward_step_func=forward_step,
             data_iterator=data_iterator,
             model=list(model),
@@ -153,11 +153,11 @@ def run_step(
             seq_length=seq_length,
             micro_batch_size=micro_batch_size,
             forward_only=False,
-            **of_schedule,
+            **schedule_arguments,
         )
         if results is not None:
-            results.validate_losses(found)
-        return found
+            results.validate_losses(step_reports)
+        return step_reports
 
     if results is None or results.checks_results is False:
         reports = compute()

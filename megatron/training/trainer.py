@@ -108,7 +108,7 @@ class Trainer:
         return self.batches.num_microbatches
 
     def record_step(self, result: Any) -> None:
-        """Counts what a step consumed and hands its values to the log."""
+        """Counts what a step consumed and passes its values, a `loop.StepResult`, to the log."""
         samples = self.batches.global_batch_size
         self.state.iteration += 1
         self.state.consumed_train_samples += samples
@@ -175,15 +175,15 @@ class Trainer:
         sets = self.splits.valid_sets if split == "valid" else ()
         with self.log.paused(), self.in_phase("evaluation"):
             self.hooks.before_evaluate(self.state.iteration)
-            found = []
+            results = []
             for each in sets or [ValidationSet(lambda: data)]:
-                found.append((each.name, self._evaluate_set(each)))
-                if found[-1][1].interrupted:
+                results.append((each.name, self._evaluate_set(each)))
+                if results[-1][1].interrupted:
                     break
             if split == "valid":
-                self.state.consumed_valid_samples += found[0][1].samples
+                self.state.consumed_valid_samples += results[0][1].samples
             self.hooks.after_evaluate(self.state.iteration)
-            for name, result in found:
+            for name, result in results:
                 self._log_evaluation(result, {"valid": "validation"}.get(split, split), where, name)
                 self._process_non_loss_data(result)
 
@@ -194,7 +194,7 @@ class Trainer:
         if valid_set.num_samples is not None:
             iterations = full_pass(valid_set.num_samples, evaluation.global_batch_size(training)).iterations
         data.begin(self.state.iteration)
-        found = evaluate(
+        result = evaluate(
             self.forward_backward,
             self.forward_step,
             data.iterators(len(self.model)),
@@ -212,33 +212,33 @@ class Trainer:
         )
         if valid_set.num_samples is not None:
             data.close()
-        if found.interrupted and self.environment.logs:
-            print(f"evaluation stopped after {found.iterations} of {iterations} iterations", flush=True)
-        return found
+        if result.interrupted and self.environment.logs:
+            print(f"evaluation stopped after {result.iterations} of {iterations} iterations", flush=True)
+        return result
 
-    def _process_non_loss_data(self, found: EvaluationResult) -> None:
+    def _process_non_loss_data(self, result: EvaluationResult) -> None:
         """Hands an evaluation's data that are no losses to the script, on the rank that logs, with the writer of
         --tensorboard-dir. Without that flag nothing is called, as in Megatron-LM."""
         writer = self.log.tensorboard_writer
-        if self.non_loss is None or self.non_loss.process is None or writer is None or found.interrupted:
+        if self.non_loss is None or self.non_loss.process is None or writer is None or result.interrupted:
             return
-        self.non_loss.process(found.non_loss_data, self.state.iteration, writer)
+        self.non_loss.process(result.non_loss_data, self.state.iteration, writer)
 
-    def _log_evaluation(self, found: EvaluationResult, split: str, where: str | None, name: str | None) -> None:
-        if not found.losses:
+    def _log_evaluation(self, result: EvaluationResult, split: str, where: str | None, name: str | None) -> None:
+        if not result.losses:
             return
         if name is not None:
             split = f"{split}-{name}"
             where = f"iteration {self.state.iteration} on {split}"
         record = ValidationRecord(
             self.state.iteration,
-            found.losses,
+            result.losses,
             split=split,
             where=where,
             consumed_samples=self.state.consumed_train_samples,
-            tokens=found.tokens,
-            samples=found.samples,
-            seconds=found.seconds,
+            tokens=result.tokens,
+            samples=result.samples,
+            seconds=result.seconds,
         )
         self.log.validation(record)
 

@@ -28,7 +28,7 @@ from megatron.core.num_microbatches_calculator import (
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.pipeline_parallel.chunk_hooks import takes
+from megatron.core.pipeline_parallel.chunk_hooks import accepts_argument
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.layer_costs import training_flops
@@ -136,8 +136,8 @@ def pretrain(
 def non_loss_functions(
     collect: Callable[..., Any] | None, process: Callable[..., Any] | None, config: PretrainConfig
 ) -> NonLossFunctions | None:
-    """Returns the record of a script's functions of non-loss data; None without them. Says on the first rank when the
-    flags let nobody call `process`."""
+    """Returns the record of a script's functions of non-loss data; None without them. Prints a line on the first rank
+    if `process` is given but is not called, because there is no --tensorboard-dir."""
     if process is not None and config.logging.tensorboard_dir is None:
         process = None
         if int(os.environ.get("RANK", 0)) == 0:
@@ -146,8 +146,8 @@ def non_loss_functions(
 
 
 def run_pretraining(config: PretrainConfig, providers: Providers, started: float) -> ExitDecision | None:
-    """Sets up, trains and finishes a run. Returns the decision of an early exit, or None. All that it started has ended
-    on return."""
+    """Sets up, trains and finishes a run. Returns the decision of an early exit, or None. On return all processes,
+    threads and groups that the run started have ended."""
     providers = with_hub_folders(config, providers)
     watched = {*DEFAULT_SIGNALS, config.resilience.exit_signal}
     with (
@@ -435,8 +435,8 @@ def train_step(
     samples = get_current_running_global_batch_size()
     data = step_data_of(data_iterator) or step_data(run.config, run.environment, None)
     data.begin(run.state.iteration)
-    of_schedule: dict[str, Any] = loop.arguments_of_schedule(optimizer, data)
-    of_schedule = {name: value for name, value in of_schedule.items() if takes(forward_backward_func, name)}
+    available: dict[str, Any] = loop.arguments_of_schedule(optimizer, data)
+    accepted = {name: value for name, value in available.items() if accepts_argument(forward_backward_func, name)}
     result = loop.run_step(
         forward_backward_func,
         reporting_tensors(forward_step_func),
@@ -450,7 +450,7 @@ def train_step(
         decoder_seq_length=run.config.decoder_seq_length,
         global_batch_size=samples,
         timers=run.timers,
-        **of_schedule,
+        **accepted,
     )
     run.state.iteration += 1
     run.state.consumed_train_samples += samples
@@ -506,7 +506,7 @@ def evaluate(
     data = step_data_of(data_iterator)
     if data is not None:
         data.begin(run.state.iteration)
-    found = run_evaluation(
+    result = run_evaluation(
         get_forward_backward_func(groups.size("pp"), len(model)),
         reporting_tensors(forward_step_func),
         data_iterator,
@@ -521,7 +521,7 @@ def evaluate(
         data_parallel_size=groups.size("dp"),
         non_loss=non_loss if collects else None,
     )
-    run.state.consumed_valid_samples += found.samples
+    run.state.consumed_valid_samples += result.samples
     if verbose and run.environment.logs:
-        print(f"evaluated {found.iterations} iterations, {found.samples} samples", flush=True)
-    return {name: torch.tensor(loss) for name, loss in found.losses.items()}, found.non_loss_data, False
+        print(f"evaluated {result.iterations} iterations, {result.samples} samples", flush=True)
+    return {name: torch.tensor(loss) for name, loss in result.losses.items()}, result.non_loss_data, False

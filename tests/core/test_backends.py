@@ -44,7 +44,7 @@ def test_the_device_of_the_first_tensor_decides() -> None:
 
 
 def test_the_log_names_what_is_not_plain_torch() -> None:
-    assert LOCAL.describe("cpu") == "backend local: plain torch but for keep_rows"
+    assert LOCAL.describe("cpu") == "backend local: plain torch except keep_rows"
     assert LOCAL.describe("cuda") == "backend local: plain torch"
     backend = triton_backend()
     assert backend is not None

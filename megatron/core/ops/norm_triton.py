@@ -29,6 +29,7 @@ def _norm_forward_kernel(  # type: ignore[no-untyped-def]  # Triton would evalua
     CENTERED: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, ZERO_CENTERED: tl.constexpr,
     NOTES: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
+    # NOTES: `largest` becomes at least the largest absolute value of the output, from which fp8 computes its scale.
     if NOTES:
         before = tl.load(largest)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)

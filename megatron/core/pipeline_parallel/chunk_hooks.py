@@ -62,7 +62,7 @@ def micro_batch_receiver(model: nn.Module) -> nn.Module | None:
     while inner is not None:
         module = getattr(inner, "_orig_mod", inner)  # torch.compile's wrapper hands keywords on
         if any(_declares_micro_batch(base) for base in type(module).__mro__):
-            if not takes(module.forward, "micro_batch"):
+            if not accepts_argument(module.forward, "micro_batch"):
                 raise UserError(
                     f"{type(module).__name__}.forward does not take `micro_batch`, and the forward that it overrides "
                     "does: take it and hand it on; it holds the position for random numbers and the loss scale"
@@ -97,7 +97,7 @@ def supply_micro_batch(receiver: nn.Module | None, micro_batch: MicroBatch) -> I
             handle.remove()
 
 
-def takes(function: Callable[..., Any], name: str) -> bool:
+def accepts_argument(function: Callable[..., Any], name: str) -> bool:
     """Whether a function has a parameter of this name, or takes any keyword."""
     parameters = inspect.signature(function).parameters.values()
     return any(p.name == name or p.kind is p.VAR_KEYWORD for p in parameters)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from megatron.core.exceptions import UserError
 from megatron.core.pipeline_parallel.action_lists import rank_actions
-from megatron.core.pipeline_parallel.chunk_hooks import device_of, takes
+from megatron.core.pipeline_parallel.chunk_hooks import accepts_argument, device_of
 from megatron.core.pipeline_parallel.orders import Schedule, schedule_name
 from megatron.core.pipeline_parallel.p2p_communication import PipelineP2P, message_format_of
 from megatron.core.pipeline_parallel.runner import Runner
@@ -185,9 +185,9 @@ def _finalize(
     force_all_reduce: bool | None,
 ) -> None:
     extra: dict[str, Any] = {}
-    if pg_collection is not None and takes(function, "pg_collection"):
+    if pg_collection is not None and accepts_argument(function, "pg_collection"):
         extra["pg_collection"] = pg_collection
-    if force_all_reduce and takes(function, "force_all_reduce"):
+    if force_all_reduce and accepts_argument(function, "force_all_reduce"):
         extra["force_all_reduce"] = force_all_reduce
     tokens: Tensor | None = None
     if config.calculate_per_token_loss:

@@ -16,7 +16,7 @@ from typing import Any
 from megatron.core.flag_grammars import pipeline_layout
 
 AUTO = "auto"
-"""Value of `pipeline_model_parallel_layout` that stands for what `layer_costs.stages_of_auto_layout` finds."""
+"""Value of `pipeline_model_parallel_layout` that lets `layer_costs.stages_of_auto_layout` choose the stages."""
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ def get_pp_last_rank(pp_group: Group) -> int:
 
 
 def make_viewless_tensor(inp: Tensor, requires_grad: bool, keep_graph: bool) -> Tensor:
-    """Returns a tensor that is not a view: `inp` itself if it is none, else a new tensor on its memory.
+    """Returns `inp` if it is not a view, else a new tensor on its memory that is not a view.
 
     A stage that frees an output after sending it would keep the memory alive through a view. With `keep_graph`
     gradients flow to `inp`; otherwise the result is a leaf with this `requires_grad`.

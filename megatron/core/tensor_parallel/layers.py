@@ -235,7 +235,7 @@ def _own_group(tp_group: Group, is_expert: bool) -> Group:
 
 
 _OF_WEIGHT = ("part_of", "tied", "tied_over")
-"""Facts about a weight that is a copy of another one; the bias beside it is none."""
+"""Descriptor fields of a weight that is a copy of another one. The layer's bias is no copy, so it does not get them."""
 
 
 def _facts(is_expert: bool) -> dict[str, Any]:

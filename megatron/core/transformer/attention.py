@@ -141,22 +141,22 @@ class SelfAttention(MegatronModule):
         query = query.flatten(2, 3)
         if inputs.query_scale is not None and not self.has_rope:
             query = (query * inputs.query_scale).to(query.dtype)
-        bias = {} if inputs.attention_bias is None else {"attention_bias": inputs.attention_bias}
+        optional = {} if inputs.attention_bias is None else {"attention_bias": inputs.attention_bias}
         if inputs.inference_context is None:
             mask = inputs.attention_mask
-            context = attend(self.core_attention, query, key, value, mask, inputs, self.attn_mask_type, **bias)
+            context = attend(self.core_attention, query, key, value, mask, inputs, self.attn_mask_type, **optional)
         else:
-            seen = inputs.inference_context.extend(self.layer_number, key, value)
+            cached = inputs.inference_context.extend(self.layer_number, key, value)
             context = attend(
                 self.core_attention,
                 query,
-                seen.key,
-                seen.value,
+                cached.key,
+                cached.value,
                 inputs.attention_mask,
                 inputs,
                 self.attn_mask_type,
-                query_positions=seen.query_positions,
-                **bias,
+                query_positions=cached.query_positions,
+                **optional,
             )
         if gate is not None:
             context = context * gate.sigmoid()

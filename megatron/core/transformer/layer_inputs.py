@@ -120,8 +120,8 @@ class LayerInputs:
     same numbers."""
 
     def repeated(self, times: int) -> "LayerInputs":
-        """Returns the inputs for a layer that has run `times` times before on these tokens. Its dropout masks are
-        others."""
+        """Returns the inputs for a layer that has run `times` times before on these tokens. It gets
+        different dropout masks."""
         return dataclasses.replace(self, stack=f"{self.stack}repeat {times} ")
 
     def dropout_position(self, layer_number: int, site: str) -> DropoutRngPosition | None:

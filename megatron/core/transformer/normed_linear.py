@@ -67,9 +67,9 @@ class NormedColumnParallelLinear(ColumnParallelLinear):
     ) -> tuple[Tensor, Tensor | None]:
         """Returns `ColumnParallelLinear.forward` of the normed input [..., input_size]."""
         config, backend = self.config, self.backend
-        place = (config.layernorm_epsilon, config.layernorm_zero_centered_gamma)
+        settings = (config.layernorm_epsilon, config.layernorm_zero_centered_gamma)
         if config.normalization == "RMSNorm":
-            normed = backend.rms_norm(input_, self.layer_norm_weight, *place)
+            normed = backend.rms_norm(input_, self.layer_norm_weight, *settings)
         else:
-            normed = backend.layer_norm(input_, self.layer_norm_weight, self.layer_norm_bias, *place)
+            normed = backend.layer_norm(input_, self.layer_norm_weight, self.layer_norm_bias, *settings)
         return super().forward(normed.to(config.params_dtype), weight, runtime_gather_output)

@@ -80,9 +80,9 @@ class TransformerLayer(MegatronModule):
         self.self_attn_bda = build_module(submodules.self_attn_bda)
         self.has_cross_attention = submodules.cross_attention is not IdentityOp
         self.pre_cross_attn_layernorm = build_module(submodules.pre_cross_attn_layernorm, **norm, offer=offer)
-        place = {"config": config, "layer_number": layer_number, "pg_collection": groups}
+        arguments = {"config": config, "layer_number": layer_number, "pg_collection": groups}
         self.cross_attention = build_module(
-            submodules.cross_attention, **(place if self.has_cross_attention else {}), offer=offer
+            submodules.cross_attention, **(arguments if self.has_cross_attention else {}), offer=offer
         )
         self.cross_attn_bda = build_module(submodules.cross_attn_bda)
         self.pre_mlp_layernorm = build_module(submodules.pre_mlp_layernorm, **norm, offer=offer)
@@ -95,8 +95,8 @@ class TransformerLayer(MegatronModule):
             self.pre_mlp_layernorm,
             self.post_mlp_layernorm,
         )
-        parts = {"tp_group": groups.tp, "pg_collection": groups, "layer_number": layer_number}
-        self.mlp = build_module(submodules.mlp, config=config, offer={**offer, **parts})
+        offer_to_mlp = {**offer, "tp_group": groups.tp, "pg_collection": groups, "layer_number": layer_number}
+        self.mlp = build_module(submodules.mlp, config=config, offer=offer_to_mlp)
         self.mlp_bda = build_module(submodules.mlp_bda)
         if config.sequence_parallel:  # each rank norms its own tokens, also with a user's norm
             add_partial_gradient_axis("tp", *self.norms)
@@ -208,8 +208,8 @@ class TransformerLayer(MegatronModule):
         if bias_dropout_add is not get_bias_dropout_add:  # a user's function, which draws its own masks
             add = bias_dropout_add(self.training, self.config.bias_dropout_fusion)
             return add(output_and_bias, residual, self.hidden_dropout)
-        place = inputs.hidden_dropout_position(self.layer_number, site) if self.training else None
-        return self.backend.bias_dropout_add(*output_and_bias, residual, self.hidden_dropout, place)
+        position = inputs.hidden_dropout_position(self.layer_number, site) if self.training else None
+        return self.backend.bias_dropout_add(*output_and_bias, residual, self.hidden_dropout, position)
 
 
 def _check_placement(placement: str, submodules: TransformerLayerSubmodules) -> None:

@@ -232,7 +232,7 @@ OF_EXPERTS = frozenset(
 def architecture_differences(
     config: PretrainConfig, described: Mapping[str, Any], leave_out: Container[str] = ()
 ) -> list[str]:
-    """Returns a sentence for each architecture value that differs from another run's description, but for the fields in
+    """Returns a sentence for each architecture value that differs from another run's description, except the fields in
     `leave_out`. A field that only one of the two uses, because they differ in the flag that it depends on, is left out
     too."""
     ours, theirs = architecture_of(config), described.get("architecture", {})

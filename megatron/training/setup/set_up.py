@@ -80,14 +80,14 @@ def set_up(
     config, timers = context.config, context.timers  # complete: the layout `auto` is resolved
     with timed(timers, "model-and-optimizer-setup", 0, barrier=True):
         model = build_model(context, providers.build_model)
-        held = holding_notes(model, environment.groups, config.transformer)
+        parts_by_rank = holding_notes(model, environment.groups, config.transformer)
         if environment.is_first:
-            print(*held, sep="\n", flush=True)
+            print(*parts_by_rank, sep="\n", flush=True)
         for line in kernel_notes(model, environment, config):
             print(line, flush=True)
         optimizer = build_optimizer(context, model, providers.build_optimizer)
-        of_script = providers.build_scheduler
-        scheduler = build_scheduler(config, optimizer) if of_script is None else of_script(context, optimizer)
+        build_own = providers.build_scheduler
+        scheduler = build_scheduler(config, optimizer) if build_own is None else build_own(context, optimizer)
         checkpoints = Checkpoints(config, environment.groups)
         checkpoints.spikes = build_loss_spikes(config, environment, optimizer)
         loaded = checkpoints.load(context.state, model, optimizer, scheduler)
@@ -267,7 +267,7 @@ def resolve_auto_layout(config: PretrainConfig, padded_vocab_size: int) -> tuple
 
 def set_torch(config: PretrainConfig) -> None:
     """Sets torch's and Python's global options as the flags say. Each run sets all of them again."""
-    torch.manual_seed(config.seed)  # for what a script's own modules draw; ours draw by place
+    torch.manual_seed(config.seed)  # for a script's own modules; random numbers of ours depend on seed and position
     deterministic = config.transformer.deterministic_mode
     if deterministic:  # cuBLAS wants its workspace fixed, before it is first used
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

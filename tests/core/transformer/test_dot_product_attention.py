@@ -28,7 +28,7 @@ def test_kernels_in_use_are_told() -> None:
         gpt(attention_dropout=0.1, window_size=(3, 0), window_attn_skip_freq=2), torch.device("cpu")
     )
     assert lines == [
-        "backend local: plain torch but for keep_rows",
+        "backend local: plain torch except keep_rows",
         "attention of layers 1 to 2 on cpu: training: unfused, since SDPA (CPU flash): it cannot draw our dropout "
         "masks (attention dropout 0.1); evaluation: SDPA (CPU flash)",
     ]

@@ -56,11 +56,11 @@ def test_more_workers_than_cores_are_said_with_a_number_that_works() -> None:
 
 def test_apex_is_not_needed_beside_our_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    (note,) = unused_package_notes("backend triton: plain torch but for rms_norm")
+    (note,) = unused_package_notes("backend triton: plain torch except rms_norm")
     assert note.startswith("apex is installed and not used: ")
     assert not list(unused_package_notes("backend local: plain torch"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert not list(unused_package_notes("backend triton: plain torch but for rms_norm"))
+    assert not list(unused_package_notes("backend triton: plain torch except rms_norm"))
 
 
 def test_a_run_says_who_holds_what(capsys: pytest.CaptureFixture[str]) -> None:
