@@ -66,7 +66,7 @@ def load_trained_model(
     """
     checkpoint = find_checkpoint(Path(root), step, log)
     if checkpoint is None:
-        raise UserError(f"{root} holds no checkpoint")
+        raise UserError(f"--load {root} holds no checkpoint")
     described = checkpoint.manifest.config
     config = config_for_one_process(described, changes, has_cuda=torch.cuda.is_available())
     check_architecture(config, described)

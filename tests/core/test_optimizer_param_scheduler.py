@@ -147,12 +147,11 @@ def test_all_that_differs_is_refused_at_once_as_its_reader_calls_it() -> None:
     other = OptimizerParamScheduler(fake_optimizer(True), **longer, use_checkpoint_opt_param_scheduler=False)
     with pytest.raises(UserError) as caught:
         other.load_state_dict(state, spelling=str.upper)
-    said = str(caught.value).removeprefix("schedule: ").split("; ")
-    assert said[:2] == [
+    said = str(caught.value).split(": give the same")[0].split("; ")
+    assert said == [
         "MAX_LR is 0.002 in this run and 0.001 in the checkpoint",
         "LR_DECAY_STEPS is 90 in this run and 80 in the checkpoint",
-    ]
-    assert len(said) == 3, "weight decay that does not grow has no length"
+    ], "weight decay that does not grow has no length"
     growing = OptimizerParamScheduler(
         fake_optimizer(True), **(COSINE | {"end_wd": 0.2, "wd_incr_style": "linear", "wd_incr_steps": 110})
     )

@@ -84,7 +84,7 @@ def export_model(
         import_transformers()
     checkpoint = find_checkpoint(root, step, log)
     if checkpoint is None:
-        raise UserError(f"{root} holds no checkpoint")
+        raise UserError(f"--load {root} holds no checkpoint")
     config = config_for_one_process(checkpoint.manifest.config, [], has_cuda=False)
     _check_flags(checkpoint, config)
     family = choose_family(config, architecture, families)

@@ -60,7 +60,7 @@ def export_run(root: Path, target: Path, *, step: Step | None = None, log: Log =
         raise UserError(f"{target} is not empty; name a folder that is empty or does not exist")
     checkpoint = find_checkpoint(root, step, log)
     if checkpoint is None:
-        raise UserError(f"{root} holds no checkpoint")
+        raise UserError(f"--load {root} holds no checkpoint")
     config = config_for_one_process(checkpoint.manifest.config, [], has_cuda=False)
     _check_model(config)
     if config.optimizer.optimizer not in ("adam", "sgd"):

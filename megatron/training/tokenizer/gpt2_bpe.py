@@ -135,6 +135,8 @@ def _read_merges(path: Path) -> list[tuple[str, str]]:
             continue
         parts = line.split(" ")
         if len(parts) != 2:
-            raise UserError(f"--merge-file {path}:{number}: {line!r} is not two tokens separated by one blank")
+            shown = line if len(line) <= 40 else f"{line[:40]}..."  # a vocabulary is one line of a megabyte
+            hint = "; is it the vocabulary, which --vocab-file names?" if line.startswith("{") else ""
+            raise UserError(f"--merge-file {path}:{number}: {shown!r} is not two tokens separated by one blank{hint}")
         merges.append((parts[0], parts[1]))
     return merges

@@ -57,6 +57,8 @@ def test_errors_name_flag_and_file(tmp_path):
         GPT2BPETokenizer(vocab, str(bad))
     with pytest.raises(UserError, match=r"--vocab-file .*bad: not JSON"):
         GPT2BPETokenizer(str(bad), merges)
+    with pytest.raises(UserError, match=r"vocab.json:1: '\{.{39,45}\.\.\.' is not two tokens .*; is it the vocabulary"):
+        GPT2BPETokenizer(vocab, vocab)
     bad.write_text("Ġzz q\n")
     with pytest.raises(UserError, match=r"with --merge-file .*bad: the merges name 'Ġzz'"):
         GPT2BPETokenizer(vocab, str(bad))
