@@ -113,13 +113,15 @@ def _plan(candidates: Sequence[Kernel], variant: AttentionVariant, config: Any) 
 def _choose_kernel(
     candidates: Sequence[Kernel], variant: AttentionVariant, situation: Situation
 ) -> KernelChoice[Kernel]:
-    refusals: list[str] = []
+    refusals: list[tuple[str, str]] = []
     for kernel in candidates:
         if kernel.serves(situation):
             refusal = kernel.refusal(variant, situation)
             if refusal is None:
-                return KernelChoice(kernel, tuple(refusals), _remark(kernel, variant))
-            refusals.append(f"{kernel.name}: {refusal}")
+                # A kernel that is a candidate twice, first where it is the fastest, is not the reason for its own use.
+                others = tuple(f"{name}: {reason}" for name, reason in refusals if name != kernel.name)
+                return KernelChoice(kernel, others, _remark(kernel, variant))
+            refusals.append((kernel.name, refusal))
     raise AssertionError("the last candidate computes everything")
 
 

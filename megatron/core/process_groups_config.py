@@ -23,6 +23,7 @@ from megatron.core.rank_grid import first_only as first_only
 from megatron.core.utils.communicator_settings import CommunicatorSettings
 from megatron.core.utils.torch_groups import create_group_among_members, get_nccl_options
 from megatron.core.utils.torch_private import set_group_timeout
+from megatron.core.utils.warn import warn_on_first_rank
 
 EmbeddingRanks = Callable[[Sequence[int]], Sequence[int]]
 
@@ -89,7 +90,8 @@ class ProcessGroupCollection:
         """Returns the frozen collection of one rank of a grid. Makes no torch group yet. Each function takes the ranks
         of a pipeline and returns those with the word embedding or the head (`embd`), with position embeddings
         (`pos_embd`), with layers of an encoder (`encoder_pp`) and with layers of a decoder (`decoder_pp`).
-        `nccl_settings`: settings of NCCL by group name; groups of the same ranks share the first one's."""
+        `nccl_settings`: settings of NCCL by group name. Groups of the same ranks share a communicator, which has the
+        settings of the group that comes first; a warning names others that differ."""
         collection = cls()
         collection.grid = grid
         collection.__dict__.update(
@@ -204,9 +206,15 @@ class ProcessGroupCollection:
     def _nccl_options(self, ranks: tuple[int, ...]) -> Any:
         """Returns the options of the group of these ranks; None without settings for it, and where NCCL is not used."""
         settings: CommunicatorSettings = self._nccl_settings
-        name = next((name for name in settings if self.ranks(name) == ranks), None)
+        name, *others = [name for name in settings if self.ranks(name) == ranks] or [None]
         if name is None or "nccl" not in dist.get_backend_config():
             return None
+        unused = [other for other in others if other is not None and settings[other] != settings[name]]
+        if unused:
+            warn_on_first_rank(
+                f"--nccl-communicator-config-path: {' and '.join(unused)} and {name} have the same ranks in this "
+                f"layout and share one communicator, which has the settings of {name}"
+            )
         return get_nccl_options(name, settings)
 
     def has_channel(self, source: int, destination: int) -> bool:

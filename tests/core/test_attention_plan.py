@@ -66,3 +66,12 @@ def test_a_call_that_the_kernel_cannot_compute_takes_the_unfused_one() -> None:
     assert choices.kernel_of(situation, AttentionCall(cu_seqlens=documents)).name == "plain"
     masked = AttentionCall(cu_seqlens=documents, mask=torch.zeros(1, 1, 4, 4, dtype=torch.bool))
     assert choices.kernel_of(situation, masked) is UNFUSED
+
+
+def test_a_kernel_is_no_reason_for_its_own_use() -> None:
+    """Our flash attention is the first choice from Hopper on, and on older GPUs the last before the unfused one."""
+    first = kernel("flash", refusal=lambda variant, situation: "it is faster than another from Hopper on only")
+    choices = plan([first, WITHOUT_DROPOUT, kernel("flash"), UNFUSED], AttentionVariant(1.0, True, dropout=0.1))
+    assert choices.describe("cuda") == "training: flash, since exact: it has no dropout; evaluation: exact, since " + (
+        "flash: it is faster than another from Hopper on only"
+    )

@@ -125,3 +125,16 @@ def test_groups_of_nccl_have_the_settings_of_the_file() -> None:
     high = ("pp", {"is_high_priority_stream": True})
     for seen in run_on_ranks(options_of_groups, 4):
         assert seen["asked"] == [high, ("tp_dp", {"min_ctas": 2}), high, ("dp", {"max_ctas": 8})]
+
+
+def test_groups_of_the_same_ranks_say_whose_settings_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(process_groups_config, "warn_on_first_rank", said.append)
+    monkeypatch.setattr(process_groups_config, "get_nccl_options", lambda name, table: table[name])
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
+    settings = {"tp": {"max_ctas": 1}, "dp_cp": {"max_ctas": 8}, "dp": {"max_ctas": 4}, "intra_dp_cp": {"max_ctas": 8}}
+    groups = ProcessGroupCollection.from_grid(RankGrid(4, tensor=2), 0, nccl_settings=settings)
+    assert groups._nccl_options(groups.ranks("dp")) == {"max_ctas": 8}
+    (sentence,) = said
+    assert ": dp and dp_cp have the same ranks in this layout" in sentence and sentence.endswith("settings of dp_cp")
+    assert groups._nccl_options(groups.ranks("tp")) == {"max_ctas": 1} and len(said) == 1

@@ -6,6 +6,7 @@ from megatron.core.config_fields import value_text
 from megatron.core.datasets.utils import parse_split
 from megatron.core.transformer.config.memory import captured_parts, captures_micro_batches, why_no_part_is_captured
 from megatron.core.transformer.config.router import BALANCE_LOSSES, listed
+from megatron.core.transformer.layer_patterns import layer_parts
 from megatron.training.config.flag_table import Flag, flag_table, parent_of
 from megatron.training.config.model_families import NAMES
 from megatron.training.config.settings import Settings
@@ -91,6 +92,11 @@ def _communicators(s: Settings) -> Iterator[str]:
 def _attention(s: Settings) -> Iterator[str]:
     if s.multi_latent_attention and s.is_given("kv_channels"):
         yield "{kv_channels:name}: has no effect with {multi_latent_attention}, which has head widths of its own"
+    measuring = [name for name in ("qk_clip", "log_max_attention_logit") if getattr(s, name)]
+    layers = range(1, s.num_layers + (s.mtp_num_layers or 0) + 1) if measuring else ()
+    if not any(layer_parts(s, number).token_mixer == "attention" for number in layers):
+        for name in measuring:
+            yield f"{{{name}:name}}: has no effect: it measures dense softmax attention, which no layer has"
 
 
 def _graphs(s: Settings) -> Iterator[str]:

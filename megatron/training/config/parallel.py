@@ -80,7 +80,7 @@ class ParallelConfig:
     nccl_communicator_config_path: str | None = None
     """YAML file with settings of NCCL communicators by group: min_ctas, max_ctas, cga_cluster_size, net_name,
     is_high_priority_stream, such as "dp: {max_ctas: 8}". A group that covers the world gets a communicator of its
-    own."""
+    own. Groups of the same ranks share a communicator, with the settings of the one that stands first in the file."""
 
     high_priority_stream_groups: list[str] = flag(
         default_factory=list, nargs="*", no_effect="the priority of a stream follows from what runs on it"

@@ -103,7 +103,8 @@ def plain_states(
         for group, group_masters in zip(groups, masters, strict=False):
             numbers = group.get("params") or []
             chosen = _parameters_of_group(group, left, parameters, len(numbers), path)
-            left = [place for place in left if place not in chosen]
+            taken = set(chosen)
+            left = [place for place in left if place not in taken]
             for position, (number, place) in enumerate(zip(numbers, chosen, strict=True)):
                 parameter = parameters[place]
                 tensors = dict(states.get(number) or {})
@@ -125,8 +126,11 @@ def plain_states(
 def _joined(
     found: Mapping[tuple[str, str], Mapping[int, StoredTensor]], parameters: Sequence[RankParameter], path: Path
 ) -> Iterator[tuple[str, str, SourceTensor]]:
+    places_of: dict[str, list[int]] = {}
+    for place, parameter in enumerate(parameters):
+        places_of.setdefault(parameter.key, []).append(place)
     for (key, kind), by_place in found.items():
-        places = [place for place, parameter in enumerate(parameters) if parameter.key == key]
+        places = places_of[key]
         if len(by_place) != len(places):
             raise UserError(
                 f"{path}: {len(by_place)} of the {len(places)} experts of {parameters[places[0]].tensor.name} have the "

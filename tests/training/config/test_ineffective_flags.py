@@ -153,3 +153,14 @@ def test_a_default_that_is_given_needs_no_line() -> None:
         "--moe-router-topk 2 --tensor-model-parallel-size 1 --cross-entropy-fusion-impl native --manual-gc-interval 0"
     )
     assert given.notes == quiet
+
+
+def test_logits_are_measured_where_a_layer_has_softmax_attention() -> None:
+    def said(flags: str) -> list[str]:
+        notes = configured(f"--num-layers 2 --qk-clip --log-max-attention-logit --mamba-num-groups 2 {flags}").notes
+        return [note.partition(":")[0] for note in notes if "dense softmax attention, which no layer has" in note]
+
+    both, gated = ["--qk-clip", "--log-max-attention-logit"], "--experimental-attention-variant gated_delta_net"
+    assert said("") == said("--hybrid-layer-pattern M*") == said(f"{gated} --linear-attention-freq [1,0]") == []
+    assert said("--hybrid-layer-pattern M/* --mtp-num-layers 1 --num-layers 1") == []
+    assert said("--hybrid-layer-pattern M-") == said(f"{gated} --linear-attention-freq [1,1]") == both

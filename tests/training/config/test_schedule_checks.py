@@ -24,6 +24,10 @@ RULES = [
     ("--lr-decay-samples 10", "--lr-decay-samples 10 does not go with --train-iters; give --lr-decay-iters"),
     ("--lr-decay-style WSD", "--lr-decay-style WSD needs --lr-wsd-decay-iters"),
     (
+        "--train-samples 100 --lr-decay-style WSD --lr-wsd-decay-iters 4",
+        "--lr-wsd-decay-iters 4 does not go with --train-samples; give --lr-wsd-decay-samples",
+    ),
+    (
         "--lr-decay-style WSD --lr-wsd-decay-iters 11",
         "--lr-wsd-decay-iters 11 is longer than the whole schedule, --train-iters 10",
     ),

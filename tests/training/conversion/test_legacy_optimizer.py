@@ -86,3 +86,26 @@ def test_buffers_of_old_releases_are_refused(tmp_path: Path) -> None:
     torch.save({0: {}}, tmp_path / "distrib_optim.pt")
     with pytest.raises(UserError, match=r"format of releases before 0\.6"):
         flat_buckets(tmp_path / "distrib_optim.pt")
+
+
+class Counting(RankParameter):
+    """A parameter that counts how often its key is read."""
+
+    reads = 0
+
+    def __getattribute__(self, name: str) -> Any:
+        Counting.reads += name == "key"
+        return super().__getattribute__(name)
+
+
+def test_the_work_grows_with_the_number_of_parameters_not_with_its_square(tmp_path: Path) -> None:
+    count, path = 200, tmp_path / "state.pt"
+    optimizer = {"state": {n: {"exp_avg": torch.zeros(1)} for n in range(count)}, "param_groups": [{"wd_mult": 0.0}]}
+    optimizer["param_groups"][0]["params"] = list(range(count))
+    torch.save({"optimizer": optimizer}, path)
+    values = SourceTensor(torch.float32, lambda: torch.zeros(1))
+    tensors = [RankTensor(f"{n}.bias", f"{n}.bias", (1,), Box.whole((1,))) for n in range(count)]
+    parameters = [Counting(tensor.name, tensor, values, (1,)) for tensor in tensors]
+    Counting.reads = 0
+    assert len(list(plain_states(TorchArchive(path).load(), parameters, path))) == count
+    assert Counting.reads <= 3 * count
