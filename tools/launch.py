@@ -5,7 +5,8 @@ python tools/launch.py torchrun --nproc-per-node 8 pretrain_gpt.py --save checkp
 The command needs --save. Once that folder has a whole checkpoint, the command is started with `--load` of it, and
 without the flags that belong to a first start (--finetune, --ckpt-step, --no-load-optim, --no-load-rng, another
 --load). After three fast failures in a row (--fast-failures) the tool gives up: those that end within five minutes
-(--fast-seconds) without a newer checkpoint. A mistake in the command line (exit code 2) is not tried again.
+(--fast-seconds) without a new checkpoint. One to which the run went back from a loss spike is not new. A mistake in the
+command line (exit code 2) is not tried again.
 
 A signal (SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGUSR2) is passed to one rank, and all ranks save a checkpoint and end. The
 tool then ends with 128 + the signal's number, and otherwise with the command's exit code.
@@ -22,6 +23,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -31,6 +33,7 @@ if __name__ == "__main__":  # before the imports that take seconds
     exit_quietly()
 
 from megatron.core.dist_checkpointing.checkpoint_selection import find_checkpoint
+from megatron.core.dist_checkpointing.manifest import MANIFEST
 from megatron.core.exceptions import UserError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -93,13 +96,21 @@ def resuming(command: Sequence[str], save: Path) -> list[str]:
     return [*words, "--load", str(save)]
 
 
-def newest_iteration(save: Path) -> int | None:
-    """Returns the iteration of the newest whole checkpoint in a folder, None if there is none."""
+class Newest(NamedTuple):
+    """The newest whole checkpoint in a folder."""
+
+    iteration: int
+    written: int
+    """Time at which it was complete, in nanoseconds since the epoch."""
+
+
+def newest_checkpoint(save: Path) -> Newest | None:
+    """Returns the newest whole checkpoint in a folder, None if there is none."""
     try:
         found = find_checkpoint(save, log=lambda text: None)
-    except UserError:  # only broken ones
+        return None if found is None else Newest(found.manifest.iteration, (found.folder / MANIFEST).stat().st_mtime_ns)
+    except (UserError, OSError):  # only broken ones, or deleted meanwhile
         return None
-    return None if found is None else found.manifest.iteration
 
 
 class Launcher:
@@ -140,11 +151,11 @@ class Launcher:
     def _run(self) -> int:
         fast = 0
         while True:
-            before, started = newest_iteration(self.save), time.monotonic()
+            before, started = newest_checkpoint(self.save), time.monotonic()
             if self.received is not None:  # while no process was there to pass it to
                 return 128 + self.received
             code = self._start(self.command if before is None else resuming(self.command, self.save))
-            after, seconds = newest_iteration(self.save), time.monotonic() - started
+            after, seconds = newest_checkpoint(self.save), time.monotonic() - started
             if self.received is not None:
                 self.say(
                     f"{signal.Signals(self.received).name} ended the run; its newest checkpoint is {_named(after)}"
@@ -155,7 +166,8 @@ class Launcher:
             if code == 2:
                 self.say("exit code 2: a mistake in the command, its data or its checkpoints; it is not tried again")
                 return code
-            fast = fast + 1 if after == before and seconds < self.fast_seconds else 0
+            saved = after is not None and (before is None or after.written > before.written)
+            fast = fast + 1 if not saved and seconds < self.fast_seconds else 0
             self.say(
                 f"the run failed after {seconds:.0f} s (exit code {code}); its newest checkpoint is {_named(after)}"
             )
@@ -209,8 +221,8 @@ def one_rank(launcher: int) -> list[int]:
     return [launcher]
 
 
-def _named(iteration: int | None) -> str:
-    return "none" if iteration is None else f"that of iteration {iteration}"
+def _named(newest: Newest | None) -> str:
+    return "none" if newest is None else f"that of iteration {newest.iteration}"
 
 
 if __name__ == "__main__":

@@ -206,10 +206,11 @@ class ProcessGroupCollection:
     def _nccl_options(self, ranks: tuple[int, ...]) -> Any:
         """Returns the options of the group of these ranks; None without settings for it, and where NCCL is not used."""
         settings: CommunicatorSettings = self._nccl_settings
-        name, *others = [name for name in settings if self.ranks(name) == ranks] or [None]
-        if name is None or "nccl" not in dist.get_backend_config():
+        names = [name for name in settings if self.ranks(name) == ranks]
+        if not names or "nccl" not in dist.get_backend_config():
             return None
-        unused = [other for other in others if other is not None and settings[other] != settings[name]]
+        name = names[0]
+        unused = [other for other in names if settings[other] != settings[name]]
         if unused:
             warn_on_first_rank(
                 f"--nccl-communicator-config-path: {' and '.join(unused)} and {name} have the same ranks in this "

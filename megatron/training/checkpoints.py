@@ -194,9 +194,21 @@ class Checkpoints:
         Raises UserError, the same on all ranks, if the checkpoint cannot be loaded, or if there is none and
         --exit-on-missing-checkpoint is given.
         """
-        flags = self.flags
         if self.config.transformer.moe_use_upcycling:
-            return self._load_upcycled(state, model, optimizer, scheduler)
+            loaded = self._load_upcycled(state, model, optimizer, scheduler)
+        else:
+            loaded = self._load(state, model, optimizer, scheduler)
+        self.record.begin_new_run()
+        return loaded
+
+    def _load(
+        self,
+        state: TrainState,
+        model: Sequence[nn.Module],
+        optimizer: MegatronOptimizer,
+        scheduler: OptimizerParamScheduler,
+    ) -> bool:
+        flags = self.flags
         if flags.load is not None:
             root = self._folder_to_load(flags.load)
             loaded = self._read(root, model, optimizer, weights_only=flags.finetune, step=flags.ckpt_step)

@@ -152,13 +152,37 @@ class RewindRecord:
     def __init__(self, flags: CheckpointConfig, say: Callable[..., None]) -> None:
         self.flags, self.say = flags, say
         self.rewinds = Rewinds()
-        self._saved: set[int] | None = set()
-        """Iterations that a new run has saved so far; others under --save are those of an earlier run. None if this run
-        continues from a checkpoint, with the checkpoint's counts."""
+        self._earlier: set[int] | None = None
+        """Iterations of checkpoints under --save that another run has left there, from which this one does not go on.
+        None before it is known whether this run goes on from a checkpoint."""
+        self._has_file = True
+        """Whether the file under --save, if there is one, is of this run."""
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what every checkpoint of this run keeps."""
-        return {"rewinds": self.rewinds.to_json()} if len(self.rewinds) else {}
+        found: dict[str, Any] = {"rewinds": self.rewinds.to_json()} if len(self.rewinds) else {}
+        return found | ({"earlier_run": sorted(self._earlier)} if self._earlier else {})
+
+    def begin_new_run(self) -> None:
+        """Takes the checkpoints under --save as those of an earlier run, and says so. Does nothing in a run that goes
+        on from a checkpoint. Collective."""
+        if self._earlier is not None or self.flags.save is None:
+            return
+        self._earlier, self._has_file = self._iterations_under_save(), False
+        if self._earlier:
+            self.say(
+                f"WARNING: --save {self.flags.save} has checkpoints of an earlier run, up to iteration "
+                f"{max(self._earlier)}, and this run does not go on from them. If it ends before its first save, a "
+                "later --load of this folder continues the earlier run; another --save keeps the two apart"
+            )
+
+    def _iterations_under_save(self) -> set[int]:
+        root = Path(self.flags.save or "")
+
+        def find() -> list[int]:
+            return [folder.step for folder in folders.candidates(root) if isinstance(folder.step, int)]
+
+        return set(RankCoordinator().run_on_first(find))
 
     # Loading ---------------------------------------------------------------------------------------------------------
 
@@ -166,16 +190,22 @@ class RewindRecord:
         """Returns a function that raises OutdatedCheckpoint for a checkpoint which lacks a decision in the files of
         these folders. Collective."""
         decided = self._read(*roots)
-        return lambda manifest: _refuse_outdated(manifest, decided)
+
+        def refuse(manifest: Manifest) -> None:
+            for path, rewinds in decided.items():
+                _refuse_outdated(manifest, rewinds, f" ({path}; delete this file if it is of another run)")
+
+        return refuse
 
     def go_on_from(self, folder: Path, manifest: Manifest) -> None:
         """Takes over the decisions in a checkpoint, those in the file beside it and those in the file under --save.
         Collective."""
-        if not self._saved:
-            self._saved = None
+        if self._earlier is None:
+            self._earlier = self._left_by_another_run(folder, manifest)
         known, before = rewinds_in(manifest), len(self.rewinds)
         self.rewinds.add(known.decisions)
-        self.rewinds.add(self._read(folder.parent, self.flags.save).decisions)
+        for decided in self._read(folder.parent, self.flags.save).values():
+            self.rewinds.add(decided.decisions)
         if len(self.rewinds) > before:
             windows = self.rewinds.describe()
             self.say(f"after loss spikes, the data of iterations {windows} is left out (--loss-spike-action rewind)")
@@ -186,27 +216,41 @@ class RewindRecord:
                 f"the run has gone back from the loss spike in iteration {missing.spike}; it is loaded as asked for"
             )
 
-    def _read(self, *roots: Path | str | None) -> Rewinds:
-        """Returns the decisions in the files of these folders, as the first rank reads them. Collective."""
+    def _left_by_another_run(self, folder: Path, manifest: Manifest) -> set[int]:
+        """Returns the iterations under --save that are not of the run whose checkpoint this run goes on from: those
+        that the checkpoint names; all of them if its folder is not that of --save."""
+        save = self.flags.save
+        if save is None:
+            return set()
+        own = {Path(save).resolve(), (temporary_folder(self.flags, save) or Path(save)).resolve()}
+        if folder.parent.resolve() not in own:
+            return self._iterations_under_save()
+        named = manifest.common.get("earlier_run", [])
+        return set(named) if isinstance(named, list) and _are_counts(named) else set()
 
-        def read() -> list[dict[str, int]]:
-            files = dict.fromkeys(Path(root) for root in roots if root is not None)
-            return Rewinds(decision for root in files for decision in read_record(root).decisions).to_json()
+    def _read(self, *roots: Path | str | None) -> dict[str, Rewinds]:
+        """Returns the decisions in the files of these folders by the path of the file, as the first rank reads them.
+        Collective."""
 
-        return Rewinds.from_json(RankCoordinator().run_on_first(read), "the first rank")
+        def read() -> dict[str, list[dict[str, int]]]:
+            return {str(Path(root, RECORD)): read_record(Path(root)).to_json() for root in roots if root is not None}
+
+        found = RankCoordinator().run_on_first(read)
+        return {path: Rewinds.from_json(values, path) for path, values in found.items()}
 
     # Going back ------------------------------------------------------------------------------------------------------
 
     def newest_before(self, iteration: int) -> tuple[Path, int] | None:
         """Returns folder and iteration of the newest complete checkpoint of this run from before an iteration that is
         not outdated; None if there is none. Checkpoints are those under --save and those under --load; with --finetune
-        the latter are those of another run. A new run uses only those that it has saved itself."""
+        the latter are those of another run, as are those under --save that an earlier run has left there."""
         roots = [self.flags.save, None if self.flags.finetune else self.flags.load]
         found = [(each, Path(root)) for root in dict.fromkeys(roots) if root for each in folders.candidates(Path(root))]
         for folder, root in sorted(found, key=lambda each: each[0].iteration, reverse=True):
-            is_ours = self._saved is None or folder.step in self._saved
-            if isinstance(folder.step, int) and folder.step < iteration and is_ours and self._is_usable(folder.path):
-                return root, folder.step
+            step = folder.step
+            is_of_another = root == Path(self.flags.save or "") and step in (self._earlier or ())
+            if isinstance(step, int) and step < iteration and not is_of_another and self._is_usable(folder.path):
+                return root, step
         return None
 
     def _is_usable(self, folder: Path) -> bool:
@@ -223,11 +267,12 @@ class RewindRecord:
     def begin_save(self, iteration: int) -> None:
         """Deletes the file of an earlier run in the folder of --save, unless this run goes on from that one. Called
         before the checkpoint of an iteration is written there. Collective."""
-        if self._saved is None:
-            return
-        if not self._saved:
+        self.begin_new_run()
+        if not self._has_file:
             RankCoordinator().run_on_first(self._forget_earlier_run)
-        self._saved.add(iteration)
+            self._has_file = True
+        if self._earlier is not None:
+            self._earlier.discard(iteration)
 
     def _forget_earlier_run(self) -> None:
         root = Path(self.flags.save or "")
@@ -261,13 +306,13 @@ def temporary_folder(flags: CheckpointConfig, root: str) -> Path | None:
     return Path(flags.non_persistent_global_ckpt_dir or Path(root, "non_persistent"))
 
 
-def _refuse_outdated(manifest: Manifest, decided: Rewinds) -> None:
+def _refuse_outdated(manifest: Manifest, decided: Rewinds, source: str = "") -> None:
     missing = decided.missing_in(manifest.iteration, rewinds_in(manifest))
     if missing is not None:
         raise OutdatedCheckpoint(
             folders.folder_name(manifest.iteration),
             f"it has learned from data of iterations {missing.first} to {missing.spike}, and is older than the "
-            f"decision to go back from the loss spike in iteration {missing.spike}",
+            f"decision to go back from the loss spike in iteration {missing.spike}{source}",
         )
 
 

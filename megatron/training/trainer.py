@@ -20,7 +20,7 @@ from megatron.core.rerun_state_machine import RerunStateMachine
 from megatron.core.timers import timed
 from megatron.training.checkpoints import Checkpoints
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.data.loaders import BUS_ERROR
+from megatron.training.data.loaders import BUS_ERROR, WorkerCrashed
 from megatron.training.data.splits import Splits, ValidationSet
 from megatron.training.data.step_data import StepData
 from megatron.training.evaluate import EvaluationResult, evaluate, full_pass
@@ -340,9 +340,10 @@ class Trainer:
 
     def close_after_failure(self, error: BaseException) -> None:
         """Ends the run after an exception, without other ranks, which may be gone. Prints which rank failed, and in
-        which phase, unless heartbeats find that out."""
-        if "killed by signal: Bus error" in str(error):
-            print(BUS_ERROR, file=sys.stderr, flush=True)
+        which phase, unless heartbeats find that out. Raises WorkerCrashed in place of torch's error for a data worker
+        with a bus error: torch raises that one wherever the main thread is, so its traceback misleads."""
+        crashed = WorkerCrashed(BUS_ERROR) if "killed by signal: Bus error" in str(error) else None
+        error = crashed or error
         if self.environment.heartbeat is not None:
             self.environment.heartbeat.report(error)
         elif isinstance(error, Exception) and not isinstance(error, UserError):  # which is printed with its rank later
@@ -350,7 +351,7 @@ class Trainer:
             where = f"in {self.phase}, after iteration {self.state.iteration}"
             text = f"rank {rank} of {ranks} failed {where}: {error}"
             print(text, file=sys.stderr, flush=True)
-            write_launcher_error_file(f"{text}\n{traceback.format_exc()}")
+            write_launcher_error_file(text if crashed is not None else f"{text}\n{traceback.format_exc()}")
         for step in (
             self.checkpoints.leave_save,
             lambda: self.hooks.on_exit(self.state.iteration),
@@ -359,3 +360,5 @@ class Trainer:
         ):
             with contextlib.suppress(Exception):  # the failure that brought us here is the one to show
                 step()
+        if crashed is not None:
+            raise crashed from None

@@ -14,7 +14,7 @@ from support.runs import TINY
 
 from megatron.core.exceptions import UserError
 from tools import launch
-from tools.launch import Launcher, folder_to_save, main, newest_iteration, resuming
+from tools.launch import Launcher, Newest, folder_to_save, main, newest_checkpoint, resuming
 
 RUN = """
 import os, signal, subprocess, sys, time
@@ -32,7 +32,10 @@ if what == "wait":
     open(f"{folder}/waits", "w").close()
     time.sleep(60)
 if what.startswith("saves"):
-    open(f"{folder}/newest", "w").write(what.removeprefix("saves"))
+    open(f"{folder}/newest", "w").write(f"{what.removeprefix('saves')} {time.time_ns()}")
+    sys.exit(1)
+if what.startswith("back to"):  # a loss spike: the tracker names an older checkpoint
+    open(f"{folder}/newest", "w").write(f"{what.removeprefix('back to')} 1")
     sys.exit(1)
 sys.exit(int(what))
 """
@@ -42,11 +45,11 @@ sys.exit(int(what))
 def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Makes the launcher of a run that follows a plan."""
 
-    def newest(save: Path) -> int | None:
+    def newest(save: Path) -> Newest | None:
         file = tmp_path / "newest"
-        return int(file.read_text()) if file.exists() else None
+        return Newest(*map(int, file.read_text().split())) if file.exists() else None
 
-    monkeypatch.setattr(launch, "newest_iteration", newest)
+    monkeypatch.setattr(launch, "newest_checkpoint", newest)
     script = tmp_path / "run.py"
     script.write_text(RUN)
 
@@ -74,6 +77,13 @@ def test_three_fast_failures_in_a_row_are_the_end(launcher, tmp_path: Path) -> N
     assert len(starts(tmp_path)) == 4
 
 
+def test_an_older_checkpoint_to_which_a_run_went_back_is_no_progress(launcher, tmp_path: Path) -> None:
+    assert launcher("saves10,back to 5,1,3,0").run() == 3
+    assert len(starts(tmp_path)) == 4
+    (tmp_path / "starts").unlink()
+    assert launcher("1,1,saves 8,1,0").run() == 0  # newer than 5, though not than the 10 that was given up
+
+
 def test_a_slow_failure_is_not_counted(launcher, tmp_path: Path) -> None:
     slow = launcher("1,1,1,1,0")
     slow.fast_seconds = 0.0
@@ -99,7 +109,7 @@ def test_a_signal_goes_to_a_rank_and_is_the_end(launcher, tmp_path: Path) -> Non
 
 def test_a_signal_before_a_start_is_the_end_too(launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the checkpoints are looked through, no process is there to pass it to."""
-    monkeypatch.setattr(launch, "newest_iteration", lambda save: os.kill(os.getpid(), signal.SIGUSR1))
+    monkeypatch.setattr(launch, "newest_checkpoint", lambda save: os.kill(os.getpid(), signal.SIGUSR1))
     assert launcher("0").run() == 128 + signal.SIGUSR1 and not (tmp_path / "starts").exists()
 
 
@@ -125,7 +135,7 @@ def test_the_words_of_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main(["--", "torchrun"]) == 2 and "has no --save DIR" in capsys.readouterr().err
     assert main(["/no/program", "--save", str(tmp_path)]) == 2
     assert "/no/program cannot be started: No such file" in capsys.readouterr().err
-    assert newest_iteration(tmp_path) is None
+    assert newest_checkpoint(tmp_path) is None
 
 
 @pytest.mark.slow
@@ -155,7 +165,8 @@ def test_a_killed_run_goes_on(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "its newest checkpoint is that of iteration 2" in done.stderr
     assert "the run ends: rank 1 of 2 ended in training" in done.stderr
-    assert newest_iteration(tmp_path / "c") == 5
+    newest = newest_checkpoint(tmp_path / "c")
+    assert newest is not None and newest.iteration == 5
 
 
 def test_a_command_is_needed(capsys: pytest.CaptureFixture[str]) -> None:

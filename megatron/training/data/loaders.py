@@ -38,6 +38,10 @@ class WorkerStopped(RuntimeError):
     """A process that reads data was stopped by a signal, and would never send another micro-batch."""
 
 
+class WorkerCrashed(RuntimeError):
+    """A process that reads data was killed by a bus error."""
+
+
 class SampleError(RuntimeError):
     """A sample cannot be read. The message names its id and the cause."""
 

@@ -17,7 +17,7 @@ from support.ports import free_port
 from support.runs import TINY
 
 from megatron.training.logging.jsonl import read_metrics
-from tools.launch import newest_iteration
+from tools.launch import newest_checkpoint
 
 pytestmark = pytest.mark.slow
 
@@ -141,17 +141,18 @@ def test_the_run_goes_on_from_its_newest_checkpoint(run: Run, tmp_path: Path) ->
     run.wait_for_checkpoint(10)
     run.nodes.kill(1)
     wait_until(lambda: "the run failed after" in run.log(0), 60, run)
-    newest = newest_iteration(run.save)
-    assert newest is not None and 10 <= newest < 30
+    found = newest_checkpoint(run.save)
+    assert found is not None and 10 <= found.iteration < 30
+    newest = found.iteration
     (tmp_path / "slow").unlink()
     run.start(1, "tools/launch.py", "--wait-seconds", "1")
     assert [process.wait(400) for process in run.processes if process is not None] == [0, 0]
     assert f"loaded checkpoint {newest}" in run.log(0) or f"iteration {newest}" in run.log(0)
     program = launch(f"{run.flags.removeprefix(TINY)} --save {tmp_path / 'whole'}", 4, tmp_path / "ranks")
     assert program.exit_codes() == [0] * 4
-    found, wanted = read_metrics(run.save / "metrics.jsonl"), read_metrics(tmp_path / "whole" / "metrics.jsonl")
+    history, wanted = read_metrics(run.save / "metrics.jsonl"), read_metrics(tmp_path / "whole" / "metrics.jsonl")
     for key in ("lm loss", "grad norm"):
-        pairs = zip(*found.series(key), *wanted.series(key), strict=True)
+        pairs = zip(*history.series(key), *wanted.series(key), strict=True)
         assert [pair for pair in pairs if pair[:2] != pair[2:]][:3] == [], f"{key}, resumed from {newest}"
     files = sorted((tmp_path / "whole" / "iter_0000030").glob("*.safetensors"))
     assert files
