@@ -25,6 +25,8 @@ WORLD = 8
 SMALL_WORLD = 4
 """Ranks of the largest cells of `make test`, but for a few of eight ranks."""
 LOSSES = ("per-token", "default")
+TWO_EVEN_STAGES = ("pp2", "pp2-zb-h1")
+"""Pipelines of two stages with the same number of layers. Other values have stages of several layers."""
 
 
 Pair = tuple[tuple[str, str], tuple[str, str]]
@@ -41,21 +43,24 @@ class Cell:
     rows: int = 0
     """Samples of a micro-batch. 0 means the model's, or more, so that a rank without a pipeline has no more than two
     micro-batches in a step: these samples are so short that a micro-batch takes the same time with any number. Packed
-    rows stay short, because in longer ones no document would cross the ranges of context parallel ranks."""
+    rows stay short under context parallelism, because in longer ones no document would cross the ranges of ranks."""
 
     layers: int = 0
-    """Layers of each stack. 0 means `FEW_LAYERS` for a model whose layers are all alike without pipeline parallelism,
-    where a third layer would repeat what the second one shows; else `LAYERS`. More than two data parallel ranks have
-    `LAYERS` too, so that buckets and gathered units follow one another."""
+    """Layers of each stack. 0 means `FEW_LAYERS` where a third layer would repeat what the first two show: without a
+    pipeline, if the model's layers are alike or of two kinds in turn; in two stages of one chunk, if they are alike.
+    Else `LAYERS`. More than two data parallel ranks have `LAYERS` too, so that buckets and gathered units follow one
+    another."""
 
     def __post_init__(self) -> None:
         rows, ranks = self.rows or self.model.rows, self.layout.data.ranks
-        fixed = self.rows or self.model.packed or self.layout.pipeline.ranks > 1
+        split = self.model.packed and self.layout.context.ranks > 1
+        fixed = self.rows or split or self.layout.pipeline.ranks > 1
         while not fixed and GLOBAL_BATCH // (rows * ranks) > 2:
             rows *= 2
         object.__setattr__(self, "rows", rows)
         by_layer = isinstance(self.layout.settings.get("cp_comm_type"), list)
-        few = self.layout.pipeline.ranks == 1 and ranks <= 2 and not by_layer and not self.model.layers_differ
+        kinds = 1 if self.layout.pipeline.name in TWO_EVEN_STAGES else 2 * (self.layout.pipeline.ranks == 1)
+        few = self.model.kinds_of_layers <= kinds and ranks <= 2 and not by_layer
         object.__setattr__(self, "layers", self.layers or (FEW_LAYERS if few else LAYERS))
 
     @property

@@ -70,11 +70,15 @@ class Model:
         return self.settings.get("mtp_num_layers") or 0
 
     @property
-    def layers_differ(self) -> bool:
-        """Tells whether a setting names layers, so that they differ in more than their weights."""
-        by_layer = {"window_attn_skip_freq", "attention_chunk_skip_freq", "no_rope_freq", "moe_layer_freq"}
-        others = {"linear_attention_freq", "hybrid_layer_pattern", "heterogeneous_layers_config_encoded_json"}
-        return bool((by_layer | others) & self.settings.keys())
+    def kinds_of_layers(self) -> int:
+        """Number of layers after which their kinds repeat: 1 if layers differ only in their weights, 2 if two kinds
+        take turns, and `LAYERS` for longer patterns."""
+        every = {"window_attn_skip_freq", "attention_chunk_skip_freq", "no_rope_freq", "moe_layer_freq"}
+        lists = {"hybrid_layer_pattern", "heterogeneous_layers_config_encoded_json"}
+        patterns = [self.settings[name] for name in every | lists | {"linear_attention_freq"} if name in self.settings]
+        if not patterns:
+            return 1
+        return 2 if all(pattern == 2 for pattern in patterns) else LAYERS
 
     @property
     def couples_tokens(self) -> bool:

@@ -13,13 +13,12 @@ RUNS = {
         "--micro-batch-size 2 --num-workers 1",
         f"{TP2} {CP2} --micro-batch-size 2",
         f"{PP2} --num-layers-per-virtual-pipeline-stage 1 --num-workers 1",
-        f"{PP2} --pipeline-schedule zb-v --micro-batch-size 2",
         f"{CP2} --use-distributed-optimizer --micro-batch-size 4 --num-workers 1",
         f"{PP2} --use-tp-pp-dp-mapping --micro-batch-size 2",
-        "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --micro-batch-size 2",
     ],
 }
-"""Flags of the runs, by number of ranks. All have the same global batch size."""
+"""Flags of the runs, by number of ranks. All have the same global batch size. Schedules and shards that no sampler
+reads are in tests/training/test_layouts.py, which compares the samples too."""
 
 
 def test_all_runs_read_the_same_samples(tmp_path: Path) -> None:

@@ -149,12 +149,12 @@ def check(program: Program, fault: Fault) -> None:
 
 
 ONE_OF_EACH_PHASE: list[Fault] = [
-    ("sleep", "start", 2, "tp"),
     ("kill", "training", 3, "pp"),
     ("leave", "exit", 2, "dp"),
     ("stop", "building datasets", 1, "dp"),
     ("stop", "saving", 0, "dp"),
     ("raise", "evaluation", 1, "tp"),
+    ("sleep", "start", 2, "tp"),  # last, because its ranks wait for five seconds, while those of the others end
 ]
 
 
