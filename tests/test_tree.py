@@ -11,8 +11,7 @@ NOTHING_TO_TEST = {
     "core/exceptions.py": "an exception without code",
     "core/micro_batch.py": "a record and a protocol, without code",
     "core/packed_seq_params.py": "Megatron-LM's record, without code",
-    "core/transformer/config/fusions.py": "fields without code; test_transformer_config checks names and defaults",
-    "core/transformer/config/inference.py": "fields without code, as fusions",
+    "core/transformer/config/inference.py": "fields without code; test_transformer_config checks names and defaults",
     "core/transformer/enums.py": "enums",
 }
 """Modules without a test file of their name, each with the reason. Give a new module a test file instead."""

@@ -28,6 +28,7 @@ from megatron.core.ops.attention.kernels import (
     with_own_flash,
 )
 from megatron.core.ops.causal_conv import causal_conv
+from megatron.core.ops.compiled import CompiledBiasAdd, compiled_operations
 from megatron.core.ops.cross_entropy import cross_entropy
 from megatron.core.ops.delta_rule.chunked import gated_delta_rule
 from megatron.core.ops.dropout.dropout import bias_dropout_add, keep_rows
@@ -328,11 +329,31 @@ def engine_backend(engine: Engine) -> Backend:
 _engine_backend = functools.cache(engine_backend)
 
 
+def compiled_backend(base: Backend, compiler: str) -> Backend:
+    """Returns a backend with the operations that torch.compile makes, and the others of `base`. `compiler` is a backend
+    of torch.compile. Operations that note largest values for fp8 beside their result are not used."""
+    return dataclasses.replace(
+        base,
+        name=f"{base.name} with torch.compile",
+        bias_dropout_add=CompiledBiasAdd(base.bias_dropout_add, compiler),
+        fp8_kernels=dataclasses.replace(base.fp8_kernels, noting={}),
+        **compiled_operations(compiler),
+    )
+
+
 def choose_backend(config: ModelParallelConfig) -> Backend:
     """Returns the backend that `config.transformer_impl` asks for: Transformer Engine's if it asks for it and it can be
-    used; LOCAL if it says so, or if there is no GPU or no Triton; otherwise the Triton backend.
+    used; LOCAL if it says so, or if there is no GPU or no Triton; otherwise the Triton backend. With `torch_compile`
+    torch's compiler makes some of its operations.
 
     Raises UserError if it asks for Triton, which cannot be imported."""
+    backend = _asked_backend(config)
+    if getattr(config, "torch_compile", False):
+        return compiled_backend(backend, config.torch_compile_backend)  # type: ignore[attr-defined]
+    return backend
+
+
+def _asked_backend(config: ModelParallelConfig) -> Backend:
     asked = getattr(config, "transformer_impl", "auto")
     engine = find_engine() if asked == "transformer_engine" else None
     if isinstance(engine, Engine):

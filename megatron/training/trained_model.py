@@ -28,7 +28,7 @@ from megatron.training.tokenizer.build import build_tokenizer
 _FORMATS = ("fp16", "bf16", "fp64")
 _OF_MANY_PROCESSES = ("number formats, seed and ranks", "data parallel", "pipeline stages", "memory", "fp8 and fp4")
 """Sections of flags that change how a run computes, but not its result."""
-_AND_BESIDE_THEM = ("cp_comm_type",)
+_AND_BESIDE_THEM = ("cp_comm_type", "torch_compile", "torch_compile_backend")
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from megatron.core.rank_grid import divisors
 from megatron.core.transformer.config import (
     architecture,
     attention,
+    fusions,
     heterogeneous,
     hybrid,
     initialization,
@@ -147,6 +148,7 @@ def transformer_problems(config: Any) -> Iterator[str]:
         router,
         token_mixers,
         low_precision,
+        fusions,
         hybrid,
         heterogeneous,
     ):

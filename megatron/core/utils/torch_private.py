@@ -162,3 +162,14 @@ class DistFolderWriter:
         begin = file.tell()
         torch.save(value, file)
         self._places[index] = self._storage_info(self._data_file, begin, file.tell() - begin)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# torch.compile
+
+
+def raise_recompile_limit(variants: int) -> None:
+    """Lets torch.compile keep this many variants of a function, at least. Further ones run eagerly."""
+    from torch._dynamo import config  # takes a second, and only torch.compile needs it
+
+    config.recompile_limit = max(config.recompile_limit, variants)

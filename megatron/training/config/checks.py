@@ -14,6 +14,7 @@ import torch
 
 from megatron.core import model_parallel_config
 from megatron.core.config_fields import fields_of_problem
+from megatron.core.ops.compiled import missing_compiler
 from megatron.core.ops.transformer_engine.engine import find_engine
 from megatron.core.optimizer import optimizer_config
 from megatron.core.transformer.transformer_config import transformer_problems
@@ -194,6 +195,14 @@ def _fill_in_the_middle(s: Settings) -> Iterator[str]:
 # The run
 
 
+def _compiler(s: Settings) -> Iterator[str]:
+    """torch.compile needs a compiler on the machine that trains."""
+    if s.torch_compile and s.torch_compile_backend == "inductor" and not s.dry_run:
+        missing = missing_compiler(s.launch_environment.has_cuda)
+        if missing is not None:
+            yield f"{{torch_compile}}: {missing}; or leave the flag out, which changes nothing but speed"
+
+
 def _layout_invariance(s: Settings) -> Iterator[str]:
     """--layout-invariant refuses settings whose result depends on the layout even at one micro-batch size and one
     global batch size."""
@@ -345,6 +354,7 @@ RULES: tuple[Rule, ...] = (
     graph_checks.micro_batch_graphs,
     graph_checks.graphs_of_parts,
     graph_checks.optimizer_graph,
+    _compiler,
     _layout_invariance,
     _external_data,
     _rewinds,

@@ -346,6 +346,15 @@ def _kernels(s: Settings) -> str | None:
     return None
 
 
+def _torch_compile(s: Settings) -> str | None:
+    if not s.torch_compile:
+        return None
+    return (
+        f"--torch-compile ({s.torch_compile_backend}): norms, rotary positions, activations and sums of bias and "
+        "residual are compiled; products, attention, dropout, routing, state space layers, loss and optimizer are not"
+    )
+
+
 def _other_defaults(s: Settings) -> str | None:
     """Names the defaults in use that differ from Megatron-LM's."""
     ours = {
@@ -380,4 +389,5 @@ _DERIVATIONS: tuple[Callable[[Settings], str | None], ...] = (
     _checkpoint_format,
     _recomputation,
     _kernels,
+    _torch_compile,
 )

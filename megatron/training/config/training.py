@@ -67,7 +67,7 @@ class TrainingConfig:
     recompute_activations: bool = False
     """Short for --recompute-granularity selective."""
 
-    disable_jit_fuser: bool = flag(False, no_effect="layers are not compiled just in time")
+    disable_jit_fuser: bool = flag(False, no_effect="only --torch-compile fuses operations so")
     """Do not fuse operations with a just-in-time compiler."""
 
     optimizer_cuda_graph: bool = False

@@ -33,6 +33,8 @@ CONFIGS: dict[str, type] = {
 }
 OURS = {"seed", "fp64", "pipeline_schedule", "num_encoder_layers", "pipeline_model_parallel_split_rank"} | {
     "fp8_weight_cache",
+    "torch_compile",
+    "torch_compile_backend",
     "moe_local_token_overlap",
     "lion_beta1",
     "lion_beta2",

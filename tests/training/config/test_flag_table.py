@@ -56,6 +56,8 @@ OURS = {
     "--relu",
     "--ckpt-waive-keys",
     "--pipeline-schedule",
+    "--torch-compile",
+    "--torch-compile-backend",
     "--no-fp8-weight-cache",
     "--beta-fast",
     "--beta-slow",

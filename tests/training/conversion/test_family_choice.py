@@ -219,6 +219,8 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "recompute_modules": ("--recompute-granularity selective --recompute-modules core_attn",),
     "recompute_num_layers": ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 2",),
     "distribute_saved_activations": (),
+    "torch_compile": ("--torch-compile --torch-compile-backend aot_eager",),
+    "torch_compile_backend": ("--torch-compile --torch-compile-backend aot_eager",),
     "residual_multiplier": ("--residual-multiplier 0.5",),
     "rope_scaling_attention_factor": (
         "--rope-scaling-type yarn --rope-scaling-factor 4 --rope-scaling-original-length 8 "

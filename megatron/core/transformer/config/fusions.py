@@ -1,8 +1,9 @@
 """Fused kernels. The backend chooses kernels when a layer is built; the fields here remain where they change
 numbers."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from megatron.core.config_fields import flag, not_a_flag, not_yet
 
@@ -18,6 +19,15 @@ class FusionConfig:
     )
     """Implementation of the layers: plain torch (local), our own GPU kernels (triton), Transformer Engine, or auto,
     which takes the fastest available. All compute the same function of the same weights."""
+
+    torch_compile: bool = False
+    """Let torch.compile make the kernels of operations in layers: norms, rotary positions, activations, sums of bias
+    and residual. Products, attention, dropout, routing, loss and optimizer stay as they are. The first step takes
+    longer. On a GPU these kernels replace our own."""
+
+    torch_compile_backend: Literal["inductor", "aot_eager"] = flag("inductor", only_with="torch_compile")
+    """With --torch-compile: inductor generates kernels, by a C++ compiler on a CPU and Triton on a GPU. aot_eager runs
+    the traced graphs with torch's own kernels, to find errors; it is not faster."""
 
     bias_activation_fusion: bool = not_a_flag(False)
     """Add the bias inside the activation. With gelu this selects the tanh approximation; without it gelu is exact."""
@@ -76,3 +86,24 @@ class FusionConfig:
 
     config_logger_dir: str = flag("", no_effect="--print-config shows every value and where it comes from")
     """Folder to which configs are written."""
+
+
+def validate(config: Any) -> Iterator[str]:
+    """Yields what the fields of FusionConfig make impossible, as sentences for `config_fields.describe_problem`."""
+    if not config.torch_compile:
+        return
+    if config.enable_cuda_graph or config.external_cuda_graph or config.cuda_graph_impl != "none":
+        yield "{torch_compile} with CUDA graphs: both replace the launches of a layer's kernels; choose one"
+    if config.transformer_impl == "transformer_engine":
+        yield "{torch_compile}: {transformer_impl} has kernels of its own; {transformer_impl:name} auto or local works"
+    if config.deterministic_mode:
+        yield (
+            "{torch_compile}: the compiler measures which kernels are fast, so runs may differ in rounding; drop it or "
+            "{deterministic_mode}"
+        )
+    if config.fine_grained_activation_offloading or config.cpu_offloading_num_layers > 0:
+        fine = config.fine_grained_activation_offloading
+        name = "fine_grained_activation_offloading" if fine else "cpu_offloading_num_layers"
+        yield f"{{torch_compile}}: {{{name}}} moves what single operations save; drop one, or recompute activations"
+    if config.overlap_moe_expert_parallel_comm:
+        yield "{torch_compile}: {overlap_moe_expert_parallel_comm} computes in several threads; drop one"

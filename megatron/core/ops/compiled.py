@@ -1,0 +1,103 @@
+"""Operations of a layer through torch.compile (`--torch-compile`): norms, rotary positions, activations with their
+bias, sums of bias and residual.
+
+Each operation is one compiled graph with its backward. All layers share it, and it is compiled again for another kind
+of inputs: another number of dimensions, no gradients, sizes that change. Operations have no effect but their result, so
+nothing around them changes: layers, linear layers, communication, main gradients, recomputation and hooks.
+"""
+
+import functools
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.ops.moe.weighted_activation import weighted_activation
+from megatron.core.ops.norm import layer_norm, rms_norm
+from megatron.core.ops.rope import Rotation
+from megatron.core.utils.torch_private import raise_recompile_limit
+
+_MOST_VARIANTS = 32
+"""Most variants of one operation. Further ones run eagerly, and torch says so."""
+
+
+@functools.cache
+def compiled_operations(compiler: str) -> dict[str, Any]:
+    """Returns the compiled operations by their names in `Backend`, but for `bias_dropout_add`. `compiler` is a backend
+    of torch.compile; kernels are made when an operation is first called."""
+    raise_recompile_limit(_MOST_VARIANTS)
+    layer, rms = (torch.compile(norm, backend=compiler) for norm in (layer_norm, rms_norm))
+    return {
+        "layer_norm": layer,
+        "rms_norm": rms,
+        "layer_norm_with_residual": _WithResidual(layer),
+        "rms_norm_with_residual": _WithResidual(rms),
+        "apply_rope": torch.compile(rotate, backend=compiler),
+        "weighted_activation": torch.compile(weighted_activation, backend=compiler),
+    }
+
+
+@dataclass(frozen=True)
+class _WithResidual:
+    norm: Callable[..., Tensor]
+
+    def __call__(self, inputs: Tensor, *parameters: Any) -> tuple[Tensor, Tensor]:
+        return self.norm(inputs, *parameters), inputs
+
+
+@dataclass(frozen=True)
+class CompiledBiasAdd:
+    """`bias_dropout_add` whose sum of input, bias and residual is compiled. `others` computes other cases: with dropout
+    our own kernels draw the masks, and a sum of two is one kernel anyhow."""
+
+    others: Callable[..., Tensor]
+    compiler: str
+
+    def __call__(
+        self, inputs: Tensor, bias: Tensor | None, residual: Tensor | None, probability: float, rng_position: Any
+    ) -> Tensor:
+        """Returns residual + dropout(inputs + bias), all [t, h] (bias [h])."""
+        drops = rng_position is not None and probability > 0.0
+        if drops or bias is None or residual is None:
+            return self.others(inputs, bias, residual, probability, rng_position)
+        return _compiled_sum(self.compiler)(inputs, bias, residual)
+
+
+@functools.cache
+def _compiled_sum(compiler: str) -> Callable[..., Tensor]:
+    return torch.compile(_sum, backend=compiler)
+
+
+def _sum(inputs: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+    return residual + (inputs + bias)
+
+
+def rotate(heads: Tensor, rotation: Rotation) -> Tensor:
+    """Computes `apply_rope` without writing into parts of a tensor, so that it can be traced as one graph."""
+    ones = (1,) * (heads.dim() - 3)
+    cos, sin = (angles.to(heads.dtype).unflatten(2, ones) for angles in (rotation.cos, rotation.sin))
+    start, half = rotation.first, cos.shape[-1]
+    end = start + 2 * half
+    if rotation.interleaved:
+        x, y = heads[..., start:end:2], heads[..., start + 1 : end : 2]
+        turned = torch.stack((x * cos - y * sin, y * cos + x * sin), -1).flatten(-2)
+    else:
+        x, y = heads[..., start : start + half], heads[..., start + half : end]
+        turned = torch.cat((x * cos - y * sin, y * cos + x * sin), -1)
+    return torch.cat((heads[..., :start], turned, heads[..., end:]), -1).contiguous()
+
+
+def missing_compiler(has_gpu: bool) -> str | None:
+    """Returns what torch's default compiler, inductor, needs on this machine and does not find: Triton for a GPU, a C++
+    compiler for a CPU. None if it is there."""
+    if has_gpu:
+        return None if find_spec("triton") else "Triton, which compiles for GPUs, is not installed; install triton"
+    name = os.environ.get("CXX", "g++")  # as inductor looks for it
+    if shutil.which(name):
+        return None
+    return f"there is no C++ compiler {name}, which a CPU needs; install g++, or name another one in the variable CXX"

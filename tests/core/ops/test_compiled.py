@@ -1,0 +1,174 @@
+"""Operations through torch.compile (--torch-compile): the results of the eager ones, clear refusals.
+
+Most tests use the compiler backend aot_eager. It traces as the default does and computes with torch's own kernels, so
+the bits are those of the eager run and no compiler is needed. The slow tests generate kernels: they need g++.
+"""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.command_lines import problems_of
+from support.runs import Outcome, differences, train, train_all_on_ranks
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from megatron.core.backends import LOCAL, compiled_backend
+from megatron.core.ops.activation import Activation, gelu_tanh
+from megatron.core.ops.compiled import missing_compiler
+from megatron.core.ops.rope import Rotation, rotation_of_angles
+from megatron.core.utils.graph_capture import map_tensors
+
+AOT = "--torch-compile --torch-compile-backend aot_eager"
+RUN = "--mock-data --fp64 --train-iters 3 --eval-iters 0"
+LLAMA = (
+    "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --attention-dropout 0 "
+    "--hidden-dropout 0"
+)
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+
+
+GPU = pytest.param("cuda", marks=pytest.mark.gpu)
+
+
+def tensors(*shapes: tuple[int, ...]) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    return [torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes]
+
+
+def rotation(interleaved: bool, first: int = 0) -> Rotation:
+    angles = torch.linspace(0.0, 5.0, 3 * 4)[:, None].expand(-1, 2).reshape(3, 1, 1, 8)
+    return dataclasses.replace(rotation_of_angles(angles, interleaved), first=first)
+
+
+SWIGLU = Activation(F.silu, gated=True)
+CASES: dict[str, tuple[str, list[Tensor], tuple[Any, ...]]] = {
+    "layer_norm": ("layer_norm", tensors((5, 8), (8,), (8,)), (1e-5, False)),
+    "layer_norm zero-centered": ("layer_norm_with_residual", tensors((5, 8), (8,), (8,)), (1e-5, True)),
+    "rms_norm": ("rms_norm", tensors((5, 8), (8,)), (1e-5, False)),
+    "rms_norm of heads": ("rms_norm", tensors((3, 2, 2, 8), (8,)), (1e-5, False)),
+    "rms_norm zero-centered": ("rms_norm_with_residual", tensors((5, 8), (8,)), (1e-5, True)),
+    "rope": ("apply_rope", tensors((3, 2, 2, 8)), (rotation(False),)),
+    "rope of a part": ("apply_rope", tensors((3, 2, 2, 2, 12)), (rotation(False, 2),)),
+    "rope interleaved": ("apply_rope", tensors((3, 2, 2, 10)), (rotation(True),)),
+    "swiglu": ("weighted_activation", tensors((5, 16)), (None, None, SWIGLU)),
+    "swiglu of experts": ("weighted_activation", tensors((5, 16)), (None, tensors((5,))[0], SWIGLU)),
+    "gelu with bias": ("weighted_activation", tensors((5, 16), (16,)), (None, Activation(gelu_tanh))),
+    "sum": ("bias_dropout_add", tensors((5, 8), (8,), (5, 8)), (0.0, None)),
+}
+
+
+def results(backend: Any, case: str, dtype: torch.dtype = torch.float64, device: str = "cpu") -> list[Tensor]:
+    """Returns the output of a case's operation and the gradients of all its inputs."""
+    name, values, rest = CASES[case]
+    inputs = [value.to(device, dtype, copy=True).requires_grad_() for value in values]
+    outputs = getattr(backend, name)(*inputs, *map_tensors(lambda given: given.to(device), rest))
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    sum((output * tensors(output.shape)[0].to(device, dtype)).sum() for output in outputs).backward()
+    return [*outputs, *(value.grad for value in inputs if value.grad is not None)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_traced_operation_has_the_bits_of_the_eager_one(case):
+    """It is one graph: nothing in it falls back to eager."""
+    counters.clear()
+    expected, found = (results(backend, case) for backend in (LOCAL, compiled_backend(LOCAL, "aot_eager")))
+    assert len(expected) > len(CASES[case][1])
+    for one, other in zip(expected, found, strict=True):
+        assert torch.equal(one, other) and one.is_contiguous() == other.is_contiguous()
+    assert not counters["graph_break"] and counters["frames"]["ok"] == counters["frames"]["total"]
+
+
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), GPU])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.bfloat16, 2e-2)])
+def test_generated_kernels_agree_with_the_eager_operation(dtype, tolerance, device):
+    """This test needs g++, on a GPU Triton."""
+    assert missing_compiler(has_gpu=device == "cuda") is None
+    inductor = compiled_backend(LOCAL, "inductor")
+    for case in CASES:
+        expected, found = (results(backend, case, dtype, device) for backend in (LOCAL, inductor))
+        for one, other in zip(expected, found, strict=True):
+            assert torch.allclose(one, other, rtol=tolerance, atol=tolerance * float(one.abs().max())), case
+
+
+def test_dropout_is_left_to_the_kernels_that_draw_its_masks():
+    calls = []
+    base = dataclasses.replace(LOCAL, bias_dropout_add=lambda *given: calls.append(given))
+    add = compiled_backend(base, "aot_eager").bias_dropout_add
+    for given in ((1, 2, 3, 0.5, "position"), (1, None, 3, 0.0, None), (1, 2, None, 0.0, None)):
+        add(*given)
+        assert calls.pop() == given
+
+
+def agrees(eager: Outcome, compiled: Outcome, tolerance: float = 0.0) -> None:
+    """Compares losses and all state at the end: weights, and the gradients that Adam has averaged."""
+    for one, other in zip(eager.steps, compiled.steps, strict=True):
+        assert other.losses == pytest.approx(one.losses, rel=tolerance, abs=0.0)
+    if not tolerance:
+        assert differences(eager.at_end, compiled.at_end) == []
+    assert compiled.at_end.keys() == eager.at_end.keys()
+    for name, value in eager.at_end.items():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            room = tolerance * float(value.abs().max()) if value.numel() else 0.0
+            torch.testing.assert_close(compiled.at_end[name], value, rtol=0.0, atol=room, msg=name)
+
+
+KINDS = {
+    "gpt": "--hidden-dropout 0 --eval-iters 1",
+    "llama": f"{LLAMA} --qk-layernorm",
+    "recompute": f"{LLAMA} {FULL}",
+    "recomputed parts": f"{LLAMA} --recompute-granularity selective --recompute-modules core_attn mlp_act layernorm",
+    "moe": f"{LLAMA} --num-experts 4 --moe-router-topk 2 --moe-grouped-gemm",
+}
+
+
+def test_a_compiled_run_has_the_bits_of_the_eager_run(capfd):
+    for flags in KINDS.values():
+        counters.clear()
+        agrees(train(f"{RUN} {flags}"), train(f"{RUN} {flags} {AOT}"))
+        assert counters["frames"]["ok"] == counters["frames"]["total"] and not counters["graph_break"]
+    assert "--torch-compile (aot_eager): norms, rotary positions, activations and sums" in capfd.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_with_generated_kernels_agrees_in_float64(kind):
+    """This test needs g++."""
+    agrees(train(f"{RUN} {KINDS[kind]}"), train(f"{RUN} {KINDS[kind]} --torch-compile"), 1e-11)
+
+
+LAYOUTS = {
+    "tp2 sp": f"{LLAMA} --tensor-model-parallel-size 2 --sequence-parallel",
+    "pp2": "--pipeline-model-parallel-size 2",
+    "zero": "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+    "sharded weights": f"{LLAMA} --use-torch-fsdp2",
+    "cp2": f"{LLAMA} --context-parallel-size 2",
+    "ep2": f"{LLAMA} --num-experts 4 --expert-model-parallel-size 2",
+}
+
+
+@pytest.mark.parametrize("layouts", [("tp2 sp",), pytest.param((*LAYOUTS,)[1:], marks=pytest.mark.slow)])
+def test_every_layout_has_the_bits_of_the_eager_run(layouts):
+    runs = [f"{RUN} {LAYOUTS[layout]} {how}" for layout in layouts for how in ("", AOT)]
+    for outcomes in train_all_on_ranks(runs, 2):
+        for eager, compiled in zip(outcomes[::2], outcomes[1::2], strict=True):
+            agrees(eager, compiled)
+
+
+@pytest.mark.parametrize("modes", [("", AOT), (AOT, "")], ids=["eager to compiled", "compiled to eager"])
+def test_a_checkpoint_goes_on_in_the_other_mode(modes, tmp_path):
+    before, after = modes
+    whole = train(RUN)
+    train(f"{RUN} --exit-interval 2 --save {tmp_path} {before}")
+    resumed = train(f"{RUN} --load {tmp_path} {after}")
+    agrees(dataclasses.replace(whole, steps=whole.steps[2:]), resumed)
+
+
+def test_without_a_compiler_the_command_line_is_refused(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    (problem,) = (line for line in problems_of("--torch-compile") if "--torch-compile" in line)
+    assert "there is no C++ compiler no-such-compiler, which a CPU needs; install g++" in problem
+    for flags in (AOT, "--torch-compile --dry-run"):
+        assert not any("--torch-compile" in line for line in problems_of(flags))
