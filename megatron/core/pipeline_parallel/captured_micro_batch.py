@@ -21,16 +21,16 @@ from torch import Tensor
 
 from megatron.core.exceptions import UserError
 from megatron.core.pipeline_parallel.actions import Action, ActionKind
-from megatron.core.pipeline_parallel.chunk_hooks import device_of, find_method
+from megatron.core.pipeline_parallel.chunk_hooks import device_of, finish_param_sync
 from megatron.core.pipeline_parallel.runner import TIMERS, Runner
 from megatron.core.pipeline_parallel.task import PipelineTask
 from megatron.core.timers import timed
 from megatron.core.tokens import RngPosition
 from megatron.core.utils.graph_capture import (
     CapturedGraph,
-    GraphRecorder,
     StaticInputs,
-    TensorRecord,
+    StepGraphs,
+    capture_errors,
     map_tensors,
     signature,
 )
@@ -42,42 +42,15 @@ Outputs = tuple[Any, Tensor | None, list[Any]]
 """(report of the loss function, number of tokens, tensors of the records) of a micro-batch."""
 
 
-class MicroBatchGraphs:
-    """The graphs of a run, by the signature of the micro-batch.
+@dataclasses.dataclass(eq=False)
+class MicroBatchGraphs(StepGraphs):
+    """The graphs of a run, by the signature of the micro-batch."""
 
-    Args:
-        recorder: captures.
-        warmup_steps: steps that run eagerly before a capture, at least 1.
-        records: keep tensors that a micro-batch computes beside its loss. In a replay they get the tensors of the
-            capture, with new values.
-        before_capture: is called before each capture, with a sentence about it; may raise UserError.
-        before_step: is called before the micro-batches of each training step. It brings up to date what graphs read at
-            fixed addresses, and returns what a graph depends on beside the micro-batch.
-    """
-
-    def __init__(
-        self,
-        recorder: GraphRecorder,
-        warmup_steps: int,
-        records: Sequence[TensorRecord] = (),
-        before_capture: Callable[[str], None] = lambda sentence: None,
-        before_step: Callable[[], Hashable] = lambda: None,
-    ) -> None:
-        self.recorder, self.warmup_steps, self.records = recorder, warmup_steps, records
-        self.before_capture, self._before_step = before_capture, before_step
-        self.step = 0
-        """Number of training steps begun."""
-        self._state: Hashable = None
-        self._graphs: dict[Hashable, _MicroBatchGraph] = {}
+    _graphs: "dict[Hashable, _MicroBatchGraph]" = dataclasses.field(default_factory=dict, init=False)
 
     def runner(self, task: PipelineTask, timers: Callable[..., Any] | None = None) -> Runner:
         """Returns the runner of a step or of an evaluation; see `forward_backward_no_pipelining`."""
         return GraphRunner(task, timers, self)
-
-    def begin_step(self) -> None:
-        """Begins a training step."""
-        self.step += 1
-        self._state = self._before_step()
 
     def compute(self, task: PipelineTask, number: int) -> Outputs:
         """Draws the micro-batch with this number and runs it: eagerly, or as a graph. Raises UserError if micro-batches
@@ -124,10 +97,7 @@ class GraphRunner(Runner):
             return super().run(actions)
         if self.task.pipeline.num_stages > 1:
             raise UserError("CUDA graphs: a graph holds whole micro-batches, so the model must be one pipeline stage")
-        for chunk in self.task.chunks:  # no hook of a module waits for updated weights in a replay
-            finish = find_method(chunk, "finish_param_sync")
-            if finish is not None:
-                finish()
+        finish_param_sync(self.task.chunks)  # no hook of a module waits for updated weights in a replay
         self.graphs.begin_step()
         count = self.task.num_microbatches
         alone = {count - 1} if self._reduces_in_backward() else set()
@@ -196,17 +166,8 @@ class _MicroBatchGraph:
 
     def _capture(self) -> CapturedGraph[Outputs]:
         self.graphs.before_capture(f"step {self.graphs.step}: a micro-batch is captured as a CUDA graph")
-        try:
+        with capture_errors("the micro-batch", "A forward step or layer"):
             return self.graphs.recorder.capture(self._compute)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            reason = str(error).strip().splitlines() or ["no reason given"]
-            raise UserError(
-                f"CUDA graphs: the micro-batch cannot be captured: {reason[0]}. A forward step or layer that waits for "
-                "the device (item(), tolist(), print) or copies from ordinary host memory does not fit into a graph; "
-                "mend it, or leave out CUDA graphs"
-            ) from error
 
     def _compute(self) -> Outputs:
         """Forward, loss and backward of the static micro-batch."""

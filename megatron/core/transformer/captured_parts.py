@@ -20,19 +20,19 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megatron.core.exceptions import UserError
 from megatron.core.parameters import main_grad_accumulator
 from megatron.core.pipeline_parallel.actions import Action, ActionKind
-from megatron.core.pipeline_parallel.chunk_hooks import find_method
+from megatron.core.pipeline_parallel.chunk_hooks import finish_param_sync
 from megatron.core.pipeline_parallel.runner import Runner
 from megatron.core.pipeline_parallel.task import PipelineTask
 from megatron.core.tokens import RngPosition
 from megatron.core.transformer.layer_inputs import LayerInputs, is_plain_causal
 from megatron.core.utils.graph_capture import (
     CapturedGraph,
-    GraphRecorder,
     StaticInputs,
+    StepGraphs,
     TensorRecord,
+    capture_errors,
     leaves,
     map_tensors,
     signature,
@@ -45,38 +45,17 @@ PartFunction = Callable[[Tensor, LayerInputs], Any]
 """Computes a part of a layer from hidden states [t, h]; returns a nested value of tensors."""
 
 
-class PartGraphs:
-    """The parts of a run's layers, and their graphs.
+@dataclasses.dataclass(eq=False)
+class PartGraphs(StepGraphs):
+    """The parts of a run's layers, and their graphs. The records keep what a part computes beside its result."""
 
-    Args:
-        recorder: captures.
-        warmup_steps: steps that run eagerly before a capture, at least 1.
-        records: keep what a part computes beside its result.
-        before_capture: is called before the graphs of a kind of micro-batch are captured, with a sentence about it.
-        before_step: is called before the micro-batches of each training step. It brings up to date what graphs read at
-            fixed addresses, and returns what a graph depends on beside the micro-batch.
-    """
-
-    def __init__(
-        self,
-        recorder: GraphRecorder,
-        warmup_steps: int,
-        records: Sequence[TensorRecord] = (),
-        before_capture: Callable[[str], None] = lambda sentence: None,
-        before_step: Callable[[], Hashable] = lambda: None,
-    ) -> None:
-        self.recorder, self.warmup_steps, self.records = recorder, warmup_steps, records
-        self.before_capture, self._before_step = before_capture, before_step
-        self.step = 0
-        """Number of training steps begun."""
-        self.in_flight = 0
-        """Number of parts that were replayed forward and not yet backward."""
-        self._trains = False
-        self._state: Hashable = None
-        self._kinds: dict[tuple[Hashable, Hashable], _Kind] = {}
-        """By the signature of the inputs and the state at the start of the step."""
-        self._latest: tuple[LayerInputs, _Kind | None] | None = None
-        """The inputs of the present micro-batch and their kind."""
+    in_flight: int = dataclasses.field(default=0, init=False)
+    """Number of parts that were replayed forward and not yet backward."""
+    _trains: bool = dataclasses.field(default=False, init=False)
+    _kinds: "dict[tuple[Hashable, Hashable], _Kind]" = dataclasses.field(default_factory=dict, init=False)
+    """By the signature of the inputs and the state at the start of the step."""
+    _latest: "tuple[LayerInputs, _Kind | None] | None" = dataclasses.field(default=None, init=False)
+    """The inputs of the present micro-batch and their kind."""
 
     def part(self, function: PartFunction, parameters: Iterable[nn.Parameter]) -> PartFunction:
         """Returns `function` as a part: it is replayed in training steps. `parameters`: those that it uses."""
@@ -90,12 +69,9 @@ class PartGraphs:
     def run_step(self, chunks: Sequence[nn.Module], run: Callable[[], None]) -> None:
         """Executes `run`, the micro-batches of a training step, with parts as graphs where there are any. Captures the
         graphs of all kinds of micro-batches that have had their warm-up."""
-        for chunk in chunks:  # no hook of a module in a part waits for updated weights
-            finish = find_method(chunk, "finish_param_sync")
-            if finish is not None:
-                finish()
-        self.step, self.in_flight = self.step + 1, 0
-        self._state = self._before_step()
+        finish_param_sync(chunks)  # no hook of a module in a part waits for updated weights
+        self.begin_step()
+        self.in_flight = 0
         kinds = [kind for (_, state), kind in self._kinds.items() if state == self._state]
         for kind in kinds:
             for graph in kind.graphs.values():
@@ -203,20 +179,11 @@ class _Kind:
         """Captures all parts: the forwards, then the backwards from the last to the first."""
         gradients: dict[Hashable, Tensor] = {}
         parts = {function: _PartGraph(call, self.inputs.value) for function, call in self.calls.items()}
-        try:
+        with capture_errors("a part of a layer", "A layer"):
             for part in parts.values():
                 part.capture_forward(graphs)
             for part in reversed(parts.values()):
                 part.capture_backward(graphs, gradients)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            reason = str(error).strip().splitlines() or ["no reason given"]
-            raise UserError(
-                f"CUDA graphs: a part of a layer cannot be captured: {reason[0]}. A layer that waits for the device "
-                "(item(), tolist(), print) or copies from ordinary host memory does not fit into a graph; mend it, or "
-                "leave out CUDA graphs"
-            ) from error
         self.graphs = parts
 
 

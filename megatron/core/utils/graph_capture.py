@@ -7,11 +7,14 @@ another one than `CudaGraphRecorder`.
 
 import dataclasses
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+
+from megatron.core.exceptions import UserError
 
 T = TypeVar("T")
 
@@ -73,6 +76,49 @@ class CudaGraphRecorder:
             outputs = function()
         self._pool = self._pool or graph.pool()
         return CapturedGraph(outputs, graph.replay)
+
+
+@dataclass(eq=False)
+class StepGraphs:
+    """What all graphs of a run's training steps share: how they are captured, and the number of the step."""
+
+    recorder: GraphRecorder
+    warmup_steps: int
+    """Steps that run eagerly before a capture, at least 1."""
+    records: Sequence[TensorRecord] = ()
+    """Keep tensors that a micro-batch computes beside its loss. In a replay they get the tensors of the capture, with
+    new values."""
+    before_capture: Callable[[str], None] = lambda sentence: None
+    """Is called before graphs are captured, with a sentence about it; may raise UserError."""
+    before_step: Callable[[], Hashable] = lambda: None
+    """Is called before the micro-batches of each training step. It brings up to date what graphs read at fixed
+    addresses, and returns what a graph depends on beside the micro-batch."""
+    step: int = field(default=0, init=False)
+    """Number of training steps begun."""
+    _state: Hashable = field(default=None, init=False)
+    """What `before_step` returned for the present step."""
+
+    def begin_step(self) -> None:
+        """Begins a training step."""
+        self.step += 1
+        self._state = self.before_step()
+
+
+@contextmanager
+def capture_errors(what: str, cause: str) -> Iterator[None]:
+    """Context in which `what` is captured: a failure becomes a UserError, which says that a `cause` may be the reason.
+    An OutOfMemoryError stays what it is."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines() or ["no reason given"]
+        raise UserError(
+            f"CUDA graphs: {what} cannot be captured: {reason[0]}. {cause} that waits for the device (item(), "
+            "tolist(), print) or copies from ordinary host memory does not fit into a graph; mend it, or leave out "
+            "CUDA graphs"
+        ) from error
 
 
 # ---------------------------------------------------------------------------------------------------------------------

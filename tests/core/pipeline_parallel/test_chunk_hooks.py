@@ -7,7 +7,7 @@ from torch import nn
 
 from megatron.core.exceptions import UserError
 from megatron.core.micro_batch import MicroBatch
-from megatron.core.pipeline_parallel.chunk_hooks import micro_batch_receiver, supply_micro_batch
+from megatron.core.pipeline_parallel.chunk_hooks import finish_param_sync, micro_batch_receiver, supply_micro_batch
 
 
 class Model(nn.Module):
@@ -69,3 +69,18 @@ def test_models_that_do_not_take_the_record_are_left_alone() -> None:
 def test_an_override_that_loses_the_record_is_refused() -> None:
     with pytest.raises(UserError, match=r"Forgets.forward does not take `micro_batch`"):
         micro_batch_receiver(Wrapper(Forgets()))
+
+
+class GatheringWrapper(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module, self.finished = module, 0
+
+    def finish_param_sync(self) -> None:
+        self.finished += 1
+
+
+def test_weights_are_waited_for_where_a_wrapper_gathers_them() -> None:
+    wrapped = GatheringWrapper(nn.Identity())
+    finish_param_sync([nn.Identity(), wrapped, nn.Sequential()])
+    assert wrapped.finished == 1

@@ -8,7 +8,8 @@ import torch
 from support.graph_recorder import OperationRecorder
 from torch import Tensor
 
-from megatron.core.utils.graph_capture import StaticInputs, leaves, map_tensors, signature
+from megatron.core.exceptions import UserError
+from megatron.core.utils.graph_capture import StaticInputs, StepGraphs, capture_errors, leaves, map_tensors, signature
 
 
 @dataclass(frozen=True)
@@ -77,3 +78,21 @@ def test_the_recorder_of_the_tests_refuses_what_waits() -> None:
     number = torch.ones(())
     with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
         OperationRecorder().capture(number.item)
+
+
+def test_a_failed_capture_says_what_cannot_be_captured() -> None:
+    said = r"^CUDA graphs: a part cannot be captured: waits. A layer that waits for the device"
+    with pytest.raises(UserError, match=said), capture_errors("a part", "A layer"):
+        raise RuntimeError("waits\nfor its tensor")
+    with pytest.raises(UserError, match="cannot be captured: no reason given"), capture_errors("it", "A layer"):
+        raise RuntimeError
+    with pytest.raises(torch.OutOfMemoryError), capture_errors("it", "A layer"):
+        raise torch.OutOfMemoryError
+
+
+def test_each_step_asks_once_what_graphs_depend_on() -> None:
+    graphs = StepGraphs(OperationRecorder(), 1, before_step=iter("ab").__next__)
+    graphs.begin_step()
+    assert (graphs.step, graphs._state) == (1, "a")
+    graphs.begin_step()
+    assert (graphs.step, graphs._state) == (2, "b")

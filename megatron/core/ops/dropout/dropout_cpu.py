@@ -15,7 +15,7 @@ def keep_rows_compiled(draw: Draw, row: Tensor, extra: Tensor, first: Tensor, co
         np.uint64(word) for word in (int(draw.iteration) & 0xFFFFFFFF, *draw.key, draw.threshold)
     )
     rows = _unsigned(row), _unsigned(extra), _unsigned(first)
-    fill = _fill if draw.bits == 32 else _fill_from_columns
+    fill = _fill_by_words if draw.bits == 32 else _fill_by_bits
     fill(kept.numpy(), *rows, iteration, key_0, key_1, threshold)
     return kept
 
@@ -37,7 +37,7 @@ def _philox(
 
 
 @compiled
-def _fill(
+def _fill_by_words(
     kept: np.ndarray,
     row: np.ndarray,
     extra: np.ndarray,
@@ -47,6 +47,7 @@ def _fill(
     key_1: np.uint64,
     threshold: np.uint64,
 ) -> None:
+    """Fills `kept` by numbers of 32 bits: column c = first + j has word c % 4 of block c // 4."""
     low = np.uint64(0xFFFFFFFF)
     count = kept.shape[1]
     blocks = count // 4 + 2  # all blocks that a row may need
@@ -63,7 +64,7 @@ def _fill(
 
 
 @compiled
-def _fill_from_columns(
+def _fill_by_bits(
     kept: np.ndarray,
     row: np.ndarray,
     extra: np.ndarray,
@@ -73,7 +74,7 @@ def _fill_from_columns(
     key_1: np.uint64,
     threshold: np.uint64,
 ) -> None:
-    """Fills `kept` by numbers of 16 bits."""
+    """Fills `kept` by numbers of 16 bits: column c = first + j has bit c % 32 of each of the 16 words of 4 blocks."""
     low, one = np.uint64(0xFFFFFFFF), np.uint64(1)
     count = kept.shape[1]
     for i in range(kept.shape[0]):
