@@ -8,12 +8,17 @@ from typing import Any
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from megatron.core.dist_checkpointing.checkpoint_selection import find_checkpoint
 from megatron.core.dist_checkpointing.folders import TRACKER, folder_name
 from megatron.core.exceptions import UserError
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.training.arguments import Arguments
 from megatron.training.checkpoints import Checkpoints
+from megatron.training.config.checkpoint_args import take_model_flags
+from megatron.training.config.command_line import CommandLine, read_command_line
 from megatron.training.global_vars import current_run
+from megatron.training.utils import print_rank_0
 
 
 def save_checkpoint(
@@ -76,6 +81,36 @@ def load_checkpoint(
     if not checkpoints.load(run.state, _as_list(ddp_model), optimizer, opt_param_scheduler):
         return 0, 0.0
     return run.state.iteration, run.state.floating_point_operations_so_far
+
+
+def load_args_from_checkpoint(
+    args: Arguments, load_arg: str = "load", checkpointing_context: Any = None
+) -> tuple[Arguments, Arguments | None]:
+    """Sets the model's arguments, between `parse_args` and `validate_args`, to those of the checkpoint in the folder
+    that the flag `load_arg` names, and prints which. Those are taken that --use-checkpoint-args takes.
+
+    Returns (args, the checkpoint's arguments); without a folder or a checkpoint in it (args, None), and leaves args as
+    they are. Raises UserError for a damaged checkpoint, and for arguments that were used already.
+    """
+    if args.config is not None:
+        raise UserError("load_args_from_checkpoint(args) comes before validate_args(args) and initialize_megatron()")
+    folder = getattr(args, load_arg)
+    checkpoint = None if folder is None else find_checkpoint(Path(folder), args.ckpt_step, log=lambda sentence: None)
+    if checkpoint is None:
+        print_rank_0(f"load_args_from_checkpoint: no checkpoint in {folder}: the arguments are left as they are")
+        return args, None
+    words, by = list(checkpoint.manifest.config.get("command_line", [])), "load_args_from_checkpoint"
+    before = {name: getattr(args, name) for name in args._line.values}
+    line = CommandLine(dict(before), dict(args._line.given))
+    take_model_flags(line, words, str(checkpoint.folder), by)
+    if line.problems:
+        raise UserError("\n".join(line.problems))
+    for name, value in line.values.items():
+        if value != before[name]:
+            setattr(args, name, value)
+    for note in line.warnings:
+        print_rank_0(note)
+    return args, Arguments(read_command_line(words, ignore_unknown_args=True))
 
 
 def checkpoint_exists(checkpoints_path: str | Path | None) -> bool:

@@ -1,16 +1,20 @@
 """Megatron-LM's functions save and load the run that was set up last."""
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from support.runs import TINY, train
 from support.small_run import SmallRun, equal
 
 from megatron.core.exceptions import UserError
 from megatron.training import global_vars
+from megatron.training.arguments import parse_args, validate_args
 from megatron.training.checkpointing import (
     get_checkpoint_name,
     get_checkpoint_tracker_filename,
+    load_args_from_checkpoint,
     load_checkpoint,
     read_metadata,
     save_checkpoint,
@@ -72,3 +76,24 @@ def test_the_file_that_names_the_newest_checkpoint(tmp_path):
         read_metadata(tracker)
     assert get_checkpoint_name(tmp_path, 12) == str(tmp_path / "iter_0000012")
     assert get_checkpoint_name(tmp_path, 0, release=True) == str(tmp_path / "release")
+
+
+def test_arguments_of_a_checkpoint(tmp_path, monkeypatch, capsys):
+    """Between `parse_args` and `validate_args`, as scripts call it that convert or use a checkpoint."""
+    train(f"--mock-data --eval-iters 0 --train-iters 1 --save {tmp_path} --swiglu --num-layers 3", base=TINY)
+    words = "--micro-batch-size 1 --lr 1e-2 --train-iters 2 --mock-data --hidden-size 64 --vocab-size 50"
+    monkeypatch.setattr(sys, "argv", ["script.py", *words.split(), "--load", str(tmp_path)])
+    args = parse_args()
+    found, theirs = load_args_from_checkpoint(args)
+    assert found is args and theirs.train_iters == 1 and theirs.num_layers == 3
+    validate_args(args)
+    assert (args.num_layers, args.hidden_size, args.swiglu, args.seq_length) == (3, 32, True, 16)
+    assert (args.train_iters, args.vocab_size) == (2, 50)  # the script's own
+    assert "replaces --hidden-size 64 with 32" in capsys.readouterr().out
+    with pytest.raises(UserError, match="comes before validate_args"):
+        load_args_from_checkpoint(args)
+    args = parse_args()
+    assert load_args_from_checkpoint(args, "save") == (args, None) and args.hidden_size == 64
+    args.ckpt_step = 7
+    with pytest.raises(UserError, match="no checkpoint of iteration 7"):
+        load_args_from_checkpoint(args)

@@ -1,5 +1,7 @@
 """A script like Megatron-LM's under layouts: some ranks build data, and only the first and last stage read it."""
 
+import contextlib
+import io
 import os
 import sys
 from functools import partial
@@ -20,6 +22,7 @@ from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training import get_args, get_tokenizer, global_vars, initialize_megatron, train_step
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.training import (
@@ -120,6 +123,67 @@ def test_a_megatron_lm_script_under_layouts(corpus):
         found = logger_of([outcomes[number] for outcomes in by_rank])
         assert losses_of(found) == pytest.approx(losses_of(expected), abs=1e-11), name
         assert [step.grad_norm for step in found.steps] == pytest.approx([s.grad_norm for s in expected.steps]), name
+
+
+class HalfOfEachLayer(TransformerLayer):
+    """A layer class of a script, written for Megatron-LM."""
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
+        output, context = super().forward(hidden_states, attention_mask=attention_mask, **kwargs)
+        return 0.5 * (hidden_states + output), context
+
+
+class UnscaledAttention(nn.Module):
+    """An attention class of a script, with Megatron-LM's signature."""
+
+    def __init__(self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str, **kwargs: Any) -> None:
+        super().__init__()
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, attn_mask_type: Any = None, **_: Any
+    ) -> Tensor:
+        scores = torch.einsum("sbad,tbad->bast", query, key).masked_fill(attention_mask, -10000.0)
+        return torch.einsum("bast,tbad->sbad", scores.softmax(-1), value).flatten(2)
+
+
+def model_of_own_layers(own_attention: bool, pre_process: bool = True, post_process: bool = True) -> GPTModel:
+    args, spec = get_args(), get_gpt_layer_local_spec()
+    spec.module = HalfOfEachLayer
+    if own_attention:
+        spec.submodules.self_attention.submodules.core_attention = UnscaledAttention
+    config = core_transformer_config_from_args(args)
+    return GPTModel(config, spec, args.padded_vocab_size, args.max_position_embeddings, pre_process, post_process)
+
+
+def run_own_layers(flags: list[str], own_attention: bool) -> list[Outcome]:
+    if dist.is_initialized():
+        as_torchrun_says()
+    model = partial(model_of_own_layers, own_attention)
+    return [run_script(each, datasets_of_stage, model, ModelType.encoder_or_decoder, step_of_stage) for each in flags]
+
+
+def message_of_own_attention(flags: str) -> str:
+    with pytest.raises(SystemExit), contextlib.redirect_stderr(io.StringIO()) as said:
+        run_own_layers([flags], True)
+    return said.getvalue()
+
+
+ZERO_3 = "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params"
+
+
+def test_own_layer_and_attention_classes_under_context_parallelism_and_zero_3(corpus):
+    """In float64; a norm of the gradients and later losses agree with one process if the gradients do."""
+    flags = f"--fp64 --data-path {corpus} --train-iters 3 --eval-iters 1 --eod-mask-loss {EXACT} --hidden-dropout 0.1"
+    for own_attention, layouts in ((False, ("--context-parallel-size 2", ZERO_3)), (True, (ZERO_3,))):
+        (expected,) = run_own_layers([flags], own_attention)
+        by_rank = run_on_ranks(run_own_layers, 2, [f"{flags} {layout}" for layout in layouts], own_attention)
+        for number, layout in enumerate(layouts):
+            found = logger_of([outcomes[number] for outcomes in by_rank])
+            assert losses_of(found) == pytest.approx(losses_of(expected), abs=1e-11), layout
+            norms = [step.grad_norm for step in expected.steps]
+            assert [step.grad_norm for step in found.steps] == pytest.approx(norms, rel=1e-11), layout
+    for message in run_on_ranks(message_of_own_attention, 2, f"{flags} --context-parallel-size 2"):
+        assert "UnscaledAttention as core_attention of a layer spec: not with context parallelism" in message
 
 
 def loop_in_layouts(flags: list[str], words: list[str]) -> list[list[float]]:

@@ -38,7 +38,7 @@ def attend(
         raise UserError(f"{name} as core_attention of a layer spec: not with packed documents (reset_attention_mask)")
     if inputs.inference_context is not None:
         raise UserError(f"{name} as core_attention of a layer spec: not in generation with an inference_context")
-    if query.shape[0] != inputs.tokens.seq_length:
+    if inputs.tokens.part is not None:
         raise UserError(f"{name} as core_attention of a layer spec: not with context parallelism; use 1")
     if attn_mask_type is AttnMaskType.causal:
         later = torch.ones(query.shape[0], key.shape[0], dtype=torch.bool, device=query.device).triu(1)[None, None]

@@ -27,6 +27,7 @@ from megatron.core.ops.moe.routing import (
 from megatron.core.ops.moe.routing import sinkhorn as sinkhorn
 from megatron.core.ops.precision import widened
 from megatron.core.transformer.moe.routing import Routing
+from megatron.homes import NotHere
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Choice of experts
@@ -259,3 +260,17 @@ def sort_chunks_by_idxs(
         return torch.cat([chunks[index] for index in order])
 
     return reordered(input), None if probs is None else reordered(probs)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The tracker of auxiliary losses
+
+_NO_TRACKER = NotHere(
+    "each layer keeps its own auxiliary losses, and there is no tracker; read them with take_layer_metrics(model) of "
+    "megatron.core.transformer.layer_metrics, or let pretrain() log them"
+)
+clear_aux_losses_tracker = _NO_TRACKER.stand_in("clear_aux_losses_tracker")
+get_moe_layer_wise_logging_tracker = _NO_TRACKER.stand_in("get_moe_layer_wise_logging_tracker")
+reduce_aux_losses_tracker_across_ranks = _NO_TRACKER.stand_in("reduce_aux_losses_tracker_across_ranks")
+save_to_aux_losses_tracker = _NO_TRACKER.stand_in("save_to_aux_losses_tracker")
+track_moe_metrics = _NO_TRACKER.stand_in("track_moe_metrics")

@@ -72,3 +72,10 @@ def test_rows_by_expert_and_back() -> None:
     assert torch.equal(turned[: sizes[3]], rows[-sizes[3] :])
     with pytest.raises(UserError, match="drop_and_pad"):
         moe_utils.permute(tokens, chosen, drop_and_pad=True)
+
+
+def test_the_tracker_of_auxiliary_losses_names_what_reads_them() -> None:
+    names = ("clear_aux_losses_tracker", "get_moe_layer_wise_logging_tracker", "save_to_aux_losses_tracker")
+    for name in (*names, "reduce_aux_losses_tracker_across_ranks", "track_moe_metrics"):
+        with pytest.raises(UserError, match=rf"{name}\(\.\.\.\): .* take_layer_metrics\(model\)"):
+            getattr(moe_utils, name)(1.0)
