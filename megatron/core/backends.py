@@ -65,7 +65,7 @@ from megatron.core.ops.norm import layer_norm, layer_norm_with_residual, rms_nor
 from megatron.core.ops.rope import apply_rope
 from megatron.core.ops.split_heads import split_heads
 from megatron.core.ops.transformer_engine.attention import with_engine_attention
-from megatron.core.ops.transformer_engine.engine import Engine, find_engine, recipe_of
+from megatron.core.ops.transformer_engine.engine import Engine, find_engine, recipe_of, why_layers_stay_ours
 from megatron.core.ops.transformer_engine.linear import make_grouped_linear, make_linear
 from megatron.core.ops.transformer_engine.norm import EngineNorms
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -342,9 +342,10 @@ def compiled_backend(base: Backend, compiler: str) -> Backend:
 
 
 def choose_backend(config: ModelParallelConfig) -> Backend:
-    """Returns the backend that `config.transformer_impl` asks for: Transformer Engine's if it asks for it and it can be
-    used; LOCAL if it says so, or if there is no GPU or no Triton; otherwise the Triton backend. With `torch_compile`
-    torch's compiler makes some of its operations.
+    """Returns the backend that `config.transformer_impl` asks for: Transformer Engine's if it asks for it, it can be
+    used and `why_layers_stay_ours` has no reason against it; LOCAL if it says so, or if there is no GPU or no Triton;
+    otherwise the Triton backend. With `torch_compile` torch's compiler makes some of
+    its operations.
 
     Raises UserError if it asks for Triton, which cannot be imported."""
     backend = _asked_backend(config)
@@ -356,8 +357,7 @@ def choose_backend(config: ModelParallelConfig) -> Backend:
 def _asked_backend(config: ModelParallelConfig) -> Backend:
     asked = getattr(config, "transformer_impl", "auto")
     engine = find_engine() if asked == "transformer_engine" else None
-    if isinstance(engine, Engine):
-        _refuse_with_engine(config)
+    if isinstance(engine, Engine) and why_layers_stay_ours(config) is None:
         return _engine_backend(engine)
     if asked == "triton":
         backend = triton_backend()
@@ -370,24 +370,6 @@ def _asked_backend(config: ModelParallelConfig) -> Backend:
     if asked == "local" or not torch.cuda.is_available():
         return LOCAL
     return triton_backend() or LOCAL
-
-
-def _refuse_with_engine(config: Any) -> None:
-    """Raises UserError for what Transformer Engine's layers do not compute here."""
-    kept = {"core_attn", "layernorm"}
-    recomputes = config.recompute_granularity is not None and (
-        config.recompute_granularity == "full" or set(config.recompute_modules or ()) - kept
-    )
-    if recomputes and config.fp8 is not None and config.fp8_recipe == "delayed":
-        raise UserError(
-            "--transformer-impl transformer_engine with --fp8-recipe delayed: recomputed layers would be quantised "
-            "with other scales; use --fp8-recipe tensorwise or blockwise, or --transformer-impl auto"
-        )
-    if config.enable_cuda_graph or config.external_cuda_graph or config.cuda_graph_impl != "none":
-        raise UserError(
-            f"--transformer-impl transformer_engine with --cuda-graph-impl {config.cuda_graph_impl}: its layers are "
-            "not captured; use --transformer-impl auto, or --cuda-graph-impl none"
-        )
 
 
 def backend_of_layer(

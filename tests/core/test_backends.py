@@ -9,6 +9,7 @@ from support.fake_transformer_engine import FAKE
 from megatron.core import backends
 from megatron.core.backends import LOCAL, ByDevice, choose_backend, fp8_settings, triton_backend
 from megatron.core.exceptions import UserError
+from megatron.core.ops.transformer_engine.engine import why_layers_stay_ours
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -79,8 +80,8 @@ def test_transformer_engine_is_used_if_asked_for_and_found(monkeypatch: pytest.M
         {"cuda_graph_impl": "local"},
     ],
 )
-def test_what_its_layers_cannot_do_is_refused(settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ours_compute_what_its_layers_cannot_do(settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "find_engine", lambda: FAKE)
     sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2}
-    with pytest.raises(UserError, match="--transformer-impl transformer_engine with"):
-        choose_backend(TransformerConfig(**sizes, **settings, transformer_impl="transformer_engine"))
+    config = TransformerConfig(**sizes, **settings, transformer_impl="transformer_engine")
+    assert choose_backend(config) is LOCAL and why_layers_stay_ours(config)

@@ -20,7 +20,6 @@ from megatron.core.ops.fp8.recipes import Fp8Settings
 from megatron.core.ops.linear import linear
 from megatron.core.ops.moe.grouped_linear import RowGroups, grouped_linear
 from megatron.core.ops.norm import layer_norm, rms_norm
-from megatron.core.ops.transformer_engine import engine as engine_module
 from megatron.core.ops.transformer_engine.attention import EngineAttention
 from megatron.core.ops.transformer_engine.engine import Engine, find_engine
 from megatron.core.ops.transformer_engine.linear import make_grouped_linear, make_linear
@@ -56,13 +55,11 @@ def exact_float32() -> None:
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_module, "USES_ENGINE", True)
-        found = find_engine()
-        if isinstance(found, str):
-            pytest.skip(f"Transformer Engine: {found}")
-        yield found
+def engine() -> Engine:
+    found = find_engine()
+    if isinstance(found, str):
+        pytest.skip(f"Transformer Engine: {found}")
+    return found
 
 
 def random(*shape: int, seed: int = 1, dtype: torch.dtype = torch.bfloat16) -> Tensor:

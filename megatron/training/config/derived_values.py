@@ -9,7 +9,7 @@ import torch
 from megatron.core.datasets.utils import DEFAULT_SPLIT
 from megatron.core.exceptions import UserError
 from megatron.core.num_microbatches_calculator import BatchSteps
-from megatron.core.ops.transformer_engine.engine import find_engine
+from megatron.core.ops.transformer_engine.engine import find_engine, why_layers_stay_ours
 from megatron.core.pipeline_parallel.stages import virtual_stages
 from megatron.core.transformer.config.heterogeneous import HETEROGENEOUS, encoded_layers
 from megatron.core.transformer.layer_patterns import (
@@ -336,14 +336,21 @@ def _recomputation(s: Settings) -> None:
 
 
 def _kernels(s: Settings) -> str | None:
-    if s.transformer_impl == "transformer_engine":
-        found = find_engine()
-        if isinstance(found, str):
-            return (
-                f"--transformer-impl transformer_engine: Transformer Engine is not used: {found}; our own layers "
-                "compute the same function; it would bring its kernels and fp8 recipes, no other result"
-            )
-    return None
+    if s.transformer_impl != "transformer_engine":
+        return None
+    found = find_engine()
+    used = "--transformer-impl transformer_engine: Transformer Engine"
+    reason = found if isinstance(found, str) else why_layers_stay_ours(s)
+    if reason is not None:
+        return (
+            f"{used} is not used: {reason}; our own layers compute the same function; it would bring its kernels and "
+            "fp8 recipes, no other result"
+        )
+    if s.num_moe_experts is not None:
+        speed = "MOE64 took 819 ms with it and 632 without; in fp8 (tensorwise) 1121 and 590"
+        return f"{used} computes; our own layers (--transformer-impl auto) are faster for experts: on one H200 {speed}"
+    speed = "LLAMA1B took 968 ms with it and 964 without; in fp8 (tensorwise) 791 and 781"
+    return f"{used} computes; our own layers (--transformer-impl auto) are as fast: on one H200 {speed}"
 
 
 def _torch_compile(s: Settings) -> str | None:

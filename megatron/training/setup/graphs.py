@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from megatron.core.exceptions import UserError
 from megatron.core.ops.fp8.linear import QuantizedWeights
-from megatron.core.ops.transformer_engine.engine import Engine, find_engine
 from megatron.core.optimizer import MegatronOptimizer, StepUpdate
 from megatron.core.optimizer.captured_update import CapturedUpdate
 from megatron.core.pipeline_parallel.captured_micro_batch import MicroBatchGraphs
@@ -44,12 +43,6 @@ def capture_micro_batches(
     the device has them, else `forward_backward` itself."""
     whole, parts = captures_micro_batches(config.transformer), captured_parts(config.transformer)
     if parts and why_no_part_is_captured(config.transformer) is not None:
-        return forward_backward
-    if parts and config.transformer.transformer_impl == "transformer_engine" and isinstance(find_engine(), Engine):
-        if environment.is_first:
-            print(
-                "CUDA graphs of parts of layers: none, since Transformer Engine's layers are not captured", flush=True
-            )
         return forward_backward
     recorder = graph_recorder(environment.device) if whole or parts else None
     if recorder is None:

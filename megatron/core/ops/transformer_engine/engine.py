@@ -14,11 +14,6 @@ from torch import Tensor
 from megatron.core.exceptions import UserError
 from megatron.core.ops.fp8.recipes import Fp8Settings
 
-USES_ENGINE = False
-"""Whether Transformer Engine computes where flags ask for it and it is installed. It is off, so our own layers compute:
-each operation has passed its tests on an H200 with release 2.20, whole models in fp8 have not yet, while many launch
-scripts ask for it."""
-
 
 @dataclass(frozen=True)
 class Engine:
@@ -41,13 +36,11 @@ class Engine:
 
 
 def find_engine() -> Engine | str:
-    """Returns Transformer Engine, or why it is not used: no GPU, not installed, `USES_ENGINE`, or its import fails."""
+    """Returns Transformer Engine, or why it is not used: no GPU, not installed, or its import fails."""
     if not torch.cuda.is_available():
         return "there is no GPU"
     if importlib.util.find_spec("transformer_engine") is None:
         return "it is not installed"
-    if not USES_ENGINE:
-        return "it is installed, but our use of it is switched off: its tests in fp8 have not passed"
     return _import_engine()
 
 
@@ -66,6 +59,23 @@ def _import_engine() -> Engine | str:
 def _version() -> str:
     module = importlib.import_module("transformer_engine")
     return str(getattr(module, "__version__", "of an unknown version"))
+
+
+def why_layers_stay_ours(config: Any) -> str | None:
+    """Returns why our own layers compute although `config.transformer_impl` asks for Transformer Engine's, which lack
+    something that other flags ask for; None: they lack nothing."""
+    recomputes = config.recompute_granularity is not None and (
+        config.recompute_granularity == "full" or set(config.recompute_modules or ()) - {"core_attn", "layernorm"}
+    )
+    if recomputes and config.fp8 is not None and config.fp8_recipe == "delayed":
+        return (
+            f"with --fp8-recipe delayed its layers cannot be recomputed (--recompute-granularity "
+            f"{config.recompute_granularity}), since they would be quantised with other scales; tensorwise and "
+            "blockwise can"
+        )
+    if config.enable_cuda_graph or config.external_cuda_graph or config.cuda_graph_impl != "none":
+        return f"its layers are not captured in CUDA graphs (--cuda-graph-impl {config.cuda_graph_impl})"
+    return None
 
 
 def problem_with(settings: Fp8Settings) -> str | None:

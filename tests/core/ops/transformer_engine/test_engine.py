@@ -17,16 +17,13 @@ def test_without_a_gpu_it_is_not_looked_for() -> None:
     assert torch.cuda.is_available() or find_engine() == "there is no GPU"
 
 
-def test_it_is_not_used_until_the_constant_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_used_where_there_is_a_gpu_and_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = [False]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if installed[0] else None)
     monkeypatch.setattr(engine, "_import_engine", lambda: fake.FAKE)
-    monkeypatch.setattr(engine, "USES_ENGINE", False)
     assert find_engine() == "it is not installed"
     installed[0] = True
-    assert find_engine() == "it is installed, but our use of it is switched off: its tests in fp8 have not passed"
-    monkeypatch.setattr(engine, "USES_ENGINE", True)
     assert find_engine() is fake.FAKE
 
 
