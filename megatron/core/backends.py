@@ -344,8 +344,7 @@ def compiled_backend(base: Backend, compiler: str) -> Backend:
 def choose_backend(config: ModelParallelConfig) -> Backend:
     """Returns the backend that `config.transformer_impl` asks for: Transformer Engine's if it asks for it, it can be
     used and `why_layers_stay_ours` has no reason against it; LOCAL if it says so, or if there is no GPU or no Triton;
-    otherwise the Triton backend. With `torch_compile` torch's compiler makes some of
-    its operations.
+    otherwise the Triton backend. With `torch_compile` torch's compiler makes some of its operations.
 
     Raises UserError if it asks for Triton, which cannot be imported."""
     backend = _asked_backend(config)
