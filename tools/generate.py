@@ -7,6 +7,7 @@ python tools/generate.py --load runs/t5 --prompt "the <extra_id_0> of the run is
 Model and tokenizer are those of the run, as the checkpoint describes them. See docs/quickstart.md.
 """
 
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -93,7 +94,11 @@ class GenerationConfig:
         if self.temperature is None and not self.top_k and not self.top_p:
             return GREEDY
         temperature = 1.0 if self.temperature is None else self.temperature
-        return SamplingParams(temperature, self.top_k, self.top_p, self.seed)
+        try:
+            return SamplingParams(temperature, self.top_k, self.top_p, self.seed)
+        except UserError as error:
+            names = re.compile("temperature|top_k|top_p")
+            raise UserError(names.sub(lambda name: "--" + name[0].replace("_", "-"), str(error))) from None
 
 
 def problems_of(config: GenerationConfig) -> Iterator[str]:

@@ -112,8 +112,8 @@ def data_in_object_stores(s: Settings) -> Iterator[str]:
 
 
 def split_has_training_data(s: Settings) -> Iterator[str]:
-    """--split gives training a share of the data, unless nothing is trained."""
-    if s.split is None or s.skip_train:
+    """--split gives training a share of the data, unless nothing is trained or data is made up."""
+    if s.split is None or s.skip_train or s.mock_data:
         return
     try:
         share = parse_split(s.split)[0]

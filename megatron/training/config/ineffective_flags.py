@@ -120,6 +120,9 @@ def _graphs(s: Settings) -> Iterator[str]:
 
 def _experts(s: Settings) -> Iterator[str]:
     if s.num_moe_experts is None:
+        # Said for the default too: who gives it wants experts, and would train a dense model.
+        if s.is_given("moe_router_topk") and s.moe_router_topk == flag_table()["moe_router_topk"].default:
+            yield "{moe_router_topk}: has no effect without {num_moe_experts:name}"
         return
     pattern = s.moe_layer_freq
     if isinstance(pattern, list) and len(pattern) == s.num_layers and not any(pattern):

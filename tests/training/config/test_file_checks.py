@@ -90,8 +90,11 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
 
 def test_a_split_without_training_data() -> None:
     problem = "--split 0,90,10 leaves no data for training; give a first share above 0, such as 969,30,1"
-    assert problems_of(f"{SMALL} --split 0,90,10", looks=False) == [problem]
-    assert not problems_of(f"{SMALL} --split 0,90,10 --skip-train") and not problems_of(f"{SMALL} --split 1")
+    words = f"{without('--mock-data')} --data-path a"
+    assert problems_of(f"{words} --split 0,90,10", looks=False) == [problem]
+    assert not problems_of(f"{words} --split 1", looks=False)
+    assert not problems_of(f"{words} --split 0,90,10 --skip-train", looks=False)
+    assert not problems_of(f"{SMALL} --split 0,90,10")
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])

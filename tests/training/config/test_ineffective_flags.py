@@ -67,6 +67,7 @@ def test_without_experts_their_sizes_change_no_grid() -> None:
         ("--async-save", "--async-save: has no effect without --save"),
         ("--sequence-parallel", "--sequence-parallel: has no effect while --tensor-model-parallel-size is 1"),
         ("--moe-router-topk 4", "--moe-router-topk 4: has no effect without --num-experts"),
+        ("--moe-router-topk 2", "--moe-router-topk 2: has no effect without --num-experts"),
         (
             "--cuda-graph-warmup-steps 5",
             "--cuda-graph-warmup-steps 5: has no effect without --cuda-graph-impl local, --enable-cuda-graph or",
@@ -150,7 +151,7 @@ def test_the_cyclic_order_ignores_data_sharding_and_says_so() -> None:
 def test_a_default_that_is_given_needs_no_line() -> None:
     quiet = configured().notes
     given = configured(
-        "--moe-router-topk 2 --tensor-model-parallel-size 1 --cross-entropy-fusion-impl native --manual-gc-interval 0"
+        "--moe-layer-freq 1 --tensor-model-parallel-size 1 --cross-entropy-fusion-impl native --manual-gc-interval 0"
     )
     assert given.notes == quiet
 
