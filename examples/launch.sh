@@ -32,4 +32,8 @@ else
         --master_addr "${MASTER_ADDR:-localhost}" --master_port "${MASTER_PORT:-6000}"
     )
 fi
+if ! command -v "${LAUNCH[0]}" >/dev/null; then
+    echo "${LAUNCH[0]}: not found; activate the environment of make quickstart first: source .venv/bin/activate" >&2
+    exit 2
+fi
 exec "${LAUNCH[@]}" "$ROOT/${SCRIPT:-pretrain_gpt.py}" "${MODEL[@]}" "${LAYOUT[@]}" "${TRAINING[@]}" "${TEXT[@]}" "$@"

@@ -15,6 +15,10 @@ if [ "$DATA" = MOCK ] && [ -z "${VOCAB_FILE:-}" ]; then
     mv "$VOCAB_FILE.$$" "$VOCAB_FILE"
 fi
 if [ "$DATA" = SAMPLE ] || [[ "$DATA" == *.jsonl ]]; then
+    if ! command -v python >/dev/null; then
+        echo "python: not found; activate the environment of make quickstart first: source .venv/bin/activate" >&2
+        exit 2
+    fi
     PREPARED=$CHECKPOINTS/data
     mkdir -p "$PREPARED"
     if [ "$DATA" = SAMPLE ]; then

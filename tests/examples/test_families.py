@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,6 +21,7 @@ GPT3, LLAMA = ROOT / "examples/gpt3/train_gpt3.sh", ROOT / "examples/llama/train
 DEEPSEEK = ROOT / "examples/deepseek_v3/train_deepseek_v3.sh"
 QWEN_NEXT = ROOT / "examples/qwen3_next/train_qwen3_next.sh"
 NEMOTRON = ROOT / "examples/nemotron_h/train_nemotron_h.sh"
+BERT = ROOT / "examples/bert/train_bert.sh"
 LLAMA_FP8 = ROOT / "examples/llama/train_llama3_8b_fp8.sh"
 
 PARAMETERS = {
@@ -67,6 +69,21 @@ def run(script: Path, size: str, folder: Path, *flags: str, **environment: str) 
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     return done.stdout
+
+
+def test_without_the_environment_a_line_says_what_to_activate(tmp_path: Path) -> None:
+    for name in ("bash", "dirname", "basename"):
+        (tmp_path / name).symlink_to(shutil.which(name) or name)
+    for words, program in (
+        ([GPT3], "torchrun"),
+        ([GPT3, "c", "--dry-run"], "python"),
+        ([BERT, "c", "SAMPLE"], "python"),
+    ):
+        done = subprocess.run(
+            [str(tmp_path / "bash"), *map(str, words)], env={"PATH": str(tmp_path), "SIZE": "tiny"}, cwd=tmp_path,
+            capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.returncode == 2 and done.stderr.startswith(f"{program}: not found; activate the environment")
 
 
 QUICK_SIZES = {"gpt3-345m", "llama-llama3-8b", "qwen3-30b-a3b", "qwen3_next-80b-a3b", "nemotron_h-30b-a3b"}
