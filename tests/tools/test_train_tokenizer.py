@@ -32,19 +32,31 @@ def train(monkeypatch, capsys):
     return run_main
 
 
-def test_files_are_the_same_each_time_and_alike(tmp_path, train):
-    """In this process and in one of its own, which has other hash seeds."""
+SIZES = {"GPT2BPETokenizer": 500, "BertWordPieceLowerCase": 450, "SentencePieceTokenizer": 450}
+
+
+@pytest.fixture(scope="module")
+def trained_elsewhere(tmp_path_factory) -> Path:
+    """A folder with tokenizers of all kinds, trained in a new process, which has another hash seed."""
+    folder = tmp_path_factory.mktemp("elsewhere")
+    program = f"import sys; sys.path.insert(0, {str(ROOT / 'tools')!r}); from train_tokenizer import main"
+    for kind, size in SIZES.items():
+        words = ["--input", CORPUS, "--vocab-size", size, "--tokenizer-type", kind, "--output-dir", folder / kind]
+        program += f"; assert main({list(map(str, words))}) == 0"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("500 tokens") == 1 and done.stdout.count("450 tokens") == 2
+    return folder
+
+
+def test_files_are_the_same_each_time_and_alike(tmp_path, train, trained_elsewhere):
     packed = tmp_path / "corpus.jsonl.gz"
     packed.write_bytes(gzip.compress(CORPUS.read_bytes()))
     code, printed, _ = train("--input", packed, "--vocab-size", 500, "--output-dir", tmp_path / "0")
     assert code == 0 and "500 tokens" in printed
-    words = ["--input", CORPUS, "--vocab-size", 500, "--output-dir", tmp_path / "1"]
-    command = [sys.executable, ROOT / "tools/train_tokenizer.py", *words]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
-    assert done.returncode == 0 and "500 tokens" in done.stdout, done.stderr
     assert sorted(path.name for path in (tmp_path / "0").iterdir()) == FILES
     for name in FILES:
-        assert len({(tmp_path / str(number) / name).read_bytes() for number in range(2)}) == 1
+        assert (tmp_path / "0" / name).read_bytes() == (trained_elsewhere / "GPT2BPETokenizer" / name).read_bytes()
     gpt2 = GPT2BPETokenizer(str(tmp_path / "0/vocab.json"), str(tmp_path / "0/merges.txt"))
     hugging_face = HuggingFaceTokenizer(str(tmp_path / "0"))
     text = "Great came just time or while had 你好 \n\n 12"
@@ -56,15 +68,11 @@ def test_files_are_the_same_each_time_and_alike(tmp_path, train):
 @pytest.mark.parametrize(
     ("kind", "file"), [("BertWordPieceLowerCase", "vocab.txt"), ("SentencePieceTokenizer", "tokenizer.model")]
 )
-def test_other_kinds_are_the_same_each_time(tmp_path, train, kind, file):
-    """In this process and in one of its own, which has other hash seeds."""
-    words = ["--input", CORPUS, "--vocab-size", 450, "--tokenizer-type", kind, "--output-dir"]
-    assert train(*words, tmp_path / "0")[0] == 0
-    command = [sys.executable, ROOT / "tools/train_tokenizer.py", *words, tmp_path / "1"]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
-    assert done.returncode == 0 and "450 tokens" in done.stdout, done.stderr
+def test_other_kinds_are_the_same_each_time(tmp_path, train, trained_elsewhere, kind, file):
+    words = ["--input", CORPUS, "--vocab-size", SIZES[kind], "--tokenizer-type", kind]
+    assert train(*words, "--output-dir", tmp_path / "0")[0] == 0
     assert [path.name for path in (tmp_path / "0").iterdir()] == [file]
-    assert (tmp_path / "0" / file).read_bytes() == (tmp_path / "1" / file).read_bytes()
+    assert (tmp_path / "0" / file).read_bytes() == (trained_elsewhere / kind / file).read_bytes()
 
 
 def test_words_become_few_pieces(tmp_path, train):

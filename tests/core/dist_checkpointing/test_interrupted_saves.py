@@ -5,7 +5,6 @@ them and is killed by SIGKILL right before it, or half-way through a write. For 
 takes away what no sync had made safe: contents of files, and names.
 """
 
-import itertools
 import json
 import os
 import re
@@ -186,45 +185,60 @@ def in_the_background(root, disk=None):
     begin_save(root, chunks_of(2.0), StagingMemory(), **facts, keep_last=1, disk=disk).finish()
 
 
-LOSSES = ["killed", "killed in a write", "power cut", "power cut, names lost"]
+KILLED, CUT, NAMES_LOST = "killed", "power cut", "power cut, names lost"
+IN_A_WRITE = "killed in a write"
 
 
 @pytest.mark.parametrize(
-    ("action", "loss"),
+    ("action", "losses"),
     [
-        *itertools.product([first_and_next], LOSSES),
-        *itertools.product([same_again, after_a_killed_save], LOSSES[::3]),
-        (in_the_background, "power cut, names lost"),
+        (first_and_next, [KILLED, CUT, NAMES_LOST]),
+        (first_and_next, [IN_A_WRITE]),
+        (same_again, [KILLED, NAMES_LOST]),
+        (after_a_killed_save, [KILLED, NAMES_LOST]),
+        (in_the_background, [NAMES_LOST]),
         *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in itertools.product([same_again, after_a_killed_save], LOSSES[1:3])
+            pytest.param(action, [loss], marks=pytest.mark.slow)
+            for action in (same_again, after_a_killed_save)
+            for loss in (IN_A_WRITE, CUT)
         ),
     ],
+    ids=lambda value: value.__name__ if callable(value) else "; ".join(value),
 )
-def test_every_step(tmp_path, action, loss):
+def test_every_step(tmp_path, action, losses):
+    """Each loss begins with the files that one kill has left."""
     counted = tmp_path / "counted"
     save_values(counted, 10, 1.0)
     whole = Recorder()
     action(counted, whole)
     assert len(whole.steps) > 20 and not whole.unsynced_files and not whole.unsynced_names
-    outcomes = set()
+    outcomes = {loss: set() for loss in losses}
     for last_step in range(len(whole.steps)):
         root, testament = tmp_path / f"run{last_step}", tmp_path / "testament"
         os.fsync = fsync_nothing
         save_values(root, 10, 1.0)
-        killed(lambda disk, root=root: action(root, disk), last_step, loss == "killed in a write", testament)
-        if loss.startswith("power"):
-            lose_power(testament, loss.endswith("names lost"))
-        iteration, value, said = load_values(root)
-        outcomes.add(value)
-        assert (iteration, value) in {(10, 1.0), (20 if action is not same_again else 10, 2.0)}
-        behind = (root / folders.TRACKER).read_bytes() != str(iteration).encode()
-        assert len(said) == behind and all("its save was interrupted" in note for note in said), said
-        # The next save cleans up and goes through.
-        save_values(root, 30, 3.0, keep_last=1)
-        assert load_values(root) == (30, 3.0, [])
-        assert sorted(path.name for path in root.iterdir()) == ["iter_0000030", folders.TRACKER]
-    assert outcomes == {1.0, 2.0}
+        killed(lambda disk, root=root: action(root, disk), last_step, IN_A_WRITE in losses, testament)
+        left = shutil.copytree(root, tmp_path / f"left{last_step}")
+        for loss in losses:
+            shutil.rmtree(root)
+            shutil.copytree(left, root)
+            if loss in (CUT, NAMES_LOST):
+                lose_power(testament, loss == NAMES_LOST)
+            outcomes[loss].add(check_what_is_left(root, 10 if action is same_again else 20))
+    assert all(found == {1.0, 2.0} for found in outcomes.values()), outcomes
+
+
+def check_what_is_left(root, saved_iteration):
+    """Checks that one whole checkpoint is loaded and that the next save goes through. Returns the loaded value."""
+    iteration, value, said = load_values(root)
+    assert (iteration, value) in {(10, 1.0), (saved_iteration, 2.0)}
+    behind = (root / folders.TRACKER).read_bytes() != str(iteration).encode()
+    assert len(said) == behind and all("its save was interrupted" in note for note in said), said
+    # The next save cleans up and goes through.
+    save_values(root, 30, 3.0, keep_last=1)
+    assert load_values(root) == (30, 3.0, [])
+    assert sorted(path.name for path in root.iterdir()) == ["iter_0000030", folders.TRACKER]
+    return value
 
 
 def test_a_save_killed_before_the_tracker_is_told(tmp_path):
