@@ -169,6 +169,7 @@ def _overwrite(path, offset, content):
             r"data\.bin: 22 bytes, .* says 24",
         ),
         (lambda p: (p / "data.bin").write_bytes((p / "data.bin").read_bytes() + b"\0\0"), r"data\.bin: 26 bytes"),
+        (lambda p: (p / "data.bin").write_bytes((p / "data.bin").read_bytes() + b"\0"), r"data\.bin: 25 bytes"),
         (lambda p: (p / "data.bin").unlink(), r"data\.bin"),
         (lambda p: (p / "data.idx").unlink(), r"data\.idx"),
         (lambda p: (p / "data.idx").write_bytes((p / "data.idx").read_bytes()[:-9]), r"data\.idx: too short"),

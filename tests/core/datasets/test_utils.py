@@ -31,7 +31,9 @@ def test_any_separator(split):
     assert parse_split(split) == parse_split("90,5,5")
 
 
-@pytest.mark.parametrize("split", ["", "a,b", "1,2,3,4", "0,0,0", "1.2.3,1,1", "-1,2,3", "90,-5,5", "90,20,x", "1e3,1"])
+@pytest.mark.parametrize(
+    "split", ["", "a,b", "1,2,3,4", "0,0,0", "1.2.3,1,1", "-1,2,3", "90,-5,5", "90,20,x", "1e3,1", "nan,1,1"]
+)
 def test_bad_splits_are_named(split):
     with pytest.raises(UserError, match="--split"):
         parse_split(split)

@@ -94,6 +94,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "architectures": ["MistralForCausalLM"]
     },
     "theirs/config.json: hidden_act is 'gelu'; only 'silu' is supported": {"hidden_act": "gelu"},
+    "theirs/config.json: num_attention_heads is 0; it must be at least 1": {"num_attention_heads": 0},
+    "theirs/config.json: rms_norm_eps is nan, but must be a number": {"rms_norm_eps": float("nan")},
     "theirs/config.json: num_hidden_layers is '3', but must be an integer": {"num_hidden_layers": "3"},
     "theirs/config.json: quantization_config is not known for LlamaForCausalLM": {"quantization_config": {"bits": 4}},
     "theirs/config.json: rope_parameters has rope_type 'longrope'; default, linear, llama3, yarn are supported": {

@@ -20,7 +20,8 @@ def test_the_shared_fields_are_there_and_masks_are_not_made() -> None:
     tokenizer = NullTokenizer(100)
     made = gpt_dataset_config(configured("--seed 9"), tokenizer)
     assert made.mock and made.random_seed == 9 and made.sequence_length == 128 and made.tokenizer is tokenizer
-    assert not made.create_attention_mask
+    assert not made.create_attention_mask and made.mmap_bin_files
+    assert not gpt_dataset_config(configured("--no-mmap-bin-files"), tokenizer).mmap_bin_files
 
 
 def test_kinds_of_data_sets() -> None:
