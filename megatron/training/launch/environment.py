@@ -30,6 +30,7 @@ from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.launch.errors import delay_errors_on_other_ranks, end_process_at_exit
 from megatron.training.launch.heartbeat import Heartbeat, Progress
 from megatron.training.launch.same_flags import check_same_flags
+from megatron.training.launch.signals import leave_error_alone
 from megatron.training.launch.watch import Limits
 
 _BEFORE_COLLECTIVES_TIME_OUT = 0.9
@@ -140,6 +141,7 @@ class _Watched:
 def _end_with_the_others(error: BaseException, heartbeat: Heartbeat) -> None:
     """Reports the error that ends this process, and waits until the message about the end of the run is out. Raises
     SystemExit if the error follows from the failure of another rank, or if the script left the run with code 0."""
+    leave_error_alone()
     heartbeat.report(error)
     heartbeat.wait_for_cause()
     consequence = heartbeat.is_consequence()

@@ -4,7 +4,8 @@ A `SignalWatch` has two phases. Before `training` is entered (arguments, data in
 SystemExit(128 + number) at the present statement, so that half-written files are removed; if the program is inside a
 call that does not return to Python, a thread ends the process some seconds later. Inside `training` the signal is
 remembered, and `exit.ExitAgreement` makes all ranks stop after the same step. A signal that comes when training has
-ended is remembered, too, and changes nothing.
+ended is remembered, too, and changes nothing. So is one that comes while an error ends the program
+(`leave_error_alone`): a launcher sends SIGTERM as soon as one rank is gone, and the others first say which one that is.
 """
 
 import contextlib
@@ -40,6 +41,8 @@ class SignalWatch:
         """Number of the first signal that came."""
         self._received_at = 0.0
         self._training = False
+        self._ending = False
+        """Whether an error ends the program."""
         self._previous: dict[int, Any] = {}
         self._pipe: tuple[int, int] | None = None
         self._previous_wakeup = -1
@@ -71,19 +74,26 @@ class SignalWatch:
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
-        """Remembers signals inside the context, and after it unless it ends with an exception. Earlier signals have
-        already been obeyed."""
+        """Remembers signals inside the context and after it. Earlier signals have already been obeyed. If the context
+        ends with an exception, a signal gives the program `grace` seconds to end."""
         self._training = True
         try:
             yield
         except BaseException:
-            self._training = False
+            self.leave_error_alone()
             raise
+
+    def leave_error_alone(self) -> None:
+        """Lets an error end the program: a later signal only limits the time that this takes to `grace` seconds. Ctrl-C
+        still ends the program at once."""
+        self._training, self._ending = False, True
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         first = self.received is None
         if first:
             self.received, self._received_at = number, time.monotonic()
+        if self._ending and number != signal.SIGINT:
+            return
         if not self._training:
             print(f"{signal.Signals(number).name} before training: exiting", file=sys.stderr, flush=True)
             raise SystemExit(128 + number)
@@ -113,9 +123,15 @@ class SignalWatch:
 
 
 class _Watching:
-    """The watch of this process, for its forked children."""
+    """The watch of this process."""
 
     current: SignalWatch | None = None
+
+
+def leave_error_alone() -> None:
+    """Calls `SignalWatch.leave_error_alone` of this process's watch, if there is one."""
+    if _Watching.current is not None:
+        _Watching.current.leave_error_alone()
 
 
 def _after_fork() -> None:

@@ -73,6 +73,22 @@ def test_a_second_interrupt_means_now_but_not_at_once(monkeypatch):
             time.sleep(1.0)
 
 
+def test_a_signal_while_an_error_ends_the_program_cuts_nothing_short(capsys):
+    """torchrun sends SIGTERM when a rank was killed, while the others wait to learn which one failed."""
+    with SignalWatch() as watch:
+        with pytest.raises(ValueError), watch.training():
+            raise ValueError
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert watch.received == signal.SIGTERM and capsys.readouterr().err == ""
+        with pytest.raises(SystemExit):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1.0)
+    with SignalWatch():
+        signals.leave_error_alone()  # of an error before training
+        os.kill(os.getpid(), signal.SIGTERM)
+    signals.leave_error_alone()  # without a watch
+
+
 def test_handlers_are_put_back():
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)]
     with SignalWatch() as watch, watch.training():
