@@ -109,8 +109,10 @@ SLOW_CELLS = [
 )
 def test_layout(pool: Pool, model: Model, names: tuple[str, ...]) -> None:
     split = Cell(model, layout(*names))
-    (expected,) = pool.run(train, 1, split.alone, 3)
-    assert not judge(expected, pool.run(train, split.layout.ranks, split, 3)).beyond(TOLERANCE)
+    # A scale of the delayed recipe follows from earlier steps; the others' depend on the present one alone.
+    steps = 3 if model.settings.get("fp8_recipe", "delayed") == "delayed" else 2
+    (expected,) = pool.run(train, 1, split.alone, steps)
+    assert not judge(expected, pool.run(train, split.layout.ranks, split, steps)).beyond(TOLERANCE)
 
 
 def test_fp8_changes_the_gradients(pool: Pool) -> None:

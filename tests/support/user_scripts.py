@@ -29,7 +29,7 @@ _MASKED = (
     f"--vocab-file {_CORPUS}/bert/vocab.txt --data-path {_CORPUS}/pp/bert_body_document "
 )
 FLAGS = {
-    "gpt": f"{_TWO_ITERATIONS} --num-layers 2 --seq-length 8 --max-position-embeddings 8 --micro-batch-size 1 "
+    "gpt": f"{_TWO_ITERATIONS} --num-layers 2 --seq-length 8 --max-position-embeddings 8 --micro-batch-size 2 "
     "--global-batch-size 4 --mock-data --tokenizer-type NullTokenizer --vocab-size 40",
     "bert": f"{_MASKED} --num-layers 2 --seq-length 32",
     "t5": f"{_MASKED} --encoder-num-layers 2 --decoder-num-layers 2 --encoder-seq-length 32 --decoder-seq-length 16 "
