@@ -154,13 +154,11 @@ def positions() -> None:
     for number, (interleaved, turned, first) in enumerate(cases):
         angle = values(5, 3 if number % 2 else 1, 1, turned // 2, seed=3)
         dtype = (torch.float32, torch.bfloat16)[number == 0]
-        # Sines and cosines are rounded to the type of the heads first.
-        cos, sin = angle.cos(), angle.sin()
-        given, rounded = (Rotation(cos.to(t), sin.to(t), interleaved, first) for t in (torch.float32, dtype))
+        rotation = Rotation(angle.cos(), angle.sin(), interleaved, first)
         for heads in views if number < 2 else views[1:2]:
             compare(
-                lambda x, r=rounded: apply_rope(x, r),
-                lambda x, r=given: apply_rope_triton(x, r),
+                lambda x, r=rotation: apply_rope(x, r),
+                lambda x, r=rotation: apply_rope_triton(x, r),
                 [heads.to(dtype)],
                 (interleaved, turned, first, tuple(heads.shape)),
                 dtype,

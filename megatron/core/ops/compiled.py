@@ -80,7 +80,8 @@ def _sum(inputs: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
 def rotate(heads: Tensor, rotation: Rotation) -> Tensor:
     """Computes `apply_rope` without writing into parts of a tensor, so that it can be traced as one graph."""
     ones = (1,) * (heads.dim() - 3)
-    cos, sin = (angles.to(heads.dtype).unflatten(2, ones) for angles in (rotation.cos, rotation.sin))
+    dtype = torch.promote_types(heads.dtype, torch.float32)
+    cos, sin = (angles.to(dtype).unflatten(2, ones) for angles in (rotation.cos, rotation.sin))
     start, half = rotation.first, cos.shape[-1]
     end = start + 2 * half
     if rotation.interleaved:
@@ -89,7 +90,7 @@ def rotate(heads: Tensor, rotation: Rotation) -> Tensor:
     else:
         x, y = heads[..., start : start + half], heads[..., start + half : end]
         turned = torch.cat((x * cos - y * sin, y * cos + x * sin), -1)
-    return torch.cat((heads[..., :start], turned, heads[..., end:]), -1).contiguous()
+    return torch.cat((heads[..., :start], turned.to(heads.dtype), heads[..., end:]), -1).contiguous()
 
 
 def missing_compiler(has_gpu: bool) -> str | None:

@@ -7,10 +7,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-ROUNDS_ANGLES = True
-"""Whether cosines and sines are rounded to the type of the heads before they are used, as Megatron-LM does with
---no-rope-fusion. False: the rotation is computed in float32 at least, and rounded once."""
-
 
 @dataclass(frozen=True)
 class Rotation:
@@ -33,10 +29,11 @@ def rotation_of_angles(angles: Tensor, interleaved: bool, amplitude: float = 1.0
 def apply_rope(heads: Tensor, rotation: Rotation) -> Tensor:
     """Rotates r channels of each head, starting at channel `rotation.first`, and copies the others.
 
-    Heads are [s, b, heads, d] or [s, b, groups, heads, d]; the result is contiguous. See `ROUNDS_ANGLES`.
+    Heads are [s, b, heads, d] or [s, b, groups, heads, d]; the result is contiguous. The
+    rotation is computed in float32 at least, and rounded once.
     """
     ones = (1,) * (heads.dim() - 3)
-    dtype = heads.dtype if ROUNDS_ANGLES else torch.promote_types(heads.dtype, torch.float32)
+    dtype = torch.promote_types(heads.dtype, torch.float32)
     cos, sin = (angles.to(dtype).unflatten(2, ones) for angles in (rotation.cos, rotation.sin))
     return _Rope.apply(heads, cos, sin, rotation.interleaved, rotation.first)
 

@@ -9,7 +9,6 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.core.ops import rope
 from megatron.core.ops.rope import Rotation, apply_rope
 
 _TILE = 2048
@@ -20,7 +19,7 @@ _TILE = 2048
 def _rope_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluate annotations
     turned, heads, cos, sin, batch, count, per_group, width, half, first, end,
     heads_s, heads_b, heads_g, heads_h, cos_s, cos_b, sin_s, sin_b,
-    INTERLEAVED: tl.constexpr, BACK: tl.constexpr, PASSES: tl.constexpr, ROUNDS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BACK: tl.constexpr, PASSES: tl.constexpr,
     HEADS: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -28,11 +27,8 @@ def _rope_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluate annot
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     pair = tl.arange(0, HALF)
     dtype = heads.dtype.element_ty
-    c = tl.load(cos + s * cos_s + b * cos_b + pair, mask=pair < half, other=0.0)[None, :]
-    d = tl.load(sin + s * sin_s + b * sin_b + pair, mask=pair < half, other=0.0)[None, :]
-    if ROUNDS:
-        c, d = c.to(dtype), d.to(dtype)
-    c, d = c.to(tl.float32), d.to(tl.float32)
+    c = tl.load(cos + s * cos_s + b * cos_b + pair, mask=pair < half, other=0.0).to(tl.float32)[None, :]
+    d = tl.load(sin + s * sin_s + b * sin_b + pair, mask=pair < half, other=0.0).to(tl.float32)[None, :]
     if BACK:
         d = -d
     source = heads + s * heads_s + b * heads_b + (head // per_group * heads_g + head % per_group * heads_h)[:, None]
@@ -91,7 +87,7 @@ def _turn(heads: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, first: int
             turned, heads, cos, sin, b, count, per_group, width, half, first, end,
             heads_s, heads_b, strides[0] if len(strides) > 1 else 0, strides[-1],
             cos.stride(0), _stride(cos), sin.stride(0), _stride(sin),
-            INTERLEAVED=interleaved, BACK=back, PASSES=2 * half < width, ROUNDS=rope.ROUNDS_ANGLES,
+            INTERLEAVED=interleaved, BACK=back, PASSES=2 * half < width,
             HEADS=at_once, HALF=pairs, WIDTH=triton.next_power_of_2(width),
         )  # fmt: skip
     return turned

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.command_lines import problems_of
+from support.command_lines import configured, problems_of
 from support.runs import Outcome, differences, train, train_all_on_ranks
 from torch import Tensor
 from torch._dynamo.utils import counters
@@ -20,6 +20,7 @@ from megatron.core.ops.activation import Activation, gelu_tanh
 from megatron.core.ops.compiled import missing_compiler
 from megatron.core.ops.rope import Rotation, rotation_of_angles
 from megatron.core.utils.graph_capture import map_tensors
+from megatron.training.config.resolution import ConfigurationError
 
 AOT = "--torch-compile --torch-compile-backend aot_eager"
 RUN = "--mock-data --fp64 --train-iters 3 --eval-iters 0"
@@ -28,9 +29,6 @@ LLAMA = (
     "--hidden-dropout 0"
 )
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-
-
-GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 
 
 def tensors(*shapes: tuple[int, ...]) -> list[Tensor]:
@@ -81,9 +79,16 @@ def test_a_traced_operation_has_the_bits_of_the_eager_one(case):
     assert not counters["graph_break"] and counters["frames"]["ok"] == counters["frames"]["total"]
 
 
-@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), GPU])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.bfloat16, 2e-2)])
-def test_generated_kernels_agree_with_the_eager_operation(dtype, tolerance, device):
+@pytest.mark.parametrize(
+    ("device", "dtype", "tolerance"),
+    [
+        pytest.param("cpu", torch.float64, 1e-13, marks=pytest.mark.slow),
+        pytest.param("cpu", torch.bfloat16, 2e-2, marks=pytest.mark.slow),
+        pytest.param("cuda", torch.float32, 1e-5, marks=pytest.mark.gpu),
+        pytest.param("cuda", torch.bfloat16, 2e-2, marks=pytest.mark.gpu),
+    ],
+)
+def test_generated_kernels_agree_with_the_eager_operation(device, dtype, tolerance):
     """This test needs g++, on a GPU Triton."""
     assert missing_compiler(has_gpu=device == "cuda") is None
     inductor = compiled_backend(LOCAL, "inductor")
@@ -172,3 +177,11 @@ def test_without_a_compiler_the_command_line_is_refused(monkeypatch):
     assert "there is no C++ compiler no-such-compiler, which a CPU needs; install g++" in problem
     for flags in (AOT, "--torch-compile --dry-run"):
         assert not any("--torch-compile" in line for line in problems_of(flags))
+
+
+def test_float64_on_a_gpu_is_refused():
+    """Generated kernels of norms returned zeros there."""
+    with pytest.raises(ConfigurationError, match="--torch-compile with --fp64 on a GPU"):
+        configured("--torch-compile --fp64", has_cuda=True)
+    for flags, has_cuda in ((f"{AOT} --fp64", True), ("--torch-compile --bf16", True), ("--fp64", True)):
+        assert configured(flags, has_cuda=has_cuda)
