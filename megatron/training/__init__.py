@@ -8,6 +8,7 @@ from megatron.homes import lazy_names
 _HOMES = {
     "pretrain": "megatron.training.training",
     "get_args": "megatron.training.global_vars",
+    "get_signal_handler": "megatron.training.global_vars",
     "get_tensorboard_writer": "megatron.training.global_vars",
     "get_timers": "megatron.training.global_vars",
     "get_tokenizer": "megatron.training.global_vars",

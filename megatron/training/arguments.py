@@ -102,8 +102,10 @@ def parse_args(extra_args_provider: ExtraArgsProvider | None = None, ignore_unkn
 def validate_args(args: Arguments, defaults: Mapping[str, Any] | None = None) -> Arguments:
     """Checks the arguments and fills in derived values, in place. `args.config` becomes the frozen PretrainConfig.
 
-    `defaults` are used where a value is None. After mistakes, prints all of them and exits with code 2.
+    `defaults` are used where a value is None. The script may build its datasets itself, so no flag of data is required.
+    After mistakes, prints all of them and exits with code 2.
     """
+    defaults = {**(defaults or {}), "datasets_of_script": True}
     line = dataclasses.replace(args._line, values={name: getattr(args, name) for name in args._line.values})
     changed = {name for name, value in line.values.items() if value != args._line.values[name]}
     line.script = line.script | changed

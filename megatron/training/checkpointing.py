@@ -14,7 +14,7 @@ from megatron.core.exceptions import UserError
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.training.arguments import Arguments
-from megatron.training.checkpoints import Checkpoints
+from megatron.training.checkpoints import checkpoints_of_run
 from megatron.training.config.checkpoint_args import take_model_flags
 from megatron.training.config.command_line import CommandLine, read_command_line
 from megatron.training.global_vars import current_run
@@ -52,7 +52,7 @@ def save_checkpoint(
         raise UserError("save_checkpoint() writes under --save, which is not given")
     flops = float(num_floating_point_operations_so_far)
     state = dataclasses.replace(run.state, iteration=iteration, floating_point_operations_so_far=flops)
-    checkpoints = Checkpoints(run.config, run.environment.groups)
+    checkpoints = checkpoints_of_run(run)
     checkpoints.save(state, _as_list(model), optimizer, opt_param_scheduler)
 
 
@@ -77,7 +77,7 @@ def load_checkpoint(
     flags = dataclasses.replace(flags, load=getattr(flags, load_arg), pretrained_checkpoint=None)
     if not strict:
         flags = dataclasses.replace(flags, dist_ckpt_strictness="log_all")
-    checkpoints = Checkpoints(dataclasses.replace(run.config, checkpoint=flags), run.environment.groups)
+    checkpoints = checkpoints_of_run(run, dataclasses.replace(run.config, checkpoint=flags))
     if not checkpoints.load(run.state, _as_list(ddp_model), optimizer, opt_param_scheduler):
         return 0, 0.0
     return run.state.iteration, run.state.floating_point_operations_so_far

@@ -30,6 +30,7 @@ from megatron.core.transformer.moe.upcycling import dense_chunks, enlarge_second
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.digests import data_differences
+from megatron.training.global_vars import shared_record
 from megatron.training.inspection.run_description import (
     OF_EXPERTS,
     architecture_differences,
@@ -40,6 +41,7 @@ from megatron.training.inspection.run_description import (
 )
 from megatron.training.loss_spikes import LossSpikes
 from megatron.training.lr_schedule import schedule_flag
+from megatron.training.providers import Context
 from megatron.training.rewind_record import Rewind, RewindRecord, temporary_folder
 from megatron.training.state import TrainState
 
@@ -468,3 +470,11 @@ def read_run_description(root: str | Path, step: int | None = None) -> dict[str,
     if checkpoint is None:
         raise UserError(f"{root} holds no checkpoint")
     return dict(checkpoint.manifest.config)
+
+
+def checkpoints_of_run(run: Context, config: PretrainConfig | None = None) -> Checkpoints:
+    """Returns the checkpoints of the current run, with the flags of `config` if it is given. A script may load with one
+    of them and save with others: all know which checkpoints are those of this run."""
+    checkpoints = Checkpoints(config or run.config, run.environment.groups)
+    checkpoints.record = shared_record(checkpoints.record)
+    return checkpoints

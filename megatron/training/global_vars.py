@@ -16,6 +16,8 @@ from megatron.core.timers import Timers
 from megatron.training.config.flag_table import spelling_of
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.resolution import field_of_name
+from megatron.training.dist_signal_handler import DistributedSignalHandler
+from megatron.training.rewind_record import RewindRecord
 from megatron.training.tokenizer.build import build_tokenizer as build_tokenizer_of_config
 
 if TYPE_CHECKING:
@@ -46,8 +48,8 @@ class LiveArguments:
 
     Reading looks, in this order, at what the script wrote, the script's own arguments, the state of training
     (`iteration`, `consumed_train_samples`, ...), and the settings, by field (`num_moe_experts`) or by flag
-    (`num_experts`). A new attribute can be written; a setting or the state cannot, and the error says how to change it
-    instead.
+    (`num_experts`). A new attribute can be written; a setting cannot, and the error says how to change it instead. The
+    state can be written after `initialize_megatron`, until `train_step` or `train` counts.
     """
 
     __slots__ = ("_own", "_settings", "_state")
@@ -76,12 +78,23 @@ class LiveArguments:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if self._state is not None and hasattr(self._state, _STATE_NAMES.get(name, name)):
-            raise UserError(f"args.{name} is the state of training, which only the training loop changes")
+            return self._count(name, _STATE_NAMES.get(name, name), value)
         field = name if name in self._settings else field_of_name(name)
         if field is not None and self._settings[field] != value:
             self._refuse(name, field, value)
         if field is None:
             self._own[name] = value
+
+    def _count(self, name: str, field: str, value: Any) -> None:
+        """Writes a count of the training state. Raises UserError if the app counts, unless it has this value."""
+        if getattr(self._state, field) == value:
+            return
+        if not _current.script_counts:
+            raise UserError(
+                f"args.{name} is the state of training, which pretrain(), train() and train_step() count themselves; "
+                "leave it out, unless the script has its own training step"
+            )
+        setattr(self._state, field, value)
 
     def _refuse(self, name: str, field: str, value: Any) -> NoReturn:
         flag = spelling_of(field)
@@ -123,6 +136,10 @@ class _CurrentRun:
     timers: Timers | None = None
     tensorboard_writer: Any = None
     wandb_writer: Any = None
+    signal_handler: DistributedSignalHandler | None = None
+    record: RewindRecord | None = None
+    script_counts: bool = False
+    """Whether the script has a training step of its own, and may write iterations and samples."""
 
 
 _current = _CurrentRun()
@@ -133,12 +150,28 @@ def set_current_run(context: "Context", **facts: Any) -> None:
     _current.context = context
     _current.arguments = LiveArguments(context.config, context.state, **facts)
     _current.timers, _current.tokenizer = context.timers, context.tokenizer
+    _current.record = None
 
 
 def clear_current_run() -> None:
     """Forgets the current run."""
     _current.context = _current.arguments = _current.timers = _current.tokenizer = None
     set_writers(None, None)
+    set_signal_handler(None)
+    let_script_count(False)
+    _current.record = None
+
+
+def shared_record(made: RewindRecord) -> RewindRecord:
+    """Returns the record of the current run that all calls of `load_checkpoint` and `save_checkpoint` share: `made` in
+    the first call."""
+    _current.record = _current.record or made
+    return _current.record
+
+
+def let_script_count(allowed: bool) -> None:
+    """Sets whether the script may write the state of training: `args.iteration`, `args.consumed_train_samples`."""
+    _current.script_counts = allowed
 
 
 def set_writers(tensorboard: Any, wandb: Any) -> None:
@@ -188,6 +221,19 @@ def get_args() -> Any:
     if _current.arguments is None:
         raise UserError("get_args() works once the run is set up: inside the functions that are handed to pretrain()")
     return _current.arguments
+
+
+def set_signal_handler(handler: DistributedSignalHandler | None) -> None:
+    """Sets the result of `get_signal_handler()`."""
+    _current.signal_handler = handler
+
+
+def get_signal_handler() -> DistributedSignalHandler:
+    """Returns the handler of --exit-signal, for scripts with a loop of their own. Raises UserError without
+    `initialize_megatron` and the flag --exit-signal-handler."""
+    if _current.signal_handler is None:
+        raise UserError("get_signal_handler() works after initialize_megatron(), with the flag --exit-signal-handler")
+    return _current.signal_handler
 
 
 def get_tokenizer() -> "Tokenizer":

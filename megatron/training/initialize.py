@@ -19,6 +19,8 @@ import torch.distributed as dist
 
 from megatron.core.exceptions import UserError
 from megatron.training.arguments import Arguments, config_of_command_line, validate_args
+from megatron.training.dist_signal_handler import DistributedSignalHandler
+from megatron.training.global_vars import let_script_count, set_signal_handler
 from megatron.training.launch.environment import process_environment
 from megatron.training.launch.errors import end_process
 from megatron.training.providers import warn_unused
@@ -67,12 +69,17 @@ def initialize_megatron(
     chosen = {"get_embedding_ranks": get_embedding_ranks, "get_position_embedding_ranks": get_position_embedding_ranks}
     warn_unused("initialize_megatron", chosen)
     if parsed_args is None:
-        config = config_of_command_line(extra_args_provider, args_defaults, ignore_unknown_args)
+        of_script = {**(args_defaults or {}), "datasets_of_script": True}
+        config = config_of_command_line(extra_args_provider, of_script, ignore_unknown_args)
     else:
         config = parsed_args.config or validate_args(parsed_args, args_defaults).config
     _resources.close()
     environment = _resources.enter_context(process_environment(config, alone=True))
     start_run(config, environment)
+    let_script_count(True)
+    if config.resilience.exit_signal_handler:
+        handler = DistributedSignalHandler(config.resilience.exit_signal)
+        set_signal_handler(_resources.enter_context(handler))
 
 
 def close_with_run(close: Callable[[], object]) -> None:

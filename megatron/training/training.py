@@ -34,7 +34,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.layer_costs import training_flops
 from megatron.training import global_vars, loop
 from megatron.training.arguments import config_of_command_line
-from megatron.training.checkpoints import Checkpoints
+from megatron.training.checkpoints import checkpoints_of_run
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.conversion.hub_run import take_hub_args, with_hub_folders
 from megatron.training.data.samplers import MegatronPretrainingRandomSampler, MegatronPretrainingSampler
@@ -217,7 +217,7 @@ def setup_model_and_optimizer(
     model = build_model(run, model_builder(model_provider_func))
     optimizer = build_optimizer(run, model)
     scheduler = build_scheduler(run.config, optimizer)
-    Checkpoints(run.config, run.environment.groups).load(run.state, model, optimizer, scheduler)
+    checkpoints_of_run(run).load(run.state, model, optimizer, scheduler)
     if run.config.evaluation.skip_train:
         return [*model], None, None
     return [*model], optimizer, scheduler
@@ -363,6 +363,7 @@ def train(
     `pretrain`. Raises UserError for --loss-spike-action, which needs `pretrain`.
     """
     run, started = global_vars.current_run(), time.monotonic()
+    global_vars.let_script_count(False)
     if run.config.resilience.loss_spike_action is not None:
         raise UserError("train(): --loss-spike-action needs pretrain(), which opens the data again; leave it out")
     forward_step_func = reporting_tensors(forward_step_func)
@@ -377,7 +378,7 @@ def train(
             chunks,
             optimizer,
             opt_param_scheduler,
-            Checkpoints(run.config, run.environment.groups),
+            checkpoints_of_run(run),
             forward_step_func,
             lambda: splits,
             signals,
@@ -431,6 +432,7 @@ def train_step(
     with exit code 1.
     """
     run = global_vars.current_run()
+    global_vars.let_script_count(False)
     update_num_microbatches(run.state.consumed_train_samples)
     samples = get_current_running_global_batch_size()
     data = step_data_of(data_iterator) or step_data(run.config, run.environment, None)
