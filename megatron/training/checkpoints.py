@@ -9,10 +9,10 @@ from typing import Any
 from torch import nn
 
 from megatron.core.dist_checkpointing.async_saving import PendingSave, StagingMemory, begin_save
-from megatron.core.dist_checkpointing.checkpoint_selection import find_checkpoint, newest_iteration
+from megatron.core.dist_checkpointing.checkpoint_selection import find_checkpoint, newest_iteration, select_folders
 from megatron.core.dist_checkpointing.chunk import MASTER, SCALING_STATE, Chunk, model_chunks, optimizer_state_name
 from megatron.core.dist_checkpointing.coordination import RankCoordinator
-from megatron.core.dist_checkpointing.manifest import Manifest
+from megatron.core.dist_checkpointing.manifest import BrokenCheckpoint, Manifest, read_manifest
 from megatron.core.dist_checkpointing.planning import MismatchPolicy
 from megatron.core.dist_checkpointing.reading import LoadResult, load
 from megatron.core.dist_checkpointing.writing import SaveResult, save
@@ -182,6 +182,30 @@ class Checkpoints:
         )
 
     # Loading ---------------------------------------------------------------------------------------------------------
+
+    def check_model(self) -> None:
+        """Raises UserError, the same on all ranks, if all checkpoints that `load` may continue from are of another
+        model. `load` would find that only after this run's model is built, which can take minutes. Collective."""
+        flags = self.flags
+        if flags.load is None or flags.finetune or self.config.transformer.moe_use_upcycling:
+            return
+        RankCoordinator().run_on_first(partial(self._check_candidates, Path(flags.load), flags.ckpt_step))
+
+    def _check_candidates(self, root: Path, step: int | None) -> None:
+        try:
+            names = select_folders(root, step).folders
+        except UserError:
+            return  # `load` reports it
+        problem = None
+        for name in names:
+            try:
+                return check_architecture(self.config, read_manifest(root / name).config)
+            except BrokenCheckpoint:  # `load` leaves it out
+                continue
+            except UserError as error:
+                problem = problem or error
+        if problem is not None:
+            raise problem
 
     def load(
         self,

@@ -300,6 +300,18 @@ def test_what_the_log_flags_promise(tmp_path, corpus, capsys):
 # Setting up and closing
 
 
+def test_another_model_than_the_checkpoints_is_refused_before_it_is_built(tmp_path):
+    def build_model(*_: Any) -> Any:
+        raise AssertionError("built")
+
+    train(f"--mock-data --train-iters 1 --eval-iters 0 --save {tmp_path}")
+    with pytest.raises(UserError, match=r"--norm-epsilon is 0\.1 in this run and 1e-05 in the checkpoint: give"):
+        train(
+            f"--mock-data --train-iters 2 --eval-iters 0 --load {tmp_path} --norm-epsilon 0.1",
+            Providers(build_model, GPT.build_datasets, GPT.build_forward_step),
+        )
+
+
 def test_twice_in_one_process_with_other_sizes(corpus, monkeypatch):
     """Each run makes its process group and gives it back, under torchrun's environment."""
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "LOCAL_RANK": "0"}.items():

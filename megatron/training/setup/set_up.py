@@ -78,6 +78,8 @@ def set_up(
     """
     context, padded = start_run(config, environment)
     config, timers = context.config, context.timers  # complete: the layout `auto` is resolved
+    checkpoints = Checkpoints(config, environment.groups)
+    checkpoints.check_model()
     with timed(timers, "model-and-optimizer-setup", 0, barrier=True):
         model = build_model(context, providers.build_model)
         parts_by_rank = holding_notes(model, environment.groups, config.transformer)
@@ -88,7 +90,6 @@ def set_up(
         optimizer = build_optimizer(context, model, providers.build_optimizer)
         build_own = providers.build_scheduler
         scheduler = build_scheduler(config, optimizer) if build_own is None else build_own(context, optimizer)
-        checkpoints = Checkpoints(config, environment.groups)
         checkpoints.spikes = build_loss_spikes(config, environment, optimizer)
         loaded = checkpoints.load(context.state, model, optimizer, scheduler)
         if not loaded and providers.load_first_weights is not None:
