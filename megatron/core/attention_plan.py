@@ -101,13 +101,27 @@ def _plan(candidates: Sequence[Kernel], variant: AttentionVariant, config: Any) 
         situation = Situation(device_type, config.params_dtype, training, packed)
         choices[situation] = _choose_kernel(candidates, variant, situation)
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    asked, got = config.attention_backend, choices[Situation(device_type, config.params_dtype, True, False)]
-    if device_type == "cuda" and asked in (AttnBackend.flash, AttnBackend.fused) and got.refusals:
-        dropout = "{attention_dropout} to 0, or " if variant.dropout else ""
-        reasons = literal_text("; ".join(got.refusals))
-        problem = f"{{attention_backend}} cannot compute this attention ({reasons}); set {dropout}"
-        refuse([f"{problem}{{attention_backend:name}} to auto or unfused"], config)
+    situation = Situation(device_type, config.params_dtype, True, False)
+    if device_type == "cuda" and config.attention_backend in (AttnBackend.flash, AttnBackend.fused):
+        _refuse_other_kernel(candidates, choices[situation], variant, situation, config)
     return KernelPlan(choices)
+
+
+def _refuse_other_kernel(
+    candidates: Sequence[Kernel],
+    got: KernelChoice[Kernel],
+    variant: AttentionVariant,
+    situation: Situation,
+    config: Any,
+) -> None:
+    """Raises UserError if `got` is no kernel that `attention_backend` asks for."""
+    asked = [kernel for kernel in candidates if not (isinstance(kernel, AttentionKernel) and kernel.is_preference)]
+    if not got.refusals or not (refusals := _choose_kernel(asked, variant, situation).refusals):
+        return
+    dropout = "{attention_dropout} to 0, or " if variant.dropout else ""
+    reasons = literal_text("; ".join(refusals))
+    problem = f"{{attention_backend}} cannot compute this attention ({reasons}); set {dropout}"
+    refuse([f"{problem}{{attention_backend:name}} to auto or unfused"], config)
 
 
 def _choose_kernel(

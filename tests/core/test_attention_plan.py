@@ -59,6 +59,16 @@ def test_a_kernel_that_was_asked_for_must_compute_training_on_a_gpu(monkeypatch:
     plan([WITHOUT_DROPOUT, UNFUSED], variant, AttnBackend.auto)
 
 
+def test_a_preference_may_refuse_where_the_kernel_that_was_asked_for_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformer Engine's attention comes before cuDNN's, which --attention-backend fused asks for."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    preference = kernel("preferred", refusal=lambda variant, situation: "it has no chunks", is_preference=True)
+    kernels, variant = [preference, WITHOUT_DROPOUT, UNFUSED], AttentionVariant(1.0, True)
+    assert plan(kernels, variant, AttnBackend.fused).describe("cuda") == "exact, since preferred: it has no chunks"
+    with pytest.raises(UserError, match=r"this attention \(exact: it has no dropout\); set attention_dropout"):
+        plan(kernels, dataclasses.replace(variant, dropout=0.1), AttnBackend.fused)
+
+
 def test_a_call_that_the_kernel_cannot_compute_takes_the_unfused_one() -> None:
     choices = plan([kernel("plain")], AttentionVariant(1.0, True))
     situation = Situation("cpu", torch.float32, True, True)

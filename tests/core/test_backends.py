@@ -78,6 +78,9 @@ def test_transformer_engine_is_used_if_asked_for_and_found(monkeypatch: pytest.M
     [
         {"fp8": "hybrid", "recompute_granularity": "selective", "recompute_modules": ["mlp"]},
         {"cuda_graph_impl": "local"},
+        {"fp8": "hybrid", "fp8_recipe": "rowwise"},
+        {"fp8": "hybrid", "fp8_recipe": "tensorwise", "fp8_margin": 1},
+        {"fp8": "hybrid", "fp8_wgrad": False},
     ],
 )
 def test_ours_compute_what_its_layers_cannot_do(settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:

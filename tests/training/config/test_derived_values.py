@@ -140,6 +140,10 @@ def test_formats_of_other_programs_save_in_ours_and_say_so() -> None:
             "--recompute-num-layers 1",
             "Transformer Engine is not used: with --fp8-recipe delayed its layers cannot be recomputed",
         ),
+        (
+            "--bf16 --fp8-format hybrid --fp8-recipe rowwise",
+            "Transformer Engine is not used: it has no --fp8-recipe rowwise, only tensorwise, delayed and blockwise",
+        ),
     ],
 )
 def test_the_start_says_who_computes(flags: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:

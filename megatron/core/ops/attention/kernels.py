@@ -68,6 +68,8 @@ class AttentionKernel:
     masks_keys_only: bool = False
     """Whether it takes no positions of the queries, and only masks that hide keys from all queries, [b or 1, 1, 1, sk];
     these also together with packed documents."""
+    is_preference: bool = False
+    """Whether `attention_backend` does not ask for this kernel, so that the next one may compute what it cannot."""
 
     def takes(self, call: AttentionCall) -> bool:
         """Whether the kernel can compute a call of a layer that it serves."""

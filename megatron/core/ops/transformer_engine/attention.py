@@ -24,6 +24,7 @@ def with_engine_attention(
         EngineAttention(engine),
         lambda situation: situation.device_type in engine.device_types,
         _refusal,
+        is_preference=True,
     )
     first = (AttnBackend.auto, AttnBackend.fused)
     return {asked: (kernel, *others) if asked in first else others for asked, others in candidates.items()}

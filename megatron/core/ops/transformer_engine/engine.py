@@ -75,17 +75,19 @@ def why_layers_stay_ours(config: Any) -> str | None:
         )
     if config.enable_cuda_graph or config.external_cuda_graph or config.cuda_graph_impl != "none":
         return f"its layers are not captured in CUDA graphs (--cuda-graph-impl {config.cuda_graph_impl})"
+    if config.fp8 is not None:
+        return _why_no_recipe(config.fp8_recipe, config.fp8_margin, config.fp8_wgrad)
     return None
 
 
-def problem_with(settings: Fp8Settings) -> str | None:
-    """Returns why Transformer Engine cannot multiply with these settings; None: it can."""
-    if settings.recipe not in ("tensorwise", "delayed", "blockwise"):
-        return f"--fp8-recipe {settings.recipe}: it has no such recipe; use tensorwise, delayed or blockwise"
-    if settings.margin and settings.recipe != "delayed":
-        return f"--fp8-margin {settings.margin}: its recipe {settings.recipe} has no margin; use 0"
-    if not settings.wgrad:
-        return "--disable-fp8-wgrad: its recipes compute weight gradients in fp8; leave the flag out"
+def _why_no_recipe(recipe: str, margin: int, wgrad: bool) -> str | None:
+    """Returns why no recipe of Transformer Engine multiplies as these fp8 settings say; None: one does."""
+    if recipe not in ("tensorwise", "delayed", "blockwise"):
+        return f"it has no --fp8-recipe {recipe}, only tensorwise, delayed and blockwise"
+    if margin and recipe != "delayed":
+        return f"its recipe {recipe} does not take --fp8-margin {margin}"
+    if not wgrad:
+        return "its recipes compute weight gradients in fp8 also with --disable-fp8-wgrad"
     return None
 
 
@@ -111,9 +113,9 @@ def recipe_of(engine: Engine, settings: Fp8Settings | None) -> Any:
     """
     if settings is None:
         return None
-    problem = problem_with(settings) or _missing_support(engine, settings)
+    problem = _why_no_recipe(settings.recipe, settings.margin, settings.wgrad) or _missing_support(engine, settings)
     if problem is not None:
-        raise UserError(f"--transformer-impl transformer_engine with {problem}; or use --transformer-impl auto")
+        raise UserError(f"--transformer-impl transformer_engine: {problem}; use --transformer-impl auto")
     hybrid = settings.formats.inputs is not settings.formats.gradients
     history = (settings.margin, settings.history_len, settings.amax_algo) if settings.recipe == "delayed" else ()
     return _recipe(engine, settings.recipe, "HYBRID" if hybrid else "E4M3", *history)

@@ -1,5 +1,6 @@
 """Attention by Transformer Engine (a stand-in computes): what it is given, and what it is not asked for."""
 
+import dataclasses
 import math
 
 import pytest
@@ -11,6 +12,7 @@ from megatron.core.attention_plan import plan_attention
 from megatron.core.backends import engine_backend
 from megatron.core.ops.attention.unfused import AttentionCall, AttentionVariant, attention
 from megatron.core.ops.transformer_engine.attention import EngineAttention
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -52,3 +54,12 @@ def test_what_it_does_not_compute_falls_to_the_next(more: dict, reason: str) -> 
     backend, config = engine_backend(fake.FAKE), TransformerConfig(**sizes)
     assert plan_attention(backend, AttentionVariant(1.0, True), config).describe("cpu") == "Transformer Engine"
     assert reason in plan_attention(backend, AttentionVariant(1.0, True, **more), config).describe("cpu")
+
+
+def test_what_cudnn_computes_is_not_refused_because_it_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "params_dtype": torch.bfloat16, "bf16": True}
+    backend = engine_backend(dataclasses.replace(fake.FAKE, device_types=("cuda",)))
+    config = TransformerConfig(**sizes, attention_backend=AttnBackend.fused)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for variant in (AttentionVariant(1.0, False, padded=True), AttentionVariant(1.0, True, chunk=8)):
+        assert plan_attention(backend, variant, config).describe("cuda").startswith("SDPA (cuDNN), since Transformer E")
