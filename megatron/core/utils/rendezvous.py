@@ -21,11 +21,13 @@ def started_by_torchrun() -> bool:
 
 def check_torchrun_variables() -> None:
     """Raises UserError if torchrun's variables are set in part and describe more than this process, or if one of them
-    is no number in its range."""
+    is no number in its range. MASTER_PORT is read only with the three others: Kubernetes sets it to an address in every
+    pod beside a service named "master"."""
     rank, size = _number("RANK"), _number("WORLD_SIZE")
-    _number("MASTER_PORT")
     given = [name for name in ("RANK", "WORLD_SIZE") if name in os.environ]
     missing = [name for name in _TORCHRUN if name not in os.environ]
+    if not missing:
+        _number("MASTER_PORT")
     if given and missing and size != 1:
         values = " and ".join(f"{name}={os.environ[name]}" for name in given)
         raise UserError(

@@ -49,6 +49,14 @@ def test_variables_that_describe_no_world_are_named(
         rendezvous.start_torch_distributed()
 
 
+def test_a_port_without_ranks_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kubernetes sets it so in a pod beside a service named "master"."""
+    for name in TORCHRUN:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MASTER_PORT", "tcp://10.0.0.1:80")
+    assert not rendezvous.start_torch_distributed()
+
+
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("LOCAL_RANK", "2")
