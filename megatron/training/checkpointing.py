@@ -87,7 +87,8 @@ def load_args_from_checkpoint(
     args: Arguments, load_arg: str = "load", checkpointing_context: Any = None
 ) -> tuple[Arguments, Arguments | None]:
     """Sets the model's arguments, between `parse_args` and `validate_args`, to those of the checkpoint in the folder
-    that the flag `load_arg` names, and prints which. Those are taken that --use-checkpoint-args takes.
+    that the flag `load_arg` names, and prints which. Those are taken that --use-checkpoint-args takes. --ckpt-step
+    chooses among the checkpoints of --load.
 
     Returns (args, the checkpoint's arguments); without a folder or a checkpoint in it (args, None), and leaves args as
     they are. Raises UserError for a damaged checkpoint, and for arguments that were used already.
@@ -95,7 +96,8 @@ def load_args_from_checkpoint(
     if args.config is not None:
         raise UserError("load_args_from_checkpoint(args) comes before validate_args(args) and initialize_megatron()")
     folder = getattr(args, load_arg)
-    checkpoint = None if folder is None else find_checkpoint(Path(folder), args.ckpt_step, log=lambda sentence: None)
+    step = args.ckpt_step if load_arg == "load" else None
+    checkpoint = None if folder is None else find_checkpoint(Path(folder), step, log=lambda sentence: None)
     if checkpoint is None:
         print_rank_0(f"load_args_from_checkpoint: no checkpoint in {folder}: the arguments are left as they are")
         return args, None

@@ -97,3 +97,6 @@ def test_arguments_of_a_checkpoint(tmp_path, monkeypatch, capsys):
     args.ckpt_step = 7
     with pytest.raises(UserError, match="no checkpoint of iteration 7"):
         load_args_from_checkpoint(args)
+    args.pretrained_checkpoint = str(tmp_path)
+    load_args_from_checkpoint(args, "pretrained_checkpoint")
+    assert args.hidden_size == 32
