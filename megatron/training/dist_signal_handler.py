@@ -18,6 +18,11 @@ class DistributedSignalHandler:
         self._received = False
         self._previous: Any = None
 
+    @property
+    def received(self) -> int | None:
+        """Number of the signal if it came on this rank, else None."""
+        return int(self.sig) if self._received else None
+
     def __enter__(self) -> "DistributedSignalHandler":
         self._received = False
         self._previous = signal.signal(self.sig, self._remember)

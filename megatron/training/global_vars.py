@@ -236,6 +236,11 @@ def get_signal_handler() -> DistributedSignalHandler:
     return _current.signal_handler
 
 
+def remembered_signal() -> int | None:
+    """Returns the number of the signal that the handler of --exit-signal has remembered on this rank; None without."""
+    return None if _current.signal_handler is None else _current.signal_handler.received
+
+
 def get_tokenizer() -> "Tokenizer":
     """Returns the run's tokenizer. Raises UserError before a run is set up."""
     if _current.tokenizer is None:

@@ -77,6 +77,7 @@ def initialize_megatron(
     environment = _resources.enter_context(process_environment(config, alone=True))
     start_run(config, environment)
     let_script_count(True)
+    set_signal_handler(None)
     if config.resilience.exit_signal_handler:
         handler = DistributedSignalHandler(config.resilience.exit_signal)
         set_signal_handler(_resources.enter_context(handler))

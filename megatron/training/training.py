@@ -372,6 +372,7 @@ def train(
         splits.valid = None
     chunks: Any = model
     with SignalWatch(sorted({*DEFAULT_SIGNALS, run.config.resilience.exit_signal})) as signals, signals.training():
+        signals.received = signals.received or global_vars.remembered_signal()  # one that came during the set-up
         trainer = build_trainer(
             run,
             global_vars.get_args().padded_vocab_size,

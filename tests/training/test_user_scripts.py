@@ -1,5 +1,7 @@
 """Scripts of users, written as Megatron-LM's are: providers, forward steps, loops of their own."""
 
+import os
+import signal
 import sys
 from argparse import ArgumentParser
 from functools import partial
@@ -421,6 +423,21 @@ def test_megatron_lms_train_is_our_loop(corpus, tmp_path, monkeypatch, capsys):
         assert (folder / "latest_checkpointed_iteration.txt").read_text().strip() == "3"
         next(valid)  # the data is still open
         global_vars.clear_current_run()
+
+
+def test_a_signal_during_the_set_up_ends_megatron_lms_train(corpus, tmp_path, monkeypatch, capsys):
+    words = f"{TINY} --data-path {corpus} --train-iters 4 --eval-iters 0 --exit-signal-handler --save {tmp_path}"
+    monkeypatch.setattr("sys.argv", ["script.py", *words.split()])
+    initialize_megatron()
+    model, optimizer, scheduler = setup_model_and_optimizer(model_provider, ModelType(1))
+    os.kill(os.getpid(), signal.SIGTERM)
+    data, _, _ = build_train_valid_test_data_iterators(datasets_provider)
+    with pytest.raises(SystemExit):
+        training.train(forward_step, model, optimizer, scheduler, data, None, None, model[0].config)
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "1"
+    assert "exiting program after receiving SIGTERM" in capsys.readouterr().out
+    global_vars.get_signal_handler().release()
+    global_vars.clear_current_run()
 
 
 def loop_with_a_bad_loss(flags: str, bad_step: int) -> tuple[list[tuple[Any, ...]], list[Tensor]]:

@@ -95,7 +95,8 @@ class SignalWatch:
         if self._ending and number != signal.SIGINT:
             return
         if not self._training:
-            print(f"{signal.Signals(number).name} before training: exiting", file=sys.stderr, flush=True)
+            when = "while an error ends the run" if self._ending else "before training"
+            print(f"{signal.Signals(number).name} {when}: exiting", file=sys.stderr, flush=True)
             raise SystemExit(128 + number)
         if number == signal.SIGINT and not first and time.monotonic() - self._received_at > SECOND_PRESS_AFTER:
             raise KeyboardInterrupt

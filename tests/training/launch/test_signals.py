@@ -83,6 +83,7 @@ def test_a_signal_while_an_error_ends_the_program_cuts_nothing_short(capsys):
         with pytest.raises(SystemExit):
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(1.0)
+        assert capsys.readouterr().err == "SIGINT while an error ends the run: exiting\n"
     with SignalWatch():
         signals.leave_error_alone()  # of an error before training
         os.kill(os.getpid(), signal.SIGTERM)
