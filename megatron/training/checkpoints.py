@@ -40,7 +40,7 @@ from megatron.training.inspection.run_description import (
     setting_differences,
 )
 from megatron.training.loss_spikes import LossSpikes
-from megatron.training.lr_schedule import schedule_flag
+from megatron.training.lr_schedule import check_schedule, schedule_flag
 from megatron.training.providers import Context
 from megatron.training.rewind_record import Rewind, RewindRecord, temporary_folder
 from megatron.training.state import TrainState
@@ -183,15 +183,21 @@ class Checkpoints:
 
     # Loading ---------------------------------------------------------------------------------------------------------
 
-    def check_model(self) -> None:
+    def check_early(self, schedule_of_flags: bool = True) -> None:
         """Raises UserError, the same on all ranks, if all checkpoints that `load` may continue from are of another
-        model. `load` would find that only after this run's model is built, which can take minutes. Collective."""
+        model or schedule. `load` would find that only after this run's model is built, which can take minutes.
+        `schedule_of_flags`: False if a script builds its own schedule, which is then not compared. Collective."""
         flags = self.flags
         if flags.load is None or flags.finetune or self.config.transformer.moe_use_upcycling:
             return
-        RankCoordinator().run_on_first(partial(self._check_candidates, Path(flags.load), flags.ckpt_step))
+        if self.config.evaluation.skip_train:
+            schedule_of_flags = False
+        if temporary_folder(flags, flags.load) is not None and flags.ckpt_step is None:
+            schedule_of_flags = False  # a newer temporary checkpoint may have another schedule
+        check = partial(self._check_candidates, Path(flags.load), flags.ckpt_step, schedule_of_flags)
+        RankCoordinator().run_on_first(check)
 
-    def _check_candidates(self, root: Path, step: int | None) -> None:
+    def _check_candidates(self, root: Path, step: int | None, with_schedule: bool) -> None:
         try:
             names = select_folders(root, step).folders
         except UserError:
@@ -199,7 +205,11 @@ class Checkpoints:
         problem = None
         for name in names:
             try:
-                return check_architecture(self.config, read_manifest(root / name).config)
+                manifest = read_manifest(root / name)
+                check_architecture(self.config, manifest.config)
+                if with_schedule and "train_state" in manifest.common:
+                    check_schedule(self.config, manifest.common["scheduler"])
+                return
             except BrokenCheckpoint:  # `load` leaves it out
                 continue
             except UserError as error:

@@ -1,5 +1,9 @@
 """Builds the schedule of learning rate and weight decay, which counts samples, and names its settings as flags."""
 
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
 from megatron.core.num_microbatches_calculator import BatchSchedule
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -50,6 +54,13 @@ def build_scheduler(
         decoupled_lr=rates.decoupled_lr,
         decoupled_min_lr=rates.decoupled_min_lr,
     )
+
+
+def check_schedule(config: PretrainConfig, saved: dict[str, Any]) -> None:
+    """Raises UserError if the schedule of the flags cannot continue the one that a checkpoint saved. Needs no model."""
+    without_parameters: Any = SimpleNamespace(param_groups=[])
+    scheduler = build_scheduler(config, without_parameters)
+    scheduler.load_state_dict(saved, partial(schedule_flag, config), log=lambda line: None)
 
 
 def schedule_flag(config: PretrainConfig, name: str) -> str:

@@ -198,10 +198,10 @@ def test_another_model_is_refused_by_flag_and_finetune_says_so(saved, tmp_path, 
     assert "--norm-epsilon is 1e-06 in this run and 1e-05 in the checkpoint" in message
     assert "--finetune to change the model on purpose" in message
     with pytest.raises(UserError) as early:
-        SmallRun.make(f"--load {tmp_path} {other}").checkpoints.check_model()
+        SmallRun.make(f"--load {tmp_path} {other}").checkpoints.check_early(schedule_of_flags=False)
     assert str(early.value) == message
     for accepted in ("", f"{other} --finetune", f"{other} --ckpt-step 77"):  # `load` reports a missing step
-        SmallRun.make(f"--load {tmp_path} {accepted}").checkpoints.check_model()
+        SmallRun.make(f"--load {tmp_path} {accepted}").checkpoints.check_early(schedule_of_flags=False)
     capsys.readouterr()
     assert SmallRun.make(f"--load {tmp_path} {other} --finetune").load()
     assert "WARNING: --norm-epsilon is 1e-06 in this run and 1e-05 in the checkpoint" in capsys.readouterr().out
@@ -211,7 +211,7 @@ def test_only_checkpoints_that_can_be_read_refuse_a_model(saved, tmp_path):
     other = SmallRun.make(f"--load {tmp_path} --norm-epsilon 1e-6")
     for manifest in tmp_path.glob("iter_*/manifest.json"):
         manifest.write_text("{")
-    other.checkpoints.check_model()
+    other.checkpoints.check_early(schedule_of_flags=False)
 
 
 def test_flags_without_meaning_for_the_model_are_not_compared(saved, tmp_path):

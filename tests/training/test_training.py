@@ -312,6 +312,25 @@ def test_another_model_than_the_checkpoints_is_refused_before_it_is_built(tmp_pa
         )
 
 
+def test_another_schedule_than_the_checkpoints_is_refused_before_the_model_is_built(tmp_path):
+    def build_model(*_: Any) -> Any:
+        raise AssertionError("built")
+
+    def go_on(flags: str, **more: Any) -> None:
+        parts = (build_model, GPT.build_datasets, GPT.build_forward_step)
+        train(f"--mock-data --eval-iters 0 --load {tmp_path} {flags}", Providers(*parts, **more))
+
+    train(f"--mock-data --train-iters 1 --eval-iters 0 --save {tmp_path}")
+    told = r"--lr is 0\.5 in this run and .* in the checkpoint; --train-iters \(in samples\) is"
+    with pytest.raises(UserError, match=told):
+        go_on("--train-iters 2 --lr 0.5")
+    for accepted in ("--override-opt-param-scheduler", "--use-checkpoint-opt-param-scheduler", "--finetune"):
+        with pytest.raises(AssertionError, match="built"):
+            go_on(f"--train-iters 2 --lr 0.5 {accepted}")
+    with pytest.raises(AssertionError, match="built"):  # the script's schedule need not be that of the flags
+        go_on("--train-iters 2 --lr 0.5", build_scheduler=lambda *_: None)
+
+
 def test_twice_in_one_process_with_other_sizes(corpus, monkeypatch):
     """Each run makes its process group and gives it back, under torchrun's environment."""
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "LOCAL_RANK": "0"}.items():

@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import re
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -57,8 +58,7 @@ def read_command_line(
     line.problems += [f"{word}: this word belongs to no flag" for word in strays]
     for occurrence in occurrences:
         if occurrence.spelling in ("--help", "-h"):
-            print((parser or Parser()).help_about(" ".join(occurrence.words)), end="")
-            raise SystemExit(0)
+            _print_help(parser or Parser(), " ".join(occurrence.words))
     foreign = _take_config_files(line, occurrences, theirs)
     replaced = list(_replaced_flags(occurrences))
     occurrences, warnings = translate_all(occurrences)
@@ -68,6 +68,17 @@ def read_command_line(
     if parser is not None:
         _take_foreign(line, parser, foreign)
     return line
+
+
+def _print_help(parser: "Parser", topic: str) -> NoReturn:
+    """Prints the help about a topic and exits: with code 2 if there is no such topic."""
+    try:
+        text = parser.help_about(topic)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    print(text, end="")
+    raise SystemExit(0)
 
 
 def _take_all(

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 
 from megatron.core.config_fields import value_text
+from megatron.core.exceptions import UserError
 from megatron.training.config.flag_table import Flag, can_be, flag_table, is_inert, is_to_come, parent_of
 from megatron.training.config.retired import RETIRED, Occurrence, translate
 from megatron.training.config.unsupported_flags import ACCEPTED_FLAGS, REFUSED_FLAGS, UNSUPPORTED_FLAGS, refusal_of
@@ -23,7 +24,7 @@ _ABOUT = (
 
 def help_about(program: str, topic: str, extra: str = "") -> str:
     """Returns the help about a topic: "" (names of the flags by section), "all", a section or a flag, which may be
-    shortened. `extra` is the help of the arguments that a script has added."""
+    shortened. `extra` is the help of the arguments that a script has added. Raises UserError for another topic."""
     if topic == "all":
         return help_text(program, extra)
     if not topic:
@@ -39,7 +40,8 @@ def help_about(program: str, topic: str, extra: str = "") -> str:
     if groups:
         chosen = [flag for flag in flags if flag.group in groups]
         return help_of_flags(f"usage: [torchrun ...] {program} [flags]", "", chosen)
-    return f"--help {topic}: neither a flag nor a section; --help alone shows the sections\n"
+    sections = ", ".join(dict.fromkeys(flag.group for flag in flags))
+    raise UserError(f"--help {topic}: no such section and no such flag; the sections are {sections}")
 
 
 def _why_without_a_field(spelling: str) -> str:

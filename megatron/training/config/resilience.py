@@ -8,8 +8,6 @@ from typing import Literal
 
 from megatron.core.config_fields import flag, too_small
 
-_ALWAYS = "SIGTERM is always handled: all ranks save after the same step and exit"
-
 
 @dataclass(kw_only=True, frozen=True)
 class ResilienceConfig:
@@ -48,8 +46,9 @@ class ResilienceConfig:
     """With --loss-spike-action: number of spikes in a row (skip), or of rewinds in all (rewind), after which the run
     ends."""
 
-    exit_signal_handler: bool = flag(False, no_effect=_ALWAYS)
-    """Save and exit after --exit-signal."""
+    exit_signal_handler: bool = False
+    """Save and exit after --exit-signal. `pretrain` does so without the flag too. A script with its own loop needs the
+    flag, and asks `get_signal_handler()` whether the signal has come."""
 
     exit_signal: signal.Signals = signal.SIGTERM
     """Signal after which all ranks save at the same step and exit."""

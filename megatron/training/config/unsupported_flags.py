@@ -80,7 +80,7 @@ _ACCEPTED = {
         inprocess-termination-grace-time""",
     "has no effect without --enable-ft-package": "calc-ft-timeouts ft-num-warmup-iters",
     "has no effect without --adlr-autoresume": "adlr-autoresume-interval",
-    "SIGTERM is always handled: all ranks save after the same step and exit": """
+    "pretrain always saves and exits after --exit-signal; a script with its own loop asks get_signal_handler()": """
         exit-signal-handler-for-dataloader exit-signal-handler-for-training""",
     "each log line waits for the device, so the host is never further ahead than --log-interval": "train-sync-interval",
     "rejected results are printed, not written to a file": "result-rejected-tracker-filename",

@@ -40,7 +40,10 @@ class ModelFolder:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Returns the keys of config.json in a folder. Raises UserError if it is missing or not JSON."""
+    """Returns the keys of config.json in a folder. Raises UserError if there is no such folder, or if the file is
+    missing or not JSON."""
+    if not path.is_dir():
+        raise UserError(f"{path}: {'this is a file, not a folder' if path.exists() else 'no such folder'}")
     if not (path / CONFIG).exists():
         raise UserError(f"{path} has no {CONFIG}; a model's folder has it beside {ONE_FILE} or {INDEX}")
     return read_json(path / CONFIG, with_nan=True)  # limits of step sizes may be Infinity

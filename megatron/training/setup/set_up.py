@@ -79,7 +79,7 @@ def set_up(
     context, padded = start_run(config, environment)
     config, timers = context.config, context.timers  # complete: the layout `auto` is resolved
     checkpoints = Checkpoints(config, environment.groups)
-    checkpoints.check_model()
+    checkpoints.check_early(schedule_of_flags=providers.build_scheduler is None)
     with timed(timers, "model-and-optimizer-setup", 0, barrier=True):
         model = build_model(context, providers.build_model)
         parts_by_rank = holding_notes(model, environment.groups, config.transformer)

@@ -2,7 +2,10 @@
 
 import dataclasses
 
+import pytest
+
 from megatron.core.config_fields import FlagDeclaration
+from megatron.training.config.command_line import read_command_line
 from megatron.training.config.flag_table import Flag, flag_table, flags_by_spelling
 from megatron.training.config.help_text import help_about, help_of_flags, help_text
 
@@ -66,7 +69,18 @@ def test_help_about_flags_that_do_nothing_here() -> None:
         "--modelopt-enabled": "--modelopt-enabled: accepted without effect: layers need",
         "--dsa-indexer-topk-freq": "Refused: every layer of sparse attention has its own indexer",
         "--DDP-impl": "--DDP-impl: retired and ignored: there is one",
-        "--xyzzy": "--help --xyzzy: neither a flag nor a section",
     }
     for topic, words in texts.items():
         assert words in " ".join(help_about("script.py", topic).split())
+
+
+def test_help_about_nothing_known_names_the_sections(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        read_command_line(["--help", "nothing"])
+    out, err = capsys.readouterr()
+    assert ended.value.code == 2 and out == ""
+    assert err.startswith("error: --help nothing: no such section and no such flag; the sections are ")
+    assert " checkpoints, " in err
+    with pytest.raises(SystemExit) as ended:
+        read_command_line(["--help", "checkpoints"])
+    assert not ended.value.code and "--save-interval" in capsys.readouterr().out

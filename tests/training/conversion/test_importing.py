@@ -66,7 +66,8 @@ def test_a_folder_of_a_run_is_not_imported_into(folder, tmp_path):
 def test_a_folder_without_config_json_is_told_what_it_should_have(folder, tmp_path):
     (folder / "config.json").unlink()
     refused(folder, tmp_path, "theirs has no config.json; a model's folder has it beside model.safetensors or")
-    refused(tmp_path / "nowhere", tmp_path, "nowhere has no config.json")
+    refused(tmp_path / "nowhere", tmp_path, "nowhere: no such folder")
+    refused(folder / "model.safetensors", tmp_path, "model.safetensors: this is a file, not a folder")
 
 
 def test_an_unknown_architecture_comes_before_what_else_is_wrong(folder, tmp_path):
