@@ -84,11 +84,12 @@ def rotate(heads: Tensor, rotation: Rotation) -> Tensor:
     cos, sin = (angles.to(dtype).unflatten(2, ones) for angles in (rotation.cos, rotation.sin))
     start, half = rotation.first, cos.shape[-1]
     end = start + 2 * half
+    rotated = heads[..., start:end].to(dtype)  # the two parts of its gradient are added before they are rounded
     if rotation.interleaved:
-        x, y = heads[..., start:end:2], heads[..., start + 1 : end : 2]
+        x, y = rotated[..., ::2], rotated[..., 1::2]
         turned = torch.stack((x * cos - y * sin, y * cos + x * sin), -1).flatten(-2)
     else:
-        x, y = heads[..., start : start + half], heads[..., start + half : end]
+        x, y = rotated[..., :half], rotated[..., half:]
         turned = torch.cat((x * cos - y * sin, y * cos + x * sin), -1)
     return torch.cat((heads[..., :start], turned.to(heads.dtype), heads[..., end:]), -1).contiguous()
 

@@ -79,6 +79,13 @@ def test_a_traced_operation_has_the_bits_of_the_eager_one(case):
     assert not counters["graph_break"] and counters["frames"]["ok"] == counters["frames"]["total"]
 
 
+@pytest.mark.parametrize("case", ["rope", "rope interleaved"])
+def test_gradients_of_rotary_positions_are_rounded_once(case):
+    backends = LOCAL, compiled_backend(LOCAL, "aot_eager")
+    expected, found = (results(backend, case, torch.bfloat16) for backend in backends)
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+
+
 @pytest.mark.parametrize(
     ("device", "dtype", "tolerance"),
     [
