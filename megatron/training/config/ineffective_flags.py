@@ -16,6 +16,7 @@ from megatron.training.config.tokenizer import TokenizerConfig
 def notes_on_ineffective_flags(s: Settings) -> Iterator[str]:
     """Yields a sentence for each flag without effect, in the grammar of `config_fields`. Expects checked values."""
     yield from _declared(s)
+    yield from _at_default(s)
     for rule in (
         _communicators,
         _tensor_overlap,
@@ -57,6 +58,22 @@ def _declared(settings: Settings) -> Iterator[str]:
             yield f"{{{field}}}: has no effect {_condition(flag, settings)}"
         elif (parent := parent_of(flag)) is not None and parent[0].declaration.no_effect is not None:
             yield f"{{{field}}}: {parent[0].declaration.no_effect}"
+
+
+def _at_default(settings: Settings) -> Iterator[str]:
+    """One line for all flags that are given at their default and have no effect without another flag. Scripts copied
+    from Megatron-LM give many of these, so they do not get a line each."""
+    idle = []
+    for field, flag in flag_table().items():
+        if field == "moe_router_topk" or not settings.is_given(field) or getattr(settings, field) != flag.default:
+            continue  # `_experts` has a line for --moe-router-topk
+        families = flag.declaration.families
+        if families is not None and settings.model_family not in (None, *families):
+            idle.append(f"{{{field}}} (for {NAMES[settings.model_family]})")
+        elif flag.declaration.no_effect is None and not is_read(flag, settings):
+            idle.append(f"{{{field}}} ({_condition(flag, settings)})")
+    if idle:
+        yield f"given at {'its default' if len(idle) == 1 else 'their defaults'}, without effect: {', '.join(idle)}"
 
 
 def _condition(flag: Flag, settings: Settings) -> str:

@@ -101,6 +101,20 @@ def test_a_flag_that_needs_one_that_is_on_by_default_has_an_effect() -> None:
     assert not any("--nonfinite-action" in line for line in configured("--nonfinite-action skip").notes)
 
 
+def test_flags_at_their_defaults_without_the_flag_that_they_need_share_one_line() -> None:
+    def said(flags: str) -> list[str]:
+        return [note for note in configured(flags).notes if note.startswith("given at ")]
+
+    rotary = "--rotary-base 10000"
+    assert said(rotary) == [f"given at its default, without effect: {rotary} (without --position-embedding-type rope)"]
+    (together,) = said(f"{rotary} --fp8-margin 0 --save-interval 3 --moe-router-topk 2")
+    assert together.startswith("given at their defaults, without effect: ")
+    assert f"{rotary} (without --position-embedding-type rope)" in together
+    assert "--fp8-margin 0 (without --fp8-format)" in together
+    assert "--save-interval" not in together and "--moe-router-topk" not in together  # these have lines of their own
+    assert said("") == said(f"{rotary} --position-embedding-type rope") == []
+
+
 def notes_about(flag: str, flags: str, base: str = SMALL, ranks: int = 1) -> list[str]:
     return [note for note in configured(flags, base=base, ranks=ranks).notes if note.startswith(f"{flag} ")]
 
@@ -151,7 +165,7 @@ def test_the_cyclic_order_ignores_data_sharding_and_says_so() -> None:
 def test_a_default_that_is_given_needs_no_line() -> None:
     quiet = configured().notes
     given = configured(
-        "--moe-layer-freq 1 --tensor-model-parallel-size 1 --cross-entropy-fusion-impl native --manual-gc-interval 0"
+        "--tensor-model-parallel-size 1 --cross-entropy-fusion-impl native --manual-gc --manual-gc-interval 0"
     )
     assert given.notes == quiet
 
