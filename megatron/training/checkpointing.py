@@ -14,6 +14,7 @@ from megatron.core.exceptions import UserError
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.training.arguments import Arguments
+from megatron.training.checkpoint_contents import SavedParts
 from megatron.training.checkpoints import checkpoints_of_run
 from megatron.training.config.checkpoint_args import take_model_flags
 from megatron.training.config.command_line import CommandLine, read_command_line
@@ -52,8 +53,7 @@ def save_checkpoint(
         raise UserError("save_checkpoint() writes under --save, which is not given")
     flops = float(num_floating_point_operations_so_far)
     state = dataclasses.replace(run.state, iteration=iteration, floating_point_operations_so_far=flops)
-    checkpoints = checkpoints_of_run(run)
-    checkpoints.save(state, _as_list(model), optimizer, opt_param_scheduler)
+    checkpoints_of_run(run).save(SavedParts(state, _as_list(model), optimizer, opt_param_scheduler))
 
 
 def load_checkpoint(
@@ -78,7 +78,7 @@ def load_checkpoint(
     if not strict:
         flags = dataclasses.replace(flags, dist_ckpt_strictness="log_all")
     checkpoints = checkpoints_of_run(run, dataclasses.replace(run.config, checkpoint=flags))
-    if not checkpoints.load(run.state, _as_list(ddp_model), optimizer, opt_param_scheduler):
+    if not checkpoints.load(SavedParts(run.state, _as_list(ddp_model), optimizer, opt_param_scheduler)):
         return 0, 0.0
     return run.state.iteration, run.state.floating_point_operations_so_far
 
@@ -145,7 +145,7 @@ def read_metadata(tracker_filename: str | Path) -> tuple[int, bool]:
     return int(word), False
 
 
-def _as_list(model: nn.Module | Sequence[nn.Module]) -> Sequence[nn.Module]:
+def _as_list(model: nn.Module | Sequence[nn.Module]) -> Sequence[Any]:
     return [model] if isinstance(model, nn.Module) else model
 
 

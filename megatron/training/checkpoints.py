@@ -1,46 +1,33 @@
 """Saves and loads checkpoints of a run: their content, when they are loaded, and the messages about them."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from megatron.core.dist_checkpointing.async_saving import PendingSave, StagingMemory, begin_save
-from megatron.core.dist_checkpointing.checkpoint_selection import find_checkpoint, newest_iteration, select_folders
-from megatron.core.dist_checkpointing.chunk import MASTER, SCALING_STATE, Chunk, model_chunks, optimizer_state_name
+from megatron.core.dist_checkpointing.checkpoint_selection import find_checkpoint, newest_iteration
+from megatron.core.dist_checkpointing.chunk import Chunk
 from megatron.core.dist_checkpointing.coordination import RankCoordinator
-from megatron.core.dist_checkpointing.manifest import BrokenCheckpoint, Manifest, read_manifest
-from megatron.core.dist_checkpointing.planning import MismatchPolicy
+from megatron.core.dist_checkpointing.manifest import Manifest
 from megatron.core.dist_checkpointing.reading import LoadResult, load
 from megatron.core.dist_checkpointing.writing import SaveResult, save
-from megatron.core.distributed import DistributedDataParallel
-from megatron.core.distributed.sharding_strategy import replica_ranks
 from megatron.core.exceptions import UserError
 from megatron.core.num_microbatches_calculator import BatchSchedule
 from megatron.core.ops.moe.routing import weights_sum_to_one
-from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.config.router import listed
 from megatron.core.transformer.moe.router import routing_rule
 from megatron.core.transformer.moe.upcycling import dense_chunks, enlarge_second_products
+from megatron.training.checkpoint_checks import check_dense_manifest, check_manifest, mismatch_policy
+from megatron.training.checkpoint_contents import SavedParts, optimizer_chunks_to_load, weight_chunks
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.digests import data_differences
 from megatron.training.global_vars import shared_record
-from megatron.training.inspection.run_description import (
-    OF_EXPERTS,
-    architecture_differences,
-    check_architecture,
-    check_trained_parts,
-    describe_run,
-    setting_differences,
-)
-from megatron.training.loss_spikes import LossSpikes
-from megatron.training.lr_schedule import check_schedule, schedule_flag
+from megatron.training.inspection.run_description import describe_run, setting_differences
+from megatron.training.lr_schedule import schedule_flag
 from megatron.training.providers import Context
 from megatron.training.rewind_record import Rewind, RewindRecord, temporary_folder
 from megatron.training.state import TrainState
@@ -49,13 +36,19 @@ FORMAT = "safetensors"
 _LAST_CHANCE_SECONDS = 15.0
 """Seconds that a failed run waits for a checkpoint that is being written."""
 
-_ALL_OPTIMIZER_STATE = optimizer_state_name("*", "*")
-
 
 class Checkpoints:
-    """Saves and loads a run as its flags say. Every rank calls `save` and `load` together."""
+    """Saves and loads a run as its flags say. Every rank calls `save` and `load` together.
 
-    def __init__(self, config: PretrainConfig, groups: ProcessGroupCollection) -> None:
+    Args:
+        config: the run; `config.checkpoint` has the flags.
+        groups: ranks of the run.
+        record: decisions to go back that several objects share; None: this object has its own.
+    """
+
+    def __init__(
+        self, config: PretrainConfig, groups: ProcessGroupCollection, record: RewindRecord | None = None
+    ) -> None:
         self.config = config
         self.flags: CheckpointConfig = config.checkpoint
         self.groups = groups
@@ -65,9 +58,7 @@ class Checkpoints:
         """Digests of the run's data, which every checkpoint stores."""
         self._saved_data: Mapping[str, str] = {}
         """Digests in the checkpoint that was loaded."""
-        self.spikes: LossSpikes | None = None
-        """Judges losses; its state is part of every checkpoint."""
-        self.record = RewindRecord(self.flags, self._say)
+        self.record = RewindRecord(self.flags, self._say) if record is None else record
         """Decisions to go back from loss spikes; part of every checkpoint."""
         self.memory = StagingMemory()
         self.pending: tuple[int | None, PendingSave] | None = None
@@ -76,56 +67,33 @@ class Checkpoints:
 
     # Saving ----------------------------------------------------------------------------------------------------------
 
-    def save(
-        self,
-        state: TrainState,
-        model: Sequence[nn.Module],
-        optimizer: MegatronOptimizer,
-        scheduler: OptimizerParamScheduler,
-        *,
-        temporary: bool = False,
-    ) -> None:
+    def save(self, parts: SavedParts, *, temporary: bool = False) -> None:
         """Writes a checkpoint of this state under --save; it is complete on disk on return. A temporary one goes to its
         own folder and replaces the one before. Raises UserError, the same on all ranks, if it cannot be written;
         earlier checkpoints are then untouched."""
-        root = self._root(state, temporary)
-        chunks, facts = self._contents(state, model, optimizer, scheduler, temporary)
-        self._report_saved(state.iteration, root, save(root, chunks, **facts))
+        root = self._root(parts.state, temporary)
+        chunks, facts = self._contents(parts, temporary)
+        self._report_saved(parts.state.iteration, root, save(root, chunks, **facts))
         if not temporary:
-            self.last_saved = state.iteration
+            self.last_saved = parts.state.iteration
 
-    def save_copy(
-        self,
-        root: Path,
-        state: TrainState,
-        model: Sequence[nn.Module],
-        optimizer: MegatronOptimizer,
-        scheduler: OptimizerParamScheduler,
-    ) -> None:
+    def save_copy(self, root: Path, parts: SavedParts) -> None:
         """Writes a checkpoint under another folder than --save, which no later save deletes. Raises UserError like
         `save`."""
-        chunks, facts = self._contents(state, model, optimizer, scheduler)
+        chunks, facts = self._contents(parts)
         save(root, chunks, **{**facts, "keep_last": None, "keep_every": None})
 
-    def begin_save(
-        self,
-        state: TrainState,
-        model: Sequence[nn.Module],
-        optimizer: MegatronOptimizer,
-        scheduler: OptimizerParamScheduler,
-        *,
-        temporary: bool = False,
-    ) -> None:
+    def begin_save(self, parts: SavedParts, *, temporary: bool = False) -> None:
         """Copies this state to host memory and starts to write it, while training continues; `finish_save` ends it.
         Raises UserError like `save`."""
         assert self.pending is None, "the save before is not finished"
-        root = self._root(state, temporary)
-        chunks, facts = self._contents(state, model, optimizer, scheduler, temporary)
-        announce = partial(self._report_saved, state.iteration, root)
+        root = self._root(parts.state, temporary)
+        chunks, facts = self._contents(parts, temporary)
+        announce = partial(self._report_saved, parts.state.iteration, root)
         pending = begin_save(root, chunks, self.memory, announce=announce, **facts)
-        self.pending = None if temporary else state.iteration, pending
+        self.pending = None if temporary else parts.state.iteration, pending
         if not temporary:
-            self.last_saved = state.iteration
+            self.last_saved = parts.state.iteration
 
     def finish_save(self) -> int | None:
         """Waits until the checkpoint of the last `begin_save` is complete on disk, and returns its iteration; None if
@@ -150,29 +118,24 @@ class Checkpoints:
             self.record.begin_save(state.iteration)
         return root
 
-    def _contents(
-        self,
-        state: TrainState,
-        model: Sequence[nn.Module],
-        optimizer: MegatronOptimizer,
-        scheduler: OptimizerParamScheduler,
-        temporary: bool = False,
-    ) -> tuple[Iterator[Chunk], dict[str, Any]]:
+    def _contents(self, parts: SavedParts, temporary: bool = False) -> tuple[Iterator[Chunk], dict[str, Any]]:
         """Returns this rank's chunks, and everything else that a save takes."""
         keep_optimizer = not self.flags.no_save_optim
-        chunks = chain(self.weights(model), optimizer.state_chunks() if keep_optimizer else ())
+        chunks = chain(
+            weight_chunks(parts.model, self.groups), parts.optimizer.state_chunks() if keep_optimizer else ()
+        )
         common = {
-            "train_state": state.to_json(),
-            "scheduler": scheduler.state_dict(),
-            "optimizer": optimizer.common_state() if keep_optimizer else None,
+            "train_state": parts.state.to_json(),
+            "scheduler": parts.scheduler.state_dict(),
+            "optimizer": parts.optimizer.common_state() if keep_optimizer else None,
         }
-        common |= {} if self.spikes is None else {"loss_spikes": self.spikes.state_dict()}
+        common |= {} if parts.spikes is None else {"loss_spikes": parts.spikes.state_dict()}
         common |= self.record.state_dict()
         layout = {name: self.groups.size(name) for name in ("tp", "pp", "cp", "dp", "ep", "expt_tp")}
         description = describe_run(self.config) | ({"data": dict(self.data)} if self.data else {})
         kept = (1, None) if temporary else (self.flags.keep_last, self.flags.save_retain_interval)
         facts = {"config": description, "layout": layout, "keep_last": kept[0], "keep_every": kept[1]}
-        return chunks, {"step": state.iteration, "common": common, **facts}
+        return chunks, {"step": parts.state.iteration, "common": common, **facts}
 
     def _report_saved(self, iteration: int, root: Path, saved: SaveResult) -> None:
         self._say(
@@ -183,47 +146,7 @@ class Checkpoints:
 
     # Loading ---------------------------------------------------------------------------------------------------------
 
-    def check_early(self, schedule_of_flags: bool = True) -> None:
-        """Raises UserError, the same on all ranks, if all checkpoints that `load` may continue from are of another
-        model or schedule. `load` would find that only after this run's model is built, which can take minutes.
-        `schedule_of_flags`: False if a script builds its own schedule, which is then not compared. Collective."""
-        flags = self.flags
-        if flags.load is None or flags.finetune or self.config.transformer.moe_use_upcycling:
-            return
-        if self.config.evaluation.skip_train:
-            schedule_of_flags = False
-        if temporary_folder(flags, flags.load) is not None and flags.ckpt_step is None:
-            schedule_of_flags = False  # a newer temporary checkpoint may have another schedule
-        check = partial(self._check_candidates, Path(flags.load), flags.ckpt_step, schedule_of_flags)
-        RankCoordinator().run_on_first(check)
-
-    def _check_candidates(self, root: Path, step: int | None, with_schedule: bool) -> None:
-        try:
-            names = select_folders(root, step).folders
-        except UserError:
-            return  # `load` reports it
-        problem = None
-        for name in names:
-            try:
-                manifest = read_manifest(root / name)
-                check_architecture(self.config, manifest.config)
-                if with_schedule and "train_state" in manifest.common:
-                    check_schedule(self.config, manifest.common["scheduler"])
-                return
-            except BrokenCheckpoint:  # `load` leaves it out
-                continue
-            except UserError as error:
-                problem = problem or error
-        if problem is not None:
-            raise problem
-
-    def load(
-        self,
-        state: TrainState,
-        model: Sequence[nn.Module],
-        optimizer: MegatronOptimizer,
-        scheduler: OptimizerParamScheduler,
-    ) -> bool:
+    def load(self, parts: SavedParts) -> bool:
         """Continues from the checkpoint that --load, --ckpt-step and --pretrained-checkpoint name; returns False for a
         fresh start.
 
@@ -231,30 +154,24 @@ class Checkpoints:
         --exit-on-missing-checkpoint is given.
         """
         if self.config.transformer.moe_use_upcycling:
-            loaded = self._load_upcycled(state, model, optimizer, scheduler)
+            loaded = self._load_upcycled(parts)
         else:
-            loaded = self._load(state, model, optimizer, scheduler)
+            loaded = self._load(parts)
         self.record.begin_new_run()
         return loaded
 
-    def _load(
-        self,
-        state: TrainState,
-        model: Sequence[nn.Module],
-        optimizer: MegatronOptimizer,
-        scheduler: OptimizerParamScheduler,
-    ) -> bool:
+    def _load(self, parts: SavedParts) -> bool:
         flags = self.flags
         if flags.load is not None:
             root = self._folder_to_load(flags.load)
-            loaded = self._read(root, model, optimizer, weights_only=flags.finetune, step=flags.ckpt_step)
+            loaded = self._read(root, parts, weights_only=flags.finetune, step=flags.ckpt_step)
             if loaded is not None:
-                self._restore(loaded, state, optimizer, scheduler)
+                self._restore(loaded, parts)
                 if flags.override_ckpt_iteration is not None:
-                    self._override_iteration(state, flags.override_ckpt_iteration)
+                    self._override_iteration(parts.state, flags.override_ckpt_iteration)
                 return True
         if flags.pretrained_checkpoint is not None:
-            if self._read(Path(flags.pretrained_checkpoint), model, optimizer, weights_only=True) is not None:
+            if self._read(Path(flags.pretrained_checkpoint), parts, weights_only=True) is not None:
                 return True
             raise UserError(f"--pretrained-checkpoint {flags.pretrained_checkpoint} holds no checkpoint")
         if flags.load is not None:
@@ -263,40 +180,24 @@ class Checkpoints:
             self._say(f"no checkpoint in {flags.load}: starting a new run")
         return False
 
-    def reload(
-        self,
-        root: Path,
-        iteration: int,
-        state: TrainState,
-        model: Sequence[DistributedDataParallel],
-        optimizer: MegatronOptimizer,
-        scheduler: OptimizerParamScheduler,
-    ) -> None:
+    def reload(self, root: Path, iteration: int, parts: SavedParts) -> None:
         """Loads the checkpoint of an iteration into a run that has trained, counts and optimizer included, also with
         --finetune. Raises UserError, the same on all ranks, if the checkpoint cannot be loaded."""
-        for chunk in model:
+        for chunk in parts.model:
             chunk.start_param_sync(force_sync=True)
         self.last_saved = None
-        loaded = self._read(root, model, optimizer, weights_only=False, step=iteration)
+        loaded = self._read(root, parts, weights_only=False, step=iteration)
         assert loaded is not None, "select_folders found the checkpoint before"
-        self._restore(loaded, state, optimizer, scheduler, counts=True)
+        self._restore(loaded, parts, counts=True)
 
-    def record_rewind(
-        self,
-        root: Path,
-        decision: Rewind,
-        state: TrainState,
-        model: Sequence[nn.Module],
-        optimizer: MegatronOptimizer,
-        scheduler: OptimizerParamScheduler,
-    ) -> None:
+    def record_rewind(self, root: Path, decision: Rewind, parts: SavedParts) -> None:
         """Makes the decision to go back, whose checkpoint in `root` was reloaded, part of the run, on disk too. A run
         that is killed before has decided nothing, goes on from where it was, and meets the spike again. One that is
         killed afterwards goes on from the checkpoint of the decision. Collective."""
         self.record.rewinds.add([decision])
         assert self.flags.save is not None
         if Path(self.flags.save).resolve() != root.resolve():  # a later run may know nothing but the folder of --save
-            self.save(state, model, optimizer, scheduler)
+            self.save(parts)
         self.record.write(decision.iteration)
 
     def _folder_to_load(self, root: str) -> Path:
@@ -313,24 +214,18 @@ class Checkpoints:
         self._say(f"the temporary checkpoint of iteration {newest[1]} in {temporary} is newer than those in {root}")
         return temporary
 
-    def _load_upcycled(
-        self,
-        state: TrainState,
-        model: Sequence[nn.Module],
-        optimizer: MegatronOptimizer,
-        scheduler: OptimizerParamScheduler,
-    ) -> bool:
+    def _load_upcycled(self, parts: SavedParts) -> bool:
         """Goes on from --save if the run was upcycled before. Otherwise makes experts of the dense checkpoint under
         --load or --pretrained-checkpoint, and saves the new model under --save."""
         flags, transformer = self.flags, self.config.transformer
         if flags.save is not None:
-            loaded = self._read(Path(flags.save), model, optimizer, weights_only=False)
+            loaded = self._read(Path(flags.save), parts, weights_only=False)
             if loaded is not None:
                 self._say(f"--moe-use-upcycling: {flags.save} holds the upcycled run, which goes on")
-                self._restore(loaded, state, optimizer, scheduler, counts=True)
+                self._restore(loaded, parts, counts=True)
                 return True
         source = Path(flags.load or flags.pretrained_checkpoint or "")
-        if self._read(source, model, optimizer, weights_only=True, step=flags.ckpt_step, dense=True) is None:
+        if self._read(source, parts, weights_only=True, step=flags.ckpt_step, dense=True) is None:
             raise UserError(f"--moe-use-upcycling: {source} holds no checkpoint")
         self._say(f"made {transformer.num_moe_experts} experts a layer of each MLP (--moe-use-upcycling)")
         sinkhorn = "sinkhorn" in listed(transformer.moe_router_load_balancing_type)
@@ -341,14 +236,13 @@ class Checkpoints:
                 "--moe-router-topk-scaling-factor and sinkhorn routing, it does"
             )
         if flags.save is not None:
-            self.save(state, model, optimizer, scheduler)
+            self.save(parts)
         return True
 
     def _read(
         self,
         root: Path,
-        model: Sequence[nn.Module],
-        optimizer: MegatronOptimizer,
+        parts: SavedParts,
         *,
         weights_only: bool,
         step: int | None = None,
@@ -358,7 +252,9 @@ class Checkpoints:
         `dense`: the checkpoint is that of a dense model, whose MLPs become experts."""
         refuse_outdated = self.record.refusing_outdated(root, None if weights_only else self.flags.save)
         with_optimizer = not (weights_only or self.flags.no_load_optim or self.config.evaluation.skip_train)
-        wanted: Iterable[Chunk] = chain(self.weights(model), _state_to_read(optimizer, with_optimizer))
+        wanted: Iterable[Chunk] = chain(
+            weight_chunks(parts.model, self.groups), optimizer_chunks_to_load(parts.optimizer, with_optimizer)
+        )
         own, granularity = list[Chunk](), self.config.transformer.moe_upcycling_granularity
         if dense:
             own = list(wanted)
@@ -368,76 +264,30 @@ class Checkpoints:
             if step is None:
                 refuse_outdated(manifest)
             if dense:
-                self._accept_dense(root, manifest)
+                check_dense_manifest(self.config, root, manifest, self._say)
             else:
-                self._accept(manifest, weights_only, with_optimizer)
+                check_manifest(
+                    self.config, manifest, self._say, weights_only=weights_only, with_optimizer=with_optimizer
+                )
 
         loaded = load(
             root,
             wanted,
             step=step,
-            policy=self._mismatch_policy(with_optimizer),
+            policy=mismatch_policy(self.flags, with_optimizer),
             accept=accept,
             log=self._say,
         )
         if loaded is not None:
             if dense:
                 enlarge_second_products(own, granularity)
-            optimizer.after_load()
+            parts.optimizer.after_load()
             iteration = loaded.manifest.iteration
             what = "" if with_optimizer else " (weights only)" if weights_only else " (without optimizer state)"
             self._say(f"loaded checkpoint of iteration {iteration:7d} from {loaded.folder} {self._place()}{what}")
         return loaded
 
-    def _mismatch_policy(self, with_optimizer: bool) -> MismatchPolicy:
-        goes_on = self.flags.dist_ckpt_strictness in ("ignore_all", "log_all", "log_unexpected")
-        left = () if with_optimizer else (_ALL_OPTIMIZER_STATE,)
-        return MismatchPolicy(goes_on, goes_on, (*(self.flags.ckpt_waive_keys or ()), SCALING_STATE), left)
-
-    def _accept_dense(self, root: Path, manifest: Manifest) -> None:
-        """Warns if the dense model differs from this run's in more than its experts. Raises UserError if it has
-        experts."""
-        experts = manifest.config.get("architecture", {}).get("num_moe_experts")
-        if experts is not None:
-            raise UserError(
-                f"--moe-use-upcycling makes experts of a dense model, but that in {root} has {experts} experts a "
-                "layer; leave --moe-use-upcycling out"
-            )
-        for difference in architecture_differences(self.config, manifest.config, leave_out=OF_EXPERTS):
-            self._say(f"WARNING: {difference}")
-
-    def _accept(self, manifest: Manifest, weights_only: bool, with_optimizer: bool) -> None:
-        """Raises UserError for a checkpoint of another model, and for one that lacks state that the flags ask for."""
-        if weights_only:
-            for difference in architecture_differences(self.config, manifest.config):
-                self._say(f"WARNING: {difference}")
-        else:
-            check_architecture(self.config, manifest.config)
-        if not with_optimizer:
-            return
-        if manifest.common.get("optimizer") is not None:
-            check_trained_parts(self.config, manifest.config)
-            return
-        if "train_state" not in manifest.common:
-            raise UserError(
-                f"--load {self.flags.load}: this is a release checkpoint, weights without optimizer state; give "
-                f"--pretrained-checkpoint {self.flags.load} instead to begin a run from them (--load is then for the "
-                "checkpoints of that run itself), or add --finetune"
-            )
-        raise UserError(
-            f"the checkpoint of iteration {manifest.iteration} was saved without optimizer state "
-            "(--no-save-optim): add --no-load-optim to go on with a fresh optimizer, or --finetune to start anew"
-        )
-
-    def _restore(
-        self,
-        loaded: LoadResult,
-        state: TrainState,
-        optimizer: MegatronOptimizer,
-        scheduler: OptimizerParamScheduler,
-        *,
-        counts: bool = False,
-    ) -> None:
+    def _restore(self, loaded: LoadResult, parts: SavedParts, *, counts: bool = False) -> None:
         """Restores the state that is not a tensor. With --finetune and without `counts` it restores nothing, so the run
         begins at iteration 0. A run that only evaluates restores the counts, but neither schedule nor optimizer."""
         common = loaded.manifest.common
@@ -446,16 +296,16 @@ class Checkpoints:
         self.record.go_on_from(loaded.folder, loaded.manifest)
         self._say(*setting_differences(self.config, loaded.manifest.config))
         self._saved_data = loaded.manifest.config.get("data", {})
-        state.restore(TrainState.from_json(common["train_state"]))
+        parts.state.restore(TrainState.from_json(common["train_state"]))
         if not self.config.evaluation.skip_train:
             spelling = partial(schedule_flag, self.config)
-            scheduler.load_state_dict(common["scheduler"], spelling, log=self._say)
+            parts.scheduler.load_state_dict(common["scheduler"], spelling, log=self._say)
             if not self.flags.no_load_optim:
-                optimizer.load_common_state(common["optimizer"])
-            if self.spikes is not None:
-                self.spikes.load_state_dict(common.get("loss_spikes"))
+                parts.optimizer.load_common_state(common["optimizer"])
+            if parts.spikes is not None:
+                parts.spikes.load_state_dict(common.get("loss_spikes"))
         if self.flags.save is not None and Path(self.flags.save).resolve() == loaded.folder.parent.resolve():
-            self.last_saved = state.iteration
+            self.last_saved = parts.state.iteration
 
     def _override_iteration(self, state: TrainState, iteration: int) -> None:
         """Makes the counts those after another iteration than the checkpoint's."""
@@ -472,29 +322,19 @@ class Checkpoints:
         if self._saved_data:
             self._say(*data_differences(digests, self._saved_data))
 
-    # Both ------------------------------------------------------------------------------------------------------------
-
-    def weights(self, model: Sequence[nn.Module]) -> Iterator[Chunk]:
-        """Yields the weights that this rank holds, as checkpoint chunks over live memory."""
-        for part in model:
-            if isinstance(part, DistributedDataParallel):
-                yield from part.weight_chunks()
-            else:
-                yield from model_chunks(part, lambda info: replica_ranks(info, self.groups))
-
     def _place(self) -> str:
         return "[ t {}/{}, p {}/{} ]".format(
             *(number for name in ("tp", "pp") for number in (self.groups.rank(name) + 1, self.groups.size(name)))
         )
 
     def _say(self, *sentences: str) -> None:
-        if self.groups.global_rank == 0 and sentences:
-            print("\n".join(sentences), flush=True)
+        print_on_first_rank(self.groups, *sentences)
 
 
-def _state_to_read(optimizer: MegatronOptimizer, all_of_it: bool) -> Iterator[Chunk]:
-    masters = optimizer_state_name(MASTER, "")
-    return (chunk for chunk in optimizer.state_chunks() if all_of_it or chunk.name.startswith(masters))
+def print_on_first_rank(groups: ProcessGroupCollection, *sentences: str) -> None:
+    """Prints sentences, one a line, on global rank 0."""
+    if groups.global_rank == 0 and sentences:
+        print("\n".join(sentences), flush=True)
 
 
 def read_run_description(root: str | Path, step: int | None = None) -> dict[str, Any]:
@@ -509,6 +349,6 @@ def read_run_description(root: str | Path, step: int | None = None) -> dict[str,
 def checkpoints_of_run(run: Context, config: PretrainConfig | None = None) -> Checkpoints:
     """Returns the checkpoints of the current run, with the flags of `config` if it is given. A script may load with one
     of them and save with others: all know which checkpoints are those of this run."""
-    checkpoints = Checkpoints(config or run.config, run.environment.groups)
-    checkpoints.record = shared_record(checkpoints.record)
-    return checkpoints
+    config, groups = config or run.config, run.environment.groups
+    record = shared_record(RewindRecord(config.checkpoint, partial(print_on_first_rank, groups)))
+    return Checkpoints(config, groups, record)

@@ -139,7 +139,7 @@ def _write_step(trainer: Trainer, step: RecentStep, ranks: RankCoordinator) -> P
     folder = Path(root) / f"iteration_{step.iteration:07d}"
     try:
         trainer.finish_save()
-        trainer.checkpoints.save_copy(folder, step.before, trainer.model, trainer.optimizer, trainer.scheduler)
+        trainer.checkpoints.save_copy(folder, dataclasses.replace(trainer.saved_parts, state=step.before))
     except UserError as error:  # the same on all ranks
         _say(trainer, f"WARNING: the step is not written: {error}")
         return None

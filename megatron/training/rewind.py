@@ -34,9 +34,9 @@ def go_back(trainer: Trainer, decision: ExitDecision) -> ExitDecision | None:
     root, iteration = found
     trainer.log.flush()
     with trainer.in_phase("rewinding"):
-        parts = (trainer.state, trainer.model, trainer.optimizer, trainer.scheduler)
-        trainer.checkpoints.reload(root, iteration, *parts)
-        trainer.checkpoints.record_rewind(root, Rewind(spike=spike, iteration=iteration, first=first), *parts)
+        parts = trainer.saved_parts
+        trainer.checkpoints.reload(root, iteration, parts)
+        trainer.checkpoints.record_rewind(root, Rewind(spike=spike, iteration=iteration, first=first), parts)
         trainer.log.go_back(iteration)
         trainer.log.event("rewind", iteration, spike=spike, left_out=[first, spike])
         trainer.splits.close()

@@ -18,6 +18,7 @@ from megatron.core.optimizer import MegatronOptimizer, StepUpdate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.rerun_state_machine import RerunStateMachine
 from megatron.core.timers import timed
+from megatron.training.checkpoint_contents import SavedParts
 from megatron.training.checkpoints import Checkpoints
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.loaders import BUS_ERROR, WorkerCrashed
@@ -86,6 +87,11 @@ class Trainer:
     def device(self) -> torch.device:
         """The device of this process."""
         return self.environment.device
+
+    @property
+    def saved_parts(self) -> SavedParts:
+        """The parts of this run whose state its checkpoints keep."""
+        return SavedParts(self.state, self.model, self.optimizer, self.scheduler, self.spikes)
 
     @contextlib.contextmanager
     def in_phase(self, phase: str) -> Iterator[None]:
@@ -284,14 +290,13 @@ class Trainer:
         timers = self.log.timers
         self.finish_save()
         with self.log.paused(), self.in_phase("saving"):
-            parts = (self.state, self.model, self.optimizer, self.scheduler)
             if self.config.checkpoint.async_save:
                 with timed(timers, "save-checkpoint", 0, barrier=True):
-                    self.checkpoints.begin_save(*parts, temporary=temporary)
+                    self.checkpoints.begin_save(self.saved_parts, temporary=temporary)
                 timers.log(["save-checkpoint"])
                 return
             with timed(timers, "save-checkpoint", 0, barrier=True):
-                self.checkpoints.save(*parts, temporary=temporary)
+                self.checkpoints.save(self.saved_parts, temporary=temporary)
             timers.log(["save-checkpoint"])
             if not temporary:
                 self._after_save(self.state.iteration)

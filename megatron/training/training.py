@@ -34,6 +34,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.layer_costs import training_flops
 from megatron.training import global_vars, loop
 from megatron.training.arguments import config_of_command_line
+from megatron.training.checkpoint_contents import SavedParts
 from megatron.training.checkpoints import checkpoints_of_run
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.conversion.hub_run import take_hub_args, with_hub_folders
@@ -217,7 +218,7 @@ def setup_model_and_optimizer(
     model = build_model(run, model_builder(model_provider_func))
     optimizer = build_optimizer(run, model)
     scheduler = build_scheduler(run.config, optimizer)
-    checkpoints_of_run(run).load(run.state, model, optimizer, scheduler)
+    checkpoints_of_run(run).load(SavedParts(run.state, model, optimizer, scheduler))
     if run.config.evaluation.skip_train:
         return [*model], None, None
     return [*model], optimizer, scheduler
@@ -376,9 +377,7 @@ def train(
         trainer = build_trainer(
             run,
             global_vars.get_args().padded_vocab_size,
-            chunks,
-            optimizer,
-            opt_param_scheduler,
+            SavedParts(run.state, chunks, optimizer, opt_param_scheduler),
             checkpoints_of_run(run),
             forward_step_func,
             lambda: splits,

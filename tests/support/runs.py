@@ -21,6 +21,7 @@ from megatron.core.initializers import Constant
 from megatron.core.parameters import Box, ParameterInfo, canonical_index
 from megatron.training import training
 from megatron.training.arguments import configure
+from megatron.training.checkpoint_contents import weight_chunks
 from megatron.training.config.settings import LaunchEnvironment
 from megatron.training.hooks.exit import ExitDecision
 from megatron.training.hooks.hook import Hook, Hooks
@@ -122,7 +123,7 @@ class _Recorder(Hook, LogWriter):
 
 def everything(run: Trainer) -> dict[str, Any]:
     """Returns all state of a run by name: weights, optimizer, schedule, counts. To compare layouts use `slices`."""
-    weights = {f"weight {chunk.name}": chunk.flat.clone() for chunk in run.checkpoints.weights(run.model)}
+    weights = {f"weight {chunk.name}": chunk.flat.clone() for chunk in weight_chunks(run.model, run.environment.groups)}
     optimizer = run.optimizer.state_dict()
     rest = {"state": run.state.to_json(), "scheduler": run.scheduler.state_dict(), "optimizer": optimizer["common"]}
     return weights | optimizer["state"] | rest
@@ -130,7 +131,7 @@ def everything(run: Trainer) -> dict[str, Any]:
 
 def slices(run: Trainer) -> list[TensorSlice]:
     """Copies all tensors that this rank holds for a checkpoint, also those that another rank would write."""
-    held = [(f"weight {chunk.name}", chunk) for chunk in run.checkpoints.weights(run.model)]
+    held = [(f"weight {chunk.name}", chunk) for chunk in weight_chunks(run.model, run.environment.groups)]
     held += [(chunk.name, chunk) for chunk in run.optimizer.state_chunks()]
     return [
         TensorSlice(name, chunk.global_shape, chunk.box, chunk.range[0], chunk.flat.clone()) for name, chunk in held

@@ -14,6 +14,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.parameters import info_of
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rank_grid import RankGrid
+from megatron.training.checkpoint_contents import SavedParts
 from megatron.training.checkpoints import Checkpoints
 from megatron.training.state import TrainState
 
@@ -64,11 +65,15 @@ class SmallRun:
             self.state.floating_point_operations_so_far += 1e12
         return self
 
+    @property
+    def parts(self) -> SavedParts:
+        return SavedParts(self.state, [self.model], self.optimizer, self.scheduler)
+
     def save(self) -> None:
-        self.checkpoints.save(self.state, [self.model], self.optimizer, self.scheduler)
+        self.checkpoints.save(self.parts)
 
     def load(self) -> bool:
-        return self.checkpoints.load(self.state, [self.model], self.optimizer, self.scheduler)
+        return self.checkpoints.load(self.parts)
 
     def everything(self) -> dict[str, Any]:
         """All state, by name, for comparison to the bit."""

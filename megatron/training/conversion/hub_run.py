@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.safetensors_file import read_tensor
 from megatron.core.exceptions import UserError
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.parameters import Box
-from megatron.training.checkpoints import Checkpoints
+from megatron.training.checkpoint_contents import weight_chunks
 from megatron.training.config.checkpoint_args import take_model_flags
 from megatron.training.config.command_line import CommandLine
 from megatron.training.config.pretrain_config import PretrainConfig
@@ -85,9 +85,9 @@ def load_hub_weights(context: Context, model: Sequence[nn.Module], optimizer: Me
     config = context.config
     assert config.checkpoint.load_hf is not None
     source = config.checkpoint.load_hf
-    checkpoints = Checkpoints(config, context.environment.groups)
     masters = (chunk for chunk in optimizer.state_chunks() if chunk.name.startswith(_MASTERS))
-    chunks = [chunk for chunk in chain(checkpoints.weights(model), masters) if is_weight(_weight_of(chunk))]
+    weights = weight_chunks(model, context.environment.groups)
+    chunks = [chunk for chunk in chain(weights, masters) if is_weight(_weight_of(chunk))]
     say = print if context.environment.is_first else _say_nothing
 
     ranks = RankCoordinator()

@@ -18,7 +18,6 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.num_microbatches_calculator import BatchSchedule, use_schedule
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.pipeline_parallel.stages import overlaps_expert_communication
 from megatron.core.rerun_state_machine import (
@@ -30,6 +29,8 @@ from megatron.core.straggler_detector import StragglerDetector
 from megatron.core.timers import Timers, timed
 from megatron.core.transformer.layer_costs import stages_of_auto_layout
 from megatron.training import global_vars
+from megatron.training.checkpoint_checks import check_before_build
+from megatron.training.checkpoint_contents import SavedParts
 from megatron.training.checkpoints import Checkpoints
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.records import KINDS
@@ -78,8 +79,7 @@ def set_up(
     """
     context, padded = start_run(config, environment)
     config, timers = context.config, context.timers  # complete: the layout `auto` is resolved
-    checkpoints = Checkpoints(config, environment.groups)
-    checkpoints.check_early(schedule_of_flags=providers.build_scheduler is None)
+    check_before_build(config, schedule_of_flags=providers.build_scheduler is None)
     with timed(timers, "model-and-optimizer-setup", 0, barrier=True):
         model = build_model(context, providers.build_model)
         parts_by_rank = holding_notes(model, environment.groups, config.transformer)
@@ -90,8 +90,10 @@ def set_up(
         optimizer = build_optimizer(context, model, providers.build_optimizer)
         build_own = providers.build_scheduler
         scheduler = build_scheduler(config, optimizer) if build_own is None else build_own(context, optimizer)
-        checkpoints.spikes = build_loss_spikes(config, environment, optimizer)
-        loaded = checkpoints.load(context.state, model, optimizer, scheduler)
+        spikes = build_loss_spikes(config, environment, optimizer)
+        parts = SavedParts(context.state, model, optimizer, scheduler, spikes)
+        checkpoints = Checkpoints(config, environment.groups)
+        loaded = checkpoints.load(parts)
         if not loaded and providers.load_first_weights is not None:
             providers.load_first_weights(context, model, optimizer)
     with timed(timers, "train/valid/test-data-iterators-setup", 0):
@@ -109,9 +111,7 @@ def set_up(
     trainer = build_trainer(
         context,
         padded,
-        model,
-        optimizer,
-        scheduler,
+        parts,
         checkpoints,
         forward_step,
         lambda: build_splits(config, environment, context.state, datasets, timers),
@@ -162,9 +162,7 @@ def start_run(config: PretrainConfig, environment: Environment) -> tuple[Context
 def build_trainer(
     context: Context,
     padded_vocab_size: int,
-    model: Sequence[DistributedDataParallel],
-    optimizer: MegatronOptimizer,
-    scheduler: OptimizerParamScheduler,
+    parts: SavedParts,
     checkpoints: Checkpoints,
     forward_step: ForwardStep,
     open_data: Callable[[], Splits],
@@ -177,6 +175,7 @@ def build_trainer(
     `open_data` is called last, because it starts processes that read ahead, which only the trainer ends.
     """
     config, environment, state = context.config, context.environment, context.state
+    model, optimizer, spikes = parts.model, parts.optimizer, parts.spikes
     batches = BatchSchedule.from_config(config.training, environment.groups.size("dp"), config.data.seq_length)
     use_schedule(batches)
     log = build_log(config, environment, state, padded_vocab_size, model, context.timers)
@@ -189,7 +188,7 @@ def build_trainer(
         exit_duration_in_mins=config.training.exit_duration_in_mins,
         started=started,
         non_finite=log.metrics.trouble_seen if stops_on_nonfinite(config) else lambda: False,
-        loss_spike=lambda: checkpoints.spikes is not None and checkpoints.spikes.ends_run(),
+        loss_spike=spikes.ends_run if spikes is not None else lambda: False,
     )
     probe, results = build_probe(config, model), build_rerun_state_machine(config)
     forward_backward = get_forward_backward_func(environment.groups.size("pp"), len(model))
@@ -211,7 +210,7 @@ def build_trainer(
         state=state,
         model=model,
         optimizer=optimizer,
-        scheduler=scheduler,
+        scheduler=parts.scheduler,
         batches=batches,
         forward_backward=capture_micro_batches(forward_backward, config, environment, model, probe, results),
         forward_step=forward_step,
@@ -223,7 +222,7 @@ def build_trainer(
         probe=probe,
         results=results,
         update=update,
-        spikes=checkpoints.spikes,
+        spikes=spikes,
         open_data=open_and_watch,
     )
 

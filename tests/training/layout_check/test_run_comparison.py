@@ -8,6 +8,7 @@ import torch
 from support.runs import train
 
 from megatron.core.exceptions import UserError
+from megatron.training.checkpoint_contents import weight_chunks
 from megatron.training.layout_check.run_comparison import (
     bisect_checkpoints,
     common_iterations,
@@ -31,7 +32,8 @@ def nudge(after: int, number: int) -> Callable[[Trainer], None]:
         def watched(*arguments: torch.Tensor) -> object:
             update = take_step(*arguments)
             if run.state.iteration + 1 == after:
-                (chunk,) = (chunk for chunk in run.checkpoints.weights(run.model) if chunk.name == WEIGHT)
+                chunks = weight_chunks(run.model, run.environment.groups)
+                (chunk,) = (chunk for chunk in chunks if chunk.name == WEIGHT)
                 chunk.flat[number] += 1.0
             return update
 

@@ -1,0 +1,108 @@
+"""Whether a run may load a checkpoint: the model it is of, the state it has, and the keys that may differ."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from megatron.core.dist_checkpointing.checkpoint_selection import select_folders
+from megatron.core.dist_checkpointing.chunk import SCALING_STATE, optimizer_state_name
+from megatron.core.dist_checkpointing.coordination import RankCoordinator
+from megatron.core.dist_checkpointing.manifest import BrokenCheckpoint, Manifest, read_manifest
+from megatron.core.dist_checkpointing.planning import MismatchPolicy
+from megatron.core.exceptions import UserError
+from megatron.training.config.checkpoint import CheckpointConfig
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.inspection.run_description import (
+    OF_EXPERTS,
+    architecture_differences,
+    check_architecture,
+    check_trained_parts,
+)
+from megatron.training.lr_schedule import check_schedule
+from megatron.training.rewind_record import temporary_folder
+
+_ALL_OPTIMIZER_STATE = optimizer_state_name("*", "*")
+
+
+def check_before_build(config: PretrainConfig, schedule_of_flags: bool = True) -> None:
+    """Raises UserError, the same on all ranks, if all checkpoints that --load may continue from are of another model or
+    schedule. `Checkpoints.load` would find that only after this run's model is built, which can take minutes.
+    `schedule_of_flags`: False if a script builds its own schedule, which is then not compared. Collective."""
+    flags = config.checkpoint
+    if flags.load is None or flags.finetune or config.transformer.moe_use_upcycling:
+        return
+    if config.evaluation.skip_train:
+        schedule_of_flags = False
+    if temporary_folder(flags, flags.load) is not None and flags.ckpt_step is None:
+        schedule_of_flags = False  # a newer temporary checkpoint may have another schedule
+    RankCoordinator().run_on_first(partial(_check_candidates, config, Path(flags.load), schedule_of_flags))
+
+
+def _check_candidates(config: PretrainConfig, root: Path, with_schedule: bool) -> None:
+    try:
+        names = select_folders(root, config.checkpoint.ckpt_step).folders
+    except UserError:
+        return  # `Checkpoints.load` reports it
+    problem = None
+    for name in names:
+        try:
+            manifest = read_manifest(root / name)
+            check_architecture(config, manifest.config)
+            if with_schedule and "train_state" in manifest.common:
+                check_schedule(config, manifest.common["scheduler"])
+            return
+        except BrokenCheckpoint:  # `Checkpoints.load` leaves it out
+            continue
+        except UserError as error:
+            problem = problem or error
+    if problem is not None:
+        raise problem
+
+
+def check_manifest(
+    config: PretrainConfig, manifest: Manifest, say: Callable[..., None], *, weights_only: bool, with_optimizer: bool
+) -> None:
+    """Raises UserError for a checkpoint of another model, and for one that lacks state that the flags ask for. With
+    `weights_only` another model is only warned about, through `say`."""
+    if weights_only:
+        for difference in architecture_differences(config, manifest.config):
+            say(f"WARNING: {difference}")
+    else:
+        check_architecture(config, manifest.config)
+    if not with_optimizer:
+        return
+    if manifest.common.get("optimizer") is not None:
+        check_trained_parts(config, manifest.config)
+        return
+    folder = config.checkpoint.load
+    if "train_state" not in manifest.common:
+        raise UserError(
+            f"--load {folder}: this is a release checkpoint, weights without optimizer state; give "
+            f"--pretrained-checkpoint {folder} instead to begin a run from them (--load is then for the "
+            "checkpoints of that run itself), or add --finetune"
+        )
+    raise UserError(
+        f"the checkpoint of iteration {manifest.iteration} was saved without optimizer state "
+        "(--no-save-optim): add --no-load-optim to go on with a fresh optimizer, or --finetune to start anew"
+    )
+
+
+def check_dense_manifest(config: PretrainConfig, root: Path, manifest: Manifest, say: Callable[..., None]) -> None:
+    """Warns, through `say`, if the dense model that --moe-use-upcycling starts from differs from this run's in more
+    than its experts. Raises UserError if it has experts."""
+    experts = manifest.config.get("architecture", {}).get("num_moe_experts")
+    if experts is not None:
+        raise UserError(
+            f"--moe-use-upcycling makes experts of a dense model, but that in {root} has {experts} experts a "
+            "layer; leave --moe-use-upcycling out"
+        )
+    for difference in architecture_differences(config, manifest.config, leave_out=OF_EXPERTS):
+        say(f"WARNING: {difference}")
+
+
+def mismatch_policy(flags: CheckpointConfig, with_optimizer: bool) -> MismatchPolicy:
+    """Returns which keys of the run and the checkpoint need not match: those of --dist-ckpt-strictness and
+    --ckpt-waive-keys, and without optimizer state its keys."""
+    goes_on = flags.dist_ckpt_strictness in ("ignore_all", "log_all", "log_unexpected")
+    left = () if with_optimizer else (_ALL_OPTIMIZER_STATE,)
+    return MismatchPolicy(goes_on, goes_on, (*(flags.ckpt_waive_keys or ()), SCALING_STATE), left)

@@ -1,0 +1,44 @@
+"""The parts of a run that its checkpoints keep, and their tensors as checkpoint chunks."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from megatron.core.dist_checkpointing.chunk import MASTER, Chunk, model_chunks, optimizer_state_name
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed.sharding_strategy import replica_ranks
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.training.loss_spikes import LossSpikes
+from megatron.training.state import TrainState
+
+
+@dataclass(frozen=True)
+class SavedParts:
+    """The parts of a run whose state its checkpoints keep. A load changes these objects in place."""
+
+    state: TrainState
+    model: Sequence[DistributedDataParallel]
+    """This rank's chunks. Scripts may also save and load modules without the wrapper."""
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+    spikes: LossSpikes | None = None
+    """Judges the losses; None without --loss-spike-action."""
+
+
+def weight_chunks(model: Sequence[nn.Module], groups: ProcessGroupCollection) -> Iterator[Chunk]:
+    """Yields the weights that this rank holds, as checkpoint chunks over live memory."""
+    for part in model:
+        if isinstance(part, DistributedDataParallel):
+            yield from part.weight_chunks()
+        else:
+            yield from model_chunks(part, lambda info: replica_ranks(info, groups))
+
+
+def optimizer_chunks_to_load(optimizer: MegatronOptimizer, with_optimizer: bool) -> Iterator[Chunk]:
+    """Yields the optimizer's chunks that a load fills: all of them, or without optimizer state the main weights only,
+    which always follow the weights."""
+    masters = optimizer_state_name(MASTER, "")
+    return (chunk for chunk in optimizer.state_chunks() if with_optimizer or chunk.name.startswith(masters))
