@@ -270,14 +270,8 @@ class Checkpoints:
                     self.config, manifest, self._say, weights_only=weights_only, with_optimizer=with_optimizer
                 )
 
-        loaded = load(
-            root,
-            wanted,
-            step=step,
-            policy=mismatch_policy(self.flags, with_optimizer),
-            accept=accept,
-            log=self._say,
-        )
+        policy = mismatch_policy(self.flags, with_optimizer)
+        loaded = load(root, wanted, step=step, policy=policy, accept=accept, log=self._say)
         if loaded is not None:
             if dense:
                 enlarge_second_products(own, granularity)

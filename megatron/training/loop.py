@@ -5,7 +5,6 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,24 +23,7 @@ from megatron.training.hooks.exit import ExitDecision, ExitReason
 from megatron.training.logging.finite import GradientProbe
 from megatron.training.loss_spikes import SpikeVerdict
 from megatron.training.rewind import go_back
-from megatron.training.trainer import Trainer
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """The results of one iteration. Every tensor is still on the device."""
-
-    reports: Sequence[Mapping[str, Tensor]]
-    """The reporting dict of each micro-batch; empty where the loss is not computed."""
-    update: StepUpdate
-    learning_rate: Tensor
-    """Rate of this update, for parameters without a rate of their own."""
-    loss_scale: Tensor
-    params_norm: Tensor | None = None
-    spike: SpikeVerdict | None = None
-    """What --loss-spike-action says about the loss; None without it."""
-    decoupled_learning_rate: Tensor | None = None
-    """Rate of this update for the embedding and the output layer, if --decoupled-lr is given."""
+from megatron.training.trainer import StepResult, Trainer
 
 
 def train(trainer: Trainer) -> ExitDecision | None:

@@ -1,9 +1,10 @@
-"""A run that is set up (`Trainer`): its parts, and the small steps that the loop consists of."""
+"""A run that is set up (`Trainer`): its parts, and the small steps that the loop consists of; and the results of an
+iteration (`StepResult`)."""
 
 import contextlib
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,9 +33,26 @@ from megatron.training.launch.errors import write_launcher_error_file
 from megatron.training.logging.finite import GradientProbe
 from megatron.training.logging.records import ValidationRecord
 from megatron.training.logging.training_log import TrainingLog
-from megatron.training.loss_spikes import LossSpikes
+from megatron.training.loss_spikes import LossSpikes, SpikeVerdict
 from megatron.training.providers import ForwardStep, NonLossFunctions
 from megatron.training.state import TrainState
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The results of one iteration. Every tensor is still on the device."""
+
+    reports: Sequence[Mapping[str, Tensor]]
+    """The reporting dict of each micro-batch; empty where the loss is not computed."""
+    update: StepUpdate
+    learning_rate: Tensor
+    """Rate of this update, for parameters without a rate of their own."""
+    loss_scale: Tensor
+    params_norm: Tensor | None = None
+    spike: SpikeVerdict | None = None
+    """What --loss-spike-action says about the loss; None without it."""
+    decoupled_learning_rate: Tensor | None = None
+    """Rate of this update for the embedding and the output layer, if --decoupled-lr is given."""
 
 
 @dataclass
@@ -113,8 +131,8 @@ class Trainer:
             self.splits.train.recent.begin(self.state)
         return self.batches.num_microbatches
 
-    def record_step(self, result: Any) -> None:
-        """Counts what a step consumed and passes its values, a `loop.StepResult`, to the log."""
+    def record_step(self, result: StepResult) -> None:
+        """Counts what a step consumed and passes its values to the log."""
         samples = self.batches.global_batch_size
         self.state.iteration += 1
         self.state.consumed_train_samples += samples

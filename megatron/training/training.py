@@ -65,7 +65,7 @@ from megatron.training.providers import (
     warn_unused,
 )
 from megatron.training.setup.model import build_model, build_optimizer, stops_on_nonfinite
-from megatron.training.setup.set_up import build_trainer, sample_counts, set_up
+from megatron.training.setup.set_up import ScriptParts, build_trainer, sample_counts, set_up
 from megatron.training.utils import print_rank_0, print_rank_last
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -374,17 +374,10 @@ def train(
     chunks: Any = model
     with SignalWatch(sorted({*DEFAULT_SIGNALS, run.config.resilience.exit_signal})) as signals, signals.training():
         signals.received = signals.received or global_vars.remembered_signal()  # one that came during the set-up
-        trainer = build_trainer(
-            run,
-            global_vars.get_args().padded_vocab_size,
-            SavedParts(run.state, chunks, optimizer, opt_param_scheduler),
-            checkpoints_of_run(run),
-            forward_step_func,
-            lambda: splits,
-            signals,
-            started,
-        )
-        trainer.non_loss = non_loss_functions(non_loss_data_func, process_non_loss_data_func, run.config)
+        parts = SavedParts(run.state, chunks, optimizer, opt_param_scheduler)
+        non_loss = non_loss_functions(non_loss_data_func, process_non_loss_data_func, run.config)
+        script = ScriptParts(forward_step_func, open_data=lambda: splits, non_loss=non_loss)
+        trainer = build_trainer(run, parts, checkpoints_of_run(run), script, signals, started)
         try:
             decision = loop.train(trainer)
             if decision is not None:

@@ -1,6 +1,6 @@
 """Builds the log that the flags describe."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 
 from torch import nn
@@ -31,9 +31,10 @@ def build_log(
     padded_vocab_size: int,
     model: Sequence[nn.Module],
     timers: Timers,
+    mix: Callable[[int], Mapping[str, float]] | None = None,
 ) -> TrainingLog:
     """Returns this rank's part of the log; only one of the ranks that compute losses writes. Raises UserError for a
-    file or folder that cannot be written."""
+    file or folder that cannot be written. `mix` returns the share of each data set of a blend, for log lines."""
     transformer, length, groups = config.transformer, config.data.seq_length, environment.groups
     assert length is not None and config.training.train_iters is not None
     metrics = StepMetrics(
@@ -82,6 +83,7 @@ def build_log(
         memory_interval=config.logging.log_memory_interval if first_replica else None,
         device_memory_used=config.logging.log_device_memory_used,
         energy=make_energy_meter(environment.device, notes=environment.logs) if config.logging.log_energy else None,
+        mix=mix,
     )
 
 

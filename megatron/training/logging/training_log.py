@@ -62,6 +62,7 @@ class TrainingLog:
         memory_interval: also print it after every iteration that this number divides; None: not.
         device_memory_used: log lines and these reports also have the memory in use on the whole device.
         energy: measures the energy of the GPUs; None: it is not logged.
+        mix: returns the share of each data set in the first samples of the run; None without a blend.
         now: returns the wall time for the line's timestamp.
     """
 
@@ -84,6 +85,7 @@ class TrainingLog:
         memory_interval: int | None = None,
         device_memory_used: bool = False,
         energy: EnergyMeter | None = None,
+        mix: Callable[[int], Mapping[str, float]] | None = None,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
         self.metrics = metrics
@@ -98,8 +100,7 @@ class TrainingLog:
         self.layers = layers
         self.per_layer = per_layer
         self.timers = timers or Timers(0, "max")
-        self.mix: Callable[[int], Mapping[str, float]] | None = None
-        """Returns the share of each data set in the first samples of the run; None without a blend."""
+        self.mix = mix
         self._reports_memory, self._memory_interval = reports_memory, memory_interval
         self._device_memory_used = device_memory_used
         self.energy = energy

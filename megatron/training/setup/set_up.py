@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,7 @@ from megatron.training.logging.build import build_log
 from megatron.training.logging.finite import GradientProbe
 from megatron.training.loss_spikes import LossSpikes
 from megatron.training.lr_schedule import build_scheduler
-from megatron.training.providers import Context, ForwardStep, Providers, SampleCounts
+from megatron.training.providers import Context, ForwardStep, NonLossFunctions, Providers, SampleCounts
 from megatron.training.setup.graphs import capture_micro_batches, capture_update
 from megatron.training.setup.model import build_model, build_optimizer, stops_on_nonfinite
 from megatron.training.setup.notes import holding_notes, kernel_notes, run_notes
@@ -77,7 +78,7 @@ def set_up(
 
     `started` is `time.monotonic()` at the start of the program, from which --exit-duration-in-mins counts.
     """
-    context, padded = start_run(config, environment)
+    context = start_run(config, environment)
     config, timers = context.config, context.timers  # complete: the layout `auto` is resolved
     check_before_build(config, schedule_of_flags=providers.build_scheduler is None)
     with timed(timers, "model-and-optimizer-setup", 0, barrier=True):
@@ -108,18 +109,14 @@ def set_up(
     if mix is not None and environment.is_first:
         hooks_of_script = (MixReport(mix, context.state, config.logging.log_interval), *hooks_of_script)
     forward_step = timed_forward_step(providers.build_forward_step(context), config, environment)
-    trainer = build_trainer(
-        context,
-        padded,
-        parts,
-        checkpoints,
+    script = ScriptParts(
         forward_step,
-        lambda: build_splits(config, environment, context.state, datasets, timers),
-        signals,
-        started,
-        hooks_of_script,
+        open_data=lambda: build_splits(config, environment, context.state, datasets, timers),
+        hooks=hooks_of_script,
+        mix=mix,
+        non_loss=providers.non_loss,
     )
-    trainer.log.mix, trainer.non_loss = mix, providers.non_loss
+    trainer = build_trainer(context, parts, checkpoints, script, signals, started)
     timers.log(["model-and-optimizer-setup", "train/valid/test-data-iterators-setup"])
     for note in run_notes(config, environment, trainer.splits):
         if environment.is_first:
@@ -135,10 +132,9 @@ def mix_of(config: PretrainConfig, dataset: Any) -> Mix | None:
     return Mix(dataset, names) if names and in_order and isinstance(dataset, BlendedDataset | StagedBlend) else None
 
 
-def start_run(config: PretrainConfig, environment: Environment) -> tuple[Context, int]:
+def start_run(config: PretrainConfig, environment: Environment) -> Context:
     """Sets torch's options, builds the tokenizer, prints the notes on the flags, and makes this the run that
-    `get_args()` and Megatron-LM's other functions act on. Returns the context for the providers and the padded
-    vocabulary size."""
+    `get_args()` and Megatron-LM's other functions act on. Returns the context for the providers."""
     set_torch(config)
     tokenizer = build_tokenizer(config.tokenizer)
     padded = vocabulary_rows(config, tokenizer)
@@ -156,29 +152,40 @@ def start_run(config: PretrainConfig, environment: Environment) -> tuple[Context
         print(*config.notes, *settings, *notes, padding_line(context.vocab_size, padded), sep="\n", flush=True)
     global_vars.set_current_run(context, padded_vocab_size=padded)
     use_schedule(BatchSchedule.from_config(config.training, environment.groups.size("dp"), config.data.seq_length))
-    return context, padded
+    return context
+
+
+@dataclass(frozen=True)
+class ScriptParts:
+    """The parts of a run that come from the script and its data, beside model, optimizer and scheduler."""
+
+    forward_step: ForwardStep
+    open_data: Callable[[], Splits]
+    """Opens the data at the counts of the run's state. It starts processes that read ahead, which the trainer ends."""
+    hooks: Sequence[Hook] = ()
+    """Called after the hooks that flags add."""
+    mix: Mix | None = None
+    """Computes the share of each data set of a blend, for log lines."""
+    non_loss: NonLossFunctions | None = None
+    """Collects and takes data of evaluations that are no losses."""
 
 
 def build_trainer(
     context: Context,
-    padded_vocab_size: int,
     parts: SavedParts,
     checkpoints: Checkpoints,
-    forward_step: ForwardStep,
-    open_data: Callable[[], Splits],
+    script: ScriptParts,
     signals: SignalWatch,
     started: float,
-    hooks_of_script: Sequence[Hook] = (),
 ) -> Trainer:
-    """Adds log, exit agreement, hooks and data to a model that is ready to train.
-
-    `open_data` is called last, because it starts processes that read ahead, which only the trainer ends.
-    """
+    """Adds log, exit agreement, hooks and data to a model that is ready to train. The data is opened last. `started` is
+    the `time.monotonic()` from which --exit-duration-in-mins counts."""
     config, environment, state = context.config, context.environment, context.state
     model, optimizer, spikes = parts.model, parts.optimizer, parts.spikes
     batches = BatchSchedule.from_config(config.training, environment.groups.size("dp"), config.data.seq_length)
     use_schedule(batches)
-    log = build_log(config, environment, state, padded_vocab_size, model, context.timers)
+    rows = vocabulary_rows(config, context.tokenizer)
+    log = build_log(config, environment, state, rows, model, context.timers, script.mix)
     global_vars.set_writers(log.tensorboard_writer, log.wandb)
     exit_agreement = ExitAgreement(
         agreement_group(timedelta(minutes=config.parallel.distributed_timeout_minutes)),
@@ -194,11 +201,11 @@ def build_trainer(
     forward_backward = get_forward_backward_func(environment.groups.size("pp"), len(model))
 
     def open_and_watch() -> Splits:
-        splits = open_data()
+        splits = script.open_data()
         splits.train.recent = RecentSteps() if stops_on_nonfinite(config) else None
         return splits
 
-    hooks = [*build_hooks(config, environment, state, model), *hooks_of_script]
+    hooks = [*build_hooks(config, environment, state, model), *script.hooks]
     update = capture_update(config, environment, optimizer)
     for hook in hooks:
         if isinstance(hook, StepTensors):
@@ -213,7 +220,7 @@ def build_trainer(
         scheduler=parts.scheduler,
         batches=batches,
         forward_backward=capture_micro_batches(forward_backward, config, environment, model, probe, results),
-        forward_step=forward_step,
+        forward_step=script.forward_step,
         splits=splits,
         log=log,
         hooks=Hooks(hooks),
@@ -224,6 +231,7 @@ def build_trainer(
         update=update,
         spikes=spikes,
         open_data=open_and_watch,
+        non_loss=script.non_loss,
     )
 
 
