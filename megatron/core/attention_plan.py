@@ -1,5 +1,6 @@
 """Chooses the attention kernel of a layer for every situation: device, training or evaluation, packed rows or not."""
 
+import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from megatron.core.ops.attention.unfused import AttentionCall, AttentionVariant
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.utils.warn import warn_on_first_rank
 
+_HALF = torch.bfloat16
 Kernel = TypeVar("Kernel", AttentionKernel, BlockKernel)
 
 
@@ -32,10 +34,14 @@ class KernelChoice(Generic[Kernel]):
     """Why preferred kernels cannot be used, a sentence each."""
     remark: str = ""
     """What the kernel does to the layer's tensors first (padding)."""
+    remedies: tuple[str, ...] = ()
+    """Flags each of which gives the layer a preferred kernel."""
 
     def describe(self) -> str:
-        """Returns the kernel's name, and why no preferred kernel was chosen."""
-        return self.kernel.name + self.remark + (f", since {'; '.join(self.refusals)}" if self.refusals else "")
+        """Returns the kernel's name, why no preferred kernel was chosen, and the flags that would change this."""
+        why = f", because {' and '.join(self.refusals)}" if self.refusals else ""
+        faster = f" ({' or '.join(self.remedies)} is faster)" if self.remedies else ""
+        return f"{self.kernel.name}{self.remark}{why}{faster}"
 
 
 @dataclass(frozen=True)
@@ -53,10 +59,10 @@ class KernelPlan(Generic[Kernel]):
         what = "an attention mask" if call.mask is not None else "a cache of keys"
         packed = call.cu_seqlens is not None
         warn_on_first_rank(
-            f"attention: {planned.name} cannot combine {what} with packed documents or chunks, so the slower "
-            "unfused kernel computes them (packed documents do not see each other without a mask either)"
+            f"attention: {planned.name} cannot combine {what} with packed documents or chunks, so plain "
+            "torch computes them, which is slower (packed documents do not see each other without a mask either)"
             if packed
-            else f"attention: {planned.name} cannot compute with {what}, so the slower unfused kernel does"
+            else f"attention: {planned.name} cannot compute with {what}, so plain torch does, which is slower"
         )
         return UNFUSED  # type: ignore[return-value]
 
@@ -127,14 +133,31 @@ def _refuse_other_kernel(
 def _choose_kernel(
     candidates: Sequence[Kernel], variant: AttentionVariant, situation: Situation
 ) -> KernelChoice[Kernel]:
+    kernel, refusals = _first_usable(candidates, variant, situation)
+    # A kernel that is a candidate twice, first where it is the fastest, is not the reason for its own use.
+    others = tuple(f"{name} {reason}" for name, reason in refusals if name != kernel.name)
+    changes = {
+        "--attention-dropout 0": (dataclasses.replace(variant, dropout=0.0), situation),
+        "--bf16": (variant, dataclasses.replace(situation, dtype=_HALF)),
+    }
+    remedies = tuple(
+        flag
+        for flag, changed in changes.items()
+        if others and _first_usable(candidates, *changed)[0].name != kernel.name
+    )
+    return KernelChoice(kernel, others, _remark(kernel, variant), remedies)
+
+
+def _first_usable(
+    candidates: Sequence[Kernel], variant: AttentionVariant, situation: Situation
+) -> tuple[Kernel, list[tuple[str, str]]]:
+    """Returns the first kernel that can compute a situation, and names and reasons of those before it that cannot."""
     refusals: list[tuple[str, str]] = []
     for kernel in candidates:
         if kernel.serves(situation):
             refusal = kernel.refusal(variant, situation)
             if refusal is None:
-                # A kernel that is a candidate twice, first where it is the fastest, is not the reason for its own use.
-                others = tuple(f"{name}: {reason}" for name, reason in refusals if name != kernel.name)
-                return KernelChoice(kernel, others, _remark(kernel, variant))
+                return kernel, refusals
             refusals.append((kernel.name, refusal))
     raise AssertionError("the last candidate computes everything")
 

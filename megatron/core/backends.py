@@ -161,11 +161,27 @@ class Backend:
             function = getattr(function, device_type, function)
             if entry.name not in _NOT_LISTED and function is not entry.default:
                 own.append(entry.name)
-        return f"backend {self.name}: plain torch" + (f" except {', '.join(own)}" if own else "")
+        subjects = list(dict.fromkeys(_SUBJECTS.get(name, name) for name in own))
+        if len(subjects) > 3:
+            return f"backend {self.name}: its own kernels for {', '.join(subjects)}; plain torch for the rest"
+        return f"backend {self.name}: plain torch" + (f" except {', '.join(subjects)}" if own else "")
 
 
 _NOT_LISTED = ("name", "attention", "attention_blocks", "sum_rows", "fp8_kernels", "fp8", "engine", "tokens_group")
 """Fields of a backend that its line in the log leaves out."""
+
+_SUBJECTS = {
+    **dict.fromkeys(("layer_norm", "rms_norm", "layer_norm_with_residual", "rms_norm_with_residual"), "norms"),
+    **dict.fromkeys(("cross_entropy", "head_loss"), "losses"),
+    **dict.fromkeys(("grouped_linear", "grouped_bias", "copies_by_group", "permute", "unpermute"), "experts"),
+    **dict.fromkeys(("split_heads", "merge_block"), "attention"),
+    "linear": "biases",
+    "apply_rope": "rotary positions",
+    "keep_rows": "dropout masks",
+    "bias_dropout_add": "dropout",
+    "weighted_activation": "activations",
+}
+"""What the log calls operations of a backend; it names others as they are."""
 
 _OF_ENGINE = (
     "norms, attention and grouped experts; ours: head and loss (no whole logits), rotary positions, activations, "

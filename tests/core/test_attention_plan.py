@@ -23,7 +23,7 @@ def kernel(name: str, **more: Any) -> AttentionKernel:
 
 FAST = kernel("fast", serves=lambda situation: situation.device_type == "cuda")
 WITHOUT_DROPOUT = kernel(
-    "exact", refusal=lambda variant, situation: "it has no dropout" if situation.training and variant.dropout else None
+    "exact", refusal=lambda variant, situation: "has no dropout" if situation.training and variant.dropout else None
 )
 
 
@@ -37,7 +37,7 @@ def plan(kernels: list[AttentionKernel], variant: AttentionVariant, asked: AttnB
 def test_the_first_kernel_that_serves_and_computes_is_taken_and_refusals_are_said() -> None:
     choices = plan([FAST, WITHOUT_DROPOUT, UNFUSED], AttentionVariant(1.0, True, dropout=0.1))
     assert choices.describe("cuda") == "fast"
-    last = f"{UNFUSED.name}, since exact: it has no dropout"
+    last = f"{UNFUSED.name}, because exact has no dropout (--attention-dropout 0 is faster)"
     assert choices.describe("cpu") == f"training: {last}; evaluation: exact"
 
 
@@ -54,7 +54,7 @@ def test_a_kernel_that_was_asked_for_must_compute_training_on_a_gpu(monkeypatch:
     variant = AttentionVariant(1.0, True, dropout=0.1)
     plan([WITHOUT_DROPOUT, UNFUSED], variant, AttnBackend.fused)  # on a CPU the log says it
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(UserError, match=r"it has no dropout.*set attention_dropout 0.1 to 0, or"):
+    with pytest.raises(UserError, match=r"exact has no dropout.*set attention_dropout 0.1 to 0, or"):
         plan([WITHOUT_DROPOUT, UNFUSED], variant, AttnBackend.fused)
     plan([WITHOUT_DROPOUT, UNFUSED], variant, AttnBackend.auto)
 
@@ -62,10 +62,10 @@ def test_a_kernel_that_was_asked_for_must_compute_training_on_a_gpu(monkeypatch:
 def test_a_preference_may_refuse_where_the_kernel_that_was_asked_for_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Transformer Engine's attention comes before cuDNN's, which --attention-backend fused asks for."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    preference = kernel("preferred", refusal=lambda variant, situation: "it has no chunks", is_preference=True)
+    preference = kernel("preferred", refusal=lambda variant, situation: "has no chunks", is_preference=True)
     kernels, variant = [preference, WITHOUT_DROPOUT, UNFUSED], AttentionVariant(1.0, True)
-    assert plan(kernels, variant, AttnBackend.fused).describe("cuda") == "exact, since preferred: it has no chunks"
-    with pytest.raises(UserError, match=r"this attention \(exact: it has no dropout\); set attention_dropout"):
+    assert plan(kernels, variant, AttnBackend.fused).describe("cuda") == "exact, because preferred has no chunks"
+    with pytest.raises(UserError, match=r"this attention \(exact has no dropout\); set attention_dropout"):
         plan(kernels, dataclasses.replace(variant, dropout=0.1), AttnBackend.fused)
 
 
@@ -80,8 +80,9 @@ def test_a_call_that_the_kernel_cannot_compute_takes_the_unfused_one() -> None:
 
 def test_a_kernel_is_no_reason_for_its_own_use() -> None:
     """Our flash attention is the first choice from Hopper on, and on older GPUs the last before the unfused one."""
-    first = kernel("flash", refusal=lambda variant, situation: "it is faster than another from Hopper on only")
+    first = kernel("flash", refusal=lambda variant, situation: "is faster than another from Hopper on only")
     choices = plan([first, WITHOUT_DROPOUT, kernel("flash"), UNFUSED], AttentionVariant(1.0, True, dropout=0.1))
-    assert choices.describe("cuda") == "training: flash, since exact: it has no dropout; evaluation: exact, since " + (
-        "flash: it is faster than another from Hopper on only"
+    assert choices.describe("cuda") == (
+        "training: flash, because exact has no dropout (--attention-dropout 0 is faster); "
+        "evaluation: exact, because flash is faster than another from Hopper on only"
     )

@@ -45,11 +45,15 @@ def test_the_device_of_the_first_tensor_decides() -> None:
 
 
 def test_the_log_names_what_is_not_plain_torch() -> None:
-    assert LOCAL.describe("cpu") == "backend local: plain torch except keep_rows"
+    assert LOCAL.describe("cpu") == "backend local: plain torch except dropout masks"
     assert LOCAL.describe("cuda") == "backend local: plain torch"
     backend = triton_backend()
     assert backend is not None
-    assert "rms_norm" in backend.describe("cuda") and "rms_norm" not in backend.describe("cpu")
+    assert backend.describe("cuda") == (
+        "backend triton: its own kernels for biases, norms, rotary positions, attention, dropout masks, dropout, "
+        "losses, experts, activations; plain torch for the rest"
+    )
+    assert backend.describe("cpu") == "backend triton: plain torch except dropout masks"
 
 
 def test_layers_at_both_ends_can_stay_out_of_fp8() -> None:

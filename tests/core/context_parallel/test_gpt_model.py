@@ -146,8 +146,8 @@ def test_traffic() -> None:
         assert {entry.operation for entry in ranks[rank][0]["a2a+p2p"]} == {"all_to_all", "send", "receive"}
         assert sent(rank, "window") < sent(rank, "p2p") / 3
         assert {entry.dtype for log in ranks[rank][0].values() for entry in log} == {torch.float64}
-    assert ranks[0][1] == "p2p over 4 ranks (all keys gathered where there is an attention mask), unfused blocks"
+    assert ranks[0][1] == "p2p over 4 ranks (all keys gathered where there is an attention mask), plain torch in blocks"
     assert ranks[0][2] == (
-        "p2p over 4 ranks (all keys gathered where there is an attention mask), unfused blocks, since cuDNN and flash "
-        "blocks: it computes in half precision, not in torch.float64"
+        "p2p over 4 ranks (all keys gathered where there is an attention mask), plain torch in blocks, because "
+        "attention in blocks (cuDNN, flash) computes in half precision, not in float64 (--bf16 is faster)"
     )

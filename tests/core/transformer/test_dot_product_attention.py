@@ -28,9 +28,9 @@ def test_kernels_in_use_are_told() -> None:
         gpt(attention_dropout=0.1, window_size=(3, 0), window_attn_skip_freq=2), torch.device("cpu")
     )
     assert lines == [
-        "backend local: plain torch except keep_rows",
-        "attention of layers 1 to 2 on cpu: training: unfused, since SDPA (CPU flash): it cannot draw our dropout "
-        "masks (attention dropout 0.1); evaluation: SDPA (CPU flash)",
+        "backend local: plain torch except dropout masks",
+        "attention of layers 1 to 2 on cpu: training: plain torch, because SDPA (CPU flash) cannot draw the "
+        "masks of attention dropout 0.1 (--attention-dropout 0 is faster); evaluation: SDPA (CPU flash)",
     ]
 
 

@@ -9,6 +9,7 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor
 
+from megatron.core.config_fields import value_text
 from megatron.core.ops.attention.blocks import (
     BlockCall,
     BlockOffsets,
@@ -59,7 +60,8 @@ class AttentionKernel:
     serves: Callable[[Situation], bool]
     """Whether the kernel is meant for this device and kind of batch."""
     refusal: Callable[[AttentionVariant, Situation], Refusal]
-    """Says why the kernel cannot compute a variant in a situation that it serves; None: it can."""
+    """Says why the kernel cannot compute a variant in a situation that it serves, as the rest of a sentence that begins
+    with the kernel's name, such as "has no ALiBi"; None: it can."""
     fills: Fills = "never"
     width_multiple: int = 1
     """The width of a head is padded with zeros to a multiple of this."""
@@ -101,25 +103,25 @@ def _fused_refusal(variant: AttentionVariant, situation: Situation) -> Refusal:
     return (
         _dropout_refusal(variant, situation)
         or _score_refusal(variant)
-        or ("it has no softmax sink" if variant.sink else None)
+        or ("has no softmax sink" if variant.sink else None)
     )
 
 
 def _score_refusal(variant: AttentionVariant) -> Refusal:
     if variant.cap is not None:
-        return f"it cannot cap scores (at {variant.cap})"
+        return f"cannot cap scores (at {variant.cap})"
     if variant.slopes is not None:
-        return "it has no ALiBi"
+        return "has no ALiBi"
     return _bias_refusal(variant)
 
 
 def _bias_refusal(variant: AttentionVariant) -> Refusal:
-    return "it has no gradient of a relative position bias" if variant.adds_bias else None
+    return "has no gradient of a relative position bias" if variant.adds_bias else None
 
 
 def _dropout_refusal(variant: AttentionVariant, situation: Situation) -> Refusal:
     if situation.training and variant.dropout:
-        return f"it cannot draw our dropout masks (attention dropout {variant.dropout})"
+        return f"cannot draw the masks of attention dropout {variant.dropout}"
     return None
 
 
@@ -128,34 +130,34 @@ def _half_refusal(variant: AttentionVariant, situation: Situation) -> Refusal:
 
 
 def _flash_refusal(variant: AttentionVariant, situation: Situation) -> Refusal:
-    return "it takes no mask of padding" if variant.padded else _half_refusal(variant, situation)
+    return "takes no mask of padding" if variant.padded else _half_refusal(variant, situation)
 
 
 def _type_refusal(situation: Situation) -> Refusal:
     if situation.dtype not in (torch.bfloat16, torch.float16):
-        return f"it computes in half precision, not in {situation.dtype}"
+        return f"computes in half precision, not in {value_text(situation.dtype)}"
     return None
 
 
 def _block_refusal(variant: AttentionVariant, situation: Situation) -> Refusal:
     if situation.packed and not variant.causal:
-        return "it computes packed documents only with causal attention"
+        return "computes packed documents only with causal attention"
     if variant.chunk is not None:
-        return "it has no chunked attention"
+        return "has no chunked attention"
     return _type_refusal(situation) or _dropout_refusal(variant, situation) or _score_refusal(variant)
 
 
 def _own_flash_refusal(variant: AttentionVariant, situation: Situation) -> Refusal:
     if torch.are_deterministic_algorithms_enabled():
-        return "it sums the gradients of queries in an order that varies, which deterministic mode forbids"
+        return "sums the gradients of queries in an order that varies, which deterministic mode forbids"
     if variant.widths is not None and max(variant.widths) > _OWN_FLASH_WIDEST:
-        return f"its heads have at most {_OWN_FLASH_WIDEST} channels, not {max(variant.widths)}"
+        return f"has heads of at most {_OWN_FLASH_WIDEST} channels, not {max(variant.widths)}"
     return _type_refusal(situation)
 
 
 def _own_flash_documents_refusal(variant: AttentionVariant, situation: Situation) -> Refusal:
     if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 9:
-        return "it is faster than variable-length flash from Hopper on only"
+        return "is faster than variable-length flash from Hopper on only"
     return _own_flash_refusal(variant, situation)
 
 
@@ -196,7 +198,7 @@ VARLEN = AttentionKernel(
 )
 SDPA_CPU = AttentionKernel("SDPA (CPU flash)", sdpa_attention, _on_cpu, _fused_refusal, "always")
 UNFUSED = AttentionKernel(
-    "unfused",
+    "plain torch",
     attention,
     lambda situation: True,
     lambda variant, situation: None,
@@ -204,7 +206,7 @@ UNFUSED = AttentionKernel(
 )
 
 FUSED_BLOCKS = BlockKernel(
-    "cuDNN and flash blocks",
+    "attention in blocks (cuDNN, flash)",
     fused_block_attention,
     fused_block_attention_backward,
     _on_any_cuda,
@@ -212,7 +214,7 @@ FUSED_BLOCKS = BlockKernel(
     _WITHOUT_CUDNN,
 )
 FLASH_BLOCKS = BlockKernel(
-    "flash blocks",
+    "attention in blocks (flash)",
     functools.partial(fused_block_attention, with_cudnn=False),
     functools.partial(fused_block_attention_backward, with_cudnn=False),
     _on_any_cuda,
@@ -221,7 +223,7 @@ FLASH_BLOCKS = BlockKernel(
     FLASH_WIDTH_MULTIPLE,
 )
 UNFUSED_BLOCKS = BlockKernel(
-    "unfused blocks",
+    "plain torch in blocks",
     block_attention,
     block_attention_backward,
     lambda situation: True,

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.config_fields import value_text
 from megatron.core.ops.attention.kernels import AttentionKernel, Situation
 from megatron.core.ops.attention.sdpa import sdpa_attention_cuda
 from megatron.core.ops.attention.unfused import AttentionCall, AttentionVariant, attention
@@ -32,18 +33,18 @@ def with_engine_attention(
 
 def _refusal(variant: AttentionVariant, situation: Situation) -> str | None:
     if situation.dtype not in (torch.bfloat16, torch.float16):
-        return f"it computes in half precision, not in {situation.dtype}"
+        return f"computes in half precision, not in {value_text(situation.dtype)}"
     if situation.training and variant.dropout:
-        return f"it cannot draw our dropout masks (attention dropout {variant.dropout})"
+        return f"cannot draw the masks of attention dropout {variant.dropout}"
     if situation.packed and not variant.causal:
-        return "it computes packed documents here only with causal attention"
+        return "computes packed documents here only with causal attention"
     others = (
-        (variant.cap is not None, f"it cannot cap scores (at {variant.cap})"),
-        (variant.slopes is not None, "its ALiBi is not used"),
-        (variant.sink, "its softmax sink is not used"),
-        (variant.chunk is not None, "it has no chunked attention"),
-        (variant.adds_bias, "its bias of scores is not used"),
-        (variant.padded, "its masks of padding are not used"),
+        (variant.cap is not None, f"cannot cap scores (at {variant.cap})"),
+        (variant.slopes is not None, "is not used with ALiBi"),
+        (variant.sink, "is not used with a softmax sink"),
+        (variant.chunk is not None, "has no chunked attention"),
+        (variant.adds_bias, "is not used with a bias of scores"),
+        (variant.padded, "is not used with masks of padding"),
     )
     return next((reason for holds, reason in others if holds), None)
 

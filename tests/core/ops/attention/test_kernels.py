@@ -44,7 +44,7 @@ def test_padding_needs_a_kernel_that_takes_a_mask(monkeypatch: pytest.MonkeyPatc
         assert plan.choices[Situation("cuda", torch.bfloat16, True, False)].kernel is kernel
     config.attention_backend = AttnBackend.flash
     plan = plan_attention(LOCAL, AttentionVariant(1.0, False, padded=True), config)  # on a CPU the log says it
-    assert "unfused, since" in plan.describe("cuda") and "it takes no mask of padding" in plan.describe("cuda")
+    assert "plain torch, because" in plan.describe("cuda") and "takes no mask of padding" in plan.describe("cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(UserError, match=r"it takes no mask of padding.*attention_backend to auto or unfused"):
+    with pytest.raises(UserError, match=r"takes no mask of padding.*attention_backend to auto or unfused"):
         plan_attention(LOCAL, AttentionVariant(1.0, False, padded=True), config)

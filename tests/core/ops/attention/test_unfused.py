@@ -158,26 +158,26 @@ def test_choice_of_kernels() -> None:
 @pytest.mark.parametrize(
     ("more", "reason"),
     [
-        ({"cap": 5.0}, "it cannot cap scores (at 5.0)"),
-        ({"slopes": (0.5,)}, "it has no ALiBi"),
-        ({"chunk": 4}, "it has no chunked attention"),
+        ({"cap": 5.0}, "cannot cap scores (at 5.0)"),
+        ({"slopes": (0.5,)}, "has no ALiBi"),
+        ({"chunk": 4}, "has no chunked attention"),
     ],
 )
 def test_fused_blocks_say_what_they_cannot(more: dict, reason: str) -> None:
     config = SimpleNamespace(params_dtype=torch.bfloat16, attention_backend=AttnBackend.auto)
     described = plan_attention_blocks(LOCAL, AttentionVariant(1.0, True, **more), config).describe("cuda")
-    assert described == f"unfused blocks, since cuDNN and flash blocks: {reason}"
+    assert described == f"plain torch in blocks, because attention in blocks (cuDNN, flash) {reason}"
 
 
 def test_choice_and_fallback_can_be_printed() -> None:
     fused = "SDPA (cuDNN, flash, efficient, math)"
     assert plan(AttentionVariant(1.0, True)).describe("cuda") == fused
     assert plan(AttentionVariant(1.0, True), torch.float32).describe("cuda", packed=True) == (
-        "unfused, since variable-length flash: it computes in half precision, not in torch.float32"
+        "plain torch, because variable-length flash computes in half precision, not in float32 (--bf16 is faster)"
     )
     assert plan(AttentionVariant(1.0, True, dropout=0.1)).describe("cuda") == (
-        f"training: unfused, since {fused}: it cannot draw our dropout masks (attention dropout 0.1); "
-        f"evaluation: {fused}"
+        f"training: plain torch, because {fused} cannot draw the masks of attention dropout 0.1 "
+        f"(--attention-dropout 0 is faster); evaluation: {fused}"
     )
 
 

@@ -47,7 +47,8 @@ def test_calls_with_a_mask_are_ours() -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "reason"), [({"dropout": 0.1}, "dropout masks"), ({"cap": 30.0}, "cap scores"), ({"sink": True}, "sink")]
+    ("more", "reason"),
+    [({"dropout": 0.1}, "masks of attention dropout 0.1"), ({"cap": 30.0}, "cap scores"), ({"sink": True}, "sink")],
 )
 def test_what_it_does_not_compute_falls_to_the_next(more: dict, reason: str) -> None:
     sizes = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "params_dtype": torch.bfloat16, "bf16": True}
@@ -62,4 +63,6 @@ def test_what_cudnn_computes_is_not_refused_because_it_does_not(monkeypatch: pyt
     config = TransformerConfig(**sizes, attention_backend=AttnBackend.fused)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for variant in (AttentionVariant(1.0, False, padded=True), AttentionVariant(1.0, True, chunk=8)):
-        assert plan_attention(backend, variant, config).describe("cuda").startswith("SDPA (cuDNN), since Transformer E")
+        assert (
+            plan_attention(backend, variant, config).describe("cuda").startswith("SDPA (cuDNN), because Transformer E")
+        )

@@ -61,7 +61,7 @@ def layer(**settings: object) -> DotProductAttention:
 
 def test_the_choice_of_a_kernel_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     assert layer().describe(torch.device("cpu")) == (
-        "unfused, since SDPA (CPU flash): it has no gradient of a relative position bias"
+        "plain torch, because SDPA (CPU flash) has no gradient of a relative position bias"
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(UserError, match="computes in half precision"):
