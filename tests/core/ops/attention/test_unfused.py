@@ -181,6 +181,11 @@ def test_choice_and_fallback_can_be_printed() -> None:
     )
 
 
+def test_a_flag_is_named_only_if_it_suffices() -> None:
+    with_alibi = plan(AttentionVariant(1.0, True, dropout=0.1, slopes=(0.5,))).describe("cpu")
+    assert "cannot draw the masks of attention dropout 0.1" in with_alibi and "is faster" not in with_alibi
+
+
 def test_the_kernel_asked_for_is_taken() -> None:
     variant = AttentionVariant(1.0, True)
     training = Situation("cuda", torch.bfloat16, True, False)
