@@ -10,6 +10,7 @@ import runpy
 import signal
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -32,11 +33,13 @@ MODEL = (
 
 def said(words: str) -> str:
     """What rank 0 or the last one prints while the script runs with these words."""
+    given = {}
     if dist.is_initialized():
-        os.environ |= {"WORLD_SIZE": str(dist.get_world_size()), "RANK": str(dist.get_rank())}
+        given = {"WORLD_SIZE": str(dist.get_world_size()), "RANK": str(dist.get_rank())}
     before, sys.argv = sys.argv, [str(SCRIPT), *MODEL.split(), *words.split()]
+    text = io.StringIO()
     try:
-        with contextlib.redirect_stdout(io.StringIO()) as text, contextlib.suppress(SystemExit):
+        with mock.patch.dict(os.environ, given), contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
             runpy.run_path(str(SCRIPT), run_name="__main__")
     finally:
         sys.argv = before
