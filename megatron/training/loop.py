@@ -21,9 +21,10 @@ from megatron.core.timers import Timers, timed
 from megatron.training.data.step_data import StepData, step_data_of
 from megatron.training.hooks.exit import ExitDecision, ExitReason
 from megatron.training.logging.finite import GradientProbe
+from megatron.training.logging.records import StepResult
 from megatron.training.loss_spikes import SpikeVerdict
 from megatron.training.rewind import go_back
-from megatron.training.trainer import StepResult, Trainer
+from megatron.training.trainer import Trainer
 
 
 def train(trainer: Trainer) -> ExitDecision | None:
@@ -77,7 +78,12 @@ def train_step(trainer: Trainer) -> StepResult:
         judge=None if trainer.spikes is None else partial(trainer.spikes.judge, iteration=trainer.state.iteration + 1),
         **arguments_of_schedule(trainer.optimizer, trainer.splits.train),
     )
-    return dataclasses.replace(result, params_norm=norm_of_weights(trainer))
+    return dataclasses.replace(
+        result,
+        params_norm=norm_of_weights(trainer),
+        sample_ids=trainer.splits.train.sample_ids,
+        gradients_finite=[] if trainer.probe is None else trainer.probe.take(),
+    )
 
 
 def arguments_of_schedule(optimizer: MegatronOptimizer, data: StepData) -> dict[str, Any]:
@@ -151,7 +157,15 @@ def run_step(
     with timed(timers, "optimizer", 1):
         updated = (update or optimizer.step_on_device)(losses_are_finite(reports, loss_scale.device))
     scheduler.advance_on_device(updated.update_applied, increment=global_batch_size)
-    return StepResult(reports, updated, learning_rate, loss_scale, spike=spike, decoupled_learning_rate=decoupled)
+    return StepResult(
+        reports,
+        updated,
+        learning_rate,
+        loss_scale,
+        global_batch_size,
+        decoupled_learning_rate=decoupled,
+        spike=spike,
+    )
 
 
 def rewinding(

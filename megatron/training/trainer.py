@@ -1,10 +1,9 @@
-"""A run that is set up (`Trainer`): its parts, and the small steps that the loop consists of; and the results of an
-iteration (`StepResult`)."""
+"""A run that is set up (`Trainer`): its parts, and the small steps that the loop consists of."""
 
 import contextlib
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,28 +30,11 @@ from megatron.training.hooks.hook import Hooks
 from megatron.training.launch.environment import Environment
 from megatron.training.launch.errors import write_launcher_error_file
 from megatron.training.logging.finite import GradientProbe
-from megatron.training.logging.records import ValidationRecord
+from megatron.training.logging.records import StepResult, ValidationRecord
 from megatron.training.logging.training_log import TrainingLog
-from megatron.training.loss_spikes import LossSpikes, SpikeVerdict
+from megatron.training.loss_spikes import LossSpikes
 from megatron.training.providers import ForwardStep, NonLossFunctions
 from megatron.training.state import TrainState
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """The results of one iteration. Every tensor is still on the device."""
-
-    reports: Sequence[Mapping[str, Tensor]]
-    """The reporting dict of each micro-batch; empty where the loss is not computed."""
-    update: StepUpdate
-    learning_rate: Tensor
-    """Rate of this update, for parameters without a rate of their own."""
-    loss_scale: Tensor
-    params_norm: Tensor | None = None
-    spike: SpikeVerdict | None = None
-    """What --loss-spike-action says about the loss; None without it."""
-    decoupled_learning_rate: Tensor | None = None
-    """Rate of this update for the embedding and the output layer, if --decoupled-lr is given."""
 
 
 @dataclass
@@ -132,32 +114,13 @@ class Trainer:
         return self.batches.num_microbatches
 
     def record_step(self, result: StepResult) -> None:
-        """Counts what a step consumed and passes its values to the log."""
-        samples = self.batches.global_batch_size
+        """Counts what a step consumed and passes its results to the log."""
+        samples = result.global_batch_size
         self.state.iteration += 1
         self.state.consumed_train_samples += samples
         self.state.consumed_tokens += samples * self.config.data.seq_length
         self.state.floating_point_operations_so_far += samples * (self.log.flops_per_sample or 0.0)
-        self.log.step(
-            self.state.iteration,
-            result.reports,
-            grad_norm=result.update.grad_norm,
-            update_applied=result.update.update_applied,
-            num_zeros=result.update.num_zeros,
-            params_norm=result.params_norm,
-            max_attention_logit=result.update.max_attention_logit,
-            learning_rate=result.learning_rate,
-            decoupled_learning_rate=result.decoupled_learning_rate,
-            loss_scale=result.loss_scale,
-            consumed_samples=self.state.consumed_train_samples,
-            tokens=self.state.consumed_tokens,
-            global_batch_size=samples,
-            sample_ids=self.splits.train.sample_ids,
-            loss_z_score=None if result.spike is None else result.spike.z_score,
-            loss_spike=None if result.spike is None else result.spike.is_spike,
-            update_allowed=None if result.spike is None else result.spike.update_allowed,
-            gradients_finite=[] if self.probe is None else self.probe.take(),
-        )
+        self.log.step(result, self.state)
 
     def skips_step(self) -> bool:
         """Whether --iterations-to-skip names the next iteration, or a rewound run leaves it out."""

@@ -21,10 +21,8 @@ from torch import Tensor
 from megatron.core.collectives import Group, all_reduce
 from megatron.training.data.source_losses import SOURCE
 from megatron.training.logging.finite import NonFinite, name_non_finite
-from megatron.training.logging.records import StepRecord
-
-Scalar = Tensor | float | int | bool | None
-"""A value of a step: a tensor on the device, a number on the host, or None if it is not measured."""
+from megatron.training.logging.records import StepRecord, StepResult
+from megatron.training.state import TrainState
 
 
 @dataclass(frozen=True)
@@ -55,8 +53,8 @@ class _Pending:
     names: tuple[str, ...]
     values: Tensor
     """[micro-batches, names, 2] float64: sums and counts of this rank."""
-    on_device: dict[str, Tensor]
-    on_host: dict[str, float]
+    scalars: dict[str, Tensor]
+    """The other values of the step, by name, as far as they were measured."""
     gradients_finite: tuple[Tensor, ...]
     sample_ids: Sequence[Sequence[int]]
 
@@ -125,50 +123,24 @@ class StepMetrics:
     # -----------------------------------------------------------------------------------------------------------------
     # During the step: nothing here waits for the device
 
-    def record(
-        self,
-        iteration: int,
-        reports: Sequence[Mapping[str, Tensor]],
-        *,
-        grad_norm: Scalar = None,
-        update_applied: Scalar = True,
-        params_norm: Scalar = None,
-        max_attention_logit: Scalar = None,
-        num_zeros: Scalar = None,
-        learning_rate: Scalar = None,
-        decoupled_learning_rate: Scalar = None,
-        loss_scale: Scalar = None,
-        consumed_samples: int = 0,
-        tokens: int = 0,
-        global_batch_size: int = 0,
-        sample_ids: Sequence[Sequence[int]] = (),
-        gradients_finite: Sequence[Tensor] = (),
-        loss_z_score: Scalar = None,
-        loss_spike: Scalar = None,
-        update_allowed: Scalar = None,
-    ) -> None:
-        """Takes the values of one iteration. Device tensors are copied on the device at once and may be reused.
-
-        `reports` has the reporting dict of the loss function for each micro-batch: [sum, count], or one value.
-        `sample_ids` has the ids of each micro-batch's samples. `gradients_finite` has a flag for each micro-batch, if
-        gradients are probed. An update that was not applied counts as a non-finite step only if `update_allowed` is
-        True.
-        """
-        names = tuple(reports[0]) if reports else ()
-        measured: dict[str, Scalar] = {"grad_norm": grad_norm, "update_applied": update_applied}
-        measured |= {"params_norm": params_norm, "num_zeros": num_zeros, "loss_scale": loss_scale}
-        measured |= {"max_attention_logit": max_attention_logit}
-        measured |= {"learning_rate": learning_rate, "decoupled_learning_rate": decoupled_learning_rate}
-        measured |= {"loss_z_score": loss_z_score, "loss_spike": loss_spike, "update_allowed": update_allowed}
-        on_device = {name: self._scalar(value) for name, value in measured.items() if isinstance(value, Tensor)}
+    def record(self, result: StepResult, counts: TrainState) -> None:
+        """Takes the results of one iteration; `counts` are those of the run after it. Tensors are copied on the device
+        at once and may be reused. An update that was not applied counts as a non-finite step unless the spike's verdict
+        refused it."""
+        names = tuple(result.reports[0]) if result.reports else ()
         pending = _Pending(
-            record=StepRecord(iteration, {}, True, consumed_samples, tokens, global_batch_size),
+            record=StepRecord(
+                iteration=counts.iteration,
+                losses={},
+                consumed_samples=counts.consumed_train_samples,
+                tokens=counts.consumed_tokens,
+                global_batch_size=result.global_batch_size,
+            ),
             names=names,
-            values=self._stack(reports, names),
-            on_device=on_device,
-            on_host={n: float(v) for n, v in measured.items() if v is not None and not isinstance(v, Tensor)},
-            gradients_finite=tuple(self._scalar(flag) for flag in gradients_finite),
-            sample_ids=sample_ids,
+            values=self._stack(result.reports, names),
+            scalars={name: self._scalar(value) for name, value in _scalars(result).items() if value is not None},
+            gradients_finite=tuple(self._scalar(flag) for flag in result.gradients_finite),
+            sample_ids=result.sample_ids,
         )
         self._pending.append(pending)
         if self._trouble is not None:
@@ -200,13 +172,9 @@ class StepMetrics:
         trouble |= ~torch.isfinite(pending.values).all()
         if not self.expect_overflow:
             flags = list(pending.gradients_finite)
-            if "update_applied" in pending.on_device:
-                allowed = pending.on_device.get("update_allowed", torch.ones_like(trouble))
-                flags.append(pending.on_device["update_applied"].bool() | ~allowed.bool())
-            if flags:
-                trouble |= ~torch.stack([flag.bool() for flag in flags]).all()
-            if not pending.on_host.get("update_applied", True):
-                trouble.fill_(True)
+            allowed = pending.scalars.get("update_allowed", torch.ones_like(trouble))
+            flags.append(pending.scalars["update_applied"].bool() | ~allowed.bool())
+            trouble |= ~torch.stack([flag.bool() for flag in flags]).all()
         self._trouble_on_host.copy_(trouble, non_blocking=True)
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -251,7 +219,7 @@ class StepMetrics:
         local = []
         for pending in self._pending:
             local += [pending.values.reshape(-1), *(scalar.view(1) for scalar in pending.gradients_finite)]
-            local += [scalar.view(1) for scalar in pending.on_device.values()]
+            local += [scalar.view(1) for scalar in pending.scalars.values()]
         totals = torch.cat([pending.values.sum(dim=0).view(-1) for pending in self._pending])
         if totals.numel():  # empty on ranks that compute no loss
             all_reduce(totals, self.group)
@@ -266,10 +234,8 @@ class StepMetrics:
             {name: _ratio(next(host), next(host)) for name in pending.names} for _ in range(len(pending.values))
         ]
         finite = [bool(next(host)) for _ in pending.gradients_finite]
-        measured: dict[str, Any] = dict(pending.on_host)
-        for name in pending.on_device:
-            measured[name] = next(host)
-        applied = bool(measured.pop("update_applied", True))
+        measured: dict[str, Any] = {name: next(host) for name in pending.scalars}
+        applied = bool(measured.pop("update_applied"))
         num_zeros = measured.pop("num_zeros", None)
         measured.pop("update_allowed", None)
         if measured.get("max_attention_logit") == -math.inf:  # no layer has attention
@@ -302,6 +268,28 @@ class StepMetrics:
             pending.sample_ids,
         )
         return step, named
+
+
+def _scalars(result: StepResult) -> dict[str, Tensor | None]:
+    """Returns the values of a step that are single numbers, by name; None for those that were not measured."""
+    update, spike = result.update, result.spike
+    scalars = {
+        "grad_norm": update.grad_norm,
+        "update_applied": update.update_applied,
+        "num_zeros": update.num_zeros,
+        "max_attention_logit": update.max_attention_logit,
+        "params_norm": result.params_norm,
+        "loss_scale": result.loss_scale,
+        "learning_rate": result.learning_rate,
+        "decoupled_learning_rate": result.decoupled_learning_rate,
+    }
+    if spike is not None:
+        scalars |= {
+            "loss_z_score": spike.z_score,
+            "loss_spike": spike.is_spike,
+            "update_allowed": spike.update_allowed,
+        }
+    return scalars
 
 
 def _ratio(total: float, count: float) -> float:

@@ -5,12 +5,42 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
+from torch import Tensor
+
+from megatron.core.optimizer import StepUpdate
 from megatron.training.logging.memory import MemoryReport
+from megatron.training.loss_spikes import SpikeVerdict
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The results of one training step, as `loop.train_step` returns them and the log reads them. Every tensor is still
+    on the device."""
+
+    reports: Sequence[Mapping[str, Tensor]]
+    """The reporting dict of the loss function for each micro-batch: [sum, count], or one value. Empty where the loss is
+    not computed."""
+    update: StepUpdate
+    learning_rate: Tensor
+    """Rate of this update, for parameters without a rate of their own."""
+    loss_scale: Tensor
+    global_batch_size: int
+    """Samples of the step, over all ranks."""
+    decoupled_learning_rate: Tensor | None = None
+    """Rate of this update for the embedding and the output layer, if --decoupled-lr is given."""
+    params_norm: Tensor | None = None
+    """2-norm of all weights after the update; only for a log line with --log-params-norm."""
+    spike: SpikeVerdict | None = None
+    """What --loss-spike-action says about the loss; None without it."""
+    sample_ids: Sequence[Sequence[int]] = ()
+    """Ids of the samples of each micro-batch on this rank."""
+    gradients_finite: Sequence[Tensor] = ()
+    """For each micro-batch, whether the gradient at the embedding is finite; empty if gradients are not probed."""
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """The values of one training iteration. Only `reported` is averaged over iterations."""
+    """The values of one training iteration, on the host. Only `reported` is averaged over iterations."""
 
     iteration: int
     losses: Mapping[str, float]

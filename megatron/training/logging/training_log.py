@@ -4,7 +4,7 @@
     log.start(state.iteration)
     while ...:
         ...                                          # the step
-        log.step(iteration, reports, grad_norm=..., consumed_samples=..., ...)
+        log.step(result, state)
         with log.paused():                           # evaluation, saving
             ...
             log.event("save", iteration)
@@ -20,8 +20,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from torch import Tensor
-
 from megatron.core.pipeline_parallel import runner
 from megatron.core.timers import Timers
 from megatron.training.logging.energy import EnergyMeter
@@ -29,8 +27,17 @@ from megatron.training.logging.finite import NonFinite
 from megatron.training.logging.layer_reports import LayerReports
 from megatron.training.logging.memory import MemoryReport, memory_report
 from megatron.training.logging.metrics import MetricsInterval, StepMetrics
-from megatron.training.logging.records import Event, LogRecord, LogWriter, Speed, StepRecord, ValidationRecord
+from megatron.training.logging.records import (
+    Event,
+    LogRecord,
+    LogWriter,
+    Speed,
+    StepRecord,
+    StepResult,
+    ValidationRecord,
+)
 from megatron.training.logging.throughput import StepClock, speed
+from megatron.training.state import TrainState
 
 TIMERS_OF_STEP = (
     "forward-backward",
@@ -140,17 +147,14 @@ class TrainingLog:
             writer.went_back(iteration)
         self.start(iteration)
 
-    def step(
-        self, iteration: int, reports: Sequence[Mapping[str, Tensor]], *, skipped_samples: int = 0, **values: Any
-    ) -> tuple[NonFinite, ...]:
-        """Takes the values of one iteration, and writes a log line if one is due.
-
-        `values` are those of `StepMetrics.record`; `skipped_samples` is the number of samples that the run has skipped
-        so far. Returns the non-finite values that this rank knows of now; they were printed and logged already.
-        """
+    def step(self, result: StepResult, counts: TrainState) -> tuple[NonFinite, ...]:
+        """Takes the results of one iteration, and writes a log line if one is due. `counts` are those of the run after
+        the iteration. Returns the non-finite values that this rank knows of now; they were printed and logged
+        already."""
         assert self._first is not None, "start() comes first"
-        self.metrics.record(iteration, reports, **values)
-        self._iteration, self._consumed = iteration, values.get("consumed_samples", 0)
+        iteration, skipped_samples = counts.iteration, counts.skipped_train_samples
+        self.metrics.record(result, counts)
+        self._iteration, self._consumed = iteration, counts.consumed_train_samples
         self._iterations_since_line += 1
         for writer in self.writers:
             writer.progress(iteration)

@@ -6,10 +6,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.processes import run_on_ranks
+from support.step_results import step
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.training.logging.finite import GradientProbe
 from megatron.training.logging.metrics import StepMetrics
+
+NOT_APPLIED = torch.tensor(False)
+INFINITE = torch.tensor(math.inf)
 
 
 def report(total, count, name="lm loss"):
@@ -18,11 +22,11 @@ def report(total, count, name="lm loss"):
 
 def test_loss_is_weighted_by_tokens_within_and_plain_over_iterations():
     metrics = StepMetrics("cpu")
-    metrics.record(1, [report(10.0, 5), report(2.0, 1)])  # 12 / 6 = 2
-    metrics.record(2, [report(8.0, 2), report(0.0, 0)])  # 8 / 2 = 4
-    metrics.record(3, [report(100.0, 1)], update_applied=torch.tensor(False))  # skipped: not averaged
+    metrics.record(*step(1, [report(10.0, 5), report(2.0, 1)]))  # 12 / 6 = 2
+    metrics.record(*step(2, [report(8.0, 2), report(0.0, 0)]))  # 8 / 2 = 4
+    metrics.record(*step(3, [report(100.0, 1)], update_applied=NOT_APPLIED))  # skipped: not averaged
     interval = metrics.collect(reset=True)
-    assert [step.losses["lm loss"] for step in interval.steps] == [2.0, 4.0, 100.0]
+    assert [each.losses["lm loss"] for each in interval.steps] == [2.0, 4.0, 100.0]
     assert interval.losses == {"lm loss": 3.0}
     assert (interval.iterations, interval.skipped, interval.nan) == (3, 1, 0)
 
@@ -30,11 +34,13 @@ def test_loss_is_weighted_by_tokens_within_and_plain_over_iterations():
 def test_one_value_is_averaged_over_microbatches():
     metrics = StepMetrics("cpu")
     metrics.record(
-        1,
-        [
-            {"sop loss": torch.tensor(1.0), "lm loss": torch.tensor([2.0])},
-            {"sop loss": torch.tensor(2.0), "lm loss": torch.tensor([4.0])},
-        ],
+        *step(
+            1,
+            [
+                {"sop loss": torch.tensor(1.0), "lm loss": torch.tensor([2.0])},
+                {"sop loss": torch.tensor(2.0), "lm loss": torch.tensor([4.0])},
+            ],
+        )
     )
     assert metrics.collect(reset=True).losses == {"sop loss": 1.5, "lm loss": 3.0}
 
@@ -44,16 +50,18 @@ def test_every_value_arrives_as_it_was_when_recorded():
     lr, norm = torch.tensor(1e-3, dtype=torch.float64), torch.tensor(0.25)
     for iteration in (1, 2):
         metrics.record(
-            iteration,
-            [report(1.0, 1)],
-            learning_rate=lr,
-            grad_norm=norm,
-            loss_scale=1024.0,
-            num_zeros=torch.tensor(7),
-            params_norm=None,
-            consumed_samples=8 * iteration,
-            tokens=80 * iteration,
-            global_batch_size=8,
+            *step(
+                iteration,
+                [report(1.0, 1)],
+                learning_rate=lr,
+                grad_norm=norm,
+                loss_scale=1024.0,
+                num_zeros=torch.tensor(7),
+                params_norm=None,
+                consumed_samples=8 * iteration,
+                tokens=80 * iteration,
+                global_batch_size=8,
+            )
         )
         lr += 1e-3
         norm *= 2
@@ -67,12 +75,12 @@ def test_every_value_arrives_as_it_was_when_recorded():
 
 def test_a_line_without_reset_leaves_the_averages():
     metrics = StepMetrics("cpu")
-    metrics.record(1, [report(6.0, 1)])
+    metrics.record(*step(1, [report(6.0, 1)]))
     first = metrics.collect(reset=False)
     assert first.losses == {"lm loss": 6.0}
-    metrics.record(2, [report(2.0, 1)])
+    metrics.record(*step(2, [report(2.0, 1)]))
     second = metrics.collect(reset=True)
-    assert [step.iteration for step in second.steps] == [2]  # every iteration comes once
+    assert [each.iteration for each in second.steps] == [2]  # every iteration comes once
     assert second.losses == {"lm loss": 4.0}
     assert second.iterations == 2
     empty = metrics.collect(reset=True)
@@ -83,7 +91,7 @@ def test_a_line_without_reset_leaves_the_averages():
 
 def test_nothing_counted_is_zero_not_nan():
     metrics = StepMetrics("cpu")
-    metrics.record(1, [report(0.0, 0)])
+    metrics.record(*step(1, [report(0.0, 0)]))
     interval = metrics.collect(reset=True)
     assert interval.losses == {"lm loss": 0.0}
     assert interval.nan == 0
@@ -92,14 +100,16 @@ def test_nothing_counted_is_zero_not_nan():
 def test_a_non_finite_loss_is_named_with_its_samples():
     metrics = StepMetrics("cpu", rank=3)
     assert not metrics.trouble_seen()
-    metrics.record(6, [report(1.0, 1)], sample_ids=[[0]])
+    metrics.record(*step(6, [report(1.0, 1)], sample_ids=[[0]]))
     assert not metrics.trouble_seen()
     metrics.record(
-        7,
-        [report(1.0, 1), report(math.nan, 4), report(1.0, 1)],
-        update_applied=torch.tensor(False),
-        grad_norm=torch.tensor(math.nan),
-        sample_ids=[[40, 41], [42, 43], [44, 45]],
+        *step(
+            7,
+            [report(1.0, 1), report(math.nan, 4), report(1.0, 1)],
+            update_applied=NOT_APPLIED,
+            grad_norm=torch.tensor(math.nan),
+            sample_ids=[[40, 41], [42, 43], [44, 45]],
+        )
     )
     assert metrics.trouble_seen()
     interval = metrics.collect(reset=True)
@@ -119,12 +129,14 @@ def test_a_non_finite_gradient_is_named_by_the_probe():
         (head(embedding(torch.arange(3))).sum() * scale).backward()
     metrics = StepMetrics("cpu", rank=1)
     metrics.record(
-        5,
-        [report(1.0, 1), report(1.0, 1)],
-        update_applied=torch.tensor(False),
-        grad_norm=torch.tensor(math.inf),
-        gradients_finite=probe.take(),
-        sample_ids=[[8], [9]],
+        *step(
+            5,
+            [report(1.0, 1), report(1.0, 1)],
+            update_applied=NOT_APPLIED,
+            grad_norm=INFINITE,
+            gradients_finite=probe.take(),
+            sample_ids=[[8], [9]],
+        )
     )
     assert metrics.trouble_seen()
     (found,) = metrics.collect(reset=True).non_finite
@@ -149,14 +161,22 @@ def test_a_probe_goes_by_micro_batches_whatever_the_order_of_their_backwards():
 
 def test_a_rank_that_sees_what_others_see_names_nothing():
     metrics = StepMetrics("cpu", names=False)
-    metrics.record(5, [report(math.nan, 1)], update_applied=False, grad_norm=math.inf, sample_ids=[[8]])
+    metrics.record(
+        *step(
+            5,
+            [report(math.nan, 1)],
+            update_applied=NOT_APPLIED,
+            grad_norm=INFINITE,
+            sample_ids=[[8]],
+        )
+    )
     assert metrics.trouble_seen() and metrics.collect(reset=True).non_finite == ()
 
 
 def test_a_rank_that_computes_no_loss():
     """It knows norms and counts, and takes part in no sum of losses."""
     metrics = StepMetrics("cpu", group=_NoGroup())  # type: ignore[arg-type]
-    metrics.record(3, [], grad_norm=torch.tensor(2.0), update_applied=torch.tensor(True), consumed_samples=8)
+    metrics.record(*step(3, [], grad_norm=torch.tensor(2.0), update_applied=torch.tensor(True), consumed_samples=8))
     interval = metrics.collect(reset=True)
     assert interval.losses == {} and (interval.nan, interval.skipped) == (0, 0) and not metrics.trouble_seen()
     assert interval.last is not None and (interval.last.grad_norm, interval.last.consumed_samples) == (2.0, 8)
@@ -168,7 +188,15 @@ class _NoGroup:
 
 def test_a_non_finite_norm_alone_names_all_samples():
     metrics = StepMetrics("cpu")
-    metrics.record(5, [report(1.0, 1)] * 2, update_applied=False, grad_norm=math.inf, sample_ids=[[8], [9]])
+    metrics.record(
+        *step(
+            5,
+            [report(1.0, 1)] * 2,
+            update_applied=NOT_APPLIED,
+            grad_norm=INFINITE,
+            sample_ids=[[8], [9]],
+        )
+    )
     assert metrics.trouble_seen()
     (found,) = metrics.collect(reset=True).non_finite
     assert (found.what, found.microbatch, found.sample_ids) == ("gradient norm", None, (8, 9))
@@ -176,18 +204,20 @@ def test_a_non_finite_norm_alone_names_all_samples():
 
 def test_an_overflow_that_the_loss_scale_will_mend_is_counted_only():
     metrics = StepMetrics("cpu", expect_overflow=True)
-    flags = [torch.tensor(False)]
+    flags = [NOT_APPLIED]
     metrics.record(
-        1,
-        [report(1.0, 1)],
-        update_applied=torch.tensor(False),
-        grad_norm=torch.tensor(math.inf),
-        gradients_finite=flags,
+        *step(
+            1,
+            [report(1.0, 1)],
+            update_applied=NOT_APPLIED,
+            grad_norm=INFINITE,
+            gradients_finite=flags,
+        )
     )
     assert not metrics.trouble_seen()
     interval = metrics.collect(reset=True)
     assert (interval.non_finite, interval.skipped) == ((), 1)
-    metrics.record(2, [report(math.inf, 1)], update_applied=torch.tensor(False))
+    metrics.record(*step(2, [report(math.inf, 1)], update_applied=NOT_APPLIED))
     assert metrics.trouble_seen()
     assert len(metrics.collect(reset=True).non_finite) == 1
 
@@ -210,12 +240,14 @@ def test_recording_reads_nothing():
     with ReadsToHost() as reads:
         for iteration in range(1, 5):
             metrics.record(
-                iteration,
-                [report(1.0, 1), report(2.0, 1)],
-                update_applied=torch.tensor(True),
-                grad_norm=torch.tensor(1.0),
-                gradients_finite=[torch.tensor(True)],
-                sample_ids=[[1], [2]],
+                *step(
+                    iteration,
+                    [report(1.0, 1), report(2.0, 1)],
+                    update_applied=torch.tensor(True),
+                    grad_norm=torch.tensor(1.0),
+                    gradients_finite=[torch.tensor(True)],
+                    sample_ids=[[1], [2]],
+                )
             )
         assert reads.seen == []
         metrics.collect(reset=True)
@@ -234,13 +266,15 @@ def test_nothing_synchronizes_between_two_lines():
     try:
         for iteration in range(1, 4):
             metrics.record(
-                iteration,
-                [{"lm loss": total}] * 4,
-                update_applied=flag,
-                grad_norm=norm,
-                learning_rate=norm,
-                gradients_finite=[flag] * 4,
-                sample_ids=[[0]] * 4,
+                *step(
+                    iteration,
+                    [{"lm loss": total}] * 4,
+                    update_applied=flag,
+                    grad_norm=norm,
+                    learning_rate=norm,
+                    gradients_finite=[flag] * 4,
+                    sample_ids=[[0]] * 4,
+                )
             )
             metrics.trouble_seen()
         interval = metrics.collect(reset=True)
@@ -250,7 +284,7 @@ def test_nothing_synchronizes_between_two_lines():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert interval.losses == {"lm loss": 2.0}
-    metrics.record(4, [{"lm loss": total * math.nan}], update_applied=flag)
+    metrics.record(*step(4, [{"lm loss": total * math.nan}], update_applied=flag))
     torch.cuda.synchronize()
     assert metrics.trouble_seen()
 
@@ -260,10 +294,10 @@ def record_two_iterations() -> tuple[float, float, int, list[str]]:
     rank = dist.get_rank()
     metrics = StepMetrics("cpu", group=dist.group.WORLD, rank=rank)
     pairs = [[(10.0, 4), (2.0, 1)], [(3.0, 5), (9.0, 2)]][rank]
-    metrics.record(1, [{"lm loss": torch.tensor(pair)} for pair in pairs], sample_ids=[[rank], [rank + 2]])
+    metrics.record(*step(1, [{"lm loss": torch.tensor(pair)} for pair in pairs], sample_ids=[[rank], [rank + 2]]))
     bad = math.nan if rank == 1 else 1.0
     reports = [{"lm loss": torch.tensor([1.0, 1.0])}, {"lm loss": torch.tensor([bad, 1.0])}]
-    metrics.record(2, reports, sample_ids=[[4 + rank], [6 + rank]])
+    metrics.record(*step(2, reports, sample_ids=[[4 + rank], [6 + rank]]))
     interval = metrics.collect(reset=True)
     first = interval.steps[0].losses["lm loss"]
     return first, interval.losses["lm loss"], interval.nan, list(map(str, interval.non_finite))

@@ -6,6 +6,7 @@ from datetime import datetime
 
 import pytest
 import torch
+from support.step_results import step
 
 from megatron.core.timers import Timers
 from megatron.training.logging import training_log
@@ -49,13 +50,15 @@ def take_steps(log, first, last, loss=float, **values):
     named = []
     for iteration in range(first, last + 1):
         named += log.step(
-            iteration,
-            [{"lm loss": torch.tensor([loss(iteration), 1.0])}],
-            consumed_samples=4 * iteration,
-            tokens=128 * iteration,
-            global_batch_size=4,
-            learning_rate=0.1,
-            **values,
+            *step(
+                iteration,
+                [{"lm loss": torch.tensor([loss(iteration), 1.0])}],
+                consumed_samples=4 * iteration,
+                tokens=128 * iteration,
+                global_batch_size=4,
+                learning_rate=torch.tensor(0.1, dtype=torch.float64),
+                **values,
+            )
         )
     return named
 
@@ -80,6 +83,16 @@ def test_lines_come_after_the_first_iteration_and_at_the_interval(tmp_path):
     assert "learning rate: 1.000000E-01 | global batch size:     4 | lm loss: 2.500000E+00 |" in format_line(
         writer.lines[1]
     )
+
+
+def test_a_line_says_how_many_samples_the_run_skipped(tmp_path):
+    writer = Lines()
+    log = make_log(tmp_path / "metrics.jsonl", writer, log_interval=1)
+    log.start(0)
+    take_steps(log, 1, 1)
+    take_steps(log, 2, 2, skipped_samples=32)
+    assert "skipped samples:" not in format_line(writer.lines[0])
+    assert "| skipped samples:           32 |" in format_line(writer.lines[1])
 
 
 def test_times_of_the_parts_of_a_step(tmp_path):
