@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.gpus import need_room
 from torch import Tensor
 
 from megatron.core import parallel_state
@@ -34,6 +35,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.layer_inputs import LayerInputs
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils.rendezvous import local_device
 
 ROOT = Path(__file__).parents[2]
 ROW, RANKS = 1024, 4
@@ -224,7 +226,7 @@ def split(feature: dict[str, Any], dtype: torch.dtype, cp_comm_type: str) -> lis
 
 
 def main(answers: Path) -> None:
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(local_device())
     world = int(os.environ["WORLD_SIZE"])
     levels = {"hierarchical_context_parallel_sizes": [2, 2]} if world == 4 else {}
     parallel_state.initialize_model_parallel(context_parallel_size=world, **levels)
@@ -241,8 +243,7 @@ def main(answers: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_exchanges_over_nccl(ranks: int, tmp_path: Path) -> None:
-    if torch.cuda.device_count() < ranks:
-        pytest.skip(f"needs {ranks} GPUs, {torch.cuda.device_count()} are here")
+    need_room(ranks)
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
     done = subprocess.run([*launcher, __file__, str(tmp_path)], capture_output=True, text=True, env=environment)

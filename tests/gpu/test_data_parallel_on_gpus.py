@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.gpus import two_ranks
 from support.small_models import SmallModel, batch
 from torch import Tensor
 
@@ -24,7 +25,7 @@ SAMPLES = 8
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+    two_ranks,
 ]
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from support.gpus import two_ranks
 from torch import Tensor, nn
 
 from megatron.core.parameters import name_parameters
@@ -24,11 +25,12 @@ from megatron.core.transformer.layer_inputs import LayerInputs
 from megatron.core.transformer.moe.experts import GroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils.rendezvous import local_device
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+    two_ranks,
 ]
 FLEX: dict[str, Any] = {"moe_token_dispatcher_type": "flex"}
 OWN, PEERS = {"moe_local_token_overlap": True}, {"moe_flex_transport": "symmetric-memory"}
@@ -84,7 +86,7 @@ def on_this_rank(way: str, precision: dict[str, bool], device: str) -> list[Tens
 def main(answers: Path) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(local_device())
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     ways = [way for way in WAYS if device == "cuda" or "memory" not in way]
     errors: dict[str, dict[str, float]] = {}

@@ -1,8 +1,8 @@
 """Any layout, the same model, over nccl: the cells of tests/parity that the GPUs at hand can hold.
 
 In float32 without TF32 every number agrees with one process in float64 to 1e-5; in bfloat16 losses stay within 0.01 of
-those of one GPU over 20 steps. Cells of two ranks need two GPUs, those of four need four; a cell that is left out says
-how many it needs.
+those of one GPU over 20 steps. Cells of two ranks need two GPUs, those of four need four, unless ranks may share a GPU
+(support/gpus.py); a cell that is left out says how many it needs.
 """
 
 import multiprocessing
@@ -19,9 +19,9 @@ from parity.model_list import MODELS
 from parity.mutated import mean_losses
 from parity.program import Precision, train
 from parity.reference import reference
+from support.gpus import ROOM, need_room, two_ranks
 from support.pool import Pool
 
-PRESENT = torch.cuda.device_count()
 CELLS = [cell for cell in quick_cells() if 2 <= cell.layout.ranks <= 4]
 LR = 3e-4
 """Small enough that steps do not amplify what is rounded: Adam's first step is one of full size wherever a gradient is
@@ -32,7 +32,7 @@ FLOAT32 = Precision({"params_dtype": torch.float32}, {"lr": LR})
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(PRESENT < 2, reason=f"layouts need two GPUs, {PRESENT} are here"),
+    two_ranks,
     pytest.mark.timeout(900),
 ]
 
@@ -41,13 +41,12 @@ pytestmark = [
 def gpus() -> Iterator[Pool]:
     # A process that was forked cannot use CUDA where its parent has.
     context = multiprocessing.get_context("spawn")
-    with Pool(4 if PRESENT >= 4 else 2, device="cuda", backend="cpu:gloo,cuda:nccl", context=context) as pool:
+    with Pool(4 if ROOM >= 4 else 2, device="cuda", backend="cpu:gloo,cuda:nccl", context=context) as pool:
         yield pool
 
 
 def trained(pool: Pool, cell: Cell, steps: int, precision: Precision, lean: bool = False) -> list[Evidence]:
-    if cell.layout.ranks > pool.world_size:
-        pytest.skip(f"{cell.name} needs {cell.layout.ranks} GPUs, {PRESENT} are here")
+    need_room(cell.layout.ranks)
     ranks: list[Evidence] = pool.run(on_this_gpu, cell.layout.ranks, cell, steps, precision, lean)
     return ranks
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import torch
-from support import user_scripts
+from support import gpus, user_scripts
+from support.gpus import need_room
 from support.user_scripts import FLAGS, LOOP, LOOP_RELEASES, RELEASES, ROOT, entry_scripts, losses_in, script
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
@@ -45,8 +45,7 @@ LAYOUTS = [(0, ""), (2, "--tensor-model-parallel-size 2"), (2, ""), (2, "--pipel
 @pytest.mark.parametrize(("processes", "flags"), LAYOUTS)
 @pytest.mark.parametrize("kind", FLAGS)
 def test_two_iterations(kind: str, processes: int, flags: str, tmp_path: Path) -> None:
-    if torch.cuda.device_count() < processes:
-        pytest.skip(f"needs {processes} GPUs")
+    need_room(processes)
     releases = RELEASES
     if kind == "t5":
         releases = RELEASES[2:6] if "pipeline" in flags else RELEASES[2:]  # earlier ones report another mean
@@ -66,8 +65,7 @@ def test_two_iterations_in_bfloat16(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("release", LOOP_RELEASES)
 def test_the_loop(release: str, processes: int, tmp_path: Path) -> None:
-    if torch.cuda.device_count() < processes:
-        pytest.skip(f"needs {processes} GPUs")
-    for printed in run(processes, [script(release, LOOP)], tmp_path):
+    need_room(processes)
+    for printed in run(processes, [gpus.__file__, script(release, LOOP)], tmp_path):
         assert printed.count("Losses reduced: [{'lm loss'") == 2
         assert "Successfully loaded the model" in printed

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.gpus import need_room
 from torch import Tensor, nn
 
 from megatron.core import parallel_state
@@ -23,6 +24,7 @@ from megatron.core.parameters import name_parameters
 from megatron.core.piece_exchange import PieceExchange, open_exchange
 from megatron.core.process_groups_config import default_collection
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.utils.rendezvous import local_device
 from megatron.core.utils.torch_private import sleep_on_gpu
 
 ROOT = Path(__file__).parents[2]
@@ -152,7 +154,7 @@ def wrong_elements(transport: str) -> int:
 
 def main(answers: Path) -> None:
     if ON_GPU:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(local_device())
     world = int(os.environ["WORLD_SIZE"])
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=world)
     found = {transport: (layer_errors(transport), wrong_elements(transport)) for transport in TRANSPORTS}
@@ -164,8 +166,7 @@ def main(answers: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_pieces_are_what_whole_products_are(ranks: int, tmp_path: Path) -> None:
-    if torch.cuda.device_count() < ranks:
-        pytest.skip(f"needs {ranks} GPUs, {torch.cuda.device_count()} are here")
+    need_room(ranks)
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
     done = subprocess.run([*launcher, __file__, str(tmp_path)], capture_output=True, text=True, env=environment)

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from support import gpu_runs
 from support.gpu_runs import DROPOUT, FLAGS, ITERATIONS, RUNS, WATCHED
+from support.gpus import need_room
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
@@ -70,8 +70,7 @@ def difference(one: list[float], other: list[float]) -> float:
 def test_bf16_on_gpus_follows_float32_on_the_cpu(
     processes: int, data: list[str], on_cpu: list[float], tmp_path: Path
 ) -> None:
-    if torch.cuda.device_count() < processes:
-        pytest.skip(f"needs {processes} GPUs")
+    need_room(processes)
     on_gpu = losses(tmp_path, processes, *data, "--bf16", gpus=True)
     apart = difference(on_cpu, on_gpu)
     print(f"{processes} GPUs: loss {on_gpu[0]:.4f} to {on_gpu[-1]:.4f}, largest difference {apart:.4f}")

@@ -213,7 +213,7 @@ def _join_world(rank: int, world_size: int, folder: str, device: str, backend: s
     torch.set_num_threads(1)
     multiprocessing.set_start_method(None, force=True)  # the system's default, not that of this process
     if device == "cuda":
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group(
         backend,
         init_method=f"file://{os.path.join(folder, 'store')}",

@@ -12,6 +12,7 @@ from megatron.core.exceptions import UserError
 from megatron.core.utils.activity import activity
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_SHARE_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 
 def started_by_torchrun() -> bool:
@@ -47,17 +48,23 @@ def _number(name: str) -> int | None:
 
 
 def local_device() -> torch.device:
-    """Returns the device of this process: the GPU of its local rank, or the CPU on a machine without GPU. Raises
-    UserError if LOCAL_RANK is no number or has no GPU."""
+    """Returns the device of this process: the GPU of its local rank, or the CPU on a machine without GPU. Ranks that
+    may share GPUs take them in turn. Raises UserError if LOCAL_RANK is no number or has no GPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    local_rank = _number("LOCAL_RANK") or 0
-    if local_rank >= torch.cuda.device_count():
+    local_rank, present = _number("LOCAL_RANK") or 0, torch.cuda.device_count()
+    if local_rank >= present and not ranks_may_share_gpus():
         raise UserError(
-            f"LOCAL_RANK {local_rank} has no GPU: this machine shows {torch.cuda.device_count()}; "
-            f"start at most that many processes on it"
+            f"LOCAL_RANK {local_rank} has no GPU: this machine shows {present}; start at most that many processes on "
+            f"it, or let processes share a GPU by the environment variable {_SHARE_GPUS}=1, with NCCL 2.30 or newer "
+            f"(slow: for trying layouts)"
         )
-    return torch.device("cuda", local_rank)
+    return torch.device("cuda", local_rank % present)
+
+
+def ranks_may_share_gpus() -> bool:
+    """Whether the environment lets NCCL have several ranks on one GPU (NCCL 2.30 and newer)."""
+    return os.environ.get(_SHARE_GPUS) == "1"
 
 
 def start_torch_distributed(

@@ -67,6 +67,9 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "3")
     with pytest.raises(UserError, match="LOCAL_RANK 3 has no GPU"):
         rendezvous.local_device()
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    assert rendezvous.local_device() == torch.device("cuda", 0)
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "0")
     monkeypatch.setenv("LOCAL_RANK", "a")
     with pytest.raises(UserError, match="LOCAL_RANK 'a'"):
         rendezvous.local_device()
