@@ -71,15 +71,24 @@ class _Step:
 
 
 class RerunStateMachine:
-    """Collects the results of a step and decides what follows from them; see the module's text."""
+    """Collects the results of a step and decides what follows from them; see the module's text.
 
-    def __init__(self, mode: RerunMode = RerunMode.DISABLED, injector: RerunErrorInjector | None = None) -> None:
+    Args:
+        leaves_non_finite: a rejected result that is not finite is reported, but is no error: the training loop of this
+            package has its own reaction to it (--nonfinite-action).
+    """
+
+    def __init__(
+        self,
+        mode: RerunMode = RerunMode.DISABLED,
+        injector: RerunErrorInjector | None = None,
+        *,
+        leaves_non_finite: bool = False,
+    ) -> None:
         self.mode = mode
         self.injector = injector if injector is not None and injector.rate > 0 else None
         """Makes up rejected results; None: all are real."""
-        self.leaves_non_finite = False
-        """A rejected result that is not finite is reported, and is an error only if this is False: the loop of this
-        package has its own reaction (--nonfinite-action)."""
+        self.leaves_non_finite = leaves_non_finite
         self.checks_results: bool | None = None
         """Whether any rank hands results to `validate_result`; None before the first step."""
         self._step: _Step | None = None
@@ -268,11 +277,16 @@ class _Process:
 
 
 def initialize_rerun_state_machine(
-    mode: RerunMode | str = RerunMode.DISABLED, error_injector: RerunErrorInjector | None = None, **unused: Any
+    mode: RerunMode | str = RerunMode.DISABLED,
+    error_injector: RerunErrorInjector | None = None,
+    *,
+    leaves_non_finite: bool = False,
+    **unused: Any,
 ) -> RerunStateMachine:
-    """Makes the machine of this process and returns it. Raises UserError for an unknown mode."""
+    """Makes the machine of this process and returns it. `leaves_non_finite`, our own keyword, is that of
+    `RerunStateMachine`. Raises UserError for an unknown mode."""
     try:
-        _Process.machine = RerunStateMachine(RerunMode(mode), error_injector)
+        _Process.machine = RerunStateMachine(RerunMode(mode), error_injector, leaves_non_finite=leaves_non_finite)
     except ValueError:
         modes = ", ".join(mode.value for mode in RerunMode)
         raise UserError(f"rerun_mode {mode}: unknown; choose from {modes}") from None

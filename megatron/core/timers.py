@@ -124,20 +124,25 @@ class Timers:
     """Timers by name: `timers("forward-backward", log_level=1).start()`.
 
     A timer whose level is above `log_level` does nothing. `log_option` selects which times of the ranks `log` shows:
-    the largest (max), the smallest and the largest (minmax), or all.
+    the largest (max), the smallest and the largest (minmax), or all. `mark(name)` returns a context that marks a part
+    of a step in a profile, at every level; None: no marks.
     """
 
     MAX_LOG_LEVEL = 2
 
-    def __init__(self, log_level: int, log_option: LogOption) -> None:
+    def __init__(
+        self,
+        log_level: int,
+        log_option: LogOption,
+        mark: Callable[[str], contextlib.AbstractContextManager[object]] | None = None,
+    ) -> None:
         if not 0 <= log_level <= self.MAX_LOG_LEVEL:
             raise UserError(f"--timing-log-level {log_level}: 0, 1 or 2")
         if log_option not in ("max", "minmax", "all"):
             raise UserError(f"--timing-log-option {log_option!r}: max, minmax or all")
         self.log_level = log_level
         self._log_option = log_option
-        self.mark: Callable[[str], contextlib.AbstractContextManager[object]] | None = None
-        """Returns a context that marks a part of a step by its name in a profile, at every level; None: no marks."""
+        self.mark = mark
         self._timers: dict[str, Timer] = {}
         self._levels: dict[str, int] = {}
         self._silent = _Silent("above the log level")

@@ -106,10 +106,11 @@ def validate_args(args: Arguments, defaults: Mapping[str, Any] | None = None) ->
     After mistakes, prints all of them and exits with code 2.
     """
     defaults = {**(defaults or {}), "datasets_of_script": True}
-    line = dataclasses.replace(args._line, values={name: getattr(args, name) for name in args._line.values})
-    changed = {name for name, value in line.values.items() if value != args._line.values[name]}
-    line.script = line.script | changed
-    line.given = {name: flag for name, flag in line.given.items() if name not in changed}
+    before = args._line
+    values = {name: getattr(args, name) for name in before.values}
+    changed = {name for name, value in values.items() if value != before.values[name]}
+    given = {name: flag for name, flag in before.given.items() if name not in changed}
+    line = dataclasses.replace(before, values=values, given=given, script=before.script | changed)
     launch_environment = dataclasses.replace(LaunchEnvironment.of_this_process(), world_size=args.world_size)
     try:
         config = resolve(line, defaults, launch_environment)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.async_saving import PendingSave, StagingMemory, begin_save
-from megatron.core.dist_checkpointing.checkpoint_selection import find_checkpoint, newest_iteration
+from megatron.core.dist_checkpointing.checkpoint_selection import newest_iteration
 from megatron.core.dist_checkpointing.chunk import Chunk
 from megatron.core.dist_checkpointing.coordination import RankCoordinator
 from megatron.core.dist_checkpointing.manifest import Manifest
@@ -329,15 +329,6 @@ def print_on_first_rank(groups: ProcessGroupCollection, *sentences: str) -> None
     """Prints sentences, one a line, on global rank 0."""
     if groups.global_rank == 0 and sentences:
         print("\n".join(sentences), flush=True)
-
-
-def read_run_description(root: str | Path, step: int | None = None) -> dict[str, Any]:
-    """Returns what the newest complete checkpoint under `root` (or that of one iteration) says about the run that wrote
-    it: `command_line`, `architecture`. Raises UserError if there is none."""
-    checkpoint = find_checkpoint(Path(root), step)
-    if checkpoint is None:
-        raise UserError(f"{root} holds no checkpoint")
-    return dict(checkpoint.manifest.config)
 
 
 def checkpoints_of_run(run: Context, config: PretrainConfig | None = None) -> Checkpoints:

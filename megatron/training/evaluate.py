@@ -1,5 +1,6 @@
 """Evaluation: mean losses over a number of global batches, and how many tokens they cover."""
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -79,7 +80,6 @@ def evaluate(
         )
     started = time.perf_counter()
     data = step_data_of(data_iterator)
-    modes = [(module, module.training) for chunk in model for module in chunk.modules()]
     sums: dict[str, Tensor] = {}
     done, collected = 0, None
     collects = non_loss is not None and non_loss.collect is None
@@ -93,11 +93,8 @@ def evaluate(
         "micro_batch_size": micro_batch_size,
         "forward_only": True,
     }
-    if data is not None:
-        kept_before, data.keeps_step = data.keeps_step, data.keeps_step or collects
-    try:
-        for chunk in model:
-            chunk.eval()
+    keeping = data.keeping_step() if data is not None and collects else contextlib.nullcontext()
+    with keeping, eval_mode(model):
         for done in range(1, num_iterations + 1):
             if data is not None:
                 data.begin(data.iteration)  # drops the rest of a global batch that no chunk has read
@@ -112,11 +109,6 @@ def evaluate(
                 if data is not None:
                     data.rewind()
                 collected = _forward(forward_backward_func, done, done, **arguments, collect_non_loss_data=True)
-    finally:
-        if data is not None:
-            data.keeps_step = kept_before
-        for module, training in modes:
-            module.training = training
     losses, counts = _mean(sums, group)
     return EvaluationResult(
         losses=losses,
@@ -127,6 +119,19 @@ def evaluate(
         seconds=time.perf_counter() - started,
         non_loss_data=collected,
     )
+
+
+@contextlib.contextmanager
+def eval_mode(model: Sequence[nn.Module]) -> Iterator[None]:
+    """Puts model chunks into eval mode inside the context. Afterwards each of their modules has its former mode."""
+    modes = [(module, module.training) for chunk in model for module in chunk.modules()]
+    try:
+        for chunk in model:
+            chunk.eval()
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def _forward(

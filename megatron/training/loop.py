@@ -174,7 +174,7 @@ def rewinding(
     """Returns a function that goes back to the start of the step that follows: data, gradients, and the biases of
     experts. It returns False if the data cannot go back: an iterator of a script's own."""
     if data is not None:
-        data.keeps_step = True
+        data.keep_step()
     modules = [module for chunk in model for module in chunk.modules()]
     routers = [module for module in modules if getattr(module, "expert_bias", None) is not None]
     biases = [router.expert_bias.detach().clone() for router in routers]

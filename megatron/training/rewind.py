@@ -39,9 +39,7 @@ def go_back(trainer: Trainer, decision: ExitDecision) -> ExitDecision | None:
         trainer.checkpoints.record_rewind(root, Rewind(spike=spike, iteration=iteration, first=first), parts)
         trainer.log.go_back(iteration)
         trainer.log.event("rewind", iteration, spike=spike, left_out=[first, spike])
-        trainer.splits.close()
-        assert trainer.open_data is not None
-        trainer.splits = trainer.open_data()
+        trainer.reopen_data()
     trainer.exit.withdraw()
     if trainer.environment.logs:
         print(

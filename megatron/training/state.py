@@ -25,6 +25,19 @@ class TrainState:
     floating_point_operations_so_far: float = 0.0
     """Operations of the model, computed by formula."""
 
+    def add_step(self, samples: int, tokens: int, operations: float = 0.0) -> None:
+        """Counts an iteration that trained on this number of samples and tokens, with `operations` of the model."""
+        self.iteration += 1
+        self.consumed_train_samples += samples
+        self.consumed_tokens += tokens
+        self.floating_point_operations_so_far += operations
+
+    def add_skipped_step(self, samples: int) -> None:
+        """Counts an iteration whose samples were read and not trained on."""
+        self.iteration += 1
+        self.consumed_train_samples += samples
+        self.skipped_train_samples += samples
+
     def to_json(self) -> dict[str, int | float]:
         """Returns the counts by name, for a checkpoint."""
         return dataclasses.asdict(self)

@@ -80,8 +80,7 @@ class Trainer:
 
     @phase.setter
     def phase(self, phase: str) -> None:
-        self.environment.progress.iteration = self.state.iteration
-        self.environment.progress.enter(phase)
+        self.environment.progress.enter(phase, self.state.iteration)
 
     @property
     def device(self) -> torch.device:
@@ -106,7 +105,7 @@ class Trainer:
     def begin_step(self) -> int:
         """Prepares for the next global batch: sets the batch size and the place in the data. Returns the number of
         micro-batches on this rank."""
-        self.environment.progress.iteration = self.state.iteration
+        self.environment.progress.reach(self.state.iteration)
         self.batches.update(self.state.consumed_train_samples)
         self.splits.train.begin(self.state.iteration)
         if self.splits.train.recent is not None:
@@ -116,10 +115,11 @@ class Trainer:
     def record_step(self, result: StepResult) -> None:
         """Counts what a step consumed and passes its results to the log."""
         samples = result.global_batch_size
-        self.state.iteration += 1
-        self.state.consumed_train_samples += samples
-        self.state.consumed_tokens += samples * self.config.data.seq_length
-        self.state.floating_point_operations_so_far += samples * (self.log.flops_per_sample or 0.0)
+        self.state.add_step(
+            samples,
+            tokens=samples * self.config.data.seq_length,
+            operations=samples * (self.log.flops_per_sample or 0.0),
+        )
         self.log.step(result, self.state)
 
     def skips_step(self) -> bool:
@@ -136,9 +136,7 @@ class Trainer:
         for _ in range(self.begin_step()):
             next(self.splits.train, None)
         samples = self.batches.global_batch_size
-        self.state.iteration += 1
-        self.state.consumed_train_samples += samples
-        self.state.skipped_train_samples += samples
+        self.state.add_skipped_step(samples)
         self.log.event("skip", self.state.iteration, samples=samples)
         if self.environment.logs:
             print(f"iteration {self.state.iteration} is skipped ({why})", flush=True)
@@ -228,6 +226,14 @@ class Trainer:
             seconds=result.seconds,
         )
         self.log.validation(record)
+
+    # Data ------------------------------------------------------------------------------------------------------------
+
+    def reopen_data(self) -> None:
+        """Closes the data and opens it again at the counts of `state`. Not for a script's own data."""
+        assert self.open_data is not None
+        self.splits.close()
+        self.splits = self.open_data()
 
     # Saving and leaving ----------------------------------------------------------------------------------------------
 

@@ -171,7 +171,7 @@ def set_up_and_train(
     decision = None
     trainer = set_up(config, providers, environment, signals, started)
     if environment.heartbeat is not None:
-        environment.heartbeat.before_end.append(trainer.checkpoints.leave_save)
+        environment.heartbeat.call_before_end(trainer.checkpoints.leave_save)
     line = startup_line()
     if line is not None and environment.is_first:
         print(line, flush=True)
@@ -368,12 +368,12 @@ def train(
     if run.config.resilience.loss_spike_action is not None:
         raise UserError("train(): --loss-spike-action needs pretrain(), which opens the data again; leave it out")
     forward_step_func = reporting_tensors(forward_step_func)
-    splits = Splits(_step_data(train_data_iterator, run), _step_data(valid_data_iterator, run), None)
-    if valid_data_iterator is None or (isinstance(valid_data_iterator, Sequence) and valid_data_iterator[0] is None):
-        splits.valid = None
+    first_valid = valid_data_iterator[0] if isinstance(valid_data_iterator, Sequence) else valid_data_iterator
+    train_data, valid_data = _step_data(train_data_iterator, run), _step_data(valid_data_iterator, run)
+    splits = Splits(train_data, None if first_valid is None else valid_data, None)
     chunks: Any = model
     with SignalWatch(sorted({*DEFAULT_SIGNALS, run.config.resilience.exit_signal})) as signals, signals.training():
-        signals.received = signals.received or global_vars.remembered_signal()  # one that came during the set-up
+        signals.remember(global_vars.remembered_signal())  # one that came during the set-up
         parts = SavedParts(run.state, chunks, optimizer, opt_param_scheduler)
         non_loss = non_loss_functions(non_loss_data_func, process_non_loss_data_func, run.config)
         script = ScriptParts(forward_step_func, open_data=lambda: splits, non_loss=non_loss)
@@ -447,9 +447,7 @@ def train_step(
         timers=run.timers,
         **accepted,
     )
-    run.state.iteration += 1
-    run.state.consumed_train_samples += samples
-    run.state.consumed_tokens += samples * (run.config.data.seq_length or 0)
+    run.state.add_step(samples, tokens=samples * (run.config.data.seq_length or 0))
     losses, update = _mean_reports(result.reports, run), result.update
     if not update.update_applied.item():
         halted = _is_halted(optimizer, run.config)

@@ -63,7 +63,7 @@ def test_what_cannot_be_computed_again_and_what_is_no_error(capsys: pytest.Captu
     with pytest.raises(RuntimeError, match=r"found NaN \(value nan\)$"):
         machine.step(step_of(machine, [NAN]), lambda: False)
     machine.step(step_of(machine, [NAN, NAN], fatal=False), lambda: True)
-    machine.leaves_non_finite = True
+    machine = RerunStateMachine(RerunMode.VALIDATE_RESULTS, leaves_non_finite=True)
     machine.step(step_of(machine, [NAN, NAN]), lambda: True)
     with pytest.raises(RuntimeError, match="value 1"):
         machine.step(step_of(machine, [ONE, ONE], rejection_func=lambda value: value == 1), lambda: True)

@@ -132,8 +132,7 @@ def test_marks_of_a_profile_are_made_at_every_level() -> None:
         finally:
             marked.append(f"end {name}")
 
-    timers = Timers(0, "max")
-    timers.mark = mark
+    timers = Timers(0, "max", mark)
     with timed(timers, "forward-backward", 1), pytest.raises(ValueError), timed(timers, "forward-compute", 2):
         raise ValueError
     assert marked == ["begin forward-backward", "begin forward-compute", "end forward-compute", "end forward-backward"]

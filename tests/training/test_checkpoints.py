@@ -8,9 +8,9 @@ import torch
 from support.processes import run_on_ranks
 from support.small_run import PRECISIONS, SmallRun, equal
 
+from megatron.core.dist_checkpointing.checkpoint_selection import find_checkpoint
 from megatron.core.exceptions import UserError
 from megatron.core.parameters import info_of
-from megatron.training.checkpoints import read_run_description
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -221,8 +221,8 @@ def test_padding_of_a_vocabulary_may_change(saved, tmp_path):
     assert not padded.detach().view(-1)[info_of(padded).box.numel :].any()
 
 
-def test_the_run_that_wrote_a_checkpoint_can_be_read(saved, tmp_path):
-    described = read_run_description(tmp_path)
+def test_a_checkpoint_describes_the_run_that_wrote_it(saved, tmp_path):
+    checkpoint = find_checkpoint(tmp_path)
+    assert checkpoint is not None
+    described = checkpoint.manifest.config
     assert described["architecture"]["hidden_size"] == 64 and "--hidden-size" in described["command_line"]
-    with pytest.raises(UserError, match="holds no checkpoint"):
-        read_run_description(tmp_path / "nothing")

@@ -24,6 +24,14 @@ def test_an_unknown_count_is_named() -> None:
         TrainState.from_json({"iteration": 7, "shard": 1, "epoch": 2})
 
 
+def test_steps_are_counted_and_skipped_ones_twice() -> None:
+    state = TrainState()
+    state.add_step(8, tokens=256, operations=1.5e9)
+    assert state == TrainState(1, 8, 0, 0, 256, 1.5e9)
+    state.add_skipped_step(4)
+    assert state == TrainState(2, 12, 4, 0, 256, 1.5e9)
+
+
 def test_restore_changes_the_object_that_others_hold() -> None:
     state = held = TrainState()
     state.restore(STATE)

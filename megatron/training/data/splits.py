@@ -80,9 +80,15 @@ def build_splits(
             "there is no training data: give --data-path (and a --split with a training part) or --mock-data"
         )
 
-    def split(dataset: Any, consumed: int, micro_batch_size: int, fill_to: int | None = None) -> StepData:
+    def split(
+        dataset: Any,
+        consumed: int,
+        micro_batch_size: int,
+        fill_to: int | None = None,
+        timers: Timers | None = None,
+    ) -> StepData:
         if dataset is None:
-            return step_data(config, environment, None, micro_batch_size)
+            return step_data(config, environment, None, micro_batch_size, timers)
         groups, data = environment.groups, config.data
         iterator = build_data_iterator(
             dataset,
@@ -97,7 +103,7 @@ def build_splits(
             collate=collate_of(dataset),
             pin_memory=environment.device.type == "cuda",
         )
-        return step_data(config, environment, iterator, micro_batch_size)
+        return step_data(config, environment, iterator, micro_batch_size, timers)
 
     train, valid, test = datasets
     evaluates = config.evaluation.eval_iters > 0
@@ -105,8 +111,9 @@ def build_splits(
     reads = available[0] and not finished
     sizes = config.training.micro_batch_size, config.evaluation.micro_batch_size(config.training)
     consumed = state.consumed_train_samples
-    training = split(train, consumed, sizes[0]) if reads else step_data(config, environment, iter(()), sizes[0])
-    training.timers = timers
+    training = (
+        split(train, consumed, sizes[0], timers=timers) if reads else step_data(config, environment, iter(()), sizes[0])
+    )
     evaluation = split(test, 0, sizes[1]) if available[2] and evaluates else None
     several, whole = config.evaluation.multiple_validation_sets, config.evaluation.full_validation
     if (several or whole) and available[1] and evaluates:
@@ -169,14 +176,17 @@ def step_data(
     environment: Environment,
     micro_batches: Iterator[Any] | None,
     micro_batch_size: int | None = None,
+    timers: Timers | None = None,
 ) -> StepData:
-    """Returns this rank's micro-batches as StepData; of --micro-batch-size samples if nothing else is given."""
+    """Returns this rank's micro-batches as StepData; of --micro-batch-size samples if nothing else is given. `timers`
+    measure the reads."""
     return StepData(
         micro_batches,
         micro_batch_size=micro_batch_size or config.training.micro_batch_size,
         data_parallel_rank=environment.groups.rank("dp"),
         data_parallel_size=environment.groups.size("dp"),
         seed=config.seed,
+        timers=timers,
     )
 
 

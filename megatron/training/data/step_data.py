@@ -1,5 +1,6 @@
 """The micro-batches of a training step as the forward step draws them, with their positions in the run."""
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -23,6 +24,7 @@ class StepData(Iterator[Any]):
         micro_batch_size, data_parallel_rank, data_parallel_size: they determine the rows of the global batch:
             micro-batch m of rank r begins at sample (m * ranks + r) * micro_batch_size.
         seed: seed of dropout.
+        timers: measure the reads (`batch-generator`, level 2).
     """
 
     def __init__(
@@ -33,21 +35,21 @@ class StepData(Iterator[Any]):
         data_parallel_rank: int = 0,
         data_parallel_size: int = 1,
         seed: int = 1234,
+        timers: Timers | None = None,
     ) -> None:
-        self.timers: Timers | None = None
-        """Measure the reads (`batch-generator`, level 2)."""
         self.micro_batches = micro_batches
         self.micro_batch_size = micro_batch_size
         self.data_parallel_rank = data_parallel_rank
         self.data_parallel_size = data_parallel_size
         self.seed = seed
+        self.timers = timers
         self.iteration = 0
         self.sample_ids: list[list[int]] = []
         """Sample ids of each micro-batch drawn since `begin`; an empty list for a batch without ids."""
-        self.keeps_step = False
-        """Keep the micro-batches of a step until the next one begins, so that `rewind` works."""
         self.recent: RecentSteps | None = None
-        """Keeps the micro-batches of the last steps; None: they are not kept."""
+        """The micro-batches of the last steps; None without `keep_recent_steps`."""
+        self._keeps_step = False
+        """Whether the micro-batches of a step are kept until the next one begins."""
         self._step: list[Any] = []
         self._chunks: tuple[ChunkData, ...] = ()
         self._kept: dict[int, Any] = {}
@@ -64,9 +66,26 @@ class StepData(Iterator[Any]):
         self.iteration = iteration
         self.sample_ids = []
 
+    def keep_step(self) -> None:
+        """From now on, keeps the micro-batches of each step until the next one begins, so that `rewind` works."""
+        self._keeps_step = True
+
+    @contextlib.contextmanager
+    def keeping_step(self) -> Iterator[None]:
+        """Does what `keep_step` does, inside the context only."""
+        before, self._keeps_step = self._keeps_step, True
+        try:
+            yield
+        finally:
+            self._keeps_step = before
+
+    def keep_recent_steps(self) -> None:
+        """From now on, keeps the micro-batches of the last steps in `recent`."""
+        self.recent = RecentSteps()
+
     def rewind(self) -> bool:
-        """Goes back to the first micro-batch of the step. Returns False if the step was not kept (`keeps_step`)."""
-        if not self.keeps_step:
+        """Goes back to the first micro-batch of the step. Returns False if the step was not kept (`keep_step`)."""
+        if not self._keeps_step:
             return False
         for chunk in self._chunks:
             chunk.drawn = 0
@@ -94,11 +113,11 @@ class StepData(Iterator[Any]):
         else:
             with timed(self._timers_of_read(), "batch-generator", 2):
                 batch = next(self.micro_batches)
-            if self.keeps_step or self.recent is not None:
+            if self._keeps_step or self.recent is not None:
                 batch = _out_of_shared_memory(batch)
             if self.recent is not None:
                 self.recent.add(batch)
-        if self.keeps_step and number == len(self._step):
+        if self._keeps_step and number == len(self._step):
             self._step.append(batch)
         # Numbers, not the tensor: one that a worker sent keeps a file open, and these ids are kept until the log line.
         self.sample_ids.append(_numbers(getattr(batch, "sample_ids", None)))

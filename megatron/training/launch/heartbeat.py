@@ -59,14 +59,23 @@ class Progress:
         self.phase = "start"
         self.iteration: int | None = None
         """Iterations done; None before training."""
-        self.on_phase: Callable[[], object] | None = None
-        """Called when a phase begins."""
+        self._on_phase: Callable[[], object] | None = None
 
-    def enter(self, phase: str) -> None:
-        """Begins a phase."""
+    def call_on_phase(self, function: Callable[[], object]) -> None:
+        """Calls a function whenever a phase begins from now on."""
+        self._on_phase = function
+
+    def enter(self, phase: str, iteration: int | None = None) -> None:
+        """Begins a phase, after this number of iterations if it is given."""
         self.phase = phase
-        if self.on_phase is not None:
-            self.on_phase()
+        if iteration is not None:
+            self.iteration = iteration
+        if self._on_phase is not None:
+            self._on_phase()
+
+    def reach(self, iteration: int) -> None:
+        """Notes the number of iterations done."""
+        self.iteration = iteration
 
     def where(self) -> Message:
         """Returns phase and iteration."""
@@ -87,8 +96,7 @@ class Heartbeat:
     ) -> None:
         self.rank, self.size, self.progress = rank, size, progress
         self.limits = limits or Limits()
-        self.before_end: list[Callable[[], object]] = []
-        """Called before the thread ends the process, for instance to finish a save. Must not need other ranks."""
+        self._before_end: list[Callable[[], object]] = []
         self.interval = max(min(1.0, self.limits.silence / 5), size / _RANKS_PER_SECOND)
         self.limits = self.limits.for_interval(self.interval)
         self.cause: Message | None = None
@@ -116,9 +124,14 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._thread.start()
         _Generation.current = self
-        progress.on_phase = self._phase_began
+        progress.call_on_phase(self._phase_began)
 
     # The main thread -------------------------------------------------------------------------------------------------
+
+    def call_before_end(self, function: Callable[[], object]) -> None:
+        """Calls a function before the thread ends the process, for instance to finish a save. It must not need other
+        ranks."""
+        self._before_end.append(function)
 
     def report(self, error: BaseException) -> None:
         """Tells the others of an exception that ends this process. A second call does nothing."""
@@ -260,7 +273,7 @@ class Heartbeat:
             time.sleep(_LAST_SECONDS)
         else:
             time.sleep(_HEAD_START)
-            for function in self.before_end:
+            for function in self._before_end:
                 with contextlib.suppress(Exception):  # the failure that brought us here is the one to show
                     function()
         end_at_once(order["code"])

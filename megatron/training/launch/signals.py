@@ -83,6 +83,11 @@ class SignalWatch:
             self.leave_error_alone()
             raise
 
+    def remember(self, number: int | None) -> None:
+        """Takes a signal that another handler received before this watch began, unless one has come since. None changes
+        nothing."""
+        self.received = self.received or number
+
     def leave_error_alone(self) -> None:
         """Lets an error end the program: a later signal only limits the time that this takes to `grace` seconds. Ctrl-C
         still ends the program at once."""

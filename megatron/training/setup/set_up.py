@@ -37,7 +37,6 @@ from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.records import KINDS
 from megatron.training.data.data_plan import data_plan
 from megatron.training.data.digests import data_digests
-from megatron.training.data.recent_steps import RecentSteps
 from megatron.training.data.source_losses import source_names
 from megatron.training.data.splits import Splits, build_splits
 from megatron.training.hooks.exit import ExitAgreement, agreement_group
@@ -140,12 +139,12 @@ def start_run(config: PretrainConfig, environment: Environment) -> Context:
     padded = vocabulary_rows(config, tokenizer)
     config, notes = resolve_auto_layout(config, padded)
     flags = config.logging
-    timers = Timers(flags.timing_log_level, flags.timing_log_option)
-    timers.mark = nvtx_marks(
+    mark = nvtx_marks(
         wanted=flags.profile and flags.nvtx_ranges and environment.rank in flags.profile_ranks,
         use_pytorch_profiler=flags.use_pytorch_profiler,
         notes=environment.rank in flags.profile_ranks[:1],
     )
+    timers = Timers(flags.timing_log_level, flags.timing_log_option, mark)
     context = Context(config, environment, tokenizer, TrainState(), timers)
     if environment.is_first:
         settings = config_lines(config) if config.training.print_config else ()
@@ -202,7 +201,8 @@ def build_trainer(
 
     def open_and_watch() -> Splits:
         splits = script.open_data()
-        splits.train.recent = RecentSteps() if stops_on_nonfinite(config) else None
+        if stops_on_nonfinite(config):
+            splits.train.keep_recent_steps()
         return splits
 
     hooks = [*build_hooks(config, environment, state, model), *script.hooks]
@@ -300,9 +300,9 @@ def build_rerun_state_machine(config: PretrainConfig) -> RerunStateMachine:
     """Returns the machine of this process, which checks the results that a script's loss function validates."""
     flags = config.resilience
     injector = RerunErrorInjector(flags.error_injection_rate, flags.error_injection_type, config.seed)
-    machine = initialize_rerun_state_machine(flags.rerun_mode, injector)
-    machine.leaves_non_finite = config.resilience.check_for_nan_in_loss_and_grad
-    return machine
+    return initialize_rerun_state_machine(
+        flags.rerun_mode, injector, leaves_non_finite=flags.check_for_nan_in_loss_and_grad
+    )
 
 
 def timed_forward_step(forward_step: ForwardStep, config: PretrainConfig, environment: Environment) -> ForwardStep:

@@ -16,7 +16,8 @@ def batch(number: int) -> dict[str, torch.Tensor]:
 
 def test_steps_are_found_by_number_and_draws_are_kept() -> None:
     data = StepData(iter(map(batch, range(20))), micro_batch_size=1)
-    data.recent = RecentSteps()
+    data.keep_recent_steps()
+    assert data.recent is not None
     next(data)  # before the first step: not kept
     state = TrainState(iteration=6, consumed_train_samples=12)
     for _ in range(2):
@@ -32,7 +33,9 @@ def test_steps_are_found_by_number_and_draws_are_kept() -> None:
 
 def test_a_micro_batch_that_is_drawn_again_is_kept_once() -> None:
     data = StepData(iter(map(batch, range(4))), micro_batch_size=1)
-    data.recent, data.keeps_step = RecentSteps(), True
+    data.keep_recent_steps()
+    data.keep_step()
+    assert data.recent is not None
     data.begin(0)
     data.recent.begin(TrainState())
     next(data)

@@ -101,7 +101,7 @@ def test_a_step_that_is_kept_can_be_drawn_again(chunks):
     log: list[int] = []
     data = second_of_three(micro_batches(9, log))
     assert not data.rewind()
-    data.keeps_step = True
+    data.keep_step()
 
     def draw() -> list[int]:
         return [next(iterator).number for iterator in data.iterators(chunks) for _ in range(2)]
@@ -118,7 +118,7 @@ def test_kept_batches_are_out_of_the_memory_that_workers_share():
     batch = Batch(tokens, tokens, tokens, tokens, sample_ids=torch.tensor([1]))
     for shared in (batch, {"tokens": tokens, "more": [tokens]}):
         data = StepData(iter([shared]), micro_batch_size=1)
-        data.keeps_step = True
+        data.keep_step()
         drawn = next(data)
         found = drawn["more"][0] if isinstance(drawn, dict) else drawn.tokens
         assert not found.is_shared() and torch.equal(found, tokens)
