@@ -63,8 +63,8 @@ class _RMSNorm(torch.autograd.Function):
         # The parameter, not a saved tensor: see ops/linear.py.
         ctx.weight, ctx.zero_centered = weight, zero_centered
         if weight is None:
-            return (x * inverse_rms).to(inputs.dtype)
-        return (x * inverse_rms * _factor(weight, zero_centered)).to(weight.dtype)
+            return _converted(x * inverse_rms, inputs.dtype)
+        return _converted(x * inverse_rms * _factor(weight, zero_centered), weight.dtype)
 
     @staticmethod
     @once_differentiable
@@ -86,3 +86,9 @@ class _RMSNorm(torch.autograd.Function):
 def _factor(weight: Tensor, zero_centered: bool) -> Tensor:
     factor = weight.to(at_least_float32(weight.dtype))
     return factor + 1.0 if zero_centered else factor
+
+
+def _converted(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns values.to(dtype), without a call that changes nothing: torch.compile of torch 2.11 returns gradients of
+    zero if the last call of a forward returns its own argument (pytorch issue 180642)."""
+    return values if values.dtype is dtype else values.to(dtype)

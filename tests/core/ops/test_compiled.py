@@ -18,6 +18,7 @@ from torch._dynamo.utils import counters
 from megatron.core.backends import LOCAL, compiled_backend
 from megatron.core.ops.activation import Activation, gelu_tanh
 from megatron.core.ops.compiled import missing_compiler
+from megatron.core.ops.norm import rms_norm
 from megatron.core.ops.rope import Rotation, rotation_of_angles
 from megatron.core.utils.graph_capture import map_tensors
 from megatron.training.config.resolution import ConfigurationError
@@ -86,12 +87,39 @@ def test_gradients_of_rotary_positions_are_rounded_once(case):
     assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
 
 
+def forwards_without_end(graph: torch.fx.GraphModule) -> list[str]:
+    """Returns the last calls of traced autograd functions that return their own argument: torch 2.11 then computes
+    gradients of zero."""
+    found = []
+    for name, body in graph.named_modules():
+        if "fwd_body" in name:
+            (last, *_), _ = next(node.args[0] for node in body.graph.nodes if node.op == "output")
+            given = [node.meta["example_value"] for node in last.all_input_nodes]
+            if last.op == "call_method" and last.target == "to" and given[0].dtype is last.meta["example_value"].dtype:
+                found.append(f"{name}: {last.format_node()}")
+    return found
+
+
+@pytest.mark.parametrize("types", [(torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.float32, torch.bfloat16)])
+def test_a_traced_norm_does_not_return_the_argument_of_its_last_call(types):
+    graphs: list[torch.fx.GraphModule] = []
+    traced = torch.compile(rms_norm, backend=lambda graph, _: graphs.append(graph) or graph)
+    inputs, weight = (
+        values.to(dtype).requires_grad_() for values, dtype in zip(tensors((5, 8), (8,)), types, strict=True)
+    )
+    for given in (weight, None):
+        traced(inputs, given, 1e-5, False)
+    assert len([name for graph in graphs for name, _ in graph.named_modules() if "fwd_body" in name]) == 2
+    assert not any(forwards_without_end(graph) for graph in graphs)
+
+
 @pytest.mark.parametrize(
     ("device", "dtype", "tolerance"),
     [
         pytest.param("cpu", torch.float64, 1e-13, marks=pytest.mark.slow),
         pytest.param("cpu", torch.bfloat16, 2e-2, marks=pytest.mark.slow),
         pytest.param("cuda", torch.float32, 1e-5, marks=pytest.mark.gpu),
+        pytest.param("cuda", torch.float64, 1e-13, marks=pytest.mark.gpu),
         pytest.param("cuda", torch.bfloat16, 2e-2, marks=pytest.mark.gpu),
     ],
 )
