@@ -1,7 +1,6 @@
 """Checks that compare the kernels of grouped products in fp8 with their definitions. They run in Triton's interpreter
 or on a GPU."""
 
-import dataclasses
 import itertools
 
 import torch
@@ -12,9 +11,7 @@ from megatron.core.ops.fp8 import grouped
 from megatron.core.ops.fp8.formats import scale_for
 from megatron.core.ops.fp8.grouped import QuantizedGroups, QuantizedGroupsPair, Segments
 from megatron.core.ops.fp8.grouped_product_triton import (
-    TILES,
     Tile,
-    Tiles,
     accumulate_product_of_groups_triton,
     product_of_groups_triton,
 )
@@ -28,24 +25,6 @@ from megatron.core.ops.moe.grouped_linear import RowGroups
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SCOPES = ("all", "segments", "lines", "blocks")
-
-
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """Rows of each expert, and the inputs and outputs of a product."""
-
-    counts: tuple[int, ...]
-    k: int
-    out: int
-
-
-KINDS = tuple(field.name for field in dataclasses.fields(Tiles))
-TILES_OF_KINDS = tuple(dict.fromkeys((kind, getattr(tiles, kind)) for kind in KINDS for tiles in TILES.values()))
-"""Each tile of the table, in use or not, with what it computes."""
-SMALL = Sizes((1, 300, 0, 129), 144, 272)
-MOE64 = Sizes((0, 1, 127, 129, 8191, *[1000, 3000] * 29, 6624), 2048, 2048)
-"""The first product of the experts of MOE64: 131,072 rows in all."""
-MOE64_SECOND = dataclasses.replace(MOE64, k=1024)
 
 
 def segments(counts: tuple[tuple[int, ...], ...] = ((5, 130), (0, 0), (140, 3))) -> Segments:
@@ -169,77 +148,3 @@ def close(ours: Tensor, exact: Tensor, precise: bool, what: object) -> None:
     """The units of a GPU keep about 14 bits of a sum; Triton's interpreter adds in float32."""
     error = float((ours.double() - exact.double()).norm() / exact.double().norm())
     assert error < (1e-6 if DEVICE.type == "cpu" else 1e-3 if precise else 3e-3), (what, error)
-
-
-def tiles() -> None:
-    for kind, tile in TILES_OF_KINDS:
-        tile_of(kind, tile, SMALL)
-
-
-def tile_of(kind: str, tile: Tile, sizes: Sizes) -> None:
-    """Compares what a tile computes with the definition in float64, row by row."""
-    weights = kind.startswith("weight")
-    parts = kind == "weight_parts"
-    counts = tuple((count - count // 3, count // 3) if parts else (count,) for count in sizes.counts)
-    found = segments(counts)
-    scopes = {"blocks": ("blocks",), "weight_parts": ("segments", "lines", "blocks")}.get(kind, ("segments", "lines"))
-    for scope in scopes:
-        if weights:
-            row_errors(*gradients_by(tile, found, sizes, scope), 2e-3, (kind, tile, scope))
-            continue
-        for turned in (False, True):
-            for dtype in (torch.float32 if kind == "fast_float32" else torch.bfloat16,):
-                given = operands(found, sizes, scope, turned)
-                exact = grouped.product_of_groups(*given, torch.float64, turned=turned)
-                ours = product_of_groups_triton(
-                    *given, dtype, turned=turned, precise=not kind.startswith("fast"), tile=tile
-                )
-                row_errors(ours, exact, 1e-2, (kind, tile, scope, turned))
-
-
-def one_of_each_kind() -> None:
-    """Calls a product of each kind, in the order of KINDS, and a weight gradient with a scale for each block."""
-    sizes = dataclasses.replace(SMALL, counts=(5,), k=16, out=16)
-    one, two = segments(((5,),)), segments(((3, 2),))
-    rows, weight, _ = operands(one, sizes, "segments", False)
-    for dtype, precise in ((torch.bfloat16, False), (torch.float32, False), (torch.bfloat16, True)):
-        product_of_groups_triton(rows, weight, one, dtype, precise=precise)
-    product_of_groups_triton(*operands(one, sizes, "blocks", False), torch.float32, precise=False)
-    for found, scope in ((one, "segments"), (two, "segments"), (one, "blocks")):
-        columns = quantized(matrix(found.rows, 16), found, scope, E4M3).columns
-        assert columns is not None
-        accumulate_product_of_groups_triton(torch.zeros(1, 16, 16, device=DEVICE), columns, columns, found)
-
-
-def operands(
-    found: Segments, sizes: Sizes, scope: str, turned: bool
-) -> tuple[QuantizedGroups, QuantizedGroups, Segments]:
-    k, out = sizes.k, sizes.out
-    w = matrix(found.groups * (k if turned else out), out if turned else k)
-    stacked = Segments.of_weight(w.view(found.groups, -1, w.shape[1]))
-    rows = quantized(matrix(found.rows, k), found, scope, E5M2 if turned else E4M3).rows
-    pair = quantized(w, stacked, scope, E4M3, square=scope == "blocks")
-    weight = pair.columns if turned else pair.rows
-    assert rows is not None and weight is not None
-    return rows, weight, found
-
-
-def gradients_by(tile: Tile, found: Segments, sizes: Sizes, scope: str) -> tuple[Tensor, Tensor]:
-    """Returns what a tile adds to a weight gradient, [experts * out, k], and the definition of it in float64."""
-    left = quantized(matrix(found.rows, sizes.out), found, scope, E5M2).columns
-    right = quantized(matrix(found.rows, sizes.k), found, scope, E4M3).columns
-    assert left is not None and right is not None
-    shape = found.groups, sizes.out, sizes.k
-    ours, exact = torch.ones(shape, device=DEVICE), torch.zeros(shape, device=DEVICE, dtype=torch.float64)
-    grouped.accumulate_product_of_groups(exact, left, right, found)
-    accumulate_product_of_groups_triton(ours, left, right, found, tile=tile)
-    return (ours - 1).flatten(0, 1), exact.flatten(0, 1)
-
-
-def row_errors(ours: Tensor, exact: Tensor, most: float, what: object) -> None:
-    """Compares rows: a wrong tile is not hidden among right ones."""
-    errors, sizes = (ours.double() - exact).norm(dim=1), exact.norm(dim=1)
-    empty = sizes == 0
-    assert not errors[empty].any(), what
-    error = float((errors / sizes)[~empty].max())
-    assert error < most, (what, error)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support import fp8_grouped_kernels
+from support import fp8_grouped_kernels, fp8_tiles
 
 from megatron.core.ops.fp8 import grouped_product_triton
 from megatron.core.ops.fp8.grouped_product_triton import TILES, TILES_IN_USE, Tile
@@ -15,12 +15,12 @@ def test_the_kernel_agrees_with_its_definition(check: str) -> None:
     getattr(fp8_grouped_kernels, check)()
 
 
-@pytest.mark.parametrize(("kind", "tile"), fp8_grouped_kernels.TILES_OF_KINDS)
+@pytest.mark.parametrize(("kind", "tile"), fp8_tiles.TILES_OF_KINDS)
 def test_each_tile_of_the_table_agrees(kind: str, tile: Tile, monkeypatch: pytest.MonkeyPatch) -> None:
     """Persistent programs: with fewer and with more programs than tiles."""
     for programs in (2, 1000) if tile.persistent else (2,):
         monkeypatch.setattr(grouped_product_triton, "num_multiprocessors", lambda device, found=programs: found)
-        fp8_grouped_kernels.tile_of(kind, tile, fp8_grouped_kernels.SMALL)
+        fp8_tiles.tile_of(kind, tile, fp8_tiles.SMALL)
 
 
 def test_tiles_are_chosen_by_what_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,6 +40,6 @@ def test_tiles_are_chosen_by_what_is_computed(monkeypatch: pytest.MonkeyPatch) -
     for name, tiles in TILES.items():
         monkeypatch.setattr(grouped_product_triton, "TILES_IN_USE", name)
         launched.clear()
-        fp8_grouped_kernels.one_of_each_kind()
-        expected = [getattr(tiles, kind) for kind in (*fp8_grouped_kernels.KINDS, "weight_parts")]
+        fp8_tiles.one_of_each_kind()
+        expected = [getattr(tiles, kind) for kind in (*fp8_tiles.KINDS, "weight_parts")]
         assert launched == [(tile.width, tile.stages, tile.warps, tile.persistent) for tile in expected]
