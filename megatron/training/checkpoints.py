@@ -188,15 +188,15 @@ class Checkpoints:
         self.last_saved = None
         loaded = self._read(root, parts, weights_only=False, step=iteration)
         assert loaded is not None, "select_folders found the checkpoint before"
-        self._restore(loaded, parts, counts=True)
+        self._restore(loaded, parts, counts=True, goes_back=True)
 
-    def record_rewind(self, root: Path, decision: Rewind, parts: SavedParts) -> None:
-        """Makes the decision to go back, whose checkpoint in `root` was reloaded, part of the run, on disk too. A run
-        that is killed before has decided nothing, goes on from where it was, and meets the spike again. One that is
-        killed afterwards goes on from the checkpoint of the decision. Collective."""
+    def record_rewind(self, decision: Rewind, parts: SavedParts) -> None:
+        """Makes the decision to go back, whose checkpoint was reloaded, part of the run, on disk too. A run that is
+        killed before has decided nothing, goes on from where it was, and meets the spike again. One that is killed
+        afterwards goes on from the checkpoint of the decision. Collective."""
         self.record.rewinds.add([decision])
         assert self.flags.save is not None
-        if Path(self.flags.save).resolve() != root.resolve():  # a later run may know nothing but the folder of --save
+        if self.last_saved is None:  # it is not under --save, and a later run may know nothing but that folder
             self.save(parts)
         self.record.write(decision.iteration)
 
@@ -281,13 +281,17 @@ class Checkpoints:
             self._say(f"loaded checkpoint of iteration {iteration:7d} from {loaded.folder} {self._place()}{what}")
         return loaded
 
-    def _restore(self, loaded: LoadResult, parts: SavedParts, *, counts: bool = False) -> None:
+    def _restore(
+        self, loaded: LoadResult, parts: SavedParts, *, counts: bool = False, goes_back: bool = False
+    ) -> None:
         """Restores the state that is not a tensor. With --finetune and without `counts` it restores nothing, so the run
-        begins at iteration 0. A run that only evaluates restores the counts, but neither schedule nor optimizer."""
+        begins at iteration 0. A run that only evaluates restores the counts, but neither schedule nor optimizer.
+        `goes_back`: the run has trained, and knows already which checkpoints and decisions are its own."""
         common = loaded.manifest.common
         if (self.flags.finetune and not counts) or "train_state" not in common:
             return
-        self.record.go_on_from(loaded.folder, loaded.manifest)
+        if not goes_back:
+            self.record.go_on_from(loaded.folder, loaded.manifest)
         self._say(*setting_differences(self.config, loaded.manifest.config))
         self._saved_data = loaded.manifest.config.get("data", {})
         parts.state.restore(TrainState.from_json(common["train_state"]))
@@ -298,7 +302,7 @@ class Checkpoints:
                 parts.optimizer.load_common_state(common["optimizer"])
             if parts.spikes is not None:
                 parts.spikes.load_state_dict(common.get("loss_spikes"))
-        if self.flags.save is not None and Path(self.flags.save).resolve() == loaded.folder.parent.resolve():
+        if self.record.is_in_save(loaded.folder):
             self.last_saved = parts.state.iteration
 
     def _override_iteration(self, state: TrainState, iteration: int) -> None:

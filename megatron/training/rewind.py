@@ -36,7 +36,7 @@ def go_back(trainer: Trainer, decision: ExitDecision) -> ExitDecision | None:
     with trainer.in_phase("rewinding"):
         parts = trainer.saved_parts
         trainer.checkpoints.reload(root, iteration, parts)
-        trainer.checkpoints.record_rewind(root, Rewind(spike=spike, iteration=iteration, first=first), parts)
+        trainer.checkpoints.record_rewind(Rewind(spike=spike, iteration=iteration, first=first), parts)
         trainer.log.go_back(iteration)
         trainer.log.event("rewind", iteration, spike=spike, left_out=[first, spike])
         trainer.reopen_data()

@@ -155,6 +155,8 @@ class RewindRecord:
         self._earlier: set[int] | None = None
         """Iterations of checkpoints under --save that another run has left there, from which this one does not go on.
         None before it is known whether this run goes on from a checkpoint."""
+        self._saved: set[int] = set()
+        """Iterations of which this process has begun to write a checkpoint under --save."""
         self._has_file = True
         """Whether the file under --save, if there is one, is of this run."""
 
@@ -179,10 +181,18 @@ class RewindRecord:
     def _iterations_under_save(self) -> set[int]:
         root = Path(self.flags.save or "")
 
-        def find() -> list[int]:
-            return [folder.step for folder in folders.candidates(root) if isinstance(folder.step, int)]
+        return set(RankCoordinator().run_on_first(lambda: _steps_in(root)))
 
-        return set(RankCoordinator().run_on_first(find))
+    def is_in_save(self, folder: Path, *, temporary: bool = False) -> bool:
+        """Whether the folder of a checkpoint is in that of --save, links resolved. With `temporary` also whether it is
+        in the folder of its temporary checkpoints. The first rank decides, because links may lead elsewhere on other
+        nodes. Collective."""
+        save = self.flags.save
+        if save is None:
+            return False
+        roots = [Path(save), temporary_folder(self.flags, save) if temporary else None]
+        own = [root for root in roots if root is not None]
+        return RankCoordinator().run_on_first(lambda: folder.parent.resolve() in [root.resolve() for root in own])
 
     # Loading ---------------------------------------------------------------------------------------------------------
 
@@ -198,10 +208,9 @@ class RewindRecord:
         return refuse
 
     def go_on_from(self, folder: Path, manifest: Manifest) -> None:
-        """Takes over the decisions in a checkpoint, those in the file beside it and those in the file under --save.
-        Collective."""
-        if self._earlier is None:
-            self._earlier = self._left_by_another_run(folder, manifest)
+        """Takes over the decisions in a checkpoint, those in the file beside it and those in the file under --save. The
+        run may have begun anew before: a script may look for a checkpoint in several folders. Collective."""
+        self._earlier, self._has_file = self._left_by_another_run(folder, manifest) - self._saved, True
         known, before = rewinds_in(manifest), len(self.rewinds)
         self.rewinds.add(known.decisions)
         for decided in self._read(folder.parent, self.flags.save).values():
@@ -219,11 +228,9 @@ class RewindRecord:
     def _left_by_another_run(self, folder: Path, manifest: Manifest) -> set[int]:
         """Returns the iterations under --save that are not of the run whose checkpoint this run goes on from: those
         that the checkpoint names; all of them if its folder is not that of --save."""
-        save = self.flags.save
-        if save is None:
+        if self.flags.save is None:
             return set()
-        own = {Path(save).resolve(), (temporary_folder(self.flags, save) or Path(save)).resolve()}
-        if folder.parent.resolve() not in own:
+        if not self.is_in_save(folder, temporary=True):
             return self._iterations_under_save()
         named = manifest.common.get("earlier_run", [])
         return set(named) if isinstance(named, list) and _are_counts(named) else set()
@@ -271,6 +278,7 @@ class RewindRecord:
         if not self._has_file:
             RankCoordinator().run_on_first(self._forget_earlier_run)
             self._has_file = True
+        self._saved.add(iteration)
         if self._earlier is not None:
             self._earlier.discard(iteration)
 
@@ -304,6 +312,10 @@ def temporary_folder(flags: CheckpointConfig, root: str) -> Path | None:
         return None
     assert flags.non_persistent_ckpt_type in (None, "global")
     return Path(flags.non_persistent_global_ckpt_dir or Path(root, "non_persistent"))
+
+
+def _steps_in(root: Path) -> list[int]:
+    return [folder.step for folder in folders.candidates(root) if isinstance(folder.step, int)]
 
 
 def _refuse_outdated(manifest: Manifest, decided: Rewinds, source: str = "") -> None:

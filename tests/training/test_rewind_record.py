@@ -4,9 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
-from support.command_lines import problems_of
+from support.command_lines import configured, problems_of
+from support.processes import run_on_ranks
+from support.small_run import SmallRun
 
 from megatron.core.exceptions import UserError
+from megatron.training.checkpoints import Checkpoints
 from megatron.training.rewind_record import RECORD, Rewind, Rewinds, read_record, write_record
 
 FIRST, SECOND = Rewind(spike=8, iteration=4, first=6), Rewind(spike=20, iteration=16, first=18)
@@ -68,3 +71,40 @@ def test_enough_checkpoints_are_kept_to_go_back(flags: str, needed: int | None) 
     found = problems_of(f"--loss-spike-action rewind --save x --save-interval 100 {flags}")
     assert len(found) == (needed is not None)
     assert needed is None or found[0].endswith(f"with --save-interval 100 give --keep-last {needed} or more")
+
+
+def test_the_first_rank_decides_whether_a_checkpoint_is_under_save(tmp_path: Path) -> None:
+    """On the second rank's node a link leads elsewhere: --load and --save are one folder for the first rank only."""
+    (tmp_path / "link").symlink_to(tmp_path / "saved")
+    assert run_on_ranks(_resumed, 2, tmp_path) == [(2, [])] * 2
+
+
+def _resumed(folder: Path) -> tuple[int | None, list[int]]:
+    run = SmallRun.make(f"--save {folder / 'saved'}").train(2)
+    run.save()
+    again = SmallRun.make(f"--save {folder / 'saved'} --load {folder / 'link'}")
+    own = Path.resolve
+    if run.checkpoints.groups.global_rank == 1:
+        Path.resolve = lambda path, strict=False: path  # type: ignore[method-assign]
+    try:
+        again.load()
+    finally:
+        Path.resolve = own  # type: ignore[method-assign]
+    return again.checkpoints.last_saved, again.checkpoints.record.state_dict().get("earlier_run", [])
+
+
+def test_a_script_that_begins_anew_and_then_loads_takes_the_loaded_checkpoints_for_its_own(tmp_path: Path) -> None:
+    """A script may look for a checkpoint in one folder and then in another. The last answer counts."""
+    run = SmallRun.make(f"--save {tmp_path}").train(1)
+    run.save()
+    run.train(1).save()
+    script = SmallRun.make(f"--save {tmp_path} --load {tmp_path / 'none'}")
+    record = script.checkpoints.record
+    assert not script.load() and record.state_dict() == {"earlier_run": [1, 2]}
+    config = configured(f"--save {tmp_path} --load {tmp_path}")
+    assert Checkpoints(config, script.checkpoints.groups, record).load(script.parts)
+    assert record.state_dict() == {}
+    assert record.newest_before(2) == (tmp_path, 1)
+    write_record(tmp_path, Rewinds([FIRST]))
+    script.train(1).save()
+    assert read_record(tmp_path).decisions == [FIRST]
