@@ -281,9 +281,7 @@ class Checkpoints:
             self._say(f"loaded checkpoint of iteration {iteration:7d} from {loaded.folder} {self._place()}{what}")
         return loaded
 
-    def _restore(
-        self, loaded: LoadResult, parts: SavedParts, *, counts: bool = False, goes_back: bool = False
-    ) -> None:
+    def _restore(self, loaded: LoadResult, parts: SavedParts, *, counts: bool = False, goes_back: bool = False) -> None:
         """Restores the state that is not a tensor. With --finetune and without `counts` it restores nothing, so the run
         begins at iteration 0. A run that only evaluates restores the counts, but neither schedule nor optimizer.
         `goes_back`: the run has trained, and knows already which checkpoints and decisions are its own."""

@@ -15,7 +15,7 @@ import torch
 from megatron.core import model_parallel_config
 from megatron.core.config_fields import fields_of_problem
 from megatron.core.ops.compiled import missing_compiler
-from megatron.core.ops.transformer_engine.engine import find_engine, why_layers_stay_ours
+from megatron.core.ops.transformer_engine.engine import uses_engine
 from megatron.core.optimizer import optimizer_config
 from megatron.core.transformer.transformer_config import transformer_problems
 from megatron.training.config import file_checks, graph_checks, model_families, parallel_checks, schedule_checks
@@ -229,8 +229,7 @@ def _layout_invariance(s: Settings) -> Iterator[str]:
             "{layout_invariant}: {fp8_recipe} cuts what is on a rank into blocks, which depend on "
             "{tensor_model_parallel_size} and {context_parallel_size}; tensorwise and rowwise do not"
         )
-    asks = s.fp8 is not None and s.transformer_impl == "transformer_engine"
-    if asks and not isinstance(find_engine(), str) and why_layers_stay_ours(s) is None:
+    if s.fp8 is not None and s.transformer_impl == "transformer_engine" and uses_engine(s):
         yield (
             "{layout_invariant}: with {fp8}, {transformer_impl} has scales of a rank's own values, which depend on the "
             "layout; --transformer-impl auto has scales of whole tensors"

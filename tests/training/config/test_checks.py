@@ -6,8 +6,8 @@ import pytest
 from support.command_lines import SMALL, configured, problems_of, without
 from support.fake_transformer_engine import FAKE
 
+from megatron.core.ops.transformer_engine import engine
 from megatron.training.arguments import configure
-from megatron.training.config import checks
 from megatron.training.config.resolution import ConfigurationError
 from megatron.training.config.settings import LaunchEnvironment
 
@@ -196,9 +196,9 @@ def test_layout_invariant_refuses_what_depends_on_the_layout(flags: str, problem
 
 def test_layout_invariant_refuses_scales_of_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     flags = "--layout-invariant --global-batch-size 4 --fp8-format hybrid --transformer-impl transformer_engine"
-    monkeypatch.setattr(checks, "find_engine", lambda: "it is not installed")
+    monkeypatch.setattr(engine, "find_engine", lambda: "it is not installed")
     assert problems_of(flags) == []
-    monkeypatch.setattr(checks, "find_engine", lambda: FAKE)
+    monkeypatch.setattr(engine, "find_engine", lambda: FAKE)
     (found,) = problems_of(flags)
     assert "--transformer-impl transformer_engine has scales of a rank's own values" in found
 

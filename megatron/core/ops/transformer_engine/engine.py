@@ -61,6 +61,11 @@ def _version() -> str:
     return str(getattr(module, "__version__", "of an unknown version"))
 
 
+def uses_engine(config: Any) -> bool:
+    """Returns whether Transformer Engine would compute the layers of a config that asks for it, on this machine."""
+    return not isinstance(find_engine(), str) and why_layers_stay_ours(config) is None
+
+
 def why_layers_stay_ours(config: Any) -> str | None:
     """Returns why our own layers compute although `config.transformer_impl` asks for Transformer Engine's, which lack
     something that other flags ask for; None: they lack nothing."""

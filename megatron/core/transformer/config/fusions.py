@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron.core.config_fields import flag, not_a_flag, not_yet
+from megatron.core.ops.transformer_engine.engine import uses_engine
 
 _CHOSEN = "kernels are chosen with their backend when a layer is built"
 
@@ -94,7 +95,7 @@ def validate(config: Any) -> Iterator[str]:
         return
     if config.enable_cuda_graph or config.external_cuda_graph or config.cuda_graph_impl != "none":
         yield "{torch_compile} with CUDA graphs: both replace the launches of a layer's kernels; choose one"
-    if config.transformer_impl == "transformer_engine":
+    if config.transformer_impl == "transformer_engine" and uses_engine(config):
         yield "{torch_compile}: {transformer_impl} has kernels of its own; {transformer_impl:name} auto or local works"
     if config.deterministic_mode:
         yield (

@@ -2,6 +2,9 @@
 
 import pytest
 from support.command_lines import problems_of
+from support.fake_transformer_engine import FAKE
+
+from megatron.core.ops.transformer_engine import engine
 
 
 @pytest.mark.parametrize(
@@ -9,7 +12,6 @@ from support.command_lines import problems_of
     [
         ("--cuda-graph-impl local", "--torch-compile with CUDA graphs"),
         ("--cuda-graph-impl local --cuda-graph-scope attn", "--torch-compile with CUDA graphs"),
-        ("--transformer-impl transformer_engine", "--transformer-impl auto or local works"),
         ("--deterministic-mode", "drop it or --deterministic-mode"),
         ("--cpu-offloading-num-layers 1", "--cpu-offloading-num-layers 1 moves what single operations save"),
         ("--fine-grained-activation-offloading --offload-modules core_attn", "moves what single operations save"),
@@ -19,3 +21,12 @@ from support.command_lines import problems_of
 def test_what_does_not_go_with_compiled_operations_is_refused(flags, problem):
     found = problems_of(f"{flags} --torch-compile --torch-compile-backend aot_eager")
     assert any(problem in line for line in found), found
+
+
+def test_transformer_engine_has_kernels_of_its_own_if_it_computes(monkeypatch):
+    flags = "--torch-compile --torch-compile-backend aot_eager --transformer-impl transformer_engine"
+    for found, more, refused in (("it is not installed", "", 0), (FAKE, "", 1), (FAKE, "--fp8-margin 1", 0)):
+        monkeypatch.setattr(engine, "find_engine", lambda found=found: found)
+        problems = problems_of(f"{flags} --fp8-format hybrid --fp8-recipe tensorwise --bf16 {more}")
+        assert [line for line in problems if "--transformer-impl auto or local works" in line] == problems
+        assert len(problems) == refused
