@@ -92,3 +92,18 @@ def test_ours_compute_what_its_layers_cannot_do(settings: dict, monkeypatch: pyt
     sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2}
     config = TransformerConfig(**sizes, **settings, transformer_impl="transformer_engine")
     assert choose_backend(config) is LOCAL and why_layers_stay_ours(config)
+
+
+@pytest.mark.parametrize(
+    ("settings", "recomputes"),
+    [
+        ({"recompute_granularity": "selective", "recompute_modules": ["moe_act", "layernorm"]}, False),
+        ({"recompute_granularity": "selective"}, False),
+        ({"recompute_granularity": "selective", "recompute_modules": ["moe_act", "moe"]}, True),
+        ({"moe_layer_recompute": True}, True),
+    ],
+)
+def test_delayed_scaling_forbids_only_to_recompute_products(settings: dict, recomputes: bool) -> None:
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "num_moe_experts": 2}
+    config = TransformerConfig(**sizes, fp8="hybrid", fp8_recipe="delayed", **settings)
+    assert (why_layers_stay_ours(config) is not None) == recomputes

@@ -72,5 +72,7 @@ def test_kept_weights_are_those_of_the_step(pool: Pool, recipe: str) -> None:
     cell = Cell(model, layout("dp2-optim"))
     (expected,) = pool.run(train, 1, cell.alone, 3)
     fp8 = {**model.settings, "fp8": "hybrid", "fp8_recipe": recipe}
+    if recipe == "delayed":  # nothing of Transformer Engine's runs again
+        fp8 |= {"recompute_granularity": "selective", "recompute_modules": ["moe_act", "layernorm"]}
     cell = dataclasses.replace(cell, model=dataclasses.replace(model, settings=fp8))
     assert not judge(expected, pool.run(train_by_engine, 2, cell, 3, True)).beyond(TOLERANCE)

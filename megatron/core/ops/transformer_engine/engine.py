@@ -69,20 +69,26 @@ def uses_engine(config: Any) -> bool:
 def why_layers_stay_ours(config: Any) -> str | None:
     """Returns why our own layers compute although `config.transformer_impl` asks for Transformer Engine's, which lack
     something that other flags ask for; None: they lack nothing."""
-    recomputes = config.recompute_granularity is not None and (
-        config.recompute_granularity == "full" or set(config.recompute_modules or ()) - {"core_attn", "layernorm"}
-    )
-    if recomputes and config.fp8 is not None and config.fp8_recipe == "delayed":
+    if config.fp8 is not None and config.fp8_recipe == "delayed" and _recomputes_products(config):
         return (
-            f"with --fp8-recipe delayed its layers cannot be recomputed (--recompute-granularity "
-            f"{config.recompute_granularity}), since they would be quantised with other scales; tensorwise and "
-            "blockwise can"
+            "with --fp8-recipe delayed its layers cannot be recomputed, since they would be quantised with other "
+            "scales; with tensorwise and blockwise they can, and with delayed --recompute-modules "
+            f"{' '.join(sorted(_WITHOUT_PRODUCTS))}"
         )
     if config.enable_cuda_graph or config.external_cuda_graph or config.cuda_graph_impl != "none":
         return f"its layers are not captured in CUDA graphs (--cuda-graph-impl {config.cuda_graph_impl})"
     if config.fp8 is not None:
         return _why_no_recipe(config.fp8_recipe, config.fp8_margin, config.fp8_wgrad)
     return None
+
+
+_WITHOUT_PRODUCTS = {"core_attn", "layernorm", "mlp_act", "moe_act"}
+"""Values of `recompute_modules` that recompute no linear layer."""
+
+
+def _recomputes_products(config: Any) -> bool:
+    selected = set(config.recompute_modules or ()) if config.recompute_granularity == "selective" else set()
+    return bool(config.recompute_granularity == "full" or config.moe_layer_recompute or selected - _WITHOUT_PRODUCTS)
 
 
 def _why_no_recipe(recipe: str, margin: int, wgrad: bool) -> str | None:
