@@ -114,6 +114,11 @@ class PendingTotal:
         return total
 
 
+def cuts_products(config: Any) -> bool:
+    """Returns whether the config asks for products in pieces, and has ranks that share a sequence."""
+    return bool(config.tp_comm_overlap and config.sequence_parallel and config.tensor_model_parallel_size > 1)
+
+
 def products_in_pieces(config: ModelParallelConfig, group: Group, backend: Backend) -> ProductsInPieces | None:
     """Returns how a sequence parallel layer cuts its products; None if it does not. Products in fp8 are not cut: their
     scale follows from the largest value of all rows, which is known when the last piece has arrived."""

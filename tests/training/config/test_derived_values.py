@@ -133,6 +133,10 @@ def test_formats_of_other_programs_save_in_ours_and_say_so() -> None:
     ("flags", "expected"),
     [
         ("", "Transformer Engine computes; our own layers (--transformer-impl auto) are as fast"),
+        (
+            "--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap",
+            "Transformer Engine computes, but not products in pieces (--tp-comm-overlap), which are ours; our own",
+        ),
         ("--num-experts 4", "Transformer Engine computes; our own layers (--transformer-impl auto) are faster for exp"),
         ("--cuda-graph-impl local", "Transformer Engine is not used: its layers are not captured in CUDA graphs"),
         (
@@ -148,10 +152,10 @@ def test_formats_of_other_programs_save_in_ours_and_say_so() -> None:
 )
 def test_the_start_says_who_computes(flags: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(derived_values, "find_engine", lambda: FAKE)
-    config = configured(f"--transformer-impl transformer_engine {flags}")
+    config = configured(f"--transformer-impl transformer_engine {flags}", ranks=2)
     (note,) = (note for note in config.notes if note.startswith("--transformer-impl transformer_engine: "))
     assert note.partition(": ")[2].startswith(expected)
-    assert not any("Transformer Engine" in note for note in configured(flags).notes)
+    assert not any("Transformer Engine" in note for note in configured(flags, ranks=2).notes)
 
 
 def test_other_names_of_one_size() -> None:
