@@ -68,12 +68,12 @@ def run_loop(path: str, folder: Path) -> None:
 
 def losses_in(texts: Iterable[str], loss: str = "lm loss") -> dict[str, list[float]]:
     """Returns the losses that each script printed, of the iterations, validations and the test, from the output of all
-    ranks of `run_scripts`. `loss`: pattern of the names."""
+    ranks of `run_scripts`. `loss`: pattern of the names; other numbers of log lines have names, too."""
     found: dict[str, list[float]] = {}
     for text in texts:
         for part in text.split("=== ")[1:]:
             path, _, printed = part.partition("\n")
-            losses = [float(value) for value in re.findall(rf"{loss}(?: value)?: (\S+)", printed)]
+            losses = [float(value) for value in re.findall(rf"(?:{loss})(?: value)?: (\S+)", printed)]
             found[path] = max(found.get(path, []), losses, key=len)  # only one rank prints them
     return found
 
