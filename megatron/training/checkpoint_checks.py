@@ -1,4 +1,4 @@
-"""Whether a run may load a checkpoint: the model it is of, the state it has, and the keys that may differ."""
+"""Checks whether a run may load a checkpoint: its model, its state, and the keys that may differ."""
 
 from collections.abc import Callable
 from functools import partial
@@ -25,9 +25,9 @@ _ALL_OPTIMIZER_STATE = optimizer_state_name("*", "*")
 
 
 def check_before_build(config: PretrainConfig, schedule_of_flags: bool = True) -> None:
-    """Raises UserError, the same on all ranks, if all checkpoints that --load may continue from are of another model or
-    schedule. `Checkpoints.load` would find that only after this run's model is built, which can take minutes.
-    `schedule_of_flags`: False if a script builds its own schedule, which is then not compared. Collective."""
+    """Raises UserError, the same on all ranks, if every checkpoint that --load may continue from has another model or
+    schedule than this run. This check comes before the model is built, which can take minutes; `Checkpoints.load` comes
+    after it. `schedule_of_flags` is False if a script builds its own schedule; it is not compared then. Collective."""
     flags = config.checkpoint
     if flags.load is None or flags.finetune or config.transformer.moe_use_upcycling:
         return
@@ -62,8 +62,8 @@ def _check_candidates(config: PretrainConfig, root: Path, with_schedule: bool) -
 def check_manifest(
     config: PretrainConfig, manifest: Manifest, say: Callable[..., None], *, weights_only: bool, with_optimizer: bool
 ) -> None:
-    """Raises UserError for a checkpoint of another model, and for one that lacks state that the flags ask for. With
-    `weights_only` another model is only warned about, through `say`."""
+    """Raises UserError if the checkpoint has another model than this run, or lacks state that the flags ask for. With
+    `weights_only`, another model only causes a warning through `say`."""
     if weights_only:
         for difference in architecture_differences(config, manifest.config):
             say(f"WARNING: {difference}")
@@ -101,8 +101,8 @@ def check_dense_manifest(config: PretrainConfig, root: Path, manifest: Manifest,
 
 
 def mismatch_policy(flags: CheckpointConfig, with_optimizer: bool) -> MismatchPolicy:
-    """Returns which keys of the run and the checkpoint need not match: those of --dist-ckpt-strictness and
-    --ckpt-waive-keys, and without optimizer state its keys."""
+    """Returns the keys that the run or the checkpoint may lack: those that --dist-ckpt-strictness and --ckpt-waive-keys
+    allow, and those of the optimizer if its state is not loaded."""
     goes_on = flags.dist_ckpt_strictness in ("ignore_all", "log_all", "log_unexpected")
     left = () if with_optimizer else (_ALL_OPTIMIZER_STATE,)
     return MismatchPolicy(goes_on, goes_on, (*(flags.ckpt_waive_keys or ()), SCALING_STATE), left)

@@ -38,7 +38,7 @@ def weight_chunks(model: Sequence[nn.Module], groups: ProcessGroupCollection) ->
 
 
 def optimizer_chunks_to_load(optimizer: MegatronOptimizer, with_optimizer: bool) -> Iterator[Chunk]:
-    """Yields the optimizer's chunks that a load fills: all of them, or without optimizer state the main weights only,
-    which always follow the weights."""
+    """Yields the optimizer's chunks that a load fills: all of them, or only the main weights if optimizer state is not
+    loaded. Main weights are always loaded together with the weights."""
     masters = optimizer_state_name(MASTER, "")
     return (chunk for chunk in optimizer.state_chunks() if with_optimizer or chunk.name.startswith(masters))

@@ -42,9 +42,9 @@ def save_checkpoint(
     pp_group: ProcessGroup | None = None,
     dp_cp_group: ProcessGroup | None = None,
 ) -> None:
-    """Saves the run under --save as iteration `iteration`. The ranks and groups given are ignored: those of the run are
-    used. The only state of data is the count of samples. Raises UserError like `Checkpoints.save`, and for arguments
-    that are not supported yet."""
+    """Saves the run under --save as iteration `iteration`. Arguments that name ranks or groups have no effect: those of
+    the run are used. The only saved state of the data is the number of consumed samples. Raises UserError like
+    `Checkpoints.save`, and for arguments that are not supported yet."""
     asked = {"non_persistent_ckpt": non_persistent_ckpt, "release": release}
     asked["preprocess_common_state_dict_fn"] = preprocess_common_state_dict_fn is not None
     _refuse("save_checkpoint", asked)
@@ -86,9 +86,9 @@ def load_checkpoint(
 def load_args_from_checkpoint(
     args: Arguments, load_arg: str = "load", checkpointing_context: Any = None
 ) -> tuple[Arguments, Arguments | None]:
-    """Sets the model's arguments, between `parse_args` and `validate_args`, to those of the checkpoint in the folder
-    that the flag `load_arg` names, and prints which. Those are taken that --use-checkpoint-args takes. --ckpt-step
-    chooses among the checkpoints of --load.
+    """Sets the model's arguments to those of the checkpoint in the folder that the flag `load_arg` names, and prints
+    which. Call it between `parse_args` and `validate_args`. It takes the same arguments as --use-checkpoint-args.
+    --ckpt-step chooses among the checkpoints of --load.
 
     Returns (args, the checkpoint's arguments); without a folder or a checkpoint in it (args, None), and leaves args as
     they are. Raises UserError for a damaged checkpoint, and for arguments that were used already.
@@ -131,8 +131,8 @@ def get_checkpoint_name(checkpoints_path: str | Path, iteration: int, release: b
 
 
 def read_metadata(tracker_filename: str | Path) -> tuple[int, bool]:
-    """Returns (iteration, False), or (0, True) for a release, as the file says that names the newest checkpoint. Raises
-    UserError if there is none."""
+    """Reads the file that names the newest checkpoint. Returns (iteration, False), or (0, True) for a release
+    checkpoint. Raises UserError if there is no such file."""
     path = Path(tracker_filename)
     try:
         word = path.read_text(encoding="utf-8").strip()

@@ -43,7 +43,7 @@ class Checkpoints:
     Args:
         config: the run; `config.checkpoint` has the flags.
         groups: ranks of the run.
-        record: decisions to go back that several objects share; None: this object has its own.
+        record: the decisions to go back, which several objects may share; None: this object has its own.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Checkpoints:
             self.last_saved = parts.state.iteration
 
     def save_copy(self, root: Path, parts: SavedParts) -> None:
-        """Writes a checkpoint under another folder than --save, which no later save deletes. Raises UserError like
+        """Writes a checkpoint under another folder than --save. No later save deletes it. Raises UserError like
         `save`."""
         chunks, facts = self._contents(parts)
         save(root, chunks, **{**facts, "keep_last": None, "keep_every": None})
@@ -105,8 +105,8 @@ class Checkpoints:
         return iteration
 
     def leave_save(self) -> None:
-        """Waits a while for the checkpoint of the last `begin_save` to become complete. For a run that failed: needs no
-        other rank, because they may be gone."""
+        """Waits a while for the checkpoint of the last `begin_save` to become complete. Called after a failure, so it
+        needs no other rank: other ranks may be gone."""
         if self.pending is not None:
             self.pending[1].wait(_LAST_CHANCE_SECONDS)
 
@@ -191,9 +191,9 @@ class Checkpoints:
         self._restore(loaded, parts, counts=True, goes_back=True)
 
     def record_rewind(self, decision: Rewind, parts: SavedParts) -> None:
-        """Makes the decision to go back, whose checkpoint was reloaded, part of the run, on disk too. A run that is
-        killed before has decided nothing, goes on from where it was, and meets the spike again. One that is killed
-        afterwards goes on from the checkpoint of the decision. Collective."""
+        """Records a decision to go back, in memory and on disk. Call it after the checkpoint of the decision is
+        reloaded. A run that is killed before this call resumes from its newest checkpoint and meets the spike again. A
+        run that is killed after it resumes from the checkpoint of the decision. Collective."""
         self.record.rewinds.add([decision])
         assert self.flags.save is not None
         if self.last_saved is None:  # it is not under --save, and a later run may know nothing but that folder
@@ -215,8 +215,8 @@ class Checkpoints:
         return temporary
 
     def _load_upcycled(self, parts: SavedParts) -> bool:
-        """Goes on from --save if the run was upcycled before. Otherwise makes experts of the dense checkpoint under
-        --load or --pretrained-checkpoint, and saves the new model under --save."""
+        """Continues from --save if the run was upcycled before. Otherwise turns the MLPs of the dense checkpoint under
+        --load or --pretrained-checkpoint into experts, and saves the new model under --save."""
         flags, transformer = self.flags, self.config.transformer
         if flags.save is not None:
             loaded = self._read(Path(flags.save), parts, weights_only=False)
@@ -304,7 +304,7 @@ class Checkpoints:
             self.last_saved = parts.state.iteration
 
     def _override_iteration(self, state: TrainState, iteration: int) -> None:
-        """Makes the counts those after another iteration than the checkpoint's."""
+        """Sets the counts to those after this iteration, in place of the checkpoint's iteration."""
         self._say(f"--override-ckpt-iteration: goes on after iteration {iteration}, not {state.iteration}")
         state.iteration, self.last_saved = iteration, None
         batches = BatchSchedule.from_config(self.config.training, self.config.grid.data, self.config.data.seq_length)
@@ -334,8 +334,8 @@ def print_on_first_rank(groups: ProcessGroupCollection, *sentences: str) -> None
 
 
 def checkpoints_of_run(run: Context, config: PretrainConfig | None = None) -> Checkpoints:
-    """Returns the checkpoints of the current run, with the flags of `config` if it is given. A script may load with one
-    of them and save with others: all know which checkpoints are those of this run."""
+    """Returns the checkpoints of the current run, with the flags of `config` if it is given. A script may load through
+    one of these objects and save through others: they share the record of which checkpoints belong to this run."""
     config, groups = config or run.config, run.environment.groups
     record = shared_record(RewindRecord(config.checkpoint, partial(print_on_first_rank, groups)))
     return Checkpoints(config, groups, record)

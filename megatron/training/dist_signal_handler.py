@@ -1,4 +1,4 @@
-"""Megatron-LM's way to heed a signal, for scripts with a loop of their own; the app uses launch.signals."""
+"""Megatron-LM's signal handler, for scripts with their own training loop; the app uses launch.signals."""
 
 import signal
 from types import FrameType
@@ -11,7 +11,7 @@ from megatron.core.collectives import all_gather
 
 
 class DistributedSignalHandler:
-    """Remembers that a signal came, instead of ending the process. A context manager for the main thread."""
+    """Context manager for the main thread: remembers that a signal came, instead of ending the process."""
 
     def __init__(self, sig: int = signal.SIGTERM) -> None:
         self.sig = sig
@@ -43,7 +43,7 @@ class DistributedSignalHandler:
         return [bool(one) for one in all_gather(own, dist.group.WORLD)]
 
     def release(self) -> bool:
-        """Handles the signal as before `__enter__`. Returns False if it is handled so already."""
+        """Restores the handling of the signal from before `__enter__`. Returns False if it was restored before."""
         if self._previous is None:
             return False
         signal.signal(self.sig, self._previous)

@@ -39,8 +39,8 @@ _OLD_ARGUMENTS: dict[str, Any] = {
     "s3_cache_path": None,
     "yaml_cfg": None,
 }
-"""Values that Megatron-LM's scripts read of flags that do not exist here, or no longer: the defaults. The command line
-refuses these flags, so no other value is possible."""
+"""Default values of flags that Megatron-LM's scripts read and that do not exist here, or no longer exist. The command
+line refuses these flags, so no other value is possible."""
 
 
 class LiveArguments:
@@ -163,8 +163,8 @@ def clear_current_run() -> None:
 
 
 def shared_record(made: RewindRecord) -> RewindRecord:
-    """Returns the record of the current run that all calls of `load_checkpoint` and `save_checkpoint` share: `made` in
-    the first call."""
+    """Returns the record that all calls of `load_checkpoint` and `save_checkpoint` in the current run share. The first
+    call stores `made` as this record."""
     _current.record = _current.record or made
     return _current.record
 
@@ -262,16 +262,17 @@ def get_tensorboard_writer() -> Any:
 
 
 def get_wandb_writer() -> Any:
-    """Returns what acts as the module wandb for the run of --wandb-project. None where `get_tensorboard_writer` returns
-    None."""
+    """Returns an object that scripts use like the module wandb, for the run of --wandb-project. None where
+    `get_tensorboard_writer` returns None."""
     return _current.wandb_writer
 
 
 def get_one_logger() -> None:
-    """Returns None: NVIDIA's one-logger is not here."""
+    """Returns None: NVIDIA's one-logger is not supported."""
     return
 
 
 def get_adlr_autoresume() -> None:
-    """Returns None: NVIDIA's autoresume is not here; --exit-signal-handler and --exit-duration-in-mins save and end."""
+    """Returns None: NVIDIA's autoresume is not supported. --exit-signal-handler and --exit-duration-in-mins save and
+    end a run."""
     return

@@ -27,7 +27,7 @@ from megatron.training.providers import warn_unused
 from megatron.training.setup.set_up import start_run
 
 _resources = contextlib.ExitStack()
-"""What the started run closes when another run starts or the program ends."""
+"""Functions that are called when another run starts or the program ends."""
 
 
 def _close_at_exit() -> None:

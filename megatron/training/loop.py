@@ -87,8 +87,8 @@ def train_step(trainer: Trainer) -> StepResult:
 
 
 def arguments_of_schedule(optimizer: MegatronOptimizer, data: StepData) -> dict[str, Any]:
-    """Returns the arguments that our schedules take in addition to Megatron-LM's. A function that a script has set in
-    its TransformerConfig is used in place of the one given here."""
+    """Returns the arguments that our schedules take in addition to Megatron-LM's. If a script has set one of these
+    functions in its TransformerConfig, the schedule uses that one."""
     return {
         "rng_position_of": data.rng_position_of,
         "grad_scale_func": optimizer.scale_loss,
@@ -118,11 +118,11 @@ def run_step(
 ) -> StepResult:
     """One training step, without waiting for the device: gradients of the global batch, update, schedule.
 
-    A loss or gradient that is not finite on one rank skips the update and the schedule on all ranks. `update` stands in
-    for `optimizer.step_on_device`. `judge` decides whether the loss is a spike, before the update. `schedule_arguments`
-    are further arguments of `forward_backward`. `timers` measure the schedule's parts, if it takes them, and the update
-    (`optimizer`, level 1). If the loss function validates its results, `results` checks them, which waits for the
-    device.
+    If a loss or gradient is not finite on one rank, all ranks skip the update and do not advance the schedule. `update`
+    replaces `optimizer.step_on_device`. `judge` decides whether the loss is a spike, before the update.
+    `schedule_arguments` are further arguments of `forward_backward`. `timers` measure the schedule's parts, if it takes
+    them, and the update (`optimizer`, level 1). If the loss function validates its results, `results` checks them,
+    which waits for the device.
     """
     if decoder_seq_length is not None:
         schedule_arguments["decoder_seq_length"] = decoder_seq_length
@@ -171,8 +171,8 @@ def run_step(
 def rewinding(
     model: Sequence[Any], optimizer: MegatronOptimizer, data: StepData | None, probe: GradientProbe | None
 ) -> Callable[[], bool]:
-    """Returns a function that goes back to the start of the step that follows: data, gradients, and the biases of
-    experts. It returns False if the data cannot go back: an iterator of a script's own."""
+    """Call it at the start of a step. Returns a function that goes back to this point: data, gradients, and the biases
+    of experts. That function returns False if the data is a script's own iterator, which cannot go back."""
     if data is not None:
         data.keep_step()
     modules = [module for chunk in model for module in chunk.modules()]
@@ -206,7 +206,7 @@ def norm_of_weights(trainer: Trainer) -> Tensor | None:
 
 
 def losses_are_finite(reports: Sequence[Mapping[str, Tensor]], device: torch.device) -> Tensor:
-    """Returns a bool scalar on the device: whether every loss that this rank reports is finite. True if it reports
+    """Returns a bool scalar on the device: whether all losses that this rank reports are finite. True if it reports
     none."""
     values = [value.detach().reshape(-1).float() for report in reports for value in report.values()]
     if not values:

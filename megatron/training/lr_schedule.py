@@ -16,7 +16,7 @@ def build_scheduler(
     optimizer: MegatronOptimizer,
     kind: type[OptimizerParamScheduler] = OptimizerParamScheduler,
 ) -> OptimizerParamScheduler:
-    """Returns the scheduler that the flags describe. It counts samples; those of an iteration are its global batch,
+    """Returns the scheduler that the flags describe. It counts samples; an iteration has as many as its global batch,
     which may grow. `kind` is its class, for a script with a formula of its own (`OptimizerParamScheduler.rate`)."""
     schedule, training, rates = config.schedule, config.training, config.optimizer
     batches = BatchSchedule.from_config(training, config.grid.data, config.data.seq_length)
@@ -28,7 +28,7 @@ def build_scheduler(
     total = samples(training.train_samples, training.train_iters) or batches.final_global_batch_size
     decay = samples(schedule.lr_decay_samples, schedule.lr_decay_iters) or total
     wsd_decay = schedule.lr_wsd_decay_samples
-    if schedule.lr_wsd_decay_iters:  # the last ones
+    if schedule.lr_wsd_decay_iters:  # of the last iterations
         before = (schedule.lr_decay_iters or training.train_iters) - schedule.lr_wsd_decay_iters
         wsd_decay = decay - batches.samples_of(before)
     warmup: float = samples(schedule.lr_warmup_samples, schedule.lr_warmup_iters)
@@ -86,4 +86,5 @@ _WAYS = _COUNTED | {
     "end_wd": ("end_weight_decay", "weight_decay"),
     "wd_incr_style": ("weight_decay_incr_style",),
 }
-"""Attributes of the schedule that a checkpoint may contradict, and the fields that say each. The first given counts."""
+"""Attributes of the schedule that must agree with a checkpoint, each with the config fields that can set it. The first
+of these fields that was given is the one to name."""

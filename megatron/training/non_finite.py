@@ -46,7 +46,7 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a second computation of a step found on this rank."""
+    """The findings of the second computation of a step on this rank."""
 
     findings: list[Finding]
     losses: list[dict[str, float]]
@@ -54,8 +54,8 @@ class SearchResult:
 
 
 def dump_and_search(trainer: Trainer, decision: ExitDecision) -> None:
-    """If `decision` is to end because of a non-finite value: writes the step, computes it again, and prints which
-    module was first. All ranks call it. Does nothing for other decisions."""
+    """Writes the step that made the run end, computes it again, and prints which module had the first non-finite value.
+    Does nothing unless `decision` is to end because of a non-finite value. All ranks call it."""
     if decision.reason is not ExitReason.NON_FINITE:
         return
     ranks = RankCoordinator(trainer.exit.group)
@@ -77,8 +77,8 @@ def lines_of(found: Sequence[Finding], iteration: int) -> list[str]:
     """Returns the lines to print about the findings of all ranks in a step."""
     if not found:
         return [
-            f"iteration {iteration} was computed again, and everything was finite: the first result was not that of "
-            "these weights and this batch (hardware, a race, or a script that does not repeat itself)"
+            f"iteration {iteration} was computed again, and everything was finite: these weights and this batch do not "
+            "explain the first result (suspect the hardware, a race, or a script that is not deterministic)"
         ]
     lines = [f"iteration {iteration} was computed again; first non-finite: {found[0]}"]
     lines += [f"  then {finding}" for finding in found[1:_SHOWN]]
@@ -179,7 +179,7 @@ def _write_batches(trainer: Trainer, folder: Path, step: RecentStep) -> str | No
 
 
 def write_batches(path: Path, batches: Sequence[Any]) -> None:
-    """Writes micro-batches as a safetensors file. Raises UserError for batches that are neither of our data sets nor
+    """Writes micro-batches as a safetensors file. Raises UserError unless the batches are those of our data sets, or
     dictionaries of tensors."""
     tensors: dict[str, Tensor] = {}
     described = []

@@ -88,7 +88,7 @@ def stages_of_rank(config: PretrainConfig, pipeline_rank: int) -> list[Stage]:
 
 @dataclass(frozen=True)
 class NonLossFunctions:
-    """A script's functions for data of an evaluation that are no losses, such as samples of what the model writes."""
+    """A script's functions for data of an evaluation other than losses, such as texts that the model writes."""
 
     collect: Callable[[Sequence[nn.Module]], Any] | None = None
     """Megatron-LM's `non_loss_data_func(model)`: returns the data. Every rank calls it, with the model in eval mode.
@@ -116,9 +116,9 @@ class Providers:
     load_first_weights: Callable[[Context, Sequence[nn.Module], MegatronOptimizer], None] | None = None
     """Fills the weights of a new run, before its first step. Every rank calls it, unless a checkpoint was loaded."""
     non_loss: NonLossFunctions | None = None
-    """Collects and takes data of evaluations that are no losses."""
+    """The script's functions for data of evaluations other than losses."""
     use_torch_distributed: bool = False
-    """The functions call torch.distributed themselves, so that one process, too, needs a world of it."""
+    """The functions call torch.distributed themselves, so torch.distributed is initialised for one process too."""
 
 
 def providers_of_user_script(
@@ -130,8 +130,7 @@ def providers_of_user_script(
 ) -> Providers:
     """Adapts Megatron-LM's provider functions, which read `get_args()` themselves, to `Providers`.
 
-    A provider is called with those of Megatron-LM's keywords that its signature takes, so scripts of several releases
-    work.
+    A provider gets only the Megatron-LM keywords that its signature accepts, so scripts of several releases work.
     """
 
     def build_forward_step(context: Context) -> ForwardStep:
@@ -277,7 +276,7 @@ def warn_unused(function: str, given: Mapping[str, Any]) -> None:
 
 
 def accepted(function: Callable[..., Any], offered: dict[str, Any]) -> dict[str, Any]:
-    """Returns those of the offered keyword arguments that a function accepts."""
+    """Returns the offered keyword arguments that a function accepts."""
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return offered

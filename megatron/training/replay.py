@@ -1,4 +1,4 @@
-"""Computes a step that ended a run again, in one process, from the folder that the run wrote (`non_finite`)."""
+"""Computes a step again, in one process. The step ended a run, which wrote it to a folder (`non_finite`)."""
 
 import contextlib
 import dataclasses
@@ -147,8 +147,8 @@ def _closed(trainer: Trainer) -> Iterator[None]:
 
 
 def report(dump: DumpedStep, result: SearchResult, words: Sequence[str] = ()) -> Iterator[str]:
-    """Yields the lines about a replay with these further flags: the losses, what is not finite first, and what the run
-    had found."""
+    """Yields the lines about a replay with these further flags: the losses, the first non-finite values, and the run's
+    own findings."""
     for number, losses in enumerate(result.losses):
         shown = ", ".join(f"{name} {value:.6g}" for name, value in losses.items())
         yield f"{dump.place(number)}: {shown}"
@@ -157,13 +157,13 @@ def report(dump: DumpedStep, result: SearchResult, words: Sequence[str] = ()) ->
         yield f"non-finite: {dataclasses.replace(finding, rank=0)}{where}"
     if not result.findings and _fields_of(words) & _FORMATS:
         yield (
-            f"everything is finite with {' '.join(words)}; if the run's own format is not, without further flags, "
-            "a number was too large for that format"
+            f"everything is finite with {' '.join(words)}; if a replay without these flags finds a non-finite value, "
+            "a number is too large for the run's number format"
         )
     elif not result.findings:
         yield (
-            "everything is finite in one process: look for the layout (tools/verify_layout.py), for another kernel, "
-            "or for broken hardware"
+            "everything is finite in one process: suspect the layout (tools/verify_layout.py checks it), another "
+            "kernel, or broken hardware"
         )
     if dump.findings:
         yield f"the run's first: {dump.findings[0]}"

@@ -6,9 +6,9 @@ does not train on the window when it gets there. Each later checkpoint keeps all
 
     {"rewinds": [{"spike": 8150, "iteration": 7500, "first": 7951}]}
 
-Checkpoints of the iterations that were given up may still exist. A checkpoint is outdated if it lacks a decision and is
-not from before its window, because it has learned from data that is left out. A resume loads it only if --ckpt-step
-names it.
+Checkpoints of the iterations that were given up may still exist. A checkpoint is outdated if it lacks a decision and
+was saved inside that decision's window or after it: it has learned from data that is now left out. A resume loads it
+only if --ckpt-step names it.
 """
 
 import json
@@ -58,7 +58,7 @@ class Rewinds:
         return len(self.decisions)
 
     def add(self, decisions: Iterable[Rewind]) -> None:
-        """Adds those whose windows are new."""
+        """Adds the decisions whose windows are new."""
         known = self.windows
         for decision in decisions:
             if decision.window not in known:
@@ -161,13 +161,13 @@ class RewindRecord:
         """Whether the file under --save, if there is one, is of this run."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what every checkpoint of this run keeps."""
+        """Returns the decisions as every checkpoint of this run keeps them."""
         found: dict[str, Any] = {"rewinds": self.rewinds.to_json()} if len(self.rewinds) else {}
         return found | ({"earlier_run": sorted(self._earlier)} if self._earlier else {})
 
     def begin_new_run(self) -> None:
-        """Takes the checkpoints under --save as those of an earlier run, and says so. Does nothing in a run that goes
-        on from a checkpoint. Collective."""
+        """Treats the checkpoints under --save as those of an earlier run, and says so. Does nothing in a run that
+        continues from a checkpoint. Collective."""
         if self._earlier is not None or self.flags.save is None:
             return
         self._earlier, self._has_file = self._iterations_under_save(), False
@@ -226,8 +226,9 @@ class RewindRecord:
             )
 
     def _left_by_another_run(self, folder: Path, manifest: Manifest) -> set[int]:
-        """Returns the iterations under --save that are not of the run whose checkpoint this run goes on from: those
-        that the checkpoint names; all of them if its folder is not that of --save."""
+        """Returns the iterations of checkpoints under --save that belong to another run than the one that this run
+        continues. The loaded checkpoint names them; if it is not in the folder of --save, they are all iterations
+        there."""
         if self.flags.save is None:
             return set()
         if not self.is_in_save(folder, temporary=True):
@@ -248,9 +249,9 @@ class RewindRecord:
     # Going back ------------------------------------------------------------------------------------------------------
 
     def newest_before(self, iteration: int) -> tuple[Path, int] | None:
-        """Returns folder and iteration of the newest complete checkpoint of this run from before an iteration that is
-        not outdated; None if there is none. Checkpoints are those under --save and those under --load; with --finetune
-        the latter are those of another run, as are those under --save that an earlier run has left there."""
+        """Returns folder and iteration of this run's newest complete checkpoint that is older than an iteration and not
+        outdated; None if there is none. It looks under --save and --load. With --finetune the checkpoints under --load
+        belong to another run. Those that an earlier run has left under --save do not count either."""
         roots = [self.flags.save, None if self.flags.finetune else self.flags.load]
         found = [(each, Path(root)) for root in dict.fromkeys(roots) if root for each in folders.candidates(Path(root))]
         for folder, root in sorted(found, key=lambda each: each[0].iteration, reverse=True):

@@ -1,4 +1,4 @@
-"""A run that is set up (`Trainer`): its parts, and the small steps that the loop consists of."""
+"""The parts of a run that is ready to train (`Trainer`), and the small steps that the training loop consists of."""
 
 import contextlib
 import sys
@@ -68,7 +68,7 @@ class Trainer:
     """Opens the data at the counts of `state`. None: the data is a script's own and cannot go back."""
 
     non_loss: NonLossFunctions | None = None
-    """A script's functions for data of evaluations that are no losses."""
+    """A script's functions for data of evaluations other than losses."""
 
     def __post_init__(self) -> None:
         self.phase = "training"
@@ -202,8 +202,8 @@ class Trainer:
         return result
 
     def _process_non_loss_data(self, result: EvaluationResult) -> None:
-        """Hands an evaluation's data that are no losses to the script, on the rank that logs, with the writer of
-        --tensorboard-dir. Without that flag nothing is called, as in Megatron-LM."""
+        """Passes an evaluation's data other than losses to the script's function, with the writer of --tensorboard-dir,
+        on the rank that logs. Without that flag it calls nothing, as in Megatron-LM."""
         writer = self.log.tensorboard_writer
         if self.non_loss is None or self.non_loss.process is None or writer is None or result.interrupted:
             return
@@ -239,8 +239,8 @@ class Trainer:
 
     def check_exit(self) -> ExitDecision | None:
         """Returns the decision of all ranks to exit now, or None. Before a save and after the last iteration it waits
-        for every rank's answer, because a checkpoint of a step that was not finite would silently skip that step's
-        data."""
+        for the answer of every rank: a run that resumed from the checkpoint of a non-finite step would skip the data of
+        that step without a word."""
         decision = self.exit.after_step(self.state.iteration)
         if self.save_is_due(decision) or self.temporary_save_is_due() or self.is_done():
             self.log.flush()  # by now the host knows all that the device found
@@ -262,8 +262,8 @@ class Trainer:
         return bool(interval and self.state.iteration % interval == 0)
 
     def temporary_save_is_due(self) -> bool:
-        """Whether --non-persistent-save-interval asks for a checkpoint after this iteration, and --save-interval does
-        not."""
+        """Whether --non-persistent-save-interval asks for a checkpoint after this iteration and --save-interval asks
+        for none."""
         checkpoint, iteration = self.config.checkpoint, self.state.iteration
         if checkpoint.save is None or checkpoint.non_persistent_save_interval is None or self.is_done():
             return False
@@ -271,9 +271,9 @@ class Trainer:
         return not persistent and iteration % checkpoint.non_persistent_save_interval == 0
 
     def save(self, *, temporary: bool = False) -> None:
-        """Writes a checkpoint of this iteration, into the folder of temporary ones if `temporary`. With --async-save
-        this only begins: the checkpoint is complete after `finish_save`. The time that is printed is that for which
-        training waits."""
+        """Writes a checkpoint of this iteration, into the folder of temporary ones if `temporary`. With --async-save it
+        only begins to write: the checkpoint is complete after `finish_save`. The printed time is the time that training
+        waits."""
         timers = self.log.timers
         self.finish_save()
         with self.log.paused(), self.in_phase("saving"):
@@ -289,8 +289,7 @@ class Trainer:
                 self._after_save(self.state.iteration)
 
     def finish_save(self) -> None:
-        """Waits for the checkpoint that --async-save still writes, if there is one. Every rank calls it at the same
-        place."""
+        """Waits for the checkpoint that --async-save is still writing, if there is one. All ranks call it together."""
         with self.in_phase("saving"):
             iteration = self.checkpoints.finish_save()
             if iteration is not None:

@@ -145,9 +145,10 @@ def get_batch_on_this_tp_rank(
 
     All tensor parallel ranks get the batch that the first of them reads; the iterators of the others advance too, if
     they have any. `attention_mask` is None if the data has none (causal attention); document boundaries
-    (--reset-attention-mask) become a mask. Every rank gets all fields, whether it holds multi-token prediction or not;
-    if a script says so by `mtp_on_this_rank`, as those of release 0.16 do, the keys cu_seqlens, max_seqlen and
-    local_cp_size follow, which are None. Raises UserError if the first tensor parallel rank has no iterator.
+    (--reset-attention-mask) become a mask. Every rank gets all fields, with or without layers of multi-token
+    prediction. If a script passes `mtp_on_this_rank`, as those of release 0.16 do, the result also has the keys
+    cu_seqlens, max_seqlen and local_cp_size, which are None. Raises UserError if the first tensor parallel rank has no
+    iterator.
     """
     groups = default_collection()
     batch = None if data_iterator is None else next(data_iterator)
@@ -284,8 +285,8 @@ def average_losses_across_data_parallel_group(losses: Sequence[Tensor]) -> Tenso
 
 
 def reduce_max_stat_across_model_parallel_group(stat: float | None) -> float | None:
-    """Returns the largest value over the tensor and pipeline parallel ranks; None on those that have none counts as
-    nothing. None if no rank has one."""
+    """Returns the largest value over the tensor and pipeline parallel ranks, without those that pass None. None if
+    every rank passes None."""
     value = torch.tensor([-math.inf if stat is None else float(stat)], dtype=torch.float64, device=local_device())
     found = all_reduce(value, default_collection().mp, dist.ReduceOp.MAX).item()
     return None if found == -math.inf else found

@@ -1,6 +1,6 @@
 """Buckets: neighbouring units whose gradients are reduced together, once in each step.
 
-All ranks reduce buckets in one fixed order, last units first, which is the order in which backward finishes them. With
+All ranks reduce buckets in the same fixed order, last units first. Backward finishes them in this order too. With
 overlap, the reduction of a bucket starts as soon as it has received all contributions and the buckets before it have
 started. The number of contributions is learned from the first step (a weight that is used twice has two); in that step
 all reductions start at the end.
@@ -23,9 +23,9 @@ class TwoLevelReduction:
     """How gradients of one grid are summed over data parallel ranks: one reduction, or two if shards are replicated."""
 
     data: Reduction
-    """The sum over all data parallel ranks; with several instances of the shards, over the ranks of one instance."""
+    """Sums over all data parallel ranks; with several instances of the shards, over the ranks of one instance."""
     replicas: Reduction | None = None
-    """The following sum over the ranks that have the same shard; None with one instance."""
+    """Then sums over the ranks that have the same shard; None with one instance."""
 
 
 class Bucket:
@@ -41,12 +41,12 @@ class Bucket:
         numel = sum(unit.plan.numel for unit in units)
         self.grad_buffer = torch.zeros(numel, dtype=units[0].plan.grad_dtype, device=units[0].device)
         self.num_accumulated = 0
-        """Contributions from micro-batches that may start reductions (the last one of a step)."""
+        """Number of contributions so far from the last micro-batch of a step, which may start reductions."""
         self.expected: int | None = None
         """Number of contributions in the last micro-batch of a step; None until it is known."""
         self.started = False
         self.is_finished = False
-        """The gradients are summed."""
+        """Whether the gradients are summed."""
         self._sums: list[PendingReduction] = []
         self._replica_sums: list[PendingReduction] = []
 

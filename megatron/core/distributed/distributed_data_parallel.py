@@ -27,7 +27,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection, default_
 
 
 class DistributedDataParallel(nn.Module):
-    """Wraps a model chunk: moves its weights into flat buffers of units, and sums its gradients over ranks.
+    """Wraps a model chunk: moves its weights into the flat buffers of units, and sums its gradients over ranks.
 
     After `finish_grad_sync` every parameter's `main_grad` has the mean over data (and context) parallel ranks of the
     gradients accumulated since `zero_grad_buffer`; with `config.calculate_per_token_loss`, their sum. If gradients or
@@ -152,8 +152,8 @@ class DistributedDataParallel(nn.Module):
         return self.state_dict(*args, **kwargs)
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Returns the wrapped model's sharded state dict. Raises UserError with sharded parameters, of which the model
-        has no whole ones: `megatron.training.checkpointing.save_checkpoint` saves them."""
+        """Returns the wrapped model's sharded state dict. Raises UserError with sharded parameters, because the model
+        does not have the whole ones; `megatron.training.checkpointing.save_checkpoint` saves them."""
         if any(unit.shards_weights for unit in self.units):
             raise UserError("sharded_state_dict(): not with sharded parameters; save_checkpoint() saves them")
         return self.module.sharded_state_dict(*args, **kwargs)  # type: ignore[operator]
@@ -172,8 +172,9 @@ class DistributedDataParallel(nn.Module):
 
     @contextlib.contextmanager
     def whole_weights(self) -> Iterator[None]:
-        """Inside, all parameters can be read, even sharded ones: then all ranks must enter together, and each needs
-        memory for the whole chunk. Values written to sharded parameters are lost."""
+        """All parameters can be read inside the context, even sharded ones. With sharded parameters all ranks must
+        enter it together, and each rank needs memory for the whole chunk. Values that are written to sharded parameters
+        are lost."""
         for unit in self.units:
             unit.start_all_gather()
         self.finish_param_sync()
@@ -186,7 +187,7 @@ class DistributedDataParallel(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside accumulate gradients without starting a reduction. Sharded gradients are the
+        """Backward passes inside the context accumulate gradients and start no reduction. Sharded gradients are the
         exception: they are reduced after every micro-batch."""
         self._queue.may_start = False
         try:
@@ -196,8 +197,8 @@ class DistributedDataParallel(nn.Module):
 
     @contextlib.contextmanager
     def defer_weight_gradients(self, key: Hashable) -> Iterator[None]:
-        """A backward inside computes input gradients only. Its weight gradients are deferred, under a key of the
-        caller's, until `compute_weight_gradients`."""
+        """A backward inside the context computes input gradients only. Its weight gradients are deferred until
+        `compute_weight_gradients` is called with the same key."""
         with self._sharded_gradients.deferring(), self._deferred_weight_gradients.defer(key):
             yield
 
@@ -207,7 +208,7 @@ class DistributedDataParallel(nn.Module):
             self._deferred_weight_gradients.compute(key)
 
     def deferred_weight_gradients(self) -> contextlib.AbstractContextManager[Callable[[], None]]:
-        """Defers the weight gradients of a backward inside until the yielded function is called, at the latest until
+        """Defers the weight gradients of a backward inside the context until the yielded function is called, or until
         the end of the backward."""
         return self._deferred_weight_gradients.deferred()
 
@@ -219,8 +220,8 @@ class DistributedDataParallel(nn.Module):
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Finishes all reductions. On CUDA the host does not wait, later kernels do.
 
-        `force_all_reduce` gives every rank the whole summed gradients even if they would only have their shards. Raises
-        UserError with sharded gradients, for which there is no memory.
+        With `force_all_reduce` every rank gets the whole summed gradients, also where it would otherwise get only its
+        shard. Raises UserError for it with sharded gradients: the whole ones have no memory.
         """
         self._queue.finish()
         self._sharded_gradients.finish()
@@ -256,7 +257,7 @@ class DistributedDataParallel(nn.Module):
                 yield self._chunk(parameter_slice, parameter_slice.view_in(unit.gradient_shard), unit)
 
     def offload_grad_buffers(self, synchronize: bool = True, empty_cache: bool = True) -> None:
-        """Moves gradients to host memory and frees the device's, until `restore_grad_buffers`."""
+        """Moves gradients to host memory and frees their device memory until `restore_grad_buffers`."""
         for buffer in self._resident_gradients():
             self._offloaded.append(buffer.to("cpu", copy=True))
             buffer.untyped_storage().resize_(0)
@@ -308,7 +309,7 @@ class DistributedDataParallel(nn.Module):
             layer.forget_weights()
 
     def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
-        """Starts the all-gather of updated weights, in the order in which forward needs them.
+        """Starts the all-gathers of updated weights, in the order in which forward needs them.
 
         With `ddp_config.overlap_param_gather` each module waits for its weights before its forward; otherwise, or with
         `force_sync`, this function waits. Sharded parameters are gathered by their modules instead.
@@ -331,8 +332,8 @@ class DistributedDataParallel(nn.Module):
         self._hooks.enable()
 
     def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
-        """From here on, every all-gather of weights is waited for at once, so that parameters can be read at any time.
-        Sharded parameters can still be read only while their modules run."""
+        """From now on, `start_param_sync` waits for its all-gathers, so parameters can be read at any time. Sharded
+        parameters can still be read only while their modules run."""
         if param_sync:
             self.finish_param_sync()
         if not any(unit.shards_weights for unit in self.units):

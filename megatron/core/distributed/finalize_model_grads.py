@@ -1,7 +1,7 @@
-"""The last part of a step's gradients, after all micro-batches: sums over model parallel ranks, and division by tokens.
+"""Finishes the gradients of a step after all micro-batches: sums over model parallel ranks, and division by tokens.
 
-Each rank works on its shards of the units. Ranks along a model parallel axis have equal unit plans, and so have the
-stages that hold a tied weight, which is a unit of its own: their shards have the same elements.
+Each rank works on its shards of the units. Ranks along a model parallel axis have equal unit plans, so their shards
+have the same elements. The same holds for a tied weight on several stages, because it is a unit of its own.
 """
 
 from collections.abc import Iterable, Sequence
@@ -36,9 +36,9 @@ def finalize_model_grads(
     tokens. Updates the expert biases of routers from the tokens of this global batch, and the scales of delayed fp8
     scaling from its largest values.
 
-    `num_tokens`, a scalar tensor, is given with a loss per token: the number of tokens of this rank's micro-batches,
-    zero on pipeline stages without the loss. Gradients are then sums over tokens and become means over the global
-    batch; a batch without tokens leaves them unchanged. Does not wait for the device.
+    With a loss per token, `num_tokens` is a scalar tensor with the number of tokens of this rank's micro-batches; it is
+    zero on pipeline stages without the loss. Gradients are then sums over tokens, and this function makes them means
+    over the global batch. A batch without tokens leaves them unchanged. Does not wait for the device.
 
     Raises UserError for a model chunk that is not wrapped in DistributedDataParallel.
     """

@@ -23,7 +23,7 @@ class Unit:
     def __init__(self, plan: UnitPlan, shardings: Mapping[str, Sharding], shard_group: Group = None) -> None:
         self.plan = plan
         self.shardings = shardings
-        """The sharding of each grid: this unit's and the other one."""
+        """The sharding of each grid, by name: that of this unit, and those of the others."""
         self.sharding = shardings[plan.grid]
         self.shard_range = self.sharding.shard_range(plan.numel)
         """Elements [start, stop) of the unit that this rank reduces, keeps optimizer state of, and updates."""
@@ -70,7 +70,7 @@ class Unit:
         return self.param_buffer.untyped_storage().nbytes() > 0
 
     def mark_updated(self) -> None:
-        """Tells the unit that the optimizer has written new values to `weight_shard`: whole weights are out of date."""
+        """Call it after the optimizer has written new values to `weight_shard`: the whole weights are out of date."""
         assert self._gather is None, f"{self} is updated while it is gathered"
         self._is_stale = self.sharding.shards > 1
         self.reshard()
@@ -104,7 +104,8 @@ class Unit:
         self.param_buffer.untyped_storage().resize_(0)
 
     def copy_to_shard(self) -> None:
-        """Copies this rank's part of the whole weights to `weight_shard`, after they were written from outside."""
+        """Copies this rank's part of the whole weights to `weight_shard`. Call it after other code has written the
+        whole weights."""
         if self.shards_weights:
             self.weight_shard.copy_(self._shard_of(self.param_buffer))
 
@@ -119,8 +120,8 @@ class Unit:
     ) -> None:
         """Lets the parameters accumulate their gradients into `buffer` ([numel] in the gradients' type).
 
-        `before_write` is called before each contribution is written, `on_accumulated(parameter)` after it. `shard` will
-        have this rank's part of the sum.
+        `before_write` is called before each contribution is written, `on_accumulated(parameter)` after it. After the
+        reduction, `shard` has this rank's part of the sum.
         """
         assert buffer.shape == (self.plan.numel,) and buffer.dtype == self.plan.grad_dtype
         self.grad_buffer, self.gradient_shard = buffer, shard

@@ -1,8 +1,8 @@
-"""Parameters whose memory is freed: reading one raises an error that names it, instead of a crash.
+"""Parameters whose memory is freed: reading one raises an error that names it, instead of crashing the process.
 
 Most operations accept a tensor whose storage has no memory; they then end the process or return garbage. So a parameter
-without memory temporarily changes its class to `FreedParameter`, which allows only questions about shape, type and the
-like. Autograd is not affected: tensors that it saved for backward are the same objects.
+without memory temporarily changes its class to `FreedParameter`, which allows only to read its shape, type and similar
+attributes. Autograd is not affected: tensors that it saved for backward are the same objects.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -2,9 +2,9 @@
 
 The contract: a layer's backward hands its contribution to the parameter's main gradient and adds nothing to `.grad`.
 The main gradient accumulates it in the buffer's type (float32 at least, unless --main-grads-dtype is bf16) and then
-calls `on_accumulated`. The call comes when the values are in the buffer, not when the layer's backward ends: a deferred
-product counts when it is computed. A CUDA graph replays the accumulation and not the call: reductions then start after
-the last micro-batch.
+calls `on_accumulated`. The call comes when the values are in the buffer, which for a deferred product is later than the
+end of the layer's backward. A CUDA graph replays the accumulation but not the call, so reductions then start after the
+last micro-batch.
 """
 
 import contextlib
@@ -92,11 +92,11 @@ class BufferMainGrad:
         self.on_accumulated(self.parameter)
 
     def begin_write(self) -> None:
-        """Gives `gradient` its memory, for code that adds to it."""
+        """Makes sure that `gradient` has memory. Call it before adding to it."""
         self.before_write()
 
     def end_write(self) -> None:
-        """Takes note that the caller has added a micro-batch's gradient to `gradient`."""
+        """Call it after adding a micro-batch's gradient to `gradient`."""
         self.on_accumulated(self.parameter)
 
     def detach(self) -> None:
@@ -123,12 +123,12 @@ class WeightGradientQueue:
 
     @property
     def takes_products(self) -> bool:
-        """Whether a backward now defers its products."""
+        """Whether a backward that runs now defers its products."""
         return self._open is not None
 
     @contextlib.contextmanager
     def defer(self, key: Hashable) -> Iterator[None]:
-        """Defers the products of a backward inside until `compute(key)`."""
+        """Defers the products of a backward inside the context until `compute(key)`."""
         assert key is not None and self._open is None and key not in self._waiting, (key, self._open)
         self._open, self._waiting[key] = key, []
         try:
@@ -138,8 +138,9 @@ class WeightGradientQueue:
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[Callable[[], None]]:
-        """Defers the products of a backward inside until the yielded function is called, at the latest until the end of
-        the backward. A layer that waits for communication in backward calls it to have something to compute."""
+        """Defers the products of a backward inside the context until the yielded function is called, or until the end
+        of the backward. A layer that waits for communication in backward calls the function, so that it computes in the
+        meantime."""
         with self.defer(_DEFERRED):
             try:
                 yield self.compute_deferred

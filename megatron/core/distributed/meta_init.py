@@ -2,7 +2,7 @@
 
 On the meta device a model has only shapes and descriptors. An initial value is a function of the parameter's name and
 the index of the element, so units can be initialised one after the other. With sharded parameters only one unit at a
-time is whole, so a model can be built that does not fit on one rank.
+time is whole, so a model that does not fit on one rank can be built.
 """
 
 from typing import Any

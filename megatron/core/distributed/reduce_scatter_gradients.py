@@ -34,11 +34,12 @@ class TransientGradients:
         self.whole = torch.empty(unit.plan.numel, dtype=unit.plan.grad_dtype, device=unit.device)
         self._nbytes = self.whole.untyped_storage().nbytes()
         self.num_accumulated = 0
-        """Contributions in the whole gradients."""
+        """Number of contributions in the whole gradients."""
         self.seen = 0
-        """Contributions in this backward pass, or from the deferred products being computed."""
+        """Number of contributions in this backward pass, or from the deferred products that are being computed."""
         self.expected: dict[bool, int] = {}
-        """The total number of contributions, once known: in a backward pass (False), from deferred products (True)."""
+        """The total number of contributions, once it is known. Keys: False for a backward pass, True for deferred
+        products."""
         self._sum: PendingReduction | None = None
 
     def open(self) -> None:
@@ -100,9 +101,9 @@ class ReduceScatterGradients:
         self._reducing: TransientGradients | None = None
         self._backward_end = BackwardEndCallback(self._backward_ended)
         self._defers = False
-        """Weight gradients are being deferred: no unit is complete."""
+        """Whether weight gradients are being deferred, so that no unit is complete."""
         self._computes_deferred = False
-        """Deferred weight gradients are being computed."""
+        """Whether deferred weight gradients are being computed."""
         self._finished = False
 
     def _allocate_shards(
@@ -191,7 +192,7 @@ class ReduceScatterGradients:
 
     @contextlib.contextmanager
     def deferring(self) -> Iterator[None]:
-        """Backward passes inside defer their weight gradients."""
+        """Backward passes inside the context defer their weight gradients."""
         self._defers = True
         try:
             yield
@@ -201,7 +202,8 @@ class ReduceScatterGradients:
 
     @contextlib.contextmanager
     def computing_deferred(self) -> Iterator[None]:
-        """The deferred weight gradients of one micro-batch are computed inside. At the end its units are complete."""
+        """Context in which the caller computes the deferred weight gradients of one micro-batch. At its end the units
+        are complete."""
         self._computes_deferred = True
         try:
             yield

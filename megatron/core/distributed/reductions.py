@@ -40,11 +40,11 @@ class Reduction:
     scale: float = 1.0
     """Factor of the gradients before the sum."""
     average_in_collective: bool = False
-    """Let the collective apply the factor 1 / (size of the group), if the backend can average."""
+    """Whether the collective applies the factor 1 / (size of the group), if the backend can average."""
     sum_in_main_dtype: bool = False
-    """Sum shards in float32 (or the gradients' own type, if it is wider) even if they are sent in a narrower one: each
-    rank receives all addends of its shard by an all-to-all, instead of sums that are rounded on the way. Sends as many
-    bytes as a reduce-scatter."""
+    """Whether shards are summed in float32 (or the gradients' own type, if it is wider) even if they are sent in a
+    narrower type. Each rank then receives all addends of its shard by an all-to-all, instead of sums that are rounded
+    on the way. This sends as many bytes as a reduce-scatter."""
 
     def start_all_reduce(self, gradients: Tensor, wire_dtype: torch.dtype) -> PendingReduction:
         """Starts the sum of `gradients` [n], sent in `wire_dtype`. The result is written to `gradients`, which must not

@@ -1,5 +1,5 @@
-"""Compares the weights of data parallel replicas, which are equal to the bit unless the hardware or a script's own code
-made a mistake."""
+"""Compares the weights of data parallel replicas. They are equal to the bit unless the hardware failed or a script's
+own code has a bug."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence

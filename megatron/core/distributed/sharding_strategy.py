@@ -20,7 +20,8 @@ _REPLICA_GROUP = {"dense": "inter_dist_opt", "expert": "inter_expt_dp"}
 
 
 class ShardingStrategy(enum.Enum):
-    """What is sharded over data parallel ranks. Each member shards one more thing than the one before it."""
+    """The things that are sharded over data parallel ranks. Each member shards one thing more than the member before
+    it."""
 
     REPLICATED = "no_shard"
     OPTIMIZER = "optim"

@@ -1,6 +1,6 @@
-"""Plans of units. A unit is the parameters of a layer, the embedding or the head that have one grid and one type.
+"""Plans units. A unit holds those parameters of a layer, the embedding or the head that share a grid and a type.
 
-A unit has the weights of its parameters concatenated in one flat buffer, and their gradients in the same order in
+The weights of a unit's parameters are concatenated in one flat buffer, and their gradients, in the same order, in
 another one. The parameters and their main gradients are views of these buffers: reductions, the optimizer and
 checkpoints see flat ranges, layers see ordinary parameters. `sharding_strategy` decides which range of a unit is a
 rank's shard.
@@ -120,9 +120,9 @@ def plan_units(
 
     The parameters of a unit share their name up to its first number (`decoder.layers.3`) or, without a number, its
     first word (`embedding`). A weight that another stage holds too is a unit of its own, so that both stages shard it
-    alike. In a unit, parameters with weight decay come first, so that weight decay acts on one range. `shards` is the
-    number of equal shards of each grid's units (default 1). Parameters of the type `main_grads_dtype`, if it is not
-    float32, accumulate their gradients in it.
+    in the same way. In a unit, parameters with weight decay come first, so that weight decay acts on one range.
+    `shards` is the number of equal shards of each grid's units (default 1). Parameters of the type `main_grads_dtype`,
+    if it is not float32, accumulate their gradients in it.
     """
     members: dict[tuple[str, str, torch.dtype], list[tuple[nn.Parameter, ParameterInfo]]] = {}
     for parameter, info in named_infos(module):

@@ -4,7 +4,7 @@ A unit is read by the smallest module that holds all its parameters, and by ever
 attribute `borrowed_parameters` (for example a head that shares the embedding's weight). Before the forward of such a
 module its units are whole: the hooks wait for all-gathers that the optimizer's update started, and gather sharded
 parameters. Sharded parameters are freed after forward, gathered again before the module's backward, and freed after it.
-With prefetch, the weights of the next module are gathered one module ahead.
+With prefetch, the weights of a module are gathered while the module before it runs.
 
 Weight gradients are products of activations and need no weights. A module whose input gradient needs no weights either,
 such as a table whose rows are selected, sets its attribute `backward_reads_weights` to False.
@@ -99,7 +99,7 @@ def _is_list(module: nn.Module) -> bool:
 
 
 class _Calls(threading.local):
-    """The calls of one module that run in this thread, innermost last."""
+    """The running calls of one module in this thread, the innermost last."""
 
     def __init__(self) -> None:
         self.running: list[object] = []
@@ -118,8 +118,7 @@ class WeightHooks:
         self._in_backward: dict[object, int] = {}
         """Calls whose backward is running, and the indices of their readers. A module may be called several times."""
         self._kept: list[Unit] = []
-        """Unused units that stay gathered: backward often comes next, and starts with the module that forward ended
-        with."""
+        """Unused units that stay gathered: backward often comes next and starts with the last module of forward."""
         self._backward_end = BackwardEndCallback(self._backward_ended)
 
     @property

@@ -1,7 +1,7 @@
-"""The action list of each rank: data that a test can read and the runner executes.
+"""Makes the action list of each rank. The runner executes it, and tests can read it.
 
 `orders` gives the order in which a rank computes. This module adds the sends and receives between ranks, and the SYNC
-actions, from which gradients may be reduced. All functions are pure: nothing here communicates.
+actions, after which gradients may be reduced. All functions are pure: nothing here communicates.
 """
 
 import functools
@@ -14,8 +14,8 @@ from megatron.core.pipeline_parallel.stages import Pipeline
 
 
 def one_stage(num_microbatches: int, forward_only: bool = False, pairs: bool = False) -> tuple[Action, ...]:
-    """Returns the actions without pipeline parallelism: forward and backward of each micro-batch, one after the other;
-    with `pairs`, each backward takes turns with the next forward."""
+    """Returns the actions without pipeline parallelism: forward and backward of one micro-batch after the other. With
+    `pairs`, each backward takes turns with the next forward."""
     return rank_actions(Schedule("1f1b", Pipeline(1), num_microbatches, forward_only, pairs=pairs), 0)
 
 

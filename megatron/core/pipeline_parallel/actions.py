@@ -22,7 +22,7 @@ class ActionKind(enum.Enum):
     PAIR = "P"
     """A forward and the backward of another micro-batch, which take turns (see `interleaving`)."""
     SYNC = "S"
-    """From here on the chunk's gradients may be reduced: only its last micro-batch still adds to them."""
+    """From this action on the chunk's gradients may be reduced: only its last micro-batch still adds to them."""
 
 
 COMPUTES = frozenset(
@@ -52,7 +52,7 @@ class Action:
 
     @property
     def members(self) -> tuple["Action", ...]:
-        """The forward and the backward of a pair; any other action is its own only member."""
+        """The forward and the backward of a pair; for any other action, the action itself."""
         if self.backward is None:
             return (self,)
         return Action(ActionKind.FORWARD, self.micro_batch, self.chunk), self.backward

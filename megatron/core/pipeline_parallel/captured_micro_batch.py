@@ -8,8 +8,8 @@ outputs (the loss report, the number of tokens, metrics of layers) are copied af
 
 Weights in fp8 are quantised before the first micro-batch of a step, into memory at fixed addresses.
 
-Python does not run in a replay. So hooks that act when a gradient is complete do not run: where they start a reduction
-of gradients during the last backward, the last micro-batch of a step runs without the graph.
+Python does not run in a replay, and neither do the hooks that act when a gradient is complete. If these hooks start
+reductions of gradients during the last backward, the last micro-batch of a step runs without the graph.
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ class MicroBatchGraphs(StepGraphs):
         return GraphRunner(task, timers, self)
 
     def compute(self, task: PipelineTask, number: int) -> Outputs:
-        """Draws the micro-batch with this number and runs it: eagerly, or as a graph. Raises UserError if micro-batches
+        """Draws the micro-batch with this number and runs it, eagerly or as a graph. Raises UserError if micro-batches
         have too many shapes."""
         data, position = task.data_iterators[0], None
         if data is None:

@@ -112,8 +112,8 @@ def accepts_argument(function: Callable[..., Any], name: str) -> bool:
 
 
 def device_of(chunks: Sequence[nn.Module]) -> torch.device:
-    """Returns the device of hidden states: that of the chunks' parameters. Chunks without parameters use this process's
-    GPU if torch.distributed communicates between GPUs, else the CPU."""
+    """Returns the device of hidden states, which is the device of the chunks' parameters. For chunks without parameters
+    it is this process's GPU if torch.distributed communicates between GPUs, else the CPU."""
     for chunk in chunks:
         for parameter in chunk.parameters():
             return parameter.device

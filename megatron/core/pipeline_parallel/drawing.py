@@ -1,4 +1,4 @@
-"""Pictures of a simulated schedule: text for a terminal, and SVG."""
+"""Draws a simulated schedule, as text for a terminal and as SVG."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""What is wrong with a config that cuts an encoder and a decoder into pipeline stages."""
+"""Checks a config that cuts an encoder and a decoder into pipeline stages."""
 
 from collections.abc import Iterator
 from typing import Any

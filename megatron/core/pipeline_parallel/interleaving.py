@@ -1,13 +1,14 @@
 """Cooperative multitasking of two micro-batches in one process: the forward of one and the backward of another.
 
-A layer with experts sends its tokens to other ranks and must wait for theirs. After it has started such a
-communication, a micro-batch yields its turn; the other one computes until its own next communication, and thereby
-hides the first one's. When the turn comes back, the first micro-batch waits for its result and continues.
+A layer with experts sends its tokens to other ranks and must wait for theirs. After a micro-batch has started such a
+communication, it yields its turn. The other micro-batch computes until its own next communication, which hides the
+communication of the first one. When the turn comes back, the first micro-batch waits for its result and continues.
 
 The backward runs in its own thread, but only the side that has the turn runs: a turn is yielded, never taken away. The
 order of all operations, collectives included, is therefore determined by the program alone and equal on all ranks, and
-the results are those of the two passes in sequence. A side without communication left, or at its end, lets the other
-continue. On a GPU, taking turns means that the host issues kernels of both sides to one stream; the device never waits.
+the results are those of the two passes in sequence. A side that has no communication left, or has ended, lets the other
+side continue. On a GPU, taking turns means that the host issues kernels of both sides to one stream; the device never
+waits.
 
 Backward yields inside autograd nodes. So a forward step must not run a backward pass of its own on a GPU: autograd's
 only thread for the device may be waiting for its turn.
@@ -47,8 +48,8 @@ class MicroBatchTurn:
 
     @contextlib.contextmanager
     def own_work_first(self, work: Callable[[], None]) -> Iterator[None]:
-        """Inside, every `yield_turn` calls `work` first: this micro-batch's own computation hides its communication.
-        Holds also while the micro-batch runs alone."""
+        """Inside the context, every `yield_turn` calls `work` first, so that computation of this micro-batch itself
+        hides its communication. This is also true while the micro-batch runs alone."""
         self._own_work = work
         try:
             yield
@@ -66,11 +67,11 @@ class MicroBatchTurn:
 
 
 class _PartnerFailed(Exception):
-    """Ends one side of a pair because the other one has raised an error. Only the other error is shown."""
+    """Raised to end one side of a pair because the other side has raised an error. Only that error is shown."""
 
 
 class _CooperativePair:
-    """Keeps which side has the turn. Only that side reads or writes this object, unless the pair is abandoned."""
+    """Records which side has the turn. Only that side reads or writes this object, unless the pair is abandoned."""
 
     def __init__(self) -> None:
         self.now = _FORWARD
@@ -124,8 +125,8 @@ class _CooperativePair:
 class _RandomState:
     """The states of torch's random number generators.
 
-    Recomputing a user's layer sets the generators back for a while, to repeat its draws. Each side of a pair therefore
-    restores the states at which it yielded.
+    Recomputation of a user's layer sets the generators back for a while, to draw the same numbers again. Each side of a
+    pair therefore restores the states that it had when it yielded.
     """
 
     cpu: torch.Tensor

@@ -1,4 +1,4 @@
-"""From the result of a loss function to the loss of one micro-batch, scaled as a part of the step's loss."""
+"""Makes the loss of one micro-batch from the result of a loss function, scaled as a part of the step's loss."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -51,8 +51,8 @@ class StepLosses:
         """Returns the gradient of an auxiliary loss, which a layer adds to the model's loss (for example to balance its
         experts): a float64 scalar on the device. It is scaled as the model's loss is, loss scale included.
 
-        An auxiliary loss is a sum over context parallel ranks, of which each rank has its addend. With a loss per token
-        the layer has already multiplied it by its number of tokens.
+        An auxiliary loss is a sum over context parallel ranks; each rank has one addend. With a loss per token the
+        layer has already multiplied it by its number of tokens.
         """
         scale = 1.0 if self.config.calculate_per_token_loss else self.groups.size("cp") / self.num_microbatches
         one = torch.full((), scale, dtype=torch.float64, device=device)

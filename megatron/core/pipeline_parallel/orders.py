@@ -15,7 +15,7 @@ SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v")
 
 @dataclass(frozen=True)
 class Schedule:
-    """Everything that determines the action lists of a pipeline's ranks."""
+    """The settings that determine the action lists of a pipeline's ranks."""
 
     name: str
     """One of `SCHEDULES`."""
@@ -23,11 +23,12 @@ class Schedule:
     num_microbatches: int
     forward_only: bool = False
     group_size: int | None = None
-    """Interleaved schedule: micro-batches that a chunk runs in a row; None: as many as pipeline ranks."""
+    """Interleaved schedule: number of micro-batches that a chunk runs in a row; None: as many as there are pipeline
+    ranks."""
     ahead: int = 1
-    """How many computations before the one that needs it a receive is posted."""
+    """A receive is posted this many computations before the computation that needs it."""
     pairs: bool = False
-    """A forward and a backward that follow each other become a pair, which takes turns. Needs a single stage or the
+    """Whether a forward and the backward next to it become a pair that takes turns. Needs a single stage or the
     interleaved schedule."""
 
     def __post_init__(self) -> None:
@@ -53,8 +54,8 @@ def zero_bubble_h1(size: int, count: int, rank: int) -> Iterator[Action]:
     """Yields the order of ZB-H1 (Qi et al. 2023, arXiv:2401.10241): 1F1B with weight gradients deferred into its
     bubbles.
 
-    Rank r defers the weight gradients of r micro-batches. Together with the `size - r` micro-batches whose backward is
-    still to come, every rank keeps as much as the first rank of 1F1B.
+    Rank r defers the weight gradients of r micro-batches. Rank r also keeps the `size - r` micro-batches whose backward
+    has not come yet. So every rank keeps as much as the first rank of 1F1B.
     """
     next_weight = 0
     for action in one_forward_one_backward(size, count, rank):
@@ -72,8 +73,8 @@ def zero_bubble_h1(size: int, count: int, rank: int) -> Iterator[Action]:
 def interleaved(pipeline: Pipeline, count: int, rank: int, group_size: int, pairs: bool = False) -> Iterator[Action]:
     """Yields the order of interleaved 1F1B with several chunks per rank (Narayanan et al. 2021, arXiv:2104.04473).
 
-    Groups of micro-batches pass through chunk after chunk, so that the pipeline fills and drains in the time of a chunk
-    instead of the time of all layers of a rank.
+    Groups of micro-batches pass through one chunk after the other. So the pipeline fills and drains in the time of one
+    chunk per rank, instead of the time of all layers of a rank.
 
     If the last group is not full, the order is that of full groups without the missing micro-batches. A small group
     alone would leave a chunk before the group ahead of it has left the pipeline, and ranks would wait for each other.
@@ -112,8 +113,9 @@ def zero_bubble_v(pipeline: Pipeline, count: int, forward_only: bool = False) ->
 
     The order comes from a simulation in ticks, in which each computation takes one tick. In every tick each rank takes
     the first action that is possible, in this order: forward of its second chunk, input gradients (second chunk first),
-    forward of its first chunk, weight gradients. No rank keeps more than 2 * size micro-batches' chunks, as much as the
-    first rank of 1F1B; by then the first micro-batch that a rank sent down is back.
+    forward of its first chunk, weight gradients. No rank keeps the activations of more than 2 * size chunks of
+    micro-batches, as many as the first rank of 1F1B keeps; by then the first micro-batch that a rank sent down the
+    ranks has come back.
     """
     size, last = pipeline.pipeline_size, pipeline.num_stages - 1
     bound = 2 * size

@@ -32,7 +32,7 @@ class MessageFormat:
     dtype: torch.dtype
     device: torch.device
     shape_is_sent: bool = False
-    """Sequence lengths differ between micro-batches: the shape is sent before the hidden states."""
+    """Whether sequence lengths differ between micro-batches; then the shape is sent before the hidden states."""
     encoder_length: int = 0
     """Length of this rank's part of the encoder's sequence; `shape` is that of the decoder's hidden states then."""
 
@@ -52,9 +52,8 @@ class MessageFormat:
 def max_sends_in_flight(pipeline: Pipeline) -> int:
     """Returns how many sends to one rank may be unfinished; the next send waits for the oldest.
 
-    There is a bound because an unfinished send keeps its memory. With this bound no schedule gets stuck, that is, no
-    rank waits for a receive that its peer posts only after that rank has continued. Tests simulate all schedules with
-    it.
+    There is a bound because an unfinished send keeps its memory. No schedule gets stuck with this bound: no rank waits
+    for a receive that its peer can post only after that rank has continued. Tests simulate all schedules with it.
     """
     return 2 * pipeline.num_stages
 
@@ -73,7 +72,8 @@ class PipelineP2P:
     def send_hidden(self, hidden: Tensor, peer: int, states: StatesIn = ONE_STATE) -> None:
         """Sends hidden states to the pipeline rank `peer`; several `states` are concatenated along the sequence.
 
-        Raises UserError if they do not have the shape of the message format, or a type that it would round.
+        Raises UserError if they do not have the shape of the message format, or if their type would be rounded to its
+        type.
         """
         if self.format.shape_is_sent:
             shape = torch.tensor(hidden.shape, dtype=torch.int64)

@@ -1,4 +1,5 @@
-"""Executes the action list of one rank: micro-batches, stages, losses and gradients. Knows nothing about models."""
+"""Executes the action list of one rank: micro-batches, stages, losses and gradients. It does not depend on any
+model."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -32,12 +33,13 @@ from megatron.core.timers import timed
 
 @dataclass
 class _Forward:
-    """What the backward of a micro-batch through a chunk needs from its forward."""
+    """The results of a forward of a micro-batch through a chunk that its backward needs."""
 
     hidden_in: Tensor | None
     """The stage's input. Its gradient goes to the stage before."""
     hidden_out: GradientEdge | None = None
-    """The point of the graph where the gradient of the stage's output enters. The output itself is not kept."""
+    """The point of the autograd graph at which the gradient of the stage's output enters. The output itself is not
+    kept."""
     shape: tuple[int, ...] = ()
     dtype: torch.dtype | None = None
     loss: Tensor | None = None
@@ -59,7 +61,8 @@ TIMERS = {
     ActionKind.SEND_BACKWARD: "backward-send",
     ActionKind.RECEIVE_BACKWARD: "backward-recv",
 }
-"""Timer of each kind of action, at level 2. A receive is only begun; the forward or backward that needs it waits."""
+"""Timer of each kind of action, at level 2. The timer of a receive covers only its start; the forward or backward that
+needs the message waits for it."""
 
 
 class Runner:
@@ -80,14 +83,14 @@ class Runner:
         self._gradients: dict[MicroBatchKey, Pending] = {}
         """Gradients of stages' outputs that are being received or have arrived."""
         self._outgoing: dict[tuple[ActionKind, int, int], Tensor] = {}
-        """The tensors of coming sends, by kind, micro-batch and chunk of the send."""
+        """The tensors of sends that have not started, by kind, micro-batch and chunk of the send."""
         self._turns: dict[MicroBatchKey, MicroBatchTurn] = {}
         """The turns of the micro-batches, if the actions have pairs."""
         self._interleaver = Interleaver()
         self._no_sync: list[contextlib.ExitStack] = []
         """For each chunk, the context that delays the reduction of its gradients."""
         self._synced: set[int] = set()
-        """Chunks after their SYNC action: one computation of gradients is left."""
+        """Chunks whose SYNC action has come: one computation of gradients is left."""
         self._receivers = [micro_batch_receiver(chunk) for chunk in task.chunks]
         """For each chunk, the module whose forward takes the `MicroBatch` record; None if there is none."""
         self._auxiliary_scales: list[Tensor | None] = [None] * len(task.chunks)
@@ -193,7 +196,8 @@ class Runner:
             self._forwards[number, chunk] = kept
 
     def _forward_output(self, hidden: Tensor, kept: _Forward, number: int, chunk: int) -> None:
-        """Hands the output of a stage that is not the last to the next chunk of this rank, or keeps it for its send."""
+        """Passes the output of a stage to the next chunk, if that is on this rank, or keeps it for its send. Not for
+        the last stage."""
         kept.shape, kept.dtype = tuple(hidden.shape), hidden.dtype
         if (number, chunk) in self._trained:
             if not hidden.requires_grad:

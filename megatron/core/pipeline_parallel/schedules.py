@@ -1,4 +1,4 @@
-"""get_forward_backward_func: runs the micro-batches of a step. The public interface of orders and runner."""
+"""`get_forward_backward_func` runs the micro-batches of a step. It is the public interface of `orders` and `runner`."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

@@ -1,4 +1,5 @@
-"""Simulates the ranks' action lists: when each computation starts and ends, what waits, how many activations are kept.
+"""Simulates the action lists of ranks: computes when each computation starts and ends, how long ranks wait, and how
+many activations they keep.
 
 The simulator executes the same lists as the runner, under the same rules: a send does not wait, messages from one rank
 to another arrive in order, a computation waits for the message that it needs.
@@ -23,11 +24,11 @@ class Costs:
     input_gradient: float = 1.0
     weight_gradient: float = 1.0
     message: float = 0.0
-    """From the end of a computation until another rank has received its result."""
+    """Time from the end of a computation until another rank has received its result."""
 
     def duration(self, action: Action) -> float:
-        """Returns the duration of an action. A pair takes as long as both members in a row: these costs have no
-        communication that a pair could hide."""
+        """Returns the duration of an action. A pair takes as long as its two members one after the other: these costs
+        contain no communication that a pair could hide."""
         kinds = {
             ActionKind.FORWARD: self.forward,
             ActionKind.BACKWARD: self.input_gradient + self.weight_gradient,
@@ -39,7 +40,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class TimedAction:
-    """A computation in time."""
+    """A computation with its start and end."""
 
     action: Action
     start: float
@@ -94,8 +95,8 @@ def simulate_actions(
 ) -> Timeline:
     """Returns the timeline of any action lists, one per rank. Checks that each receive gets the message it expects.
 
-    `bound` is the number of sends to one rank that may be without a posted receive before the next send waits; None
-    takes the bound of the runner. Raises RuntimeError if the ranks wait for each other.
+    `bound` is the number of sends to one rank that may lack a posted receive; the next send waits. None: the bound of
+    the runner. Raises RuntimeError if the ranks wait for each other.
     """
     return _Simulation(
         lists, pipeline, costs or Costs(), max_sends_in_flight(pipeline) if bound is None else bound

@@ -1,4 +1,4 @@
-"""The stages of a model as its config describes them, and what is wrong with a config that describes none."""
+"""Returns the stages of a model as its config describes them, and checks configs."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -28,8 +28,8 @@ class StageModules:
     index: int
     """Position of the stage in the order of the model, from 0."""
     layers: range
-    """Numbers of its transformer layers, counted over the whole model from 1; may be empty. Of an encoder-decoder
-    model: those of the decoder."""
+    """Numbers of its transformer layers, counted over the whole model from 1; may be empty. In an encoder-decoder
+    model: numbers of its decoder layers."""
     embedding: bool
     """The stage has the embedding."""
     loss: bool
@@ -37,18 +37,18 @@ class StageModules:
     prediction_layers: int = 0
     """Number of multi-token prediction layers."""
     encoder_layers: range = range(0)
-    """Numbers of its layers of an encoder, counted over the encoder from 1."""
+    """Numbers of its encoder layers, counted over the encoder from 1."""
     stacks: int = 1
-    """2 in a model with an encoder and a decoder."""
+    """Number of stacks of layers: 2 in a model with an encoder and a decoder."""
 
 
 def stages_text(stages: Sequence[StageModules]) -> str:
-    """Returns the content of a rank's stages: `embedding, layers 1 to 4; layers 17 to 20`."""
+    """Describes a rank's stages in words: `embedding, layers 1 to 4; layers 17 to 20`."""
     return "; ".join(map(stage_text, stages))
 
 
 def stage_text(stage: StageModules) -> str:
-    """Returns the content of a stage."""
+    """Describes a stage in words."""
     held = ["embedding"] if stage.embedding else []
     for layers, stack in ((stage.encoder_layers, " of the encoder"), (stage.layers, " of the decoder")):
         which = stack if stage.stacks > 1 else ""
@@ -78,8 +78,8 @@ class StageMap(Pipeline):
 def stage_map(config: Any) -> StageMap:
     """Returns the stages of the model that a TransformerConfig describes.
 
-    Raises UserError, naming fields and values that would work, if the layers cannot be cut as the config says; and for
-    the layout `auto`, in whose place stands what `layer_costs.stages_of_auto_layout` finds.
+    Raises UserError, naming fields and values that would work, if the layers cannot be cut as the config says. Raises
+    it for the layout `auto` too: replace that by the stages that `layer_costs.stages_of_auto_layout` finds.
     """
     refuse(stage_problems(config), config)
     if config.pipeline_model_parallel_layout == AUTO and config.pipeline_model_parallel_size > 1:

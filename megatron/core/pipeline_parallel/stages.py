@@ -1,11 +1,12 @@
-"""How layers are cut into pipeline stages, and how stages are assigned to ranks. Integers only, no communication.
+"""Cuts layers into pipeline stages, and assigns stages to ranks. Integers only, no communication.
 
 A model is cut into `pipeline_size * chunks` stages, in the order of its layers. Each rank of a pipeline holds `chunks`
 of them. `Pipeline` assigns stages to ranks; the functions below read from a config which layers are on which stage.
 They expect a config without `stage_map.stage_problems`; `stage_map.stage_map` checks that and returns all stages.
 
-An encoder-decoder model (`num_encoder_layers`) has the stages of its encoder first, then those of its decoder. On the
-decoder's stages the encoder's output travels with the decoder's hidden states, because every layer attends to it.
+An encoder-decoder model (`num_encoder_layers`) has the stages of its encoder first, then those of its decoder. The
+decoder's stages pass on the encoder's output together with the decoder's hidden states, because every decoder layer
+attends to it.
 """
 
 import itertools
@@ -75,8 +76,8 @@ def pipeline_of(config: Any) -> Pipeline:
 
 
 def virtual_stages(config: Any, layers_per_virtual_stage: int) -> int:
-    """Returns the chunks of each rank that give every chunk this many layers: the even share of a rank divided by
-    `layers_per_virtual_stage`, rounded up."""
+    """Returns the number of chunks on each rank with which every chunk has this many layers: the even share of a rank
+    divided by `layers_per_virtual_stage`, rounded up."""
     counted = config.num_layers + counted_as_layers(config)
     return max(1, -(-counted // (config.pipeline_model_parallel_size * layers_per_virtual_stage)))
 
@@ -153,8 +154,8 @@ def _even_layers(layers: int, stages: int) -> list[int]:
 def decoder_stage(config: Any) -> int | None:
     """Returns the index of the stage on which the decoder of an encoder-decoder model begins; None for other models.
 
-    A layout says where; otherwise `pipeline_model_parallel_split_rank`, by default so that the two stacks have stages
-    in proportion to their layers, at least one each. With one stage it is stage 0.
+    A layout says which stage; otherwise `pipeline_model_parallel_split_rank` does. By default the two stacks have
+    stages in proportion to their layers, at least one each. With one stage it is stage 0.
     """
     encoder = num_encoder_layers(config)
     if not encoder:
@@ -192,7 +193,7 @@ def _layers_of_stages(config: Any, pipeline: Pipeline) -> list[int]:
 
 
 def counted_as_layers(config: Any) -> int:
-    """Returns how many of embedding and loss count as a layer when layers are divided evenly."""
+    """Returns how many of the two, embedding and loss, count as a layer when layers are divided evenly."""
     return config.account_for_embedding_in_pipeline_split + config.account_for_loss_in_pipeline_split
 
 
@@ -235,20 +236,20 @@ def decoder_ranks(config: Any) -> list[int]:
 
 @dataclass(frozen=True)
 class StatesIn:
-    """The hidden states that a stage receives from the stage before: how many per token."""
+    """The number of hidden states per token that a stage receives from the stage before."""
 
     decoder: int = 1
-    """Per token of the decoder, or of the only stack of a model."""
+    """Number per token of the decoder, or of the only stack of a model."""
     encoder: int = 0
-    """Per token of the encoder. They come after the decoder's."""
+    """Number per token of the encoder. They follow after those of the decoder."""
 
 
 def states_into_stages(config: Any, pipeline: Pipeline) -> tuple[StatesIn, ...]:
     """Returns what each stage receives from the stage before.
 
-    This is one hidden state per token, except behind the stage with multi-token prediction: there the hidden states of
-    the decoder and of each prediction depth travel together. In an encoder-decoder model the encoder's states travel to
-    the decoder's first stage, and to the others beside the decoder's.
+    This is one hidden state per token, except after the stage with multi-token prediction: there the hidden states of
+    the decoder and of each prediction depth are sent together. In an encoder-decoder model the decoder's first stage
+    receives the encoder's states, and its other stages receive them with the decoder's.
     """
     predicts = prediction_stage(config) if pipeline.num_stages > 1 else None
     depths = getattr(config, "mtp_num_layers", None) or 0

@@ -1,1 +1,1 @@
-"""From datasets to the micro-batches of a run."""
+"""Makes the micro-batches of a run from its data sets."""

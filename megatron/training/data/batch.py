@@ -1,4 +1,4 @@
-"""A micro-batch as loaders deliver it: what the batches of all models share, and the batch of a GPT run."""
+"""Micro-batches as loaders deliver them: the base class of the batches of all models, and the batch of a GPT run."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -73,7 +73,7 @@ class Batch(BatchRecord):
         return dataclasses.replace(self, **rows)
 
     def _rows(self) -> list[tuple[str, Tensor]]:
-        """Returns the fields [b, s] that are there, with their names."""
+        """Returns the fields of shape [b, s] that are not None, with their names."""
         return [(name, rows) for name in _ROWS if (rows := getattr(self, name)) is not None]
 
     def part(self, part: SequencePart | None) -> "Batch":

@@ -11,7 +11,8 @@ from megatron.training.data.sources import prefixes_of_run
 from megatron.training.data_preparation.manifest import read_manifest
 
 _HASHED_BYTES = 256 << 20
-"""Largest file of conversations, in bytes, whose content is part of the digest. For larger files the size is."""
+"""Largest file of conversations, in bytes, whose digest covers its content. The digest of a larger file covers only its
+size."""
 
 
 def data_digests(config: PretrainConfig) -> dict[str, str]:
@@ -38,8 +39,8 @@ def _digest(prefix: str) -> str:
 
 
 def data_differences(now: Mapping[str, str], before: Mapping[str, str]) -> Iterator[str]:
-    """Yields a sentence for each data set of this run whose content is new since the checkpoint was saved, or was at
-    another path then."""
+    """Yields a sentence for each data set of this run whose content has changed since the checkpoint was saved, is new,
+    or had another path."""
     paths = {digest: prefix for prefix, digest in before.items()}
     for prefix, digest in now.items():
         if before.get(prefix) == digest:

@@ -31,7 +31,7 @@ BUS_ERROR = (
     "a bus error of a data worker: a mapped data file (.bin) became shorter or its disk failed, or shared memory "
     "(/dev/shm) is full; with --no-mmap-bin-files a file that is too short is named"
 )
-"""What torch's message about a worker that was killed by SIGBUS leaves out."""
+"""Likely causes, which torch's message about a worker that was killed by SIGBUS does not name."""
 
 
 class WorkerStopped(RuntimeError):
@@ -47,8 +47,8 @@ class SampleError(RuntimeError):
 
 
 class DamagedSample(SampleError, UserError):
-    """A sample cannot be read because its files are damaged or gone, which a restart does not mend. An object store
-    that does not answer is a plain SampleError, because a restart may mend that."""
+    """A sample cannot be read because its files are damaged or gone; a restart does not help. If an object store does
+    not answer, the error is a plain SampleError, because a restart may help."""
 
 
 class MicroBatchIterator(Iterator[Any]):
@@ -81,8 +81,8 @@ class MicroBatchIterator(Iterator[Any]):
             raise
 
     def _watch_workers(self) -> None:
-        """Ends workers that stay stopped: torch waits for them without end, also inside of a read. A terminal that
-        suspends the run stops all its processes, and these continue one after the other, so it looks twice."""
+        """Ends workers that stay stopped, because torch waits for them forever, also inside a read. It looks twice:
+        when a terminal suspends a run, all its processes are stopped, and later they continue one after the other."""
         before: set[int] = set()
         while not self._closed.wait(_LOOK_SECONDS):
             stopped = {worker.pid for worker in self._workers if process_state(worker.pid) == "stopped"}
@@ -133,7 +133,7 @@ def build_data_iterator(
         num_workers: processes that read ahead; 0: this process reads.
         dataloader_type: `single`: the dataset's order, once; `cyclic`: endless shuffled epochs; `external`: the user's
             own loader.
-        seed: of the cyclic order.
+        seed: seed of the cyclic order.
         fill_to: for `single`: fill the last batch up to a multiple of this (SequentialSampler).
         megatron_cyclic_order, data_sharding: for `cyclic`: use MegatronCyclicSampler.
         collate: makes a batch from a list of items.

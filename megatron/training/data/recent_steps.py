@@ -1,4 +1,4 @@
-"""Keeps the micro-batches of the last steps on the host, until it is known that the steps were finite."""
+"""Keeps the micro-batches of the last steps on the host, for the case that a step turns out not to be finite."""
 
 import dataclasses
 from collections import deque
@@ -11,11 +11,11 @@ from torch import Tensor
 from megatron.training.state import TrainState
 
 LEAST_STEPS = 4
-"""Number of steps that are always kept: all ranks learn of a non-finite value about two steps later."""
+"""Smallest number of steps to keep: all ranks learn of a non-finite value about two steps later."""
 MOST_STEPS = 64
-"""Number of steps that are kept at most, however small they are."""
+"""Largest number of steps to keep, however small they are."""
 MOST_BYTES = 256 << 20
-"""Bytes of host memory above which no further step is kept on a rank."""
+"""Bytes of host memory above which a rank drops its oldest steps, down to `LEAST_STEPS`."""
 
 
 @dataclass

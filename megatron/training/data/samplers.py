@@ -1,8 +1,8 @@
 """The order of samples, and the samples that this rank reads.
 
-A sampler yields the ids of one micro-batch after another. The run's stream of samples does not depend on how it is laid
-out: position p of the stream is row j of data parallel rank r in micro-batch m, where p = (m * d + r) * b + j for d
-ranks and micro-batches of b. So any d and b that make up the same global batch take the same samples for it.
+A sampler yields the ids of one micro-batch after another. The run's stream of samples does not depend on the layout:
+position p of the stream is row j of data parallel rank r in micro-batch m, where p = (m * d + r) * b + j for d ranks
+and micro-batches of b. So all d and b that give the same global batch size read the same samples for a global batch.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Losses of the single data sets of a blend ("sources"), beside the loss of the whole batch."""
+"""Losses of each data set of a blend (its "sources"), in addition to the loss of the whole batch."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +16,7 @@ SOURCE = " on source "
 """Separates the name of a loss from the name of the data set, in reports and in metrics.jsonl."""
 
 MOST_SOURCES = 64
-"""Largest number of data sets of a blend with losses by source."""
+"""Largest number of data sets of a blend for which losses by source are logged."""
 
 
 def source_names(config: PretrainConfig) -> tuple[str, ...]:

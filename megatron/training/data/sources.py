@@ -1,4 +1,5 @@
-"""Where a run's data is, for the config of its data sets; checks the data against the tokenizer."""
+"""Reads from the flags where a run's data is, for the config of its data sets, and checks the data against the
+tokenizer."""
 
 import sys
 from typing import Any

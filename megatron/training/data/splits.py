@@ -35,7 +35,7 @@ class ValidationSet:
     """Returns the micro-batches of the next evaluation."""
     num_samples: int | None = None
     """With --full-validation: samples of one pass, which every evaluation reads. Rows without a sample fill up the last
-    global batch. Otherwise None: an evaluation continues where the last one stopped."""
+    global batch. None without the flag: an evaluation continues where the last one stopped."""
     name: str | None = None
     """With --multiple-validation-sets: its name in the log."""
 
@@ -68,9 +68,9 @@ def build_splits(
     """Makes iterators over the data sets of a run (train, valid, test), which continue at the counts of `state`.
 
     Each rank reads its own data. In a user's script, some tensor and pipeline parallel ranks may have None instead of a
-    data set, and then get no iterator. Collective over these ranks. Raises UserError on all ranks if there is no
-    training data, or less than the run consumes. `timers` measure the reads of training data. With
-    --multiple-validation-sets the validation data is a list of data sets.
+    data set; they get no iterator. Collective over these ranks. Raises UserError on all ranks if there is no training
+    data, or less than the run consumes. `timers` measure the reads of training data. With --multiple-validation-sets
+    the validation data is a list of data sets.
     """
     available = _on_any_rank([dataset is not None for dataset in datasets], environment)
     if config.data.dataloader_type == "external":
@@ -200,8 +200,8 @@ def _on_any_rank(flags: Sequence[bool], environment: Environment) -> list[bool]:
 
 
 def collate_of(dataset: Any) -> Callable[[Sequence[Any]], Any]:
-    """Returns the function that makes a batch from items: a record for this package's data sets (a `Batch` unless they
-    are BERT's or T5's), torch's default for others."""
+    """Returns the function that makes a batch from items. For data sets of this package it makes a record: a `Batch`,
+    or the record of BERT or T5. For others it is torch's default."""
     if isinstance(dataset, BlendedDataset | StagedBlend):
         return collate_of(dataset.datasets[0])
     if isinstance(dataset, BERTMaskedWordPieceDataset):

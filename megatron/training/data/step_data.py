@@ -56,7 +56,7 @@ class StepData(Iterator[Any]):
         """Micro-batches of the step, by index, that some chunk has not drawn yet."""
 
     def begin(self, iteration: int) -> None:
-        """Begins a step, before which `iteration` steps were done."""
+        """Begins the step that follows after `iteration` steps."""
         numbers = {chunk.drawn for chunk in self._chunks if chunk.drawn}  # a script's chunk may draw nothing
         assert len(numbers) < 2, f"chunks drew different numbers of micro-batches in a step: {sorted(numbers)}"
         for chunk in self._chunks:
@@ -124,8 +124,8 @@ class StepData(Iterator[Any]):
         return batch
 
     def _timers_of_read(self) -> Timers | None:
-        """Returns the timers of a read; None without them, or if the forward step measures it under the same name, as
-        those of Megatron-LM's scripts do."""
+        """Returns the timers that measure a read. None without timers, and if the forward step measures the read itself
+        under the same name, as those of Megatron-LM's scripts do."""
         if self.timers is None or self.timers("batch-generator", log_level=2).running:
             return None
         return self.timers
@@ -209,7 +209,8 @@ def step_data_of(data: Any) -> StepData | None:
 
 
 def _out_of_shared_memory(value: Any) -> Any:
-    """Returns the value with copies of tensors that a worker sent, each of which keeps a file open."""
+    """Returns the value with copies in place of the tensors that a worker sent, because each of those keeps a file
+    open."""
     if isinstance(value, Tensor):
         return value.clone() if value.device.type == "cpu" and value.is_shared() else value
     if isinstance(value, dict):

@@ -1,11 +1,11 @@
 """Early exit of all ranks after the same step.
 
-A run exits early because of --exit-interval, which every rank knows by itself; or because of a signal,
---exit-duration-in-mins, a non-finite loss or a loss spike, which one rank notices first. For the latter, each step
-starts one all-reduce of five integers on a gloo group beside the device's groups, and reads the result that the step
-before started. So nothing waits for the device, and a host waits for other hosts only if one of them is a whole step
-behind. A reason that appears during step k ends the run after step k + 1; if a checkpoint is due (`resolve_pending`),
-after step k.
+There are two kinds of reasons. Every rank knows by itself when --exit-interval is reached. A signal,
+--exit-duration-in-mins, a non-finite loss or a loss spike is noticed by one rank first. For these, each step starts one
+all-reduce of five integers on a separate gloo group, and reads the result of the all-reduce that the step before
+started. So nothing waits for the device, and a host waits for other hosts only if one of them is a whole step behind. A
+reason that appears during step k ends the run after step k + 1; if a checkpoint is due (`resolve_pending`), after step
+k.
 """
 
 import enum
@@ -40,7 +40,7 @@ class ExitDecision:
     reason: ExitReason
     message: str
     exit_code: int
-    """0 if the user asked for the exit, also by a signal, so that a launcher does not count it as a failure."""
+    """0 if the user asked for the exit, by a flag or a signal, so that a launcher does not count it as a failure."""
     save: bool
     """Whether to save a checkpoint; False after a non-finite loss or a loss spike."""
 
@@ -88,7 +88,7 @@ class ExitAgreement:
         self._round: Pending | None = None
 
     def after_step(self, iteration: int) -> ExitDecision | None:
-        """Like `poll`, and checks --exit-interval. `iteration` is the number of iterations done."""
+        """Checks --exit-interval, then does what `poll` does. `iteration` is the number of iterations done."""
         decision = self.poll()
         if decision is None and self.exit_interval and iteration % self.exit_interval == 0:
             self._decision = decision = ExitDecision(
@@ -109,8 +109,9 @@ class ExitAgreement:
         """Returns the decision from everything that any rank knows now. Waits for all ranks; every rank calls it at the
         same place.
 
-        Call it before a save and after the last step: only then do other ranks learn what one rank noticed in this
-        step. A non-finite loss or a loss spike replaces an earlier decision, because its state must not be saved.
+        Call it before a save and after the last step: without it, other ranks learn one step later what one rank
+        noticed in this step. A non-finite loss or a loss spike replaces an earlier decision, because its state must not
+        be saved.
         """
         if self.group is None:
             flags: torch.Tensor | None = self._local_flags()
@@ -177,7 +178,7 @@ class ExitAgreement:
 
 def agreement_group(timeout: timedelta | None = None) -> dist.ProcessGroup | None:
     """Returns a gloo group of all ranks for `ExitAgreement`, None in a single process. Collective. Without a `timeout`
-    torch's default holds, which is half an hour."""
+    it has torch's default, half an hour."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     return create_group(backend="gloo", timeout=timeout)

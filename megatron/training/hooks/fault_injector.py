@@ -40,12 +40,12 @@ class FaultInjector(Hook):
         self._in_training_thread: Callable[[], None] | None = None
 
     def on_start(self, iteration: int) -> None:
-        """Starts the time until the fault, unless a later iteration starts it."""
+        """Starts the timer of the fault, unless a later iteration starts it."""
         if self.start_iteration is None:
             self._begin(iteration)
 
     def after_step(self, iteration: int) -> None:
-        """Starts the time until the fault at its iteration. Raises or hangs if such a fault is due."""
+        """Starts the timer of the fault at its iteration. Raises or hangs if such a fault is due."""
         if self._in_training_thread is not None:
             self._in_training_thread()
         if iteration == self.start_iteration:

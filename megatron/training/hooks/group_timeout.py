@@ -1,4 +1,4 @@
-"""--distributed-timeout-seconds-after-init: another time limit of collectives once the first step is done."""
+"""--distributed-timeout-seconds-after-init: changes the time limit of collectives after the first step."""
 
 from datetime import timedelta
 

@@ -60,7 +60,7 @@ class MemoryHistory(Hook):
 def make_memory_history(path: str, rank: int, ranks: list[int], log_interval: int) -> MemoryHistory | None:
     """Returns the hook for a rank; None on ranks that are not in `ranks` and, with a printed line, without CUDA.
 
-    Other ranks than the first of `ranks` write beside `path`, with their number in the name.
+    The first of `ranks` writes to `path`; the others write to files beside it with their rank in the name.
     """
     if rank not in ranks:
         return None

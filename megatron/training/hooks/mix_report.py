@@ -29,7 +29,7 @@ class Mix:
         return self.shares(counts)
 
     def shares(self, counts: np.ndarray) -> Mapping[str, float]:
-        """Returns the share of each data set that has samples, for the number of samples by data set."""
+        """Turns numbers of samples by data set into shares. Data sets without samples are left out."""
         total = max(int(counts.sum()), 1)
         return {name: int(count) / total for name, count in zip(self.names, counts, strict=True) if count}
 

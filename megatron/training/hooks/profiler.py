@@ -144,8 +144,8 @@ def make_profiler(
     all_threads: bool = False,
     with_execution_trace: bool = False,
 ) -> Hook | None:
-    """Returns the profiler that the flags ask for; None on a rank that is not in `ranks`, and, with a printed line, for
-    Nsight Systems on a machine without CUDA.
+    """Returns the profiler that the flags ask for; None on a rank that is not in `ranks`. For Nsight Systems on a
+    machine without CUDA it prints a line and returns None.
 
     With `all_threads` PyTorch's profiler also records computation on a CPU by threads other than the one that runs the
     steps. Raises UserError if the steps are not in order, or if PyTorch's traces have no `directory`.
@@ -176,8 +176,8 @@ def make_profiler(
 
 
 def nvtx_marks(*, wanted: bool, use_pytorch_profiler: bool, notes: bool) -> Callable[[str], Any] | None:
-    """Returns the function that makes the ranges of --nvtx-ranges for `Timers.mark`. Returns None if they are not
-    `wanted`, and, with a printed line on the rank that `notes`, where nothing would record them."""
+    """Returns the function that makes the ranges of --nvtx-ranges, for `Timers`. Returns None if they are not `wanted`.
+    If nothing would record them, it also returns None and prints a line on the rank with `notes`."""
     if not wanted:
         return None
     if not use_pytorch_profiler and torch.cuda.is_available():

@@ -14,7 +14,7 @@ FILE = "progress.txt"
 
 
 class ProgressFile(Hook):
-    """Appends lines to a file: time, SLURM job, ranks, what happened, and the work done so far. One rank has one.
+    """Appends lines to a file: time, SLURM job, ranks, event, and the work done so far. Only one rank has this hook.
 
     Raises UserError if the file cannot be written at the start. A later failure is printed, and the run goes on.
     """

@@ -10,7 +10,8 @@ from megatron.training.hooks.hook import Hook
 class ReplicaCheck(Hook):
     """Compares checksums of the weights after every `interval`-th step. The comparison waits for the device.
 
-    Raises RuntimeError, on each rank of the data parallel group, naming what differs and on which replicas.
+    Raises RuntimeError on each rank of the data parallel group; the error names the weights that differ, and the
+    replicas.
     """
 
     def __init__(self, model: Sequence[DistributedDataParallel], interval: int) -> None:

@@ -1,4 +1,4 @@
-"""--moe-routing-trace-path: writes to which experts each token is sent, as JSON lines."""
+"""--moe-routing-trace-path: writes the experts to which each token is sent, as JSON lines."""
 
 import contextlib
 import json

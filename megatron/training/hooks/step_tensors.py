@@ -27,9 +27,10 @@ Update = Callable[[Tensor], StepUpdate]
 
 
 class StepTensors(Hook):
-    """Writes each kind of tensor in `intervals` after every step that its interval divides. Of a sharded weight or
-    gradient it writes the one-dimensional part that this rank has, as NAME[start:stop] (elements). Raises UserError if
-    a folder cannot be made. A file that cannot be written, as on a full disk, is left out with a warning.
+    """Writes each kind of tensor in `intervals` after every step that its interval divides. If a weight or gradient is
+    sharded, it writes the one-dimensional part that this rank holds, under the name NAME[start:stop] (in elements).
+    Raises UserError if a folder cannot be made. If a file cannot be written (a full disk), it prints a warning and
+    training goes on.
     """
 
     def __init__(

@@ -34,7 +34,7 @@ from megatron.training.launch.signals import leave_error_alone
 from megatron.training.launch.watch import Limits
 
 _BEFORE_COLLECTIVES_TIME_OUT = 0.9
-"""Part of the timeout of collectives after which a run without progress ends by default."""
+"""By default a run without progress ends after this fraction of the timeout of collectives."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Environment:
     device: torch.device
     groups: ProcessGroupCollection
     loss_stage: int | None = None
-    """Place in its pipeline of the rank that computes the loss; None: the last."""
+    """Pipeline rank that computes the loss; None: the last."""
     progress: Progress = field(default_factory=Progress, compare=False)
     """Phase and iteration of the run."""
     heartbeat: Heartbeat | None = field(default=None, compare=False)
@@ -54,7 +54,7 @@ class Environment:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process prints what is the same on all."""
+        """Whether this process prints lines that are the same on all ranks."""
         return self.rank == 0
 
     @property
@@ -78,7 +78,7 @@ class Environment:
 @contextlib.contextmanager
 def process_environment(config: PretrainConfig, alone: bool = False) -> Iterator[Environment]:
     """Joins the run that torchrun started, or makes a run of one process without torchrun; leaves it at the end. With
-    `alone` one process, too, has a world of torch.distributed.
+    `alone`, torch.distributed is initialised for one process too.
 
     --distributed-backend moves the device's tensors (nccl or gloo); host tensors always use gloo.
 
@@ -152,7 +152,8 @@ def _end_with_the_others(error: BaseException, heartbeat: Heartbeat) -> None:
 
 
 def _check_same_flags_first(config: PretrainConfig, heartbeat: Heartbeat | None) -> None:
-    """Checks before groups are made: ranks that have other sizes would make other groups, and wait for ever."""
+    """Checks that ranks agree before groups are made: ranks with different sizes would make different groups and wait
+    forever."""
     try:
         check_same_flags(config)
     except UserError as error:
@@ -164,9 +165,9 @@ def _check_same_flags_first(config: PretrainConfig, heartbeat: Heartbeat | None)
 
 def groups_of_rank(config: PretrainConfig, rank: int, timeout: timedelta | None = None) -> ProcessGroupCollection:
     """Returns the process groups of one rank of the run. The layout of the stages decides which ranks of a pipeline
-    hold the word embedding or the head, and so share the group `embd`: one rank holds both if the stages run down and
-    up again. Multi-token prediction layers have copies of both embeddings, and so has the first stage of a decoder with
-    an encoder."""
+    hold the word embedding or the head, and so share the group `embd`: in a V-shaped pipeline one rank holds both.
+    Stages with multi-token prediction layers hold copies of both embeddings, and so does the first stage of the decoder
+    of an encoder-decoder model."""
     transformer = config.transformer
     # Without such copies Megatron-LM's group has the rank of the head even if the weights are not tied.
     copied = transformer.mtp_num_layers or transformer.num_encoder_layers
@@ -191,8 +192,8 @@ def groups_of_rank(config: PretrainConfig, rank: int, timeout: timedelta | None 
 
 @contextlib.contextmanager
 def default_groups(groups: ProcessGroupCollection, pipeline: Pipeline) -> Iterator[None]:
-    """Makes these groups and stages the default of user scripts inside the context: for the functions of parallel_state
-    and for public constructors that are called without groups."""
+    """Inside the context, these groups and stages are the default of user scripts: the functions of parallel_state use
+    them, and public constructors that are called without groups."""
     before = default_collection() if has_default_collection() else None
     chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     v_shaped = parallel_state.is_pipeline_v_shaped()

@@ -1,7 +1,9 @@
-"""How a process of a run ends with an error: the message once for all ranks, the exit code, torchrun's summary.
+"""Ends a process of a run with an error: prints the message once for all ranks, sets the exit code, and writes
+torchrun's summary.
 
-When a rank fails, torchrun prints a traceback of its own after everything that the rank printed. The last lines of it,
-"Root Cause", come from a file that the failed rank writes (TORCHELASTIC_ERROR_FILE), so that our sentence comes last.
+When a rank fails, torchrun prints a traceback of its own after everything that the rank printed. Its last lines, "Root
+Cause", come from a file that the failed rank writes (TORCHELASTIC_ERROR_FILE). We write our sentence there, so it comes
+last.
 """
 
 import atexit
@@ -35,7 +37,8 @@ def exit_with_problems(error: UserError) -> NoReturn:
 
 
 def exit_with_error_of_rank(error: UserError) -> NoReturn:
-    """Prints an error that this rank met during the run, with its rank if there are several, and exits with code 2."""
+    """Prints an error that occurred on this rank during the run, and exits with code 2. Names the rank if there are
+    several."""
     rank = os.environ.get("RANK")
     message = error.text(spelling_of) if isinstance(error, FieldError) else str(error)
     text = f"error: {message}" if rank is None else f"error on rank {rank}: {message}"
@@ -72,11 +75,12 @@ def write_launcher_error_file(text: str) -> None:
 
 
 def end_process_at_exit(error: BaseException) -> None:
-    """Ends this process, at its exit, without shutting the interpreter down. Call it after a failure among other ranks.
+    """Makes this process end without shutting the interpreter down when it exits. Call it after a failure in a run of
+    several ranks.
 
-    A communication that another rank does not finish leaves one of torch's threads running. Such a thread may need
-    Python's lock, to free a tensor, while the interpreter shuts down. That ends it inside C++ code, and the process
-    with "terminate called without an active exception" and the code of an abort. So the process runs its exit
+    If another rank does not finish a communication, one of torch's threads keeps running. This thread may need Python's
+    lock, to free a tensor, while the interpreter shuts down. Python then ends the thread inside C++ code, and the
+    process aborts with "terminate called without an active exception". To avoid this, the process runs its exit
     functions, flushes its output and ends at once. The exit code is that of the error, even if a script catches the
     error.
     """

@@ -1,13 +1,13 @@
-"""Heartbeats: all ranks of a run end soon after one has failed, and one message says which, why, and who waits for it.
+"""Heartbeats: all ranks of a run end soon after one has failed, and one message says which rank failed, why, and which
+ranks wait for it.
 
-A thread of every rank keeps a connection to the first rank, whose `heartbeat_server` watches all. The thread sends a
-sign of life each second, with the phase of the run and a counter of collectives, also while the main thread is busy:
-long work (building an index, a save, the compilation of a kernel) is no failure. Failures are:
+A thread of every rank keeps a connection to the first rank, whose `heartbeat_server` watches all ranks. Each second the
+thread sends a sign of life with the phase of the run and a counter of collectives. It does so while the main thread is
+busy too, so long work (building an index, a save, the compilation of a kernel) is no failure. Failures are:
 
-- A connection closes: the process has ended.
-- No sign of life, and the process is seen to be stopped by one of the same machine; or no process there answers.
-- No rank makes progress while some wait, for --hang-timeout-seconds.
-- The main thread reports its own exception (`report`).
+- A connection closes: the process has ended. - A rank sends no sign of life, and another process on its machine sees
+that it is stopped, or no process on its machine answers. - No rank makes progress while some wait, for
+--hang-timeout-seconds. - The main thread reports its own exception (`report`).
 
 Nothing here waits for the device or for another rank, and a step is not slowed.
 """
@@ -43,13 +43,13 @@ from megatron.training.launch.process_state import (
 from megatron.training.launch.watch import COMMUNICATION, ERROR, SIGNAL, USER_ERROR, Cause, Limits, Message, end_text
 
 _RANKS_PER_SECOND = 1000
-"""Signs of life that the first rank reads per second, in all: with more ranks each sends fewer."""
+"""Signs of life that the first rank reads per second from all ranks together: the more ranks, the fewer each sends."""
 
 _HEAD_START = 1.0
-"""Time that the failed rank has to print its traceback, before a launcher sees that other ranks end."""
+"""Seconds that the failed rank has to print its traceback before other ranks end, which a launcher notices."""
 
 _LAST_SECONDS = 20.0
-"""Time that a process has to end by itself after its own error."""
+"""Seconds that a process has to end by itself after its own error."""
 
 
 class Progress:
@@ -143,8 +143,8 @@ class Heartbeat:
             self._send({"type": "failed", "kind": self._kind, "text": text.strip()[:2000], **self.progress.where()})
 
     def wait_for_cause(self) -> Message | None:
-        """Waits, after `report`, until the ranks know why the run ends, and returns the cause. Returns None if they do
-        not learn it in time, and after a mistake that other ranks may find, too."""
+        """Call it after `report`. Waits until the ranks know why the run ends, and returns the cause. Returns None if
+        they do not learn it in time, and after a user's mistake that other ranks may find too."""
         if self._kind == USER_ERROR and self.rank != 0:
             return None
         self._told.wait(25.0 if self._kind == COMMUNICATION else 5.0)
@@ -257,7 +257,7 @@ class Heartbeat:
             self._socket.sendall(json.dumps(message).encode() + b"\n")
 
     def _end(self, order: Message) -> None:
-        """Ends the process: the main thread, if it is about to, or this thread."""
+        """Ends the process. If the main thread is about to end it, this thread leaves that to it for a while."""
         self.cause = order
         if self._kind == USER_ERROR:  # the main thread ends the process, after the first rank has printed the error
             self._told.set()
@@ -280,7 +280,8 @@ class Heartbeat:
 
 
 def _kill(pid: int, first: bool) -> None:
-    """Ends a stopped process. A rank that is not the first to do so leaves the others the time to see it stopped."""
+    """Ends a stopped process. Only the `first` rank does so at once; the others wait, so that every rank has the time
+    to see that the process is stopped."""
     end = time.monotonic() + (0.0 if first else 5.0)
     while process_state(pid) == "stopped" and time.monotonic() < end:
         time.sleep(0.1)
@@ -288,8 +289,8 @@ def _kill(pid: int, first: bool) -> None:
 
 
 def kind_of(error: BaseException) -> str:
-    """Returns the kind of a failure: a mistake of the user, a signal, a communication that another rank did not finish,
-    or any other error."""
+    """Returns the kind of a failure: a user's mistake, a signal, a communication that another rank did not finish, or
+    another error."""
     if isinstance(error, UserError):
         return USER_ERROR
     if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code > 128:
@@ -332,7 +333,7 @@ class _Generation:
 
 
 def _after_fork() -> None:
-    """A child that loads data would keep the connection open after this process has ended."""
+    """Closes the copies of the connection in a forked child, which would keep it open after this process has ended."""
     heartbeat, _Generation.current = _Generation.current, None
     if heartbeat is not None:
         heartbeat._socket.close()

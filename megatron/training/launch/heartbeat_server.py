@@ -13,10 +13,10 @@ from megatron.training.launch.watch import Limits, Message, Watch
 _TICK_SECONDS = 0.1
 
 _RANKS_PER_TICK_SECOND = 10_000
-"""A decision about more ranks takes longer, and is made less often."""
+"""A decision about more ranks takes longer, so it is made less often."""
 
 _LONGEST_GREETING = 1 << 14
-"""Bytes that a connection may send before it has named the token."""
+"""Bytes that a connection may send before it has sent the token."""
 
 
 class HeartbeatServer:

@@ -25,7 +25,8 @@ class MissedCall:
 
 
 def missed_calls(reports: Mapping[int, Report], failed: int | None = None) -> list[MissedCall]:
-    """Returns the calls that ranks wait in, those of most ranks first. `failed` is the rank that has failed."""
+    """Returns the calls in which ranks wait, those of the largest groups first. `failed` is the rank that has
+    failed."""
     waiting: dict[tuple[str, tuple[int, ...], int, str], list[int]] = {}
     for rank, report in sorted(reports.items()):
         for name, ranks, number, operation in report["waits"]:

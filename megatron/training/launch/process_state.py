@@ -1,4 +1,4 @@
-"""What the operating system says about processes of this machine: stopped, ended, or running."""
+"""Asks the operating system whether processes of this machine are stopped, ended or running."""
 
 import contextlib
 import os
@@ -31,7 +31,7 @@ def process_state(pid: int) -> str | None:
 
 
 def kill_if_stopped(pid: int) -> None:
-    """Ends a process of this user that is stopped, which no other signal reaches."""
+    """Ends a stopped process of this user by SIGKILL; other signals do not reach it."""
     if process_state(pid) == "stopped":
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)

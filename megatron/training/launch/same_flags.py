@@ -1,4 +1,4 @@
-"""Finds ranks that were started with other flags than the rest, before they compute together."""
+"""Finds ranks that were started with different flags, before they compute together."""
 
 import hashlib
 import json

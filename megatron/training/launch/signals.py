@@ -1,11 +1,11 @@
-"""Signals that ask a run to end: remembered during training, obeyed at once before it.
+"""Handles signals that ask a run to end: before training they end it at once, during training after the current step.
 
 A `SignalWatch` has two phases. Before `training` is entered (arguments, data indices, loading) a signal raises
 SystemExit(128 + number) at the present statement, so that half-written files are removed; if the program is inside a
 call that does not return to Python, a thread ends the process some seconds later. Inside `training` the signal is
-remembered, and `exit.ExitAgreement` makes all ranks stop after the same step. A signal that comes when training has
-ended is remembered, too, and changes nothing. So is one that comes while an error ends the program
-(`leave_error_alone`): a launcher sends SIGTERM as soon as one rank is gone, and the others first say which one that is.
+remembered, and `exit.ExitAgreement` makes all ranks stop after the same step. A signal that comes after training is
+remembered too, and changes nothing. The same holds for a signal while an error ends the program (`leave_error_alone`):
+a launcher sends SIGTERM as soon as one rank is gone, and the other ranks must first print which rank that is.
 """
 
 import contextlib
@@ -89,8 +89,8 @@ class SignalWatch:
         self.received = self.received or number
 
     def leave_error_alone(self) -> None:
-        """Lets an error end the program: a later signal only limits the time that this takes to `grace` seconds. Ctrl-C
-        still ends the program at once."""
+        """Lets an error end the program: a later signal does not end it at once, but within `grace` seconds. Ctrl-C
+        still ends it at once."""
         self._training, self._ending = False, True
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

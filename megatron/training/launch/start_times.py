@@ -6,7 +6,7 @@ from typing import Any
 
 
 class _Started:
-    """What a script said about its start, in seconds since the epoch."""
+    """Times of a start as the script gave them, in seconds since the epoch."""
 
     program: float | None = None
     main: float | None = None

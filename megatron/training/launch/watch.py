@@ -1,8 +1,8 @@
-"""Decides, from what the ranks of a run report about themselves, whether one has failed, which one, and why.
+"""Decides whether a rank of a run has failed, which one, and why, from the reports of all ranks.
 
-No sockets and no clock: `heartbeat_server` feeds a `Watch` with messages and times. The message of the end names one
-rank. If a communication fails because another rank is gone, the error does not say which rank. So the watch waits for
-a better cause before it reports such an error.
+This module has no sockets and no clock: `heartbeat_server` passes messages and times to a `Watch`. The last message of
+a run names one rank. If a communication fails because another rank is gone, the error does not say which rank. So the
+watch waits for a better cause before it reports such an error.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,29 +14,30 @@ from megatron.training.launch.missed_calls import missed_calls, named_ranks, ran
 Message = dict[str, Any]
 
 USER_ERROR, ERROR, SIGNAL, COMMUNICATION = "user error", "error", "signal", "communication"
-"""Kinds of failure that a rank reports of itself."""
+"""Kinds of failure that a rank reports about itself."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds that the watch waits."""
+    """How long the watch waits, in seconds."""
 
     silence: float = 10.0
-    """Without a sign of life, until a process of the same machine looks at the silent one."""
+    """Time without a sign of life after which another process of the same machine looks at the silent one."""
     unreachable: float = 20.0
-    """Without a sign of life, until a rank that no other can look at counts as gone."""
+    """Time without a sign of life after which a rank counts as gone if no other process can look at it."""
     hang: float = 540.0
-    """Without progress of any rank while some wait."""
+    """Time without progress of any rank, while some wait, after which the run ends."""
     communication: float = 15.0
-    """After a failed communication, until the watch reports it without a better cause."""
+    """Time after a failed communication, after which the watch reports it without a better cause."""
     signal: float = 1.5
-    """After a signal ended a rank: a launcher sends signals because of an earlier failure."""
+    """Time to wait for a better cause after a signal ended a rank: a launcher sends signals because of an earlier
+    failure."""
     user_error: float = 8.0
-    """After a mistake that one rank reports: the others may find it, too."""
+    """Time to wait for the other ranks after one reports a mistake of the user, which they may find too."""
     left: float = 5.0
-    """Without progress of a rank that waits while others have left, until it is asked what it waits for."""
+    """Time without progress after which a rank that waits, while others have left, is asked for what it waits."""
     report: float = 2.0
-    """Until all ranks have told what they wait for."""
+    """Time in which the ranks must answer for what they wait."""
 
     def for_interval(self, interval: float) -> "Limits":
         """Returns limits for signs of life that come every `interval` seconds: five late ones are no silence."""
@@ -80,7 +81,7 @@ class RankState:
     report: Message | None = None
     looked: float = 0.0
     state: str | None = None
-    """What a process of the same machine saw."""
+    """The state of the process as another process of the same machine saw it."""
 
     @property
     def where(self) -> str:
@@ -99,7 +100,7 @@ class Watch:
     ended: bool = False
     """Whether all ranks have been told to end."""
     _asked: float | None = None
-    """When the ranks were asked what they wait for."""
+    """Time at which the ranks were asked for what they wait."""
     _asked_before: float = float("-inf")
 
     # What happens ----------------------------------------------------------------------------------------------------
@@ -228,7 +229,7 @@ class Watch:
         return messages
 
     def _suspicious(self, now: float) -> bool:
-        """Whether the ranks must tell what they wait for."""
+        """Whether to ask the ranks for what they wait."""
         if now - self._asked_before < self.limits.left:
             return False
         live = [state for state in self.ranks.values() if state.connected]
@@ -274,7 +275,7 @@ class Watch:
         return {rank: state.report for rank, state in self.ranks.items() if state.report is not None}
 
     def _gone(self, now: float) -> list[int]:
-        """Returns the ranks that ended or fell silent without a word, as all ranks of a machine do that is lost."""
+        """Returns the ranks that ended or fell silent without a report, as all ranks of a lost machine do."""
         return [
             rank
             for rank, state in sorted(self.ranks.items())
@@ -311,7 +312,7 @@ def end_text(cause: Cause, size: int, reports: Mapping[int, Message], gone: Sequ
 
 
 def missed_lines(failed: int | None, reports: Mapping[int, Message], most: int = 8) -> Sequence[str]:
-    """Returns a sentence for each collective that some ranks wait in and others have missed."""
+    """Returns a sentence for each collective in which some ranks wait and which others have missed."""
     lines = []
     for missed in missed_calls(reports, failed):
         waiting = f"{named_ranks(missed.waiting)} wait{'s' * (len(missed.waiting) == 1)}"

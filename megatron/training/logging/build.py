@@ -33,8 +33,8 @@ def build_log(
     timers: Timers,
     mix: Callable[[int], Mapping[str, float]] | None = None,
 ) -> TrainingLog:
-    """Returns this rank's part of the log; only one of the ranks that compute losses writes. Raises UserError for a
-    file or folder that cannot be written. `mix` returns the share of each data set of a blend, for log lines."""
+    """Returns the log of this rank. Only one of the ranks that compute losses writes it. Raises UserError for a file or
+    folder that cannot be written. `mix` returns the share of each data set of a blend, for log lines."""
     transformer, length, groups = config.transformer, config.data.seq_length, environment.groups
     assert length is not None and config.training.train_iters is not None
     metrics = StepMetrics(

@@ -6,8 +6,8 @@ from megatron.training.logging.records import LogRecord, ValidationRecord
 
 
 def format_line(record: LogRecord) -> str:
-    """Returns the log line of an iteration, and below it the lines of its timers, if it has any. Values that the record
-    lacks are left out, and so are losses that are not positive."""
+    """Returns the log line of an iteration and, if there are timers, their lines below it. Leaves out values that the
+    record lacks, and losses that are not positive."""
     parts = [
         f"iteration {record.iteration:8d}/{record.train_iters:8d}",
         f"consumed samples: {record.consumed_samples:12d}",
@@ -43,15 +43,15 @@ def format_line(record: LogRecord) -> str:
 
 
 SHORT_WIDTH = 120
-"""Most columns of a line of --log-style short."""
+"""Largest number of columns of a line of --log-style short."""
 
 
 def format_short_line(record: LogRecord) -> str:
-    """Returns the log line of --log-style short, and below it the lines of its timers, if it has any.
+    """Returns the log line of --log-style short and, if there are timers, their lines below it.
 
-    It has the step, the first loss, tokens per second, utilisation if it is known, memory and time left; skipped steps
-    and NaN if there were any; further losses, gradient norm and learning rate as long as the line has at most 120
-    columns, for which utilisation is left out last.
+    The line always has the step, the first loss, tokens per second, memory and time left; if any occurred, also skipped
+    steps and NaN. It also has utilisation, further losses, gradient norm and learning rate if the line then
+    has at most 120 columns; otherwise the learning rate is left out first, and utilisation last.
     """
     width = len(str(record.train_iters))
     speed, losses = record.speed, list(record.losses.items())
@@ -80,7 +80,7 @@ def format_short_line(record: LogRecord) -> str:
 
 
 def _short(value: float, digits: int) -> str:
-    """Returns a number with these digits behind the point, from a million on as a power of ten."""
+    """Returns a number with this many decimals; a million and more in scientific notation."""
     return f"{value:.{digits}f}" if abs(value) < 1e6 else f"{value:.2e}"
 
 
@@ -111,5 +111,5 @@ def format_validation(record: ValidationRecord) -> str:
 
 
 def perplexity(loss: float) -> float:
-    """Returns exp(loss), with losses above 20 counted as 20. NaN stays NaN."""
+    """Returns exp(min(loss, 20)). NaN stays NaN."""
     return math.exp(20.0 if loss > 20.0 else loss)

@@ -40,8 +40,8 @@ class EnergyMeter:
             yield
 
     def joules_per_gpu(self) -> float | None:
-        """Returns the energy of a GPU since the restart: the mean over the ranks whose energy is known; None if no
-        rank's is. Waits for the device."""
+        """Returns the energy of a GPU since the restart, in joules: the mean over the ranks whose energy is known; None
+        if it is known on no rank. Waits for the device."""
         with synchronization_allowed(self._device):
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
@@ -71,8 +71,8 @@ def make_energy_meter(device: torch.device, *, notes: bool) -> EnergyMeter | Non
 
 
 def energy_counter(uuid: str, load: Callable[[str], Any] = ctypes.CDLL) -> Callable[[], float]:
-    """Returns a function that gives the joules which a GPU has used since its driver was loaded; NaN if a later reading
-    fails.
+    """Returns a function that reads the joules that a GPU has used since its driver was loaded. It returns NaN if a
+    later reading fails.
 
     `uuid` is torch's, without the prefix "GPU-". Raises UserError if NVML is absent, or does not count the energy of
     this GPU (before Volta).

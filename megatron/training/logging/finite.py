@@ -20,7 +20,7 @@ class NonFinite:
     what: str
     """Name of the value: `lm loss`, `gradient of the embedding`, `gradient norm`."""
     value: float | None
-    """The value; None if only the fact is known."""
+    """The value; None if it is only known that it is not finite."""
     microbatch: int | None
     """Number of the micro-batch on this rank, from 0; None: the whole global batch."""
     sample_ids: tuple[int, ...] = ()
@@ -41,11 +41,10 @@ def name_non_finite(
     grad_norm: float | None,
     sample_ids: Sequence[Sequence[int]],
 ) -> list[NonFinite]:
-    """Returns everything non-finite that this rank saw in one iteration, the most specific first.
+    """Returns all non-finite values that this rank saw in one iteration, the most specific first.
 
     `losses` has a mapping for each micro-batch. `gradients_finite` has a flag for each micro-batch if gradients were
-    probed. The gradient norm is a
-    value of the whole global batch and is named only if nothing more specific was found.
+    probed. The gradient norm belongs to the whole global batch, so it is named only if nothing more specific was found.
     """
     found = []
     for index in range(max(len(losses), len(gradients_finite))):
@@ -72,8 +71,8 @@ def _shorten(ids: Sequence[int], limit: int = 64) -> str:
 class GradientProbe:
     """Checks in each micro-batch's backward whether the gradient of a module's output is finite.
 
-    On the embedding, whose output gradient has passed every layer, it finds the micro-batch that made the gradients
-    non-finite, at the cost of reading [t, h] values once. Nothing is copied to the host here.
+    Attach it to the embedding: the gradient of its output has passed through every layer, so the probe finds the
+    micro-batch that made the gradients non-finite. It costs one read of [t, h] values. It copies nothing to the host.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -98,7 +97,7 @@ class GradientProbe:
         return taken
 
     def take_tensors(self) -> list[Tensor]:
-        """Returns what `take` does (`graph_capture.TensorRecord`)."""
+        """Does the same as `take`, under the name that `graph_capture.TensorRecord` asks for."""
         return self.take()
 
     def add_tensors(self, tensors: Sequence[Tensor]) -> None:

@@ -8,11 +8,11 @@ Kinds of lines, told apart by their keys:
     {"iteration": 10, "event": "save", ...}
 
 Every iteration has a training line with its own values. Three kinds of values are means over the interval between two
-log lines: the speed; the values that layers report and the times of --timing-log-level ("optimizer ms"), which stand in
-the line of the interval's last iteration. That line also has the memory of the rank that logs, and the time left.
-For a blend of data sets each line has `"lm loss on source NAME"` and `"tokens on source NAME"` of the data sets in the
-step's batch, and the line of an interval's last iteration `"share of samples on source NAME"`, the mix of the run so
-far.
+log lines: the speed, the values that layers report, and the times of --timing-log-level ("optimizer ms"). The last two
+are only in the line of the interval's last iteration. That line also has the memory of the rank that logs, and the time
+left. For a blend of data sets each line has `"lm loss on source NAME"` and `"tokens on source NAME"` of the data sets
+in the step's batch, and the line of an interval's last iteration `"share of samples on source NAME"`, the mix of the
+run so far.
 
 `"skipped": true` marks an iteration whose update was not applied. JSON has no NaN: a value that is not finite is null,
 and `"non_finite": {"lm loss": "nan"}` beside it says what it was.
@@ -42,8 +42,8 @@ class JsonlLog(LogWriter):
 
     Args:
         path: the file; its folder is created if needed.
-        resumed_iteration: iterations that the run has done (0: a new run); later lines of the file are moved aside, as
-            the module's text says.
+        resumed_iteration: iterations that the run has done (0: a new run); later lines of the file are moved aside (see
+            the module's text).
         named_by: the flag that an error names if the file cannot be written.
 
     Raises UserError if the file cannot be written. Once it is open, a failed write (a full disk) does not stop the run:
@@ -283,7 +283,7 @@ class MetricsHistory:
     """Evaluations of every split."""
     events: list[dict[str, Any]] = field(default_factory=list)
     unreadable: int = 0
-    """Number of lines that are no JSON object, for example cut off by a kill or a full disk."""
+    """Number of lines that are not a JSON object, for example because a kill or a full disk cut them off."""
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
         """Returns iterations and values of the training lines that have a finite value under `key`."""

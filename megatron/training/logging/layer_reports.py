@@ -24,7 +24,7 @@ Sums = dict[Key, tuple[list[float], float]]
 """Totals (one number, or one for each expert) and count."""
 
 _DETAIL = "moe_load"
-"""Values whose names begin so are left out of the log line."""
+"""The log line leaves out values whose names begin with one of these."""
 
 
 @dataclass(frozen=True)
@@ -61,14 +61,15 @@ class LayerReports:
     def __init__(
         self, chunks: Iterable[nn.Module], groups: ProcessGroupCollection, device: torch.device, *, stages_report: bool
     ) -> None:
-        """With `stages_report` the config has layers that report, so pipeline stages exchange reports. Without it, only
-        a user's modules report, and only without pipeline parallelism."""
+        """With `stages_report`, pipeline stages exchange reports, because the config has layers that report. Without
+        it, only modules of a user's own report, and only without pipeline parallelism."""
         self._chunks, self._groups, self._device = tuple(chunks), groups, device
         self._stages_tell = stages_report and groups.size("pp") > 1
         self._since_line: Sums = {}
 
     def collect(self, *, reset: bool) -> tuple[LayerNumbers, LayerNumbers]:
-        """Returns the values reported since the last call, and those since the last call with `reset`."""
+        """Returns two sets of values: those reported since the last call, and those since the last call with
+        `reset`."""
         with synchronization_allowed(self._device):
             found = self._of_all_stages(self._of_this_stage())
         for key, (totals, count) in found.items():
@@ -117,8 +118,8 @@ def _means(sums: Sums) -> dict[Key, float]:
 
 
 def load_numbers(counts: Sequence[float]) -> dict[str, float]:
-    """Returns `max`, the largest number of tokens of an expert over the mean number, and `entropy`, the entropy of the
-    experts' shares of tokens over that of equal shares."""
+    """Returns two measures of balance, by name. `max`: the largest number of tokens of an expert, divided by the mean
+    number. `entropy`: the entropy of the experts' shares of tokens, divided by the entropy of equal shares."""
     total = sum(counts)
     if not total:
         return {"max": 0.0, "entropy": 0.0}

@@ -2,7 +2,7 @@
 
 `StepMetrics.record` queues a few small kernels and reads nothing. `StepMetrics.collect`, at the log line and before a
 save, sums the losses over the data parallel ranks with one all-reduce, copies everything since the last call with one
-copy, and names what was not finite.
+copy, and names the values that were not finite.
 
 The averages are Megatron-LM's: the loss of an iteration is its sum over its count, both over micro-batches and data
 parallel ranks; the loss of a log line is the plain mean over the iterations since the last line whose update was
@@ -92,7 +92,8 @@ class StepMetrics:
         rank: global rank, for naming.
         expect_overflow: a skipped update with finite losses is normal (fp16 with a dynamic loss scale): it is counted
             but not named.
-        names: name non-finite values; False on ranks that see no values, or only values that other ranks see too.
+        names: name non-finite values; False on ranks that see no values, and on ranks that see the same values as
+            another rank that names them.
         watch: copy one flag a step to the host, without waiting for it, for `trouble_seen`.
     """
 

@@ -1,4 +1,4 @@
-"""Finds the module whose output or gradient is the first that is not finite, while a step is computed again."""
+"""While a step is computed again, finds the first module whose output or gradient is not finite."""
 
 import dataclasses
 import functools
@@ -49,8 +49,9 @@ class Finding:
 class NonFiniteSearch:
     """Watches all modules of a rank's model chunks. Waits for the device at every output and gradient.
 
-    Use it as a context around forward and backward of a step. Each micro-batch's first finding is kept: of the forward
-    pass if it has any, else of the backward pass. Micro-batches are numbered by the forward passes of their chunk.
+    Use it as a context around forward and backward of a step. It keeps the first finding of each micro-batch: that of
+    the forward pass if there is one, else that of the backward pass. Micro-batches are numbered by the forward passes
+    of their chunk.
     """
 
     def __init__(self, model: Sequence[Any], rank: int) -> None:
@@ -150,8 +151,8 @@ class NonFiniteSearch:
 
 
 def canonical_modules(chunk: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the modules inside a model chunk, without its wrappers, by name. A layer's number in the name is that over
-    the whole model."""
+    """Yields the modules inside a model chunk, without its wrappers, by name. Layers are numbered over the whole
+    model."""
     root: Any = chunk
     while isinstance(getattr(root, "module", None), nn.Module):
         root = root.module
@@ -167,8 +168,8 @@ def canonical_modules(chunk: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def depth_in_model(name: str) -> float:
-    """Returns the number of the layer that a canonical name of a module or weight belongs to; -1 for the embedding and
-    what precedes the layers, infinity for what follows them."""
+    """Returns the number of the layer to which a module or weight with this canonical name belongs: -1 for modules
+    before the layers, such as the embedding, and infinity for modules after them."""
     numbers = [part for part in name.split(".") if part.isdigit()]
     if numbers and "layers" in name:
         return int(numbers[0])

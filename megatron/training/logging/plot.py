@@ -16,7 +16,8 @@ PANELS = {
     "grad-norm": (("grad norm",), "gradient norm"),
     "learning-rate": (("learning rate",), "learning rate"),
 }
-"""Panels below the losses: the values in the metrics, of which the first that a run has is drawn, and a title."""
+"""Panels below the losses. Each has a title and the names of values in the metrics; the first of these that a run has
+is drawn."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,9 @@ def plot_metrics(
         labels: names of the runs; their folders when not given.
         panels: names of `PANELS`, drawn below the losses. A single run without panels has the learning rate on a second
             axis.
-        smooth: training losses and panels are means over so many iterations; the losses themselves are drawn pale.
-        against: what the horizontal axis counts: "iteration", "tokens" or "consumed samples".
+        smooth: draw training losses and panels as means over this many iterations; the losses themselves are drawn
+            pale.
+        against: the unit of the horizontal axis: "iteration", "tokens" or "consumed samples".
 
     Raises UserError if matplotlib or a file is missing, if a run has no value of `loss` or of any panel, or if labels
     do not fit.
@@ -88,7 +90,7 @@ def _open(paths: Sequence[Path], labels: Sequence[str]) -> list[_Run]:
 
 
 def smoothed(values: Sequence[float], window: int) -> list[float]:
-    """Returns for each value the mean of it and the up to `window` - 1 values before it."""
+    """Returns for each value the mean of the last `window` values up to it, or of fewer at the start."""
     sums = [0.0]
     for value in values:
         sums.append(sums[-1] + value)
@@ -97,7 +99,8 @@ def smoothed(values: Sequence[float], window: int) -> list[float]:
 
 
 def _places(run: _Run, iterations: Sequence[int], against: str) -> list[float]:
-    """Returns where iterations stand on the horizontal axis. Raises UserError if the run does not say it."""
+    """Returns the positions of iterations on the horizontal axis. Raises UserError if the metrics of the run do not
+    have them."""
     if against == "iteration":
         return list(iterations)
     known = dict(zip(*run.history.series(against), strict=True))

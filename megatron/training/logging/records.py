@@ -31,7 +31,7 @@ class StepResult:
     params_norm: Tensor | None = None
     """2-norm of all weights after the update; only for a log line with --log-params-norm."""
     spike: SpikeVerdict | None = None
-    """What --loss-spike-action says about the loss; None without it."""
+    """The judgement of --loss-spike-action about the loss; None without the flag."""
     sample_ids: Sequence[Sequence[int]] = ()
     """Ids of the samples of each micro-batch on this rank."""
     gradients_finite: Sequence[Tensor] = ()
@@ -61,11 +61,13 @@ class StepRecord:
     max_attention_logit: float | None = None
     num_zeros: int | None = None
     loss_z_score: float | None = None
-    """With --loss-spike-action, once there are enough losses: standard deviations of the loss above those before."""
+    """How far the loss is above the mean of earlier losses, in their standard deviations. None without
+    --loss-spike-action, and until there are enough losses."""
     loss_spike: bool = False
     """Whether the update was left out because of this loss."""
     by_source: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """For a blend: mean loss and number of tokens of each data set in the global batch, by `lm loss on source NAME`."""
+    """For a blend: mean loss and number of tokens of each data set in the global batch. Keys are `lm loss on source
+    NAME`."""
     mix: Mapping[str, float] = field(default_factory=dict)
     """For a blend, in the record of an interval's last iteration: share of each data set in the run's samples."""
     reported: Mapping[str, float] = field(default_factory=dict)

@@ -1,4 +1,5 @@
-"""--check-for-spiky-loss and --check-for-large-grads: which iteration is far above the first ones."""
+"""--check-for-spiky-loss and --check-for-large-grads: name iterations whose loss or gradient norm is far above those of
+the first iterations."""
 
 from collections.abc import Sequence
 
@@ -9,11 +10,11 @@ from megatron.training.logging.records import LogWriter, Speed, StepRecord
 
 FACTOR = 10.0
 FIRST = 100
-"""Number of first iterations with whose largest loss the later ones are compared."""
+"""Number of first iterations. Later values are compared with the largest value of these."""
 
 
 class SpikeWatch(LogWriter):
-    """Prints a line for each loss, or norm of the gradient, of at least `FACTOR` times the largest of the first `FIRST`
+    """Prints a line for each loss or gradient norm that is at least `FACTOR` times the largest one of the first `FIRST`
     iterations."""
 
     def __init__(self, losses: bool = True, gradients: bool = False) -> None:

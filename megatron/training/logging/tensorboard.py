@@ -160,8 +160,8 @@ def tensorboard_log(
 
 
 class _EventFiles:
-    """A SummaryWriter that a full disk does not turn into the end of the run. Its thread ends with the first failed
-    write, so points are dropped from then on, which is printed."""
+    """A SummaryWriter that does not end the run when the disk is full. Its thread ends with the first failed write;
+    from then on points are dropped, and a line says so."""
 
     def __init__(self, writer: Any, directory: str | Path) -> None:
         self._writer, self._directory = writer, directory
@@ -188,7 +188,7 @@ class _EventFiles:
 
 class WandbWriter:
     """The module wandb for scripts. `log(values, step)` waits until the run has logged the iterations before `step`,
-    because Weights & Biases drops what comes with an earlier step than something else."""
+    because Weights & Biases drops values whose step is earlier than that of another value before them."""
 
     def __init__(self, module: Any, run: Any) -> None:
         self._module, self._run = module, run
@@ -202,7 +202,7 @@ class WandbWriter:
             self._waiting.append((step, data, more))
 
     def write_until(self, iteration: int | None) -> None:
-        """Passes on what waits for this iteration or an earlier one; None: everything."""
+        """Sends the values that wait for this iteration or an earlier one; None: all of them."""
         due = [entry for entry in self._waiting if iteration is None or entry[0] <= iteration]
         self._waiting = [entry for entry in self._waiting if iteration is not None and entry[0] > iteration]
         for step, data, more in sorted(due, key=lambda entry: entry[0]):

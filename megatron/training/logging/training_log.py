@@ -10,7 +10,7 @@
             log.event("save", iteration)
     log.close()
 
-Every rank has one and calls the same methods; only the rank that logs gives it writers.
+Every rank has a log and calls the same methods; only the log of the rank that logs has writers.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ TIMERS_OF_STEP = (
     "all-grads-sync",
     "optimizer",
 )
-"""Timers that a log line shows, in this order, as far as they run."""
+"""Timers that a log line shows, in this order. Timers that did not run are left out."""
 
 
 class TrainingLog:
@@ -66,7 +66,7 @@ class TrainingLog:
         per_layer: also write their values layer by layer.
         timers: the parts of a step, which are read with each log line.
         reports_memory: print the memory of this rank after the first line, when every buffer of a step exists.
-        memory_interval: also print it after every iteration that this number divides; None: not.
+        memory_interval: also print it after every iteration that this number divides; None: never.
         device_memory_used: log lines and these reports also have the memory in use on the whole device.
         energy: measures the energy of the GPUs; None: it is not logged.
         mix: returns the share of each data set in the first samples of the run; None without a blend.
@@ -131,7 +131,7 @@ class TrainingLog:
         return next((writer.wandb for writer in self.writers if writer.wandb is not None), None)
 
     def start(self, iteration: int) -> None:
-        """Training starts after `iteration` iterations."""
+        """Starts the clocks. Training continues after `iteration` iterations."""
         self._first = iteration + 1
         self._since_line.restart()
         self._since_flush.restart()
@@ -139,7 +139,7 @@ class TrainingLog:
             self.energy.restart()
 
     def go_back(self, iteration: int) -> None:
-        """Goes back: the run continues from the state after this earlier iteration. All ranks must call it."""
+        """Prepares for a run that goes back and continues after this earlier iteration. All ranks must call it."""
         self.flush()
         self.metrics.forget()
         self._line_samples = self._iterations_since_line = 0
@@ -193,7 +193,8 @@ class TrainingLog:
             writer.event(Event(name, iteration, facts))
 
     def close(self) -> None:
-        """Writes what is left and closes the writers. Every rank must call it. After a failure call `close_writers`."""
+        """Writes all values that are not yet written, and closes the writers. Every rank must call it. After a failure
+        call `close_writers`."""
         self.flush()
         self.close_writers()
 
@@ -235,7 +236,8 @@ class TrainingLog:
         self.event("loss-spike", step.iteration, loss=loss, z_score=step.loss_z_score)
 
     def _with_layers(self, interval: MetricsInterval, reset: bool) -> MetricsInterval:
-        """Adds the values that layers report: to the last iteration for files, and since the last line for the line."""
+        """Adds the values that layers report. Files get those since the last read, with the last iteration; the log
+        line gets those since the last line."""
         if self.layers is None or not interval.steps:
             return interval
         read, line = self.layers.collect(reset=reset)

@@ -1,1 +1,1 @@
-"""From a config and the providers of a script to a Trainer that is ready to train."""
+"""Makes a Trainer that is ready to train, from a config and the providers of a script."""

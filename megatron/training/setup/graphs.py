@@ -1,4 +1,4 @@
-"""CUDA graphs of a run, as the flags ask for them."""
+"""Captures CUDA graphs of a run: micro-batches, parts of layers, and the step of the optimizer."""
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
@@ -39,8 +39,8 @@ def capture_micro_batches(
     probe: GradientProbe | None,
     results: RerunStateMachine | None,
 ) -> Callable[..., Any]:
-    """Returns `forward_backward` with micro-batches, or parts of layers, as CUDA graphs if the flags ask for them and
-    the device has them, else `forward_backward` itself."""
+    """Returns `forward_backward`, changed to run micro-batches or parts of layers as CUDA graphs if the flags ask for
+    them and the device has them; otherwise unchanged."""
     whole, parts = captures_micro_batches(config.transformer), captured_parts(config.transformer)
     if parts and why_no_part_is_captured(config.transformer) is not None:
         return forward_backward
@@ -72,8 +72,7 @@ def capture_micro_batches(
 
 
 def capturable_parts(config: TransformerConfig) -> list[str]:
-    """Returns the parts of layers that the flags ask for, without a router that reads or tells something on the
-    host."""
+    """Returns the parts of layers that the flags ask for, without routers that exchange values with the host."""
     parts = captured_parts(config)
     reads_host = (
         config.moe_enable_routing_replay
@@ -84,8 +83,8 @@ def capturable_parts(config: TransformerConfig) -> list[str]:
 
 
 def refresh_quantized_weights(model: Sequence[nn.Module]) -> Callable[[], Hashable]:
-    """Fixes the addresses of all quantised weights and scales of a model. Returns a function that brings them up to
-    date, and returns which layers have scales of earlier steps: the operations of a layer depend on that."""
+    """Fixes the addresses of all quantised weights and scales of a model. Returns a function that updates them. That
+    function returns which layers have scales of earlier steps, because the operations of a layer depend on that."""
     layers = [module for chunk in model for module in chunk.modules() if isinstance(module, QuantizedWeights)]
     for layer in layers:
         layer.fix_storage()

@@ -1,9 +1,9 @@
 """Builds and wraps the model chunks and the optimizer. `parallelize` is the one ordered list of wrappers.
 
-Tensor, sequence, context and expert parallelism change the formula, so they are part of the layers. The wrappers come
-here, from the inside out: number format, data parallel units. Recompute lies inside both: a stack of layers wraps its
-own layers when it is built, as its config says (`megatron.core.transformer.recompute`), so that a loop over
-megatron.core alone has it too.
+Tensor, sequence, context and expert parallelism change the formula, so they are part of the layers. The wrappers here
+are, from the inside out: number format, data parallel units. Recompute is inside both: a stack of layers wraps its own
+layers when it is built, as its config says (`megatron.core.transformer.recompute`). So a training loop that uses
+megatron.core alone has recompute too.
 """
 
 import contextlib
@@ -56,7 +56,8 @@ def build_optimizer(
     model: Sequence[nn.Module],
     build_own: Callable[[Context, Sequence[nn.Module]], Any] | None = None,
 ) -> MegatronOptimizer:
-    """The optimizer that the flags describe, or the script's own, wrapped if it is a plain torch optimizer."""
+    """Returns the optimizer that the flags describe, or the script's own optimizer, wrapped if it is a plain torch
+    optimizer."""
     config = context.config
     if build_own is None:
         return get_megatron_optimizer(
@@ -71,6 +72,6 @@ def build_optimizer(
 
 
 def stops_on_nonfinite(config: PretrainConfig) -> bool:
-    """Whether a non-finite loss or gradient ends the run; otherwise it costs one update."""
+    """Whether a non-finite loss or gradient ends the run; otherwise only that update is skipped."""
     resilience = config.resilience
     return resilience.check_for_nan_in_loss_and_grad and resilience.nonfinite_action == "stop"

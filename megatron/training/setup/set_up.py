@@ -73,7 +73,7 @@ from megatron.training.trainer import Trainer
 def set_up(
     config: PretrainConfig, providers: Providers, environment: Environment, signals: SignalWatch, started: float
 ) -> Trainer:
-    """Builds all parts of a run, loads the checkpoint if there is one, and finds the place in the data.
+    """Builds all parts of a run, loads the checkpoint if there is one, and opens the data where the run stopped.
 
     `started` is `time.monotonic()` at the start of the program, from which --exit-duration-in-mins counts.
     """
@@ -124,8 +124,8 @@ def set_up(
 
 
 def mix_of(config: PretrainConfig, dataset: Any) -> Mix | None:
-    """Returns the object that computes the mix of a run's training data; None unless the data is a blend of several
-    data sets that is read in its own order."""
+    """Returns the object that computes the mix of data sets in a run's training data; None unless the data is a blend
+    of several data sets that is read in the order of the blend."""
     names = source_names(config)
     in_order = (config.data.dataloader_type or "single") == "single"
     return Mix(dataset, names) if names and in_order and isinstance(dataset, BlendedDataset | StagedBlend) else None
@@ -156,7 +156,7 @@ def start_run(config: PretrainConfig, environment: Environment) -> Context:
 
 @dataclass(frozen=True)
 class ScriptParts:
-    """The parts of a run that come from the script and its data, beside model, optimizer and scheduler."""
+    """The parts of a run that come from the script and its data, without model, optimizer and scheduler."""
 
     forward_step: ForwardStep
     open_data: Callable[[], Splits]
@@ -166,7 +166,7 @@ class ScriptParts:
     mix: Mix | None = None
     """Computes the share of each data set of a blend, for log lines."""
     non_loss: NonLossFunctions | None = None
-    """Collects and takes data of evaluations that are no losses."""
+    """The script's functions for data of evaluations other than losses."""
 
 
 def build_trainer(
@@ -238,7 +238,7 @@ def build_trainer(
 def build_loss_spikes(
     config: PretrainConfig, environment: Environment, optimizer: MegatronOptimizer
 ) -> LossSpikes | None:
-    """Returns the object that judges the losses, and lets it decide about the optimizer's updates; None without
+    """Returns the object that judges the losses, and makes the optimizer's updates depend on it; None without
     --loss-spike-action. Raises UserError for an optimizer that cannot leave out an update."""
     if config.resilience.loss_spike_action is None or config.evaluation.skip_train:
         return None
@@ -255,8 +255,8 @@ def vocabulary_rows(config: PretrainConfig, tokenizer: Tokenizer) -> int:
 
 
 def resolve_auto_layout(config: PretrainConfig, padded_vocab_size: int) -> tuple[PretrainConfig, list[str]]:
-    """Returns the config with stages in place of `--pipeline-model-parallel-layout auto`, and a line that says so. Any
-    other config is returned as it is."""
+    """Replaces `--pipeline-model-parallel-layout auto` by stages. Returns the config and a line that names them;
+    without `auto`, the config as it is and no line."""
     transformer, length = config.transformer, config.data.seq_length
     assert length is not None
     stages = stages_of_auto_layout(
@@ -274,7 +274,8 @@ def resolve_auto_layout(config: PretrainConfig, padded_vocab_size: int) -> tuple
 
 
 def set_torch(config: PretrainConfig) -> None:
-    """Sets torch's and Python's global options as the flags say. Each run sets all of them again."""
+    """Sets the global options of torch and of Python's logging as the flags say. Every run in a process sets all of
+    them again."""
     torch.manual_seed(config.seed)  # for a script's own modules; random numbers of ours depend on seed and position
     deterministic = config.transformer.deterministic_mode
     if deterministic:  # cuBLAS wants its workspace fixed, before it is first used
@@ -288,8 +289,8 @@ def set_torch(config: PretrainConfig) -> None:
 
 
 def build_probe(config: PretrainConfig, model: Sequence[nn.Module]) -> GradientProbe | None:
-    """Returns the probe of the gradient that reaches the embedding, which has passed every layer; None if losses and
-    gradients are not checked or this rank has no embedding."""
+    """Returns the probe of the gradient at the output of the embedding; that gradient has passed through every layer.
+    None if losses and gradients are not checked or this rank has no embedding."""
     if not config.resilience.check_for_nan_in_loss_and_grad:
         return None
     embeddings = [module for chunk in model for module in chunk.modules() if isinstance(module, LanguageModelEmbedding)]
