@@ -1,6 +1,6 @@
 """Transformer layers: attention, MLP, experts, and the specs that say which classes a layer consists of.
 
-The names below are imported at their first use: the fields of `TransformerConfig` are read by all of the library.
+The names below are imported at their first use, because the whole library reads the fields of `TransformerConfig`.
 """
 
 from megatron.homes import lazy_names

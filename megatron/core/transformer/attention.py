@@ -40,11 +40,11 @@ class SelfAttentionSubmodules:
 class SelfAttention(MegatronModule):
     """Multi-head self-attention; grouped (Ainslie et al. 2023) with `num_query_groups`.
 
-    The rows of `linear_qkv` are, for each group: its query heads, with `attention_output_gate` as many gate heads, one
-    key head, one value head. The sigmoids of the gates multiply the output of attention. With `qk_layernorm` queries
-    and keys are normed before rotary positions, each head by itself or, by `qk_norm_scope`, all heads together; with
-    `qk_l2_norm` after them. Tensor parallel ranks divide the heads: a rank has whole groups, or a part of one if there
-    are fewer groups than ranks.
+    The rows of `linear_qkv` are, for each group: its query heads, with `attention_output_gate` the same number of gate
+    heads, one key head, one value head. The sigmoids of the gates multiply the output of attention. `qk_layernorm`
+    norms queries and keys before rotary positions, each head separately or all heads together (`qk_norm_scope`);
+    `qk_l2_norm` norms them after rotary positions. Tensor parallel ranks divide the heads: a rank has whole groups, or
+    a part of one group if there are fewer groups than ranks.
     """
 
     def __init__(
@@ -207,8 +207,8 @@ class CrossAttention(MegatronModule):
     the hidden states, keys and values of `LayerInputs.encoder`.
 
     The rows of `linear_kv` are, for each head: the key head, the value head. There are no rotary positions and no norms
-    of queries and keys. Tensor parallel ranks divide the heads. Raises UserError for grouped queries, which have no
-    published form here, and for an output gate.
+    of queries and keys. Tensor parallel ranks divide the heads. Raises UserError for grouped queries, which no
+    published model has here, and for an output gate.
     """
 
     def __init__(
@@ -268,8 +268,7 @@ class CrossAttention(MegatronModule):
         return self.linear_proj(context.flatten(0, 1))
 
     def _project(self, hidden_states: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns query, key and value. An inference context keeps keys and values, which all tokens of the decoder
-        read."""
+        """Returns query, key and value. An inference context keeps keys and values for all tokens of the decoder."""
         cache, states = inputs.inference_context, inputs.encoder
         assert states is not None
         if cache is not None:

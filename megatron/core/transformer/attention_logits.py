@@ -36,8 +36,8 @@ class AttentionLogits:
 
     @torch.no_grad()
     def collect(self) -> Tensor:
-        """Takes what the layers have measured since the last call and begins anew. Returns the largest logit of the
-        whole model, a float64 scalar, the same on all ranks; NaN counts as infinite. Collective."""
+        """Takes the maxima of the layers since the last call and resets them. Returns the largest logit of the whole
+        model, a float64 scalar, equal on all ranks; NaN counts as infinite. Collective."""
         self.values.fill_(-torch.inf)
         for row, layer in zip(self.values, self.layers, strict=True):
             core = layer.core_attention
@@ -52,13 +52,13 @@ class AttentionLogits:
         return all_reduce(largest, self.groups.pp, ReduceOp.MAX) if self.groups.size("pp") > 1 else largest
 
     def row_factors(self, threshold: float, alpha: float) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yields the weights and biases of this rank's query and key projections with the factor of each of their
-        rows, for the logits of the last `collect`.
+        """Yields the weights and biases of this rank's query and key projections, each with the factors of its rows,
+        for the logits of the last `collect`.
 
         A head whose largest logit S is above the threshold has the factor f = threshold / S: its queries are scaled by
-        f^alpha and its keys by f^(1 - alpha). Query heads that share a key head have the smallest factor of them. In
-        multi-head latent attention the rotary channels of the keys are shared by all heads and stay, so those of the
-        queries are scaled by f.
+        f^alpha and its keys by f^(1 - alpha). Query heads that share a key head all take the smallest of their factors.
+        In multi-head latent attention all heads share the rotary channels of the keys, which stay unchanged; so the
+        rotary channels of the queries are scaled by f.
         """
         above = (self.values > threshold) & self.values.isfinite()
         factors = torch.where(above, threshold / self.values, 1.0)
@@ -77,8 +77,7 @@ class AttentionLogits:
 
 
 def _tables(layer: Attention, factors: Tensor, alpha: float) -> Iterator[tuple[nn.Module, Tensor]]:
-    """Yields the projections of a layer, with the factors of all rows of the whole projection in the canonical shape of
-    its rows."""
+    """Yields the projections of a layer, each with the factors of all its rows, in the canonical shape of the rows."""
     query, key = factors**alpha, factors ** (1.0 - alpha)
     if isinstance(layer, MLASelfAttention):
         latent = layer.config
@@ -104,7 +103,7 @@ def _tables(layer: Attention, factors: Tensor, alpha: float) -> Iterator[tuple[n
 
 
 def _stretched(columns: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-    """Returns [heads, sum of sizes], in which each column [heads] is repeated as often as its size says."""
+    """Returns [heads, sum of sizes], in which each column [heads] is repeated `size` times."""
     return torch.cat([column[:, None].expand(-1, size) for column, size in zip(columns, sizes, strict=True)], 1)
 
 

@@ -25,11 +25,11 @@ def build_heads_projection(
     input_is_whole: bool = False,
     separate_heads: tuple[int, ...] = (),
 ) -> nn.Module:
-    """Builds a projection to all heads, of which each tensor parallel rank computes its own. `rows`: the dimensions of
-    its output rows; ranks divide the first, and `separate_heads` parts of the second are matrices of their own. `name`
-    is Megatron-LM's name of its communication buffer. With `input_is_whole` the input holds all tokens also under
-    sequence parallelism, and the caller sums its gradient over the ranks; the spec must be a ColumnParallelLinear then,
-    if there are several ranks."""
+    """Builds a projection to all heads; each tensor parallel rank computes its own heads. `rows` are the dimensions of
+    its output rows: ranks divide the first, and `separate_heads` divides the second into separate matrices. `name` is
+    Megatron-LM's name of its communication buffer. With `input_is_whole` the input holds all tokens even under sequence
+    parallelism, and the caller sums its gradient over the ranks; with several ranks the spec must then be a
+    ColumnParallelLinear."""
     whole = {"input_is_whole": True, "disable_grad_reduce": True} if input_is_whole else {}
     heads = {"separate_heads": separate_heads} if separate_heads else {}
     if whole and group_size(tp_group) > 1 and not issubclass(get_module(spec), ColumnParallelLinear):
@@ -62,8 +62,8 @@ def build_output_projection(
     bias: bool | None = None,
     name: str = "proj",
 ) -> nn.Module:
-    """Builds the projection from all heads, `input_size` channels together, to hidden states. Without `bias` the config
-    says whether attention's has one. `name` is Megatron-LM's name of its communication buffer."""
+    """Builds the projection from all heads, `input_size` channels together, to hidden states. If `bias` is None, the
+    config decides whether it has a bias. `name` is Megatron-LM's name of its communication buffer."""
     if bias is None:
         bias = config.add_bias_linear if config.attention_output_bias is None else config.attention_output_bias
     return build_module(

@@ -39,7 +39,7 @@ from megatron.core.utils.graph_capture import (
 )
 
 MOST_KINDS = 8
-"""Largest number of kinds of micro-batches with graphs. Others run eagerly."""
+"""Largest number of kinds of micro-batches that get graphs. Further kinds run eagerly."""
 
 PartFunction = Callable[[Tensor, LayerInputs], Any]
 """Computes a part of a layer from hidden states [t, h]; returns a nested value of tensors."""
@@ -47,7 +47,8 @@ PartFunction = Callable[[Tensor, LayerInputs], Any]
 
 @dataclasses.dataclass(eq=False)
 class PartGraphs(StepGraphs):
-    """The parts of a run's layers, and their graphs. The records keep what a part computes beside its result."""
+    """The parts of a run's layers, and their graphs. The records keep the further results of a part, such as
+    metrics."""
 
     in_flight: int = dataclasses.field(default=0, init=False)
     """Number of parts that were replayed forward and not yet backward."""
@@ -58,7 +59,7 @@ class PartGraphs(StepGraphs):
     """The inputs of the present micro-batch and their kind."""
 
     def part(self, function: PartFunction, parameters: Iterable[nn.Parameter]) -> PartFunction:
-        """Returns `function` as a part: it is replayed in training steps. `parameters`: those that it uses."""
+        """Returns `function` as a part, which training steps replay. `parameters` are the parameters that it uses."""
         parameters = tuple(parameters)
         return lambda hidden, inputs: self._call(function, parameters, hidden, inputs)
 
@@ -67,8 +68,8 @@ class PartGraphs(StepGraphs):
         return PartRunner(task, timers, self)
 
     def run_step(self, chunks: Sequence[nn.Module], run: Callable[[], None]) -> None:
-        """Executes `run`, the micro-batches of a training step, with parts as graphs where there are any. Captures the
-        graphs of all kinds of micro-batches that have had their warm-up."""
+        """Executes `run`, the micro-batches of a training step, and replays the graphs of parts that have some.
+        Captures the graphs of all kinds of micro-batches whose warm-up is complete."""
         finish_param_sync(chunks)  # no hook of a module in a part waits for updated weights
         self.begin_step()
         self.in_flight = 0
@@ -196,14 +197,14 @@ class _PartGraph:
         self.in_flight = False
         self.outputs: Any = None
         self.gradients: list[Tensor | None] = []
-        """Where a replay of backward reads the gradient of each output; None: it has none."""
+        """The buffers from which a replay of backward reads the gradient of each output; None: the output has none."""
         self.hidden_gradient: Tensor | None = None
         self.forward: CapturedGraph[Any] | None = None
         self.backward: CapturedGraph[Any] | None = None
         self.told: list[list[tuple[TensorRecord, Any]]] = [[], []]
         """What forward and backward record."""
         self.accumulated: list[tuple[Any, nn.Parameter]] = []
-        """Main gradients to which backward adds, in its order, with their parameters."""
+        """Main gradients that backward adds to, in the order of the additions, with their parameters."""
 
     @property
     def output_tensors(self) -> list[Tensor]:
@@ -248,7 +249,7 @@ class _PartGraph:
         return captured
 
     def tell(self, direction: int) -> None:
-        """Adds to the records what a replay has computed for them."""
+        """Adds the results of a replay to the records."""
         for record, tensors in self.told[direction]:
             record.add_tensors(map_tensors(torch.clone, tensors))
 
@@ -302,7 +303,7 @@ class _Replay(torch.autograd.Function):
 
 
 def _with_position_on_device(inputs: LayerInputs, device: torch.device) -> LayerInputs:
-    """Returns inputs whose position in the run is on the device, so that it is no constant of a graph."""
+    """Returns inputs whose position in the run is on the device, so that a graph does not contain it as a constant."""
     position = inputs.tokens.random
     if position is None:
         return inputs
@@ -319,8 +320,9 @@ def _with_position_on_device(inputs: LayerInputs, device: torch.device) -> Layer
 
 
 def capture_layer_parts(chunks: Iterable[nn.Module], names: Iterable[str], graphs: PartGraphs) -> None:
-    """Makes parts of the layers of model chunks: `attn` (attention with its norm and residual), `mamba` (another token
-    mixer), `mlp` (the same of an MLP without experts), `moe_router`."""
+    """Turns functions of the layers of model chunks into parts: `attn` (attention with its norm and residual), `mamba`
+    (another token mixer with its norm and residual), `mlp` (an MLP without experts, with its norm and residual),
+    `moe_router`."""
     chosen = frozenset(names)
     for chunk in chunks:
         for layer in chunk.modules():

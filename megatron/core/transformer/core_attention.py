@@ -1,4 +1,5 @@
-"""Calls the attention of a layer spec: ours, which takes `LayerInputs`, or a script's, which Megatron-LM would call."""
+"""Calls the attention of a layer spec: our own class, which takes `LayerInputs`, or a script's class, which takes
+Megatron-LM's arguments."""
 
 import functools
 import inspect
@@ -24,10 +25,10 @@ def attend(
 ) -> Tensor:
     """Returns attention's output [s, b, a * d] for query [s, b, a, d], key and value [sk, b, g, d].
 
-    A class whose `forward` has no parameter `inputs` is called as Megatron-LM calls it, with the keywords that it
-    takes: `forward(query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params)`. Its mask is
-    bool [b or 1, 1, s, sk] with True for hidden keys, those after a token included; None: every key is seen. Raises
-    UserError for what such a class cannot be told: parts of a sequence, packed documents, generation.
+    A class whose `forward` has no parameter `inputs` is called as in Megatron-LM, with the keywords that it accepts:
+    `forward(query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params)`. Its mask is bool [b
+    or 1, 1, s, sk] with True for hidden keys, including the keys after each token; None: no key is hidden. Raises
+    UserError in cases that these arguments cannot express: parts of a sequence, packed documents, generation.
     """
     kind: Any = type(core_attention)
     if _takes_layer_inputs(kind):

@@ -34,17 +34,17 @@ _PADDED = (AttnMaskType.padding, AttnMaskType.padding_causal)
 
 
 class DotProductAttention(MegatronModule):
-    """softmax(scale Q K^T) V (Vaswani et al. 2017), computed by the first kernel that supports the layer.
+    """Computes softmax(scale Q K^T) V (Vaswani et al. 2017) with the first kernel that supports the layer.
 
     Scores are scaled by `softmax_scale`, default 1/sqrt(kv_channels). A query or key head has `k_channels` channels, a
     value head `v_channels`; both default to `kv_channels`. `apply_query_key_layer_scaling` is accepted and has no
-    effect: the layer number that it divides by is multiplied back inside the softmax, which is computed in float32 at
-    least.
+    effect: the layer number would be a divisor before the softmax and a factor inside it, and the softmax is computed
+    in float32 at least.
 
     If `softmax_type` is not vanilla, the denominator of the softmax has one more logit per head: 0, or a learnt one.
     `attn_logit_softcapping` bounds the scores, `alibi` lowers them with distance, `window_size` and
     `attention_chunk_size` hide keys, `relative_bias` adds a bias to the scores. With `attention_type` cross the keys
-    are another sequence, without an order between queries and keys: none of these four apply.
+    are another sequence, and these four settings do not apply, because queries and keys have no common order.
     """
 
     def __init__(
@@ -128,9 +128,9 @@ class DotProductAttention(MegatronModule):
 
         `attention_mask` (bool, True hides a key) applies in addition to the layer's own mask. `attention_bias`
         (broadcasts to [b, a, s, sk]) is added to the scores, in a layer with `relative_bias`. Without `inputs` there is
-        no dropout. `query_positions` [b, s] holds the index of the key at which each query stands; without it the
-        queries are the last keys. Under context parallelism s is this rank's part of the rows, and masks have the form
-        that `ContextAttention` takes.
+        no dropout. `query_positions` [b, s] is the position of each query as an index of a key; without it the queries
+        have the last keys' positions. Under context parallelism s is this rank's part of the rows, and masks have the
+        form that `ContextAttention` accepts.
         """
         if attn_mask_type not in (None, self.attn_mask_type):
             raise UserError(
@@ -206,8 +206,8 @@ class DotProductAttention(MegatronModule):
             raise UserError(f"tokens.part is {tokens.part}, but this rank holds {self.context.part} of every row")
 
     def describe(self, device: torch.device, packed: bool = False) -> str:
-        """Returns the names of the kernels that compute this layer's attention on a device; on a GPU with the kernel
-        that torch selects."""
+        """Returns the names of the kernels that compute this layer's attention on a device, on a GPU including the
+        kernel that torch selects."""
         text = (self.context or self.plan).describe(device.type, packed)
         if device.type == "cuda" and SDPA_CUDA.name in text:
             config = self.config
@@ -224,7 +224,7 @@ class DotProductAttention(MegatronModule):
 
 
 def describe_kernels(model: nn.Module, device: torch.device, packed: bool = False) -> list[str]:
-    """Returns lines for the log: one for the model's backend, and one for each way in which its layers compute
+    """Returns lines for the log: one for the model's backend, and one for each kind of kernel that computes
     attention."""
     layers: dict[tuple[str, str], list[int]] = {}
     lines: dict[str, None] = {}

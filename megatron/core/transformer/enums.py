@@ -18,7 +18,7 @@ class LayerType(enum.Enum):
 
 
 class AttnType(enum.Enum):
-    """Whether a layer attends to its own tokens or to another sequence's."""
+    """Whether a layer attends to its own tokens or to those of another sequence."""
 
     self_attn = 1
     cross_attn = 2

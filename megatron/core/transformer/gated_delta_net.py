@@ -24,7 +24,7 @@ from megatron.core.transformer.spec_utils import Spec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 KEY_EPSILON = 1e-6
-"""Added to the squared length of queries and keys before they are divided by it, as in Qwen3-Next."""
+"""Added to the squared length of queries and keys before they are divided by their length, as in Qwen3-Next."""
 
 
 @dataclass
@@ -37,7 +37,7 @@ class GatedDeltaNetSubmodules:
 
 
 class GatedDeltaNet(MegatronModule):
-    """A token mixer whose heads each keep a matrix that maps keys to values, instead of the keys and values.
+    """A token mixer whose heads each keep one matrix that maps keys to values, instead of all keys and values.
 
     For a token x, with q, k, v, z, b, a = W_in x for each head:
 
@@ -46,13 +46,13 @@ class GatedDeltaNet(MegatronModule):
         S       = S + sigmoid(b) k' (v - S^T k')^T         k' = k / |k|
         output  = W_out (norm(S^T q') * silu(z))           q' = q / (|q| sqrt(dk))
 
-    There are `linear_num_key_heads` query and key heads of dk = `linear_key_head_dim` channels; as many consecutive
-    value heads, `linear_num_value_heads` in all with `linear_value_head_dim` channels, share each. The rows of
-    `in_proj` are, for each key head: q, k, the values and gates z of its value heads, then their b and a. Those of
-    `conv1d` are q, k and the values. Tensor parallel ranks divide the key heads. Context parallel ranks exchange their
-    parts of the rows for some key heads of whole rows (all-to-all).
+    There are `linear_num_key_heads` query and key heads of dk = `linear_key_head_dim` channels, and
+    `linear_num_value_heads` value heads of `linear_value_head_dim` channels. Equal numbers of consecutive value heads
+    share a key head. The rows of `in_proj` are, for each key head: q, k, the values and gates z of its value heads,
+    then their b and a. The rows of `conv1d` are q, k and the values. Tensor parallel ranks divide the key heads.
+    Context parallel ranks exchange their parts of the rows for some key heads of whole rows (all-to-all).
 
-    The norm is that of the config, over each head; its weight is not zero-centred.
+    The norm has the config's kind and covers each head separately; its weight is not zero-centred.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class GatedDeltaNet(MegatronModule):
         return self.out_proj(gated.flatten(2).flatten(0, 1))
 
     def _continued(self, context: InferenceContext, mixed: Tensor, log_decay: Tensor, strength: Tensor) -> Tensor:
-        """Returns what `core_attention` returns for tokens that continue those in the context, which keeps the
+        """Returns the result of `core_attention` for tokens that continue those in the context, which keeps the
         states."""
         taps = self.conv1d.weight.shape[1]
         convolved = convolve_with_cache(
@@ -152,7 +152,7 @@ class GatedDeltaNet(MegatronModule):
         return output
 
     def _own(self, parameter: Tensor) -> Tensor:
-        """Returns the part of a parameter of this rank's heads that a context parallel rank computes with."""
+        """Returns the part of a parameter that belongs to the heads of this context parallel rank."""
         return parameter.chunk(group_size(self.cp_group))[group_rank(self.cp_group)]
 
     def _convolved(self, mixed: Tensor, document: Tensor | None) -> Tensor:
@@ -160,8 +160,8 @@ class GatedDeltaNet(MegatronModule):
 
 
 class DeltaRuleAttention(nn.Module):
-    """The gated delta rule with queries and keys of length 1, without parameters: what `--recompute-modules core_attn`
-    recomputes."""
+    """The gated delta rule with queries and keys of length 1, without parameters. `--recompute-modules core_attn`
+    recomputes this module."""
 
     def __init__(self, key_width: int, value_width: int, backend: Backend) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Calls of layers in Megatron-LM's form: of a script's layer by a block, and of our layers by a script.
+"""Layer calls in Megatron-LM's form: a block calls a script's layer, or a script calls our layers.
 
-Our layers take the hidden states [t, h] and one record, `LayerInputs`. Megatron-LM's take hidden states [s, b, h] and
-many keywords (`LayerArguments`), and return a pair (hidden states, context).
+Our layers take the hidden states [t, h] and one record, `LayerInputs`. Megatron-LM's layers take hidden states [s, b,
+h] and many keywords (`LayerArguments`), and return a pair (hidden states, context).
 """
 
 import contextvars
@@ -37,7 +37,7 @@ class LayerArguments:
     """The encoder's output [s of the encoder, b, h], for cross attention."""
     context_mask: Tensor | None = None
     rotary_pos_emb: Any = None
-    """Angles [s, 1, 1, r] of `RotaryEmbedding(length)`, or a `Rotation`, which is what a block gives."""
+    """Angles [s, 1, 1, r] of `RotaryEmbedding(length)`, or the `Rotation` that a block passes."""
     rotary_pos_cos: Any = None
     rotary_pos_sin: Any = None
     attention_bias: Tensor | None = None
@@ -49,7 +49,7 @@ class LayerArguments:
 
     @classmethod
     def of(cls, inputs: LayerInputs) -> "LayerArguments":
-        """Returns the arguments that say what a layer's inputs say."""
+        """Returns the arguments that correspond to a layer's inputs."""
         tokens, encoder, packed = inputs.tokens, inputs.encoder, None
         if tokens.cu_seqlens is not None:
             bounds, longest = tokens.cu_seqlens, tokens.max_seqlen
@@ -69,7 +69,7 @@ class LayerArguments:
 
 @dataclass(frozen=True)
 class _Running:
-    """The inputs of the layer that a block calls in Megatron-LM's form, and the arguments that it gives."""
+    """The inputs of the layer that a block calls in Megatron-LM's form, and the arguments of that call."""
 
     inputs: LayerInputs
     arguments: LayerArguments
@@ -81,9 +81,9 @@ _running: contextvars.ContextVar[_Running | None] = contextvars.ContextVar("runn
 def run_layer(layer: nn.Module, hidden: Tensor, inputs: LayerInputs) -> Tensor:
     """Returns the hidden states [t, h] after a layer of a block.
 
-    A class whose `forward` takes `attention_mask`, or any keyword, and no `inputs`, is called as in Megatron-LM. It may
-    call our layer's `forward` in the same form. That call gets the rest of `inputs` too: the position of dropout masks,
-    packed documents, the cache of a generation.
+    A class whose `forward` takes `attention_mask` or any keyword, but no `inputs`, is called as in Megatron-LM. It may
+    call our layer's `forward` in the same form. That call also gets the rest of `inputs`: the position of dropout
+    masks, packed documents, the cache of a generation.
     """
     kind: Any = type(layer)
     if not _is_of_megatron_lm(kind):
@@ -112,7 +112,8 @@ def _takes_keywords(kind: Any) -> bool:
 
 
 def _accepted(kind: Any, arguments: LayerArguments) -> dict[str, Any]:
-    """Returns the arguments that a class takes. Raises UserError if it does not take one that the model needs."""
+    """Returns the arguments that a class accepts. Raises UserError if it does not accept an argument that the model
+    needs."""
     names, takes_all = inspect.signature(kind.forward).parameters, _takes_keywords(kind)
     given = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(arguments)}
     old = given.pop("inference_params")
@@ -138,9 +139,9 @@ def inputs_of_arguments(
     config: TransformerConfig,
     groups: ProcessGroupCollection,
 ) -> LayerInputs:
-    """Returns the inputs of a layer that is called with hidden states [s, b, h] and Megatron-LM's arguments. Within a
-    script's layer that a block calls, the arguments change the inputs of the block. Raises UserError for arguments
-    that cannot be followed."""
+    """Returns the inputs of a layer that is called with hidden states [s, b, h] and Megatron-LM's arguments. If a block
+    has called a script's layer, and this is a call inside it, the arguments replace those of the block's inputs. Raises
+    UserError for unsupported arguments."""
     running = _running.get()
     if running is None:
         if in_backward() and getattr(layer, "runs_in_block", False):
@@ -187,8 +188,8 @@ def lone_inputs(
     groups: ProcessGroupCollection,
     training: bool,
 ) -> LayerInputs:
-    """Returns the inputs of layers that are called without a model, for hidden states [s, b, h]. Dropout masks draw
-    their seed from torch's generator. Rotary positions are those of the arguments."""
+    """Returns the inputs of layers that are called without a model, for hidden states [s, b, h]. The seed of dropout
+    masks is drawn from torch's generator. Rotary positions come from the arguments."""
     _refuse_unknown(arguments)
     if arguments.inference_context is not None or arguments.inference_params is not None:
         raise UserError("inference_context: not in a call of layers without their model; call the model with it")

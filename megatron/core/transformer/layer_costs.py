@@ -1,13 +1,13 @@
-"""What the layers of a model cost to compute, and the pipeline layout `auto` that follows.
+"""Computing costs of a model's layers, and the pipeline layout `auto`, which balances them.
 
-One model of costs serves the balance of pipeline stages, the log's throughput and the dry run. A cost is the number of
+The balance of pipeline stages, the log's throughput and the dry run use this one cost model. A cost is the number of
 multiplications in the matrix products of a forward pass, for one token, as a mean over a sequence; norms, embeddings
-and activations are left out. Backward costs twice as much, and a multiplication and its addition are two floating point
-operations, so a training step takes 6 operations for each.
+and activations are left out. Backward costs twice as much, and a multiplication with its addition counts as two
+floating point operations, so a training step takes 6 operations per multiplication.
 
-Two counts are built from the same parts. `layer_cost` follows what this code computes: windows, chunks, the router.
-`flops_per_token` is Megatron-LM's count, whose numbers are compared between papers and logs: attention scores over half
-of the square, also with a window, and no router.
+Two counts are built from the same parts. `layer_cost` counts what this code computes, including windows, chunks and the
+router. `flops_per_token` is Megatron-LM's count, which papers and logs use for comparison: attention scores over half
+of the square, even with a window, and no router.
 """
 
 import itertools
@@ -44,11 +44,11 @@ def stages_of_auto_layout(
     *,
     bidirectional: bool = False,
 ) -> str | None:
-    """Returns the layout, as "Et*4|tttt|ttmL", whose stages cost about the same; None if the config does not ask for it
-    (`pipeline_model_parallel_layout auto` with several stages).
+    """Returns the layout, such as "Et*4|tttt|ttmL", whose stages have about equal costs; None if the config does not
+    ask for it (`pipeline_model_parallel_layout auto` with several stages).
 
-    Attention scores are counted over `seq_length`, the head over `vocab_size`. All ranks find the same stages. An
-    encoder reads `seq_length` tokens and its decoder writes `decoder_seq_length`; each has stages of its own.
+    Attention scores are counted over `seq_length`, the head over `vocab_size`. All ranks get the same stages. An
+    encoder reads `seq_length` tokens and its decoder writes `decoder_seq_length`; each has its own stages.
     `bidirectional`: the model is a BERT.
     """
     if config.pipeline_model_parallel_layout != AUTO or config.pipeline_model_parallel_size == 1:
@@ -72,8 +72,8 @@ def _letters(counts: Sequence[int]) -> str:
 
 
 def _stages_of_two_stacks(config: TransformerConfig, read: int, written: int, vocab_size: int) -> str:
-    """Returns the layout of an encoder and a decoder: of all ways to share the ranks between the two, or that of
-    `pipeline_model_parallel_split_rank`, the one whose slowest stage costs least. Costs are those of a sample."""
+    """Returns the layout of an encoder and a decoder whose slowest stage costs least. Tries all divisions of the ranks
+    between the two, or only that of `pipeline_model_parallel_split_rank`. Costs are per sample."""
     size, given, h = config.pipeline_model_parallel_size, config.pipeline_model_parallel_split_rank, config.hidden_size
     encoder = [encoder_layer_cost(config, read)] * num_encoder_layers(config)
     decoder = [decoder_layer_cost(config, number, read, written) for number in range(1, config.num_layers + 1)]
@@ -107,7 +107,7 @@ def _loads(counts: Sequence[int], layers: Sequence[int], first: int, last: int) 
 
 def layer_cost(config: TransformerConfig, layer_number: int, seq_length: int, bidirectional: bool = False) -> int:
     """Returns the multiplications of a layer (counted from 1) for one token. Tokens of a `bidirectional` layer see all
-    others, also with a window."""
+    others, even with a window."""
     mixer, channels = layer_parts(config, layer_number)
     keys = seq_length if bidirectional else _keys_seen(config, layer_number, seq_length)
     config = with_sizes_of(config, described_layer(config, layer_number))
@@ -121,9 +121,9 @@ def _attention(config: TransformerConfig, keys: float) -> float:
 
 
 def _gated_delta_net(config: TransformerConfig, keys: float) -> float:
-    """Returns the multiplications of a gated delta net: projections, convolution, and per value head the decay of the
-    state, its answer to the key, its correction and its answer to the query. (In chunks, the products within a chunk
-    take the place of some of these.)"""
+    """Returns the multiplications of a gated delta net: projections, convolution, and for each value head the decay of
+    the state, its product with the key, its correction and its product with the query. (The chunked algorithm replaces
+    some of these by products within a chunk.)"""
     key_heads, value_heads = config.linear_num_key_heads, config.linear_num_value_heads
     dk, dv, taps = config.linear_key_head_dim, config.linear_value_head_dim, config.linear_conv_kernel_dim
     assert key_heads and value_heads and dk and dv and taps
@@ -158,13 +158,13 @@ _TOKEN_MIXERS: dict[str, Callable[[TransformerConfig, float], float]] = {
     "dsa": _sparse_attention,
     "linear": lambda config, keys: config.hidden_size**2,
 }
-"""For each token mixer of `layer_patterns.LayerParts` a function of (config, keys that a token sees) that returns its
+"""For each token mixer of `layer_patterns.LayerParts`: a function (config, number of keys that a token sees) ->
 multiplications for a token."""
 
 
 def _channel_mixer(config: TransformerConfig, kind: str | None) -> int:
-    """Returns the multiplications of an MLP, of one linear layer, or of a layer of experts and its router; 0 without
-    any."""
+    """Returns the multiplications of an MLP, of one linear layer, or of a layer of experts and its router; 0 for a
+    layer without a channel mixer."""
     if kind == "linear":
         return config.hidden_size**2
     if kind != "moe":
@@ -177,14 +177,14 @@ def _channel_mixer(config: TransformerConfig, kind: str | None) -> int:
 
 
 def encoder_layer_cost(config: TransformerConfig, seq_length: int) -> int:
-    """Returns the multiplications of an encoder's layer for a sample of `seq_length` tokens, which all see each
+    """Returns the multiplications of an encoder's layer for a sample of `seq_length` tokens. All tokens see each
     other."""
     return seq_length * layer_cost(config, 1, seq_length, bidirectional=True)
 
 
 def decoder_layer_cost(config: TransformerConfig, layer_number: int, seq_length: int, decoder_seq_length: int) -> int:
-    """Returns the multiplications of a decoder's layer for a sample: `decoder_seq_length` tokens that attend to the
-    encoder's `seq_length` too."""
+    """Returns the multiplications of a decoder's layer for a sample: `decoder_seq_length` tokens that also attend to
+    the encoder's `seq_length` tokens."""
     return decoder_seq_length * layer_cost(config, layer_number, decoder_seq_length) + _cross_attention(
         config, seq_length, decoder_seq_length
     )
@@ -207,9 +207,10 @@ def training_flops(
     *,
     bidirectional: bool = False,
 ) -> int:
-    """Returns the floating point operations of a training step over `batch_size` whole sequences, as Megatron-LM counts
-    them; of an encoder that reads `seq_length` tokens and a decoder that writes `decoder_seq_length`, counted in the
-    same way. `bidirectional`: the model is a BERT, whose tokens see all others; Megatron-LM counts half of them."""
+    """Returns the floating point operations of a training step over `batch_size` whole sequences, by Megatron-LM's
+    count. With `decoder_seq_length` the model has an encoder that reads `seq_length` tokens and a decoder that writes
+    `decoder_seq_length`. `bidirectional`: the model is a BERT, whose tokens see all others; Megatron-LM counts half of
+    them."""
     if num_encoder_layers(config):
         written = decoder_seq_length or seq_length
         scores = _score_channels(config)
@@ -224,8 +225,8 @@ def training_flops(
 def flops_per_token(
     config: TransformerConfig, padded_vocab_size: int, seq_length: int, bidirectional: bool = False
 ) -> float:
-    """Returns the floating point operations of forward and backward for one token, as Megatron-LM counts them; for a
-    BERT (`bidirectional`) those of all keys and of the transform before the head.
+    """Returns the floating point operations of forward and backward for one token, by Megatron-LM's count; for a BERT
+    (`bidirectional`) it includes all keys and the transform before the head.
 
     Activations that are recomputed are not counted again.
     """
@@ -293,8 +294,8 @@ def _mlp(config: TransformerConfig) -> int:
 
 
 def _experts(config: TransformerConfig, width: int) -> int:
-    """Returns the multiplications in the experts that a token is sent to, which work at `width`, and in the shared
-    ones."""
+    """Returns the multiplications in the experts of a token, whose input has `width` channels, and in the shared
+    experts."""
     assert config.moe_ffn_hidden_size
     routed = width * config.moe_ffn_hidden_size * config.moe_router_topk
     shared = config.hidden_size * (config.moe_shared_expert_intermediate_size or 0)

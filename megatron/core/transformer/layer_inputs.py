@@ -1,4 +1,4 @@
-"""Inputs of the layers besides the hidden states; built once per micro-batch on each stage."""
+"""Inputs of the layers in addition to the hidden states; built once per micro-batch on each stage."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -28,47 +28,48 @@ class CachedKeyValues:
     key: Tensor
     value: Tensor
     query_positions: Tensor | None
-    """int64 [b, s]: index of the key at which each token stands; None: the tokens are the last keys."""
+    """int64 [b, s]: position of each token as an index of a key; None: the tokens are the last keys."""
 
 
 class InferenceContext(Protocol):
-    """A cache of what layers need of earlier tokens, for text generation: keys and values, and the states of layers
-    that pass one from token to token."""
+    """A cache for text generation of the data that layers need from earlier tokens: keys and values, and the states of
+    recurrent layers."""
 
     max_sequence_length: int
     """Number of tokens of the longest row that the cache can hold."""
 
     @property
     def extent(self) -> int:
-        """Number of tokens of the longest row, with the current ones."""
+        """Number of tokens of the longest row, including the current tokens."""
 
     @property
     def gathers_logits(self) -> bool:
-        """Whether a model gathers its logits over tensor parallel ranks; False: as its arguments say."""
+        """Whether a model always gathers its logits over tensor parallel ranks; if False, its arguments decide."""
 
     def start(self, tokens: Tokens, device: torch.device) -> Tokens:
-        """Prepares for a call of the model with these tokens. Returns them with their positions, as far as the context
-        knows them."""
+        """Prepares for a call of the model with these tokens. Returns them with their positions if the context knows
+        them."""
 
     def mask_of_call(self, mask: Tensor | None) -> Tensor | None:
-        """Returns the mask (True hides a key) that the call's tokens need besides the causal one; None: no other."""
+        """Returns the mask (True hides a key) that the call's tokens need in addition to the causal mask; None: no
+        further mask."""
 
     def extend(self, layer_number: int, key: Tensor, value: Tensor, reader: str = "attention") -> CachedKeyValues:
         """Adds the keys and values [s, b, g, d] of the current tokens for a layer. Returns all that the tokens attend
         to. `reader` names the part of the layer that keeps them, if a layer has several."""
 
     def token_counts(self) -> Tensor:
-        """Returns how many of the current tokens of each row are not padding: int64 [b]. Padding comes after them."""
+        """Returns the number of current tokens of each row without padding, int64 [b]. Padding comes at the end."""
 
     def recall(self, layer_number: int, part: str, *, moves: bool = True) -> Tensor | None:
-        """Returns what a layer kept after the tokens before the current ones; None before the first tokens. `moves`:
-        the state changes with each token."""
+        """Returns the state that a layer kept after the previous tokens; None before the first tokens. `moves`: the
+        state changes with each token."""
 
     def remember(self, layer_number: int, part: str, state: Tensor) -> None:
         """Keeps a state of a layer after the current tokens. `part` names the state, if a layer has several."""
 
     def select_last(self, hidden: Tensor) -> Tensor:
-        """Returns those of the hidden states [s, b, h] from which tokens are predicted: [1, b, h], or all."""
+        """Returns the hidden states from which tokens are predicted: the last ones, [1, b, h], or all, [s, b, h]."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class EncoderStates:
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """The inputs of a layer besides the hidden states [t, h]. A layer is a pure function of the two."""
+    """The inputs of a layer in addition to the hidden states [t, h]. A layer is a pure function of both."""
 
     tokens: Tokens
     rotation: Rotation | None = None
@@ -100,7 +101,7 @@ class LayerInputs:
     attention_mask: Tensor | None = None
     """bool, broadcasts to [b, heads, s, s]; True hides a key, in addition to the layer's own mask."""
     padding_mask: Tensor | None = None
-    """bool [b, s]: True for tokens that are padding, which routers send to no expert; None: no token is."""
+    """bool [b, s]: True for padding, which routers send to no expert; None: there is no padding."""
     dropout: DropoutTokens | None = None
     """Random positions of all these tokens, for attention; None: no dropout."""
     hidden_dropout: DropoutTokens | None = None
@@ -112,12 +113,12 @@ class LayerInputs:
     turn: CooperativeTurn | None = None
     """Set if another micro-batch takes turns with this one."""
     encoder: EncoderStates | None = None
-    """What cross attention reads; None: the layers have none."""
+    """The inputs of cross attention; None: the layers have no cross attention."""
     attention_bias: Tensor | None = None
     """Added to the scores of self-attention; broadcasts to [b, this rank's heads, s, s]."""
     stack: str = ""
-    """Prefix of the names of dropout sites: tells the layers of an encoder from those of the decoder, which have the
-    same numbers."""
+    """Prefix of the names of dropout sites. It distinguishes the layers of an encoder from those of the decoder, which
+    have the same numbers."""
 
     def repeated(self, times: int) -> "LayerInputs":
         """Returns the inputs for a layer that has run `times` times before on these tokens. It gets
@@ -136,9 +137,9 @@ class LayerInputs:
 
 
 def key_padding_mask(mask: Tensor) -> Tensor:
-    """Returns the mask of attention that hides padding from every query: bool [b, 1, 1, s], True hides the key, for a
-    mask [b, s] that is 0 or False where a row is padded. Queries of padding are computed like others; nothing reads
-    them. In a row of padding alone nothing is hidden: a query without keys is NaN in some kernels."""
+    """Returns the attention mask that hides padding from every query: bool [b, 1, 1, s], True hides the key, for a mask
+    [b, s] that is 0 or False for padding. Queries at padding are computed, but their results are not used. In a row
+    that is all padding no key is hidden, because a query without keys gives NaN in some kernels."""
     hidden = ~mask.to(torch.bool)[:, None, None, :]
     return hidden & ~hidden.all(-1, keepdim=True)
 
@@ -165,7 +166,7 @@ def encoder_states_of(
     attention_mask: Tensor | None = None,
     dropout: DropoutTokens | None = None,
 ) -> EncoderStates:
-    """Returns what cross attention reads of the encoder's output [s, b, h]. Under sequence parallelism this gathers
+    """Returns the inputs of cross attention for the encoder's output [s, b, h]. Under sequence parallelism this gathers
     every rank's part, [s / ranks, b, h], once for all layers. Backward sums the gradient of all layers over the tensor
     parallel ranks in one collective."""
     if group_size(tp_group) > 1:
@@ -175,8 +176,8 @@ def encoder_states_of(
 
 
 def plain_causal_mask(shape: Sequence[int], device: torch.device) -> Tensor:
-    """Returns a mask, bool [b, 1, s, s], that hides later tokens and nothing else (True: hidden). It is marked, so that
-    causal layers need not read it (`is_plain_causal`)."""
+    """Returns a mask, bool [b, 1, s, s], that hides only later tokens (True: hidden). The mask is marked, so that
+    causal layers can skip it (`is_plain_causal`)."""
     mask = torch.ones(shape[-1], shape[-1], dtype=torch.bool, device=device).triu(diagonal=1).expand(*shape)
     if not mask.is_inference():
         mask.plain_at_version = mask._version  # type: ignore[attr-defined]
@@ -184,14 +185,13 @@ def plain_causal_mask(shape: Sequence[int], device: torch.device) -> Tensor:
 
 
 def is_plain_causal(mask: Tensor | None) -> bool:
-    """Whether `plain_causal_mask` made the mask, and nothing was written to it since."""
+    """Whether `plain_causal_mask` made the mask and it has not changed since."""
     version = getattr(mask, "plain_at_version", None)
     return mask is not None and version is not None and bool(mask._version == version)
 
 
 def check_scanned_inputs(inputs: LayerInputs, layers: str) -> None:
-    """Raises UserError for inputs that a state which passes from token to token cannot respect. `layers` names the
-    layers."""
+    """Raises UserError for inputs that recurrent layers do not support. `layers` names the layers."""
     if inputs.attention_mask is not None and not is_plain_causal(inputs.attention_mask):
         raise UserError(
             f"{layers} layers cannot follow an attention_mask, because their state passes through all tokens of a row; "

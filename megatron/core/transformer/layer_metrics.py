@@ -1,8 +1,8 @@
-"""Metrics that layers report besides the loss. They accumulate on the device and are read when a log line is due.
+"""Metrics of layers. They accumulate on the device and are read when a log line is due.
 
 A module with metrics keeps a `LayerMetrics` as its attribute `metrics`. Every metric is a mean, `total` / `count`. Both
 are sums over micro-batches and over all ranks that hold the layer's tokens (`tp_dp_cp`); each rank adds its part. If
-several ranks hold the same tokens, all of them add these to both sums, so the mean stays the same.
+several ranks hold the same tokens, each of them adds these tokens to both sums, so the mean does not change.
 
 Loads of experts are vectors of counts. Their statistics (the fullest expert, the entropy) are not means; they are
 computed after the counts have been summed.
@@ -25,7 +25,7 @@ class LayerMetric:
     """One metric of one layer."""
 
     name: str
-    """Its name on the log line, such as `load_balancing_loss`."""
+    """Name on the log line, such as `load_balancing_loss`."""
     layer: int
     """Number of the layer, counted over the whole model from 1. Prediction layers come after the decoder's last."""
     total: Tensor
@@ -42,8 +42,8 @@ class LayerMetrics:
         self._sums: dict[str, Tensor] = {}
 
     def add(self, name: str, total: Tensor, count: Tensor | float) -> None:
-        """Adds this rank's part of a micro-batch. Adds nothing when gradients are off, as in an evaluation, and nothing
-        when a layer is recomputed."""
+        """Adds this rank's part of a micro-batch. Adds nothing when gradients are off, as in an evaluation, or when a
+        layer is recomputed."""
         if not torch.is_grad_enabled():
             return
         if not isinstance(count, Tensor):
@@ -67,7 +67,7 @@ class LayerMetrics:
         return sums
 
     def add_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Adds what `take_tensors` returned."""
+        """Adds the sums that `take_tensors` returned."""
         for name, numbers in tensors.items():
             self._add_now(name, numbers)
 

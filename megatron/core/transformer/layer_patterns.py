@@ -1,4 +1,4 @@
-"""Settings by layer: what each layer is made of, and patterns given as a period or as a list with an entry for each
+"""Settings by layer: the parts of each layer, and patterns given as a period or as a list with an entry for each
 layer."""
 
 import copy
@@ -8,7 +8,7 @@ from megatron.core.exceptions import UserError
 from megatron.core.transformer.config.heterogeneous import DescribedLayer, described_layers
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a layer is made of
+# Parts of a layer
 
 
 class LayerParts(NamedTuple):
@@ -31,7 +31,7 @@ HYBRID_LAYERS = {
     "G": LayerParts("gated_delta_net", None),
     "D": LayerParts("dsa", None),
 }
-"""What a layer is made of for each letter of a `hybrid_layer_pattern`."""
+"""The parts of a layer for each letter of a `hybrid_layer_pattern`."""
 
 STAGE_BORDER = "|"
 """Ends a pipeline stage in a `hybrid_layer_pattern`."""
@@ -55,8 +55,8 @@ def prediction_letters(config: Any) -> list[str]:
 
 
 def parts_of_letters(letters: str) -> LayerParts | None:
-    """Returns what a depth of multi-token prediction is made of: the part of one letter, or a token mixer followed by a
-    channel mixer. None for other letters."""
+    """Returns the parts of a depth of multi-token prediction: the part of one letter, or a token mixer and a channel
+    mixer. None for other letters."""
     parts = [HYBRID_LAYERS.get(letter, LayerParts(None, None)) for letter in letters]
     if len(parts) == 1 and parts[0] != LayerParts(None, None):
         return parts[0]
@@ -86,8 +86,8 @@ def stages_of_pattern(pattern: str | None) -> str | None:
 
 def evenly_mixed(num_layers: int, attention_ratio: float, mlp_ratio: float) -> str:
     """Returns the pattern of a hybrid model with these shares of attention and MLP layers; the others are Mamba-2
-    layers. Runs of other layers between the attention layers are equally long, and Mamba-2 layers are spread evenly
-    over the rest, from the first layer on: 56 layers with shares of 0.08 and 0.5 are those of Waleffe et al. 2024
+    layers. The attention layers have equal distances, and Mamba-2 layers are spread evenly over the remaining layers,
+    from the first one on: 56 layers with shares of 0.08 and 0.5 give the pattern of Waleffe et al. 2024
     (arXiv:2406.07887)."""
     attention = round(num_layers * attention_ratio)
     mamba = max(0, num_layers - attention - round(num_layers * mlp_ratio))
@@ -100,8 +100,8 @@ def evenly_mixed(num_layers: int, attention_ratio: float, mlp_ratio: float) -> s
 
 
 def layer_parts(config: Any, layer_number: int) -> LayerParts:
-    """Returns what a layer (counted from 1) is made of. Layers of multi-token prediction are made as the decoder's
-    last; in a hybrid model as their own letters say."""
+    """Returns the parts of a layer (counted from 1). Layers of multi-token prediction have the parts of the decoder's
+    last layer; in a hybrid model they have their own letters."""
     letters, predictions = hybrid_letters(config), prediction_letters(config)
     if predictions and layer_number > config.num_layers:
         parts = parts_of_letters(predictions[layer_number - config.num_layers - 1])
@@ -132,8 +132,8 @@ def with_sizes_of(config: Any, layer: DescribedLayer | None) -> Any:
 
 
 def _token_mixer(config: Any, layer_number: int) -> Literal["attention", "gated_delta_net", "dsa"]:
-    """Returns the token mixer of a layer that has one: dsa in all layers; gated_delta_net in the layers with linear
-    attention, by `linear_attention_freq` all but every N-th, or those with a 1 in the list."""
+    """Returns the token mixer of a layer that has one: dsa in all layers, or gated_delta_net in the layers of
+    `linear_attention_freq` (all except every N-th, or those with a 1 in the list)."""
     if config.experimental_attention_variant == "gated_delta_net":
         return "gated_delta_net" if _holds(config, layer_number, "linear_attention_freq") else "attention"
     return "dsa" if config.experimental_attention_variant == "dsa" else "attention"
@@ -157,25 +157,26 @@ def as_decoder_layer(config: Any, layer_number: int) -> int:
 
 
 def is_windowed(config: Any, layer_number: int) -> bool:
-    """Returns whether a layer (counted from 1) has a window: all layers, or by `window_attn_skip_freq` all but every
-    N-th, or those with a 1 in the list."""
+    """Returns whether a layer (counted from 1) has a window: all layers, or with `window_attn_skip_freq` all except
+    every N-th, or those with a 1 in the list."""
     return config.window_size is not None and _holds(config, layer_number, "window_attn_skip_freq")
 
 
 def is_chunked(config: Any, layer_number: int) -> bool:
-    """Returns whether a layer (counted from 1) attends to chunks, by `attention_chunk_skip_freq` as `is_windowed` by
-    `window_attn_skip_freq`."""
+    """Returns whether a layer (counted from 1) attends to chunks. `attention_chunk_skip_freq` selects layers like
+    `window_attn_skip_freq` in `is_windowed`."""
     return config.attention_chunk_size is not None and _holds(config, layer_number, "attention_chunk_skip_freq")
 
 
 def has_rope(config: Any, layer_number: int) -> bool:
-    """Returns whether a layer (counted from 1) has rotary positions: by `no_rope_freq` all but every N-th, or those
-    with a 0 in the list."""
+    """Returns whether a layer (counted from 1) has rotary positions: with `no_rope_freq` all except every N-th, or
+    those with a 0 in the list."""
     return _holds(config, layer_number, "no_rope_freq", entry=0)
 
 
 def _holds(config: Any, layer_number: int, name: str, entry: int = 1) -> bool:
-    """Evaluates the pattern of that name. None: all layers; N: all but every N-th; a list: layers with this entry."""
+    """Evaluates the pattern of this name. None: all layers; N: all except every N-th; a list: layers with this
+    entry."""
     pattern = getattr(config, name)
     if pattern is None:
         return True
@@ -187,7 +188,7 @@ def _holds(config: Any, layer_number: int, name: str, entry: int = 1) -> bool:
 
 def has_experts(config: Any, layer_number: int) -> bool:
     """Returns whether a layer (counted from 1) has experts instead of one MLP: by `moe_layer_freq` the first layer and
-    every N-th from there, or those with a 1 in the list; in a hybrid model those with this letter."""
+    every N-th from there, or those with a 1 in the list; in a hybrid model those with the letter E."""
     if config.hybrid_layer_pattern is not None:
         return layer_parts(config, layer_number).channel_mixer == "moe"
     if config.num_moe_experts is None:

@@ -47,7 +47,7 @@ class MambaMixer(MegatronModule):
 
     There are `mamba_num_groups` groups of heads, each with one B and C of `mamba_state_dim` values; a head has
     `mamba_head_dim` channels p. The RMSNorm is over the channels of a group. The rows of `in_proj` are, for each group:
-    z and x of its heads, B, C, the dt of its heads; those of `conv1d` are x, B and C. So tensor parallel ranks divide
+    z and x of its heads, B, C, the dt of its heads; the rows of `conv1d` are x, B and C. Tensor parallel ranks divide
     the groups. Context parallel ranks exchange their parts of the rows for some groups of whole rows (all-to-all).
     """
 
@@ -142,7 +142,7 @@ class MambaMixer(MegatronModule):
     def _continued(
         self, context: InferenceContext, mixed: Tensor, step: Tensor, parameters: tuple[Tensor, Tensor, Tensor]
     ) -> Tensor:
-        """Returns what the scan returns for tokens that continue those in the context, which keeps the states."""
+        """Returns the result of the scan for tokens that continue those in the context, which keeps the states."""
         taps = self.conv1d.weight.shape[1]
         convolved = convolve_with_cache(
             context, self.layer_number, mixed.flatten(2), taps, lambda rows: self._convolved(rows, None)
@@ -154,7 +154,7 @@ class MambaMixer(MegatronModule):
         return output
 
     def _own(self, parameter: Tensor) -> Tensor:
-        """Returns the part of a parameter of this rank's groups that a context parallel rank computes with."""
+        """Returns the part of a parameter that belongs to the groups of this context parallel rank."""
         return parameter.chunk(group_size(self.cp_group))[group_rank(self.cp_group)]
 
     def _convolved(self, mixed: Tensor, document: Tensor | None) -> Tensor:
@@ -169,14 +169,13 @@ class MambaMixer(MegatronModule):
 
 
 class MambaScan(nn.Module):
-    """The recurrence of a Mamba-2 layer, without parameters of its own: the part that `--recompute-modules core_attn`
-    recomputes."""
+    """The recurrence of a Mamba-2 layer, without parameters. `--recompute-modules core_attn` recomputes this module."""
 
     def __init__(self, head_dim: int, state_dim: int, min_step: float) -> None:
         super().__init__()
         self.head_dim, self.state_dim, self.min_step = head_dim, state_dim, min_step
         self.states_dtype: torch.dtype | None = None
-        """Type of the states that are kept between chunks; None: that of the computation."""
+        """Type of the states that are kept between chunks; None: the type of the computation."""
 
     def forward(
         self, mixed: Tensor, step: Tensor, step_bias: Tensor, log_rate: Tensor, skip: Tensor, document: Tensor | None
@@ -213,7 +212,7 @@ class MambaScan(nn.Module):
 
 @dataclass(frozen=True)
 class TimeStepBias:
-    """Initial values of dt_bias: softplus of them is a step size between 0.001 and 0.1, uniform in its logarithm."""
+    """Initial values of dt_bias: softplus(dt_bias) is a step size between 0.001 and 0.1 with a uniform logarithm."""
 
     least: float = 0.001
     most: float = 0.1

@@ -1,4 +1,4 @@
-"""The MLP of a layer: two linear layers with an activation between them. One linear layer in its place."""
+"""The MLP of a layer: two linear layers with an activation between them; and one linear layer that replaces an MLP."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -26,8 +26,8 @@ class MLPSubmodules:
 
 
 class MLP(MegatronModule):
-    """fc2(activation(fc1(x))). A gated activation reads the two halves of an fc1 that is twice as wide. Tensor parallel
-    ranks divide the inner channels."""
+    """Computes fc2(activation(fc1(x))). With a gated activation fc1 is twice as wide, and the activation reads its two
+    halves. Tensor parallel ranks divide the inner channels."""
 
     def __init__(
         self,
@@ -41,8 +41,8 @@ class MLP(MegatronModule):
         bias: bool | None = None,
         backend: Backend | None = None,
     ) -> None:
-        """`is_expert`: the MLP returns this rank's part of a sum and exchanges nothing. `bias`: both linear layers have
-        a bias; None: as the config says."""
+        """`is_expert`: the MLP returns this rank's part of a sum and does not communicate. `bias`: whether both linear
+        layers have a bias; None: the config decides."""
         super().__init__(config)
         self.backend = backend = backend or choose_backend(config)
         assert submodules.linear_fc1 is not None and submodules.linear_fc2 is not None
@@ -100,8 +100,8 @@ class MLP(MegatronModule):
 
 
 class LinearBranch(ReplicatedLinear):
-    """One linear layer in the place of attention or of an MLP (`replace_with_linear` of a heterogeneous model). Its
-    weight [h, h] is initialized as that of an output projection; each tensor parallel rank holds all of it."""
+    """One linear layer that replaces attention or an MLP (`replace_with_linear` of a heterogeneous model). Its weight
+    [h, h] is initialized like that of an output projection; each tensor parallel rank holds all of it."""
 
     recomputed_part = None
 

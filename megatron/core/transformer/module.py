@@ -23,8 +23,8 @@ class MegatronModule(ShardedStateModule):
 
 
 class Float16Module(MegatronModule):
-    """Runs a model in float16 or bfloat16, as its `config` says: floating-point inputs are cast to that type, outputs
-    to float32. The state dict is that of the model, without a prefix."""
+    """Runs a model in the float16 or bfloat16 of its `config`: casts floating-point inputs to that type and outputs to
+    float32. The state dict is that of the model, without a prefix."""
 
     def __init__(self, config: TransformerConfig, module: nn.Module) -> None:
         super().__init__(config)

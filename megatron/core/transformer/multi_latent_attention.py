@@ -51,8 +51,8 @@ class Latents(NamedTuple):
     """The latents of some tokens, from which queries, keys and values are computed."""
 
     query: Tensor
-    """Normed latent of the queries; the hidden states if queries have no latent. Under sequence parallelism of this
-    rank's tokens only."""
+    """Normed latent of the queries, or the hidden states if queries have no latent. Under sequence parallelism it
+    covers only this rank's tokens."""
     key_value: Tensor
     """Normed latent of keys and values, of the same tokens: [t, kv_lora_rank]."""
     shared_key: Tensor
@@ -121,7 +121,7 @@ class MLASelfAttention(MegatronModule):
         self.linear_proj = build_output_projection(output, config, heads * config.v_head_dim, groups.tp, self.backend)
 
     def _shared_out(self, spec: Spec | None, input_size: int, head_width: int, name: str) -> nn.Module:
-        """Builds a projection to all heads, of which each tensor parallel rank computes its own."""
+        """Builds a projection to all heads; each tensor parallel rank computes its own heads."""
         rows = (self.config.num_attention_heads, head_width)
         return build_heads_projection(
             _given(spec, f"linear_{name}"),

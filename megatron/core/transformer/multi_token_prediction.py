@@ -57,8 +57,8 @@ class MultiTokenPredictionBlockSubmodules:
 
 
 class MultiTokenPredictionLayer(MegatronModule):
-    """One depth: norm(layer(W [norm(embedding); norm(hidden)])). `layer_number` counts depths from 1; the number of its
-    transformer layer follows the decoder's last."""
+    """One depth: norm(layer(W [norm(embedding); norm(hidden)])). `layer_number` counts depths from 1; the numbers of
+    the transformer layers continue those of the decoder."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class MultiTokenPredictionBlock(MegatronModule):
 
 
 def get_mtp_ranks(pp_ranks: Sequence[int], config: TransformerConfig) -> list[int]:
-    """Returns those global ranks of a pipeline, in its order, that hold layers of multi-token prediction."""
+    """Returns the global ranks of a pipeline that hold layers of multi-token prediction, in pipeline order."""
     if not config.mtp_num_layers:
         return []
     stages = stage_map(config)

@@ -1,4 +1,4 @@
-"""A norm and the linear layer behind it as one module, for layer specs that name Megatron-LM's fused one."""
+"""A norm and the following linear layer as one module, for layer specs that name Megatron-LM's fused class."""
 
 from typing import Any
 
@@ -12,10 +12,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class NormedColumnParallelLinear(ColumnParallelLinear):
-    """A ColumnParallelLinear of the normed input, under the name TELayerNormColumnParallelLinear in Megatron-LM.
+    """A ColumnParallelLinear of the normed input. Megatron-LM's name for it is TELayerNormColumnParallelLinear.
 
-    The norm is that of the config. Its parameters are `layer_norm_weight` and `layer_norm_bias`. A layer whose
-    `linear_qkv` or `linear_fc1` has this class has no norm of its own before it.
+    The config sets the kind of norm. Its parameters are `layer_norm_weight` and `layer_norm_bias`. A layer whose
+    `linear_qkv` or `linear_fc1` has this class has no separate norm before it.
     """
 
     config: TransformerConfig

@@ -1,5 +1,5 @@
-"""Activation offloading for a stack of layers, as the config says: of whole layers (`cpu_offloading_num_layers`), or of
-the inputs of some of their parts (`fine_grained_activation_offloading`):
+"""Activation offloading for a stack of layers. The config chooses all activations of some layers
+(`cpu_offloading_num_layers`), or the inputs of some parts of the layers (`fine_grained_activation_offloading`):
 
 - `attn_norm`, `mlp_norm`: the layer's hidden states, which the norms before attention and before the MLP read;
 - `qkv_linear`: the normed hidden states, and the latents of latent attention;
@@ -25,8 +25,8 @@ from megatron.core.utils.offloaded import MarkedInputs, Offloaded, OffloadLimits
 
 
 def offload_activations(block: Any, config: TransformerConfig, groups: ProcessGroupCollection) -> None:
-    """Sets up offloading for a stack of layers that has just been built: a TransformerBlock, or a
-    MultiTokenPredictionBlock, whose layers are counted separately. Call it after `recompute_activations`."""
+    """Sets up offloading for a new stack of layers: a TransformerBlock, or a MultiTokenPredictionBlock, whose layers
+    are counted separately. Call it after `recompute_activations`."""
     if not len(block.layers):
         return
     first = block.layers[0]
@@ -58,8 +58,8 @@ def _given(value: int | None, default: int) -> int:
 
 
 def mark_parts(layers: list[Any], config: TransformerConfig) -> None:
-    """Marks the inputs of the parts that `offload_modules` names. Of all such parts of these layers, the fraction
-    `activation_offload_fraction` is marked, spread evenly."""
+    """Marks the inputs of the parts that `offload_modules` names: a fraction `activation_offload_fraction` of all such
+    parts of these layers, spread evenly."""
     fraction, names = config.activation_offload_fraction, config.offload_modules or []
     count = 0
     for layer in layers:
@@ -73,7 +73,7 @@ def mark_parts(layers: list[Any], config: TransformerConfig) -> None:
 
 
 _PRODUCTS = ("qkv_linear", "attn_proj", "expert_fc1")
-"""Parts that may save another form of their input, in 8 bits."""
+"""Parts that may save their input in 8 bits."""
 
 _Functions = Iterator[tuple[Any, str]]
 
@@ -126,4 +126,5 @@ _FUNCTIONS_OF: dict[str, Callable[[Any], _Functions]] = {
     "expert_fc1": _first_products,
     "moe_act": _activations,
 }
-"""For each entry of `offload_modules` the functions of a layer whose arguments are offloaded, as (owner, attribute)."""
+"""For each entry of `offload_modules`: the functions of a layer whose arguments are offloaded, as (owner,
+attribute)."""

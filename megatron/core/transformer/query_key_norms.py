@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class L2Norm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) over the last dimension: a norm without weights."""
+    """Computes x / sqrt(mean(x^2) + eps) over the last dimension: a norm without weights."""
 
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, *, backend: Backend | None = None
@@ -31,9 +31,9 @@ class L2Norm(nn.Module):
 class AllHeadsNorm(nn.Module):
     """RMSNorm of all heads of a token together (OLMo 2), with the heads divided among tensor parallel ranks.
 
-    `weight` has one entry per channel of each head; a rank has those of its own heads. If there are fewer key heads
-    than ranks, several ranks use one head: each then has the weights of all key heads, with the gradient that comes
-    through its own.
+    `weight` has one entry per channel of each head; a rank has the entries of its own heads. If there are fewer key
+    heads than ranks, several ranks use the same head: each rank then has the weights of all key heads, and its gradient
+    comes from its own heads.
     """
 
     def __init__(

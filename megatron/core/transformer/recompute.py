@@ -1,13 +1,13 @@
-"""Activation recomputation of a stack of layers, as `recompute_granularity` and the related fields choose it.
+"""Activation recomputation of a stack of layers, chosen by `recompute_granularity` and the related fields.
 
 Full: layers keep their input and nothing else. Selective, by module:
 
-- `core_attn` keeps queries, keys and values; of another token mixer it recomputes the part that the mixer names in its
-  attribute `recomputed_part`, nothing if that is None;
+- `core_attn` keeps queries, keys and values. In another token mixer it recomputes the part that the mixer names in its
+  attribute `recomputed_part`, or nothing if that is None;
 - `mlp` keeps its normed input;
 - `mlp_act` keeps the output of an MLP's first product, not the input of its second one;
-- `layernorm` keeps no norm's result; a product that needs it for its weight gradient recomputes it from the
-  layer's hidden states;
+- `layernorm` does not keep the results of norms; a product that needs one for its weight gradient recomputes it from
+  the layer's hidden states;
 - `mla_up_proj` keeps the latents of latent attention instead of queries, keys and values;
 - `moe` keeps the normed input of a layer of experts, and sends tokens to their experts once more;
 - `moe_act` keeps the outputs of the experts' first products, not the inputs of their second ones;
@@ -51,9 +51,9 @@ def recomputed_modules(config: TransformerConfig) -> list[str]:
 
 
 def recompute_layers(block: Any, method: str | None, num_layers: int, spread_over: Group = None) -> None:
-    """Sets up full recomputation. `uniform`: every group of `num_layers` layers keeps its input. `block`: the first
-    `num_layers` layers of the stack each keep their input, the others keep everything. Kept inputs are distributed over
-    the ranks of `spread_over`, if it is given."""
+    """Sets up full recomputation. `uniform`: every group of `num_layers` layers keeps only its input. `block`: each of
+    the first `num_layers` layers of the stack keeps only its input, the others keep all activations. Kept inputs are
+    distributed over the ranks of `spread_over`, if it is given."""
     again = Recomputed(block.run_layers, spread_over)
     if method == "block":
         block.layers_at_once = 1
@@ -131,7 +131,7 @@ def _recompute_norms(layer: Any, modules: Sequence[str]) -> None:
 
 
 def _recompute_heads(layer: Any, modules: Sequence[str]) -> None:
-    """Keeps none of the queries, keys and values that are computed from latents."""
+    """Recomputes queries, keys and values from latents instead of keeping them."""
     if not getattr(layer, "has_token_mixer", True) or isinstance(layer.self_attention, GatedDeltaNet | MambaMixer):
         return
     expand = _part(layer, "mla_up_proj", "self_attention.expand")
@@ -178,7 +178,7 @@ _RECOMPUTE_MODULE: dict[str, Callable[[Any, Sequence[str]], None]] = {
     "moe_act": _recompute_activations,
     "shared_experts": _recompute_shared_experts,
 }
-"""For each entry of `recompute_modules` a function of (layer, all entries)."""
+"""For each entry of `recompute_modules`: a function of (layer, all entries)."""
 
 
 def _has_experts(layer: Any, module: str) -> bool:
@@ -190,16 +190,16 @@ def _recompute(module: Any) -> None:
 
 
 def _discard_activation(activate: Any, mlp: Any, linear_fc2: Any) -> None:
-    """Keeps nothing between the two products of an MLP: neither intermediate results of the activation nor its output,
-    which the second product needs for its weight gradient."""
+    """Keeps no tensors between the two products of an MLP: neither intermediate results of the activation nor its
+    output, which the second product needs for its weight gradient."""
     discarded = DiscardedResults(_AsTuple(_WithoutIntermediates(activate)), linear_fc2.forward)
     mlp.activate, linear_fc2.forward = _FromTuple(discarded.compute), discarded
 
 
 @dataclass(frozen=True)
 class _WithoutIntermediates:
-    """The activation of an MLP, which keeps nothing but its arguments for backward: computed again there, unless its
-    kernel needs nothing else."""
+    """The activation of an MLP, which keeps only its arguments for backward. Backward computes it again, unless its
+    kernel needs only these arguments anyway."""
 
     activate: Any
 
@@ -237,7 +237,7 @@ class _FromTuple:
 
 
 def _discard_norm(layer: Any, norm: Any, reader: str) -> None:
-    """Keeps nothing of a norm's result, which the layer's method `reader` would save for backward."""
+    """Does not keep a norm's result, which the layer's method `reader` would save for backward."""
     if isinstance(norm, IdentityOp):
         return
     method = getattr(layer, reader)

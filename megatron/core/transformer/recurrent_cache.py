@@ -1,4 +1,4 @@
-"""Text generation with layers whose state passes from token to token: what is kept between two calls."""
+"""Text generation with recurrent layers: the state that is kept between two calls."""
 
 from collections.abc import Callable
 
@@ -23,6 +23,6 @@ def convolve_with_cache(
 
 
 def is_padding(context: InferenceContext, length: int) -> Tensor:
-    """Returns which of the current tokens are padding: bool [length, b, 1]. They must leave the states as they are."""
+    """Returns which of the current tokens are padding: bool [length, b, 1]. Padding must not change the states."""
     counts = context.token_counts()
     return (torch.arange(length, device=counts.device)[:, None] >= counts)[..., None]

@@ -22,9 +22,10 @@ class SharedKeyValueLinear(nn.Module):
     query heads of one group, and several ranks share a group.
 
     The canonical weight is [groups, heads of a group + 2, d, h]. A rank holds `weight`, the rows of its own query
-    heads, and `key_value_weight`, the key and value rows of all groups. The latter is the same on every rank; its
-    gradient comes through the rank's own heads. So each rank holds one box of each. Biases are split in the same way.
-    With `attention_output_gate` a group has as many gate heads after its queries, and `gate_weight` is a third box.
+    heads, and `key_value_weight`, the key and value rows of all groups. The latter is equal on all ranks; its gradient
+    on a rank comes from the rank's own heads. So each rank holds one box of each. Biases are split in the same way.
+    With `attention_output_gate` a group has the same number of gate heads after its queries, and `gate_weight` is a
+    third box.
     """
 
     def __init__(self, config: TransformerConfig, bias: bool, tp_group: Group, backend: Backend) -> None:
@@ -75,7 +76,7 @@ def _weight(config: TransformerConfig, rows: tuple[int, ...], box: Box, **facts:
 
 
 def separate_heads(config: TransformerConfig) -> tuple[int, ...]:
-    """Returns how many heads of a query group are queries, gates (with `attention_output_gate`), keys and values."""
+    """Returns the numbers of query, gate (with `attention_output_gate`), key and value heads of a query group."""
     assert config.num_query_groups is not None
     heads = config.num_attention_heads // config.num_query_groups
     return (heads, heads, 1, 1) if config.attention_output_gate else (heads, 1, 1)

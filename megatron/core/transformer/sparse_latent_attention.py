@@ -49,10 +49,10 @@ class DSAIndexer(MegatronModule):
         q = rotate(W_q c),  k = rotate(LayerNorm(W_k x)),  w = W_w x / sqrt(heads * width)
         I(t, s) = sum over heads j of w(t, j) relu(q(t, j) . k(s))
 
-    c is the normed latent of the queries, or the hidden state x where queries have no latent. The first
+    c is the normed latent of the queries, or the hidden state x if queries have no latent. The first
     `qk_pos_emb_head_dim` channels have rotary positions, in halves unless `dsa_indexer_rope_interleaved`. Its inputs
-    get no gradient: only its own loss trains it, and without `dsa_indexer_loss_coeff` nothing does. All tensor parallel
-    ranks have the whole indexer and compute the same.
+    get no gradient, so only its own loss trains it; without `dsa_indexer_loss_coeff` it is not trained. All tensor
+    parallel ranks have the whole indexer and compute the same result.
     """
 
     def __init__(self, config: MLATransformerConfig, tp_group: Any, backend: Backend) -> None:
@@ -87,7 +87,7 @@ class DSAIndexer(MegatronModule):
 
 
 class IndexerKeyNorm(nn.Module):
-    """The LayerNorm of the indexer's keys. The norm of the model may be another one."""
+    """The LayerNorm of the indexer's keys, which does not depend on the kind of the model's norms."""
 
     def __init__(self, config: MLATransformerConfig, width: int, backend: Backend) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ class SparseLatentAttention(MLASelfAttention):
     def _hidden_keys(
         self, inputs: LayerInputs, sq: int, sk: int, places: Tensor | None, device: torch.device
     ) -> Callable[[int, int], Tensor]:
-        """Returns a function that tells which keys a block of queries may not see, before any selection."""
+        """Returns a function that gives the keys that a block of queries may not see, before any selection."""
         mask, part = inputs.attention_mask, inputs.tokens.part
         if mask is not None and mask.shape[1] != 1:
             raise UserError("dsa selects keys for all heads, so an attention_mask has the shape [b, 1, s, s]")

@@ -60,8 +60,8 @@ def build_module(spec_or_module: Spec, *args: Any, offer: Mapping[str, Any] | No
 
 @functools.cache
 def _parameters_of(module: type) -> frozenset[str]:
-    """Returns the names of the parameters of a constructor. One with **kwargs passes these on, so it also takes the
-    parameters of the next constructor in the order of bases."""
+    """Returns the names of the parameters of a constructor. A constructor with **kwargs passes them on, so it also
+    accepts the parameters of the next constructor in the order of bases."""
     names: set[str] = set()
     for base in module.__mro__:
         if "__init__" not in vars(base):

@@ -11,9 +11,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class WrappedTorchNorm(nn.Module):
-    """LayerNorm or RMSNorm over the last dimension, as `config.normalization` says. With
-    `layernorm_zero_centered_gamma` the weight is stored minus one. Parameters: `weight` if `norm_affine`, and for
-    LayerNorm `bias` if `norm_bias`."""
+    """LayerNorm or RMSNorm (`config.normalization`) over the last dimension. With `layernorm_zero_centered_gamma` the
+    weight is stored minus one. Parameters: `weight` if `norm_affine`, and for LayerNorm `bias` if `norm_bias`."""
 
     returns_residual = True
     """Whether forward has the parameter `with_residual`. A layer calls other norms without it."""

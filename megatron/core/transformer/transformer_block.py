@@ -30,8 +30,8 @@ class TransformerBlockSubmodules:
 
 
 class TransformerBlock(MegatronModule):
-    """The layers of a pipeline stage in order, and on the last stage a norm after them. Layers are numbered from 1 over
-    the whole model.
+    """The layers of a pipeline stage, and on the last stage the norm after them. Layers are numbered from 1 over the
+    whole model.
 
     `spec`: the layers' specs, or one spec from which all layers are built. Our own keyword `layer_numbers`: the numbers
     of the layers here; default: those of this rank's pipeline stage.
@@ -100,7 +100,7 @@ class TransformerBlock(MegatronModule):
         arguments (`LayerArguments`): rotary positions are those of `rotary_pos_emb`, and dropout masks draw their seed
         from torch's generator.
 
-        Received hidden states may have another shape than `inputs` describe, if rows were laid end to end.
+        Received hidden states may have another shape than `inputs` describe if rows were concatenated.
         """
         if self.input_tensor is not None:
             hidden_states, self.input_tensor = self.input_tensor, None
@@ -149,9 +149,9 @@ def get_num_layers_to_build(config: TransformerConfig, vp_stage: int | None = No
 def block_spec_of_flag(
     words: Sequence[str], config: TransformerConfig, vp_stage: int | None = None, pp_rank: int | None = None
 ) -> TransformerBlockSubmodules:
-    """Returns the specs of a stage's layers that `--spec MODULE NAME` names: the spec of a layer or of a block, or a
-    function that returns one. Of a function's parameters those named `config`, `vp_stage`, `pp_rank` and
-    `use_transformer_engine` are given to it.
+    """Returns the specs of a stage's layers for `--spec MODULE NAME`, which names the spec of a layer or of a block, or
+    a function that returns one. A function may have the parameters `config`, `vp_stage`, `pp_rank` and
+    `use_transformer_engine`, and gets their values.
 
     Raises UserError if there is no such object, if it is or returns something else, or if it needs other arguments.
     """

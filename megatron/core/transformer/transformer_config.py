@@ -106,7 +106,7 @@ class TransformerConfig(
         self._derive_init_methods()
 
     def _derive_hybrid(self) -> None:
-        """Sets what the letters of a hybrid model's layers say: their number, and the pipeline stages."""
+        """Sets the number of layers and the pipeline stages from the letters of a hybrid model."""
         if self.is_hybrid_model and self.hybrid_layer_pattern is None:
             self.hybrid_layer_pattern = "M" * self.num_layers
         letters = hybrid_letters(self)
@@ -132,9 +132,9 @@ class TransformerConfig(
 
 
 def transformer_problems(config: Any) -> Iterator[str]:
-    """Yields a problem for each value, or pair of values, with which no transformer can be built.
+    """Yields a problem for each impossible value, or pair of values, of a transformer.
 
-    `config` has the fields of TransformerConfig; the caller checks that the sizes that every model needs are given.
+    `config` has the fields of TransformerConfig; the caller checks that the required sizes are given.
     """
     for concern in (
         architecture,

@@ -40,13 +40,13 @@ class TransformerLayerSubmodules:
 
 
 class TransformerLayer(MegatronModule):
-    """x + attention(norm(x)), then x + mlp(norm(x)), with dropout on both outputs before they are added. In a decoder
-    with an encoder, x + cross_attention(norm(x), encoder's output) stands between the two.
+    """Computes x + attention(norm(x)), then x + mlp(norm(x)), with dropout on both outputs before they are added. In a
+    decoder with an encoder, x + cross_attention(norm(x), encoder's output) comes between the two.
 
-    The config's `norm_placement` can move the norms after attention and MLP, x + norm(attention(x)), or after the
-    residual is added, norm(x + attention(x)), or add norms; or it puts the two side by side, x + attention(norm(x)) +
-    mlp(norm(x)). Both outputs are multiplied by `residual_multiplier`. With `apply_residual_connection_post_layernorm`
-    they are added to the normed hidden states instead of x.
+    The config's `norm_placement` can move the norms after attention and MLP, x + norm(attention(x)), move them after
+    the sum with the residual, norm(x + attention(x)), or add norms. It can also compute both branches in parallel, x +
+    attention(norm(x)) + mlp(norm(x)). Both outputs are multiplied by `residual_multiplier`. With
+    `apply_residual_connection_post_layernorm` they are added to the normed hidden states instead of x.
 
     `self_attention` may be another token mixer. A spec without it, or without an MLP, makes a layer of one branch. In a
     heterogeneous model `config` has the layer's own sizes.
@@ -122,8 +122,8 @@ class TransformerLayer(MegatronModule):
     def forward(self, hidden_states: Tensor, inputs: Any = None, *arguments: Any, **keywords: Any) -> Any:
         """Returns the hidden states [t, h] after this layer, for `LayerInputs`.
 
-        Without them it takes hidden states [s, b, h] and Megatron-LM's arguments (`LayerArguments`, the first is
-        `attention_mask`), and returns the pair (hidden states [s, b, h], `context` as it was given). Under sequence
+        Without `LayerInputs` it takes hidden states [s, b, h] and Megatron-LM's arguments (`LayerArguments`, the first
+        is `attention_mask`), and returns the pair (hidden states [s, b, h], the given `context`). Under sequence
         parallelism the hidden states are this rank's [s / ranks, b, h].
         """
         if isinstance(inputs, LayerInputs):
@@ -213,7 +213,7 @@ class TransformerLayer(MegatronModule):
 
 
 def _check_placement(placement: str, submodules: TransformerLayerSubmodules) -> None:
-    """Raises UserError if a layer's spec lacks norms that the config asks for, or has others."""
+    """Raises UserError if a layer's spec lacks norms of the config's `norm_placement`, or has other norms."""
     if submodules.cross_attention is not IdentityOp and placement != "pre":
         raise UserError(f"norm_placement is {placement}: a layer with cross attention has it pre")
     before, behind = [], []

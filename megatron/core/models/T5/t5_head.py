@@ -9,9 +9,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class T5LMHead(MegatronModule):
-    """hidden W^T + bias. With `share_embeddings_and_output_weights`, W is the embedding's weight: `borrowed`, or on a
-    pipeline stage without the embedding a copy of it; there is a bias unless our own keyword `has_bias` is False.
-    Otherwise the head has a weight of its own and no bias."""
+    """Computes hidden W^T + bias. With `share_embeddings_and_output_weights`, W is the embedding's weight (`borrowed`),
+    or a copy of it on a pipeline stage without the embedding, and there is a bias unless our own keyword `has_bias` is
+    False. Otherwise the head has its own weight and no bias."""
 
     def __init__(
         self,

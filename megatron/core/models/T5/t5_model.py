@@ -31,19 +31,19 @@ class T5Model(LanguageModule):
     """An encoder-decoder language model, or the part of one on a pipeline stage.
 
     `config` describes the decoder, `encoder_config` (default: `config`) the encoder; they may differ in `num_layers`
-    only. Both stacks share one embedding. `position_embedding_type` relative gives the self-attention of each stack a
-    bias that its layers share; rope and learned_absolute are those of GPTModel. If the head shares the embedding's
-    weight, it has a bias, unless our own keyword `head_bias` is False. Without the bias, and with `logit_scale`
-    1 / sqrt(hidden size), it is the head of T5 (Raffel et al. 2020). `vocab_size`, `parallel_output` and our keyword
-    `vocab_padding_multiple` are those of GPTModel; `fp16_lm_cross_entropy` has no effect.
+    only. Both stacks share one embedding. With `position_embedding_type` relative, the self-attention layers of each
+    stack share a bias; rope and learned_absolute work as in GPTModel. If the head shares the embedding's weight, it has
+    a bias, unless our own keyword `head_bias` is False. Without the bias, and with `logit_scale` 1 / sqrt(hidden size),
+    it is the head of T5 (Raffel et al. 2020). `vocab_size`, `parallel_output` and our keyword `vocab_padding_multiple`
+    have the same meaning as in GPTModel; `fp16_lm_cross_entropy` has no effect.
 
     With several pipeline stages, `config.num_encoder_layers` is the number of the encoder's layers, and
-    `stage_map(config)` says which layers are where: the first stages have the encoder, the others the decoder.
-    `pre_process` is true on the first stage of each stack, which have the embedding, and `post_process` on the last
+    `stage_map(config)` gives the layers of each stage: the first stages have the encoder, the others the decoder.
+    `pre_process` is true on the first stage of each stack, which has the embedding, and `post_process` on the last
     stage, which has the head. Each copy of the embedding, of a tied head's weight and of a stack's bias has the same
     canonical name and initial values, and their gradients are summed.
 
-    Raises UserError for settings that T5's layers do not have.
+    Raises UserError for settings that T5's layers do not support.
     """
 
     def __init__(
@@ -177,20 +177,22 @@ class T5Model(LanguageModule):
         micro_batch: MicroBatch | None = None,
     ) -> Tensor:
         """Returns logits [b, s of the decoder, vocab_size], or this rank's part of them (see `parallel_output`); with
-        `lm_labels` [b, s] the loss of each token [b, s], in float32 at least. A stage that is not the last returns
-        hidden states for the next one: of the encoder [s, b, h], or of the decoder followed by the encoder's output, [s
-        of both, b, h].
+        `lm_labels` [b, s] the loss of each token [b, s], in float32 at least. A stage before the last returns hidden
+        states for the next one: the encoder's [s, b, h], or the decoder's followed by the encoder's output, [s of both,
+        b, h].
 
         - `encoder_input_ids`, `decoder_input_ids`: int64 [b, s], of different lengths.
-        - The masks (bool, broadcast to [b, heads, queries, keys], or [b, queries, keys], or [b, keys]; True hides a
-          key) apply in addition to the decoder's causal mask: of the encoder's self-attention, the decoder's, and cross
-          attention, which may also be a pair: the padding of queries and that of keys.
-        - `encoder_hidden_states` [s, b, h]: the encoder's output, which is then not computed.
+        - `encoder_attn_mask`, `decoder_attn_mask`, `encoder_decoder_attn_mask`: masks of the encoder's self-attention,
+          the decoder's self-attention and cross attention (bool, broadcast to [b, heads, queries, keys], or [b,
+          queries, keys], or [b, keys]; True hides a key). The decoder also has its causal mask. The mask of cross
+          attention may be a pair: the padding of queries and that of keys.
+        - `encoder_hidden_states` [s, b, h]: the encoder's output; the encoder then does not run.
         - `output_encoder_hidden_only`: returns the encoder's output [s, b, h].
         - Every stage reads the ids, at least for their shapes, and gets its hidden states by `set_input_tensor`.
-        - `micro_batch` is how the tokens run in this step; the schedules of `pipeline_parallel` add it to the call.
-        - `inference_context`: the decoder's tokens continue those in the context, which has as many of each row. Give
-          `encoder_hidden_states` with it. Cross attention computes its keys and values in the first call.
+        - `micro_batch` describes the micro-batch in this step; the schedules of `pipeline_parallel` add it to the call.
+        - `inference_context`: the decoder's tokens continue the tokens in the context, which has the same number of
+          tokens for each row. Needs `encoder_hidden_states`. Cross attention computes its keys and values in the first
+          call.
 
         Under sequence parallelism hidden states are this rank's [s / ranks, b, h].
         """
@@ -227,8 +229,8 @@ class T5Model(LanguageModule):
         return self.lm_head.output_layer.weight if self.post_process else None
 
     def _take_received(self, written: Tokens) -> tuple[Tensor | None, Tensor | None]:
-        """Returns what the previous stage sent: hidden states of this stage's stack, and the encoder's output; None for
-        what it did not send. `written` describes the decoder's tokens."""
+        """Returns the tensors that the previous stage sent: hidden states of this stage's stack, and the encoder's
+        output. A tensor that it did not send is None. `written` describes the decoder's tokens."""
         received, self.input_tensor = self.input_tensor, None
         if received is None or self.decoder is None:
             return received, None
@@ -264,8 +266,8 @@ class T5Model(LanguageModule):
         stack: str,
         context: InferenceContext | None = None,
     ) -> LayerInputs:
-        """Returns what the layers of a stack read besides the hidden states. Positions that are neither learned nor
-        rotated come from the stack's bias."""
+        """Returns the inputs of a stack's layers except the hidden states. Relative positions are in the stack's
+        bias."""
         learned = self.max_sequence_length if self.position_embedding_type == "learned_absolute" else None
         tokens = self._tokens_of(ids, None)
         if context is not None:
@@ -277,7 +279,7 @@ class T5Model(LanguageModule):
         return dataclasses.replace(inputs, stack=stack)
 
     def _encoder_states(self, hidden: Tensor, mask: Tensor | None, inputs: LayerInputs) -> EncoderStates:
-        """Returns what cross attention reads: all tokens of the encoder's output, gathered once for all layers."""
+        """Returns the inputs of cross attention: all tokens of the encoder's output, gathered once for all layers."""
         group, parallel = self.pg_collection.tp, self.sequence_parallel
         hidden = hidden.to(self.config.params_dtype)  # a stage may have sent it beside wider states
         return encoder_states_of(
@@ -296,7 +298,7 @@ def _stack(
     """Builds the layers with these numbers of the encoder or of the decoder, and with `ends` the norm after them.
 
     The spec may list the layers of the whole stack or those of the stage. Scripts of releases 0.9 and 0.11 divide by
-    the number of stages of both stacks; if their layers are all alike, their number does not count.
+    the number of stages of both stacks; if all layers in the spec are alike, their number is ignored.
     """
     layers = block_submodules(spec, config.num_layers)
     specs = layers.layer_specs or []
@@ -317,15 +319,15 @@ def _with_bias(inputs: LayerInputs, positions: RelativePositionEmbedding | None)
 def _config_of_encoder(
     config: TransformerConfig, spec: ModuleSpec | TransformerBlockSubmodules | None
 ) -> TransformerConfig:
-    """Returns the encoder's config for scripts of releases 0.5 to 0.8, which give one config: it has as many layers as
-    the encoder's spec lists, or as the decoder."""
+    """Returns the encoder's config for scripts of releases 0.5 to 0.8, which give one config for both stacks. Its
+    number of layers is that of the encoder's spec, or else that of the decoder."""
     listed = spec.layer_specs if isinstance(spec, TransformerBlockSubmodules) else None
     return dataclasses.replace(config, num_layers=len(listed)) if listed else config
 
 
 def _four_dims(mask: Tensor | tuple[Tensor, Tensor] | None) -> Tensor | None:
-    """Returns a mask [b, queries, keys] as [b, 1, queries, keys], and one of padding, [b, keys], as [b, 1, 1, keys]. Of
-    a pair, the padding of queries and of keys, the second counts: masked queries have no loss."""
+    """Returns a mask [b, queries, keys] as [b, 1, queries, keys], and a padding mask [b, keys] as [b, 1, 1, keys]. From
+    a pair (padding of queries, padding of keys) it takes the second, because masked queries have no loss."""
     if isinstance(mask, tuple):
         mask = mask[1]
     if mask is not None and mask.dim() == 2:

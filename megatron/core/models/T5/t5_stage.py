@@ -21,7 +21,7 @@ class T5Part:
     encoder_ends: bool = True
     """Whether the stage has the encoder's last layer, and the norm after it."""
     states_in: StatesIn = ONE_STATE
-    """What the stage receives from the one before."""
+    """Tensors that the stage receives from the previous one."""
 
 
 def part_of_stage(

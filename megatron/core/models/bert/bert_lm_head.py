@@ -10,8 +10,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class BertLMHead(MegatronModule):
-    """norm(gelu(x W^T + b)) with exact GELU, the transform of masked language modelling (Devlin et al. 2018). Under
-    sequence parallelism each rank transforms its own tokens."""
+    """Computes norm(gelu(x W^T + b)) with exact GELU, the transform of masked language modelling (Devlin et al. 2018).
+    Under sequence parallelism each rank transforms its own tokens."""
 
     def __init__(self, hidden_size: int, config: TransformerConfig) -> None:
         super().__init__(config)

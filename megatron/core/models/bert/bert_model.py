@@ -27,15 +27,15 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class BertModel(LanguageModule):
-    """A bidirectional encoder with BERT's heads, or the part of one on a pipeline stage.
+    """A bidirectional encoder with BERT's heads, or its part on one pipeline stage.
 
-    `num_tokentypes` is the number of segments that the embedding tells apart, 0 for none. With `add_binary_head` a
-    second output says whether the segments of a row are in order. The output layer has a bias even if it shares the
-    embedding's weight. `vocab_size`, `parallel_output`, `fp16_lm_cross_entropy` and our own keywords are those of
-    `GPTModel`.
+    `num_tokentypes` is the number of token types (segments) of the embedding, or 0. With `add_binary_head` a second
+    output predicts whether the segments of a row are in order. The output layer has a bias even if it shares the
+    embedding's weight. `vocab_size`, `parallel_output`, `fp16_lm_cross_entropy` and our own keywords have the same
+    meaning as in `GPTModel`.
 
-    With `return_embeddings` the last stage returns an embedding of each row, [b, h], in place of predictions: the mean
-    of its tokens' hidden states without the first token, [CLS], and the last one, [SEP], in float32 at least.
+    With `return_embeddings` the last stage returns one embedding per row, [b, h], instead of predictions: the mean of
+    the hidden states of its tokens without the first token, [CLS], and the last one, [SEP], in float32 at least.
 
     Raises UserError for what is not implemented: context parallelism, multi-token prediction.
     """
@@ -151,9 +151,9 @@ class BertModel(LanguageModule):
         the class.
 
         - `input_ids` and `tokentype_ids` [b, s].
-        - `attention_mask` [b, s] is 0 or False where a row is padded; None: nowhere.
-        - `lm_labels` may be anything where the loss is not used; -1 stands for such a place.
-        - `tokens` and `micro_batch` are those of `GPTModel.forward`.
+        - `attention_mask` [b, s] is 0 or False for padding; None: there is no padding.
+        - `lm_labels` may have any value at positions whose loss is not used, also -1.
+        - `tokens` and `micro_batch` have the same meaning as in `GPTModel.forward`.
 
         A stage that is not the first gets its hidden states by `set_input_tensor`, and its tokens from `tokens` or the
         shapes of the other arguments.
@@ -236,7 +236,7 @@ class BertModel(LanguageModule):
 
 def mean_without_ends(hidden: Tensor, attention_mask: Tensor | None) -> Tensor:
     """Returns the mean [b, h] of each row's hidden states [s, b, h], in float32 at least, without its first and last
-    token; 0 for a row of two tokens. `attention_mask` [b, s] is 0 where a row is padded, at its end; None: nowhere."""
+    token; 0 for a row of two tokens. `attention_mask` [b, s] is 0 for padding at a row's end; None: no padding."""
     s, b, _ = hidden.shape
     place = torch.arange(s, device=hidden.device).view(s, 1)
     length = attention_mask.sum(1) if attention_mask is not None else place.new_full((b,), s)

@@ -11,7 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class Pooler(MegatronModule):
-    """tanh(x W^T + b) for the first token x of each row. All tensor parallel ranks compute the same."""
+    """Computes tanh(x W^T + b) for the first token x of each row. All tensor parallel ranks compute the same result."""
 
     def __init__(self, hidden_size: int, config: TransformerConfig, tp_group: Group = None) -> None:
         super().__init__(config)

@@ -16,16 +16,17 @@ _TYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class LanguageModelHead(ColumnParallelLinear):
-    """hidden W^T with W [vocabulary, h] split by rows over the tensor parallel ranks; see `ColumnParallelLinear`. With
-    the config's `logit_scale` s and `final_logit_softcapping` c, the logits become c tanh(s logits / c).
+    """Computes hidden W^T with W [vocabulary, h] split by rows over the tensor parallel ranks; see
+    `ColumnParallelLinear`. With the config's `logit_scale` s and `final_logit_softcapping` c, the logits become c
+    tanh(s logits / c).
 
-    `output_size` is the vocabulary without padding. Padding takes no part in a softmax: it is cut off gathered logits,
-    and is -inf in a rank's part of them.
+    `output_size` is the vocabulary without padding. Softmaxes leave out padding: gathered logits have none, and in a
+    rank's part of the logits it is -inf.
     """
 
     config: TransformerConfig
     borrowed_parameters: tuple[nn.Parameter, ...] = ()
-    """Parameters that `forward` receives although another module owns them: the embedding of a tied head."""
+    """Parameters that `forward` gets from another module: the embedding of a tied head."""
 
     def __init__(self, input_size: int, output_size: int, *, vocab_padding_multiple: int | None, **more: Any) -> None:
         super().__init__(input_size, output_size, vocab_padding_multiple=vocab_padding_multiple or 1, **more)

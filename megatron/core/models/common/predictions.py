@@ -1,4 +1,4 @@
-"""Multi-token prediction of a language model: the tokens ahead, and their losses."""
+"""Multi-token prediction of a language model: the tokens to predict, and their losses."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -59,8 +59,8 @@ def tokens_ahead(
 ) -> list[TokensAhead]:
     """Returns the tokens 1 to `depths` positions ahead, depth by depth. One exchange among context parallel ranks.
 
-    Ids, labels and mask are [b, s]. Ids are read if `reads_ids` (UserError if they are None); labels, with their mask,
-    if they are given.
+    Ids, labels and mask are [b, s]. The function reads ids if `reads_ids` is set (UserError if they are None), and
+    labels with their mask if they are given.
     """
     rows: dict[str, Tensor] = {}
     if reads_ids:
@@ -79,9 +79,9 @@ def tokens_ahead(
 def states_into_stage(
     config: TransformerConfig, groups: ProcessGroupCollection, vp_stage: int | None, predicts: bool
 ) -> int:
-    """Returns the number of hidden states per token that a model chunk receives: after the stage with prediction
-    layers, those of the decoder and of each depth. Raises UserError if the chunk has prediction layers (`predicts`) and
-    the config puts none on its stage, or the reverse."""
+    """Returns the number of hidden states per token that a model chunk receives: 1 for the decoder, plus 1 per depth
+    after the stage with prediction layers. Raises UserError if the chunk has prediction layers (`predicts`) and the
+    config puts none on its stage, or the reverse."""
     stages = stage_map(config)
     stage = stages.stage_at(groups.rank("pp"), vp_stage or 0)
     if predicts != bool(stage.prediction_layers):
@@ -109,7 +109,7 @@ def check_copies_have_groups(model: nn.Module, groups: ProcessGroupCollection) -
 
 
 def without_gradient(tensor: Tensor) -> Tensor:
-    """Returns the tensor; its gradient is zero. Unlike `detach`, backward goes on from here with zeros, so that every
+    """Returns the tensor; its gradient is zero. Unlike with `detach`, backward continues with zeros, so that every
     layout makes the same calls."""
     return _WithoutGradient.apply(tensor)
 

@@ -54,10 +54,10 @@ def get_gpt_layer_local_spec(
     qk_norm_scope: str = "head",
     attn_mask_type: AttnMaskType = AttnMaskType.causal,
 ) -> ModuleSpec:
-    """Returns the spec of a GPT layer in plain torch. `normalization` and `fp8` have no effect: the config's are used
-    (scripts of two releases pass something else as `fp8`). Our own keywords `norm_placement` and
-    `qk_norm_scope` are the config's fields of these names; `attn_mask_type` padding makes the layer of an encoder,
-    whose tokens attend to the tokens on both sides."""
+    """Returns the spec of a GPT layer in plain torch. `normalization` and `fp8` have no effect, because the config sets
+    both (scripts of two releases pass another value as `fp8`). Our own keywords `norm_placement` and `qk_norm_scope`
+    are the config's fields of these names. With `attn_mask_type` padding the layer is that of an encoder, whose tokens
+    attend to the tokens on both sides."""
     if fp8:
         warn_on_first_rank(f"fp8={fp8!r} in a layer spec has no effect: the config says what is computed in fp8")
     asked = {"use_kitchen": use_kitchen, "use_kitchen_attention": use_kitchen_attention}
@@ -105,9 +105,9 @@ def get_gpt_layer_with_transformer_engine_spec(
     use_kitchen_attention: bool = False,
     kitchen_attention_backend: str = "sdpa",
 ) -> ModuleSpec:
-    """Returns the spec of `get_gpt_layer_local_spec`: there are no layers of Transformer Engine here, which a line says
-    once. `fp8` has no effect, as in Megatron-LM: the config's is used. Raises UserError for other options that only
-    Transformer Engine has."""
+    """Returns the spec of `get_gpt_layer_local_spec`, because specs here do not contain Transformer Engine's modules; a
+    line says so once. `fp8` has no effect, as in Megatron-LM: the config's value is used. Raises UserError for other
+    options that only Transformer Engine has."""
     asked = {"use_te_op_fuser": use_te_op_fuser, "use_te_activation_func": use_te_activation_func}
     for name, value in asked.items():
         if value:
@@ -238,15 +238,15 @@ _TOKEN_MIXERS: dict[str, Callable[[TransformerConfig, AttnMaskType], ModuleSpec]
     "dsa": _sparse_attention,
     "linear": lambda config, attn_mask_type: _linear(config, config.attention_output_bias),
 }
-"""For each token mixer of `layer_patterns.LayerParts` a function of (config, mask of attention) that returns its
-spec. It is built as `self_attention` of a layer; docs/extending.md says what it must do."""
+"""For each token mixer of `layer_patterns.LayerParts`: a function (config, attention mask type) -> spec. The module is
+built as `self_attention` of a layer; docs/extending.md describes its interface."""
 
 _CHANNEL_MIXERS: dict[str, Callable[[TransformerConfig], ModuleSpec]] = {
     "mlp": lambda config: _mlp(MLP),
     "moe": lambda config: _moe(config.moe_grouped_gemm),
     "linear": lambda config: _linear(config, config.mlp_bias),
 }
-"""For each channel mixer of `layer_patterns.LayerParts` a function of the config that returns its spec."""
+"""For each channel mixer of `layer_patterns.LayerParts`: a function config -> spec."""
 
 
 def get_gpt_decoder_block_spec(
@@ -258,8 +258,8 @@ def get_gpt_decoder_block_spec(
     pp_rank: int | None = None,
 ) -> TransformerBlockSubmodules:
     """Returns the specs of a GPT's layers on a pipeline stage, and of its last norm, as the config describes them.
-    `pp_rank` defaults to this rank's. `normalization` and `qk_l2_norm` have no effect beside the config's. With
-    `use_transformer_engine` the layers are the same, and a line says so once."""
+    `pp_rank` defaults to this rank's. `normalization` and `qk_l2_norm` have no effect, because the config sets both.
+    With `use_transformer_engine` the layers are the same, and a line says so once."""
     if use_transformer_engine:
         say_layers_are_ours()
     layers = _stage_of_chunk(config, vp_stage, pp_rank).layers
@@ -270,14 +270,15 @@ def get_gpt_decoder_block_spec(
 def get_transformer_block_with_experimental_attention_variant_spec(
     config: TransformerConfig, vp_stage: int | None = None, pp_rank: int | None = None
 ) -> TransformerBlockSubmodules:
-    """Returns the specs of `get_gpt_decoder_block_spec`, which follow `experimental_attention_variant` too."""
+    """Returns the specs of `get_gpt_decoder_block_spec`, which also reads `experimental_attention_variant`."""
     return get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage, pp_rank=pp_rank)
 
 
 def get_gpt_heterogeneous_layer_spec(
     config: TransformerConfig, use_te: bool = False, vp_stage: int | None = None, pp_rank: int | None = None
 ) -> TransformerBlockSubmodules:
-    """Returns the specs of `get_gpt_decoder_block_spec` for a heterogeneous model. Raises UserError for another one."""
+    """Returns the specs of `get_gpt_decoder_block_spec` for a heterogeneous model. Raises UserError for other
+    models."""
     if not config.heterogeneous_block_specs:
         raise UserError(
             "get_gpt_heterogeneous_layer_spec: the config describes layers that are alike; give it "
@@ -318,9 +319,9 @@ def get_gpt_mtp_block_spec(
     vp_stage: int | None = None,
     pp_rank: int | None = None,
 ) -> ModuleSpec | None:
-    """Returns the specs of a pipeline stage's layers of multi-token prediction, each built as the decoder's last layer,
-    in a hybrid model as its letters say; None if the stage has none. `spec` is that of the stage's decoder layers, all
-    or one. `pp_rank` defaults to this rank's. `use_transformer_engine` has no effect."""
+    """Returns the specs of a pipeline stage's layers of multi-token prediction, or None if the stage has none. Each is
+    built like the decoder's last layer, or in a hybrid model by the letters of its pattern. `spec` describes one or all
+    of the stage's decoder layers. `pp_rank` defaults to this rank's. `use_transformer_engine` has no effect."""
     depths = _stage_of_chunk(config, vp_stage, pp_rank).prediction_layers
     if not depths:
         return None

@@ -35,21 +35,21 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class GPTModel(LanguageModule):
-    """A decoder-only language model, or the part of one on a pipeline stage.
+    """A decoder-only language model, or its part on one pipeline stage.
 
-    `vocab_size` is the vocabulary, or a padded size with the true one as its attribute `unpadded`. Stored rows are
-    padded to a multiple of `vocab_padding_multiple` (our own keyword; default: the tensor parallel size); padding stays
-    zero and takes no part in any softmax. With `parallel_output` each tensor parallel rank returns its part of the
-    logits, else all of them; a loss never needs them gathered. `fp16_lm_cross_entropy` has no effect: the loss is
-    computed in float32 at least. Without `scatter_embedding_sequence_parallel` the embedding module returns all tokens,
-    also under sequence parallelism.
+    `vocab_size` is the vocabulary, or a padded size whose attribute `unpadded` is the true size. Stored rows are padded
+    to a multiple of `vocab_padding_multiple` (our own keyword; default: the tensor parallel size). Padding stays zero,
+    and softmaxes leave it out. With `parallel_output` each tensor parallel rank returns its part of the logits,
+    otherwise all of them; losses are computed without gathering logits. `fp16_lm_cross_entropy` has no effect: the loss
+    is computed in float32 at least. Without `scatter_embedding_sequence_parallel` the embedding module returns all
+    tokens even under sequence parallelism.
 
     If the head shares the embedding's weight, a chunk that has `post_process` but not `pre_process` has a copy of it.
     The copy has the same canonical name and initial values, and its gradient is summed with the embedding's. A chunk
     with `mtp_block_spec`, the layers of multi-token prediction (`mtp_num_layers`), has such a copy too. The losses of
     multi-token prediction are attached to the hidden states that the head reads.
 
-    With `multi_latent_attention` rotary positions follow from the config alone: there always are some, and
+    With `multi_latent_attention` there always are rotary positions, and only the config sets them:
     `position_embedding_type` and the rotary keywords of this class have no effect on them.
 
     Raises UserError for what is not implemented yet.
@@ -187,13 +187,13 @@ class GPTModel(LanguageModule):
         - `decoder_input` [s, b, h] replaces the embedding's output.
         - `loss_mask` [b, s] masks the labels in losses that the model adds itself: those of multi-token prediction in
           training.
-        - `padding_mask` [b, s] (True: padding): routers send these tokens to no expert, and they count in no auxiliary
-          loss and no capacity. No effect without experts.
-        - `tokens` describes the tokens and their position in the run; without it (or `packed_seq_params`) they are
-          whole rows.
-        - `micro_batch` is how they run in this step; the schedules of `pipeline_parallel` add it to the call.
-        - `inference_context`: the tokens continue those in the context. Only each row's next token is predicted: logits
-          are [b, 1, vocab_size]. With Megatron-LM's `InferenceParams` logits are those of all tokens.
+        - `padding_mask` [b, s] (True: padding): routers send no padding to experts, and padding does not count in
+          auxiliary losses and capacities. No effect without experts.
+        - `tokens` describes the tokens and their position in the run. Without it, and without `packed_seq_params`, the
+          tokens are whole rows.
+        - `micro_batch` describes the micro-batch in this step; the schedules of `pipeline_parallel` add it to the call.
+        - `inference_context`: the tokens continue those in the context. The model predicts only the next token of each
+          row: logits are [b, 1, vocab_size]. With Megatron-LM's `InferenceParams` it returns the logits of all tokens.
 
         A stage that is not the first gets its hidden states by `set_input_tensor`, and its tokens from `tokens` or the
         shapes of the other arguments. Under sequence parallelism hidden states, including `decoder_input`, are this
@@ -262,9 +262,9 @@ class GPTModel(LanguageModule):
     ) -> Sequence[TokensAhead]:
         """Returns the tokens that multi-token prediction reads on this stage, depth by depth, with their embeddings.
 
-        Empty if this stage predicts none or the forward has no loss to add to. A stage that sends its predictions to
-        another one always reads them. Tokens are embedded before the decoder runs, so that a sharded embedding is
-        gathered once.
+        Returns an empty list if this stage predicts no tokens, or if the forward computes no loss. A stage that sends
+        its predictions to another stage always reads them. Tokens are embedded before the decoder runs, so that a
+        sharded embedding is gathered once.
         """
         trains = labels is not None and self.training and torch.is_grad_enabled()
         reads_ids = self.mtp is not None and (trains or not self.post_process)

@@ -1,4 +1,4 @@
-"""Hybrid models: layers of Mamba-2, attention, MLP or experts alone."""
+"""Hybrid models: each layer is Mamba-2, attention, an MLP or experts."""
 
 from megatron.core.models.mamba.mamba_model import MambaModel
 

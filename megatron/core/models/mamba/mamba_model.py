@@ -16,9 +16,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 class MambaModel(GPTModel):
     """A GPTModel whose layers have one branch each: Mamba-2, attention, MLP or experts, in the order of a pattern.
 
-    The pattern is that of `hybrid_override_pattern`; or that of the two ratios, if one of them is not 0; or
-    `config.hybrid_layer_pattern`. A config for the first two has `is_hybrid_model` set. `mamba_stack_spec` is the
-    function of this name, or returns other layers for the same arguments. The other arguments are those of GPTModel.
+    The pattern comes from `hybrid_override_pattern`, or from the two ratios if one of them is not 0, or from
+    `config.hybrid_layer_pattern`. With the first two, the config needs `is_hybrid_model`. `mamba_stack_spec` is the
+    function of this name, or another function with the same arguments. The other arguments have the same meaning as in
+    GPTModel.
 
     Raises UserError for an impossible pattern.
     """

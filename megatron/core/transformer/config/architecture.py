@@ -1,4 +1,4 @@
-"""Sizes of the model and what a layer is made of."""
+"""Sizes of the model and the parts of a layer."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -66,7 +66,7 @@ class ArchitectureConfig:
     """The MLP multiplies its activation by a second product (gate and up); --swiglu sets it."""
 
     activation_func: Callable[[Tensor], Tensor] = not_a_flag(torch.nn.functional.gelu)
-    """Activation of the MLP (of the gate, where there is one)."""
+    """Activation of the MLP (of the gate half of a gated MLP)."""
 
     activation_func_fp8_input_store: bool = not_a_flag(False)
     """Keep the activation's input in fp8 for backward."""
@@ -115,7 +115,7 @@ class ArchitectureConfig:
     """Use one multi-token prediction layer for all --mtp-num-layers depths, which then share its weights."""
 
     mtp_detach_heads: bool = flag(False, only_with="mtp_num_layers")
-    """Losses of multi-token prediction train its layers only: decoder, embedding and head get no gradient of them."""
+    """Losses of multi-token prediction train its layers only: decoder, embedding and head get no gradient from them."""
 
 
 def validate(config: Any) -> Iterator[str]:

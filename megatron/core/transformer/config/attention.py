@@ -16,7 +16,7 @@ class AttentionConfig:
     """Heads, masks and options of scaled dot-product attention."""
 
     attention_backend: AttnBackend = AttnBackend.auto
-    """Implementation of attention: flash, fused, unfused (also called local), or auto, which takes the fastest that
+    """Implementation of attention: flash, fused, unfused (also called local), or auto, which uses the fastest one that
     supports the layer."""
 
     softmax_scale: float | None = None
@@ -52,7 +52,8 @@ class AttentionConfig:
     """Number of channels whose rotary positions encode time, height and width."""
 
     window_size: tuple[int, int] | None = flag(None, parse=window)
-    """Sliding window: number of keys to the left and to the right that a query attends to, as `127,0`; -1 means all."""
+    """Sliding window: number of keys to the left and to the right that a query attends to, for example `127,0`; -1
+    means all."""
 
     window_attn_skip_freq: int | list[int] | None = flag(None, parse=layer_pattern, only_with="window_size")
     """With --window-size: layers with full attention: every N-th, or a list expression with a 0 for each of them."""
@@ -100,7 +101,7 @@ class AttentionConfig:
     apply_query_key_layer_scaling: bool = flag(
         False, no_effect="it cancels out of a softmax in float32, which is how it is computed"
     )
-    """Divide attention scores by the layer number before the softmax and multiply by it inside, against overflow in
+    """Divide attention scores by the layer number before the softmax and multiply by it inside, to avoid overflow in
     float16."""
 
     attention_softmax_in_fp32: bool = flag(True, no_effect="softmax is computed in float32 at least, always")

@@ -1,5 +1,4 @@
-"""Fused kernels. The backend chooses kernels when a layer is built; the fields here remain where they change
-numbers."""
+"""Fused kernels. The backend chooses kernels when a layer is built; only fields that change numbers have an effect."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,11 +18,11 @@ class FusionConfig:
         "auto", supported=["auto", "local", "triton", "transformer_engine"]
     )
     """Implementation of the layers: plain torch (local), our own GPU kernels (triton), Transformer Engine, or auto,
-    which takes the fastest available. All compute the same function of the same weights."""
+    which uses the fastest one available. All compute the same function of the same weights."""
 
     torch_compile: bool = False
-    """Let torch.compile make the kernels of operations in layers: norms, rotary positions, activations, sums of bias
-    and residual. Products, attention, dropout, routing, loss and optimizer stay as they are. The first step takes
+    """Let torch.compile generate the kernels of operations in layers: norms, rotary positions, activations, sums of
+    bias and residual. Products, attention, dropout, routing, loss and optimizer do not change. The first step takes
     longer. On a GPU these kernels replace our own."""
 
     torch_compile_backend: Literal["inductor", "aot_eager"] = flag("inductor", only_with="torch_compile")
@@ -59,7 +58,7 @@ class FusionConfig:
     """Apply the squared relu of experts and the router's weights in one kernel."""
 
     disable_bf16_reduced_precision_matmul: bool = False
-    """GPU, bf16: add up the parts of a matrix product that cuBLAS computes apart in float32, not in bfloat16. Sets
+    """GPU, bf16: if cuBLAS splits a matrix product into partial sums, add these in float32 instead of bfloat16. Sets
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction."""
 
     clone_scatter_output_in_embedding: bool = flag(
@@ -90,7 +89,8 @@ class FusionConfig:
 
 
 def validate(config: Any) -> Iterator[str]:
-    """Yields what the fields of FusionConfig make impossible, as sentences for `config_fields.describe_problem`."""
+    """Yields a problem for each impossible combination of FusionConfig's fields, as a sentence for
+    `config_fields.describe_problem`."""
     if not config.torch_compile:
         return
     if config.enable_cuda_graph or config.external_cuda_graph or config.cuda_graph_impl != "none":

@@ -1,9 +1,9 @@
-"""Models whose layers differ, as a JSON description says, such as NVIDIA's Nemotron-NAS models
+"""Models whose layers have different sizes, described in JSON, such as NVIDIA's Nemotron-NAS models
 (Llama-3.3-Nemotron-Super; Bercovich et al. 2024, arXiv:2411.19146).
 
 `block_configs` has an entry for each layer, with its `attention` and its `ffn`. Each of the two is left out (`no_op`),
-is one linear layer (`replace_with_linear`), or has a size of its own: `num_query_groups` or `n_heads_in_group`, the
-query heads of a group; `intermediate_size` or `ffn_mult`.
+is one linear layer (`replace_with_linear`), or has its own size. The size of `attention` is `num_query_groups` or
+`n_heads_in_group` (query heads per group), that of `ffn` is `intermediate_size` or `ffn_mult`.
 """
 
 import functools
@@ -26,8 +26,8 @@ class HeterogeneousConfig:
     """A description of each layer."""
 
     heterogeneous_layers_config_path: str | None = None
-    """JSON file whose block_configs describe each layer, as config.json of NVIDIA's Nemotron-NAS models: key and value
-    heads, width of the MLP, and which of the two are left out or are one linear layer."""
+    """JSON file whose block_configs describe each layer, in the format of config.json of NVIDIA's Nemotron-NAS models:
+    key and value heads, width of the MLP, and parts that are left out or replaced by one linear layer."""
 
     heterogeneous_layers_config_encoded_json: str | None = None
     """The text of such a file. Checkpoints keep it; if it is given, --heterogeneous-layers-config-path is not read."""
@@ -45,8 +45,8 @@ class DescribedLayer(NamedTuple):
 
 
 def described_layers(config: Any) -> tuple[DescribedLayer, ...] | None:
-    """Returns the description of each layer; None for a model whose layers have none. Raises UserError that names the
-    key of a wrong value."""
+    """Returns the description of each layer; None for a model without descriptions. Raises UserError that names the key
+    of a wrong value."""
     text = config.heterogeneous_layers_config_encoded_json
     if text is None and config.heterogeneous_layers_config_path is None:
         return None
@@ -84,12 +84,13 @@ _OFF = {
     ),
     "ffn": ("sparsify",),
 }
-"""Further keys of published files, whose features do not exist here: they must be null or false."""
+"""Further keys of published files. Their features are not supported, so they must be null or false."""
 
 
 @functools.lru_cache(maxsize=64)
 def _read(text: str, num_layers: int, hidden_size: int, num_heads: int) -> tuple[DescribedLayer, ...]:
-    """Returns the layers of a model of these sizes. Of the file's other keys only these sizes are read."""
+    """Returns the layers of a model of these sizes. Checks the sizes that the file names, and ignores its other
+    keys."""
     try:
         whole = json.loads(text)
     except ValueError as error:
@@ -130,7 +131,7 @@ def _check_keys(values: Any, place: str, known: tuple[str, ...]) -> None:
 
 
 def _kind(values: dict[str, Any], place: str, own: str) -> str | None:
-    """Returns what a part is: `own` unless it is left out or replaced."""
+    """Returns the kind of a part: `own` unless it is left out or replaced."""
     left_out, replaced = (values.get(key) for key in ("no_op", "replace_with_linear"))
     for key, value in (("no_op", left_out), ("replace_with_linear", replaced)):
         if value is not None and not isinstance(value, bool):
@@ -162,8 +163,8 @@ def _size(values: dict[str, Any], place: str, part: str, hidden_size: int, num_h
 
 
 def _width(multiple: float, hidden_size: int) -> int:
-    """Returns the width of an MLP of that `ffn_mult`: two thirds of it times the hidden size, rounded up to a multiple
-    of 256."""
+    """Returns the width of an MLP with this `ffn_mult`: 2/3 * ffn_mult * hidden size, rounded up to a multiple of
+    256."""
     return -(-int(2 * multiple * hidden_size / 3) // 256) * 256
 
 
@@ -201,7 +202,7 @@ _ALONE = (
     *("hybrid_layer_pattern", "num_moe_experts", "multi_latent_attention", "experimental_attention_variant"),
     *("mtp_num_layers", "use_mup"),
 )
-"""Fields that describe the layers in another way, or expect layers alike."""
+"""Fields that describe the layers in another way, or that need equal layers."""
 
 
 def _split_problems(config: Any, layer: DescribedLayer) -> Iterator[str]:

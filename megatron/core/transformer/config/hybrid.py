@@ -25,9 +25,9 @@ class HybridConfig:
 
     hybrid_layer_pattern: str | None = None
     """Make a hybrid model: one letter for each layer, M (Mamba-2), G (gated delta net), * (attention), D (sparse
-    attention), - (MLP) or E (experts). Each layer is its norm, this one part and a residual. A | ends a pipeline
-    stage. After the layers, a / and letters for each depth of multi-token prediction: M-M*-/*E/*E predicts two more
-    tokens. A depth is one letter, or one of M G * D and then - or E."""
+    attention), - (MLP) or E (experts). Each layer consists of its norm, this one part and a residual. A | ends a
+    pipeline stage. After the layers, each depth of multi-token prediction has a / and its letters: M-M*-/*E/*E predicts
+    two more tokens. A depth is one letter, or one of M G * D followed by - or E."""
 
     is_hybrid_model: bool | None = flag(None, on="--is-hybrid-model")
     """Make a hybrid model; without --hybrid-layer-pattern and ratios all its layers are Mamba-2 layers."""
@@ -39,14 +39,14 @@ class HybridConfig:
     """Channels of one head of a Mamba-2 layer."""
 
     mamba_num_groups: int = flag(8, only_with=_HYBRID)
-    """Groups of heads of a Mamba-2 layer. Heads of a group share what is written to and read from their states, and are
-    normed together; tensor and context parallel ranks divide the groups."""
+    """Groups of heads of a Mamba-2 layer. Heads of a group share B and C (the vectors that write and read their states)
+    and one norm. Tensor and context parallel ranks divide the groups."""
 
     mamba_num_heads: int | None = flag(None, only_with=_HYBRID)
     """Heads of a Mamba-2 layer. Default: 2 * hidden size / --mamba-head-dim."""
 
     mamba_conv_kernel_dim: int = flag(4, only_with=_HYBRID)
-    """Number of tokens that the convolution of a Mamba-2 layer reads, its own included."""
+    """Number of tokens that the convolution of a Mamba-2 layer reads, including the current one."""
 
     mamba_min_time_step: float = flag(0.0, only_with=_HYBRID)
     """Smallest step size of a Mamba-2 layer; smaller ones are raised to it."""
@@ -105,7 +105,8 @@ def validate(config: Any) -> Iterator[str]:
 
 
 def _prediction_problems(config: Any) -> Iterator[str]:
-    """Yields a problem unless the depths of multi-token prediction are alike, of one layer, and as many as said."""
+    """Yields a problem unless the depths of multi-token prediction are equal, have one layer each, and match
+    `mtp_num_layers`."""
     depths = prediction_letters(config)
     if len(depths) != (config.mtp_num_layers or 0):
         yield (

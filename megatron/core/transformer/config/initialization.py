@@ -1,4 +1,4 @@
-"""Initial weights, and what follows from the width of the model under muP.
+"""Initial weights, and the values that depend on the width of the model under muP.
 
 muP (maximal update parameterization; Yang et al. 2022, arXiv:2203.03466, table 8) makes hyperparameters that were tuned
 at a small width good at every width. With m = hidden_size / mup_base_hidden_size:
@@ -43,10 +43,10 @@ class InitializationConfig:
 
     use_mup: bool = False
     """Scale initial weights, learning rates, logits and scores with the width of the model (muP), so that
-    hyperparameters of a small model serve a wide one. --lr and --init-method-std are those of the base width."""
+    hyperparameters of a small model also work for a wide one. Give --lr and --init-method-std for the base width."""
 
     mup_base_hidden_size: int | None = flag(None, only_with="use_mup")
-    """With --use-mup: hidden size of the model whose hyperparameters these are. Default: --hidden-size."""
+    """With --use-mup: hidden size of the model for which the hyperparameters were tuned. Default: --hidden-size."""
 
     mup_width_mult: float = flag(1.0, no_effect="it is always --hidden-size / --mup-base-hidden-size")
     """With --use-mup: how many times wider than the base the model is."""
@@ -65,8 +65,8 @@ class InitializationConfig:
     """With --use-mup: scores are divided by the width of a head to this power."""
 
     init_model_with_meta_device: bool = False
-    """Build the model without allocating memory; memory is allocated unit by unit as the model is sharded. For models
-    that no rank can hold as a whole."""
+    """Build the model without allocating memory; memory is allocated unit by unit while the model is sharded. For
+    models that are too large for one rank."""
 
 
 def validate(config: Any) -> Iterator[str]:
@@ -83,8 +83,8 @@ def validate(config: Any) -> Iterator[str]:
 
 
 def scale_with_width(config: Any) -> None:
-    """Writes what muP determines into a complete TransformerConfig: the width's factor, and the scales of embedding,
-    logits and scores."""
+    """Writes muP's values into a complete TransformerConfig: the width factor, and the scales of embedding, logits and
+    scores."""
     config.mup_width_mult = config.hidden_size / (config.mup_base_hidden_size or config.hidden_size)
     config.embedding_multiplier = config.mup_embedding_mult
     config.logit_scale = config.mup_output_mult if config.mup_output_mult != 1.0 else 1.0 / config.mup_width_mult

@@ -18,7 +18,7 @@ _OTHER_ATTENTION = {
     "rope_scaling_type": "{rope_type:name} says how its frequencies are scaled",
     "rotary_base_local": "all its layers turn by {rotary_base:name}",
 }
-"""Options of other attention that latent attention does not have, and what it has instead."""
+"""Options of other attention that latent attention does not have, each with the reason for the error message."""
 
 
 @dataclass(kw_only=True)

@@ -19,8 +19,8 @@ class LowPrecisionConfig:
         "delayed", only_with="fp8"
     )
     """With --fp8-format: the values that share a scale. tensorwise: the whole tensor of a micro-batch. delayed: the
-    same, with the scale of earlier steps. rowwise: a row. blockwise: blocks of 128 elements, and of 128 x 128 weights;
-    its result depends on the layout where that cuts tokens or weights between multiples of 128."""
+    whole tensor, with the scale of earlier steps. rowwise: a row. blockwise: blocks of 128 elements, and of 128 x 128
+    weights; its result depends on the layout if the layout cuts tokens or weights between multiples of 128."""
 
     fp8_param: bool = not_a_flag(False)
     """Keep weights in fp8; --fp8-param-gather sets it."""
@@ -44,8 +44,8 @@ class LowPrecisionConfig:
     """With --fp8-format: compute weight gradients in fp8 too."""
 
     fp8_weight_cache: bool = flag(True, off="--no-fp8-weight-cache", only_with="fp8")
-    """With --fp8-format: keep quantised weights until the weights change, 2 bytes for each. Without it each product
-    quantises them again: the numbers are the same."""
+    """With --fp8-format: keep quantised weights, 2 bytes per weight, until the weights change. Without it each product
+    quantises them again, with the same result."""
 
     fp8_dot_product_attention: bool = not_a_flag(False)
     """Compute attention's products in fp8."""
@@ -95,8 +95,8 @@ _UNSUPPORTED = {
 
 
 def validate(config: Any) -> Iterator[str]:
-    """Yields a problem for each value, or pair of values, with which no layer can multiply in fp8; `config` has the
-    fields of TransformerConfig."""
+    """Yields a problem for each value, or pair of values, that fp8 does not support; `config` has the fields of
+    TransformerConfig."""
     if config.fp8 is None:
         return
     if config.fp8_recipe in _UNSUPPORTED:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from megatron.core.config_fields import flag, not_a_flag, too_small
 
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "mlp_act", "mla_up_proj", "moe", "moe_act", "shared_experts")
-"""Parts of a layer that can be recomputed by themselves."""
+"""Parts of a layer that can be recomputed separately."""
 _MODULES_OF_EXPERTS = ("moe", "moe_act", "shared_experts")
 OFFLOAD_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
 """Parts of a layer whose inputs can be kept in host memory."""
@@ -21,8 +21,8 @@ class MemoryConfig:
     """Activations that are kept for backward, offloading, and CUDA graphs."""
 
     recompute_granularity: Literal["full", "selective"] | None = None
-    """Recompute activations in backward instead of keeping them: of whole layers (full), or of --recompute-modules
-    (selective)."""
+    """Recompute activations in backward instead of keeping them: those of whole layers (full), or those of
+    --recompute-modules (selective)."""
 
     recompute_method: Literal["uniform", "block"] | None = flag(None, only_with="recompute_granularity")
     """With --recompute-granularity full: keep only the input of each group of --recompute-num-layers layers (uniform),
@@ -54,7 +54,7 @@ class MemoryConfig:
 
     delta_offload_bytes_across_pp_ranks: int = flag(0, only_with=_FINE)
     """With --fine-grained-activation-offloading: each pipeline rank offloads this many bytes of a micro-batch less than
-    the rank before it, which holds more micro-batches."""
+    the previous rank, because it holds fewer micro-batches."""
 
     fine_grained_offloading_max_inflight_offloads: int | None = flag(None, only_with=_FINE)
     """With --fine-grained-activation-offloading: number of layers, for each of the --offload-modules, whose copies to
@@ -67,15 +67,15 @@ class MemoryConfig:
     """Former spelling of --cuda-graph-impl transformer_engine."""
 
     cuda_graph_impl: Literal["none", "local", "transformer_engine"] = "none"
-    """Replay CUDA graphs instead of launching kernels one by one. local: forward, loss and backward of a micro-batch
-    are one graph, or the parts of layers that --cuda-graph-scope names. transformer_engine: parts of layers, by default
-    all of them; the graphs are the same as with local. It pays for small models and micro-batches."""
+    """Replay CUDA graphs instead of launching kernels one by one, which saves time with small models and micro-batches.
+    local: forward, loss and backward of a micro-batch are one graph, or the parts of layers that --cuda-graph-scope
+    names. transformer_engine: parts of layers, by default all of them; the graphs are the same as with local."""
 
     cuda_graph_scope: str | list[str] = flag(
         "full", only_with="cuda_graph_impl", or_with="enable_cuda_graph", nargs="+"
     )
-    """With --cuda-graph-impl: what is captured. full and full_iteration: whole micro-batches, which is the default of
-    local. Or parts of layers: attn, mamba, mlp (of layers without experts), moe_router; the rest, such as experts on
+    """With --cuda-graph-impl: the captured code. full and full_iteration: whole micro-batches, the default of local. Or
+    parts of layers: attn, mamba, mlp (of layers without experts), moe_router; all other code, such as experts on
     several ranks, then runs without graphs."""
 
     cuda_graph_modules: list[str] = flag(
@@ -94,8 +94,7 @@ class MemoryConfig:
 
 
 def validate(config: Any) -> Iterator[str]:
-    """Yields a problem for each impossible choice of what is recomputed; `config` has the fields of
-    TransformerConfig."""
+    """Yields a problem for each impossible value of `MemoryConfig`; `config` has the fields of TransformerConfig."""
     yield from too_small(config, ("recompute_num_layers", "cuda_graph_warmup_steps"), 1)
     yield from _graph_part_problems(config)
     if config.recompute_granularity == "full":
@@ -124,8 +123,8 @@ def captures_micro_batches(config: Any) -> bool:
 
 
 def captured_parts(config: Any) -> list[str]:
-    """Returns the parts of layers that the flags capture as CUDA graphs; none if they capture whole micro-batches, or
-    nothing."""
+    """Returns the parts of layers that the flags capture as CUDA graphs; an empty list if they capture whole
+    micro-batches, or nothing."""
     given = [part for part in _graph_scope(config) if part not in _WHOLE]
     if config.external_cuda_graph or config.cuda_graph_impl == "transformer_engine":
         return given or list(GRAPH_PARTS)

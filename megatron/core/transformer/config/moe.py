@@ -16,13 +16,13 @@ _EXPERT_SIZES = ("num_moe_experts", "moe_ffn_hidden_size", "moe_latent_size", "m
 
 @dataclass(kw_only=True)
 class MoEConfig:
-    """Layers of experts, and how tokens get to them. Without num_moe_experts none of it is used."""
+    """Layers of experts, and how tokens get to them. Has no effect without num_moe_experts."""
 
     num_moe_experts: int | None = flag(None, on="--num-experts")
     """Number of experts of a mixture-of-experts layer."""
 
     moe_layer_freq: int | list[int] = flag(1, parse=layer_pattern, only_with=_MOE)
-    """Layers with experts: every N-th, or a list expression with a 1 for each, as ([0]*3+[1]*58)."""
+    """Layers with experts: every N-th, or a list expression with a 1 for each of them, such as ([0]*3+[1]*58)."""
 
     moe_ffn_hidden_size: int | None = flag(None, only_with=_MOE)
     """Inner width of one expert. Default: --ffn-hidden-size."""
@@ -47,13 +47,13 @@ class MoEConfig:
     # Upcycling -------------------------------------------------------------------------------------------------------
 
     moe_use_upcycling: bool = False
-    """Begin from a checkpoint of a dense model: --load, or --pretrained-checkpoint, holds it, and each expert is a copy
-    of its MLP. The new model is saved under --save, from which the run goes on when it is started again."""
+    """Start from a checkpoint of a dense model in --load or --pretrained-checkpoint; each expert is a copy of its MLP.
+    The new model is saved under --save. If the run is started again, it continues from there."""
 
     moe_upcycling_granularity: int = flag(1, only_with="moe_use_upcycling")
-    """With --moe-use-upcycling: number of experts that the dense MLP is cut into, by its inner channels.
-    --moe-ffn-hidden-size is then the dense --ffn-hidden-size divided by it; it divides --num-experts and
-    --moe-router-topk."""
+    """With --moe-use-upcycling: number of experts into which the inner channels of the dense MLP are divided.
+    --moe-ffn-hidden-size must be the dense --ffn-hidden-size divided by this number, which must divide --num-experts
+    and --moe-router-topk."""
 
     # Dispatch and compute --------------------------------------------------------------------------------------------
 
@@ -62,15 +62,15 @@ class MoEConfig:
     of the token (alltoall), or one copy per rank that has any of its experts (flex). The result is the same."""
 
     moe_local_token_overlap: bool = flag(False, only_with="moe_token_dispatcher_type=flex")
-    """With the flex dispatcher: a rank's experts compute its own tokens, which are not sent, while the tokens of other
-    ranks travel, in forward and backward. Needs --expert-tensor-parallel-size 1."""
+    """With the flex dispatcher: a rank does not send tokens to its own experts, but computes them while the tokens of
+    other ranks are sent, in forward and backward. Needs --expert-tensor-parallel-size 1."""
 
     moe_flex_transport: Literal["process-group", "symmetric-memory"] = flag(
         "process-group", only_with="moe_token_dispatcher_type=flex"
     )
     """With the flex dispatcher: how tokens are sent. process-group: all-to-alls of the process group, on any device and
-    between hosts; symmetric-memory: copy engines write them into the memory of the other GPUs of the host, which does
-    not slow matrix products. All ranks of a group must then have equally many tokens."""
+    between hosts. symmetric-memory: copy engines write tokens into the memory of the other GPUs of the host, without
+    slowing matrix products; all ranks of a group must then have the same number of tokens."""
 
     moe_enable_deepep: bool = flag(False, only_with=_MOE, no_effect=_NO_DEEPEP)
     """Former spelling of --moe-flex-dispatcher-backend deepep."""
@@ -108,8 +108,8 @@ class MoEConfig:
 
 
 def validate(config: Any) -> Iterator[str]:
-    """Yields a problem for each value, or pair of values, with which no layer of experts can be built; `config` has the
-    fields of TransformerConfig."""
+    """Yields a problem for each impossible value, or pair of values, of layers of experts; `config` has the fields of
+    TransformerConfig."""
     if config.num_moe_experts is None:
         if config.expert_model_parallel_size > 1:
             yield "{expert_model_parallel_size} spreads experts over ranks: it needs {num_moe_experts:name}"

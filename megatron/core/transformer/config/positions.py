@@ -9,7 +9,7 @@ from megatron.core.config_fields import flag, not_a_flag
 
 @dataclass(kw_only=True)
 class PositionConfig:
-    """Positional information of attention, apart from what GPTModel's own arguments set."""
+    """Positional information of attention, in addition to GPTModel's own arguments."""
 
     rope_scaling_type: Literal["linear", "dynamic", "llama3", "yarn", "longrope"] | None = flag(
         None, only_with="position_embedding_type=rope"
@@ -59,8 +59,8 @@ class PositionConfig:
     """With --alibi: factor of the rates 2^(-8 i / heads)."""
 
     relative_bias: bool = not_a_flag(False)
-    """Self-attention adds a bias to its scores, which the model computes from relative positions; a model with
-    position_embedding_type relative sets it for its layers."""
+    """Self-attention adds a bias to its scores. The model computes the bias from relative positions; a model with
+    position_embedding_type relative sets this field for its layers."""
 
     nope_temperature_scale: float | None = flag(None, only_with="no_rope_freq")
     """With --no-rope-freq: in layers without rotary positions, multiply the query at position p by 1 + scale * ln(1 +

@@ -15,7 +15,7 @@ _BALANCING = (*BALANCE_LOSSES, "sinkhorn", "none")
 
 @dataclass(kw_only=True)
 class RouterConfig:
-    """Which experts a token goes to. Without num_moe_experts none of it is used."""
+    """Choice of the experts of a token. Has no effect without num_moe_experts."""
 
     moe_router_topk: int = flag(2, only_with=_MOE)
     """Number of experts that a token is sent to."""
@@ -23,10 +23,10 @@ class RouterConfig:
     moe_router_load_balancing_type: str | list[str] = flag(
         "aux_loss", nargs="+", words={word: word for word in _BALANCING}, only_with=_MOE
     )
-    """How the load of experts is balanced: by auxiliary losses over the micro-batch (aux_loss), each sequence
-    (seq_aux_loss) or the global batch so far (global_aux_loss), of which several can be given; by Sinkhorn assignment
-    over the micro-batch (sinkhorn); or not at all (none). Only global_aux_loss depends on the layout: it counts the
-    micro-batches of all data parallel ranks up to this one."""
+    """How the load of experts is balanced: by one or several auxiliary losses over the micro-batch (aux_loss), each
+    sequence (seq_aux_loss) or the global batch so far (global_aux_loss); by Sinkhorn assignment over the micro-batch
+    (sinkhorn); or not at all (none). Only global_aux_loss depends on the layout: it counts the micro-batches of all
+    data parallel ranks up to the current one."""
 
     moe_aux_loss_coeff: float | list[float] = flag(0.0, nargs="+", only_with=_MOE)
     """Coefficient of the auxiliary loss: one per type, or one for all."""
@@ -38,7 +38,7 @@ class RouterConfig:
     """Function from router logits to scores."""
 
     moe_router_pre_softmax: bool = flag(False, only_with=_MOE)
-    """Apply the softmax to all experts before the top k are chosen, instead of to the chosen ones."""
+    """Apply the softmax to all experts before the top k are chosen, instead of to the chosen experts."""
 
     moe_router_topk_scaling_factor: float | None = flag(None, only_with=_MOE)
     """Factor of the scores of the chosen experts."""
@@ -46,8 +46,8 @@ class RouterConfig:
     moe_router_norm_topk_prob: bool | None = flag(
         None, on="--moe-router-norm-topk-prob", off="--no-moe-router-norm-topk-prob", only_with=_MOE
     )
-    """Divide the scores of the chosen experts by their sum, or not. Default: sigmoid scores are divided if several
-    experts are chosen, softmax scores are not."""
+    """Divide the scores of the chosen experts by their sum, or not. Default: divide sigmoid scores if several experts
+    are chosen, but not softmax scores."""
 
     moe_router_bias: bool | None = flag(None, on="--moe-router-bias", off="--no-moe-router-bias", only_with=_MOE)
     """Give the router's logits a bias, or not; without the flag, --disable-bias-linear decides."""
@@ -99,7 +99,7 @@ class RouterConfig:
 
     moe_enable_routing_replay: bool = flag(False, only_with=_MOE)
     """Let a script record the experts that routers choose, and replay them (`router_replays` in
-    megatron.core.transformer.moe.router_replay). Alone it changes nothing."""
+    megatron.core.transformer.moe.router_replay). The flag alone changes nothing."""
 
     moe_input_jitter_eps: float | None = flag(None, only_with=_MOE)
     """In training, multiply the router's input by random factors between 1 - eps and 1 + eps."""
@@ -108,7 +108,7 @@ class RouterConfig:
 
     moe_expert_capacity_factor: float | None = flag(None, only_with=_MOE)
     """Capacity of an expert, as a multiple of an even share of the micro-batch's tokens (on all tensor and context
-    parallel ranks together); further tokens are dropped. Default, and if negative: no limit."""
+    parallel ranks together); further tokens are dropped. Default and negative numbers: no limit."""
 
     moe_pad_expert_input_to_capacity: bool = flag(
         False, only_with=_MOE, no_effect="padding changes no result; experts compute the tokens that they take"
@@ -116,15 +116,15 @@ class RouterConfig:
     """Pad the tokens of each expert to its capacity."""
 
     moe_token_drop_policy: Literal["probs", "position"] = flag("probs", only_with="moe_expert_capacity_factor")
-    """Tokens to drop: those with the smallest router weights (probs), or the last ones of the micro-batch (position;
-    then row)."""
+    """Tokens to drop: those with the smallest router weights (probs), or the last ones of the micro-batch (position: by
+    position, then by row)."""
 
     moe_token_dropping: bool = not_a_flag(False)
     """Unused since older releases."""
 
 
 def validate(config: Any) -> Iterator[str]:
-    """Yields a problem for each value, or pair of values, with which no router can be built; `config` has the fields of
+    """Yields a problem for each impossible value, or pair of values, of routers; `config` has the fields of
     TransformerConfig."""
     experts, k = config.num_moe_experts, config.moe_router_topk
     if experts is None or experts < 1:  # moe.validate reports it

@@ -50,8 +50,8 @@ class StageConfig:
 
 
 def validate(config: Any) -> Iterator[str]:
-    """Yields a problem for `mtp_standalone` without a layout that says so; `config` has the fields of
-    TransformerConfig. What else is wrong with stages is found by `pipeline_parallel.stage_map.stage_problems`."""
+    """Yields a problem for `mtp_standalone` without a layout that has such a stage; `config` has the fields of
+    TransformerConfig. `pipeline_parallel.stage_map.stage_problems` finds all other problems of stages."""
     if config.mtp_standalone and not has_prediction_stage(config):
         yield (
             "{mtp_standalone}: the layers of {mtp_num_layers:name} have a stage of their own where "
@@ -60,7 +60,7 @@ def validate(config: Any) -> Iterator[str]:
 
 
 def has_prediction_stage(config: Any) -> bool:
-    """Whether the layers of multi-token prediction have a pipeline stage of their own. Only a layout says so."""
+    """Whether the layers of multi-token prediction have their own pipeline stage, which only a layout can specify."""
     try:
         stages = layout_of(config)
     except ValueError:  # a wrong layout; other checks report it

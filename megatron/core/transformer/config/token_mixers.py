@@ -16,7 +16,7 @@ _HYBRID = "hybrid_layer_pattern"
 
 @dataclass(kw_only=True)
 class TokenMixerConfig:
-    """Layers that mix tokens by other means than softmax attention, and their sizes."""
+    """Layers with another token mixer than softmax attention, and their sizes."""
 
     experimental_attention_variant: Literal["gated_delta_net", "dsa"] | None = flag(None, families=("gpt",))
     """Replace attention by another token mixer: gated_delta_net (linear attention with the gated delta rule, in the
@@ -32,14 +32,14 @@ class TokenMixerConfig:
     """Number of keys that the indexer selects for a query."""
 
     dsa_indexer_topk_freq: int = not_yet(1)
-    """Layers from one that selects keys to the next; those between use its selection."""
+    """Distance between layers that select keys; the layers between them use the previous selection."""
 
     dsa_indexer_skip_topk_offset: int = not_yet(0)
-    """Number of layers before the first one that may use the selection of another."""
+    """Number of first layers that always select keys themselves."""
 
     dsa_indexer_loss_coeff: float | None = flag(None, only_with=_DSA, or_with=_HYBRID)
     """Coefficient of the indexer's loss: the Kullback-Leibler divergence of the indexer's distribution over keys from
-    attention's, averaged over tokens. Default, and 0: no loss, so the indexer keeps its weights."""
+    attention's, averaged over tokens. Default and 0: no loss, so the indexer's weights do not change."""
 
     dsa_indexer_use_sparse_loss: bool = flag(False, only_with="dsa_indexer_loss_coeff")
     """Compute the indexer's loss over the selected keys only, not over all keys that a query may see."""
@@ -61,10 +61,11 @@ class TokenMixerConfig:
     """Clamp the indexer's products of queries and keys at 0 before their weighted sum."""
 
     linear_attention_freq: int | list[int] | None = flag(None, parse=layer_pattern, only_with=_DELTA)
-    """Layers with linear attention: all but every N-th, or a list expression with a 1 for each. Default: all."""
+    """Layers with linear attention: all except every N-th, or a list expression with a 1 for each of them. Default:
+    all."""
 
     linear_conv_kernel_dim: int | None = flag(4, only_with=_DELTA, or_with=_HYBRID)
-    """Tokens that the convolution before a gated delta rule layer's state reads."""
+    """Number of tokens that the convolution of a gated delta rule layer reads."""
 
     linear_key_head_dim: int | None = flag(128, only_with=_DELTA, or_with=_HYBRID)
     """Width of a query or key head of a gated delta rule layer."""
@@ -100,8 +101,8 @@ _DELTA_SIZES = (
 
 
 def validate(config: Any) -> Iterator[str]:
-    """Yields a problem for each value, or pair of values, with which no token mixer can be built; `config` has the
-    fields of TransformerConfig."""
+    """Yields a problem for each impossible value, or pair of values, of token mixers; `config` has the fields of
+    TransformerConfig."""
     if has_mixer(config, "gated_delta_net"):
         yield from _delta_problems(config)
     if has_mixer(config, "dsa"):

@@ -1,8 +1,8 @@
 """Asynchronous exchanges of rows between ranks, with separate start and finish in forward and in backward.
 
-Operations between the two in the autograd graph, such as the shared experts, are computed during the exchange: in
-forward because they are called there, in backward because autograd runs nodes in reverse order of their creation. A
-tensor whose data has not arrived yet never leaves the two nodes that share the exchange.
+Operations between start and finish in the autograd graph, such as the shared experts, are computed during the exchange:
+in forward because they are called there, in backward because autograd runs nodes in reverse order of their creation.
+Only the two nodes of an exchange handle a tensor whose data has not arrived yet.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ class PendingResult(Protocol):
 
     @property
     def tensor(self) -> Tensor:
-        """A tensor that is kept until `wait`; the result, or one without its values."""
+        """A tensor that is kept until `wait`: the result, or a placeholder without its values."""
 
     def wait(self) -> Tensor:
         """Returns the result."""
@@ -47,7 +47,7 @@ class Route:
     come_back: Start
 
     def reversed(self) -> "Route":
-        """Returns the route of the combine, which goes the other way."""
+        """Returns the route of the combine, in the opposite direction."""
         return Route(self.come_back, self.go)
 
 
@@ -119,7 +119,7 @@ class _PendingCollective:
     route: Route
     turn: CooperativeTurn | None
     wanted: list[bool] = field(default_factory=list)
-    """Which tensors' gradients come back."""
+    """Which tensors need a gradient from the exchange of backward."""
     pending: list[PendingResult] = field(default_factory=list)
     returning: list[PendingResult | None] = field(default_factory=list)
 

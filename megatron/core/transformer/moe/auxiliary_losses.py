@@ -1,9 +1,8 @@
 """Auxiliary losses that balance the load of experts and keep router logits small.
 
-Each function returns this rank's part of the micro-batch's loss: the sum over the ranks that share the micro-batch's
-tokens is the loss, for any number of ranks. Losses are without their coefficients; balance losses are 1 if all
-experts are chosen equally often (Fedus et al. 2021, arXiv:2101.03961). The z-loss is that of Zoph et al. 2022,
-arXiv:2202.08906.
+Each function returns this rank's part of the micro-batch's loss. The loss is the sum over the ranks that share the
+micro-batch's tokens, for any number of ranks. Coefficients are not included. Balance losses are 1 if all experts are
+chosen equally often (Fedus et al. 2021, arXiv:2101.03961). The z-loss is defined by Zoph et al. 2022, arXiv:2202.08906.
 """
 
 from collections.abc import Sequence
@@ -28,8 +27,8 @@ LOSS_NAMES = {
 
 
 def count_choices(experts: Tensor, num_experts: int, real: Tensor | None = None) -> Tensor:
-    """Returns the number of times that each expert is chosen, float64 [experts]: whole numbers, so that sums are
-    exact. `real` [t] tells which tokens count; None: all."""
+    """Returns the number of times that each expert is chosen, float64 [experts]. The numbers are integers, so sums are
+    exact. `real` [t] is True for tokens that count; None: all."""
     ones = torch.ones_like(experts, dtype=torch.float64)
     ones = (ones if real is None else ones * real.view(-1, 1)).flatten()
     return torch.zeros(num_experts, dtype=torch.float64, device=experts.device).scatter_add_(0, experts.flatten(), ones)
@@ -63,7 +62,7 @@ def sequence_loss(scores: Tensor, experts: Tensor, share: MicroBatchShare) -> Te
 @dataclass(eq=False)
 class GlobalBalance:
     """Balance over the global batch so far: the micro-batches of this step up to now, of all data parallel ranks. Its
-    value depends on their order, and so on the layout."""
+    value depends on their order, and therefore on the layout."""
 
     chosen: Tensor | None = None
     """Sums of counts, float64 [experts]."""

@@ -23,7 +23,7 @@ _WIDTHS = {"fp32": torch.float32, "fp64": torch.float64}
 class Router(MegatronModule):
     """Base class of routers: `weight` [experts, h], and `bias` [experts] with `moe_router_bias`.
 
-    A router of a user's own overrides `routing`, and `gating` if its logits are not a product with `weight`.
+    A user's own router overrides `routing`, and `gating` if its logits are not a product with `weight`.
     """
 
     def __init__(
@@ -62,9 +62,9 @@ class Router(MegatronModule):
         return router_logits(input, self.weight, self.bias, torch.promote_types(wide, self.weight.dtype))
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Returns, for the logits [s, b, experts] of this rank's tokens, weights [t, experts], 0 for experts that a
-        token is not sent to, and a bool map [t, experts] with at most `topk` experts per token. Where `padding_mask`
-        [s, b] is True a token should be sent to no expert. To be overridden."""
+        """Returns, for the logits [s, b, experts] of this rank's tokens, weights [t, experts], which are 0 for experts
+        that a token is not sent to, and a bool map [t, experts] with at most `topk` experts per token. A token whose
+        `padding_mask` [s, b] is True should get no expert. Subclasses override this method."""
         raise NotImplementedError(f"{type(self).__name__} has no method routing(logits)")
 
     def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -74,7 +74,7 @@ class Router(MegatronModule):
         return self.routing(self.gating(input), padding_mask)
 
     def route(self, hidden: Tensor, inputs: LayerInputs) -> Routing:
-        """Returns the routing of this rank's tokens [t, h], as `routing` decides."""
+        """Returns the routing of this rank's tokens [t, h] by the method `routing`."""
         rows = hidden.view(-1, inputs.tokens.batch_size, hidden.shape[1])
         if inputs.padding_mask is None:
             weights, chosen = self(rows)

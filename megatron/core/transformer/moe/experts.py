@@ -1,11 +1,11 @@
-"""The experts of a rank: MLPs that each compute their own rows.
+"""The experts of a rank: MLPs, each for its own rows.
 
 A module of experts takes rows [n, h] sorted by expert, the router's weight of each row [n], and the number of rows per
-expert. It returns [n, h]; if tensor parallel ranks divide an expert's channels, this rank's part of their sum. If its
-`reads_sizes` is False, it never needs the number of rows on the host.
+expert. It returns [n, h]; if tensor parallel ranks divide an expert's channels, the result is this rank's addend of a
+sum. If `reads_sizes` is False, it does not need the number of rows on the host.
 
 The weight multiplies the activation, in float32 at least, and therefore also the bias of the second product: w (W2 a +
-b2). With `moe_apply_probs_on_input` it multiplies the input instead, and nothing else.
+b2). With `moe_apply_probs_on_input` it multiplies only the input.
 """
 
 import dataclasses
@@ -138,8 +138,8 @@ class SequentialMLP(MegatronModule):
             submodules = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
         sizes = ExpertSizes.of(config)
         self.adds_bias = group_rank(groups.expt_tp) == 0
-        """In a sum over tensor parallel ranks only the first adds the bias, and only it receives the bias's
-        gradient."""
+        """Whether this rank adds the bias and receives its gradient: only the first tensor parallel rank of a sum
+        does."""
         self.local_experts = nn.ModuleList()
         for number in local_experts(num_local_experts, groups):
             expert = MLP(
@@ -177,7 +177,7 @@ class SequentialMLP(MegatronModule):
         self._in_fp8 = list(zip(*linears, strict=True))
 
     def _tell_groups(self, number: int, groups: RowGroups, size: int) -> None:
-        """Tells the linear layers in fp8 of an expert the sources of its rows."""
+        """Passes the sources of an expert's rows to its fp8 linear layers."""
         for linear in self._in_fp8[number] if self._in_fp8 else ():
             by_source = None if groups.by_source is None else groups.by_source[number : number + 1]
             linear.groups = RowGroups(groups.counts[number : number + 1], [size], by_source)

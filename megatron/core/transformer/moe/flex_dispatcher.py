@@ -1,13 +1,13 @@
-"""A dispatcher that sends each token once to each rank, however many of the token's experts that rank holds.
+"""A dispatcher that sends each token at most once to each rank, even if the rank holds several of the token's experts.
 
 With k experts per token on R ranks, an all-to-all of copies sends k rows per token. This dispatcher sends one row for
 each rank that holds any of the experts: R (1 - (1 - 1/R)^k) rows if routing is even, 3.6 instead of 8 for k = 8 and R =
-4. The expert indices and weights of a row are sent with it; copies for experts are made, and their results summed, on
-the receiving rank. So a sum over experts is rounded once on each rank and once more on the sending rank.
+4. The expert indices and weights of a row are sent with it. The receiving rank makes the copies for its experts and
+sums their results. So a sum over experts is rounded once on each receiving rank and once more on the sending rank.
 
-With `moe_local_token_overlap` a rank sends itself nothing. Its experts compute its own tokens apart from those of other
-ranks: the first product during the dispatch, the rest during the combine. Each weight then has two products per
-micro-batch, of fewer rows.
+With `moe_local_token_overlap` a rank does not send tokens to itself. Its experts compute its own tokens separately from
+those of other ranks: the first product during the dispatch, the rest during the combine. Each weight then has two
+products per micro-batch, with fewer rows each.
 """
 
 import torch
@@ -47,7 +47,7 @@ class MoEFlexTokenDispatcher(MoEAlltoAllTokenDispatcher):
     ) -> None:
         super().__init__(config, pg_collection, backend)
         self.keeps_own = config.moe_local_token_overlap
-        """Own tokens for own experts are not sent."""
+        """Whether tokens for experts of their own rank are kept out of the exchange."""
         if self.keeps_own and self.etp_size > 1:
             raise UserError(
                 f"moe_local_token_overlap: {self.etp_size} ranks share the channels of each expert, and all of them "
@@ -90,7 +90,7 @@ class _TokenDispatchCombine(AlltoAllDispatchCombine):
         self.copy_counts = counts[..., : at.num_experts].reshape(shape)
         """Number of copies from (etp rank, ep rank) for each expert of an ep rank."""
         self._sizes = run_once_under_recompute((at, "counts on the host"), lambda: HostCopy(counts)).wait
-        # The device orders the rows while the host waits for their numbers.
+        # The device orders the rows while the host waits for their counts.
         ranks = torch.arange(at.ep_size, device=taken.device).expand_as(self.wanted).contiguous()  # [t, ep]
         self._sent = at.backend.copies_by_group(ranks, self.wanted, ranks.numel(), at.ep_size)
         self._own = self._order_own() if self.keeps_own else None
@@ -101,7 +101,7 @@ class _TokenDispatchCombine(AlltoAllDispatchCombine):
         return at.of_all_ranks(counts).view(at.etp_size, at.ep_size, -1)
 
     def _order_own(self) -> tuple[Copies, Tensor]:
-        """Returns the copies of own tokens for own experts, and further rows that mean nothing."""
+        """Returns the copies of own tokens for own experts, followed by unused rows."""
         at = self.at
         local = self.routing.experts_with_room() - at.ep_rank * at.num_local_experts
         here = (local >= 0) & (local < at.num_local_experts)
@@ -128,13 +128,13 @@ class _TokenDispatchCombine(AlltoAllDispatchCombine):
         local = routing.experts_with_room().index_select(0, self.copies.source) - first[:, None]
         local = torch.where((local >= 0) & (local < at.num_local_experts), local, -1)
         self.numbers = local.to(torch.int32)
-        """[n, k]: local indices of the experts that a row is for, on the rank that receives it; -1: no further
-        expert."""
+        """[n, k]: local indices of the experts of a row on the receiving rank; -1: no further expert."""
         if at.ep_size > 1:
             self._numbers = self.to_experts.go(self.numbers)
 
     def own_rows(self) -> ExpertRows | None:
-        """Returns the rows of this rank's own tokens for its own experts, or None if they are sent like others."""
+        """Returns the rows of this rank's own tokens for its own experts, or None if they are sent like the other
+        rows."""
         if self._own is None:
             return None
         at, hidden = self.at, self.hidden

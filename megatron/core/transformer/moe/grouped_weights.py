@@ -20,11 +20,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class GroupedLinear(ShardedStateModule):
-    """y_e = x_e W_e^T (+ b_e) for the experts of this rank, without any exchange. Tensor parallel ranks divide the
-    output channels of each expert, or with `splits_inputs` the input channels.
+    """Computes y_e = x_e W_e^T (+ b_e) for the experts of this rank, without communication. Tensor parallel ranks
+    divide the output channels of each expert, or with `splits_inputs` the input channels.
 
     Canonical shapes: `weight` [experts, *out, in] and `bias` [experts, *out], where `out` are the dimensions of the
-    outputs; ranks divide the last of them. State dicts hold each expert separately, as Megatron-LM's do: `weight0`,
+    outputs; ranks divide the last of them. State dicts hold each expert separately, as in Megatron-LM: `weight0`,
     `weight1`, ...
     """
 
@@ -42,7 +42,8 @@ class GroupedLinear(ShardedStateModule):
         backend: Backend,
         micro_batches: MicroBatches | None = None,
     ) -> None:
-        """`experts`: global indices of this rank's experts. `micro_batches`: which rows share scales of fp8."""
+        """`experts`: global indices of this rank's experts. `micro_batches`: groups of sources whose rows share fp8
+        scales."""
         super().__init__()
         assert config.num_moe_experts is not None
         self.config, self.backend, self.local_experts = config, backend, len(experts)
@@ -60,8 +61,8 @@ class GroupedLinear(ShardedStateModule):
         )
         self.register_parameter("bias", None)
         self.adds_bias = not splits_inputs or group_rank(tp_group) == 0
-        """In a sum over tensor parallel ranks only the first adds the bias, and only it receives the bias's
-        gradient."""
+        """Whether this rank adds the bias and receives its gradient: only the first tensor parallel rank of a sum
+        does."""
         if bias:
             if splits_inputs:
                 facts = {"grid": "expert", "sharded_axes": frozenset({"ep"})}

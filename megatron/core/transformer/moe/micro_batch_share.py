@@ -1,4 +1,4 @@
-"""The tokens of a micro-batch that one rank routes, if several ranks share the micro-batch."""
+"""The tokens that one rank routes when several ranks share a micro-batch."""
 
 import dataclasses
 import functools
@@ -33,8 +33,8 @@ class MicroBatchShare:
 
     @functools.cached_property
     def routed_total(self) -> Tensor | int:
-        """Number of tokens of the whole micro-batch that are routed: all but padding. With padding it is a float64
-        scalar on the device, at least 1."""
+        """Number of tokens of the whole micro-batch without padding. If there is a padding mask, it is a float64 scalar
+        on the device, at least 1."""
         if self.real is None:
             return self.total
         return all_reduce(self.real.sum().double(), self.group).clamp(min=1.0)
@@ -86,8 +86,8 @@ class MicroBatchShare:
         return index.flatten().chunk(group_size(self.sequence_group))[group_rank(self.sequence_group)]
 
     def noise_position(self, seed: int, layer: int, site: str, device: torch.device) -> DropoutRngPosition:
-        """Returns the position of this rank's tokens for random noise. Without a position in the run, it is that of the
-        first iteration under `seed`, which is the same on every rank and when a layer is recomputed."""
+        """Returns the position of this rank's tokens for random noise. If the tokens have no position in the run, it is
+        the position of the first iteration under `seed`, which is equal on all ranks and in recomputed layers."""
         tokens = dataclasses.replace(self.tokens, random=self.tokens.random or RngPosition(seed, 0))
         numbers = dropout_tokens(tokens, device)
         return DropoutRngPosition(dataclasses.replace(numbers, index=self.cut(numbers.index)), layer, site)

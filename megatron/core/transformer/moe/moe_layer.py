@@ -1,4 +1,4 @@
-"""A mixture-of-experts layer, in place of one MLP (Shazeer et al. 2017; Lepikhin et al. 2020)."""
+"""A mixture-of-experts layer, which replaces an MLP (Shazeer et al. 2017; Lepikhin et al. 2020)."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +42,7 @@ _PARTS = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLi
 
 @dataclass
 class MoESubmodules:
-    """Specs of a layer's parts; None: the default, or no such part if the config asks for none."""
+    """Specs of a layer's parts; None: the default, or no such part if the config has none."""
 
     experts: Spec | None = None
     shared_experts: Spec | None = None
@@ -51,12 +51,13 @@ class MoESubmodules:
 
 
 class MoELayer(MegatronModule):
-    """sum_k w_k expert_k(x) + shared_experts(x). The router chooses the k experts of a token and their weights w_k.
+    """Computes sum_k w_k expert_k(x) + shared_experts(x). The router chooses the k experts of a token and their weights
+    w_k.
 
     Tokens are sent to the ranks of their experts, and the results are sent back. With `moe_shared_expert_overlap` the
-    shared experts are computed during these exchanges, in forward and backward; with `moe_local_token_overlap` also
-    this rank's experts on this rank's tokens. With `moe_latent_size` tokens are sent, and experts compute, at that
-    width.
+    shared experts are computed during these exchanges, in forward and backward. With `moe_local_token_overlap` a rank's
+    experts also compute the rank's own tokens then. With `moe_latent_size` tokens have that width when they are sent
+    and in the experts.
     """
 
     reads_layer_inputs = True
@@ -149,8 +150,8 @@ class MoELayer(MegatronModule):
 
 
 class _OwnTokens:
-    """The experts on this rank's own tokens, if the dispatcher keeps these apart: computed in two halves during the
-    exchanges."""
+    """Computes the experts on this rank's own tokens in two halves during the exchanges, if the dispatcher keeps these
+    tokens separate."""
 
     def __init__(self, experts: Any, exchange: DispatchCombine) -> None:
         self.experts, self.exchange = experts, exchange

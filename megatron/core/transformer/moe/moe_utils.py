@@ -1,6 +1,6 @@
-"""Megatron-LM's routing functions, for routers of a user's own: they work on dense maps [t, experts].
+"""Megatron-LM's routing functions for users' own routers. They work on dense maps [t, experts].
 
-They are built on megatron.core.ops.moe.routing, which the layers of this package use.
+They call megatron.core.ops.moe.routing, which the layers of this package use.
 """
 
 import math
@@ -87,7 +87,7 @@ def compute_routing_scores_for_aux_loss(
 
 
 def get_capacity(num_tokens: int, num_experts: int, capacity_factor: float, min_capacity: int | None = None) -> int:
-    """Returns how many tokens an expert takes: ceil(tokens / experts * factor), at least `min_capacity`."""
+    """Returns the capacity of an expert in tokens: ceil(tokens / experts * factor), at least `min_capacity`."""
     return max(math.ceil(num_tokens / num_experts * capacity_factor), min_capacity or 0)
 
 
@@ -99,8 +99,8 @@ def apply_router_token_dropping(
     drop_policy: str = "probs",
     pad_to_capacity: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Returns weights and map [t, experts] without the tokens that find no room: each expert takes the `capacity`
-    tokens with the largest weights (`probs`) or the first ones (`position`). Raises UserError for `pad_to_capacity`."""
+    """Returns weights and map [t, experts] without the dropped tokens: each expert accepts the `capacity` tokens with
+    the largest weights (`probs`) or the first ones (`position`). Raises UserError for `pad_to_capacity`."""
     if pad_to_capacity:
         raise UserError("apply_router_token_dropping(pad_to_capacity=True): not yet; leave it out")
     if drop_policy not in ("probs", "position"):
@@ -128,8 +128,8 @@ def topk_softmax_with_capacity(
     score_function: ScoreFunction = "softmax",
     expert_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns weights [t, experts], the bool map [t, experts] after capacity, and the tokens of each expert before it,
-    as Megatron-LM did until release 0.12."""
+    """Returns weights [t, experts], the bool map [t, experts] after dropping, and the number of tokens of each expert
+    before dropping, as in Megatron-LM until release 0.12."""
     weights, chosen = topk_routing_with_score_function(
         logits, topk, use_pre_softmax, num_groups, group_topk, scaling_factor, score_function, expert_bias
     )
@@ -210,8 +210,8 @@ def permute(
     drop_and_pad: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Returns the rows of tokens [t, h] sorted by expert and within an expert by token, their weights if `probs` [t, E]
-    is given, and the token of each row (int64). Waits for the device unless `num_out_tokens`, the number of rows, is
-    given. Raises UserError for `drop_and_pad`."""
+    is given, and the token index of each row (int64). Waits for the device unless `num_out_tokens`, the number of rows,
+    is given. Raises UserError for `drop_and_pad`."""
     if drop_and_pad:
         raise UserError("permute(drop_and_pad=True): not yet; leave it out")
     rows = int(routing_map.sum().item()) if num_out_tokens is None else num_out_tokens

@@ -1,8 +1,8 @@
 """All-to-alls of rows by copy engines, which write into the memory of the other GPUs of a host.
 
 Neither the copies nor the words that announce arrived data need a multiprocessor (`megatron.core.peer_memory`), so they
-run beside matrix products. NCCL's kernels need multiprocessors: they would wait for the products, or the products for
-them.
+run in parallel with matrix products. NCCL's kernels need multiprocessors, so kernels and products would wait for each
+other.
 """
 
 import math
@@ -30,8 +30,8 @@ class RowRing:
     """
 
     DEPTH = 3
-    """All-to-alls whose memory may be in use: one for each of two micro-batches that take turns, and one that is still
-    being read."""
+    """Number of all-to-alls whose memory may be in use: one for each of two micro-batches that take turns, and one that
+    is still being read."""
 
     def __init__(
         self, memory: PeerMemory, global_ranks: tuple[int, ...], rank: int, most: int, shape: tuple[int, ...]
@@ -63,7 +63,7 @@ class RowRing:
         return place * len(self.global_ranks) + rank
 
     def freed(self, place: int, rank: int) -> int:
-        """Returns the index of the word that `rank` writes when it has read what it received in this place."""
+        """Returns the index of the word that `rank` writes when it has read the rows that it received in this place."""
         return (self.DEPTH + place) * len(self.global_ranks) + rank
 
     def start(self, rows: Tensor, received: Sequence[int], sent: Sequence[int]) -> "PendingRows":
@@ -125,9 +125,9 @@ class PendingRows:
 def start_copied_rows(
     rows: Tensor, group: Group, received: Sequence[int], sent: Sequence[int], most: int
 ) -> PendingRows:
-    """Starts an all-to-all of rows on GPUs. `most` is equal on all ranks, and no rank sends another one more rows. The
-    first one with this `most`, shape and type waits for the current stream and for the other ranks. Raises UserError if
-    the GPUs do not reach each other's memory."""
+    """Starts an all-to-all of rows on GPUs. `most` is equal on all ranks; it is the largest number of rows that one
+    rank sends to another. The first call with this `most`, shape and type waits for the current stream and for the
+    other ranks. Raises UserError if the GPUs cannot access each other's memory."""
     assert isinstance(group, ProcessGroup)
     rings = _RINGS.setdefault(group, {})
     key = most, tuple(rows.shape[1:]), rows.dtype

@@ -1,4 +1,4 @@
-"""The router: the experts and weights of each token, and the balance of the experts' load."""
+"""The router: chooses the experts and weights of each token, and balances the experts' load."""
 
 import dataclasses
 import math
@@ -53,10 +53,10 @@ RoutingObserver = Callable[["TopKRouter", Tensor | None, Tensor, Tensor, Tensor]
 class TopKRouter(Router):
     """Sends each token to the k experts with the best scores (Shazeer et al. 2017; Fedus et al. 2021).
 
-    Operations that couple tokens (capacity, Sinkhorn, auxiliary losses) act on the whole micro-batch, however tensor
+    Operations that couple tokens (capacity, Sinkhorn, auxiliary losses) act on the whole micro-batch, even if tensor
     and context parallel ranks share it. Parameters: `weight` [experts, h], `bias` [experts] with `moe_router_bias`, and
-    `expert_bias` [experts], float32, with `moe_router_enable_expert_bias`: it has no gradient and is adjusted when the
-    gradients of a step are finalized.
+    `expert_bias` [experts], float32, with `moe_router_enable_expert_bias`. `expert_bias` has no gradient; it is
+    adjusted when the gradients of a step are finalized.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class TopKRouter(Router):
         self.set_layer_number(layer_number or 0)
         self.register_parameter("expert_bias", None)
         self.local_tokens_per_expert: Tensor | None = None
-        """Tokens per expert of this rank since the last step, float64 [experts]; None: none yet, or not needed."""
+        """Tokens per expert of this rank since the last step, float64 [experts]; None: no count yet, or not needed."""
         if config.moe_router_enable_expert_bias:
             zeros = torch.zeros(self.num_experts, dtype=torch.float32, device=parameter_device(config))
             self.expert_bias = declare(nn.Parameter(zeros, requires_grad=False), Constant(0.0))
@@ -206,7 +206,7 @@ class TopKRouter(Router):
     def _routing_of_real(
         self, experts: Tensor, weights: Tensor, share: MicroBatchShare, factor: float | None
     ) -> Routing:
-        """Returns the routing of tokens of which some are padding: these are sent to no expert and take no capacity."""
+        """Returns the routing of tokens with padding, which is sent to no expert and takes no capacity."""
         assert share.real is not None
         kept = share.real[:, None].expand_as(experts)
         if factor is not None and factor >= 0:
@@ -254,7 +254,8 @@ class TopKRouter(Router):
         scale: Tensor | None,
     ) -> Tensor:
         self.metrics.add(LOSS_NAMES[kind], value, 1.0 / share.ranks)
-        # With a loss per token, gradients are divided by tokens in the end: multiply by those of the micro-batch.
+        # With a loss per token, gradients are later divided by the tokens of the global batch: multiply by the
+        # micro-batch's tokens.
         tokens = share.routed_total if self.config.calculate_per_token_loss else 1
         return attach_loss(carrier, value * (coefficient * tokens), scale)
 
@@ -317,7 +318,7 @@ class TokenCounts:
         return counts
 
     def add_tensors(self, tensors: Tensor | None) -> None:
-        """Adds what `take_tensors` returned."""
+        """Adds the counts that `take_tensors` returned."""
         if tensors is not None:
             self.router.add_token_counts(tensors)
 

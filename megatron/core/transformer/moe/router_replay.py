@@ -12,8 +12,8 @@ from megatron.core.utils.recompute_cache import run_once_under_recompute
 
 
 class RouterReplay:
-    """What one router records and replays: a tensor of experts, int64 [t, k], for each micro-batch, in the order of the
-    forwards. Tokens are those that this rank routes."""
+    """The recorded experts of one router: a tensor int64 [t, k] for each micro-batch, in the order of the forwards. It
+    covers the tokens that this rank routes."""
 
     def __init__(self, layer_number: int = 0) -> None:
         self.layer_number = layer_number
@@ -23,7 +23,7 @@ class RouterReplay:
         self._to_replay: list[Tensor] | None = None
 
     def record(self) -> None:
-        """Starts to record; forgets what was recorded before."""
+        """Starts to record; discards earlier records."""
         self.recorded, self._records, self._to_replay = [], True, None
 
     def replay(self, experts: Sequence[Tensor]) -> None:
@@ -31,7 +31,7 @@ class RouterReplay:
         self._records, self._to_replay = False, list(experts)
 
     def stop(self) -> None:
-        """Ends recording or replaying; keeps what was recorded."""
+        """Ends recording or replaying; keeps the records."""
         self._records, self._to_replay = False, None
 
     def given(self, tokens: int, topk: int) -> Tensor | None:
@@ -56,7 +56,7 @@ class RouterReplay:
         return self._to_replay.pop(0)
 
     def note(self, experts: Tensor) -> None:
-        """Records the experts [t, k] of a forward, if asked to; those of a recomputed layer once."""
+        """Records the experts [t, k] of a forward while recording is on; a recomputed layer is recorded once."""
         if self._records:
             run_once_under_recompute((self, "recorded experts"), lambda: self.recorded.append(experts.detach().clone()))
 

@@ -12,7 +12,7 @@ class Routing:
     `weights[i, j]`."""
 
     experts: Tensor
-    """int64 [t, k]: global indices of the experts; those of one token are all different."""
+    """int64 [t, k]: global indices of the experts; the experts of one token are distinct."""
     weights: Tensor
     """[t, k], float32 at least, with gradient to the router. 0 if the token was dropped."""
     kept: Tensor | None = None

@@ -31,7 +31,7 @@ class SharedExpertMLP(MLP):
         self.register_parameter("gate_weight", None)
         if config.moe_shared_expert_gate if gate is None else gate:
             assert config.init_method is not None
-            # Under sequence parallelism every rank gates its own tokens only.
+            # Under sequence parallelism every rank computes the gate for its own tokens only.
             partial = frozenset({"tp"} if config.sequence_parallel else ())
             shape = (1, config.hidden_size)
             self.gate_weight = new_parameter(config, shape, config.init_method, partial_gradient_axes=partial)

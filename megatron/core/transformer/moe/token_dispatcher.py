@@ -4,9 +4,9 @@ Experts are distributed over an expert parallel group (`ep`), whole or, with exp
 channels. Every rank has its own tokens. All ranks that hold channels of an expert receive a copy of its tokens, and
 their results are summed.
 
-A dispatcher plans an exchange for each micro-batch: `start_dispatch` starts it, `finish_dispatch` returns the rows of
-this rank's experts; `start_combine` and `finish_combine` return the results, one sum per token. Other work between a
-start and its finish hides the exchange, in forward and in backward.
+A dispatcher plans an exchange for each micro-batch. `start_dispatch` starts it, and `finish_dispatch` returns the rows
+of this rank's experts. `start_combine` starts to send the results back, and `finish_combine` returns one sum per token.
+Computation between a start and its finish hides the exchange, in forward and in backward.
 """
 
 from abc import ABC, abstractmethod
@@ -62,8 +62,8 @@ class DispatchCombine(ABC):
         """Waits, and returns the rows of this rank's experts."""
 
     def own_rows(self) -> ExpertRows | None:
-        """Returns the rows of this rank's own tokens for its own experts, if `finish_dispatch` leaves them out; None if
-        it does not. Call it between start and finish of the dispatch."""
+        """Returns the rows of this rank's own tokens for its own experts if `finish_dispatch` leaves them out,
+        otherwise None. Call it between start and finish of the dispatch."""
         return None
 
     def add_own_results(self, results: Tensor) -> None:
@@ -98,8 +98,8 @@ class TokenDispatcher(ABC):
         self.ep_rank, self.etp_rank = group_rank(self.ep_group), group_rank(self.etp_group)
         self.backend = backend or choose_backend(config)
         self.tells_sizes = True
-        """True if the experts read the number of their rows on the host; the copy is then started early. If False, it
-        is made only if the sizes of exchanges need it."""
+        """True if the experts read the number of their rows on the host; the copy to the host then starts early. If
+        False, the copy is made only if the sizes of exchanges need it."""
 
     @abstractmethod
     def plan(self, routing: Routing, turn: CooperativeTurn | None = None) -> DispatchCombine:
@@ -117,7 +117,7 @@ class TokenDispatcher(ABC):
 
 
 class MoEAlltoAllTokenDispatcher(TokenDispatcher):
-    """Sends each copy of a token to the ranks that hold its expert. Row counts are known on the device only; one small
+    """Sends each copy of a token to the ranks that hold its expert. Row counts are computed on the device; one small
     copy per layer brings them to the host."""
 
     def plan(self, routing: Routing, turn: CooperativeTurn | None = None) -> DispatchCombine:
@@ -211,8 +211,8 @@ class _CopyDispatchCombine(AlltoAllDispatchCombine):
 
 
 class MoEAllGatherTokenDispatcher(TokenDispatcher):
-    """Gathers all tokens of the ranks that share experts; each rank selects those of its own experts, and results are
-    summed over the ranks. All ranks have equally many tokens."""
+    """Gathers all tokens of the ranks that share experts. Each rank selects the tokens of its own experts, and results
+    are summed over the ranks. All ranks must have the same number of tokens."""
 
     def plan(self, routing: Routing, turn: CooperativeTurn | None = None) -> DispatchCombine:
         """Returns the exchange for a routing."""

@@ -45,9 +45,9 @@ class EqualRows:
 
 
 def dense_chunks(chunks: Iterable[Chunk], granularity: int) -> Iterator[Chunk]:
-    """Yields the chunks that a dense checkpoint is read into, for the chunks of a model with experts: each expert's
-    memory under the name and place of its part of the dense MLP; nothing for routers, which keep their values. Raises
-    UserError for optimizer state in another form than numbers of a type."""
+    """Yields the chunks into which a dense checkpoint is read, for the chunks of a model with experts. Each expert's
+    memory has the name and box of its part of the dense MLP. Routers have no chunks and keep their values. Raises
+    UserError for encoded optimizer state."""
     for chunk in chunks:
         if _EXPERTS in chunk.name:
             yield from _parts(chunk, granularity)

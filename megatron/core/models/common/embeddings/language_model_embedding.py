@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class VectorTable(MegatronModule):
-    """A table with one vector per position, or per token type, which every rank has whole."""
+    """A table with one vector per position or per token type. Every rank holds the whole table."""
 
     backward_reads_weights = False
 
@@ -36,11 +36,11 @@ class VectorTable(MegatronModule):
 
 
 class LanguageModelEmbedding(MegatronModule):
-    """word(token) * embedding_multiplier + position(position) + type(token type), then the norm of `embedding_norm`,
-    then dropout. There are `num_tokentypes` token types; without any, they are left out. Under sequence parallelism
-    with `scatter_to_sequence_parallel` each rank gets its part of the tokens. Our own keywords:
-    `vocab_padding_multiple`; `tied` and `positions_tied`: another pipeline stage has a copy of the word table, of the
-    position table."""
+    """Computes word(token) * embedding_multiplier + position(position) + type(token type), then the norm of
+    `embedding_norm`, then dropout. `num_tokentypes` is the number of token types; with 0 the sum has no such term.
+    Under sequence parallelism with `scatter_to_sequence_parallel` each rank gets its part of the tokens. Our own
+    keywords: `vocab_padding_multiple`; `tied` and `positions_tied` say that another pipeline stage has a copy of the
+    word table or of the position table."""
 
     def __init__(
         self,
@@ -102,7 +102,8 @@ class LanguageModelEmbedding(MegatronModule):
     ) -> Tensor:
         """Returns embeddings [s, b, h] for ids int64 [b, s], positions [b or 1, s] and token types [b, s], or this
         rank's part, [s / ranks, b, h]. `place` is the random position of the returned tokens; without it there is no
-        dropout. Raises UserError if token types are given and the model has none, or the other way round."""
+        dropout. Raises UserError if token types are given and the model has none, or if it has some and none are
+        given."""
         if (tokentype_ids is None) != (self.tokentype_embeddings is None):
             given = "tokentype_ids are missing" if tokentype_ids is None else "tokentype_ids are given"
             raise UserError(f"{given}, but the model was built with num_tokentypes {self.num_tokentypes}")

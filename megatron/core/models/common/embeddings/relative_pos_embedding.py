@@ -32,9 +32,9 @@ class HeadBiases(MegatronModule):
 class RelativePositionEmbedding(MegatronModule):
     """The bias that all self-attention layers of a stack share (Raffel et al. 2020).
 
-    `relative_attention_num_buckets` and `relative_attention_max_distance` are those of `relative_position_buckets`. Our
-    own keyword `facts`: further fields of the weight's descriptor, such as the group of pipeline stages with a copy.
-    Raises UserError for numbers with which there are no buckets.
+    `relative_attention_num_buckets` and `relative_attention_max_distance` are arguments of `relative_position_buckets`.
+    Our own keyword `facts` has further fields of the weight's descriptor, such as the group of pipeline stages with a
+    copy. Raises UserError for impossible values of the two numbers.
     """
 
     backward_reads_weights = False

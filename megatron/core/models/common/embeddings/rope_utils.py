@@ -1,4 +1,4 @@
-"""Megatron-LM's function that rotates the heads of a layer of one's own."""
+"""Megatron-LM's function for users' own layers that rotates heads."""
 
 from typing import Any
 
@@ -17,8 +17,8 @@ def apply_rotary_pos_emb(
     cp_group: Any = None,
 ) -> Tensor:
     """Returns heads [s, b, heads, d] with their first r channels rotated by the angles [s, 1, 1, r] of
-    `RotaryEmbedding`, which has each angle twice. `mscale` multiplies cosines and sines. Raises UserError for packed
-    documents (`cu_seqlens`), whose positions the angles must have."""
+    `RotaryEmbedding`, which contain each angle twice. `mscale` multiplies cosines and sines. Raises UserError for
+    packed documents (`cu_seqlens`): the caller must pass the angles of positions within the documents."""
     if cu_seqlens is not None:
         raise UserError(
             "apply_rotary_pos_emb(cu_seqlens=...): not yet; give angles of each token's position in its document"

@@ -1,4 +1,4 @@
-"""Positions of tokens in attention: rotary embeddings, as a model's settings describe them, and scales of queries."""
+"""Positions of tokens in attention: rotary embeddings by the model's settings, and scales of queries."""
 
 from typing import Any
 
@@ -19,8 +19,8 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 
 class RotaryEmbedding(nn.Module):
-    """Angles position * base^(-2i/r) for i < r/2, where r = kv_channels * rotary_percent channels of each head are
-    rotated. Angles are float32, as in the published models.
+    """Computes angles position * base^(-2i/r) for i < r/2. r = kv_channels * rotary_percent is the number of rotated
+    channels of a head. Angles are float32, as in the published models.
 
     `seq_len_interpolation_factor` divides the positions. `rope_scaling` stretches low frequencies by
     `rope_scaling_factor`, as in Llama 3.1; our own keyword `scaling` describes any known kind of scaling.
@@ -54,14 +54,14 @@ class RotaryEmbedding(nn.Module):
 
     def inverse_frequency(self, device: torch.device) -> Tensor:
         """Returns radians per position, float32 [r / 2]; cached by device. If frequencies depend on the row length,
-        those of short rows."""
+        returns those of short rows."""
         key = str(device)
         if key not in self._inverse_frequency:
             self._inverse_frequency[key] = self._inverse_frequency["cpu"].to(device)
         return self._inverse_frequency[key]
 
     def get_freqs_non_repeated(self, max_seq_len: int, offset: int = 0) -> Tensor:
-        """Returns the angles of positions `offset` and on, float32 [max_seq_len, r / 2]."""
+        """Returns the angles of `max_seq_len` positions from `offset` on, float32 [max_seq_len, r / 2]."""
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         position = torch.arange(offset, offset + max_seq_len, dtype=torch.float32, device=device)
         if self.seq_len_interpolation_factor is not None:
@@ -74,8 +74,8 @@ class RotaryEmbedding(nn.Module):
         return angle.cos(), angle.sin()
 
     def get_emb(self, max_seq_len: int, offset: int = 0) -> Tensor:
-        """Returns the angles of positions `offset` and on, each twice, as `rope_utils.apply_rotary_pos_emb` takes them:
-        float32 [max_seq_len, 1, 1, r]."""
+        """Returns the angles of positions from `offset` on, each twice, for `rope_utils.apply_rotary_pos_emb`: float32
+        [max_seq_len, 1, 1, r]."""
         angle = self.get_freqs_non_repeated(max_seq_len, offset)
         twice = angle.repeat_interleave(2, dim=-1) if self.rotary_interleaved else torch.cat([angle, angle], dim=-1)
         return twice[:, None, None, :]
@@ -89,8 +89,8 @@ class RotaryEmbedding(nn.Module):
         packed_seq_params: Any = None,
         inference_params: Any = None,
     ) -> int:
-        """Returns the number of positions that a layer's tokens reach, for hidden states [s, b, h] of this rank, or for
-        an inference context."""
+        """Returns the number of positions that a layer needs, for hidden states [s, b, h] of this rank, or for an
+        inference context."""
         context = inference_context or inference_params
         if context is not None:
             return int(context.max_sequence_length)
@@ -105,8 +105,8 @@ class RotaryEmbedding(nn.Module):
 
     def forward(self, positions: Any, tokens: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Returns the rotation of each token for positions int64 [b or 1, s]: cosines and sines, float32 [s, b or 1, 1,
-        r / 2]. `tokens` gives the lengths of rows and packed documents; without it they reach from position 0 to the
-        largest one given. For a number of positions, as Megatron-LM calls it, and an offset: returns `get_emb`."""
+        r / 2]. `tokens` gives the lengths of rows and packed documents; without it a row ends at its largest position.
+        For a number of positions and an offset (Megatron-LM's call) it returns `get_emb`."""
         if isinstance(positions, int):
             return self.get_emb(positions, tokens or 0)
         return self._rotation(positions, tokens)
@@ -127,8 +127,8 @@ class RotaryEmbedding(nn.Module):
         return Rotation(angle.cos() * amplitude, angle.sin() * amplitude, self.rotary_interleaved)
 
     def check_cache(self, max_sequence_length: int) -> None:
-        """Raises UserError if generated rows can become longer than the frequencies allow: where these depend on the
-        row length, cached keys keep those of the shorter row."""
+        """Raises UserError if generated rows can become longer than the frequencies allow. If frequencies depend on the
+        row length, cached keys would keep the frequencies of the shorter row."""
         scaling = self.scaling
         if scaling is not None and scaling.depends_on_length and max_sequence_length > scaling.original_length:
             raise UserError(
@@ -139,7 +139,8 @@ class RotaryEmbedding(nn.Module):
 
 
 def rope_scaling_of(config: Any, factor: float, llama3: bool = False) -> RopeScaling | None:
-    """Returns the rotary scaling of a TransformerConfig. `llama3` is Megatron-LM's argument for that kind alone."""
+    """Returns the rotary scaling of a TransformerConfig. `llama3` is Megatron-LM's argument that selects Llama 3's
+    scaling."""
     kind = config.rope_scaling_type
     if llama3 and kind not in (None, "llama3"):
         raise UserError(f"rope_scaling asks for llama3, rope_scaling_type for {kind}; give one of them")
@@ -182,10 +183,9 @@ def choose_rotary_embeddings(
     llama3: bool,
     factor: float,
 ) -> tuple[RotaryEmbedding | None, RotaryEmbedding | None]:
-    """Returns the rotary embedding of the model, or None, and that of windowed layers, or None if they have no
-    frequencies of their own. The keywords are a model's `rotary_percent`, `rotary_base`,
-    `seq_len_interpolation_factor`, `rope_scaling` and `rope_scaling_factor`; latent attention takes everything from the
-    config instead."""
+    """Returns the rotary embedding of the model, or None, and the separate one of windowed layers, or None if they have
+    the same frequencies. The keywords are a model's `rotary_percent`, `rotary_base`, `seq_len_interpolation_factor`,
+    `rope_scaling` and `rope_scaling_factor`; latent attention takes all settings from the config instead."""
     if isinstance(config, MLATransformerConfig) and config.multi_latent_attention:
         return latent_rotary_embedding(config), None
     if position_embedding_type != "rope":
@@ -206,8 +206,8 @@ def choose_rotary_embeddings(
 def latent_rotary_embedding(config: MLATransformerConfig) -> RotaryEmbedding:
     """Returns the rotary embedding of the `qk_pos_emb_head_dim` rotary channels of a head; with `rope_type` yarn for
     rows that are `rotary_scaling_factor` times as long as `original_max_position_embeddings`. Neighbouring pairs of
-    channels are rotated. (Published models first reorder a head, even channels before odd ones, and rotate halves. They
-    do so for queries and keys alike, so the products are the same.)"""
+    channels are rotated. (Published models put the even channels of a head before the odd ones and rotate halves. This
+    holds for queries and keys, so the products are equal.)"""
     scaling = None
     if config.rope_type == "yarn":
         factor = config.rotary_scaling_factor

@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class LanguageModule(MegatronModule):
-    """A language model, or the part of one on a pipeline stage."""
+    """A language model, or its part on one pipeline stage."""
 
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
         super().__init__(config)
@@ -33,7 +33,7 @@ class LanguageModule(MegatronModule):
     rotary_pos_emb: RotaryEmbedding | None
     """Rotary positions of the layers; None: the model has none. Every model sets it."""
     rotary_pos_emb_local: RotaryEmbedding | None
-    """Rotary positions of layers with a window, if they have frequencies of their own."""
+    """Rotary positions of layers with a window, if these have other frequencies."""
 
     def layer_inputs(
         self,
@@ -43,7 +43,7 @@ class LanguageModule(MegatronModule):
         attention_mask: Tensor | None = None,
         context: InferenceContext | None = None,
     ) -> LayerInputs:
-        """Returns what the layers read besides the hidden states."""
+        """Returns the inputs of the layers except the hidden states."""
         positions = position_ids(tokens, device)
         drops_any = self.training and drops(self.config)
         dropout = dropout_tokens(tokens, device, self.backend.keep_rows) if drops_any else None
@@ -70,11 +70,11 @@ class LanguageModule(MegatronModule):
         max_positions: int | None,
         rng_position: RngPosition | None = None,
     ) -> Tokens:
-        """Returns one record made of a forward's arguments; if `tokens` is None, from the shapes of `input_ids` [b, s]
-        or hidden states [s, b, h]. `rng_position` fills in `Tokens.random` where that is None.
+        """Returns one record that describes the tokens of a forward. If `tokens` is None, it is made from the shapes of
+        `input_ids` [b, s] or hidden states [s, b, h]. `rng_position` replaces `Tokens.random` if that is None.
 
-        Raises UserError for a number of tokens that the sequence parallel ranks cannot share evenly, and for positions
-        beyond `max_positions` as far as the host knows the positions.
+        Raises UserError if the number of tokens is not divisible by the number of sequence parallel ranks, and for
+        positions beyond `max_positions` if the host knows the positions.
         """
         if tokens is None:
             tokens = self._tokens_of(input_ids, hidden)
