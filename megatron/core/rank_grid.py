@@ -227,7 +227,9 @@ class RankGrid:
         number = self.optimizer_instances
         if number < 1 or replicas % number:
             works = " or ".join(map(str, nearest_divisors(replicas, number)))
-            raise UserError(f"{number} instances of the optimizer's state do not divide the {replicas} {what}; {works}")
+            raise UserError(
+                f"{number} instances of the optimizer's state do not divide the {replicas} {what}; use {works}"
+            )
 
     def _check_divides(self, product: int, what: str, sizes: tuple[int, ...]) -> None:
         if self.world_size % product == 0:
@@ -236,7 +238,7 @@ class RankGrid:
         works = f"{below} or {below + product}" if below else str(product)
         raise UserError(
             f"{what} = {' x '.join(map(str, sizes))} = {product} does not divide the {self.world_size} ranks; "
-            f"with these sizes {works} ranks would do, or sizes whose product is one of "
+            f"start {works} ranks, or use sizes whose product is one of "
             f"{', '.join(map(str, nearest_divisors(self.world_size, product)))}"
         )
 

@@ -69,7 +69,7 @@ def test_the_other_mapping_without_experts_takes_any_context_size() -> None:
 
 def test_sizes_that_do_not_fit_are_named_with_those_that_would() -> None:
     with pytest.raises(
-        UserError, match=r"4 x 1 x 2 = 8 does not divide the 12 ranks; .* 8 or 16 ranks .* one of 6, 12"
+        UserError, match=r"4 x 1 x 2 = 8 does not divide the 12 ranks; .* start 8 or 16 ranks .* one of 6, 12"
     ):
         RankGrid(12, tensor=4, pipeline=2)
     with pytest.raises(
@@ -117,9 +117,11 @@ def test_instances_of_the_optimizers_state() -> None:
     assert grid.named_group("intra_dp_cp", 10) == grid.named_group("intra_expt_dp", 10) == (8, 10, 12, 14)
     assert grid.named_group("inter_dist_opt", 10) == (2, 10)
     assert grid.named_groups("intra_dist_opt") == [tuple(range(8)), tuple(range(8, 16))]
-    with pytest.raises(UserError, match=r"3 instances .* do not divide the 8 data and context parallel ranks; 2 or 4"):
+    with pytest.raises(
+        UserError, match=r"3 instances .* do not divide the 8 data and context parallel ranks; use 2 or 4"
+    ):
         RankGrid(16, tensor=2, context=2, optimizer_instances=3)
-    with pytest.raises(UserError, match=r"4 instances .* do not divide the 2 data parallel ranks of an expert; 2"):
+    with pytest.raises(UserError, match=r"4 instances .* do not divide the 2 data parallel ranks of an expert; use 2"):
         RankGrid(16, tensor=2, expert=8, expert_tensor=1, optimizer_instances=4)
 
 

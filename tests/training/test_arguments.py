@@ -62,7 +62,7 @@ def _is_a_reason(problem: str) -> bool:
             "is missing: ",  # commands that take their model from a checkpoint, or have no flags at all
             "spreads experts over ranks: it needs --num-experts",  # likewise
             "--tokenizer-model: a value is missing",  # the variable was not set
-            "--num-layers 12 do not divide by 8 pipeline stages",  # its variables have it so where nobody sets them
+            "--num-layers 12 is not divisible by 8 pipeline stages",  # its variables have it so where nobody sets them
         )
     )
 
@@ -222,7 +222,7 @@ def test_mistakes_end_a_script_with_2(command_line, capsys: pytest.CaptureFixtur
     command_line(SMALL + " --global-batch-size 5")
     with pytest.raises(SystemExit):
         validate_args(parse_args())
-    assert "does not divide" in capsys.readouterr().err
+    assert "is not divisible" in capsys.readouterr().err
 
 
 def test_unknown_flags_can_be_ignored(command_line) -> None:  # type: ignore[no-untyped-def]

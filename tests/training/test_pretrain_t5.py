@@ -178,7 +178,7 @@ def test_the_layout_auto_weighs_both_stacks() -> None:
         (
             "--tensor-model-parallel-size 2 --sequence-parallel --decoder-seq-length 15",
             2,
-            "--sequence-parallel: --decoder-seq-length 15 does not divide by --tensor-model-parallel-size 2; 14 or 16",
+            "--sequence-parallel: --decoder-seq-length 15 is not divisible by --tensor-model-parallel-size 2; use 14",
         ),
         (
             "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",

@@ -73,7 +73,7 @@ class ContextAttention:
         if heads % self.a2a_size:
             raise UserError(
                 f"cp_comm_type {comm_type.value} shares the {heads} heads of a tensor parallel rank among "
-                f"{self.a2a_size} context parallel ranks, which do not divide them; p2p and all_gather work"
+                f"{self.a2a_size} context parallel ranks, which do not divide them; use p2p or all_gather"
             )
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, situation: Situation) -> Tensor:

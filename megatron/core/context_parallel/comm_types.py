@@ -61,7 +61,7 @@ def comm_type_problems(config: Any) -> Iterator[str]:
         near = min(halves, key=lambda factor: abs(factor * factor - size))
         yield (
             "{cp_comm_type:name} a2a+p2p needs two {hierarchical_context_parallel_sizes:name}, of a2a and of p2p; "
-            f"{near} {size // near} works"
+            f"use {near} {size // near}"
         )
     yield from _head_problems(config, kinds)
 
@@ -77,6 +77,6 @@ def _head_problems(config: Any, kinds: set[CommType]) -> Iterator[str]:
             near = max(factor for factor in divisors(math.gcd(heads, size)) if factor < sharing)
             yield (
                 f"{{cp_comm_type:name}} {kind.value} shares the {heads} heads of a tensor parallel rank among "
-                f"{sharing} context parallel ranks, which do not divide them; {near} would, or "
+                f"{sharing} context parallel ranks, which do not divide them; use {near}, or "
                 "{cp_comm_type:name} p2p"
             )

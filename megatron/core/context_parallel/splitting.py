@@ -32,7 +32,7 @@ def chunk_length(row_length: int, ranks: int) -> int:
         works = " or ".join(str(length) for length in (below, below + chunks) if length)
         raise UserError(
             f"rows of {row_length} tokens (seq_length) do not divide into the 2 x {ranks} chunks of "
-            f"context_parallel_size {ranks}; {works} would"
+            f"context_parallel_size {ranks}; use {works}"
         )
     return row_length // chunks
 

@@ -52,8 +52,9 @@ def encoder_decoder_problems(config: Any) -> Iterator[str]:
             below = layers // stages * stages
             near = f"{below} or {below + stages}" if below else f"{stages}"
             yield (
-                f"{layers} layers of the {stack} do not divide by its {stages} pipeline stages; {near} layers do, and "
-                "{pipeline_model_parallel_split_rank:name} or {pipeline_model_parallel_layout:name} cut otherwise"
+                f"{layers} layers of the {stack} are not divisible by its {stages} pipeline stages; use {near} layers, "
+                "or cut them otherwise with {pipeline_model_parallel_split_rank:name} or "
+                "{pipeline_model_parallel_layout:name}"
             )
 
 

@@ -175,8 +175,8 @@ def message_format_of(
     for name, length in lengths.items():
         if length % parts:
             raise UserError(
-                f"{name} {length} does not divide by {parts}, the context and sequence parallel ranks; "
-                f"{length // parts * parts or parts} does"
+                f"{name} {length} is not divisible by {parts}, the context and sequence parallel ranks; "
+                f"use {length // parts * parts or parts}"
             )
     first, last = (lengths[name] // parts for name in ("seq_length", next(reversed(lengths))))
     shape = (last, micro_batch_size, config.hidden_size)

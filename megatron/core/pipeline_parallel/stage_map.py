@@ -137,8 +137,8 @@ def _schedule_problems(config: Any) -> Iterator[str]:
     group, ranks = config.microbatch_group_size_per_vp_stage, config.pipeline_model_parallel_size
     if chunks > 1 and group is not None and group < ranks:
         yield (
-            f"{{microbatch_group_size_per_vp_stage}} is less than {{pipeline_model_parallel_size}}: a group would "
-            f"be through before its first is back; {ranks} or more works"
+            f"{{microbatch_group_size_per_vp_stage}} is less than {{pipeline_model_parallel_size}}: a group "
+            f"would be through before its first micro-batch is back; use {ranks} or more"
         )
     if schedule == "interleaved" and chunks == 1 and config.pipeline_model_parallel_layout in (None, AUTO):
         yield "{pipeline_schedule} needs {virtual_pipeline_model_parallel_size:name} of 2 or more chunks a rank"
@@ -191,7 +191,7 @@ def _layout_problems(config: Any) -> Iterator[str]:
     if len(stages) % size:
         below = len(stages) // size * size
         near = f"{below} or {below + size}" if below else f"{size}"
-        yield f"{complaint} has {len(stages)} stages for {{pipeline_model_parallel_size}}; {near} stages would do"
+        yield f"{complaint} has {len(stages)} stages for {{pipeline_model_parallel_size}}; give {near} stages"
     elif (v_shaped or chunks > 1) and len(stages) != expected:
         yield f"{complaint} has {len(stages)} stages, {size} ranks of {expected // size} chunks have {expected}"
     if letters.count("E") != 1 or not letters.startswith("E"):
@@ -212,8 +212,8 @@ def _prediction_problems(config: Any, stages: list[str]) -> Iterator[str]:
         yield f"{complaint} must have its multi-token prediction layers (m) in one stage, after the last t"
 
 
-_ELSE = "{num_layers_in_first_pipeline_stage:name}, {num_layers_in_last_pipeline_stage:name} or "
-_ELSE += "{pipeline_model_parallel_layout:name} cut unevenly"
+_UNEVEN_CUTS = "{num_layers_in_first_pipeline_stage:name}, {num_layers_in_last_pipeline_stage:name} or "
+_UNEVEN_CUTS += "{pipeline_model_parallel_layout:name}"
 
 
 def _even_problems(config: Any) -> Iterator[str]:
@@ -225,7 +225,10 @@ def _even_problems(config: Any) -> Iterator[str]:
         beside = {0: "", 1: ", with what is counted as a layer,", 2: ", with the two that are counted as layers,"}[
             extra
         ]
-        yield f"{{num_layers}}{beside} do not divide by {stages} pipeline stages; {near} layers do, and {_ELSE}"
+        yield (
+            f"{{num_layers}}{beside} is not divisible by {stages} pipeline stages; use {near} layers, or cut them "
+            f"unevenly with {_UNEVEN_CUTS}"
+        )
 
 
 def _uneven_problems(config: Any) -> Iterator[str]:
@@ -250,7 +253,7 @@ def _uneven_problems(config: Any) -> Iterator[str]:
         count = getattr(config, name)
         if count < 0 or count % pipeline.chunks:
             near = max(0, round(count / pipeline.chunks)) * pipeline.chunks
-            yield f"{{{name}}} does not divide by the {pipeline.chunks} chunks of a rank; {near} does"
+            yield f"{{{name}}} is not divisible by the {pipeline.chunks} chunks of a rank; use {near}"
     rest = config.num_layers - sum(getattr(config, name) for name in given)
     named = " and ".join(f"{{{name}}}" for name in given)
     each = middle * pipeline.chunks
@@ -258,6 +261,6 @@ def _uneven_problems(config: Any) -> Iterator[str]:
         yield f"{named} do not fit {{num_layers}}: {-rest if rest < 0 else rest} too {'many' if rest < 0 else 'few'}"
     elif middle and rest % each:
         yield (
-            f"{named} leave {rest} of {{num_layers}} to {middle} ranks of {pipeline.chunks} chunks, which does not "
-            f"come out even; {rest // each * each} or {rest // each * each + each} would"
+            f"{named} leave {rest} of {{num_layers}} to {middle} ranks of {pipeline.chunks} chunks, which is not "
+            f"divisible by {each}; leave {rest // each * each} or {rest // each * each + each}"
         )

@@ -164,7 +164,7 @@ def _own_part(tensor: Tensor, dim: int, group: Group, sizes: Sequence[int] | Non
     if sizes is not None:
         return tensor.split(list(sizes), dim)[group_rank(group)].contiguous()
     if extent % ranks:
-        raise UserError(f"a dimension of {extent} (shape {tuple(tensor.shape)}) does not divide by {ranks} ranks")
+        raise UserError(f"a dimension of {extent} (shape {tuple(tensor.shape)}) is not divisible by {ranks} ranks")
     return tensor.narrow(dim, extent // ranks * group_rank(group), extent // ranks).contiguous()
 
 
@@ -183,7 +183,7 @@ def _gather_first(tensor: Tensor, group: Group, sizes: Sequence[int] | None) -> 
 def _reduce_scatter_first(tensor: Tensor, group: Group, sizes: Sequence[int] | None) -> Tensor:
     if sizes is None:
         if tensor.shape[0] % group_size(group):
-            raise UserError(f"{tensor.shape[0]} rows do not divide by {group_size(group)} ranks")
+            raise UserError(f"{tensor.shape[0]} rows are not divisible by {group_size(group)} ranks")
         return reduce_scatter_rows(tensor, group)
     parts = torch.cat([_lengthened(part, max(sizes)) for part in tensor.split(list(sizes))])
     return reduce_scatter_rows(parts, group)[: sizes[group_rank(group)]]

@@ -61,7 +61,7 @@ def part_size(whole: int, group: Group, what: str) -> int:
     if whole % size:
         below = whole - whole % size
         works = f"{below} or {below + size}" if below else str(size)
-        raise UserError(f"{what}: {whole} does not divide by {size} tensor parallel ranks; {works} does")
+        raise UserError(f"{what}: {whole} is not divisible by {size} tensor parallel ranks; use {works}")
     return whole // size
 
 

@@ -14,7 +14,7 @@ from megatron.core.process_groups_config import default_collection
 def divide(numerator: int, denominator: int) -> int:
     """Returns the quotient. Raises UserError if there is a remainder."""
     if numerator % denominator:
-        raise UserError(f"{numerator} does not divide by {denominator}")
+        raise UserError(f"{numerator} is not divisible by {denominator}")
     return numerator // denominator
 
 

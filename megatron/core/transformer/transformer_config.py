@@ -173,12 +173,12 @@ def _split_problems(config: Any) -> Iterator[str]:
     near = [size for size in fitting if size < tensor][-1:] + [size for size in fitting if size > tensor][:1]
     works = " or ".join(map(str, near))
     if heads % tensor:
-        yield f"{{tensor_model_parallel_size}} does not divide {{num_attention_heads}}; {works} works"
+        yield f"{{tensor_model_parallel_size}} does not divide {{num_attention_heads}}; use {works}"
     elif width % tensor:
         what = "{ffn_hidden_size}" if config.ffn_hidden_size else f"the {width} channels of the MLP"
-        yield f"{{tensor_model_parallel_size}} does not divide {what}; {works} works"
+        yield f"{{tensor_model_parallel_size}} does not divide {what}; use {works}"
     else:
-        yield f"{{tensor_model_parallel_size}} and {{num_query_groups}}: neither divides the other; {works} works"
+        yield f"{{tensor_model_parallel_size}} and {{num_query_groups}}: neither divides the other; use {works}"
 
 
 @dataclass(kw_only=True)

@@ -87,8 +87,8 @@ def _decoder_length(s: Settings) -> Iterator[str]:
         near = f"{length // tensor * tensor} or " if length >= tensor else ""
         near += str((length // tensor + 1) * tensor)
         yield (
-            "{sequence_parallel}: {decoder_seq_length} does not divide by {tensor_model_parallel_size}; "
-            f"{near} does"
+            "{sequence_parallel}: {decoder_seq_length} is not divisible by {tensor_model_parallel_size}; "
+            f"use {near}"
         )
     learned = s.position_embedding_type == "learned_absolute"
     if learned and s.max_position_embeddings is not None and length > s.max_position_embeddings:

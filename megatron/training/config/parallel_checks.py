@@ -20,16 +20,16 @@ def ranks(s: Settings) -> Iterator[str]:
     below = s.world_size // size * size
     worlds = f"{below} or {below + size}" if below else f"{size}"
     products = " or ".join(map(str, nearest_divisors(s.world_size, size)))
-    start = "" if s.launch_environment.world_size_is_given else f" (start it with torchrun --nproc_per_node {size})"
+    start = "" if s.launch_environment.world_size_is_given else f" (torchrun --nproc_per_node {size})"
     yield (
-        f"{_ranks_text(s)} not divide by {size}, which is {{tensor_model_parallel_size}} x "
-        f"{{pipeline_model_parallel_size}} x {{context_parallel_size}}; {worlds} ranks would{start}, as would sizes "
+        f"{_ranks_text(s)} not divisible by {size}, which is {{tensor_model_parallel_size}} x "
+        f"{{pipeline_model_parallel_size}} x {{context_parallel_size}}; start {worlds} ranks{start}, or give sizes "
         f"whose product is {products}"
     )
 
 
 def _ranks_text(s: Settings) -> str:
-    return "1 rank (WORLD_SIZE) does" if s.world_size == 1 else f"{s.world_size} ranks (WORLD_SIZE) do"
+    return "1 rank (WORLD_SIZE) is" if s.world_size == 1 else f"{s.world_size} ranks (WORLD_SIZE) are"
 
 
 def ranks_of_experts(s: Settings) -> Iterator[str]:
@@ -46,12 +46,12 @@ def ranks_of_experts(s: Settings) -> Iterator[str]:
             name = f"{{expert_tensor_parallel_size:name}} {tensor} (as {{tensor_model_parallel_size:name}})"
             without = size // tensor if tensor > 1 else size
             if s.world_size % without == 0 and without < size:
-                more = ", as would {expert_tensor_parallel_size:name} 1"
+                more = ", or {expert_tensor_parallel_size:name} 1"
         products = " or ".join(map(str, nearest_divisors(s.world_size, size)))
         yield (
-            f"{_ranks_text(s)} not divide by {size}, which is {name} x "
-            f"{{expert_model_parallel_size}} x {{pipeline_model_parallel_size}}; sizes whose product is {products} "
-            f"would{more}"
+            f"{_ranks_text(s)} not divisible by {size}, which is {name} x "
+            f"{{expert_model_parallel_size}} x {{pipeline_model_parallel_size}}; give sizes whose product is {products}"
+            f"{more}"
         )
     if tensor > 1 and not s.sequence_parallel and not s.skip_train:
         yield (
@@ -69,15 +69,15 @@ def sequence_length(s: Settings) -> Iterator[str]:
     chunks = 2 * context if context > 1 else 1
     if length % chunks:
         yield (
-            f"{{seq_length}} does not divide by {chunks}, two chunks for each rank of {{context_parallel_size}}; "
-            f"{_multiples_near(length, chunks)} does"
+            f"{{seq_length}} is not divisible by {chunks}, two chunks for each rank of {{context_parallel_size}}; "
+            f"use {_multiples_near(length, chunks)}"
         )
     elif s.sequence_parallel and length // context % tensor:
         share = f", of which a context parallel rank has {length // context}," if context > 1 else ""
         near = _multiples_near(length, math.lcm(chunks, context * tensor))
         yield (
-            f"{{sequence_parallel}}: {{seq_length}}{share} does not divide by {{tensor_model_parallel_size}}; "
-            f"{near} does"
+            f"{{sequence_parallel}}: {{seq_length}}{share} is not divisible by {{tensor_model_parallel_size}}; "
+            f"use {near}"
         )
 
 
@@ -100,7 +100,7 @@ def virtual_stages(s: Settings) -> Iterator[str]:
         near = " or ".join(map(str, nearest_divisors(counted // stages, each)))
         yield (
             f"{{num_layers_per_virtual_pipeline_stage}} does not divide the {counted // stages} layers of each of the "
-            f"{stages} pipeline stages; {near} does"
+            f"{stages} pipeline stages; use {near}"
         )
 
 
@@ -130,7 +130,7 @@ def _instances(s: Settings) -> Iterator[str]:
     for what, count in replicas.items():
         if count > 0 and count % instances:
             near = " or ".join(map(str, nearest_divisors(count, instances)))
-            yield f"{{num_distributed_optimizer_instances}} does not divide the {count} {what}; {near} does"
+            yield f"{{num_distributed_optimizer_instances}} does not divide the {count} {what}; use {near}"
 
 
 def _multiples_near(number: int, of: int) -> str:

@@ -27,8 +27,8 @@ def global_batch(s: Settings) -> Iterator[str]:
         if size % step:
             works = " or ".join(str(near) for near in (size - size % step, size - size % step + step) if near > 0)
             yield (
-                f"{name} does not divide by {{micro_batch_size}} x {s.data_parallel_size} data parallel ranks; "
-                f"{works} does"
+                f"{name} is not divisible by {{micro_batch_size}} x {s.data_parallel_size} data parallel ranks; "
+                f"use {works}"
             )
             return
 
@@ -44,8 +44,8 @@ def evaluation_batch(s: Settings) -> Iterator[str]:
     step = micro * s.data_parallel_size
     works = " or ".join(str(near) for near in (total - total % step, total - total % step + step) if near > 0)
     yield (
-        f"{{{names[0]}global_batch_size}} of an evaluation does not divide by {{{names[1]}micro_batch_size}} x "
-        f"{s.data_parallel_size} data parallel ranks; {works} does"
+        f"{{{names[0]}global_batch_size}} of an evaluation is not divisible by {{{names[1]}micro_batch_size}} x "
+        f"{s.data_parallel_size} data parallel ranks; use {works}"
     )
 
 

@@ -39,9 +39,9 @@ def test_by_layer(words: Any, expected: list[str]) -> None:
     [
         ({"cp_comm_type": "ring"}, "cp_comm_type.* ring: choose among p2p, all_gather, a2a, a2a.p2p"),
         ({"cp_comm_type": ["p2p", "a2a"]}, "2 words; 1 or 4"),
-        ({"cp_comm_type": "a2a+p2p"}, "needs two .*hierarchical_context_parallel_sizes.*; 2 2 works"),
+        ({"cp_comm_type": "a2a+p2p"}, "needs two .*hierarchical_context_parallel_sizes.*; use 2 2"),
         ({"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": [2, 3]}, "multiply to 6"),
-        ({"cp_comm_type": "a2a"}, "a2a shares the 6 heads .* among 4 .*; 2 would"),
+        ({"cp_comm_type": "a2a"}, "a2a shares the 6 heads .* among 4 .*; use 2"),
         ({"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": [4, 1]}, r"a2a\+p2p shares the 6 heads"),
     ],
 )

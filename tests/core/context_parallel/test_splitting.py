@@ -27,7 +27,7 @@ def test_parts_are_a_row(size: int) -> None:
 
 
 def test_rows_that_do_not_divide() -> None:
-    with pytest.raises(UserError, match=r"rows of 10 tokens \(seq_length\) .* context_parallel_size 2; 8 or 12 would"):
+    with pytest.raises(UserError, match=r"rows of 10 tokens \(seq_length\) .* context_parallel_size 2; use 8 or 12"):
         cut_rows(torch.zeros(2, 10), SequencePart(0, 2), 1)
 
 

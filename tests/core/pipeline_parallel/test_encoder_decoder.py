@@ -103,7 +103,7 @@ def test_both_lengths_are_needed_and_divide() -> None:
     assert (format_of(made, 8, 6).shape, format_of(made, 8, 6).encoder_length) == ((3, 2, 8), 4)
     with pytest.raises(UserError, match="needs decoder_seq_length"):
         format_of(made, 8, None)
-    with pytest.raises(UserError, match="decoder_seq_length 5 does not divide by 2"):
+    with pytest.raises(UserError, match="decoder_seq_length 5 is not divisible by 2"):
         format_of(made, 8, 5)
     plain = TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2, pipeline_model_parallel_size=2)
     with pytest.raises(UserError, match="one stack"):
@@ -118,8 +118,8 @@ def test_both_lengths_are_needed_and_divide() -> None:
         (2, {"num_layers_in_first_pipeline_stage": 1}, "num_layers_in_first_pipeline_stage 1"),
         (2, {"account_for_loss_in_pipeline_split": True}, "account_for_loss_in_pipeline_split"),
         (4, {"pipeline_model_parallel_split_rank": 4}, "must be from 1 to 3"),
-        (4, {"pipeline_model_parallel_split_rank": 1}, "4 layers of the decoder do not divide by its 3"),
-        (5, {}, "layers of the decoder do not divide"),
+        (4, {"pipeline_model_parallel_split_rank": 1}, "4 layers of the decoder are not divisible by its 3"),
+        (5, {}, "layers of the decoder are not divisible"),
         (2, {"pipeline_model_parallel_layout": "Etttt|ttttL"}, "each begin a stage with E"),
         (2, {"pipeline_model_parallel_layout": "Ettt|EtttttL"}, "3 layers of the encoder, which has 4"),
         (2, {"pipeline_model_parallel_layout": "Etttt|Ett|ttL"}, "has 3 stages"),

@@ -131,7 +131,7 @@ def test_the_format_follows_from_the_config() -> None:
     assert plain == MessageFormat((4, 3, 6), torch.bfloat16, CPU)
     split = message_format_of(config(sequence_parallel=True, variable_seq_lengths=True), groups, CPU, 8, 3)
     assert split == MessageFormat((2, 3, 6), torch.bfloat16, CPU, shape_is_sent=True)
-    with pytest.raises(UserError, match=r"seq_length 6 does not divide by 4, .*; 4 does"):
+    with pytest.raises(UserError, match=r"seq_length 6 is not divisible by 4, .*; use 4"):
         message_format_of(config(sequence_parallel=True), groups, CPU, 6, 3)
     with pytest.raises(UserError, match="needs seq_length and micro_batch_size"):
         message_format_of(config(), groups, CPU, None, 3)

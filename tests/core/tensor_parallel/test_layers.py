@@ -96,9 +96,9 @@ def test_boxes_follow_the_group() -> None:
 
 def test_sizes_that_do_not_divide_are_named_with_those_that_do() -> None:
     init = {"config": CONFIG, "init_method": nn.init.normal_, "tp_group": place(0, 4)}
-    with pytest.raises(UserError, match=r"10 does not divide by 4 tensor parallel ranks; 8 or 12 does"):
+    with pytest.raises(UserError, match=r"10 is not divisible by 4 tensor parallel ranks; use 8 or 12"):
         tensor_parallel.ColumnParallelLinear(6, 10, **init)
-    with pytest.raises(UserError, match=r"input_size.*: 3 does not divide by 4 tensor parallel ranks; 4 does"):
+    with pytest.raises(UserError, match=r"input_size.*: 3 is not divisible by 4 tensor parallel ranks; use 4"):
         tensor_parallel.RowParallelLinear(3, 8, bias=True, input_is_parallel=True, skip_bias_add=False, **init)
 
 

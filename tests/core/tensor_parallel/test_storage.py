@@ -19,10 +19,10 @@ def test_boxes_tile_the_tensor_along_one_dimension() -> None:
     assert with_columns(Box((2,), (3,)), 7) == Box((2, 0), (3, 7))
 
 
-@pytest.mark.parametrize(("whole", "works"), [(7, "6 or 9 does"), (2, "; 3 does")])
+@pytest.mark.parametrize(("whole", "works"), [(7, "use 6 or 9"), (2, "; use 3")])
 def test_a_size_that_does_not_divide_is_refused_with_what_does(whole: int, works: str) -> None:
     assert part_size(6, SECOND_OF_THREE, "heads") == 2
-    with pytest.raises(UserError, match=f"heads: {whole} does not divide by 3 tensor parallel ranks.*{works}"):
+    with pytest.raises(UserError, match=f"heads: {whole} is not divisible by 3 tensor parallel ranks.*{works}"):
         part_size(whole, SECOND_OF_THREE, "heads")
 
 

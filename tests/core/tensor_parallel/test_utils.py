@@ -14,7 +14,7 @@ def test_cutting() -> None:
     left, right = tp.split_tensor_along_last_dim(X, 2)
     assert torch.equal(torch.cat([left, right], -1), X) and left.data_ptr() == X.data_ptr()
     assert all(part.is_contiguous() for part in tp.split_tensor_along_last_dim(X, 2, contiguous_split_chunks=True))
-    with pytest.raises(UserError, match="4 does not divide by 3"):
+    with pytest.raises(UserError, match="4 is not divisible by 3"):
         tp.split_tensor_along_last_dim(X, 3)
     assert torch.equal(tp.gather_split_1d_tensor(tp.split_tensor_into_1d_equal_chunks(X)), X.view(-1))
     assert tp.VocabUtility.vocab_range_from_global_vocab_size(128, 1, 4) == (32, 64)

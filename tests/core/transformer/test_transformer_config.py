@@ -181,15 +181,15 @@ def test_a_config_can_be_extended_by_a_user() -> None:
         ({"seed": 0}, "seed 0 must be larger than 0"),
         (
             {"tensor_model_parallel_size": 8},
-            "tensor_model_parallel_size 8 does not divide num_attention_heads 4; 4 works",
+            "tensor_model_parallel_size 8 does not divide num_attention_heads 4; use 4",
         ),
         (
             {"tensor_model_parallel_size": 4, "num_attention_heads": 12, "num_query_groups": 6, "hidden_size": 48},
-            "tensor_model_parallel_size 4 and num_query_groups 6: neither divides the other; 3 or 6 works",
+            "tensor_model_parallel_size 4 and num_query_groups 6: neither divides the other; use 3 or 6",
         ),
         (
             {"tensor_model_parallel_size": 4, "ffn_hidden_size": 90},
-            "tensor_model_parallel_size 4 does not divide ffn_hidden_size 90; 2 works",
+            "tensor_model_parallel_size 4 does not divide ffn_hidden_size 90; use 2",
         ),
     ],
 )

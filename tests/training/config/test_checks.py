@@ -37,7 +37,7 @@ RULES = [
     ("--micro-batch-size 0", "--micro-batch-size 0 must be at least 1"),
     ("--tensor-model-parallel-size 0", "--tensor-model-parallel-size 0 must be at least 1"),
     # the model
-    ("--hidden-size 66", "--hidden-size 66 does not divide by --num-attention-heads 4; 64 or 68 works, or set"),
+    ("--hidden-size 66", "--hidden-size 66 is not divisible by --num-attention-heads 4; use 64 or 68, or set"),
     ("--group-query-attention --num-query-groups 3", "--num-query-groups 3 does not divide --num-attention-heads 4"),
     ("--max-position-embeddings 100", "--seq-length 128 is longer than --max-position-embeddings 100"),
     ("--position-embedding-type rope --rotary-percent 1.5", "--rotary-percent 1.5 must be larger than 0 and at most 1"),
@@ -58,7 +58,7 @@ RULES = [
     ("--hidden-dropout 1", "--hidden-dropout 1.0 must be at least 0 and less than 1"),
     ("--seed 0", "--seed 0 must be larger than 0"),
     ("--expert-model-parallel-size 8", "--expert-model-parallel-size 8 spreads experts over ranks: it needs"),
-    ("--num-experts 8 --expert-model-parallel-size 2", "1 rank (WORLD_SIZE) does not divide by 2, which is"),
+    ("--num-experts 8 --expert-model-parallel-size 2", "1 rank (WORLD_SIZE) is not divisible by 2, which is"),
     (
         "--num-experts 8 --tensor-model-parallel-size 2",
         "--num-experts 8 with --tensor-model-parallel-size 2: training needs --sequence-parallel",
@@ -227,13 +227,13 @@ def test_batch_sizes_that_change_and_those_of_evaluation() -> None:
         return []
 
     assert problems("0:2 1K:4") == problems("", "--eval-micro-batch-size 1 --eval-global-batch-size 3") == []
-    assert problems("0:3 1K:4")[0].startswith("the batch size 3 of --step-batch-size-schedule does not divide by")
+    assert problems("0:3 1K:4")[0].startswith("the batch size 3 of --step-batch-size-schedule is not divisible by")
     assert problems("0:2 1K:4", "--global-batch-size 8")[0].startswith("--global-batch-size 8 is not the last size of")
     assert problems("0:2 1K", "")[0] == "--step-batch-size-schedule 0:2 1K: 1K: expected TOKENS:SIZE, such as 200B:768"
     assert "both set the batch size" in problems("0:2 1K:4", "--rampup-batch-size 2 2 8")[0]
     assert problems("", "--eval-global-batch-size 6", 2)[0] == (
-        "--eval-global-batch-size 6 of an evaluation does not divide by --micro-batch-size 2 x 2 data parallel ranks; "
-        "4 or 8 does"
+        "--eval-global-batch-size 6 of an evaluation is not divisible by --micro-batch-size 2 x 2 data parallel ranks; "
+        "use 4 or 8"
     )
     assert problems("", "--iterations-to-skip 0 3") == ["--iterations-to-skip 0 3: the first iteration is 1"]
     assert problems("", "--iterations-to-skip 0-3") == ["--iterations-to-skip 0-3: the first iteration is 1"]

@@ -11,60 +11,72 @@ from megatron.training.config.settings import LaunchEnvironment
 
 LAYOUTS = [
     # ranks
-    (6, "--tensor-model-parallel-size 4", "6 ranks (WORLD_SIZE) do not divide by 4, which is --tensor-model-parallel-"),
-    (6, "--tensor-model-parallel-size 4", "4 or 8 ranks would, as would sizes whose product is 3 or 6"),
-    (12, "--pipeline-model-parallel-size 2 --context-parallel-size 4", "do not divide by 8, which is --tensor-model-"),
+    (
+        6,
+        "--tensor-model-parallel-size 4",
+        "6 ranks (WORLD_SIZE) are not divisible by 4, which is --tensor-model-parallel-",
+    ),
+    (6, "--tensor-model-parallel-size 4", "start 4 or 8 ranks, or give sizes whose product is 3 or 6"),
+    (
+        12,
+        "--pipeline-model-parallel-size 2 --context-parallel-size 4",
+        "are not divisible by 8, which is --tensor-model-",
+    ),
     # experts
     (
         2,
         "--tensor-model-parallel-size 2 --sequence-parallel --num-experts 4 --expert-model-parallel-size 2",
-        "2 ranks (WORLD_SIZE) do not divide by 4, which is --expert-tensor-parallel-size 2 (as "
-        "--tensor-model-parallel-size) x --expert-model-parallel-size 2 x --pipeline-model-parallel-size 1; sizes "
-        "whose product is 2 would, as would --expert-tensor-parallel-size 1",
+        "2 ranks (WORLD_SIZE) are not divisible by 4, which is --expert-tensor-parallel-size 2 (as "
+        "--tensor-model-parallel-size) x --expert-model-parallel-size 2 x --pipeline-model-parallel-size 1; give "
+        "sizes whose product is 2, or --expert-tensor-parallel-size 1",
     ),
     (
         3,
         "--num-experts 4 --expert-model-parallel-size 2 --expert-tensor-parallel-size 1",
         "which is --expert-tensor-parallel-size 1 x --expert-model-parallel-size 2 x --pipeline-model-parallel-size 1; "
-        "sizes whose product is 1 or 3 would",
+        "give sizes whose product is 1 or 3",
     ),
     # the model
-    (8, "--tensor-model-parallel-size 8", "--tensor-model-parallel-size 8 does not divide --num-attention-heads 4; 4 "),
+    (
+        8,
+        "--tensor-model-parallel-size 8",
+        "--tensor-model-parallel-size 8 does not divide --num-attention-heads 4; use 4",
+    ),
     (
         4,
         "--tensor-model-parallel-size 4 --ffn-hidden-size 90",
-        "--tensor-model-parallel-size 4 does not divide --ffn-hidden-size 90; 2 works",
+        "--tensor-model-parallel-size 4 does not divide --ffn-hidden-size 90; use 2",
     ),
     (
         4,
         "--tensor-model-parallel-size 4 --num-attention-heads 12 --hidden-size 48 --group-query-attention "
         "--num-query-groups 6",
-        "--tensor-model-parallel-size 4 and --num-query-groups 6: neither divides the other; 3 or 6 works",
+        "--tensor-model-parallel-size 4 and --num-query-groups 6: neither divides the other; use 3 or 6",
     ),
     # the sequence
     (
         4,
         "--context-parallel-size 4 --seq-length 100",
-        "--seq-length 100 does not divide by 8, two chunks for each rank of --context-parallel-size 4; 96 or 104 does",
+        "--seq-length 100 is not divisible by 8, two chunks for each rank of --context-parallel-size 4; use 96 or 104",
     ),
     (
         4,
         "--tensor-model-parallel-size 4 --sequence-parallel --seq-length 126",
-        "--sequence-parallel: --seq-length 126 does not divide by --tensor-model-parallel-size 4; 124 or 128 does",
+        "--sequence-parallel: --seq-length 126 is not divisible by --tensor-model-parallel-size 4; use 124 or 128",
     ),
     (
         8,
         "--tensor-model-parallel-size 4 --context-parallel-size 2 --sequence-parallel --seq-length 4 "
         "--micro-batch-size 1",
-        "--sequence-parallel: --seq-length 4, of which a context parallel rank has 2, does not divide by "
-        "--tensor-model-parallel-size 4; 8 does",
+        "--sequence-parallel: --seq-length 4, of which a context parallel rank has 2, is not divisible by "
+        "--tensor-model-parallel-size 4; use 8",
     ),
     # virtual stages
     (
         2,
         "--pipeline-model-parallel-size 2 --num-layers 12 --num-layers-per-virtual-pipeline-stage 4",
-        "--num-layers-per-virtual-pipeline-stage 4 does not divide the 6 layers of each of the 2 pipeline stages; 3 or "
-        "6 does",
+        "--num-layers-per-virtual-pipeline-stage 4 does not divide the 6 layers of each of the 2 pipeline stages; "
+        "use 3 or 6",
     ),
     (
         2,
@@ -86,7 +98,7 @@ LAYOUTS = [
     (
         2,
         "--pipeline-model-parallel-size 2 --num-layers 5",
-        "--num-layers 5 do not divide by 2 pipeline stages; 4 or ",
+        "--num-layers 5 is not divisible by 2 pipeline stages; use 4 or ",
     ),
     (
         2,
@@ -103,7 +115,7 @@ LAYOUTS = [
     (
         4,
         "--context-parallel-size 4 --cp-comm-type a2a+p2p",
-        "--cp-comm-type a2a+p2p needs two --hierarchical-context-parallel-sizes, of a2a and of p2p; 2 2 works",
+        "--cp-comm-type a2a+p2p needs two --hierarchical-context-parallel-sizes, of a2a and of p2p; use 2 2",
     ),
     (
         4,
@@ -114,13 +126,13 @@ LAYOUTS = [
     (
         6,
         "--use-distributed-optimizer --num-distributed-optimizer-instances 4",
-        "--num-distributed-optimizer-instances 4 does not divide the 6 data and context parallel ranks; 3 or 6 does",
+        "--num-distributed-optimizer-instances 4 does not divide the 6 data and context parallel ranks; use 3 or 6",
     ),
     (
         4,
         "--use-distributed-optimizer --num-distributed-optimizer-instances 2 --num-experts 4 "
         "--expert-model-parallel-size 4",
-        "--num-distributed-optimizer-instances 2 does not divide the 1 data parallel ranks of an expert; 1 does",
+        "--num-distributed-optimizer-instances 2 does not divide the 1 data parallel ranks of an expert; use 1",
     ),
     (
         2,
@@ -162,7 +174,7 @@ def test_a_world_of_one_is_told_how_to_start_more() -> None:
     words = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2", "--num-layers", "2"]
     with pytest.raises(ConfigurationError) as caught:
         configure(words, launch_environment=LaunchEnvironment(1, False, world_size_is_given=False))
-    assert any("start it with torchrun --nproc_per_node 4" in problem for problem in caught.value.problems)
+    assert any("start 4 ranks (torchrun --nproc_per_node 4), or" in problem for problem in caught.value.problems)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from support.command_lines import problems_of, without
 RULES = [
     (
         "--global-batch-size 5",
-        "--global-batch-size 5 does not divide by --micro-batch-size 2 x 1 data parallel ranks; 4 or 6",
+        "--global-batch-size 5 is not divisible by --micro-batch-size 2 x 1 data parallel ranks; use 4 or 6",
     ),
     ("--train-iters 5 --train-samples 5", "--train-iters 5 and --train-samples 5 say how long to train in two ways"),
     ("--min-lr 1", "--min-lr 1.0 is larger than --lr 0.001"),
@@ -56,7 +56,7 @@ def test_a_rule_names_flags_values_and_what_works(flags: str, message: str) -> N
         ("--rampup-batch-size 16 4 100 --global-batch-size 16", "begins at or above --global-batch-size 16"),
         (
             "--rampup-batch-size 3 1 100 --global-batch-size 16",
-            "the batch size 3 of --rampup-batch-size does not divide",
+            "the batch size 3 of --rampup-batch-size is not divisible",
         ),
         (
             "--train-samples 3 --global-batch-size 16",

@@ -85,4 +85,4 @@ def test_the_program(flags: str, code: int) -> None:
     if code:
         lines = result.stderr.splitlines()
         assert lines[0].startswith("error: --tensor-model-parallel-size 3 does not divide --num-attention-heads 4")
-        assert lines[1].startswith("error: 8 ranks (WORLD_SIZE) do not divide by 3") and len(lines) == 2
+        assert lines[1].startswith("error: 8 ranks (WORLD_SIZE) are not divisible by 3") and len(lines) == 2

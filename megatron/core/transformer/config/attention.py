@@ -135,12 +135,10 @@ def _head_problems(config: Any) -> Iterator[str]:
     if config.kv_channels is None and config.hidden_size % heads and not config.multi_latent_attention:
         below = config.hidden_size - config.hidden_size % heads
         works = " or ".join(str(size) for size in (below, below + heads) if size > 0)
-        yield (
-            f"{{hidden_size}} does not divide by {{num_attention_heads}}; {works} works, or set {{kv_channels:name}}"
-        )
+        yield (f"{{hidden_size}} is not divisible by {{num_attention_heads}}; use {works}, or set {{kv_channels:name}}")
     if groups is not None and groups > 0 and heads % groups:
         nearest = min(divisors(heads), key=lambda divisor: abs(divisor - groups))
-        yield f"{{num_query_groups}} does not divide {{num_attention_heads}}; the nearest that does is {nearest}"
+        yield f"{{num_query_groups}} does not divide {{num_attention_heads}}; use {nearest}"
 
 
 def _query_key_problems(config: Any) -> Iterator[str]:

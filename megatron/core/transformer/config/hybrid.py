@@ -151,16 +151,16 @@ def _mamba_problems(config: Any) -> Iterator[str]:
         )
     elif heads % groups:
         nearest = min(divisors(heads), key=lambda divisor: abs(divisor - groups))
-        yield f"{{mamba_num_groups}} does not divide the {heads} heads of a Mamba-2 layer; {nearest} does"
+        yield f"{{mamba_num_groups}} does not divide the {heads} heads of a Mamba-2 layer; use {nearest}"
     elif tensor >= 1 and groups % tensor:
         nearest = max(size for size in divisors(groups) if size < tensor)
         yield (
             f"{{tensor_model_parallel_size}} does not divide {{mamba_num_groups}}, the groups of heads of a Mamba-2 "
-            f"layer; {nearest} does"
+            f"layer; use {nearest}"
         )
     elif tensor >= 1 and context >= 1 and groups // tensor % context:
         nearest = max(size for size in divisors(groups // tensor) if size < context)
         yield (
             f"{{context_parallel_size}} does not divide the {groups // tensor} groups of a Mamba-2 layer "
-            f"({{mamba_num_groups:name}}) on a tensor parallel rank; {nearest} does"
+            f"({{mamba_num_groups:name}}) on a tensor parallel rank; use {nearest}"
         )

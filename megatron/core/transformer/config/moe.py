@@ -176,7 +176,7 @@ def _shares(config: Any) -> Iterator[str]:
     experts, expert = config.num_moe_experts, config.expert_model_parallel_size
     if experts >= 1 and expert >= 1 and experts % expert:
         near = " or ".join(map(str, nearest_divisors(experts, expert)))
-        yield f"{{expert_model_parallel_size}} does not divide {{num_moe_experts}}; {near} does"
+        yield f"{{expert_model_parallel_size}} does not divide {{num_moe_experts}}; use {near}"
     dense = config.tensor_model_parallel_size
     tensor = config.expert_tensor_parallel_size or dense
     width = config.moe_ffn_hidden_size or config.ffn_hidden_size or 4 * (config.hidden_size or 0)
@@ -186,8 +186,8 @@ def _shares(config: Any) -> Iterator[str]:
             "{expert_tensor_parallel_size}" if config.expert_tensor_parallel_size else "{tensor_model_parallel_size}"
         )
         what = "{moe_ffn_hidden_size}" if config.moe_ffn_hidden_size else f"the {width} channels of an expert"
-        yield f"{ranks} does not divide {what}; {near} does"
+        yield f"{ranks} does not divide {what}; use {near}"
     shared = config.moe_shared_expert_intermediate_size
     if shared is not None and shared >= 1 and dense >= 1 and shared % dense:
         near = " or ".join(str(d) for d in divisors(shared) if d < dense) or "1"
-        yield f"{{tensor_model_parallel_size}} does not divide {{moe_shared_expert_intermediate_size}}; {near} does"
+        yield f"{{tensor_model_parallel_size}} does not divide {{moe_shared_expert_intermediate_size}}; use {near}"

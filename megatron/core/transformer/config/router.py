@@ -173,7 +173,7 @@ def _group_problems(config: Any, experts: int, k: int) -> Iterator[str]:
         return
     if groups < 1 or experts % groups:
         near = min(divisors(experts), key=lambda size: abs(size - groups))
-        yield f"{{moe_router_num_groups}} does not divide {{num_moe_experts}}; the nearest that does is {near}"
+        yield f"{{moe_router_num_groups}} does not divide {{num_moe_experts}}; use {near}"
         return
     size = experts // groups
     if not 1 <= kept <= groups:

@@ -144,14 +144,14 @@ def _delta_problems(config: Any) -> Iterator[str]:
         yield f"{{linear_num_value_heads}} is no multiple of {{linear_num_key_heads}}; {works} is"
     if tensor >= 1 and keys % tensor:
         near = " or ".join(map(str, nearest_divisors(keys, tensor)))
-        yield f"{{tensor_model_parallel_size}} does not divide {{linear_num_key_heads}}; {near} does"
+        yield f"{{tensor_model_parallel_size}} does not divide {{linear_num_key_heads}}; use {near}"
         return
     context, own = config.context_parallel_size, keys // max(1, tensor)
     if context >= 1 and own % context:
         below = max(size for size in divisors(own) if size < context)
         yield (
             f"{{context_parallel_size}} does not divide the {own} key heads of a gated delta net "
-            f"({{linear_num_key_heads:name}}) on a tensor parallel rank; {below} does"
+            f"({{linear_num_key_heads:name}}) on a tensor parallel rank; use {below}"
         )
 
 

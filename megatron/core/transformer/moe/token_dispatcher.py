@@ -92,7 +92,7 @@ class TokenDispatcher(ABC):
         self.ep_size, self.etp_size = group_size(self.ep_group), group_size(self.etp_group)
         if self.num_experts % self.ep_size:
             raise UserError(
-                f"num_moe_experts {self.num_experts} does not divide by {self.ep_size} expert parallel ranks"
+                f"num_moe_experts {self.num_experts} is not divisible by {self.ep_size} expert parallel ranks"
             )
         self.num_local_experts = self.num_experts // self.ep_size
         self.ep_rank, self.etp_rank = group_rank(self.ep_group), group_rank(self.etp_group)

@@ -223,12 +223,14 @@ def without_processes(settings: dict, **model: Any) -> GPTModel:
 def test_refusals_name_what_works() -> None:
     model = without_processes({})
     ids = torch.zeros(2, 5, dtype=torch.int64)
-    with pytest.raises(UserError, match=r"tokens in a row: 5 does not divide by 2 tensor parallel ranks; 4 or 6 does"):
+    with pytest.raises(UserError, match=r"tokens in a row: 5 is not divisible by 2 tensor parallel ranks; use 4 or 6"):
         model(ids)
     with pytest.raises(UserError, match=r"sequence_parallel does not go with an inference_context"):
         model(ids, inference_context=object())
     groups = ProcessGroupCollection.from_grid(RankGrid(3, tensor=3), 1)
-    with pytest.raises(UserError, match=r"num_attention_heads: 4 does not divide by 3 tensor parallel ranks; 3 or 6"):
+    with pytest.raises(
+        UserError, match=r"num_attention_heads: 4 is not divisible by 3 tensor parallel ranks; use 3 or 6"
+    ):
         build({}, {}, groups)
     groups = ProcessGroupCollection.from_grid(RankGrid(4, tensor=4), 1)
     with pytest.raises(UserError, match=r"num_query_groups 6 and 4 .*: one has to divide the other; .* works is 4"):

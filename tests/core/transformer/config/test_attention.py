@@ -14,8 +14,8 @@ SMALL: dict[str, Any] = {"num_layers": 2, "hidden_size": 64, "num_attention_head
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"hidden_size": 65}, "hidden_size 65 does not divide by num_attention_heads 4; 64 or 68 works"),
-        ({"num_query_groups": 3}, "num_query_groups 3 does not divide num_attention_heads 4; the nearest that does is"),
+        ({"hidden_size": 65}, "hidden_size 65 is not divisible by num_attention_heads 4; use 64 or 68"),
+        ({"num_query_groups": 3}, "num_query_groups 3 does not divide num_attention_heads 4; use "),
         ({"attn_logit_softcapping": -1.0}, "attn_logit_softcapping -1.0 must be larger than 0, or left out"),
         ({"attention_chunk_size": 0}, "attention_chunk_size 0 must be at least 1"),
         ({"qk_layernorm": True, "qk_l2_norm": True}, "qk_layernorm and qk_l2_norm are two norms of queries and keys"),

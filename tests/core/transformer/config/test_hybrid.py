@@ -51,19 +51,19 @@ def hybrid(pattern: str | None, **fields: Any) -> TransformerConfig:
         ),
         ("M*", {"use_mup": True, "mup_base_hidden_size": 32}, "use_mup: not yet with hybrid_layer_pattern"),
         ("M", {"mamba_head_dim": 48}, "mamba_head_dim 48 does not divide the 128 channels of a Mamba-2 layer"),
-        ("M", {"mamba_num_groups": 5}, "mamba_num_groups 5 does not divide the 16 heads of a Mamba-2 layer; 4 does"),
+        ("M", {"mamba_num_groups": 5}, "mamba_num_groups 5 does not divide the 16 heads of a Mamba-2 layer; use 4"),
         ("M", {"mamba_num_groups": 0}, "mamba_num_groups 0 must be at least 1"),
         (
             "M",
             {"tensor_model_parallel_size": 4, "mamba_num_groups": 2},
             "tensor_model_parallel_size 4 does not divide mamba_num_groups 2, the groups of heads of a Mamba-2 layer; "
-            "2 does",
+            "use 2",
         ),
         (
             "M",
             {"tensor_model_parallel_size": 2, "context_parallel_size": 4},
             "context_parallel_size 4 does not divide the 2 groups of a Mamba-2 layer (mamba_num_groups) on a tensor "
-            "parallel rank; 2 does",
+            "parallel rank; use 2",
         ),
     ],
 )

@@ -15,10 +15,10 @@ SMALL: dict[str, Any] = {"num_layers": 2, "hidden_size": 64, "num_attention_head
     ("fields", "message"),
     [
         ({"expert_model_parallel_size": 2}, "expert_model_parallel_size 2 spreads experts over ranks: it needs"),
-        ({"num_moe_experts": 6, "expert_model_parallel_size": 4}, "does not divide num_moe_experts 6; 3 or 6 does"),
+        ({"num_moe_experts": 6, "expert_model_parallel_size": 4}, "does not divide num_moe_experts 6; use 3 or 6"),
         (
             {"num_moe_experts": 4, "moe_ffn_hidden_size": 6, "expert_tensor_parallel_size": 4},
-            "expert_tensor_parallel_size 4 does not divide moe_ffn_hidden_size 6; 3 or 6 does",
+            "expert_tensor_parallel_size 4 does not divide moe_ffn_hidden_size 6; use 3 or 6",
         ),
         ({"num_moe_experts": 4, "moe_layer_freq": [1]}, "moe_layer_freq has 1 entries for num_layers 2"),
         ({"num_moe_experts": 4, "moe_apply_probs_on_input": True}, "it needs moe_router_topk 1"),

@@ -31,7 +31,7 @@ def config(**fields: Any) -> TransformerConfig:
         ({"moe_input_jitter_eps": float("nan")}, "moe_input_jitter_eps nan must be at least 0"),
         ({"moe_router_topk_limited_devices": 2}, "set moe_router_num_groups to that number"),
         (GROUPS | {"moe_router_num_groups": None}, "moe_router_num_groups and moe_router_group_topk 2 go together"),
-        (GROUPS | {"moe_router_num_groups": 3}, "3 does not divide num_moe_experts 8; the nearest that does is 2"),
+        (GROUPS | {"moe_router_num_groups": 3}, "3 does not divide num_moe_experts 8; use 2"),
         (GROUPS | {"moe_router_group_topk": 5}, "moe_router_group_topk 5 must be from 1 to moe_router_num_groups 4"),
         (GROUPS | {"moe_router_topk": 5}, "more than the 4 experts of moe_router_group_topk 2 groups"),
         (GROUPS | {"moe_router_group_topk": 3, "moe_router_topk": 2}, "set moe_router_group_score_topk 1"),

@@ -25,12 +25,12 @@ DELTA = {"experimental_attention_variant": "gated_delta_net"}
         ({"linear_attention_freq": [1, 2]}, "has a 1 for a layer with linear attention and a 0 for one without"),
         (
             {"linear_num_key_heads": 6, "linear_num_value_heads": 6, "tensor_model_parallel_size": 4},
-            "tensor_model_parallel_size 4 does not divide linear_num_key_heads 6; 3 or 6 does",
+            "tensor_model_parallel_size 4 does not divide linear_num_key_heads 6; use 3 or 6",
         ),
         (
             {"context_parallel_size": 8, "tensor_model_parallel_size": 4},
             "context_parallel_size 8 does not divide the 4 key heads of a gated delta net (linear_num_key_heads) on a "
-            "tensor parallel rank; 4 does",
+            "tensor parallel rank; use 4",
         ),
     ],
 )

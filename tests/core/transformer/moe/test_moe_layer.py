@@ -352,7 +352,7 @@ def test_tensor_parallel_ranks_train_experts_on_tokens_of_their_own_only() -> No
     with pytest.raises(UserError, match="over 2 tensor parallel ranks with sequence_parallel only"):
         layer(hidden())
     groups = ProcessGroupCollection.from_grid(RankGrid(3, expert=3), 1)
-    with pytest.raises(UserError, match="num_moe_experts 4 does not divide by 3 expert parallel ranks"):
+    with pytest.raises(UserError, match="num_moe_experts 4 is not divisible by 3 expert parallel ranks"):
         build(groups)
 
 

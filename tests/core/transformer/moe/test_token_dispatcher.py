@@ -47,5 +47,5 @@ def test_experts_get_their_rows_in_order_and_results_are_summed(kind: Any, dropp
 @pytest.mark.parametrize("kind", KINDS)
 def test_experts_that_ranks_cannot_share_are_refused(kind: Any) -> None:
     groups = ProcessGroupCollection.from_grid(RankGrid(2, expert=2), 0)
-    with pytest.raises(UserError, match="num_moe_experts 3 does not divide by 2 expert parallel ranks"):
+    with pytest.raises(UserError, match="num_moe_experts 3 is not divisible by 2 expert parallel ranks"):
         kind(CONFIG, groups)
