@@ -12,8 +12,8 @@ _SPEED = re.compile(r"elapsed time per iteration \(ms\): ([0-9.]+) \| throughput
 _ITERATION = re.compile(r"iteration +([0-9]+)/ *([0-9]+)")
 _LOSS = re.compile(r"lm loss: ([0-9.E+-]+)")
 _OURS = ("milliseconds", "fastest", "slowest", "steps", "tokens_per_second", "tflops", "mfu", "peak_memory_gb", "loss")
-_FLOOR = ("floor_milliseconds", "floor_parts")
-"""Entries of ours that only `tools/bench.py --floor` writes."""
+_FURTHER = ("floor_milliseconds", "floor_parts", "timeline")
+"""Entries of ours that only `tools/bench.py --floor` or `--kernels` writes."""
 _MEMORY = re.compile(r"max allocated: ([0-9.]+)")
 
 
@@ -38,18 +38,25 @@ def read_anchor(log: str) -> dict[str, Any]:
     }
 
 
-def row(name: str, ours: dict[str, Any], anchor: dict[str, Any], anchor_flags: str = "") -> dict[str, Any]:
-    """Returns one row of the results: `ratio` is the anchor's time over ours for the same batch."""
+def row(
+    name: str, ours: dict[str, Any], anchor: dict[str, Any] | None, anchor_flags: str = "", reference: str = ""
+) -> dict[str, Any]:
+    """Returns one row of the results: `ratio` is the anchor's time over ours for the same batch. Without an anchor it
+    is None. `reference` is the cell that the anchor ran, if it is another one."""
     cell, _, layout = name.partition("/")
     tokens = ours["tokens_per_second"] * ours["milliseconds"] / 1000
-    anchor = anchor | {"tokens_per_second": round(tokens / anchor["milliseconds"] * 1000, 1), "flags": anchor_flags}
+    ratio = None
+    if anchor is not None:
+        ratio = round(anchor["milliseconds"] / ours["milliseconds"], 3)
+        anchor = anchor | {"tokens_per_second": round(tokens / anchor["milliseconds"] * 1000, 1), "flags": anchor_flags}
+        anchor |= {"reference": reference} if reference not in ("", name) else {}
     return {
         "cell": cell,
         "gpus": ours["gpus"],
         "layout": layout or "1",
         "precision": "fp8" if "--fp8-format" in ours["flags"] else "bf16",
-        "ratio": round(anchor["milliseconds"] / ours["milliseconds"], 3),
-        "ours": {name: ours[name] for name in _OURS} | {name: ours[name] for name in _FLOOR if name in ours},
+        "ratio": ratio,
+        "ours": {name: ours[name] for name in _OURS} | {name: ours[name] for name in _FURTHER if name in ours},
         "anchor": anchor,
         "zipf": ours["zipf"],
         "documents": ours.get("documents"),
@@ -70,13 +77,23 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("anchor", type=Path, help="the anchor's log")
     parser.add_argument("results", type=Path, help="a JSON list, made if it is not there")
     parser.add_argument("--anchor-flags", default="", help="more flags of the anchor, to be recorded")
+    parser.add_argument("--reference", default="", help="the cell that the anchor ran, if it is another one")
+    parser.add_argument("--keep-ours", action="store_true", help="add a row of ours alone if the anchor has no figures")
     args = parser.parse_args(words)
     ours = json.loads(args.ours.read_text())
-    found = row(args.name, ours, read_anchor(args.anchor.read_text()), args.anchor_flags)
+    anchor, reason = None, ""
+    try:
+        anchor = read_anchor(args.anchor.read_text() if args.anchor.exists() else "")
+    except SystemExit as error:
+        if not args.keep_ours:
+            raise
+        reason = f": {error}"
+    found = row(args.name, ours, anchor, args.anchor_flags, args.reference)
     rows = json.loads(args.results.read_text()) if args.results.exists() else []
     args.results.write_text(json.dumps([*rows, found], indent=1) + "\n")
-    pair = (f"{side} {found[side]['tflops']} TFLOP/s ({found[side]['milliseconds']} ms)" for side in ("ours", "anchor"))
-    print(f"{args.name}: {', '.join(pair)}: ratio {found['ratio']}")
+    sides = [(side, found[side]) for side in ("ours", "anchor") if found[side] is not None]
+    pair = ", ".join(f"{side} {entry['tflops']} TFLOP/s ({entry['milliseconds']} ms)" for side, entry in sides)
+    print(f"{args.name}: {pair}: " + (f"no ratio{reason}" if found["ratio"] is None else f"ratio {found['ratio']}"))
 
 
 if __name__ == "__main__":

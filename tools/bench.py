@@ -3,21 +3,19 @@
 Trains a model of the speed table (tools/bench_cells.py), or the one that flags of pretrain_gpt.py describe, on random
 tokens: a few steps to warm up, then at least 20 that are timed, with optimizer, clipping and logging. Prints the median
 step, model FLOPs and tokens a second, memory and the last loss. Flags after the name of a model override the model's.
-`--kernels` traces one more step and prints its time by kind of kernel. `--floor` measures afterwards how fast the step
-could be (tools/floor.py). On several GPUs:
+`--kernels` traces one more step on every rank and prints its time by kind of kernel, and how much of its communication
+is exposed. `--floor` measures afterwards how fast the step could be (tools/floor.py). On several GPUs:
 
     torchrun --nproc_per_node 2 tools/bench.py LLAMA1B --context-parallel-size 2
 """
 
 import argparse
-import collections
 import contextlib
 import datetime
 import gc
 import json
 import math
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -37,11 +35,11 @@ if __name__ == "__main__":  # before the imports that take seconds
 
 import numpy as np
 import torch
-from torch.autograd import DeviceType
 
 import pretrain_gpt
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import MockGPTDataset, MockGPTLowLevelDataset
+from megatron.core.dist_checkpointing.coordination import RankCoordinator
 from megatron.core.transformer.layer_costs import training_flops
 from megatron.training import training
 from megatron.training.arguments import configure
@@ -52,26 +50,13 @@ from megatron.training.dry_run.rank_memory import rank_memory
 from megatron.training.hooks.hook import Hook
 from megatron.training.launch.errors import exit_with_problems
 from megatron.training.logging.device_peaks import peak_tflops
+from megatron.training.logging.timeline import StepTimes
 from megatron.training.providers import Context, ForwardStep, Providers, SampleCounts
 from megatron.training.tokenizer.build import padded_vocab_size
 from tools.bench_cells import CELLS, COMMON
+from tools.bench_trace import StepTrace, gather_timeline, timeline_lines
 from tools.floor import Clock, measure_floor, summary
 from tools.recorder import Recorder
-
-_KINDS = {
-    "products": r"nvjet|gemm|cutlass|cublas|_accumulate_kernel|_product_kernel|_weight_kernel",
-    "attention": r"sdpa|flash|fmha|cudnn|_merge",
-    "communication": r"nccl",
-    "norms": r"_norm_|layer_norm",
-    "activations": r"_activation_",
-    "rotary positions, packed gradients": r"_rope|_join",
-    "loss": r"_statistics|_gradient_kernel",
-    "update and gradient norm": r"_adam|LpNorm|FusedAdam",
-    "fp8 casts and scales": r"_cast_kernel|_cast_both|_largest|_blocks_kernel",
-    "dispatch of experts": r"_rows_kernel|_spread_kernel|_tokens_kernel|_count_kernel|_place_kernel|scatter|[sS]ort",
-    "sums, biases, residuals": r"CUDAFunctor_add|_add_kernel|_sum_rows",
-}
-"""Kinds of kernels, by their names; the first that fits counts."""
 
 
 @dataclass(frozen=True)
@@ -137,28 +122,34 @@ def build_datasets(context: Context, counts: SampleCounts) -> Sequence[Any]:
 
 
 class Stopwatch(Hook):
-    """Records when each timed step ended on the device, and the kernels of one more step."""
+    """Records when each timed step ended on the device, traces one more step, and asks all ranks for their memory."""
 
     def __init__(self, context: Context, options: Options) -> None:
         self.context, self.options = context, options
         self.on_gpu = context.environment.device.type == "cuda"
         self.marks: list[Any] = []
         self.clock: int | None = None
-        self.profiler: Any = None
+        self.trace: StepTrace | None = None
+        self.timeline: dict[str, Any] | None = None
+        """Times of the traced step on all ranks."""
+        self.peak_memory: int | None = None
+        """Bytes of the rank that held most; None on CPUs."""
         self.finished = False
 
     def before_step(self, iteration: int) -> None:
-        """Starts the profiler before the last step, if kernels are timed."""
+        """Starts the trace before the last step, if kernels are timed."""
         if self.options.kernels and iteration == self.options.warmup + self.options.steps:
-            torch.cuda.synchronize()
-            self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
-            self.profiler.start()
+            if self.on_gpu:
+                torch.cuda.synchronize()
+            self.trace = StepTrace(self.on_gpu)
 
     def after_step(self, iteration: int) -> None:
-        """Marks the time of a timed step, or stops the profiler."""
-        if self.profiler is not None:
-            torch.cuda.synchronize()
-            self.profiler.stop()
+        """Marks the time of a timed step, or ends the trace; after the last step gathers memory and times of ranks."""
+        times: StepTimes | None = None
+        if self.trace is not None:
+            if self.on_gpu:
+                torch.cuda.synchronize()
+            times = self.trace.stop()
         elif iteration >= self.options.warmup:
             mark: Any = torch.cuda.Event(enable_timing=True) if self.on_gpu else time.perf_counter()
             if self.on_gpu:
@@ -166,6 +157,11 @@ class Stopwatch(Hook):
             self.marks.append(mark)
         if self.on_gpu and iteration == self.options.warmup + self.options.steps // 2:
             self.clock = _clock_rate()
+        if iteration == self.options.iterations:
+            peaks = RankCoordinator().gather(torch.cuda.max_memory_allocated() if self.on_gpu else None)
+            self.peak_memory = max(peaks) if self.on_gpu else None
+            if times is not None:
+                self.timeline = gather_timeline(times, self.context.environment.rank)
 
     def on_exit(self, iteration: int) -> None:
         """Notes whether all steps were run."""
@@ -200,7 +196,7 @@ def read_options(words: Sequence[str]) -> tuple[Options, list[str]]:
     parser.add_argument(
         "--documents", type=float, metavar="N", help="pack documents of log-normal lengths, of N tokens on average"
     )
-    parser.add_argument("--kernels", action="store_true", help="print where one more step goes (on a GPU)")
+    parser.add_argument("--kernels", action="store_true", help="print where the time of one more step goes")
     parser.add_argument(
         "--floor",
         type=float,
@@ -220,8 +216,6 @@ def read_options(words: Sequence[str]) -> tuple[Options, list[str]]:
     if args.flags:
         print(*model, *flags)
         raise SystemExit(0)
-    if args.kernels and not torch.cuda.is_available():
-        parser.error("--kernels needs a GPU")
     if args.floor is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         parser.error("--floor counts no communication: use one process")
     if args.documents is not None:
@@ -294,9 +288,10 @@ def results(options: Options, flags: list[str], watch: Stopwatch, loss: float) -
         "tokens_per_second": round(batch * length / seconds, 1),
         "tflops": round(tflops, 2),
         "mfu": None if peak is None else round(tflops / peak, 4),
-        "peak_memory_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2) if watch.on_gpu else None,
+        "peak_memory_gb": None if watch.peak_memory is None else round(watch.peak_memory / 1e9, 2),
         "sm_clock_mhz": watch.clock,
         "loss": loss,
+        "timeline": watch.timeline,
         "zipf": options.zipf,
         "documents": options.documents,
         "flags": " ".join(flags),
@@ -359,20 +354,6 @@ def commit() -> str | None:
     return done.stdout.strip() or None
 
 
-def print_kernels(profiler: Any) -> None:
-    """Prints the milliseconds of the traced step by kind of kernel, and its longest kernels."""
-    kinds: collections.Counter[str] = collections.Counter()
-    names: collections.Counter[str] = collections.Counter()
-    for event in profiler.key_averages():
-        if event.device_type == DeviceType.CUDA:
-            kind = next((kind for kind, names in _KINDS.items() if re.search(names, event.key)), "other")
-            kinds[kind] += event.self_device_time_total / 1000
-            names[f"{event.count:5d} x {event.key[:110]}"] += event.self_device_time_total / 1000
-    print(f"{sum(kinds.values()):10.2f} ms of kernels in one step")
-    for table in (kinds.most_common(), names.most_common(16)):
-        print(*(f"{ms:10.2f} ms  {name}" for name, ms in table), sep="\n")
-
-
 def main(words: Sequence[str] | None = None) -> None:
     """Runs the measurement that the command line describes, and prints its row."""
     options, flags = read_options(sys.argv[1:] if words is None else words)
@@ -386,8 +367,8 @@ def main(words: Sequence[str] | None = None) -> None:
         f"{row['steps']} steps), {row['tflops']} TFLOP/s, MFU {mfu}, {row['tokens_per_second']:.0f} tokens/s, "
         f"{memory} GB, loss {row['loss']:.4f}"
     )
-    if watch.profiler is not None:
-        print_kernels(watch.profiler)
+    if watch.trace is not None and watch.timeline is not None:
+        print(*watch.trace.kernel_lines(), *timeline_lines(watch.timeline), sep="\n")
     if options.json is not None:
         options.json.write_text(json.dumps(row, indent=2) + "\n")
 

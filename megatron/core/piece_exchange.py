@@ -15,6 +15,7 @@ import weakref
 from typing import Literal, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -69,9 +70,16 @@ def open_exchange(group: Group, shape: tuple[int, ...], like: Tensor, transport:
     return ring.open(shape, like.dtype)
 
 
+def lacks_gpu() -> bool:
+    """Returns whether this process has no GPU but needs one: a dry run (modules on the meta device, no other ranks)
+    needs none."""
+    planned = torch.get_default_device().type == "meta" and not dist.is_initialized()
+    return not torch.cuda.is_available() and not planned
+
+
 def refuse_transport(transport: Transport | None) -> None:
-    """Raises UserError if this machine does not have the transport."""
-    if transport == "symmetric-memory" and not torch.cuda.is_available():
+    """Raises UserError if this machine does not have the transport, unless the run is only planned."""
+    if transport == "symmetric-memory" and lacks_gpu():
         raise UserError(
             "--tp-comm-overlap-transport symmetric-memory needs GPUs that reach each other's memory, and this process "
             "has none; process-group works on every device"

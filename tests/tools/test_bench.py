@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from megatron.training.arguments import configure
 from megatron.training.tokenizer.build import build_tokenizer
 from tools.bench import RandomDocuments, main, read_options
 from tools.bench_cells import CELLS
+from tools.bench_trace import timeline_lines, timeline_of
 
 TINY = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 "
@@ -81,10 +83,45 @@ def test_a_run_is_measured_and_compared(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_a_layout_of_two_ranks_is_measured_as_torchrun_starts_it(tmp_path: Path) -> None:
     ours = tmp_path / "ours.json"
-    flags = f"--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer --json {ours}"
+    flags = f"--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer --kernels --json {ours}"
     program = launch(flags, 2, tmp_path / "out", main, base=TINY)
     assert program.exit_codes() == [0, 0], program.output(0) + program.output(1)
-    assert json.loads(ours.read_text())["gpus"] == 2
+    row = json.loads(ours.read_text())
+    ranks, kinds = row["timeline"]["ranks"], {kind["name"] for kind in row["timeline"]["communications"]}
+    assert row["gpus"] == len(ranks) == 2 and "all_gather" in kinds
+    for step, computing, exposed, copies, idle, communicating in ranks:
+        assert step == pytest.approx(computing + exposed + copies + idle, abs=0.1)
+        assert 0 < computing < step and exposed <= communicating
+    shown = program.output(0) + program.output(1)
+    assert "communication, exposed" in shown and "each rank in ms" in shown
+
+
+def test_the_timeline_is_that_of_the_rank_with_most_exposed_communication(capsys: pytest.CaptureFixture[str]) -> None:
+    def rank(number: int, exposed: float) -> dict[str, Any]:
+        kind = {"name": "all_gather", "ranks": "", "calls": 3, "busy": 30.004, "exposed": exposed, "megabytes": 0.0}
+        parts = {"step": 100.0, "computing": 60.0, "exposed_communication": exposed, "exposed_copies": 0.0}
+        parts |= {"idle": 40.0 - exposed, "communicating": 30.0}
+        return {"device": "GPU", "rank": number, "steps": 0, "communications": [kind], "kernels": [], **parts}
+
+    timeline = timeline_of([rank(0, 10.0), rank(1, 25.0), rank(2, 15.0)])
+    assert timeline["rank"] == 1 and timeline["communications"][0]["exposed"] == 25.0
+    assert timeline["ranks"][2] == [100.0, 60.0, 15.0, 0.0, 25.0, 30.0]
+    print(*timeline_lines(timeline), sep="\n")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "GPU of rank 1, one step" and lines[-2].split() == ["1", "60.00", "25.00", "15.00"]
+
+
+def test_a_row_without_an_anchor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ours = {"tokens_per_second": 10.0, "milliseconds": 5.0, "tflops": 1.0, "gpus": 8, "flags": "", "timeline": {}}
+    ours |= dict.fromkeys(("fastest", "slowest", "steps", "mfu", "peak_memory_gb", "loss", "zipf", "device"))
+    ours |= dict.fromkeys(("sm_clock_mhz", "torch", "date", "commit"))
+    (tmp_path / "ours.json").write_text(json.dumps(ours))
+    words = ["TINY/hsdp", *(str(tmp_path / name) for name in ("ours.json", "none.log", "rows.json"))]
+    with pytest.raises(SystemExit, match="no line of speed after its first"):
+        add_row.main(words)
+    add_row.main([*words, "--keep-ours"])
+    assert "TINY/hsdp: ours 1.0 TFLOP/s (5.0 ms): no ratio: the anchor's log has" in capsys.readouterr().out
+    assert json.loads((tmp_path / "rows.json").read_text())[0]["anchor"] is None
 
 
 def test_an_anchor_that_did_not_end_gives_no_row() -> None:

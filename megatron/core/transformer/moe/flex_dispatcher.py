@@ -19,6 +19,7 @@ from megatron.core.exceptions import UserError
 from megatron.core.micro_batch import CooperativeTurn
 from megatron.core.ops.moe.grouped_linear import RowGroups
 from megatron.core.ops.moe.permute import Copies
+from megatron.core.piece_exchange import lacks_gpu
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.async_collective import (
     AsyncCollective,
@@ -55,7 +56,7 @@ class MoEFlexTokenDispatcher(MoEAlltoAllTokenDispatcher):
             )
 
         self.by_peers = config.moe_flex_transport == "symmetric-memory"
-        if self.by_peers and not torch.cuda.is_available():
+        if self.by_peers and lacks_gpu():
             raise UserError(
                 "moe_flex_transport symmetric-memory: this process has no GPU; process-group works on every device"
             )

@@ -1,0 +1,2 @@
+# Nothing to unpack: the anchor of this folder is this project.
+:
