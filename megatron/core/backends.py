@@ -27,6 +27,7 @@ from megatron.core.ops.attention.kernels import (
     own_flash_kernels,
     with_own_flash,
 )
+from megatron.core.ops.attention.max_logits import max_attention_logits
 from megatron.core.ops.causal_conv import causal_conv
 from megatron.core.ops.compiled import CompiledBiasAdd, compiled_operations
 from megatron.core.ops.cross_entropy import cross_entropy
@@ -91,6 +92,7 @@ class Backend:
     causal_conv: Callable[..., Tensor] = causal_conv
     gated_delta_rule: Callable[..., tuple[Tensor, Tensor]] = gated_delta_rule
     merge_block: Callable[..., None] = merge_block
+    max_attention_logits: Callable[..., Tensor] = max_attention_logits
     cross_entropy: Callable[..., Tensor] = cross_entropy
     head_loss: Callable[..., Tensor] = head_loss
     grouped_linear: Callable[..., Tensor] = grouped_linear
@@ -174,7 +176,7 @@ _SUBJECTS = {
     **dict.fromkeys(("layer_norm", "rms_norm", "layer_norm_with_residual", "rms_norm_with_residual"), "norms"),
     **dict.fromkeys(("cross_entropy", "head_loss"), "losses"),
     **dict.fromkeys(("grouped_linear", "grouped_bias", "copies_by_group", "permute", "unpermute"), "experts"),
-    **dict.fromkeys(("split_heads", "merge_block"), "attention"),
+    **dict.fromkeys(("split_heads", "merge_block", "max_attention_logits"), "attention"),
     "linear": "biases",
     "apply_rope": "rotary positions",
     "keep_rows": "dropout masks",
@@ -220,6 +222,7 @@ def triton_backend() -> Backend | None:
             flash_block_attention_backward_triton,
             flash_block_attention_triton,
         )
+        from megatron.core.ops.attention.max_logits_triton import IN_USE as max_attention_logits_cuda
         from megatron.core.ops.attention.merge_triton import merge_block_triton
         from megatron.core.ops.cross_entropy_triton import cross_entropy_triton
         from megatron.core.ops.dropout.dropout_triton import bias_dropout_add_triton, keep_rows_triton
@@ -288,6 +291,7 @@ def triton_backend() -> Backend | None:
         keep_rows=ByDevice(cpu=keep_rows_compiled, cuda=keep_rows_triton),
         bias_dropout_add=ByDevice(cpu=bias_dropout_add, cuda=bias_dropout_add_triton),
         merge_block=ByDevice(cpu=merge_block, cuda=merge_block_triton),
+        max_attention_logits=ByDevice(cpu=max_attention_logits, cuda=max_attention_logits_cuda),
         cross_entropy=ByDevice(cpu=cross_entropy, cuda=cross_entropy_triton),
         head_loss=ByDevice(cpu=head_loss, cuda=functools.partial(head_loss, loss=cross_entropy_triton)),
         grouped_linear=ByDevice(cpu=grouped_linear, cuda=grouped_linear_cuda),

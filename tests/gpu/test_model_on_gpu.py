@@ -40,6 +40,7 @@ def test_triton_kernels_equal_their_definitions() -> None:
     triton_agreement.losses()
     triton_agreement.bias_dropout_residual()
     triton_agreement.merged_blocks()
+    triton_agreement.largest_logits()
 
 
 @pytest.mark.parametrize(

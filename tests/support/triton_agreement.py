@@ -5,7 +5,10 @@ import itertools
 import torch
 
 from megatron.core.ops.attention.blocks import merge_block
+from megatron.core.ops.attention.max_logits import max_attention_logits
+from megatron.core.ops.attention.max_logits_triton import max_attention_logits_triton
 from megatron.core.ops.attention.merge_triton import merge_block_triton
+from megatron.core.ops.attention.unfused import AttentionCall, AttentionVariant
 from megatron.core.ops.cross_entropy import cross_entropy
 from megatron.core.ops.cross_entropy_triton import cross_entropy_triton
 from megatron.core.ops.dropout.dropout import Draw, DropoutRngPosition, bias_dropout_add, dropout_tokens, keep_rows
@@ -97,9 +100,50 @@ def merged_blocks() -> None:
             assert (expected - found)[finite].abs().max() < 1e-5 * expected[finite].abs().max()
 
 
+def largest_logits() -> None:
+    """Queries and keys of packed projections; rows and widths that do not fill a tile; every rule that hides keys. Each
+    key head has one key with positive products, so the answer is the last query that sees it."""
+    causal, draw, groups = AttentionVariant(0.3, causal=True), torch.Generator().manual_seed(0), 6
+    plain, mask = AttentionCall(), torch.arange(300, device=DEVICE)[None, None, None] % 5 > 1
+    cu_seqlens = torch.tensor([0, 130, 131, 250], device=DEVICE)
+    documents, order = AttentionCall(cu_seqlens=cu_seqlens), torch.randperm(300, generator=draw)[None].to(DEVICE)
+    dtypes = (torch.float32,) if DEVICE.type == "cpu" else (torch.float32, torch.bfloat16)  # as the interpreter can
+    for sq, sk, b, width, variant, call in (
+        (129, 129, 2, 24, causal, plain),
+        (40, 300, 1, 64, causal, plain),
+        (300, 300, 1, 40, AttentionVariant(0.3, causal=False), AttentionCall(mask=mask)),
+        (300, 300, 1, 16, AttentionVariant(0.3, causal=True, window=(150, 0)), plain),
+        (300, 300, 1, 16, AttentionVariant(0.3, causal=False, window=(150, 3)), documents),
+        (300, 300, 1, 80, causal, documents),
+        (130, 300, 1, 16, causal, AttentionCall(query_positions=order[:, :130])),
+        (130, 300, 1, 16, causal, AttentionCall(query_positions=order[:, 130:260], cu_seqlens=cu_seqlens)),
+    ):
+        for dtype in dtypes:
+            heads = 2 * groups if b == 2 else groups
+            packed = torch.randn(sk, b, heads + groups, width, generator=draw).abs().to(DEVICE, dtype)
+            packed *= (1.0 + torch.arange(sk, device=DEVICE) / 100)[:, None, None, None].to(dtype)
+            query, key = packed[:sq, :, groups:], -packed[:, :, :groups]
+            for head, place in enumerate((0, 63, 64, 110, 127, sk - 1)):
+                key[place, :, head] *= -9
+            expected = max_attention_logits(query, key, variant, call)
+            found = max_attention_logits_triton(query, key, variant, call)
+            tolerance = 1e-5 if dtype is torch.float32 else 2**-6
+            assert found.dtype is torch.float32 and found.shape == (heads,)
+            assert ((found - expected).abs() <= tolerance * expected.abs()).all(), (width, variant, found, expected)
+    query[7, 0, 1, 3] = torch.nan
+    assert max_attention_logits_triton(query, key, variant, call).isnan().nonzero().tolist() == [[1]]
+    nothing = AttentionCall(mask=torch.ones(1, 1, 1, 300, dtype=torch.bool, device=DEVICE))
+    assert max_attention_logits_triton(query, key, causal, nothing).isneginf().all()
+    expected = max_attention_logits(query[:130], -key.abs(), causal, plain)
+    assert torch.allclose(
+        max_attention_logits_triton(query[:130], -key.abs(), causal, plain), expected, 2**-6, equal_nan=True
+    )
+
+
 if __name__ == "__main__":
     masks()
     losses()
     bias_dropout_residual()
     merged_blocks()
+    largest_logits()
     print("agree")

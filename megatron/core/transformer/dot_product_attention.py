@@ -14,7 +14,6 @@ from megatron.core.exceptions import UserError
 from megatron.core.ops.attention.alibi import alibi_slopes
 from megatron.core.ops.attention.chunks import chunks_of_documents, chunks_of_row
 from megatron.core.ops.attention.kernels import SDPA_CUDA, Situation
-from megatron.core.ops.attention.max_logits import max_attention_logits
 from megatron.core.ops.attention.sdpa import first_usable_kernel
 from megatron.core.ops.attention.unfused import AttentionCall, AttentionVariant
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -180,7 +179,7 @@ class DotProductAttention(MegatronModule):
     def _measure_logits(self, query: Tensor, key: Tensor, call: AttentionCall) -> None:
         if self.context is not None:
             key, call = self.context.whole_keys(query, key, call)
-        found = max_attention_logits(query, key, self.variant, call)
+        found = self.backend.max_attention_logits(query, key, self.variant, call)
         if self.max_logits is None:
             self.max_logits = torch.full_like(found, -torch.inf)
         torch.maximum(self.max_logits, found, out=self.max_logits)

@@ -18,7 +18,7 @@ MOST_SHARED = 227 * 1024
 """Bytes of shared memory that a program can have on Hopper (CUDA C programming guide, compute capability 9.0)."""
 FAST = ("triton_agreement.masks", "flash_agreement.bits", "flash_agreement.attention_of:causal, dropped")
 CHECKS = {
-    "triton_agreement": "masks bias_dropout_residual losses merged_blocks",
+    "triton_agreement": "masks bias_dropout_residual losses merged_blocks largest_logits",
     "elementwise_kernels": "norms norms_of_views norms_with_residual positions parts_of_heads sums biases updates "
     "stored_updates",
     "expert_kernels": "moves places places_in_parts activations products accumulations linears biases",

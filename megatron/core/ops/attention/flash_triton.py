@@ -187,7 +187,7 @@ def _sight_of_rows(query: Tensor, key: Tensor, variant: AttentionVariant, call: 
     hidden = None
     if call.mask is not None:
         hidden = call.mask.expand(query.shape[1], 1, 1, key.shape[0])[:, 0, 0].to(torch.int8).contiguous()
-    edges = None if call.cu_seqlens is None else _edges(call.cu_seqlens, key.shape[0])
+    edges = None if call.cu_seqlens is None else edges_of_documents(call.cu_seqlens, key.shape[0])
     left, right = variant.reach
     # Positions within the block: query i is at i + longer.
     return Sight(
@@ -197,11 +197,11 @@ def _sight_of_rows(query: Tensor, key: Tensor, variant: AttentionVariant, call: 
 
 def _sight_of_block(query: Tensor, key: Tensor, offsets: BlockOffsets, call: BlockCall) -> Sight:
     length = max(offsets.query_start + query.shape[0], offsets.key_start + key.shape[0])
-    edges = None if call.cu_seqlens is None else _edges(call.cu_seqlens, length)
+    edges = None if call.cu_seqlens is None else edges_of_documents(call.cu_seqlens, length)
     return Sight(offsets.query_start, offsets.key_start, offsets.left, offsets.right, edges)
 
 
-def _edges(cu_seqlens: Tensor, length: int) -> Tensor:
+def edges_of_documents(cu_seqlens: Tensor, length: int) -> Tensor:
     """Returns `Sight.edges` of rows of `length` tokens with these boundaries. Tokens behind the last boundary are a
     document too."""
     document = document_of(torch.arange(length, device=cu_seqlens.device), cu_seqlens)
