@@ -308,6 +308,11 @@ def barrier(group: ProcessGroup | None = None) -> None:
                 dist.barrier(group=group)
 
 
+def holds_on_all_ranks(value: bool, group: ProcessGroup, device: torch.device) -> bool:
+    """Returns whether `value` is true on every rank of the group. The host waits for the other ranks."""
+    return bool(all_reduce(torch.tensor(int(value), device=device), group, ReduceOp.MIN).item())
+
+
 def _renamed(new: str, old: str) -> Callable[..., Any]:
     """Returns a function of torch.distributed whose name depends on the release of torch."""
     function = getattr(dist, new, None)

@@ -137,10 +137,11 @@ class ModelParallelConfig:
     use_te_rng_tracker: bool = not_a_flag(False)
     """Use Transformer Engine's random number generator states. Has no effect: ours need no states."""
 
-    tp_comm_overlap: bool = flag(False, only_with="sequence_parallel")
+    tp_comm_overlap: bool = flag(False, off="--no-tp-comm-overlap", only_with="sequence_parallel")
     """Cut the matrix products of tensor parallel layers into pieces, one for each rank's tokens, so that gathers and
     sums over ranks overlap with products of other pieces. Needs memory for three gathered activations. Products in fp8
-    are not cut."""
+    are not cut. Default: on where two tensor parallel ranks with sequence parallelism have GPUs of one host and at
+    least 2048 tokens each in a micro-batch."""
 
     tp_comm_bulk_wgrad: bool = flag(
         True,
@@ -172,7 +173,7 @@ class ModelParallelConfig:
 
     tp_comm_overlap_rs_dgrad: bool = flag(False, only_with="tp_comm_overlap")
     """With --tp-comm-overlap: cut the input gradients of column parallel layers too. Otherwise their sum over ranks
-    overlaps with the weight gradient only."""
+    overlaps with the weight gradient only. On where --tp-comm-overlap is on by default."""
 
     tp_comm_split_ag: bool = flag(
         True, off="--disable-tp-comm-split-ag", aliases=["--no-tp-comm-split-ag"], no_effect=_OLD_OVERLAP
@@ -321,7 +322,7 @@ class ModelParallelConfig:
     )
     """With --tp-comm-overlap: how pieces are sent. symmetric-memory: copy engines write them into the memory of the
     other GPUs of the host; process-group: collectives of two ranks each, on any device and between hosts. Default:
-    symmetric-memory on GPUs, otherwise process-group."""
+    symmetric-memory on GPUs that share memory, otherwise process-group."""
 
     logit_dtype: Literal["bf16", "fp32"] | None = flag(None, on="--output-logit-dtype")
     """Number format of the logits, which the loss reads; the product accumulates in float32. Default: that of the

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron.core.collectives import barrier
+from megatron.core.collectives import holds_on_all_ranks
 from megatron.core.exceptions import UserError
 from megatron.core.utils.torch_private import allocate_symmetric_memory
 
@@ -68,17 +68,19 @@ class SymmetricMemory:
         other.
         """
         assert nbytes % 4 == 0, nbytes
+        failure = ""
         try:
             self._own, self._handle = allocate_symmetric_memory(nbytes + 4 * words, device, group)
+            self._own[nbytes:].zero_()
         except RuntimeError as error:
-            raise UserError(
-                "--tp-comm-overlap-transport or --moe-flex-transport symmetric-memory: GPUs of a group cannot share "
-                f"memory ({str(error).splitlines()[0]}); process-group works between all GPUs"
-            ) from error
-        self._own[nbytes:].zero_()
+            failure = str(error).splitlines()[0]
         # No rank writes a word before all have zeros. Other streams may receive from ranks that wait for this one.
         torch.cuda.current_stream(device).synchronize()
-        barrier(group)
+        if not holds_on_all_ranks(not failure, group, device):
+            raise UserError(
+                "--tp-comm-overlap-transport or --moe-flex-transport symmetric-memory: GPUs of a group cannot share "
+                f"memory ({failure or 'another rank says why'}); process-group works between all GPUs"
+            )
         self._words = [address + nbytes for address in self._handle.buffer_ptrs]
         self._views: dict[Any, Tensor] = {}
         rank = self._handle.rank

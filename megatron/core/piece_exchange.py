@@ -24,6 +24,7 @@ from megatron.core.exceptions import UserError
 from megatron.core.peer_memory import PeerMemory, SymmetricMemory
 from megatron.core.traffic import record_traffic
 from megatron.core.utils.activity import activity
+from megatron.core.utils.warn import warn_on_first_rank
 
 Transport = Literal["symmetric-memory", "process-group"]
 
@@ -54,11 +55,24 @@ class PieceExchange(Protocol):
 
 def open_exchange(group: Group, shape: tuple[int, ...], like: Tensor, transport: Transport | None) -> PieceExchange:
     """Opens an exchange of pieces of this shape, of the type and on the device of `like`. Without `transport`:
-    symmetric memory on GPUs, the process group on other devices. The first exchange over symmetric memory, and one with
-    larger pieces than all before, waits for the current stream and for the other ranks."""
+    symmetric memory where the GPUs of the group share it, otherwise the process group. The first exchange over
+    symmetric memory, and one with larger pieces than all before, waits for the current stream and for the other ranks.
+    Raises UserError if `transport` is symmetric-memory and the GPUs do not share it."""
     assert isinstance(group, ProcessGroup)
-    if transport == "process-group" or (transport is None and not like.is_cuda):
+    if transport == "process-group" or (transport is None and (not like.is_cuda or group in _WITHOUT_SHARED_MEMORY)):
         return GroupExchange(group, shape, like)
+    try:
+        return _open_shared(group, shape, like)
+    except UserError as error:
+        if transport is not None:
+            raise
+        warn_on_first_rank(f"--tp-comm-overlap sends pieces by collectives, which is slower. {error}")
+        _WITHOUT_SHARED_MEMORY.add(group)
+        return GroupExchange(group, shape, like)
+
+
+def _open_shared(group: ProcessGroup, shape: tuple[int, ...], like: Tensor) -> PieceExchange:
+    """Opens an exchange over symmetric memory. Raises UserError, on all ranks, if a GPU does not share it."""
     activity.begin("exchange", group.group_name, lambda: group_ranks(group))
     nbytes = math.prod(shape) * like.element_size()
     ring = _RINGS.get(group)
@@ -240,3 +254,5 @@ class SlotExchange:
 
 _RINGS: weakref.WeakKeyDictionary[ProcessGroup, SlotRing] = weakref.WeakKeyDictionary()
 """The ring of each group that has exchanged over symmetric memory. It is freed with the group."""
+_WITHOUT_SHARED_MEMORY: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
+"""The groups whose GPUs turned out not to share memory."""

@@ -48,7 +48,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
     monkeypatch.setattr(peer_memory, "allocate_symmetric_memory", allocate)
     monkeypatch.setattr(peer_memory, "_driver", lambda: recorder)
-    monkeypatch.setattr(peer_memory, "barrier", lambda group: recorder.calls.append("barrier"))
+    monkeypatch.setattr(peer_memory, "holds_on_all_ranks", lambda *_: recorder.calls.append("agree") or True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: recorder)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: recorder)
     return recorder
@@ -56,7 +56,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 def test_words_are_zero_on_all_ranks_before_one_is_written(recorder: Recorder) -> None:
     memory = SymmetricMemory(SimpleNamespace(), NBYTES, 4, torch.device("cpu"))
-    assert recorder.calls == [("synchronize", [1] * NBYTES + [0] * 16), "barrier"]
+    assert recorder.calls == [("synchronize", [1] * NBYTES + [0] * 16), "agree"]
     del memory
 
 
@@ -89,10 +89,16 @@ def test_an_error_of_the_driver_is_raised(recorder: Recorder) -> None:
         memory.copies.wait(0, 1)
 
 
-def test_gpus_that_cannot_share_memory_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_that_cannot_share_memory_are_named(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_memory, "holds_on_all_ranks", lambda value, *_: False)
+    with pytest.raises(UserError, match=r"cannot share memory \(another rank says why\); process-group works"):
+        SymmetricMemory(SimpleNamespace(), NBYTES, 4, torch.device("cpu"))
+
     def allocate(*arguments: Any) -> Any:
         raise RuntimeError("no peer access\nand more")
 
+    monkeypatch.setattr(recorder, "own", torch.ones(0), raising=False)
     monkeypatch.setattr(peer_memory, "allocate_symmetric_memory", allocate)
+    monkeypatch.setattr(peer_memory, "holds_on_all_ranks", lambda value, *_: value)
     with pytest.raises(UserError, match=r"cannot share memory \(no peer access\); process-group works"):
         SymmetricMemory(SimpleNamespace(), NBYTES, 4, torch.device("cpu"))

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from support.file_memory import FileMemory
 from support.pool import Pool
 from torch import Tensor
 
-from megatron.core import collectives
+from megatron.core import collectives, piece_exchange
 from megatron.core.exceptions import UserError
 from megatron.core.piece_exchange import GroupExchange, PieceExchange, SlotRing, open_exchange, refuse_transport
 from megatron.core.traffic import recorded
@@ -138,6 +139,40 @@ def traffic() -> list[Any]:
 def test_traffic_is_recorded(pool: Pool) -> None:
     first, *_ = pool.run(traffic, RANKS)
     assert first == [("send", 24, (0, 1)), ("receive", 24, (2, 0)), ("send", 24, (0, 2)), ("receive", 24, (1, 0))]
+
+
+def without_shared_memory(answer: str) -> list[Any]:
+    """Opens two exchanges as on GPUs of which one does not share its memory."""
+    asked = []
+
+    def refuse(*arguments: Any) -> Any:
+        asked.append("memory")
+        raise UserError(answer)
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    like = torch.zeros(1).as_subclass(OnGpu)
+    with mock.patch.object(piece_exchange, "SymmetricMemory", refuse):
+        group = dist.new_group()
+        for _ in range(2):
+            exchange = open_exchange(group, (1,), like, None)
+            for distance in (1, 2):
+                exchange.send(torch.full((1,), float(dist.get_rank())), distance)
+            slots = exchange.receive_all().flatten().tolist()
+            asked.append([slots[rank] for rank in range(RANKS) if rank != dist.get_rank()])
+            exchange.close()
+        try:
+            open_exchange(group, (1,), like, "symmetric-memory")
+        except UserError as error:
+            asked.append(str(error))
+    return asked
+
+
+def test_collectives_send_pieces_where_gpus_share_no_memory(pool: Pool) -> None:
+    found = pool.run(without_shared_memory, RANKS, "no peer access")
+    others = ([1.0, 2.0], [0.0, 2.0], [0.0, 1.0])
+    assert found == [["memory", slots, slots, "memory", "no peer access"] for slots in others]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without GPUs")

@@ -21,9 +21,13 @@ SMALL = (
 """The flags that a run needs at least."""
 
 
-def configured(flags: str = "", *, base: str = SMALL, ranks: int = 1, has_cuda: bool = False) -> PretrainConfig:
+def configured(
+    flags: str = "", *, base: str = SMALL, ranks: int = 1, has_cuda: bool = False, of_host: int | None = None
+) -> PretrainConfig:
     """Returns the config of a command line for a given number of ranks, with or without CUDA."""
-    return configure(f"{base} {flags}".split(), launch_environment=LaunchEnvironment(ranks, has_cuda))
+    return configure(
+        f"{base} {flags}".split(), launch_environment=LaunchEnvironment(ranks, has_cuda, ranks_of_host=of_host)
+    )
 
 
 def problems_of(flags: str = "", *, base: str = SMALL, ranks: int = 1) -> list[str]:

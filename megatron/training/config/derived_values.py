@@ -217,6 +217,25 @@ def _dispatcher(s: Settings) -> str | None:
     )
 
 
+def _products_in_pieces(s: Settings) -> str | None:
+    """Cuts tensor parallel products where that was measured to be faster (docs/benchmarks.md)."""
+    ranks, of_host = s.tensor_model_parallel_size, s.launch_environment.ranks_of_host
+    on_one_host = s.launch_environment.has_cuda and of_host is not None and of_host % 2 == 0
+    if s.is_given("tp_comm_overlap") or not (on_one_host and s.sequence_parallel and ranks == 2):
+        return None
+    tokens = (s.micro_batch_size or 0) * (s.seq_length or 0) // (ranks * max(1, s.context_parallel_size))
+    # Graphs would hold waits for words that grow; Transformer Engine's linear layers compute whole products.
+    if tokens < 2048 or s.fp8 is not None or s.cuda_graph_impl != "none" or s.transformer_impl == "transformer_engine":
+        return None
+    s.set_derived("tp_comm_overlap", True)
+    if not s.is_given("tp_comm_overlap_rs_dgrad"):
+        s.set_derived("tp_comm_overlap_rs_dgrad", True)
+    return (
+        "--tp-comm-overlap --tp-comm-overlap-rs-dgrad: the default of two tensor parallel ranks with GPUs of one host; "
+        "--no-tp-comm-overlap turns it off"
+    )
+
+
 def _virtual_stages(s: Settings) -> None:
     """Number of model chunks per pipeline stage, from the flag for this number or for the layers of each chunk."""
     chunks, each = s.num_virtual_stages_per_pipeline_rank, s.num_layers_per_virtual_pipeline_stage
@@ -390,6 +409,7 @@ _DERIVATIONS: tuple[Callable[[Settings], str | None], ...] = (
     _ranks,
     _backend,
     _dispatcher,
+    _products_in_pieces,
     _virtual_stages,
     _sharding,
     _batch,

@@ -26,6 +26,8 @@ class LaunchEnvironment:
     """Whether this machine has a CUDA device."""
     world_size_is_given: bool = True
     """Whether the environment variable WORLD_SIZE is set, as under torchrun."""
+    ranks_of_host: int | None = None
+    """Number of ranks on each host; None if it is not known."""
     looks_at_files: bool = False
     """Whether this process checks that files exist. The first rank does it for all."""
 
@@ -40,6 +42,7 @@ class LaunchEnvironment:
             int(words),
             torch.cuda.is_available(),
             world_size_is_given="WORLD_SIZE" in os.environ,
+            ranks_of_host=int(local) if (local := os.environ.get("LOCAL_WORLD_SIZE", "")).isdecimal() else None,
             looks_at_files=os.environ.get("RANK", "0") == "0",
         )
 

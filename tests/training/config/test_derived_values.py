@@ -1,6 +1,7 @@
 """Values that follow from other values, and notes about them."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -82,6 +83,23 @@ def test_the_dispatcher_of_gpus_that_share_experts_unless_one_is_named(monkeypat
     assert dispatcher(shared) == "flex"
     assert dispatcher(shared, has_cuda=False) == dispatcher("--num-experts 4") == dispatcher("") == "allgather"
     assert dispatcher(f"{shared} --moe-token-dispatcher-type alltoall") == "alltoall"
+
+
+def test_two_tensor_parallel_ranks_of_a_host_with_gpus_cut_their_products() -> None:
+    layout = "--tensor-model-parallel-size 2 --sequence-parallel --seq-length 4096 --max-position-embeddings 4096"
+
+    def pieces(flags: str = "", words: str = layout, **where: Any) -> tuple[bool, bool]:
+        config = configured(f"{words} {flags}", **{"ranks": 4, "has_cuda": True, "of_host": 4, **where})
+        noted = any(note.startswith("--tp-comm-overlap --tp-comm-overlap-rs-dgrad: the def") for note in config.notes)
+        assert noted == (config.provenance["tp_comm_overlap"] == "derived")
+        return config.transformer.tp_comm_overlap, config.transformer.tp_comm_overlap_rs_dgrad
+
+    assert pieces() == pieces("--tp-comm-overlap --tp-comm-overlap-rs-dgrad", has_cuda=False) == (True, True)
+    assert pieces("--tp-comm-overlap") == (True, False)
+    off = pieces("--no-tp-comm-overlap"), pieces(has_cuda=False), pieces(of_host=None), pieces(of_host=1)
+    off += pieces("--fp8-format hybrid --bf16"), pieces("--transformer-impl transformer_engine")
+    off += pieces(words="--tensor-model-parallel-size 2 --sequence-parallel"), pieces(words=layout.replace("2", "4", 1))
+    assert set(off) == {(False, False)}
 
 
 def test_the_backend_follows_the_device() -> None:

@@ -128,6 +128,7 @@ OURS = {
     "--no-dsa-indexer-scoring-relu",
     "--moe-use-upcycling",
     "--moe-upcycling-granularity",
+    "--no-tp-comm-overlap",
     "--tp-comm-overlap-transport",
 }
 MODEL_OPTIONS = {
