@@ -71,7 +71,7 @@ class AttentionLogits:
                         f"--qk-clip: {type(projection).__name__} projects queries or keys without a weight of "
                         "its own; use a ColumnParallelLinear in the layer spec"
                     )
-                for name in ("weight", "bias"):
+                for name in ("weight", "bias", "key_value_weight", "key_value_bias"):  # see SharedKeyValueLinear
                     if name in own:
                         yield own[name], rows_of(own[name], table)
 

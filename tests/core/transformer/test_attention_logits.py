@@ -129,12 +129,14 @@ def expected(flags: str) -> Outcome:
 
 RUN = "--train-iters 3"
 FEW = "--num-layers 2 --train-iters 2"
+ONE_GROUP = "--group-query-attention --num-query-groups 1 --num-layers 3 --train-iters 2"
 MODELS = {"grouped": f"{CLIP} {GROUPED} {RUN}", "latent": f"{CLIP} {LATENT} {RUN}"}
 
 
 def test_layouts_clip_like_one_process() -> None:
     quick = [("grouped", TP2), ("grouped", CP2), ("latent", ZERO3), ("latent", PP2), ("latent", f"{CP2} {A2A}")]
-    check_layouts([(f"{MODELS[model]} {FEW}", layout) for model, layout in quick], 2)
+    runs = [(f"{MODELS[model]} {FEW}", layout) for model, layout in quick]
+    check_layouts([*runs, (f"{CLIP} {ONE_GROUP}", TP2)], 2)  # two ranks share the keys
 
 
 @pytest.mark.slow
