@@ -1,9 +1,13 @@
 """Measures how far bfloat16 and fp8 are from float32: python tools/measure_fp8.py --cell LLAMA1B
 
 Takes a model of the speed table (tools/bench_cells.py), or the one that flags of pretrain_gpt.py describe, with the
-same initial weights in bfloat16, in bfloat16 with fp8, and in float32. Prints, for each parameter's gradient of one
-micro-batch, the smallest cosine to float32's and the largest difference of norms. Tokens go to the experts that float32
-chooses.
+same initial weights in bfloat16, in bfloat16 with fp8, and in float32. Prints, over the gradients of all parameters of
+one micro-batch, the smallest cosine to float32's and the largest difference of norms. Tokens go to the experts that
+float32 chooses.
+
+One micro-batch is one draw: `--micro-batches N` takes N of them, with different tokens, and prints means. With
+`--against-transformer-engine` the layers of Transformer Engine compute the same gradients of the same weights, tokens
+and experts, and a line for each recipe says whether ours are no worse.
 
 With `--curve N` it also trains the model's first two layers for N steps on the bytes of `--text` and prints how the
 losses differ. The learning rate rises during the first fifth of the steps.
@@ -11,8 +15,11 @@ losses differ. The learning rate rises during the first fifth of the steps.
 
 import argparse
 import math
+import statistics
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -23,11 +30,13 @@ if __name__ == "__main__":  # before the imports that take seconds
     exit_quietly()
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from megatron.core.backends import choose_backend
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.ops.transformer_engine.engine import find_engine
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.moe.router_replay import router_replays
 from megatron.training.arguments import configure
@@ -39,8 +48,53 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CURVE_LAYERS = ["--num-layers", "2"]
 PEAK_LR, WARMUP = 3e-4, 0.2
 """The learning rate of curves, and the share of their steps in which it rises."""
-Routing = list[list[Tensor]]
-"""The experts of each router's forwards."""
+RECIPES: dict[str, tuple[str, ...]] = {
+    recipe: ("--bf16", "--fp8-format", "hybrid", "--fp8-recipe", recipe)
+    for recipe in ("tensorwise", "delayed", "rowwise", "blockwise")
+}
+RECIPES["delayed"] += ("--fp8-amax-history-len", "1024", "--fp8-amax-compute-algo", "max")
+WARM = 6
+"""Passes over the first micro-batch before delayed scaling is measured: Transformer Engine's scales begin at 1."""
+ENGINE = ("--transformer-impl", "transformer_engine")
+OF_ENGINE = ("tensorwise", "delayed", "blockwise")
+"""The recipes that Transformer Engine has."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One micro-batch, forward and backward."""
+
+    gradients: dict[str, Tensor]
+    """float32, of each parameter. The next pass overwrites them."""
+    loss: float
+    experts: list[list[Tensor]]
+    """What each router recorded."""
+
+
+@dataclass(frozen=True)
+class Errors:
+    """How far the gradients of one micro-batch are from float32's."""
+
+    loss: float
+    cosines: dict[str, float]
+    norms: dict[str, float]
+    """The quotients of norms, minus 1."""
+
+    @property
+    def worst(self) -> str:
+        """The parameter with the smallest cosine."""
+        return min(self.cosines, key=lambda name: self.cosines[name])
+
+    @property
+    def longest(self) -> str:
+        """The parameter with the largest difference of norms."""
+        return max(self.norms, key=lambda name: abs(self.norms[name]))
+
+    @property
+    def distances(self) -> tuple[float, float, float]:
+        """1 - the smallest cosine, 1 - the mean cosine, and the largest difference of norms."""
+        mean = statistics.fmean(self.cosines.values())
+        return 1.0 - self.cosines[self.worst], 1.0 - mean, abs(self.norms[self.longest])
 
 
 def build(flags: Sequence[str], vocabulary: int) -> DistributedDataParallel:
@@ -52,19 +106,22 @@ def build(flags: Sequence[str], vocabulary: int) -> DistributedDataParallel:
     length = config.data.seq_length
     assert length is not None
     transformer = config.transformer
-    model = GPTModel(
-        transformer,
-        get_gpt_decoder_block_spec(transformer, use_transformer_engine=False),
-        vocabulary,
-        length,
-        position_embedding_type=config.model.position_embedding_type,
-        rotary_base=config.model.rotary_base,
-        share_embeddings_and_output_weights=not config.model.untie_embeddings_and_output_weights,
-    ).to(DEVICE)
+    with torch.device("meta"):  # the wrapper draws the initial values on the device
+        model = GPTModel(
+            transformer,
+            get_gpt_decoder_block_spec(transformer, use_transformer_engine=False),
+            vocabulary,
+            length,
+            position_embedding_type=config.model.position_embedding_type,
+            rotary_base=config.model.rotary_base,
+            share_embeddings_and_output_weights=not config.model.untie_embeddings_and_output_weights,
+        )
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    wrapped = DistributedDataParallel(transformer, ddp, model, device=DEVICE)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data.copy_(parameter.data.bfloat16())
-    return DistributedDataParallel(transformer, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
+    return wrapped
 
 
 def backward(model: DistributedDataParallel, ids: Tensor) -> float:
@@ -75,37 +132,89 @@ def backward(model: DistributedDataParallel, ids: Tensor) -> float:
     return float(loss.detach())
 
 
-def gradients(
-    flags: Sequence[str], vocabulary: int, ids: Tensor, warm: int, routing: Routing | None = None
-) -> tuple[dict[str, Tensor], float, Routing]:
-    """Returns every parameter's gradient on the host, the loss, and the experts that the tokens went to: those of
-    `routing`, or the routers' choice. Delayed scaling has seen the batch `warm` times."""
-    experts = any(flag.startswith("--num-experts") for flag in flags)
-    model, loss = build([*flags, *["--moe-enable-routing-replay"] * experts], vocabulary), 0.0
+def passes(
+    flags: Sequence[str], vocabulary: int, batches: Sequence[Tensor], exact: Sequence[Pass] | None = None
+) -> Iterator[Pass]:
+    """Yields each micro-batch's pass through one model. Routers choose, or take what they chose in `exact`."""
+    has_experts = any(flag.startswith("--num-experts") for flag in flags)
+    model = build([*flags, *["--moe-enable-routing-replay"] * has_experts], vocabulary)
+    if ENGINE[1] in flags and choose_backend(model.config).engine is None:
+        print(f"Transformer Engine does not compute, our own layers do: {find_engine()}", flush=True)
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     replays = router_replays(model)
-    for _ in range(warm + 1):
+    warm = WARM if "delayed" in flags else 0
+    for number in [*[0] * warm, *range(len(batches))]:
         model.zero_grad_buffer()
-        for number, replay in enumerate(replays):
-            if routing is None:
+        for router, replay in enumerate(replays):
+            if exact is None:
                 replay.record()
             else:
-                replay.replay(routing[number])
-        loss = backward(model, ids)
+                replay.replay(exact[number].experts[router])
+        loss = backward(model, batches[number])
         finalize_model_grads([model])
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    found = {name: p.main_grad.float().cpu() for name, p in named.items()}  # type: ignore[attr-defined]
-    return found, loss, [replay.recorded for replay in replays]
+        warm -= 1
+        if warm < 0:
+            found = {name: p.main_grad for name, p in named.items()}  # type: ignore[attr-defined]
+            yield Pass(found, loss, [replay.recorded for replay in replays])
 
 
-def compare(ours: dict[str, Tensor], exact: dict[str, Tensor]) -> str:
-    """Returns a line with the smallest cosine and the largest difference of norms."""
+def references(flags: Sequence[str], vocabulary: int, batches: Sequence[Tensor]) -> list[Pass]:
+    """Returns the passes in float32, which stay on the device."""
+    return [
+        Pass({name: tensor.float().clone() for name, tensor in found.gradients.items()}, found.loss, found.experts)
+        for found in passes(flags, vocabulary, batches)
+    ]
+
+
+def compare(ours: Pass, exact: Pass) -> Errors:
+    """Compares the gradients of a micro-batch, except those that are zero in float32."""
+    numbers = []
+    for name, gradient in exact.gradients.items():
+        one, other = ours.gradients[name].flatten().double(), gradient.flatten().double()
+        numbers.append(torch.stack([one @ other, one @ one, other @ other]))
     cosines, norms = {}, {}
-    for name, gradient in exact.items():
-        one, other = (tensor.to(DEVICE).flatten().double() for tensor in (ours[name], gradient))
-        cosines[name] = float(nn.functional.cosine_similarity(one, other, dim=0))
-        norms[name] = float(one.norm() / other.norm()) - 1.0
-    worst, longest = min(cosines, key=lambda name: cosines[name]), max(norms, key=lambda name: abs(norms[name]))
-    return f"cosine at least {cosines[worst]:.5f} ({worst}), norms within {norms[longest]:+.2%} ({longest})"
+    for name, (product, own, other) in zip(exact.gradients, torch.stack(numbers).tolist(), strict=True):
+        if other == 0.0:
+            continue
+        cosines[name] = product / math.sqrt(own * other) if own else 0.0
+        norms[name] = math.sqrt(own / other) - 1.0
+    return Errors(ours.loss, cosines, norms)
+
+
+def line(found: Sequence[Errors]) -> str:
+    """Returns the worst of all micro-batches and, if there are several, means."""
+    worst, longest = min(found, key=lambda e: e.cosines[e.worst]), max(found, key=lambda e: e.distances[2])
+    text = (
+        f"loss {statistics.fmean(errors.loss for errors in found):.5f}, "
+        f"cosine at least {worst.cosines[worst.worst]:.5f} ({worst.worst}), "
+        f"norms within {longest.norms[longest.longest]:+.2%} ({longest.longest})"
+    )
+    if len(found) > 1:
+        smallest, mean, norms = (statistics.fmean(column) for column in zip(*(e.distances for e in found), strict=True))
+        text += (
+            f"; means of {len(found)}: smallest cosine {1 - smallest:.5f}, all cosines {1 - mean:.5f}, "
+            f"largest difference of norms {norms:.2%}"
+        )
+    return text
+
+
+def verdict(ours: Sequence[Errors], theirs: Sequence[Errors]) -> str:
+    """Returns a line that says whether our gradients are as near to float32's as others of the same micro-batches. They
+    are worse if a mean distance is larger by more than two standard errors of the difference."""
+    texts, worse = [], False
+    for name, own, other in zip(
+        ("1 - smallest cosine", "1 - mean cosine", "largest difference of norms"),
+        zip(*(errors.distances for errors in ours), strict=True),
+        zip(*(errors.distances for errors in theirs), strict=True),
+        strict=True,
+    ):
+        apart = [a - b for a, b in zip(own, other, strict=True)]
+        spread = 2 * statistics.stdev(apart) / math.sqrt(len(apart)) if len(apart) > 1 else 0.0
+        mean = statistics.fmean(apart)
+        worse |= mean > spread
+        means = f"{statistics.fmean(own):.5f} ours, {statistics.fmean(other):.5f} theirs"
+        texts.append(f"{name} {means} ({mean:+.5f} +- {spread:.5f})")
+    return f"{'; '.join(texts)}: {'worse' if worse else 'no worse'}"
 
 
 def curve(flags: Sequence[str], vocabulary: int, text: Tensor, length: int, steps: int) -> list[float]:
@@ -126,28 +235,50 @@ def curve(flags: Sequence[str], vocabulary: int, text: Tensor, length: int, step
     return losses
 
 
+def tokens(vocabulary: int, length: int, seed: int) -> Tensor:
+    """Returns the ids of one row of length + 1 tokens, as frequent as Zipf's law says."""
+    drawn = torch.rand(1, length + 1, generator=torch.Generator().manual_seed(seed))
+    return ((vocabulary**drawn) - 1).long().to(DEVICE)
+
+
 def main(words: Sequence[str] | None = None) -> None:
-    """Trains with each recipe and prints how the losses differ."""
+    """Computes gradients with each recipe, and trains with it if asked to; prints how far both are from float32."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cell", choices=CELLS, help="a model of the speed table")
-    parser.add_argument("--recipes", nargs="+", default=["tensorwise", "delayed", "rowwise", "blockwise"])
+    parser.add_argument("--recipes", nargs="*", choices=RECIPES, default=list(RECIPES))
     parser.add_argument("--vocabulary", type=int, default=32000)
-    parser.add_argument("--tokens", type=int, default=4096, help="length of the micro-batch's one row")
+    parser.add_argument("--tokens", type=int, default=4096, help="length of a micro-batch's one row")
+    parser.add_argument("--micro-batches", type=int, default=1, metavar="N", help="micro-batches with other tokens")
+    parser.add_argument(
+        "--against-transformer-engine", action="store_true", help="compare our fp8 with Transformer Engine's layers"
+    )
     parser.add_argument("--curve", type=int, default=0, metavar="N", help="compare the losses of N steps too")
     parser.add_argument("--text", type=Path, help="file or folder whose bytes are the tokens of the curve")
     args, flags = parser.parse_known_args(words)
     torch.backends.cuda.matmul.allow_tf32 = False
     model = [*(CELLS[args.cell].split() if args.cell else []), *flags]
-    ids = torch.rand(1, args.tokens + 1, generator=torch.Generator().manual_seed(1))
-    ids = ((args.vocabulary**ids) - 1).long().to(DEVICE)  # as frequent as Zipf's law says
-    kinds = {"bf16": ["--bf16"]} | {
-        f"fp8 {recipe}": ["--bf16", "--fp8-format", "hybrid", "--fp8-recipe", recipe] for recipe in args.recipes
-    }
-    exact, loss, routing = gradients(model, args.vocabulary, ids, 0)
-    print(f"float32: loss {loss:.5f}")
+    batches = [tokens(args.vocabulary, args.tokens, seed + 1) for seed in range(args.micro_batches)]
+    kinds = {"bf16": ("--bf16",)} | {f"fp8 {recipe}": RECIPES[recipe] for recipe in args.recipes}
+    start = time.monotonic()
+    exact = references(model, args.vocabulary, batches)
+    print(f"float32: loss {statistics.fmean(found.loss for found in exact):.5f}", flush=True)
+
+    def measured(name: str, more: Sequence[str]) -> list[Errors]:
+        both = zip(passes([*model, *more], args.vocabulary, batches, exact), exact, strict=True)
+        found = [compare(ours, reference) for ours, reference in both]
+        print(f"{name}: {line(found)} [{time.monotonic() - start:.0f} s]", flush=True)
+        return found
+
+    verdicts = {}
     for name, more in kinds.items():
-        ours, loss, _ = gradients([*model, *more], args.vocabulary, ids, int("delayed" in name), routing)
-        print(f"{name}: loss {loss:.5f}, {compare(ours, exact)}", flush=True)
+        ours = measured(name, more)
+        if args.against_transformer_engine and more[-1] != "--bf16":
+            if name.split()[1] in OF_ENGINE:
+                verdicts[name] = verdict(ours, measured(f"{name} by Transformer Engine", [*more, *ENGINE]))
+            else:
+                verdicts[name] = "Transformer Engine has no such recipe"
+    for name, compared in verdicts.items():
+        print(f"{name} beside Transformer Engine: {compared}")
     if args.curve:
         files = sorted(args.text.rglob("*.py")) if args.text.is_dir() else [args.text]
         data = b"".join(file.read_bytes() for file in files)

@@ -1,10 +1,15 @@
-"""tools/measure_fp8.py runs anywhere and compares every recipe with float32."""
+"""tools/measure_fp8.py runs anywhere and compares every recipe with float32 and with Transformer Engine."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
+import torch
+from support import fake_transformer_engine as fake
 
+from megatron.core import backends
 from tools import measure_fp8
+from tools.measure_fp8 import Errors, Pass, compare, verdict
 
 MODEL = (
     "--num-layers 1 --hidden-size 64 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32 "
@@ -21,3 +26,52 @@ def test_it_compares_gradients_and_losses(capsys: pytest.CaptureFixture[str]) ->
         gradients, losses = (line for line in lines if line.startswith(f"{kind}: "))
         assert "cosine at least 0.9" in gradients and "norms within" in gradients
         assert "mean of the last ten" in losses
+
+
+def test_transformer_engine_computes_the_same_micro_batches(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The stand-in for Transformer Engine rounds nothing to fp8, so ours are worse."""
+    engine = dataclasses.replace(fake.FAKE, dtypes=(torch.bfloat16,))
+    monkeypatch.setattr(backends, "find_engine", lambda: engine)
+    fake.used.clear()
+    experts = "--num-experts 4 --moe-grouped-gemm --moe-router-topk 2 --disable-bias-linear"
+    more = "--recipes tensorwise rowwise --tokens 32 --vocabulary 256 --micro-batches 2 --against-transformer-engine"
+    measure_fp8.main(f"{MODEL} {experts} {more}".split())
+    assert fake.Float8CurrentScaling() in fake.used
+    lines = capsys.readouterr().out.splitlines()
+    assert "our own layers do" not in "".join(lines)
+    ours, theirs = (line for line in lines if line.startswith("fp8 tensorwise") and "means of 2" in line)
+    assert theirs.startswith("fp8 tensorwise by Transformer Engine: ") and ours.split("[")[0] != theirs.split("[")[0]
+    (compared,) = (line for line in lines if line.startswith("fp8 tensorwise beside Transformer Engine: "))
+    assert compared.endswith(": worse")
+    assert lines[-1] == "fp8 rowwise beside Transformer Engine: Transformer Engine has no such recipe"
+
+
+def errors(*cosines: float) -> list[Errors]:
+    return [Errors(1.0, {"a": cosine, "b": 1.0}, {"a": 0.0, "b": 0.0}) for cosine in cosines]
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "word"),
+    [
+        ((0.92, 0.95), (0.93, 0.94), "no worse"),
+        ((0.92, 0.94), (0.93, 0.95), "worse"),
+        ((0.94, 0.95), (0.93, 0.94), "no worse"),
+        ((0.92,), (0.93,), "worse"),
+    ],
+)
+def test_worse_is_what_the_spread_of_micro_batches_does_not_explain(
+    ours: tuple[float, ...], theirs: tuple[float, ...], word: str
+) -> None:
+    assert verdict(errors(*ours), errors(*theirs)).endswith(f": {word}")
+
+
+def test_gradients_are_compared_by_direction_and_norm() -> None:
+    exact = {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([1.0, 0.0]), "zero": torch.zeros(2)}
+    ours = {"a": torch.tensor([3.3, 4.4]), "b": torch.tensor([0.6, 0.8]), "zero": torch.zeros(2)}
+    found = compare(Pass(ours, 1.0, []), Pass(exact, 1.0, []))
+    assert found.cosines == pytest.approx({"a": 1.0, "b": 0.6}) and found.norms == pytest.approx(
+        {"a": 0.1, "b": 0.0}, abs=1e-6
+    )
+    assert found.worst == "b" and found.longest == "a" and found.distances == pytest.approx((0.4, 0.2, 0.1))
