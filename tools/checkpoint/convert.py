@@ -36,8 +36,8 @@ from megatron.training.config.tool_flags import Section, read_tool_flags  # noqa
 from megatron.training.conversion.exporting import export_model  # noqa: E402
 from megatron.training.conversion.families import FAMILIES  # noqa: E402
 from megatron.training.conversion.importing import FLAGS, import_model  # noqa: E402
-from megatron.training.conversion.megatron_export import export_run  # noqa: E402
-from megatron.training.conversion.megatron_import import import_run  # noqa: E402
+from megatron.training.conversion.megatron_lm.exporting import export_run  # noqa: E402
+from megatron.training.conversion.megatron_lm.importing import import_run  # noqa: E402
 from megatron.training.conversion.verification import Comparison  # noqa: E402
 from tools.entry_scripts import build_model  # noqa: E402
 

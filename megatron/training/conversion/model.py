@@ -1,6 +1,7 @@
 """Models for conversion: their canonical tensors without memory, or the whole model on the CPU."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -10,10 +11,9 @@ from megatron.core.dist_checkpointing.chunk import model_chunks
 from megatron.core.dist_checkpointing.planning import match
 from megatron.core.dist_checkpointing.reading import fill_tensors
 from megatron.core.exceptions import UserError
-from megatron.core.parameters import canonical_names, info_of
+from megatron.core.parameters import Box, canonical_names, info_of
 from megatron.core.pipeline_parallel.stages import pipeline_of
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.conversion.legacy_layout import RankTensor
 from megatron.training.launch.environment import Environment, default_groups, groups_of_rank
 from megatron.training.providers import Context, Stage, stages_of_rank
 from megatron.training.state import TrainState
@@ -21,6 +21,16 @@ from megatron.training.tokenizer.null import NullTokenizer
 
 BuildModel = Callable[[Context, Stage], nn.Module]
 """Model provider of a training script."""
+
+
+@dataclass(frozen=True)
+class RankTensor:
+    """A tensor of our model on one rank: its name in the rank's module, and the part of the canonical tensor."""
+
+    local_name: str
+    name: str
+    global_shape: tuple[int, ...]
+    box: Box
 
 
 _EMBEDDING = "embedding.word_embeddings.weight"

@@ -5,17 +5,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from training.conversion.megatron_lm.test_torch_dist import read_by_torch
 from training.conversion.megatron_runs import FLAGS, GOLDEN, same_bits, tensors_in
 from training.conversion.saved_models import build_random, config_of, save_checkpoint
-from training.conversion.test_torch_dist import read_by_torch
 
 from megatron.core.dist_checkpointing.chunk import model_chunks
 from megatron.core.dist_checkpointing.writing import save
 from megatron.core.exceptions import UserError
-from megatron.training.conversion.megatron_export import export_run
-from megatron.training.conversion.megatron_import import ImportedRun, import_run
-from megatron.training.conversion.torch_archive import TorchArchive
-from megatron.training.conversion.torch_dist import DistFolder
+from megatron.training.conversion.megatron_lm.exporting import export_run
+from megatron.training.conversion.megatron_lm.importing import ImportedRun, import_run
+from megatron.training.conversion.megatron_lm.torch_archive import TorchArchive
+from megatron.training.conversion.megatron_lm.torch_dist import DistFolder
 from megatron.training.inspection.run_description import describe_run
 from pretrain_gpt import build_model
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.core.exceptions import UserError
-from megatron.core.parameters import Box
+from megatron.training.conversion.model import RankTensor
 
 FILE, FLAT_FILE = "model_optim_rng.pt", "distrib_optim.pt"
 """The files of a rank: its state dict, and its part of the state of a sharded optimizer."""
@@ -32,16 +32,6 @@ class ModelLayout:
     def rank(self, tensor: int, pipeline: int, expert: int) -> int:
         """Returns the rank at these places in the smallest run."""
         return tensor + self.tensor * (expert + self.expert * pipeline)
-
-
-@dataclass(frozen=True)
-class RankTensor:
-    """A tensor of our model on one rank: its name in the rank's module, and the part of the canonical tensor."""
-
-    local_name: str
-    name: str
-    global_shape: tuple[int, ...]
-    box: Box
 
 
 TensorsOf = Callable[[ModelLayout, int], list[list[RankTensor]]]

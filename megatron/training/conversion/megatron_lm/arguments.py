@@ -9,7 +9,7 @@ from megatron.core.transformer.config.heterogeneous import HETEROGENEOUS
 from megatron.training.config.flag_table import Flag, flag_table, is_inert, is_to_come, parent_of, spelling_of
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.resolution import field_of_name
-from megatron.training.conversion.inert_pickle import Inert
+from megatron.training.conversion.megatron_lm.inert_pickle import Inert
 from megatron.training.inspection.run_description import words_of
 
 _GROUPS = (

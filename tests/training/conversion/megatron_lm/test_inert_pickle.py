@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron.training.conversion.inert_pickle import Inert, Name, UnreadablePickle, read_pickle, shown
+from megatron.training.conversion.megatron_lm.inert_pickle import Inert, Name, UnreadablePickle, read_pickle, shown
 
 
 class Reduced:

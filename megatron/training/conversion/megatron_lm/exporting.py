@@ -30,8 +30,8 @@ from megatron.core.parameters import Box
 from megatron.core.utils.torch_private import DistFolderWriter
 from megatron.training.config.flag_table import flag_table, spelling_of
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.conversion.megatron_args import check_token_mixers
-from megatron.training.conversion.megatron_names import exported_location, exported_shape
+from megatron.training.conversion.megatron_lm.arguments import check_token_mixers
+from megatron.training.conversion.megatron_lm.names import exported_location, exported_shape
 from megatron.training.inspection.run_description import MODEL_OPTIONS, architecture_of
 from megatron.training.trained_model import config_for_one_process
 

@@ -10,10 +10,10 @@ import torch
 from megatron.core.dist_checkpointing.chunk import MASTER
 from megatron.core.exceptions import UserError
 from megatron.core.parameters import Box
-from megatron.training.conversion.legacy_layout import RankTensor
-from megatron.training.conversion.legacy_optimizer import RankParameter, flat_buckets, plain_states
-from megatron.training.conversion.megatron_names import SourceTensor
-from megatron.training.conversion.torch_archive import TorchArchive
+from megatron.training.conversion.megatron_lm.legacy_optimizer import RankParameter, flat_buckets, plain_states
+from megatron.training.conversion.megatron_lm.names import SourceTensor
+from megatron.training.conversion.megatron_lm.torch_archive import TorchArchive
+from megatron.training.conversion.model import RankTensor
 
 WEIGHTS = {"a.weight": torch.arange(6.0).view(2, 3).bfloat16(), "a.bias": torch.ones(2, dtype=torch.bfloat16)}
 

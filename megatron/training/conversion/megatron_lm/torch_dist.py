@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron.core.dist_checkpointing.geometry import intersect
 from megatron.core.exceptions import UserError
 from megatron.core.parameters import Box
-from megatron.training.conversion.inert_pickle import (
+from megatron.training.conversion.megatron_lm.inert_pickle import (
     MAX_PICKLE_BYTES,
     Inert,
     Name,
@@ -25,7 +25,7 @@ from megatron.training.conversion.inert_pickle import (
     read_pickle,
     shown,
 )
-from megatron.training.conversion.torch_archive import DTYPES, StoredTensor, TorchArchive
+from megatron.training.conversion.megatron_lm.torch_archive import DTYPES, StoredTensor, TorchArchive
 
 METADATA = ".metadata"
 COMMON = "common.pt"

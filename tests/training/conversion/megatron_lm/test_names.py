@@ -4,7 +4,7 @@ import pytest
 
 from megatron.core.exceptions import UserError
 from megatron.core.parameters import Box
-from megatron.training.conversion.megatron_names import Location, box_in, location_of, merges_into
+from megatron.training.conversion.megatron_lm.names import Location, box_in, location_of, merges_into
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""megatron/training/conversion/legacy_source.py: files of ranks are put together; what does not fit is named."""
+"""Files of legacy checkpoints: files of ranks are put together; what does not fit is named."""
 
 import shutil
 from collections.abc import Mapping
@@ -12,8 +12,8 @@ from torch import Tensor
 from training.conversion.megatron_runs import FLAGS, GOLDEN, MOE, same_bits, tensors_in
 
 from megatron.core.exceptions import UserError
-from megatron.training.conversion.legacy_layout import FILE, FLAT_FILE
-from megatron.training.conversion.megatron_import import ImportedRun, import_run
+from megatron.training.conversion.megatron_lm.importing import ImportedRun, import_run
+from megatron.training.conversion.megatron_lm.legacy_layout import FILE, FLAT_FILE
 from megatron.training.trained_model import load_trained_model
 from pretrain_gpt import build_model
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megatron.core.exceptions import UserError
-from megatron.training.conversion import torch_archive
-from megatron.training.conversion.torch_archive import StoredTensor, TorchArchive
+from megatron.training.conversion.megatron_lm import torch_archive
+from megatron.training.conversion.megatron_lm.torch_archive import StoredTensor, TorchArchive
 
 
 def saved(value: Any, path: Path) -> TorchArchive:

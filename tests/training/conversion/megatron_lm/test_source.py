@@ -4,8 +4,8 @@ import pytest
 from training.conversion.megatron_runs import GOLDEN
 
 from megatron.core.exceptions import UserError
-from megatron.training.conversion.megatron_source import DistSource, numbers_called
-from megatron.training.conversion.torch_dist import DistFolder
+from megatron.training.conversion.megatron_lm.source import DistSource, numbers_called
+from megatron.training.conversion.megatron_lm.torch_dist import DistFolder
 
 FINAL = {"decoder.final_layernorm.weight": (64,)}
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from support.runs import state_at_start, train, write_documents
 from torch import Tensor
+from training.conversion.megatron_lm.test_torch_dist import read_by_torch
 from training.conversion.megatron_runs import FLAGS, GOLDEN, GPT2, LLAMA, MOE, same_bits, tensors_in
-from training.conversion.test_torch_dist import read_by_torch
 
 from megatron.core.exceptions import UserError
-from megatron.training.conversion.megatron_import import ImportedRun, find_folder, import_run
+from megatron.training.conversion.megatron_lm.importing import ImportedRun, find_folder, import_run
 from pretrain_gpt import build_model
 
 DATA = "--split 1,0,0 --eval-iters 0 --num-workers 0 --log-interval 100 --data-path"

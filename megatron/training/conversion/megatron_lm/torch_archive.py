@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.exceptions import UserError
-from megatron.training.conversion.inert_pickle import MAX_PICKLE_BYTES, Name, Storage, read_pickle, shown
+from megatron.training.conversion.megatron_lm.inert_pickle import MAX_PICKLE_BYTES, Name, Storage, read_pickle, shown
 
 _STORAGES = {
     "DoubleStorage": torch.float64,

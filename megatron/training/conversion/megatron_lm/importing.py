@@ -28,14 +28,14 @@ from megatron.training.config.flag_table import flags_by_spelling
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.settings import LaunchEnvironment
 from megatron.training.conversion.importing import write_flags
-from megatron.training.conversion.inert_pickle import shown
-from megatron.training.conversion.legacy_layout import FILE, ModelLayout, RankTensor, TensorsOf
-from megatron.training.conversion.legacy_source import LegacySource
-from megatron.training.conversion.megatron_args import attributes, check_token_mixers, flags_of_arguments
-from megatron.training.conversion.megatron_names import Found, SourceTensor
-from megatron.training.conversion.megatron_source import DistSource, Source, numbers_called
-from megatron.training.conversion.model import BuildModel, canonical_shapes, tensors_of_rank
-from megatron.training.conversion.torch_dist import METADATA, DistFolder
+from megatron.training.conversion.megatron_lm.arguments import attributes, check_token_mixers, flags_of_arguments
+from megatron.training.conversion.megatron_lm.inert_pickle import shown
+from megatron.training.conversion.megatron_lm.legacy_layout import FILE, ModelLayout, TensorsOf
+from megatron.training.conversion.megatron_lm.legacy_source import LegacySource
+from megatron.training.conversion.megatron_lm.names import Found, SourceTensor
+from megatron.training.conversion.megatron_lm.source import DistSource, Source, numbers_called
+from megatron.training.conversion.megatron_lm.torch_dist import METADATA, DistFolder
+from megatron.training.conversion.model import BuildModel, RankTensor, canonical_shapes, tensors_of_rank
 from megatron.training.inspection.run_description import describe_run
 from megatron.training.state import TrainState
 from megatron.training.tokenizer.build import build_tokenizer

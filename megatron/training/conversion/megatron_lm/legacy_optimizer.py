@@ -12,10 +12,11 @@ from torch import Tensor
 from megatron.core.dist_checkpointing.chunk import MASTER
 from megatron.core.exceptions import UserError
 from megatron.core.parameters import Box
-from megatron.training.conversion.flat_buffers import Bucket
-from megatron.training.conversion.legacy_layout import EXPERTS, RankTensor
-from megatron.training.conversion.megatron_names import SourceTensor, merges_into
-from megatron.training.conversion.torch_archive import StoredTensor, TorchArchive
+from megatron.training.conversion.megatron_lm.flat_buffers import Bucket
+from megatron.training.conversion.megatron_lm.legacy_layout import EXPERTS
+from megatron.training.conversion.megatron_lm.names import SourceTensor, merges_into
+from megatron.training.conversion.megatron_lm.torch_archive import StoredTensor, TorchArchive
+from megatron.training.conversion.model import RankTensor
 
 KINDS = ("exp_avg", "exp_avg_sq", MASTER)
 

@@ -10,9 +10,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from megatron.core.exceptions import UserError
-from megatron.training.conversion.flat_buffers import find_flat_state, is_flat_state
-from megatron.training.conversion.megatron_names import Found
-from megatron.training.conversion.torch_dist import DistFolder
+from megatron.training.conversion.megatron_lm.flat_buffers import find_flat_state, is_flat_state
+from megatron.training.conversion.megatron_lm.names import Found
+from megatron.training.conversion.megatron_lm.torch_dist import DistFolder
 
 GROUP = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32)"
 

@@ -9,10 +9,10 @@ from typing import Any, Protocol
 from megatron.core.dist_checkpointing.chunk import MASTER, optimizer_state_name
 from megatron.core.dist_checkpointing.planning import describe_names
 from megatron.core.exceptions import UserError
-from megatron.training.conversion.flat_buffers import find_flat_state, is_flat_state
-from megatron.training.conversion.megatron_names import Found, box_in, location_of
-from megatron.training.conversion.torch_archive import StoredTensor
-from megatron.training.conversion.torch_dist import COMMON_OBJECT, DistFolder, DistTensor
+from megatron.training.conversion.megatron_lm.flat_buffers import find_flat_state, is_flat_state
+from megatron.training.conversion.megatron_lm.names import Found, box_in, location_of
+from megatron.training.conversion.megatron_lm.torch_archive import StoredTensor
+from megatron.training.conversion.megatron_lm.torch_dist import COMMON_OBJECT, DistFolder, DistTensor
 
 KINDS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "param": MASTER, "fp32_param": MASTER}
 """Kinds of optimizer state in their names, and ours."""

@@ -19,8 +19,8 @@ from megatron.core.dist_checkpointing.chunk import MASTER, is_weight, optimizer_
 from megatron.core.dist_checkpointing.planning import describe_names
 from megatron.core.exceptions import UserError
 from megatron.core.parameters import Box
-from megatron.training.conversion.megatron_names import Found
-from megatron.training.conversion.torch_dist import DistFolder, DistTensor
+from megatron.training.conversion.megatron_lm.names import Found
+from megatron.training.conversion.megatron_lm.torch_dist import DistFolder, DistTensor
 
 _FLAT = re.compile(
     r"(?P<group>(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_(?P<rank>\d+)\.gbuf_idx_\d+\.dtype_\(.*\))"

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core.exceptions import UserError
-from megatron.training.conversion.legacy_layout import FILE, ModelLayout, paths_by_place
+from megatron.training.conversion.megatron_lm.legacy_layout import FILE, ModelLayout, paths_by_place
 
 
 def test_each_place_of_a_layout_is_a_rank_of_its_own() -> None:

@@ -18,26 +18,26 @@ from megatron.core.dist_checkpointing.chunk import is_weight, optimizer_state_na
 from megatron.core.dist_checkpointing.planning import describe_names
 from megatron.core.exceptions import UserError
 from megatron.core.parameters import Box
-from megatron.training.conversion.flat_buffers import place_flat_state
-from megatron.training.conversion.legacy_layout import (
+from megatron.training.conversion.megatron_lm.arguments import attributes
+from megatron.training.conversion.megatron_lm.flat_buffers import place_flat_state
+from megatron.training.conversion.megatron_lm.legacy_layout import (
     EXPERTS,
     FILE,
     FLAT_FILE,
     ModelLayout,
-    RankTensor,
     TensorsOf,
     paths_by_place,
 )
-from megatron.training.conversion.legacy_optimizer import (
+from megatron.training.conversion.megatron_lm.legacy_optimizer import (
     KINDS,
     RankParameter,
     concatenated,
     flat_buckets,
     plain_states,
 )
-from megatron.training.conversion.megatron_args import attributes
-from megatron.training.conversion.megatron_names import VOCABULARY, Found, SourceTensor, merges_into, spellings
-from megatron.training.conversion.torch_archive import StoredTensor, TorchArchive
+from megatron.training.conversion.megatron_lm.names import VOCABULARY, Found, SourceTensor, merges_into, spellings
+from megatron.training.conversion.megatron_lm.torch_archive import StoredTensor, TorchArchive
+from megatron.training.conversion.model import RankTensor
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 

@@ -10,14 +10,14 @@ from megatron.core.transformer.config.heterogeneous import HETEROGENEOUS
 from megatron.training.arguments import configure
 from megatron.training.config.flag_table import flag_table
 from megatron.training.config.settings import LaunchEnvironment
-from megatron.training.conversion.inert_pickle import Inert, Name
-from megatron.training.conversion.megatron_args import (
+from megatron.training.conversion.megatron_lm.arguments import (
     _FIELDS,
     _GROUPS,
     attributes,
     check_token_mixers,
     flags_of_arguments,
 )
+from megatron.training.conversion.megatron_lm.inert_pickle import Inert, Name
 from megatron.training.inspection.run_description import ARCHITECTURE, COMPARED, MODEL_OPTIONS
 
 ARGUMENTS = {

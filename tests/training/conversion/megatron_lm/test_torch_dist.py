@@ -13,9 +13,9 @@ from torch import Tensor
 
 from megatron.core.exceptions import UserError
 from megatron.core.parameters import Box
-from megatron.training.conversion.torch_dist import DistFolder, DistTensor, _Place
+from megatron.training.conversion.megatron_lm.torch_dist import DistFolder, DistTensor, _Place
 
-GOLDEN = Path(__file__).parents[2] / "data" / "golden" / "torch_dist"
+GOLDEN = Path(__file__).parents[3] / "data" / "golden" / "torch_dist"
 """Two checkpoints that Megatron-LM 0.16.1 wrote after one step of Adam."""
 
 
