@@ -1,6 +1,6 @@
 """Builds the GPT of scripts that are copies of Megatron-LM's pretrain_gpt.py, which import this module by its name.
 
-For such scripts only; our own pretrain_gpt.py has `build_model`.
+Only such scripts use it; our own pretrain_gpt.py has `build_model`.
 """
 
 from typing import Any
@@ -21,8 +21,8 @@ def gpt_builder(
     config: TransformerConfig | None = None,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> GPTModel:
-    """Returns the part of a GPT on a (virtual) pipeline stage, as arguments (`get_args()`) describe it. `config`: the
-    model's, in place of that of the arguments."""
+    """Returns the part of a GPT on a (virtual) pipeline stage, by the arguments (`get_args()`). `config` replaces the
+    model config of the arguments."""
     config = core_transformer_config_from_args(args) if config is None else config
     if args.spec is not None and args.spec != ["local"]:
         layers = block_spec_of_flag(args.spec, config, vp_stage, None)

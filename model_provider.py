@@ -1,6 +1,6 @@
 """The model provider of scripts that are copies of Megatron-LM's pretrain_gpt.py, which import this module by its name.
 
-For such scripts only; in our own scripts a model provider is a function of `Providers`.
+Only such scripts use it; in our own scripts a model provider is a function of `Providers`.
 """
 
 from collections.abc import Callable
@@ -21,8 +21,8 @@ def model_provider(
     config: TransformerConfig | None = None,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> nn.Module:
-    """Returns what `model_builder`, such as `gpt_builders.gpt_builder`, builds from the run's arguments for a (virtual)
-    pipeline stage."""
+    """Returns the result of `model_builder`, such as `gpt_builders.gpt_builder`, for the run's arguments and a
+    (virtual) pipeline stage."""
     given: dict[str, Any] = {"config": config, "pg_collection": pg_collection}
     given = {name: value for name, value in given.items() if value is not None}  # builders of release 0.15 take none
     return model_builder(get_args(), pre_process, post_process, vp_stage, **given)

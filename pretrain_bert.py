@@ -29,11 +29,11 @@ from megatron.training.data.step_data import StepData
 from megatron.training.providers import Context, ForwardStep, LossFunction, Providers, SampleCounts, Stage
 
 DEFAULTS = {"model_family": "bert", "tokenizer_type": "BertWordPieceLowerCase"}
-"""What the command line means by default in this script."""
+"""Defaults of flags in this script."""
 
 
 def build_layer_specs(context: Context, stage: Stage) -> TransformerBlockSubmodules:
-    """Returns the specs of a stage's layers, as the flags describe them, or as --spec names them."""
+    """Returns the specs of a stage's layers: those of --spec, or else by the flags."""
     model, pipeline_rank = context.config.model, context.environment.groups.rank("pp")
     if model.spec is not None and model.spec != ["local"]:
         return block_spec_of_flag(model.spec, model.transformer, stage.virtual, pipeline_rank)
@@ -64,16 +64,16 @@ def build_model(context: Context, stage: Stage) -> BertModel:
 
 
 def build_datasets(context: Context, counts: SampleCounts) -> Sequence[Any]:
-    """Builds the datasets of the train, valid and test split, as --data-path and --split say."""
+    """Builds the datasets of the train, valid and test split from --data-path and --split."""
     config = bert_dataset_config(context.config, context.tokenizer)
     sizes = [counts.train, counts.valid, counts.test]
     return BlendedMegatronDatasetBuilder(BERTMaskedWordPieceDataset, sizes, lambda: True, config).build()
 
 
 def loss_func(loss_mask: Tensor, swapped: Tensor, output: tuple[Tensor, Tensor | None]) -> tuple[Any, ...]:
-    """Returns the loss of a micro-batch and the report: mean loss of its masked tokens + mean loss of the order of its
-    segments. Without the binary head, which has the second output: the sum over masked tokens, their number, and the
-    report.
+    """Returns the loss of a micro-batch and the report. The loss is the mean loss of its masked tokens plus the mean
+    loss of the order of its segments (the binary head, the second output). Without the binary head, returns the sum
+    over masked tokens, their number, and the report.
 
     `swapped` [b] is 1 where the segments are swapped, 0 where they are not, and -1 in rows without a loss. Both means
     have the scope of a micro-batch.

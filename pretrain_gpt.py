@@ -31,7 +31,7 @@ from megatron.training.providers import Context, ForwardStep, LossFunction, Prov
 
 
 def build_layer_specs(context: Context, stage: Stage) -> TransformerBlockSubmodules:
-    """Returns the specs of a stage's layers, as the flags describe them, or as --spec names them."""
+    """Returns the specs of a stage's layers: those of --spec, or else by the flags."""
     words, position = context.config.model.spec, position_of(context, stage)
     if words is not None and words != ["local"]:
         return block_spec_of_flag(words, context.config.transformer, position["vp_stage"], position["pp_rank"])
@@ -39,7 +39,7 @@ def build_layer_specs(context: Context, stage: Stage) -> TransformerBlockSubmodu
 
 
 def build_model(context: Context, stage: Stage, layers: TransformerBlockSubmodules | None = None) -> GPTModel:
-    """Builds the part of the model that a stage holds. `layers`: specs of its layers; default: as the flags say."""
+    """Builds the part of the model that a stage holds. `layers`: specs of its layers; default: `build_layer_specs`."""
     model, groups = context.config.model, context.environment.groups
     layers = layers or build_layer_specs(context, stage)
     return GPTModel(
@@ -64,13 +64,13 @@ def build_model(context: Context, stage: Stage, layers: TransformerBlockSubmodul
 
 
 def position_of(context: Context, stage: Stage) -> dict[str, Any]:
-    """Returns the arguments that tell spec functions which layers a stage has."""
+    """Returns the arguments of spec functions that identify the layers of a stage."""
     pipeline_rank = context.environment.groups.rank("pp")
     return {"use_transformer_engine": False, "vp_stage": stage.virtual, "pp_rank": pipeline_rank}
 
 
 def build_datasets(context: Context, counts: SampleCounts) -> Sequence[Any]:
-    """Builds the datasets of the train, valid and test split, as --data-path and --split say."""
+    """Builds the datasets of the train, valid and test split from --data-path and --split."""
     config = gpt_dataset_config(context.config, context.tokenizer)
     kind = gpt_dataset_kind(context.config)
     sizes = [counts.train, counts.valid, counts.test]
@@ -105,7 +105,7 @@ def build_forward_step(context: Context, loss_func: LossFunction = loss_func) ->
 
 
 def describe_tokens(batch: Batch, data: StepData, part: SequencePart | None, sample_length: int) -> Tokens:
-    """Returns the model's record of a micro-batch. Documents that must not attend to each other make it packed."""
+    """Returns the model's record of a micro-batch. It is packed if documents must not attend to each other."""
     rows, length = batch.tokens.shape
     return Tokens(
         seq_length=length,

@@ -30,7 +30,7 @@ from megatron.training.providers import Context, ForwardStep, LossFunction, Prov
 from pretrain_gpt import loss_func
 
 DEFAULTS = {"model_family": "t5", "tokenizer_type": "BertWordPieceLowerCase"}
-"""What the command line means by default in this script."""
+"""Defaults of flags in this script."""
 
 
 def build_model(context: Context, stage: Stage) -> T5Model:
@@ -65,7 +65,7 @@ def build_model(context: Context, stage: Stage) -> T5Model:
 
 
 def build_datasets(context: Context, counts: SampleCounts) -> Sequence[Any]:
-    """Builds the datasets of the train, valid and test split, as --data-path and --split say."""
+    """Builds the datasets of the train, valid and test split from --data-path and --split."""
     config = t5_dataset_config(context.config, context.tokenizer)
     sizes = [counts.train, counts.valid, counts.test]
     return BlendedMegatronDatasetBuilder(T5MaskedWordPieceDataset, sizes, lambda: True, config).build()

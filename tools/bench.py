@@ -1,10 +1,10 @@
 """Measures how fast training is: python tools/bench.py LLAMA1B
 
-Trains a model of the speed table (tools/bench_cells.py), or the one that flags of pretrain_gpt.py describe, on random
-tokens: a few steps to warm up, then at least 20 that are timed, with optimizer, clipping and logging. Prints the median
-step, model FLOPs and tokens a second, memory and the last loss. Flags after the name of a model override the model's.
-`--kernels` traces one more step on every rank and prints its time by kind of kernel, and how much of its communication
-is exposed. `--floor` measures afterwards how fast the step could be (tools/floor.py). On several GPUs:
+Trains a model of the speed table (tools/bench_cells.py), or a model described by flags of pretrain_gpt.py, on random
+tokens: a few steps to warm up, then at least 20 timed steps, with optimizer, clipping and logging. Prints the median
+time of a step, model FLOPs and tokens per second, memory and the last loss. Flags after the name of a model override
+the model's flags. `--kernels` traces one more step on every rank and prints its time by kind of kernel, and the exposed
+part of its communication. `--floor` measures afterwards how fast the step could be (tools/floor.py). On several GPUs:
 
     torchrun --nproc_per_node 2 tools/bench.py LLAMA1B --context-parallel-size 2
 """
@@ -61,7 +61,7 @@ from tools.recorder import Recorder
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the measurement, beside the flags of the run."""
+    """Options of the measurement, in addition to the flags of the run."""
 
     cell: str | None
     warmup: int
@@ -70,7 +70,7 @@ class Options:
     documents: float | None
     kernels: bool
     floor: float | None
-    """Seconds that each operation of the floor is timed for; None: no floor."""
+    """Seconds for which each operation of the floor is timed; None: no floor."""
     json: Path | None
 
     @property
@@ -344,8 +344,8 @@ def floor_of(
 
 
 def commit() -> str | None:
-    """Returns the checkout's commit. $COMMIT names it where the code was copied without its history. None if it is not
-    known."""
+    """Returns the checkout's commit. If the code was copied without its history, $COMMIT must name it. None if
+    unknown."""
     if "COMMIT" in os.environ:
         return os.environ["COMMIT"]
     done = subprocess.run(

@@ -44,4 +44,4 @@ COMMON = (
     "--weight-decay 0.1 --adam-beta2 0.95 --attention-dropout 0 --hidden-dropout 0 --eval-iters 0 --num-workers 2 "
     "--manual-gc --manual-gc-interval 100 --log-interval 5"
 )
-"""What every run has beside its model."""
+"""Flags of every run in addition to those of its model."""

@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     measure_indices(args.documents, args.sequence_length)
     measure_sample_map(args.sentences)
     measure_masking()
-    # In a process of its own, so that its memory is the blend's alone.
+    # In a separate process, so that its memory is only that of the blend.
     command = [sys.executable, __file__, _BLEND_IN_A_PROCESS, "--datasets", str(args.datasets)]
     subprocess.run([*command, "--samples", str(args.samples)], check=True)
     measure_boundaries(2 * args.sequence_length)

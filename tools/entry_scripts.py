@@ -1,4 +1,4 @@
-"""The entry scripts by model family, for tools that work with the checkpoints of all of them."""
+"""The entry scripts by model family, for tools that read checkpoints of all families."""
 
 from torch import nn
 
@@ -13,10 +13,10 @@ BUILDERS: dict[str, BuildModel] = {
     "bert": pretrain_bert.build_model,
     "t5": pretrain_t5.build_model,
 }
-"""Model provider of each entry script, by the model family that its checkpoints name."""
+"""Model provider of each entry script, by the model family in its checkpoints."""
 
 
 def build_model(context: Context, stage: Stage) -> nn.Module:
-    """Builds the part of a model that a stage holds, with the entry script of the model's family. A checkpoint that
-    names none, such as one of a script of your own, has a GPT."""
+    """Builds the part of a model that a stage holds, with the entry script of the model's family. Without a family in
+    the checkpoint, as in one of your own script, it builds a GPT."""
     return BUILDERS[context.config.model.model_family or "gpt"](context, stage)

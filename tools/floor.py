@@ -1,8 +1,8 @@
 """The floor of a training step: the least time of its products, its attention and the bytes that it must move.
 
-`measure_floor` times each distinct product and attention that tools/recorder.py noted, alone, on random data and for
-long enough that the GPU reaches its power limit as in training, and a device copy, whose rate gives the time of
-memory-bound operations. `tools/bench.py CELL --floor` prints the result.
+`measure_floor` times each distinct product and attention call that tools/recorder.py recorded. It times each one alone,
+on random data, long enough for the GPU to reach its power limit as in training. It also times a device copy, whose rate
+gives the time of memory-bound operations. `tools/bench.py CELL --floor` prints the result.
 """
 
 import time
@@ -23,7 +23,7 @@ from megatron.core.ops.linear import product
 from tools.recorder import Attention, Product, Recorder
 
 PARTS = ("products", "casts to fp8", "attention", "memory-bound operations", "update of the weights")
-"""What a floor adds up."""
+"""The parts of a floor."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class Timed:
     part: str
     name: str
     count: int
-    """Times in a step."""
+    """Number of runs in a step."""
     milliseconds: float
-    """Time of one."""
+    """Time of one run."""
     flops: float = 0.0
 
     def describe(self) -> str:

@@ -4,7 +4,7 @@ python tools/generate.py --load runs/quickstart/checkpoints --prompt "def " --ma
 python tools/generate.py --load runs/bert --prompt "the loss of the [MASK] is printed"
 python tools/generate.py --load runs/t5 --prompt "the <extra_id_0> of the run is printed"
 
-Model and tokenizer are those of the run, as the checkpoint describes them. See docs/quickstart.md.
+The checkpoint describes the model and the tokenizer. See docs/quickstart.md.
 """
 
 import re
@@ -155,8 +155,8 @@ def write(config: GenerationConfig) -> None:
 
 
 def write_decoded(trained: TrainedModel, texts: Sequence[str], config: GenerationConfig) -> None:
-    """Prints what the decoder of a T5 writes for each text that its encoder reads, batch by batch; with --no-echo
-    without the text."""
+    """Prints the text that the decoder of a T5 writes for each prompt of its encoder, batch by batch; with --no-echo
+    without the prompt."""
     tokenizer, sampling = trained.tokenizer, config.sampling()
     begin = tokenizer.pad if tokenizer.bos is None else tokenizer.bos
     if begin is None:
@@ -228,7 +228,8 @@ def read_prompts(config: GenerationConfig) -> list[str]:
 
 
 def encode(trained: TrainedModel, text: str, max_new_tokens: int) -> list[int]:
-    """Returns the token ids of a prompt; for an empty one the end-of-document token, after which a document begins.
+    """Returns the token ids of a prompt. An empty prompt becomes the end-of-document token, after which a document
+    begins.
 
     Raises UserError if the tokenizer refuses the text, or if the model has too few positions.
     """

@@ -1,9 +1,9 @@
-"""Verifies data sets (.bin, .idx and manifest) and shows the text of some of their documents.
+"""Verifies datasets (.bin, .idx and manifest) and shows the text of some of their documents.
 
 python tools/inspect_data.py --data-path corpus_text_document --documents 3 --tokenizer-type GPT2BPETokenizer \
     --vocab-file vocab.json --merge-file merges.txt
 
-The exit code is 1 if a data set has a fault. docs/data.md says more.
+The exit code is 1 if a dataset has a fault. docs/data.md describes the faults.
 """
 
 import sys
@@ -50,7 +50,7 @@ class InspectionConfig:
     """Number of the first document that is shown, from 0."""
 
     tokens: int = 200
-    """Most tokens that are shown of a document."""
+    """Largest number of tokens that are shown of a document."""
 
     def validate(self) -> Iterator[str]:
         """Yields a problem for each impossible value."""
@@ -91,7 +91,7 @@ def _no_problems(_: TokenizerConfig) -> tuple[str, ...]:
 
 
 def _inspect(prefix: str, config: InspectionConfig, tokenizer: Tokenizer | None) -> list[str]:
-    """Prints what is found about a data set. Returns its faults."""
+    """Verifies a dataset and prints the results. Returns its faults."""
     faults = list(dict.fromkeys(find_faults(prefix, tokenizer)))
     for fault in faults:
         print(f"FAULT: {fault}")

@@ -2,14 +2,14 @@
 
 python tools/launch.py torchrun --nproc-per-node 8 pretrain_gpt.py --save checkpoints --save-interval 500 ...
 
-The command needs --save. Once that folder has a whole checkpoint, the command is started with `--load` of it, and
-without the flags that belong to a first start (--finetune, --ckpt-step, --no-load-optim, --no-load-rng, another
---load). After three fast failures in a row (--fast-failures) the tool gives up: those that end within five minutes
-(--fast-seconds) without a new checkpoint. One to which the run went back from a loss spike is not new. A mistake in the
-command line (exit code 2) is not tried again.
+The command needs --save. Once that folder has a complete checkpoint, the tool starts the command with `--load` of the
+folder, and without the flags of a first start (--finetune, --ckpt-step, --no-load-optim, --no-load-rng, another
+--load). The tool gives up after three fast failures in a row (--fast-failures). A failure is fast if it comes within
+five minutes (--fast-seconds) and leaves no new checkpoint. A checkpoint to which the run went back after a loss spike
+is not new. A mistake in the command line (exit code 2) is not tried again.
 
-A signal (SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGUSR2) is passed to one rank, and all ranks save a checkpoint and end. The
-tool then ends with 128 + the signal's number, and otherwise with the command's exit code.
+The tool passes a signal (SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGUSR2) to one rank, and all ranks save a checkpoint and
+end. The tool then exits with 128 + the signal's number. Otherwise it exits with the command's exit code.
 """
 
 import argparse
@@ -203,8 +203,9 @@ class Launcher:
 
 
 def one_rank(launcher: int) -> list[int]:
-    """Returns the process of one rank of the run that `launcher` (torchrun) has started; `launcher` itself if it has
-    none. The ranks of a run end together, whereas torchrun leaves them 30 seconds after a signal."""
+    """Returns the process of one rank of the run that `launcher` (torchrun) has started, or `launcher` itself if it has
+    no ranks. A signal goes to a rank because all ranks of a run end together, whereas torchrun kills its ranks 30
+    seconds after a signal to itself."""
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, ValueError, IndexError):

@@ -1,8 +1,8 @@
 """Measures the memory-bound operations of a training step:   python tools/measure_kernels.py --tokens 32768
 
 Times norms, rotary positions, activations, bias and residual, cross entropy and the update of the weights on a GPU,
-forward and backward apart, beside their definitions in plain torch, and prints what share of a device copy's speed each
-reaches: 100% moves its inputs and outputs as fast as a copy does. On a CPU it times the definitions alone.
+forward and backward separately, and their definitions in plain torch. Prints the speed of each relative to a device
+copy: an operation with 100% moves its inputs and outputs as fast as a copy. On a CPU it times only the definitions.
 """
 
 import argparse
@@ -40,13 +40,14 @@ class Bench:
         torch.manual_seed(0)
 
     def values(self, *shape: int) -> Tensor:
-        """Random numbers of a shape, with a gradient."""
+        """Returns random numbers of a shape, which need a gradient."""
         return torch.randn(shape, device=self.device, dtype=self.dtype).requires_grad_()
 
     def both(
         self, name: str, call: Callable[[], Tensor], leaves: list[Tensor], forward: float, backward: float
     ) -> None:
-        """Adds an operation and its backward. `forward` and `backward` are the bytes that each must move at least."""
+        """Adds an operation and its backward. `forward` and `backward` are the smallest numbers of bytes that each must
+        move."""
         output = call()
         gradient = torch.randn_like(output)
         pull = partial(torch.autograd.grad, output, leaves, gradient, retain_graph=True)
@@ -56,7 +57,7 @@ class Bench:
         ]
 
     def operations(self) -> list[Operation]:
-        """All operations, forward and backward."""
+        """Returns all operations, forward and backward."""
         self.norms()
         self.positions()
         self.activations()

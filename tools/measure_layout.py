@@ -1,9 +1,10 @@
 """Measures memory and traffic of a layout:   torchrun --nproc_per_node 4 tools/measure_layout.py FLAGS OF A RUN
 
-Sets the run up as pretrain_gpt.py does, trains two steps and prints for the second: bytes that ranks hold between steps
-(weights, gradients, optimizer), bytes that the forward pass of one micro-batch stores for backward, and the
-communication of the rank that sends most, by group, operation and type, with the number of calls, the bytes of the
-tensors and the bytes that the rank sends with a ring algorithm. Data is random unless it is given.
+Sets the run up like pretrain_gpt.py, trains two steps and prints three results for the second step: the bytes that
+ranks hold between steps (weights, gradients, optimizer), the bytes that the forward pass of one micro-batch stores for
+backward, and the communication of the rank that sends most. Communication is listed by group, operation and type, with
+the number of calls, the bytes of the tensors and the bytes that the rank sends with a ring algorithm. Data is random
+unless the flags name some.
 """
 
 import gc
@@ -54,7 +55,7 @@ RANDOM_DATA = [
     "1e-4",
 ]
 _GROUPS = ("tp", "cp", "pp", "dp", "dp_cp", "embd", "intra_dp_cp", "inter_dist_opt", "mp", "tp_cp", "tp_dp_cp")
-"""Names of groups. A set of ranks gets the first name that fits."""
+"""Names of groups. A set of ranks gets the first name that matches."""
 
 
 def main(argv: Sequence[str] | None = None, launch_environment: LaunchEnvironment | None = None) -> int:

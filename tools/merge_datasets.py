@@ -1,4 +1,4 @@
-"""Merges all data sets (.bin and .idx) of a folder into one, in the order of their names.
+"""Merges all datasets (.bin and .idx) of a folder into one, in the order of their names.
 
 python tools/merge_datasets.py --input parts --output-prefix whole
 """

@@ -1,9 +1,9 @@
-"""Rewrites a command of an older or another release of Megatron-LM in the flags of this one.
+"""Rewrites a command for another release of Megatron-LM in the flags of this program.
 
 python tools/migrate_args.py -- torchrun --nproc_per_node 8 pretrain_gpt.py --model-parallel-size 2 --DDP-impl local
 
-prints the command in today's flags. What was replaced, left out or is not supported is said on stderr; the exit code is
-2 if a flag is refused or unknown.
+prints the command in today's flags. stderr lists the flags that were replaced, left out or are not supported; the exit
+code is 2 if a flag is refused or unknown.
 """
 
 import shlex
@@ -27,7 +27,7 @@ USAGE = "usage: python tools/migrate_args.py -- COMMAND"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the command that the words after -- become. Returns the exit code."""
+    """Prints today's command for the words after --. Returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("--help", "-h"):
         print(f"{USAGE}\n\n{__doc__}", end="")
@@ -54,8 +54,8 @@ def launcher_and_flags(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def migrate(words: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
-    """Returns today's words, a line for each flag that was replaced or left out, and a problem for each that cannot be
-    given."""
+    """Returns today's words, a line for each flag that was replaced or left out, and a problem for each unsupported
+    flag."""
     occurrences, strays = split_words(words)
     occurrences, lines = translate_all(occurrences)
     known = flags_by_spelling()

@@ -1,4 +1,4 @@
-"""Plots the losses of one or several runs in one picture; below them throughput, memory, gradient norm or learning
+"""Plots the losses of one or several runs in one image, and below them throughput, memory, gradient norm or learning
 rate.
 
 python tools/plot_metrics.py runs/quickstart/metrics.jsonl --output loss.png

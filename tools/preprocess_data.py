@@ -1,9 +1,9 @@
-"""Turns .jsonl files (plain, .gz, .zst) and Parquet files into a data set of token ids (.bin and .idx) for a run.
+"""Turns .jsonl files (plain, .gz, .zst) and Parquet files into a dataset of token ids (.bin and .idx) for a run.
 
 python tools/preprocess_data.py --input corpus.jsonl --output-prefix corpus --tokenizer-type GPT2BPETokenizer \
     --vocab-file vocab.json --merge-file merges.txt --append-eod
 
-writes corpus_text_document.bin, .idx and .manifest.json. docs/data.md says more.
+writes corpus_text_document.bin, .idx and .manifest.json. docs/data.md describes the input and the files.
 """
 
 import signal

@@ -57,7 +57,7 @@ class Recipe:
     learning_rate: float = 4e-3
     tokenizer_bytes: int = 8_000_000
     bytes_per_token: float = 3.1
-    """Slightly more than the tokenizer reaches, so that there is enough text for the whole run."""
+    """Slightly more than the tokenizer achieves, so that there is enough text for the whole run."""
 
     @property
     def training_bytes(self) -> int:
@@ -242,7 +242,7 @@ def train(recipe: Recipe, output: Path, tokenizer: list[object], *more: object) 
 
 
 def all_tokens(prefix: Path) -> np.ndarray:
-    """Returns all tokens of a preprocessed data set. Each document ends in the end-of-document token."""
+    """Returns all tokens of a preprocessed dataset. Each document ends with the end-of-document token."""
     dataset = IndexedDataset(str(prefix))
     return np.concatenate([np.asarray(dataset[index]) for index in range(len(dataset))]).astype(np.int64)
 

@@ -1,6 +1,6 @@
-"""Records which operations a micro-batch runs: products, attention, and the bytes that memory-bound operations move. A
-memory-bound operation counts as if it read its inputs and wrote its outputs once. The sum of gradients where a residual
-forks counts as part of the norm before it. tools/floor.py times what is recorded.
+"""Records the operations of a micro-batch: products, attention, and the bytes that memory-bound operations move. A
+memory-bound operation counts as reading its inputs once and writing its outputs once. The sum of two gradients at a
+residual counts as part of the norm that reads the residual. tools/floor.py times the recorded operations.
 """
 
 import contextlib
@@ -84,12 +84,12 @@ class Recorder:
         """Bytes that the forward and backward of each memory-bound operation must move."""
         self.attention_microbatches = attention_microbatches
         self._microbatch: int | None = None
-        """Index of the current micro-batch; None between two."""
+        """Index of the current micro-batch; None between micro-batches."""
         self._begun = 0
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Models that are built inside this context run operations that are recorded."""
+        """Context: the operations of models that are built inside are recorded."""
         kernels = backends.triton_backend()
         recorded = None if kernels is None else self.recording(kernels)
         with (
@@ -153,7 +153,7 @@ class Recorder:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What each operation needs
+# Work of each operation
 
 
 def _size(*tensors: Any) -> int:
@@ -229,7 +229,7 @@ def _note_norm(seen: Recorder, output: Any, inputs: Tensor, *_: Any, **__: Any) 
 def _note_residual(
     seen: Recorder, output: Tensor, inputs: Tensor, bias: Any, residual: Any, probability: float, *_: Any, **__: Any
 ) -> None:
-    # Where the residual forks, backward reads its gradient once more; a bias's gradient is a sum over the rows.
+    # Backward reads the residual's gradient once more; a bias's gradient is a sum over the rows.
     backward = _size(residual) + (_size(output) if bias is not None else 0) + (2 * _size(inputs) if probability else 0)
     if residual is not None or bias is not None or probability:
         seen.moved["residuals"] += _size(inputs, residual, output) + backward
@@ -277,4 +277,4 @@ _NOTES: dict[str, Callable[..., None]] = {
     "cross_entropy": _note_cross_entropy,
     "causal_conv": _note_convolution,
 }
-"""For each operation of a backend that is recorded, a function of (recorder, result, arguments of the call)."""
+"""For each recorded operation of a backend: a function of (recorder, result, arguments of the call)."""

@@ -1,12 +1,13 @@
-"""Computes a step that ended a run again, in one process:   python tools/replay.py SAVE/nonfinite/iteration_0000123
+"""Repeats the step that ended a run, in one process: python tools/replay.py SAVE/nonfinite/iteration_0000123
 
-A run that ends because of a non-finite loss or gradient writes that step: the state before it and its micro-batches, of
-all ranks (--nonfinite-dump-dir). This tool loads both into one process without the run's layout, computes forward and
-backward, and prints the loss of each micro-batch and the first module or weight whose values are not finite.
+A run that ends because of a non-finite loss or gradient writes the step to disk: the state before it, and the
+micro-batches of all ranks (--nonfinite-dump-dir). This tool loads both into one process without the run's layout,
+computes forward and backward, and prints the loss of each micro-batch and the first module or weight whose values are
+not finite.
 
     python tools/replay.py DUMP --script my_pretrain.py -- --fp64        # a script of your own; further flags
 
-Exit code 0: everything is finite; 1: something is not; 2: the dump or the flags are wrong.
+Exit code 0: all values are finite; 1: some value is not finite; 2: the dump or the flags are wrong.
 """
 
 import argparse

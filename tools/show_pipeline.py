@@ -1,11 +1,11 @@
-r"""Shows a pipeline schedule: what each rank computes when, how long it waits, and what it stores. Trains nothing.
+r"""Draws a pipeline schedule without training: the computations of each rank, its waiting time, and its activations.
 
 python tools/show_pipeline.py --pipeline-model-parallel-size 4 --num-microbatches 8
 python tools/show_pipeline.py --pipeline-model-parallel-size 4 --num-microbatches 8 --pipeline-schedule zb-v \
     --output zb-v.svg
 
-The picture is drawn from the action lists that training executes. Times are in any unit and for all chunks of one rank
-together; each of several chunks takes an equal part.
+The picture is drawn from the action lists that training executes. Times have no unit. A time covers all chunks of a
+rank; each chunk takes an equal part of it.
 """
 
 import argparse

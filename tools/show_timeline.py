@@ -1,4 +1,4 @@
-"""Shows how the time of a step is spent: computation, communication that is not hidden, and idle time.
+"""Shows the parts of a step's time: computation, communication that is not hidden, and idle time.
 
 python tools/show_timeline.py runs/tensorboard/rank_00000.steps_10_12.trace.json
 python tools/show_timeline.py trace.json.gz --kernels 20

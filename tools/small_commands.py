@@ -1,4 +1,4 @@
-"""Makes training commands small, for tools/try_commands.py: flags at their end set sizes, data and paths."""
+"""Reduces training commands for tools/try_commands.py: flags appended to a command set sizes, data and paths."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ STEPS = 2
 
 
 def data_words(entry: str, folder: str) -> list[str]:
-    """Returns flags for made-up data and for a tokenizer without files of the command's."""
+    """Returns flags for made-up data and for a tokenizer that does not need the command's files."""
     if entry == "pretrain_gpt.py":
         return ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "100"]
     tokenizer = ["--tokenizer-type", "BertWordPieceLowerCase", "--vocab-file", f"{folder}/vocab.txt"]
@@ -106,7 +106,7 @@ def _schedule_words(config: PretrainConfig, sizes: LayoutSizes) -> list[str]:
 
 
 def _path_words(config: PretrainConfig) -> list[str]:
-    """Returns flags that move the folders of a run into the working folder. No checkpoints to load are there."""
+    """Returns flags that move the folders of a run into the working folder, which has no checkpoints to load."""
     flat, words = config.flat(), []
     for name in (*PATHS, "wandb_save_dir"):
         if flat.get(name) and not name.endswith(("data_path", "args_path", "config_path", "_file", "_model")):

@@ -64,13 +64,13 @@ class TokenizerTrainingConfig:
     """SentencePieceTokenizer: algorithm of the model."""
 
     vocab_size: int = 32768
-    """Size of the vocabulary with its special tokens and, where the kind has them, 256 bytes."""
+    """Size of the vocabulary, including special tokens and, for kinds that have them, the 256 bytes."""
 
     json_keys: list[str] = field(default_factory=lambda: ["text"])
     """Keys of the JSON objects that hold text."""
 
     max_bytes: int | None = None
-    """Train on about this many bytes, sampled evenly from the input. Default: on all of it."""
+    """Train on about this many bytes, sampled evenly from the input. Default: all of the input."""
 
     min_frequency: int = 2
     """Smallest number of occurrences of a pair that is merged. SentencePiece has no such bound."""
@@ -213,8 +213,8 @@ def train_wordpiece(config: TokenizerTrainingConfig, texts: Iterator[str]) -> li
 
 
 def train_sentencepiece(config: TokenizerTrainingConfig, texts: Iterator[str]) -> tuple[bytes, int]:
-    """Trains a model as Llama 2 has it: text is kept as it is, digits stand alone, unknown characters become bytes.
-    Ids 0 to 3 are <unk>, <s>, </s> and <pad>. Returns the model and its size."""
+    """Trains a model with Llama 2's settings: text is not normalized, each digit is a token, unknown characters become
+    bytes. Ids 0 to 3 are <unk>, <s>, </s> and <pad>. Returns the model and its size."""
     library = load_library("sentencepiece")
     written = io.BytesIO()
     try:

@@ -5,11 +5,11 @@ list of words, or `command`, one string) and perhaps `source`. For each command:
 
 1. `--dry-run`, with made-up data and a tokenizer that needs no files. --check flags only reads the flags, which takes
    milliseconds; a dry run of a large layout takes minutes.
-2. If that passes, the command is made small: flags at its end set the sizes of model, batch and layout, made-up data,
+2. If that passes, the command is reduced: flags appended to it set the sizes of model, batch and layout, made-up data,
    and paths in a temporary folder. Flags that do not fit the smaller layout are left out and listed.
 3. It trains for two steps on the CPU, on 1 to --processes ranks.
 
-Prints a table of outcomes with the reasons. Commands that are equal when they are small run once. Exit code 1 if a
+Prints a table of outcomes with the reasons. Commands that are equal after the reduction run only once. Exit code 1 if a
 command that passes the check does not train.
 """
 
@@ -78,7 +78,8 @@ class Outcome:
 
 
 def _commands_of(file: Path) -> list[dict[str, Any]]:
-    """Returns the commands of a file, a JSON object a line. Raises UserError for a file or line that is none."""
+    """Returns the commands of a file with one JSON object per line. Raises UserError for an unreadable file or an
+    invalid line."""
     try:
         lines = file.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -138,7 +139,7 @@ def _read(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _key(outcome: Outcome, check: Mapping[str, Any] | None) -> str:
-    """Returns a text that is equal for commands that do the same: of a repeated flag the last counts."""
+    """Returns a text that is equal for equivalent commands: the last of repeated flags counts."""
     last = {occurrence.spelling: occurrence.words for occurrence in split_words(outcome.words)[0]}
     return json.dumps([outcome.entry, outcome.ranks, sorted(last.items()), check and words_of(check)])
 
@@ -163,8 +164,8 @@ def _prepare(command: Mapping[str, Any], number: int, options: argparse.Namespac
 def _run_all(
     work: Sequence[tuple[Outcome, Mapping[str, Any] | None]], options: argparse.Namespace, folder: str
 ) -> None:
-    """Runs small commands in --jobs forks of this process, and fills in their outcomes. A command beside an outcome
-    gets a dry run before."""
+    """Runs small commands in --jobs forks of this process, and fills in their outcomes. If an outcome comes with a
+    command, that command gets a dry run first."""
     sys.stdout.flush()
     pids = []
     for job in range(options.jobs):
@@ -214,8 +215,8 @@ def words_of(command: Mapping[str, Any]) -> list[str]:
 
 
 def run_program(entry: str, words: Sequence[str], ranks: int, folder: str, seconds: float) -> tuple[int, str]:
-    """Runs an entry script in forks of this process and returns an exit code that is not 0, or 0, and what that rank
-    printed. 0 ranks: one process without the variables of torchrun. 124: the time is over."""
+    """Runs an entry script in forks of this process. Returns the exit code and the output of a failed rank, or 0 and an
+    output. 0 ranks: one process without the variables of torchrun. Exit code 124: time limit exceeded."""
     with tempfile.TemporaryDirectory(dir=folder) as here:
         port = _free_port()
         outputs = [Path(here, f"rank_{rank}") for rank in range(max(ranks, 1))]
@@ -282,7 +283,7 @@ def _free_port() -> int:
 
 
 def _errors(text: str) -> list[str]:
-    """Returns the lines that say what is wrong; the last line of a traceback."""
+    """Returns the lines with errors, or the last line of a traceback."""
     lines = [line.removeprefix("error: ") for line in text.splitlines() if line.startswith("error: ")]
     return lines or [line for line in text.splitlines() if line.strip()][-1:] or ["no output"]
 

@@ -9,8 +9,9 @@ it for a few steps in its layout and in one process, and compares initial weight
 tokens, gradients, norms and weights. If anything differs, prints the first difference: layer or parameter, and rank.
 Exit code 0: equal; 1: different; 2: the run failed.
 
---script takes a model of your own: build_model, build_datasets and build_forward_step of that script, and add_flags if
-it has flags of its own, which are kept as given. Outputs of layers are compared for GPTModel only.
+--script names the script of your own model. The tool calls build_model, build_datasets and build_forward_step of that
+script, and add_flags if the script has its own flags, which are kept unchanged. Outputs of layers are compared for
+GPTModel only.
 
 WORLD_SIZE is the number of ranks of the run; without it, the run has two replicas of the model. Flags of data,
 checkpoints and logging are ignored. Runs on GPUs if there are enough, otherwise on the CPU.
@@ -125,8 +126,8 @@ class Script:
 
 
 def load_script(path: Path) -> Script:
-    """Imports a training script, without running its `__main__` part. Raises UserError if it is no Python file or lacks
-    a provider."""
+    """Imports a training script, without running its `__main__` part. Raises UserError if it is not a Python file or
+    lacks a provider."""
     if path.suffix != ".py" or not path.is_file():
         raise UserError(f"--script {path}: no such Python file")
     sys.path.insert(0, str(path.resolve().parent))  # for its imports, as Python does for the script that it runs
@@ -164,8 +165,8 @@ def config_of(flags: Sequence[str], add_flags: ExtraArgsProvider | None = None) 
 def run(
     script: Path, words: Sequence[str], world_size: int, steps: int, folder: Path, **options: Any
 ) -> list[LayoutTrace]:
-    """Runs a script with these flags on `world_size` processes. Returns the trace of each rank. `options` are those of
-    `trace_of_rank` and `record_layout_trace`, of JSON's types.
+    """Runs a script with these flags on `world_size` processes. Returns the trace of each rank. `options` are passed to
+    `trace_of_rank` and `record_layout_trace`; they have JSON's types.
 
     Raises UserError with the last output of a rank that fails.
     """

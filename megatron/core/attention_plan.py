@@ -31,11 +31,11 @@ class KernelChoice(Generic[Kernel]):
 
     kernel: Kernel
     refusals: tuple[str, ...]
-    """Why preferred kernels cannot be used, a sentence each."""
+    """Reasons why preferred kernels cannot be used, one sentence each."""
     remark: str = ""
-    """What the kernel does to the layer's tensors first (padding)."""
+    """How the kernel changes the layer's tensors first (padding)."""
     remedies: tuple[str, ...] = ()
-    """Flags each of which gives the layer a preferred kernel."""
+    """Changes of flags; each of them alone would let the layer use a preferred kernel."""
 
     def describe(self) -> str:
         """Returns the kernel's name, why no preferred kernel was chosen, and the flags that would change this."""
@@ -51,8 +51,8 @@ class KernelPlan(Generic[Kernel]):
     choices: Mapping[Situation, KernelChoice[Kernel]]
 
     def kernel_of(self, situation: Situation, call: AttentionCall) -> Kernel:
-        """Returns the kernel of a call. Some attention masks and positions of the queries need the unfused kernel,
-        above all together with packed documents; where that is not the planned one, a warning says so."""
+        """Returns the kernel of a call. Some attention masks and query positions need the unfused kernel, especially
+        together with packed documents. A warning says so if it replaces the planned kernel."""
         planned = self.choices[situation].kernel
         if not isinstance(planned, AttentionKernel) or planned.takes(call):
             return planned
@@ -90,8 +90,8 @@ def _is(situation: Situation, device_type: str, training: bool, packed: bool) ->
 def plan_attention(backend: Backend, variant: AttentionVariant, config: Any) -> AttentionPlan:
     """Chooses the kernels of an attention layer by the config's `params_dtype` and `attention_backend`.
 
-    Raises UserError if `attention_backend` is flash or fused, there is a GPU and that kernel cannot compute training on
-    unpacked rows. On a CPU the next kernel computes what it cannot, and the log names it with the reason.
+    Raises UserError if `attention_backend` is flash or fused, there is a GPU, and that kernel cannot compute training
+    on unpacked rows. On a CPU the next kernel is used instead, and the log names it with the reason.
     """
     return _plan(backend.attention[config.attention_backend], variant, config)
 
@@ -120,7 +120,7 @@ def _refuse_other_kernel(
     situation: Situation,
     config: Any,
 ) -> None:
-    """Raises UserError if `got` is no kernel that `attention_backend` asks for."""
+    """Raises UserError if `got` is not a kernel of the `attention_backend`."""
     asked = [kernel for kernel in candidates if not (isinstance(kernel, AttentionKernel) and kernel.is_preference)]
     if not got.refusals or not (refusals := _choose_kernel(asked, variant, situation).refusals):
         return
@@ -134,7 +134,8 @@ def _choose_kernel(
     candidates: Sequence[Kernel], variant: AttentionVariant, situation: Situation
 ) -> KernelChoice[Kernel]:
     kernel, refusals = _first_usable(candidates, variant, situation)
-    # A kernel that is a candidate twice, first where it is the fastest, is not the reason for its own use.
+    # A kernel can be a candidate twice, first for the cases in which it is the fastest. It is then not named as a
+    # refused kernel.
     others = tuple(f"{name} {reason}" for name, reason in refusals if name != kernel.name)
     changes = {
         "--attention-dropout 0": (dataclasses.replace(variant, dropout=0.0), situation),
@@ -151,7 +152,7 @@ def _choose_kernel(
 def _first_usable(
     candidates: Sequence[Kernel], variant: AttentionVariant, situation: Situation
 ) -> tuple[Kernel, list[tuple[str, str]]]:
-    """Returns the first kernel that can compute a situation, and names and reasons of those before it that cannot."""
+    """Returns the first kernel that can compute a situation, and the names and reasons of the kernels before it."""
     refusals: list[tuple[str, str]] = []
     for kernel in candidates:
         if kernel.serves(situation):
@@ -163,7 +164,7 @@ def _first_usable(
 
 
 def _remark(kernel: AttentionKernel | BlockKernel, variant: AttentionVariant) -> str:
-    """Returns what the log says about channels of zeros that the kernel's heads get; empty if they get none."""
+    """Returns the log's remark on heads that are padded with channels of zeros; empty without padding."""
     if variant.widths is None or kernel.fills == "never":
         return ""
     keys, values = variant.widths

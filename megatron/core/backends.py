@@ -1,8 +1,8 @@
 """The implementation of each operation that a layer uses.
 
-A backend is a frozen record of functions. A layer calls `choose_backend` once, when it is built; its forward calls the
-functions of the record and never chooses again. An operation with a kernel for one kind of device only is a `ByDevice`,
-so a model can be built on one device and moved to another.
+A backend is a frozen record of functions. A layer calls `choose_backend` once, when it is built; its forward only calls
+the functions of the record. An operation that has a kernel for one kind of device only is a `ByDevice`, so a model can
+be built on one device and moved to another.
 """
 
 import dataclasses
@@ -102,23 +102,23 @@ class Backend:
     unpermute: Callable[..., Tensor] = unpermute
     weighted_activation: Callable[..., Tensor] = weighted_activation
     attention: Mapping[AttnBackend, tuple[AttentionKernel, ...]] = field(default_factory=lambda: CANDIDATES)
-    """Attention kernels for each value of `attention_backend`, in order of preference. A layer takes the first that can
-    compute it."""
+    """Attention kernels for each value of `attention_backend`, in order of preference. A layer uses the first kernel
+    that supports it."""
     attention_blocks: Mapping[AttnBackend, tuple[BlockKernel, ...]] = field(default_factory=lambda: BLOCK_CANDIDATES)
     """Attention kernels for rows that are split over ranks, in order of preference."""
     sum_rows: Callable[[Tensor], Tensor] = sum_rows
     fp8_kernels: Fp8Kernels = field(default_factory=Fp8Kernels)
     fp8: Fp8Settings | None = None
-    """How the linear layers that `make_linear` makes multiply in fp8; None: they do not."""
+    """Settings with which the linear layers of `make_linear` multiply in fp8; None: not in fp8."""
     engine: Engine | None = None
-    """Transformer Engine, if it computes linear layers with a weight of their own, and grouped experts; else None."""
+    """Transformer Engine, if it computes grouped experts and linear layers that own their weight; else None."""
     tokens_group: Group = None
     """The ranks that divide the tokens of a micro-batch before they reach a layer (context parallelism)."""
 
     def make_linear(self, split: LinearSplit, weight: Tensor | None) -> Callable[..., Tensor]:
         """Returns the function that computes one linear layer: `linear`, or with fp8 an object that keeps the layer's
-        scales and its quantised weight. `weight` [out, in] gives sizes and device; None: the layer has none of its
-        own."""
+        scales and its quantised weight. `weight` [out, in] gives sizes and device; None: the layer does not own a
+        weight."""
         if self.engine is not None and weight is not None and weight.dtype in self.engine.dtypes:
             made: Callable[..., Tensor] = make_linear(self.engine, self.fp8, weight)
             return made
@@ -183,13 +183,13 @@ _SUBJECTS = {
     "bias_dropout_add": "dropout",
     "weighted_activation": "activations",
 }
-"""What the log calls operations of a backend; it names others as they are."""
+"""Names of operations in the log; operations that are not listed keep their field's name."""
 
 _OF_ENGINE = (
     "norms, attention and grouped experts; ours: head and loss (no whole logits), rotary positions, activations, "
     "dropout, routing, experts one by one, attention under context parallelism, the optimizer (one kernel for all)"
 )
-"""What the log says about the operations with Transformer Engine: those that it computes, and those that are ours."""
+"""The log's text about the operations that Transformer Engine computes, and those that our code computes."""
 
 
 @dataclass(frozen=True)
@@ -350,8 +350,8 @@ _engine_backend = functools.cache(engine_backend)
 
 
 def compiled_backend(base: Backend, compiler: str) -> Backend:
-    """Returns a backend with the operations that torch.compile makes, and the others of `base`. `compiler` is a backend
-    of torch.compile. Operations that note largest values for fp8 beside their result are not used."""
+    """Returns a backend in which torch.compile generates some operations; the others come from `base`. `compiler` is a
+    backend of torch.compile. Operations that also note largest values for fp8 are not used."""
     return dataclasses.replace(
         base,
         name=f"{base.name} with torch.compile",
@@ -362,9 +362,9 @@ def compiled_backend(base: Backend, compiler: str) -> Backend:
 
 
 def choose_backend(config: ModelParallelConfig) -> Backend:
-    """Returns the backend that `config.transformer_impl` asks for: Transformer Engine's if it asks for it, it can be
-    used and `why_layers_stay_ours` has no reason against it; LOCAL if it says so, or if there is no GPU or no Triton;
-    otherwise the Triton backend. With `torch_compile` torch's compiler makes some of its operations.
+    """Returns the backend of `config.transformer_impl`. transformer_engine: Transformer Engine's backend, if it can be
+    used and `why_layers_stay_ours` returns no reason against it. local, or no GPU or no Triton: LOCAL. Otherwise: the
+    Triton backend. With `torch_compile` torch's compiler generates some of its operations.
 
     Raises UserError if it asks for Triton, which cannot be imported."""
     backend = _asked_backend(config)

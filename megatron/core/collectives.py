@@ -76,7 +76,7 @@ def _record(operation: str, tensor: Tensor, live: ProcessGroup, pair: tuple[int,
 
 
 class Pending:
-    """A running communication and its result."""
+    """A communication in progress, and its result."""
 
     def __init__(self, tensor: Tensor, work: Work | None, *kept: Tensor, call: Call | None = None) -> None:
         self.tensor = tensor
@@ -87,7 +87,7 @@ class Pending:
         """Other tensors of the communication, which must live until its end."""
 
     def is_done(self) -> bool:
-        """Whether the communication is known to have ended. Some backends know it only after `wait`."""
+        """Whether the communication is known to have ended. With some backends this is known only after `wait`."""
         return self._work is None or self._work.is_completed()
 
     def wait(self) -> Tensor:
@@ -104,11 +104,11 @@ class Pending:
 
 
 _OWN_DEVICE = Call(Channel("device", ()), 0, "the device")
-"""What a thread waits for that waits for its own device."""
+"""The call of a thread that waits for its own device."""
 
 
 class HostCopy:
-    """A small tensor that is being copied to the host. The device can be given other work before `wait`."""
+    """A small tensor that is being copied to the host. The host can queue further work on the device before `wait`."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._event: torch.cuda.Event | None = None
@@ -287,8 +287,8 @@ def averages_in_collective(tensor: Tensor, group: Group) -> bool:
 
 
 def numbers_of_ranks(numbers: Sequence[float]) -> list[list[float]]:
-    """Returns the numbers of every rank of torch.distributed, by rank; every rank gives as many. One process gets its
-    own. Waits for the device."""
+    """Returns the numbers of every rank of torch.distributed, by rank. All ranks pass the same count of numbers.
+    Without torch.distributed, returns this process's numbers. Waits for the device."""
     if not dist.is_initialized():
         return [list(numbers)]
     device = "cuda" if "nccl" in dist.get_backend_config() else "cpu"

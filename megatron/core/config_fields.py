@@ -10,9 +10,9 @@ A config dataclass is the only place where a flag is declared:
         check_for_nan_in_loss_and_grad: bool = flag(True, off="--no-check-for-nan-in-loss-and-grad")
         '''Look for non-finite losses and gradients.'''
 
-The name of the flag is the field's name, its type, choices and number of words come from the annotation, its help is
-the string below the field. `flag` is needed only if Megatron-LM's command line differs from that rule; `not_a_flag`
-marks a field without a flag.
+The flag's name is the field's name. Its type, choices and number of words come from the annotation, and its help is the
+string below the field. `flag` is needed only if Megatron-LM's command line differs from that rule; `not_a_flag` marks a
+field without a flag.
 """
 
 import ast
@@ -44,7 +44,8 @@ class FlagDeclaration:
     aliases: tuple[str, ...] = ()
     """Other spellings of the flag."""
     parse: Callable[[str], Any] | None = None
-    """Converts one word of the command line to the value, if the annotation does not say how. Raises ValueError."""
+    """Converts one word of the command line to the value, if the annotation does not determine it. Raises
+    ValueError."""
     nargs: str | int | None = None
     group: str | None = None
     """Help section, if it is not that of the dataclass."""
@@ -54,19 +55,19 @@ class FlagDeclaration:
     no_effect: str | None = None
     """The flag is accepted but has no effect; this sentence says why, and is printed if the flag is given."""
     only_with: str | None = None
-    """This field has an effect only with another one, given as "field" (not at its default), "field=value" or
-    "field=value|value". A warning is printed if it is given without the other one."""
+    """This field has an effect only with another field, given as "field" (not at its default), "field=value" or
+    "field=value|value". A warning is printed if this field is given without the other one."""
     or_with: str | None = None
-    """A field that also makes this one effective where it is set, independently of `only_with`."""
+    """Another field: if it is set, this field has an effect even if the condition of `only_with` is not met."""
     families: tuple[str, ...] | None = None
     """The model families that read the flag ("gpt", "bert", "t5"); None: all. A note is printed if it is given in a run
     of another family."""
     gathers: bool = False
     """For a list: a repeated flag appends to it. Otherwise the last value counts."""
     hints: Mapping[str, str] | None = None
-    """Words that people try as the value, and what to give instead; said where such a word is refused."""
+    """Words that people try as the value, and what to give instead; the error message for such a word quotes it."""
     words: Mapping[str, Any] | None = None
-    """The words of the command line and the values they stand for, where the annotation is neither Literal nor Enum."""
+    """The words of the command line and their values, if the annotation is neither Literal nor Enum."""
 
 
 def flag(default: Any = dataclasses.MISSING, *, default_factory: Any = dataclasses.MISSING, **declaration: Any) -> Any:
@@ -84,7 +85,7 @@ def flag(default: Any = dataclasses.MISSING, *, default_factory: Any = dataclass
 def not_yet(
     default: Any = dataclasses.MISSING, *, default_factory: Any = dataclasses.MISSING, **declaration: Any
 ) -> Any:
-    """Returns a dataclass field whose feature is not supported yet: every value but the default is refused."""
+    """Returns a dataclass field whose feature is not supported yet: every value except the default is refused."""
     only = default if default_factory is dataclasses.MISSING else default_factory()
     return flag(default, default_factory=default_factory, supported=(only,), **declaration)
 
@@ -173,7 +174,7 @@ def refuse(problems: Iterable[str], config: Any) -> None:
 
 
 def literal_text(text: str) -> str:
-    """Returns text that stands for itself in a problem, braces included."""
+    """Returns text escaped for a problem: it appears unchanged in the message, including braces."""
     return text.replace("{", "{{").replace("}", "}}")
 
 

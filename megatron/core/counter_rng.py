@@ -47,7 +47,7 @@ def standard_normal(index: Tensor, key: tuple[int, int]) -> Tensor:
     """Returns N(0, 1) values in float64, one for each element of `index` (int64, up to 2^63), by the Box-Muller
     transform of one Philox block each.
 
-    In float64, so that rounding to the model's type removes the differences of log and cos between devices.
+    Values are float64, so that rounding to the model's type removes the differences of log and cos between devices.
     """
     first, second, _, _ = philox((index, index >> 32, 0, 0), key)
     radius = torch.sqrt(-2.0 * torch.log((first.double() + 0.5) * 2.0**-32))

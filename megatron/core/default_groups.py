@@ -31,12 +31,12 @@ Group = ProcessGroup | None
 
 @dataclass
 class _Extras:
-    """What Megatron-LM's functions remember beside the default collection."""
+    """State of Megatron-LM's functions in addition to the default collection."""
 
     virtual_stages: int | None = None
     virtual_stage: int | None = None
     v_shaped: bool = False
-    """Two chunks on each rank, the second of which run from the last rank back to the first."""
+    """Each rank has two chunks, and the second chunks go from the last rank back to the first."""
     overrides: dict[tuple[str, str], int] = field(default_factory=dict)
     """Sizes and ranks that were set by hand, for tests."""
     gloo_groups: dict[str, Group] = field(default_factory=dict)

@@ -32,7 +32,7 @@ def integer_tuple(text: str) -> tuple[int, ...]:
 
 
 def window(text: str) -> tuple[int, ...]:
-    """Parses two integers: the numbers of tokens before and after that a token attends to, -1 for all. Raises
+    """Parses two integers: the numbers of earlier and of later tokens that a token attends to, -1 for all. Raises
     ValueError for anything else."""
     numbers: tuple[int, ...] = ()
     with contextlib.suppress(ValueError):
@@ -56,7 +56,7 @@ def number_or_range(text: str) -> int | str:
 
 
 def ends_of(value: int | str) -> tuple[int, int]:
-    """Returns the first and the last number of what `number_or_range` returned."""
+    """Returns the first and the last number of a result of `number_or_range`."""
     first, _, last = str(value).partition("-")
     return int(first), int(last or first)
 
@@ -88,7 +88,7 @@ def _times(part: str, times: int, text: str) -> str:
 
 
 _DEEPEST = 100
-"""Brackets inside each other that a list expression may have: each is a call of the parser."""
+"""Largest depth of nested brackets in a list expression, because the parser recurses at each bracket."""
 
 
 def _tokens(text: str) -> list[str]:

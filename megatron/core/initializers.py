@@ -1,4 +1,5 @@
-"""Initial values of parameters: functions that fill a whole tensor, or compute any box of it without the rest."""
+"""Initial values of parameters: functions that fill a whole tensor, or compute any box of it without the other
+elements."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""The properties of a micro-batch besides its tokens: one record, an argument of the model's forward."""
+"""The properties of a micro-batch in addition to its tokens: one record, an argument of the model's forward."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,7 +20,7 @@ class CooperativeTurn(Protocol):
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """How one micro-batch runs in one step: its random numbers, its loss scale, its turn."""
+    """One micro-batch in one step: its position for random numbers, its loss scale, its turn."""
 
     rng_position: RngPosition | None = None
     """Position of the micro-batch in the run, for random numbers; used where `Tokens.random` is None."""

@@ -59,7 +59,7 @@ class ModelParallelConfig:
     """Number of ranks over which the experts of a layer are divided."""
 
     expert_tensor_parallel_size: int | None = flag(None, only_with="num_moe_experts")
-    """Number of ranks over which the matrices of each expert are split. Default: as --tensor-model-parallel-size."""
+    """Number of ranks over which the matrices of each expert are split. Default: --tensor-model-parallel-size."""
 
     moe_extended_tp: bool = flag(False, no_effect="--expert-tensor-parallel-size has replaced it")
     """Flag of older releases: split experts over tensor parallel ranks too."""
@@ -112,7 +112,7 @@ class ModelParallelConfig:
     """Run the forward pass under torch.autocast."""
 
     autocast_dtype: torch.dtype | None = not_a_flag(None)
-    """Type of the autocast; None: as params_dtype."""
+    """Type of the autocast; None: params_dtype."""
 
     num_microbatches_with_partial_activation_checkpoints: int | None = not_a_flag(None)
     """Number of micro-batches in flight for which only a part of the layers recomputes its activations."""
@@ -213,12 +213,12 @@ class ModelParallelConfig:
     overlap_moe_expert_parallel_comm: bool = flag(False, only_with="num_moe_experts")
     """Hide the communication of tokens between experts: the forward of a micro-batch and the backward of the previous
     one take turns, so that one computes while the other communicates. Needs memory for the activations of one more
-    micro-batch (with virtual pipeline stages, of one more chunk). The results are equal. A pipeline needs virtual
+    micro-batch (with virtual pipeline stages, of one more chunk). Results do not change. A pipeline needs virtual
     stages."""
 
     delay_wgrad_compute: bool = flag(False, only_with="overlap_moe_expert_parallel_comm")
-    """With --overlap-moe-expert-parallel-comm: defer weight gradients until the communication of their backward runs,
-    to hide it before the other micro-batch does."""
+    """With --overlap-moe-expert-parallel-comm: compute the weight gradients of a backward during its own communication,
+    before the other micro-batch takes its turn."""
 
     ep_overlap_early_attn_memory_release: bool = flag(
         False, no_effect="backward frees each activation as soon as it is no longer needed"
@@ -235,7 +235,7 @@ class ModelParallelConfig:
     first rank). Default: interleaved with virtual stages, else 1f1b."""
 
     pipeline_dtype: torch.dtype | None = not_a_flag(None)
-    """Type of the messages between pipeline stages; None: as params_dtype."""
+    """Type of the messages between pipeline stages; None: params_dtype."""
 
     variable_seq_lengths: bool = not_a_flag(False)
     """Sequence lengths differ between micro-batches, and stages send them to each other."""
@@ -275,16 +275,16 @@ class ModelParallelConfig:
         on="--microbatch-group-size-per-virtual-pipeline-stage",
         only_with="pipeline_model_parallel_size",
     )
-    """Number of micro-batches that a model chunk runs in a row. Default: as --pipeline-model-parallel-size."""
+    """Number of micro-batches that a model chunk runs in a row. Default: --pipeline-model-parallel-size."""
 
     mtp_standalone: bool = flag(False, only_with="mtp_num_layers")
     """The multi-token prediction layers have their own pipeline stage. Refused unless --pipeline-model-parallel-layout
-    says the same."""
+    has such a stage."""
 
     # Offloading of activations ---------------------------------------------------------------------------------------
 
     cpu_offloading: bool = not_a_flag(False)
-    """Has no effect: `cpu_offloading_num_layers` says what is kept in host memory."""
+    """Has no effect: `cpu_offloading_num_layers` selects the layers."""
 
     cpu_offloading_num_layers: int = 0
     """Number of layers, from the first of each model chunk, whose activations are kept in host memory from forward to
@@ -325,13 +325,13 @@ class ModelParallelConfig:
     symmetric-memory on GPUs that share memory, otherwise process-group."""
 
     logit_dtype: Literal["bf16", "fp32"] | None = flag(None, on="--output-logit-dtype")
-    """Number format of the logits, which the loss reads; the product accumulates in float32. Default: that of the
-    model. fp32 doubles their memory beside a model in 16 bits. Gradients of logits are rounded to the model's format
-    before they are multiplied."""
+    """Number format of the logits, which the loss reads; the product accumulates in float32. Default: the model's
+    format. With a 16-bit model, fp32 doubles the memory of the logits. Gradients of logits are rounded to the model's
+    format before they are multiplied."""
 
     fp64: bool = False
-    """Compute in float64: slow, but exact enough to compare layouts. Only the cosines and sines of rotary positions
-    are float32, as in other formats."""
+    """Compute in float64, which is slow but exact enough to compare layouts. Only the cosines and sines of rotary
+    positions are float32, as in other formats."""
 
     def __post_init__(self) -> None:
         refuse([*unsupported_values(self), *validate(self)], self)

@@ -1,7 +1,7 @@
 """The number of micro-batches of a step: constant, or growing with the consumed samples.
 
-The library and the app use `BatchSchedule`. The functions below it are Megatron-LM's, for user scripts: they keep one
-schedule. Nothing in the library calls them.
+The library and the app use `BatchSchedule`. The functions below it are Megatron-LM's functions for user scripts, which
+act on one schedule. The library does not call them.
 """
 
 import itertools
@@ -37,7 +37,7 @@ class BatchSteps:
     """--step-batch-size-schedule: the global batch size changes at given numbers of consumed samples."""
 
     steps: tuple[tuple[int, int], ...]
-    """Pairs of consumed samples and the batch size from there on, in ascending order, the first at 0."""
+    """Pairs (consumed samples, batch size from then on), in ascending order; the first pair is at 0 samples."""
 
     @classmethod
     def parse(cls, text: str, seq_length: int) -> "BatchSteps":
@@ -73,7 +73,7 @@ class BatchSchedule:
     data_parallel_size: int
     rampup: RampUp | BatchSteps | None = None
     decrease_if_needed: bool = False
-    """Round a global batch size that does not divide evenly down instead of refusing it."""
+    """Round down a global batch size that does not divide evenly, instead of refusing it."""
     scheduled_global_batch_size: int = field(init=False)
     """Global batch size of the schedule now."""
     global_batch_size: int = field(init=False)

@@ -1,7 +1,7 @@
 """Learning rate and weight decay as pure functions of the consumed samples, and the scheduler that applies them.
 
-The functions take a float64 scalar tensor, so that the device can advance the schedule by itself: a step whose update
-was not applied does not count, and the host does not have to know.
+The functions take a float64 scalar tensor, so that the device can advance the schedule without the host: a step whose
+update was not applied does not count.
 """
 
 import logging
@@ -112,8 +112,8 @@ class OptimizerParamScheduler:
     If a group's `lr` is a tensor, it is updated in place on its device, without waiting. Steps are samples: call
     `step(increment=global batch size)` after a successful update, or `advance_on_device` after any.
 
-    `decoupled_lr` and `decoupled_min_lr`, which Megatron-LM does not have here, are only for `decoupled_learning_rate`.
-    The groups have these values as settings of their own.
+    `decoupled_lr` and `decoupled_min_lr`, which Megatron-LM does not have here, are used only by
+    `decoupled_learning_rate`. The groups have these values in their own settings.
     """
 
     def __init__(
@@ -150,9 +150,9 @@ class OptimizerParamScheduler:
             raise UserError("; ".join(problems))
         self._count = torch.zeros((), dtype=torch.float64, device=getattr(optimizer, "device", "cpu"))
         self.learning_rate: Tensor
-        """Current rate of groups without settings of their own: a float64 scalar tensor, a new one at each step."""
+        """Current rate of groups without their own settings: a float64 scalar tensor, a new one at each step."""
         self.decoupled_learning_rate: Tensor | None = None
-        """Current rate of embedding and output layer if `decoupled_lr` is given, also on ranks that hold neither."""
+        """Current rate of embedding and output layer if `decoupled_lr` is given, even on ranks that hold neither."""
         self._apply()
 
     def _problems(self) -> list[str]:
@@ -199,7 +199,7 @@ class OptimizerParamScheduler:
     def rate(self, num_steps: Tensor, schedule: LearningRateSchedule) -> Tensor:
         """Returns the learning rate after `num_steps` samples (float64 scalars), without waiting for the device.
 
-        A subclass with a formula of its own overrides this.
+        A subclass with another formula overrides this.
         """
         return learning_rate(num_steps, schedule)
 

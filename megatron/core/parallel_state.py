@@ -1,7 +1,7 @@
 """Megatron-LM's functions about process groups, for user scripts.
 
-`initialize_model_parallel` makes the default groups (default_groups.py); the getters read them. Nothing in the library
-imports this module: inside, groups are arguments.
+`initialize_model_parallel` makes the default groups (default_groups.py); the getters read them. The library itself
+passes groups as arguments and does not import this module.
 """
 
 from typing import Any
@@ -82,14 +82,14 @@ def get_virtual_pipeline_model_parallel_world_size() -> int | None:
 
 
 def set_virtual_pipeline_model_parallel_world_size(world_size: int | None, *, v_shaped: bool = False) -> None:
-    """Sets the number of chunks on each rank. With `v_shaped` (our own keyword) there are two, the second of which run
+    """Sets the number of chunks on each rank. With `v_shaped` (our own keyword) there are two, and the second chunks go
     from the last rank back to the first."""
     extras.virtual_stages, extras.v_shaped = world_size, v_shaped
 
 
 def is_pipeline_v_shaped() -> bool:
-    """Whether the second chunks run from the last rank back to the first, which has both ends of the model (our own
-    function)."""
+    """Whether the second chunks go from the last rank back to the first, so that the first rank has both ends of the
+    model (our own function)."""
     return extras.v_shaped
 
 

@@ -49,23 +49,23 @@ class ParameterInfo:
     """The descriptor of one parameter on one rank.
 
     A rank holds exactly one box of the canonical tensor. The stored tensor is that box in row-major order, in any
-    shape, followed by `padding` elements without a canonical index (the rows that round up a vocabulary), which are
-    zero and stay zero. So a flat range of the stored tensor is a flat range of the box. If a rank would hold several
-    boxes of a [rows, columns] tensor, the canonical shape has more dimensions instead: the gate and up halves of a
-    gated MLP are [2, ffn, h], of which a tensor parallel rank holds [2, ffn / tp, h].
+    shape, followed by `padding` elements without a canonical index (the rows that round up a vocabulary), which stay
+    zero. So a flat range of the stored tensor is a flat range of the box. If a rank would hold several boxes of a
+    [rows, columns] tensor, the canonical shape has more dimensions instead: the gate and up halves of a gated MLP are
+    [2, ffn, h], and a tensor parallel rank holds [2, ffn / tp, h].
     """
 
     global_shape: tuple[int, ...]
-    """Shape of the canonical tensor: that of all ranks together, without padding of the vocabulary."""
+    """Shape of the canonical tensor on all ranks together, without padding of the vocabulary."""
     box: Box
     """The part of the canonical tensor on this rank."""
     init: Initializer
     name: str = ""
     """Canonical name: layer numbers counted over the whole model, expert numbers global. Set by `name_parameters`."""
     part_of: str = ""
-    """The canonical name, if it is not the parameter's own path. Either a whole name (for the copy of a tied embedding
-    on the last pipeline stage) or, with leading dots, a relative one as in Python's imports: one dot starts in the
-    module that has the parameter (".weight": another box of the weight beside it), each further dot one module
+    """The canonical name, if it differs from the parameter's path. Either a whole name (for the copy of a tied
+    embedding on the last pipeline stage) or, with leading dots, a relative name as in Python's imports: one dot means
+    the module that has the parameter (".weight": another box of the same module's weight), each further dot one module
     above."""
     padding: int = 0
     """Number of elements at the end of the stored tensor without a canonical index."""
@@ -73,8 +73,8 @@ class ParameterInfo:
     """The grid of ranks that replicates the parameter: gradients of experts are reduced over expert data parallel
     ranks."""
     partial_gradient_axes: frozenset[str] = frozenset()
-    """Grid axes along which all ranks hold the same values, but each has only the gradient of its own tokens, such as
-    `tp` for a norm under sequence parallelism. `finalize_model_grads` sums the gradients along them."""
+    """Grid axes along which all ranks hold the same values but each rank has only a part of the gradient, such as `tp`
+    for a norm under sequence parallelism. `finalize_model_grads` sums the gradients along these axes."""
     sharded_axes: frozenset[str] = frozenset()
     """Grid axes along which `box` differs. Along all other axes of its grid the parameter is replicated."""
     tied: bool = False
@@ -84,21 +84,21 @@ class ParameterInfo:
     embedding_or_output: bool = False
     """Whether --decoupled-lr sets its learning rate."""
     is_table: bool = False
-    """Whether its rows are looked up and not multiplied: positions, token types, biases of relative positions."""
+    """Whether its rows are only looked up, as in tables of positions, token types and relative position biases."""
     is_depthwise: bool = False
-    """Whether each of its rows multiplies a channel of its own, as those of a depthwise convolution."""
+    """Whether each of its rows multiplies one channel, as in a depthwise convolution."""
     separate_heads: tuple[int, ...] = ()
-    """For a fused projection [groups, heads, d, h]: how many of the heads are queries, gates, keys and values. Each of
-    these is a matrix of its own."""
+    """For a fused projection [groups, heads, d, h]: the numbers of query, gate, key and value heads. Each kind is a
+    separate matrix."""
 
     @property
     def decays(self) -> bool:
-        """Whether weight decay applies: it does to matrices, not to biases and one-dimensional parameters."""
+        """Whether weight decay applies: True for matrices, False for biases and one-dimensional parameters."""
         return len(self.global_shape) > 1 and not self.name.endswith(".bias")
 
     @property
     def grows_with_width(self) -> bool:
-        """Whether it is a matrix of a layer, the number of whose inputs grows with the width of the model (muP)."""
+        """Whether it is a matrix of a layer whose number of inputs grows with the width of the model (muP)."""
         return self.decays and not (self.embedding_or_output or self.is_table or self.is_depthwise)
 
 
@@ -267,20 +267,21 @@ def canonical_index(info: ParameterInfo, start: int, count: int, device: torch.d
 
 
 class InputsToGather(Protocol):
-    """Inputs of a matrix product, of which each rank of a group has some rows."""
+    """Inputs of a matrix product whose rows are distributed over the ranks of a group."""
 
     def start_gather(self) -> Pending:
         """Starts to gather all rows, [t, in]."""
 
 
 class MainGrad(Protocol):
-    """Accumulates the gradient of one parameter as soon as backward has computed it, instead of `.grad`."""
+    """Accumulates the gradient of one parameter as soon as backward has computed it. It replaces `.grad`."""
 
     gradient: Tensor
-    """What is accumulated, shaped as the parameter. Code that adds to it itself calls `begin_write` and `end_write`."""
+    """The accumulated gradient, with the parameter's shape. Code that adds to it directly calls `begin_write` and
+    `end_write`."""
     defers_weight_grad: bool
-    """Whether products that are added now are deferred. Their inputs may then be an `InputsToGather`, so that only this
-    rank's rows are kept."""
+    """Whether products that are added now are deferred. Their inputs may then be an `InputsToGather`, so that the queue
+    keeps only this rank's rows."""
 
     def add_product(self, output_gradient: Tensor, inputs: "Tensor | InputsToGather") -> None:
         """Accumulates output_gradient^T @ inputs ([t, out], [t, in] -> [out, in]): the weight gradient of a linear
@@ -292,17 +293,17 @@ class MainGrad(Protocol):
         inputs: "Tensor | InputsToGather",
         accumulate: Callable[[Tensor, Tensor, Tensor], object],
     ) -> None:
-        """Accumulates by accumulate(gradient, output_gradient, inputs): for the stacked weights of experts, each of
-        which has some rows of both, and for products of quantised factors."""
+        """Accumulates by accumulate(gradient, output_gradient, inputs). Used for the stacked weights of experts, each
+        with its own rows, and for products of quantised factors."""
 
     def add(self, gradient: Tensor) -> None:
         """Accumulates a gradient shaped as the stored parameter."""
 
     def begin_write(self) -> None:
-        """Gives `gradient` its memory, for code that adds to it."""
+        """Allocates the memory of `gradient`, for code that adds to it."""
 
     def end_write(self) -> None:
-        """Says that the caller has added a micro-batch's gradient to `gradient`."""
+        """Reports that the caller has added a micro-batch's gradient to `gradient`."""
 
     def add_rows(self, index: Tensor, gradient: Tensor) -> None:
         """Accumulates rows of a table: `gradient` [t, h] into the rows `index` (int64 [t]), which may repeat."""

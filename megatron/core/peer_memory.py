@@ -1,9 +1,9 @@
 """GPU memory that the other ranks of a group write into, without a kernel on either side.
 
-Data moves by copy engines. Order is kept by 32-bit words in the same memory, which grow and are never reset: a stream
-writes a word of another rank after a copy, and another rank's stream waits until its word has at least that value. The
-GPU's front end does both (`cuStreamWriteValue32`, `cuStreamWaitValue32`), so neither waits until a running matrix
-product leaves a multiprocessor free.
+Copy engines move the data. 32-bit words in the same memory keep the order; they only grow and are never reset. A stream
+writes a word of another rank after a copy, and that rank's stream waits until the word has at least this value. The
+GPU's front end does both (`cuStreamWriteValue32`, `cuStreamWaitValue32`), so neither needs a multiprocessor that a
+running matrix product occupies.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ from megatron.core.utils.torch_private import allocate_symmetric_memory
 
 
 class Lane(Protocol):
-    """A queue of copies and words, which runs beside the current stream."""
+    """A queue of copies and words, which runs in parallel with the current stream."""
 
     def follow(self) -> None:
         """Lets later operations of the lane wait for all work of the current stream so far."""
@@ -39,7 +39,7 @@ class Lane(Protocol):
 
 
 class PeerMemory(Protocol):
-    """The memory of all ranks of a group, as one rank reaches it."""
+    """The memory of all ranks of a group, as seen from one rank."""
 
     copies: Lane
     """Lane for data and the words that announce it."""
@@ -51,7 +51,7 @@ class PeerMemory(Protocol):
 
 
 class SymmetricMemory:
-    """`PeerMemory` by torch's symmetric memory. It uses no multicast."""
+    """`PeerMemory` over torch's symmetric memory, without multicast."""
 
     def __init__(
         self,
@@ -63,9 +63,9 @@ class SymmetricMemory:
     ) -> None:
         """All ranks of the group allocate together. Waits for the current stream, and for the other ranks.
 
-        `nbytes` of data must be a multiple of 4. `beside` is other memory whose streams this one uses too: a GPU has
-        few queues, and streams that share one wait for each other. Raises UserError if the GPUs do not reach each
-        other.
+        `nbytes` of data must be a multiple of 4. `beside` is other memory whose streams this memory also uses, because
+        a GPU has few queues, and streams that share a queue wait for each other. Raises UserError if the GPUs cannot
+        access each other's memory.
         """
         assert nbytes % 4 == 0, nbytes
         failure = ""

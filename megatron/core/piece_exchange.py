@@ -1,13 +1,13 @@
-"""Exchanges of equal pieces between all ranks of a group: each piece travels while others are computed.
+"""Exchanges of equal pieces between all ranks of a group: each piece is sent while others are computed.
 
-At distance d a rank sends a piece to the rank d places after it, and receives one from the rank d places before it,
-counted in a circle. An all-gather sends the same piece at every distance; a reduce-scatter sends each rank its part of
-a product. Every rank of the group opens the same exchanges in the same order, and in each it sends and receives once
-at every distance from 1 to ranks - 1, then closes it.
+At distance d a rank sends a piece to rank + d and receives a piece from rank - d, modulo the number of ranks. An
+all-gather sends the same piece at every distance; a reduce-scatter sends each rank its part of a product. Every rank of
+the group opens the same exchanges in the same order, and in each it sends and receives once at every distance from 1 to
+ranks - 1, then closes it.
 
 There are two transports. `process-group` makes each distance a small collective of the process group, on any device.
-`symmetric-memory` lets the sender's copy engine write into the receiver's memory, so that no part of the GPU that
-computes is busy with communication. docs/decisions/tensor-parallel-overlap.md says why memory can be used again.
+With `symmetric-memory` the sender's copy engine writes into the receiver's memory, so that communication needs no
+multiprocessor. docs/decisions/tensor-parallel-overlap.md explains when memory can be used again.
 """
 
 import math
@@ -44,20 +44,20 @@ class PieceExchange(Protocol):
         """Starts to copy a contiguous piece of this rank into its own slot. `close` waits for it."""
 
     def receive(self, distance: int) -> Tensor:
-        """Returns the slot that the piece from the rank `distance` places before this one has arrived in."""
+        """Returns the slot with the piece from the rank `distance` places before this one."""
 
     def receive_all(self) -> Tensor:
-        """Returns all slots after everything that was sent, received or kept has arrived."""
+        """Returns all slots after all pieces have arrived: sent, received and kept ones."""
 
     def close(self) -> None:
-        """Ends the exchange. Its slots are read by no later kernel, and pieces that were sent may be overwritten."""
+        """Ends the exchange. Later kernels must not read its slots, and may overwrite the pieces that were sent."""
 
 
 def open_exchange(group: Group, shape: tuple[int, ...], like: Tensor, transport: Transport | None) -> PieceExchange:
-    """Opens an exchange of pieces of this shape, of the type and on the device of `like`. Without `transport`:
-    symmetric memory where the GPUs of the group share it, otherwise the process group. The first exchange over
-    symmetric memory, and one with larger pieces than all before, waits for the current stream and for the other ranks.
-    Raises UserError if `transport` is symmetric-memory and the GPUs do not share it."""
+    """Opens an exchange of pieces of this shape, with the type and device of `like`. Default of `transport`: symmetric
+    memory if the GPUs of the group share it, otherwise the process group. The first exchange over symmetric memory, and
+    each exchange with larger pieces than before, waits for the current stream and for the other ranks. Raises UserError
+    if `transport` is symmetric-memory and the GPUs do not share it."""
     assert isinstance(group, ProcessGroup)
     if transport == "process-group" or (transport is None and (not like.is_cuda or group in _WITHOUT_SHARED_MEMORY)):
         return GroupExchange(group, shape, like)
@@ -105,7 +105,7 @@ def refuse_transport(transport: Transport | None) -> None:
 
 
 class GroupExchange:
-    """An exchange with memory of its own. Each distance is a collective in which a rank sends and receives once."""
+    """An exchange with its own memory. Each distance is a collective in which a rank sends and receives once."""
 
     def __init__(self, group: Group, shape: tuple[int, ...], like: Tensor) -> None:
         self.ranks, self.rank = group_size(group), group_rank(group)
@@ -143,16 +143,17 @@ class GroupExchange:
 
 
 class SlotRing:
-    """Memory for `DEPTH` exchanges of a group, used in turn, and the words that say when it can be used again.
+    """Memory for `DEPTH` exchanges of a group, used in turn, and the words that mark when it can be used again.
 
     Exchanges are numbered from 1; exchange n uses place n modulo DEPTH of every rank's memory. The memory of a rank has
     two words for each place and each other rank r: `arrived` is the last exchange whose piece r has written there, and
     `freed` is the last exchange in that place whose slots r has finished reading in its own memory. A sender waits for
-    `freed` of exchange n - DEPTH before it writes, so it never overwrites what the receiver still reads.
+    `freed` of exchange n - DEPTH before it writes, so it never overwrites data that the receiver still reads.
     """
 
     DEPTH = 3
-    """Exchanges whose memory may be in use. A layer has two open at once, so the third never waits for its own rank."""
+    """Number of exchanges whose memory may be in use. A layer has at most two open, so the third never waits for its
+    own rank."""
 
     def __init__(self, memory: PeerMemory, global_ranks: tuple[int, ...], rank: int, piece_bytes: int) -> None:
         self.memory, self.global_ranks, self.rank = memory, global_ranks, rank
@@ -177,7 +178,8 @@ class SlotRing:
         return place * len(self.global_ranks) + rank
 
     def freed(self, place: int, rank: int) -> int:
-        """Returns the index of the word that `rank` writes when it has read what it received in this place."""
+        """Returns the index of the word that `rank` writes when it has read the pieces that it received in this
+        place."""
         return (self.DEPTH + place) * len(self.global_ranks) + rank
 
     def open(self, shape: tuple[int, ...], dtype: torch.dtype) -> "SlotExchange":
@@ -206,7 +208,7 @@ class SlotExchange:
         return self.ring.memory.view(rank, start, self._shape, self._dtype)
 
     def send(self, piece: Tensor, distance: int) -> None:
-        """Copies the piece into the memory of the rank that receives it, once that rank has read what was there."""
+        """Copies the piece into the receiver's memory, after the receiver has read the earlier data there."""
         to, lane, ranks = (self.rank + distance) % self.ranks, self.ring.memory.copies, self.ring.global_ranks
         record_traffic("send", piece, lambda: (ranks[self.rank], ranks[to]))
         lane.follow()
@@ -218,7 +220,7 @@ class SlotExchange:
         self._sent[distance] = piece  # kept alive until the copy is made
 
     def keep(self, piece: Tensor) -> None:
-        """Copies the piece beside the copies to other ranks."""
+        """Copies the piece on the stream of the copies to other ranks."""
         self.ring.memory.copies.follow()
         self.ring.memory.copies.copy(self.slots[self.rank], piece)
 

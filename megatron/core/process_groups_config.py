@@ -1,7 +1,7 @@
 """The process groups of one rank, built once and passed to all code that communicates.
 
 A collection built from a `RankGrid` knows size, rank and members of every group without communication. It makes a torch
-group when its attribute is first read. This waits for the other members of the group, like a collective: so read the
+group when its attribute is first read, which waits for the other members of the group, like a collective. So read the
 attribute only to communicate, and call `size`, `rank` or `ranks` for numbers.
 
 Without torch.distributed a group of one rank is None. A larger group, as in a dry run, is a `PlannedGroup`, which knows
@@ -90,8 +90,8 @@ class ProcessGroupCollection:
         """Returns the frozen collection of one rank of a grid. Makes no torch group yet. Each function takes the ranks
         of a pipeline and returns those with the word embedding or the head (`embd`), with position embeddings
         (`pos_embd`), with layers of an encoder (`encoder_pp`) and with layers of a decoder (`decoder_pp`).
-        `nccl_settings`: settings of NCCL by group name. Groups of the same ranks share a communicator, which has the
-        settings of the group that comes first; a warning names others that differ."""
+        `nccl_settings`: settings of NCCL by group name. Groups of the same ranks share a communicator with the settings
+        of the first of these groups; a warning names groups with other settings."""
         collection = cls()
         collection.grid = grid
         collection.__dict__.update(
@@ -123,7 +123,7 @@ class ProcessGroupCollection:
         super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
-        # Only called for a name that is not set: a group to be made, or a mistake.
+        # Python calls this only for a name that is not set: a group to create, or a mistake.
         if name not in _NAMES:
             raise AttributeError(f"ProcessGroupCollection has no attribute {name!r}")
         if self.grid is None:
@@ -236,7 +236,7 @@ class ProcessGroupCollection:
         return channels[source, destination]
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Sets how long a collective of these groups may wait, of those made later too."""
+        """Sets how long a collective of these groups, and of groups made later, may wait."""
         self.__dict__["_timeout"] = timeout
         if not dist.is_initialized():
             return

@@ -105,7 +105,7 @@ def all_ranks(pipeline: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class RankGrid:
-    """The sizes of all axes of a world of ranks, and the groups that follow. Raises UserError for sizes that do not
+    """The sizes of all axes of a world of ranks, and the resulting groups. Raises UserError for sizes that do not
     fit."""
 
     world_size: int
@@ -255,7 +255,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def nearest_divisors(number: int, near: int) -> list[int]:
-    """Returns the divisors of `number` next below and next above `near`, which is no divisor itself."""
+    """Returns the nearest divisors of `number` below and above `near`, which is not a divisor itself."""
     known = divisors(number)
     return [d for d in known if d < near][-1:] + [d for d in known if d > near][:1]
 

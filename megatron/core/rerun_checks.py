@@ -1,4 +1,4 @@
-"""One check of a result: its verdict, errors that are injected into it, and what a second computation shows."""
+"""One check of a result: its verdict, injected errors, and the diagnosis from a second computation."""
 
 import enum
 import random
@@ -14,7 +14,7 @@ from megatron.core.exceptions import UserError
 
 
 class RerunDiagnostic(enum.Enum):
-    """What a second computation shows about a rejected result."""
+    """Diagnosis of a rejected result after a second computation."""
 
     TRANSIENT_ERROR = "transient error"
     REPRODUCIBLE_RESULT = "reproducible result"
@@ -22,14 +22,14 @@ class RerunDiagnostic(enum.Enum):
 
 
 class RerunErrorInjector:
-    """Chooses at random, once in `error_injection_rate` validations, a result of a training step that is rejected
-    although nothing is wrong with it (0: never). What is rejected, by `error_injection_type`:
+    """Rejects a correct result of a training step at random, once in `error_injection_rate` validations (0: never).
+    `error_injection_type` chooses the injected value:
 
     - correct_result: the true value, also when it is computed again;
-    - transient_error: a wrong value; the one that is computed again is true and accepted;
-    - persistent_error: a wrong value, the same one when it is computed again.
+    - transient_error: a wrong value; the second computation gives the true value, which is accepted;
+    - persistent_error: a wrong value; the second computation gives the same wrong value.
 
-    Gradients stay true. Each rank draws by itself. Raises UserError for an unknown type.
+    Gradients stay correct. Each rank draws independently. Raises UserError for an unknown type.
     """
 
     TYPES = ("correct_result", "transient_error", "persistent_error")
@@ -80,7 +80,7 @@ class Check:
 
 
 def diagnose(first: Check, second: Check) -> tuple[RerunDiagnostic, str]:
-    """Returns what a second computation of a rejected result shows, and a sentence about it."""
+    """Returns the diagnosis of a rejected result after a second computation, and a sentence about it."""
     value, difference = value_text(second.result), first.difference(second)
     if not bool(second.rejected):
         return RerunDiagnostic.TRANSIENT_ERROR, (

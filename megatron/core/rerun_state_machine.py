@@ -1,9 +1,10 @@
-"""RerunStateMachine: checks results of a step, and computes a step again to tell transient faults from lasting ones.
+"""RerunStateMachine: checks results of a step, and computes a step again to distinguish transient from permanent
+faults.
 
-A loss function hands its results to `validate_result`. Outside a training loop of this package, a rejected result
-raises RuntimeError (or warns) at once. Inside it, the machine keeps the verdicts on the device until the micro-batches
-of the step are done; then the ranks agree whether any result was rejected, and in the mode `validate_results` they
-compute the step again, before its gradients are used:
+A loss function passes its results to `validate_result`. Outside a training loop of this package, a rejected result
+raises RuntimeError (or warns) at once. Inside the loop, the machine keeps the verdicts on the device until the
+micro-batches of the step are done. Then the ranks agree whether any result was rejected. In the mode `validate_results`
+they compute the step again, before its gradients are used:
 
 | second result | diagnosis | what follows |
 |---|---|---|
@@ -11,7 +12,7 @@ compute the step again, before its gradients are used:
 | rejected, and equal to the first | the data, the model, or a permanent fault | an error if `fatal`, else a warning |
 | rejected, and another value | a fault, or a step that is not deterministic | an error if `fatal`, else a warning |
 
-The loop calls `step`; it decides whether the micro-batches can be drawn a second time. A `RerunErrorInjector` makes up
+The loop calls `step` and decides whether the micro-batches can be drawn a second time. A `RerunErrorInjector` makes up
 rejected results, to test the reaction to them.
 """
 
@@ -34,7 +35,7 @@ Result = TypeVar("Result")
 
 
 class RerunMode(enum.Enum):
-    """What the machine does about the results of a step."""
+    """How the machine treats the results of a step."""
 
     DISABLED = "disabled"
     """A rejected result is an error or a warning."""
@@ -63,7 +64,7 @@ class _Stats:
 
 @dataclass
 class _Step:
-    """The checks of the step under way."""
+    """The checks of the current step."""
 
     checks: list[Check] = field(default_factory=list)
     first: Sequence[Check] | None = None
@@ -71,11 +72,11 @@ class _Step:
 
 
 class RerunStateMachine:
-    """Collects the results of a step and decides what follows from them; see the module's text.
+    """Collects the results of a step and reacts to rejected results; see the module's docstring.
 
     Args:
-        leaves_non_finite: a rejected result that is not finite is reported, but is no error: the training loop of this
-            package has its own reaction to it (--nonfinite-action).
+        leaves_non_finite: a rejected result that is not finite is reported, but is not an error, because the training
+        loop of this package has its own reaction to it (--nonfinite-action).
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class RerunStateMachine:
         """Makes up rejected results; None: all are real."""
         self.leaves_non_finite = leaves_non_finite
         self.checks_results: bool | None = None
-        """Whether any rank hands results to `validate_result`; None before the first step."""
+        """Whether any rank passes results to `validate_result`; None before the first step."""
         self._step: _Step | None = None
         self._magnitudes: dict[str, _Magnitudes] = {}
         self._previous_loss: float | None = None
@@ -109,9 +110,9 @@ class RerunStateMachine:
     ) -> None:
         """Checks a result: a number or tensor that `rejection_func` accepts or rejects.
 
-        `comparison_func(first, second)` gives the relative difference of two results, which counts as equal up to
-        `tolerance`. Raises RuntimeError for a rejected result if `fatal`, at once outside a loop of this package, else
-        after the step.
+        `comparison_func(first, second)` returns the relative difference of two results; they count as equal if it is at
+        most `tolerance`. Raises RuntimeError for a rejected result if `fatal`: at once outside a loop of this package,
+        inside it after the step.
         """
         value = result.detach().clone() if isinstance(result, Tensor) else torch.tensor(float(result))
         rejected = rejection_func(result)
@@ -180,8 +181,8 @@ class RerunStateMachine:
         return found
 
     def validate_losses(self, reports: Sequence[Mapping[str, Tensor]]) -> None:
-        """With an error injector: validates the losses that a step reports if its loss function has validated nothing,
-        so that there is something to inject errors into."""
+        """With an error injector: if the loss function has validated nothing, validates the losses that the step
+        reports, so that the injector has results to reject."""
         if self.injector is None or self._step is None or self._step.checks:
             return
         for name, value in ((name, value) for report in reports for name, value in report.items()):

@@ -63,8 +63,8 @@ class StragglerDetector:
         prefill: int = 1024,
         enabled: bool = False,
     ) -> None:
-        """Says which rank this is, how many of the fastest and slowest ranks a report names (`mmcnt`), and whether to
-        measure. `amp`, `port` and `prefill` have no effect: the detector is switched by `enabled` alone."""
+        """Sets this rank's number, the number of fastest and slowest ranks in a report (`mmcnt`), and whether to
+        measure. `amp`, `port` and `prefill` have no effect; only `enabled` switches the detector on or off."""
         if mmcnt < 1:
             raise UserError(f"straggler_minmax_count {mmcnt} must be at least 1")
         self._clear()
@@ -81,11 +81,11 @@ class StragglerDetector:
         return True
 
     def reset(self) -> None:
-        """Forgets what was measured."""
+        """Discards all measurements."""
         self._measured = _Measured()
 
     def __call__(self, bdata: bool = False) -> "StragglerDetector":
-        """Says what the next `with` measures: the fetch of a batch (`bdata`), or a forward step."""
+        """Chooses what the next `with` measures: the fetch of a batch (`bdata`), or a forward step."""
         self._measures_batch = bdata
         return self
 
@@ -116,8 +116,8 @@ class StragglerDetector:
             self._measured.forward.append((begun, _moment()))
 
     def elapsed(self) -> tuple[float, float]:
-        """Returns the seconds of an average forward step, and of an average fetch, since the last report; 0 for what
-        was not measured. Waits for the device."""
+        """Returns the mean seconds of a forward step and of a fetch since the last report; 0 without a measurement.
+        Waits for the device."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         forward = [_seconds(begun, ended) for begun, ended in self._measured.forward]

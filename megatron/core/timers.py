@@ -38,7 +38,7 @@ class Timer:
 
     @property
     def running(self) -> bool:
-        """Whether a span has begun that has not ended."""
+        """Whether the timer has started and not stopped."""
         return self._running
 
     def start(self, barrier: bool = False) -> None:
@@ -105,8 +105,8 @@ class _Silent(Timer):
 @contextlib.contextmanager
 def timed(timers: Callable[..., Any] | None, name: str, log_level: int, barrier: bool = False) -> Iterator[None]:
     """Runs the timer `timers(name, log_level=log_level)` inside the context, which may end with an exception. `timers`
-    is a `Timers` object, which may also mark the context's part of a profile, or a script's own function; None: nothing
-    is timed."""
+    is a script's own function or a `Timers` object, which may also mark this part in a profile; None: nothing is
+    timed."""
     if timers is None:
         yield
         return

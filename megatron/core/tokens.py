@@ -61,7 +61,7 @@ class Tokens:
     first_position: int = 0
     """Index in its row of the first token: not 0 while decoding with a cache."""
     random: RngPosition | None = None
-    """None: no position in a run (evaluation, a direct call). Dropout then takes its seed from torch's generator."""
+    """Position in the run. None (evaluation, a direct call): dropout takes its seed from torch's generator."""
 
     @property
     def count(self) -> int:

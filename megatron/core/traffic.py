@@ -17,7 +17,7 @@ class Traffic:
     dtype: torch.dtype
     """Type of the data that is sent."""
     nbytes: int
-    """Bytes of the whole tensor: that of every rank after an all_gather, or before a reduce_scatter."""
+    """Bytes of the whole tensor: after an all_gather, or before a reduce_scatter."""
     ranks: tuple[int, ...]
     """Global ranks of the group; for a send or receive, (sender, receiver)."""
 

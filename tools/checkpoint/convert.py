@@ -5,8 +5,8 @@ python tools/checkpoint/convert.py export --load checkpoints --hf-dir my-model
 python tools/checkpoint/convert.py import-megatron --load their-checkpoints --save converted [-- FLAGS OF THE RUN]
 python tools/checkpoint/convert.py export-megatron --load checkpoints --save for-megatron-lm
 
-No direction asks for a layout: any layout loads an imported checkpoint, and an export reads checkpoints of any
-layout. docs/checkpoints.md has an example to follow, and lists what can be converted.
+No action needs a layout: any layout loads an imported checkpoint, and an export reads checkpoints of any layout.
+docs/checkpoints.md has examples, and lists the architectures that can be converted.
 """
 
 import os
@@ -98,7 +98,7 @@ class ExportConfig:
     """Folder to write; it must be empty or not exist. Required."""
 
     architecture: str | None = None
-    """Class of transformers to export as. Default: the first that expresses the model."""
+    """Class of transformers to export as. Default: the first that supports the model."""
 
     dtype: Dtype | None = None
     """Type of the weights. Default: weights keep their type. A wider type takes the optimizer's main weights if the
@@ -117,7 +117,7 @@ class ExportConfig:
 
 @dataclass(kw_only=True, frozen=True)
 class ImportMegatronConfig:
-    """Flags of an import from Megatron-LM. Flags of the run, behind `--`, replace those in the checkpoint."""
+    """Flags of an import from Megatron-LM. Flags of the run, after `--`, replace those in the checkpoint."""
 
     load: str | None = None
     """Folder of Megatron-LM's checkpoints, as in its --save. Required."""
@@ -129,7 +129,7 @@ class ImportMegatronConfig:
     """Folder to write the checkpoint to, as in a run's --save. Required."""
 
     no_load_optim: bool = False
-    """Leave main weights and moments behind."""
+    """Do not import main weights and moments."""
 
     file_size: int = flag(4 << 30, parse=size_in_bytes)
     """Approximate size of each file of the checkpoint. Default: 4GiB."""
@@ -227,7 +227,7 @@ def run_export(config: ExportConfig) -> None:
 
 
 def run_import_megatron(config: ImportMegatronConfig, flags: Sequence[str]) -> None:
-    """Imports a run of Megatron-LM, and prints where it stands and how to go on."""
+    """Imports a run of Megatron-LM, and prints its iteration and how to continue."""
     root = Path(config.save or "")
     done = import_run(
         Path(config.load or ""),

@@ -1,4 +1,4 @@
-"""Shows what a checkpoint holds: the progress of its run, the flags of the run, and the tensors.
+"""Shows the contents of a checkpoint: the progress of its run, the flags of the run, and the tensors.
 
 python tools/checkpoint/inspect.py --load checkpoints
 python tools/checkpoint/inspect.py --load checkpoints --iteration 2000 --tensors 'decoder.layers.0.*'

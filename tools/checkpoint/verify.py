@@ -1,10 +1,10 @@
-"""Checks which checkpoints of a folder are whole, and reports what is broken in the others.
+"""Checks which checkpoints of a folder are complete, and reports the damage of the others.
 
 python tools/checkpoint/verify.py --load checkpoints
 python tools/checkpoint/verify.py --load checkpoints --iteration 2000 --quick
 
-Reads every byte and compares every checksum. Exit code: 0 if all checkpoints are whole, 1 if one is broken, 2 if there
-is no checkpoint or the command line is wrong.
+Reads every byte and compares every checksum. Exit code: 0 if all checkpoints are complete, 1 if one is broken, 2 if
+there is no checkpoint or the command line is wrong.
 """
 
 import os

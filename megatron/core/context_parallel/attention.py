@@ -1,4 +1,4 @@
-"""Attention of rows that are split over context parallel ranks, with the communication that `cp_comm_type` names."""
+"""Attention of rows that are split over context parallel ranks, with the communication of `cp_comm_type`."""
 
 import dataclasses
 from collections.abc import Callable
@@ -32,7 +32,7 @@ from megatron.core.tokens import SequencePart, Tokens, row_index
 
 @dataclass(frozen=True)
 class SplitRows:
-    """The rows that one stage of the computation sees, and what belongs to each row."""
+    """The rows in one stage of the computation, with the data of each row."""
 
     part: SequencePart
     """The part of each row that this rank holds; with size 1 the whole row."""
@@ -52,7 +52,7 @@ class ContextAttention:
     """Attention of a layer whose rows are split in zig-zag over the ranks of `groups.cp`.
 
     It has two stages, and `cp_comm_type` decides which of them communicate. In the first, `a2a_size` ranks exchange
-    tokens for heads, so each gets a longer part of the rows and fewer heads. In the second, the queries meet the keys
+    tokens for heads, so each gets a longer part of the rows and fewer heads. In the second, queries attend to the keys
     of the other ranks.
     """
 
@@ -81,8 +81,8 @@ class ContextAttention:
         dv].
 
         `call.dropout` describes this rank's tokens. `call.mask` has the queries of whole rows or of this rank only.
-        With a mask, the keys of all ranks are gathered; `cp_comm_type` has no effect. Raises UserError for a cache of
-        keys and for masks of another shape.
+        With a mask, the keys of all ranks are gathered, and `cp_comm_type` has no effect. Raises UserError for a key
+        cache and for masks of another shape.
         """
         if call.query_positions is not None or len(query) != len(key):
             raise UserError(f"decoding with a cache: not yet with context_parallel_size {self.part.size}; use 1")
@@ -100,7 +100,7 @@ class ContextAttention:
         return keys, dataclasses.replace(call, query_positions=positions, mask=rows.mask, dropout=None)
 
     def describe(self, device_type: str, packed: bool) -> str:
-        """Says how keys and queries meet, and which kernels compute them."""
+        """Describes how ranks exchange keys, and which kernels compute attention."""
         text = f"{self.comm_type.value} over {self.part.size} ranks"
         if self.a2a_size == self.part.size:
             return f"{text}, {self.plan.describe(device_type, packed)}"

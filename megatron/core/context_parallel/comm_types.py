@@ -27,9 +27,10 @@ _WORDS = {comm_type.value: comm_type for comm_type in CommType} | {"allgather": 
 
 
 def comm_type_of(config: Any, layer_number: int, word: str | None = None) -> CommType:
-    """Returns the way of a layer (counted from 1 over the whole model): `word`, else the config's, else p2p.
+    """Returns the communication type of a layer (counted from 1 over the whole model): `word`, else the config's, else
+    p2p.
 
-    Raises UserError for what `comm_type_problems` finds.
+    Raises UserError for the problems of `comm_type_problems`.
     """
     words = word or config.cp_comm_type or CommType.p2p.value
     if isinstance(words, list):

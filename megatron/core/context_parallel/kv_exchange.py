@@ -1,7 +1,7 @@
-"""How keys and values reach the queries of other ranks, and how their gradients come back, step by step: the keys of
-one step are sent while the step before it computes.
+"""Sends keys and values to the queries of other ranks, and returns their gradients, step by step: the keys of one step
+are sent while the previous step computes.
 
-Keys and values travel as one tensor of rows [rows, width]. Gradients travel in their own type and are summed in float32
+Keys and values are sent as one tensor of rows [rows, width]. Gradients are sent in their own type and summed in float32
 at least.
 """
 
@@ -46,14 +46,14 @@ class KeyValueExchange(Protocol):
 
     @property
     def steps(self) -> tuple[tuple[QueryKeyTile, ...], ...]:
-        """The tiles that this rank computes in each step, with the keys that were fetched for it."""
+        """The tiles that this rank computes in each step, with the keys fetched for that step."""
 
     def start_fetch(self, step: int, own: Tensor) -> PendingKeyValues:
         """Starts to fetch the keys of step 1 or later; `own` [s, width] are this rank's keys."""
 
     def start_return(self, step: int, gradient: Tensor, total: Tensor) -> PendingKeyValues:
-        """Starts to return the gradient of a step's keys to their rank. `wait` adds what other ranks return for this
-        rank's keys to `total` [s, width]."""
+        """Starts to return the gradient of a step's keys to their rank. `wait` adds the gradients that other ranks
+        return for this rank's keys to `total` [s, width]."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -75,7 +75,7 @@ class RingStep:
 class Ring:
     """Ring attention's exchange: each step fetches keys from one other rank, nearest first.
 
-    Only the rows that are needed are sent, directly from their rank. Steps in which no rank needs any keys, as with a
+    Ranks send only the rows that are needed, directly from their owner. Steps in which no rank needs keys, as with a
     short window, are left out.
     """
 
@@ -99,7 +99,7 @@ class Ring:
         return PendingKeyValues(pending, lambda rows: rows)
 
     def start_return(self, step: int, gradient: Tensor, total: Tensor) -> PendingKeyValues:
-        """Starts to return the gradient of fetched keys; the rows that come back are added to `total`."""
+        """Starts to return the gradient of fetched keys; returned rows are added to `total`."""
         ring_step = self.ring_steps[step]
         arriving = gradient.new_empty(ring_step.given.stop - ring_step.given.start, gradient.shape[1])
         pending = start_exchange(gradient, self._before(ring_step), arriving, self._after(ring_step), self.group)
@@ -132,8 +132,8 @@ def ring_steps(part: SequencePart, chunk: int, reach: Reach, join: bool) -> tupl
 
 
 class Gather:
-    """All-gather's exchange in two steps: each chunk of queries meets its own keys while the keys of all ranks are
-    gathered, then the rest."""
+    """All-gather's exchange in two steps: each chunk of queries first uses the rank's own keys while the keys of all
+    ranks are gathered, and then the other keys."""
 
     def __init__(self, part: SequencePart, group: Group, chunk: int, reach: Reach, join: bool) -> None:
         self.part, self.group = part, group

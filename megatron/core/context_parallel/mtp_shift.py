@@ -46,7 +46,7 @@ def _following_entries(packed: Tensor, count: int, tokens: Tokens, group: Group)
 
 
 def _tokens_left(tokens: Tokens, device: torch.device) -> Tensor:
-    """Returns how many tokens follow each token in its row or packed document: int64 [s]."""
+    """Returns the number of tokens after each token in its row or packed document: int64 [s]."""
     index = row_index(tokens, device)
     if tokens.cu_seqlens is None:
         return tokens.row_length - 1 - index

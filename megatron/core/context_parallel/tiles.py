@@ -82,8 +82,8 @@ def tiles_of(queries: Iterable[Span], keys: Sequence[Span], reach: Reach) -> lis
 def joined(tiles: Sequence[QueryKeyTile]) -> tuple[QueryKeyTile, ...]:
     """Joins tiles into fewer and larger ones with the same pairs.
 
-    Only for kernels that do not need a token's position in the row: a joined tile's parts need not be consecutive
-    there.
+    Only for kernels that do not need a token's position in the row, because the parts of a joined tile may not be
+    consecutive in the row.
     """
     done: list[QueryKeyTile] = []
     for tile in tiles:
@@ -98,7 +98,7 @@ def joined(tiles: Sequence[QueryKeyTile]) -> tuple[QueryKeyTile, ...]:
 
 
 def _join(first: QueryKeyTile, second: QueryKeyTile) -> QueryKeyTile | None:
-    """Joins two full tiles that lie beside or below each other; None if they do not."""
+    """Joins two full tiles that are adjacent in one dimension; None if they are not."""
     if not (first.whole and second.whole):
         return None
     if first.keys == second.keys and first.queries.stop == second.queries.start:

@@ -19,8 +19,8 @@ from megatron.core.context_parallel.splitting import in_natural_order, in_rank_o
 
 
 def share_keys(key: Tensor, heads: int, ranks: int) -> Tensor:
-    """Returns keys [s, b, g, d] with heads repeated as often as needed, so that each rank's equal share of key heads is
-    what its equal share of the `heads` query heads uses. Nothing is repeated if the ranks divide the key heads."""
+    """Returns keys [s, b, g, d] with repeated heads, so that each rank's equal share of key heads contains exactly the
+    keys of its equal share of the `heads` query heads. Nothing is repeated if the ranks divide the key heads."""
     pack = heads // key.shape[2]  # query heads that share a key head
     kept_together = math.gcd(heads // ranks, pack)
     return key if kept_together == pack else key.repeat_interleave(pack // kept_together, dim=2)
@@ -85,7 +85,7 @@ def whole_rows_of(mask: Tensor, group: Group, ranks: int) -> Tensor:
 
 
 class _AllToAll:
-    """An all-to-all of rows in flight, and that of its gradient."""
+    """An all-to-all of rows in progress, and the all-to-all of its gradient."""
 
     def __init__(self, rows: Tensor, group: Group) -> None:
         self.group = group

@@ -1,4 +1,4 @@
-"""BERT datasets: masked words, and pairs of segments whose order is to be found (Devlin et al. 2018, ALBERT)."""
+"""BERT datasets: masked words, and pairs of segments whose order the model predicts (Devlin et al. 2018, ALBERT)."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,8 +1,8 @@
 """Stages of a blend whose weights change at given samples (--data-stages): their file, and the order of samples.
 
-Each stage draws from its datasets as a blend does (blending.py). A dataset that several stages use continues where the
-stage before stopped. Its samples come in passes: each pass is a permutation of its own, so no sample is repeated before
-all others of the dataset have come. Everything is a function of the sample's number, so a run resumes anywhere.
+Each stage draws from its datasets like a blend (blending.py). A dataset that several stages use continues where the
+previous stage stopped. Its samples are drawn in passes. Each pass has its own permutation of the whole dataset, so no
+sample is repeated within a pass. Everything is a function of the sample's number, so a run can resume anywhere.
 """
 
 import json
@@ -24,7 +24,7 @@ _KEYS = {"from_sample", "data_path"}
 
 @dataclass(frozen=True)
 class BlendStage:
-    """A stage: the first sample of the run that it gives, and the prefixes with their weights."""
+    """A stage: the number of its first sample in the run, and the prefixes with their weights."""
 
     first_sample: int
     prefixes: tuple[str, ...]
@@ -80,12 +80,12 @@ def prefixes_of(stages: Sequence[BlendStage]) -> list[str]:
 
 
 def last_blend(stages: Sequence[BlendStage]) -> Blend:
-    """Returns the blend of the last stage, which validation and test data have."""
+    """Returns the blend of the last stage, which validation and test data use."""
     return list(stages[-1].prefixes), list(stages[-1].weights)
 
 
 class StageOrder:
-    """Which dataset each of `size` samples comes from, and its number in that dataset, counted over all stages."""
+    """The dataset of each of `size` samples, and the sample's number in that dataset, counted over all stages."""
 
     def __init__(self, stages: Sequence[BlendStage], size: int) -> None:
         self.prefixes = prefixes_of(stages)
@@ -98,7 +98,8 @@ class StageOrder:
         ]
         counts = [order.counts() for order in self.orders]
         self.before = np.concatenate([np.zeros((1, len(self.prefixes)), np.int64), np.cumsum(counts, axis=0)])
-        """int64 [stages + 1, prefixes]: samples drawn from each dataset before each stage, and by all."""
+        """int64 [stages + 1, prefixes]: samples drawn from each dataset before each stage; the last row: by all
+        stages."""
 
     def _weights(self, stage: BlendStage) -> np.ndarray:
         share = dict(zip(stage.prefixes, stage.weights, strict=True))
@@ -115,8 +116,8 @@ class StageOrder:
         return dataset, int(self.before[stage, dataset]) + number
 
     def taken(self, consumed: int) -> tuple[int, np.ndarray, np.ndarray]:
-        """Returns the stage of the last of `consumed` samples, and the numbers of samples that it and the whole run
-        have drawn from each prefix: int64 [prefixes]."""
+        """Returns the stage of the last of `consumed` samples, and two counts of samples per prefix, int64 [prefixes]:
+        those drawn in this stage, and those drawn in the whole run."""
         stage = self.stage_of(max(consumed - 1, 0))
         of_stage = self.orders[stage].taken(consumed - self.starts[stage])
         return stage, of_stage, self.before[stage] + of_stage

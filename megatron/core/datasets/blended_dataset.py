@@ -21,7 +21,7 @@ _BLOCKS_BETWEEN_SAVES = 1024
 
 
 class BlendedDataset(torch.utils.data.Dataset):
-    """A blend of `size` samples in Megatron-LM's order (blending.py), which is computed as far as it is read.
+    """A blend of `size` samples in Megatron-LM's order (blending.py). The order is computed while samples are read.
 
     Args:
         datasets: the datasets to blend, all of one split.
@@ -30,7 +30,7 @@ class BlendedDataset(torch.utils.data.Dataset):
         config: the run's data configuration. With `path_to_cache`, the state of long blends is stored there, so that a
             resumed run does not recompute the order of earlier samples.
 
-        sources: position of each dataset in the blend of the flags, where some may be left out; None: all are there.
+        sources: position of each dataset in the blend of the flags, if some datasets are left out; None: all are used.
 
     Items are those of the datasets, with `dataset_id` and its `source` added. `sample_id` is the index in the blend.
 
@@ -94,8 +94,7 @@ class BlendedDataset(torch.utils.data.Dataset):
         return hashlib.md5(self.unique_description.encode(), usedforsecurity=False).hexdigest()
 
     def taken(self, consumed: int) -> np.ndarray:
-        """Returns the numbers of samples that the first `consumed` ones of the blend took from each dataset: int64
-        [datasets]."""
+        """Returns how many of the first `consumed` samples came from each dataset: int64 [datasets]."""
         return self.order.taken(consumed)
 
     @property

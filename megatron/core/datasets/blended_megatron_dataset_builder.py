@@ -30,8 +30,8 @@ class BlendedMegatronDatasetBuilder:
         cls: the dataset class, such as GPTDataset.
         sizes: samples requested of each split; None: one pass over the data.
         is_built_on_rank: whether this process builds. If it returns False, `build` returns [None, None, None].
-        config: the data configuration; alone after `sizes` it says itself who builds. No process waits for another
-            (index_cache.py).
+        config: the data configuration. If it directly follows `sizes`, its own field names the ranks that build. No
+        process waits for another (index_cache.py).
     """
 
     def __init__(

@@ -54,7 +54,7 @@ class BlendedMegatronDatasetConfig:
     """Number of datasets of a blend that are built in parallel."""
 
     path_to_cache: str | None = None
-    """Folder for index caches. None: `<prefix>/cache` beside each dataset, and no cache for blends."""
+    """Folder for index caches. None: `<prefix>/cache` next to each dataset, and no cache for blends."""
 
     mmap_bin_files: bool = True
     """Map .bin files into memory instead of reading from them."""
@@ -135,8 +135,8 @@ class BlendedMegatronDatasetConfig:
 
 
 def _parsed(blend: Any) -> Blend | None:
-    """Returns the blend that a list of words describes, as scripts of releases 0.5 and 0.6 give it; any other blend as
-    it is."""
+    """Returns the blend of a list of words, which scripts of releases 0.5 and 0.6 give; returns any other blend
+    unchanged."""
     words = isinstance(blend, list) and all(isinstance(word, str) for word in blend)
     return get_blend_from_list(blend) if words else blend
 

@@ -1,9 +1,9 @@
 """The order in which a blend draws from its datasets: Megatron-LM's greedy rule, computed from a small state.
 
 Sample s comes from the dataset with the largest error w_i * t - taken_i, where t = max(s, 1) and taken_i is the number
-of samples drawn from dataset i before. The first dataset wins a tie. Each sample depends on all samples before it;
-Megatron-LM stores a table of all samples. This module stores the counts `taken` once per block of samples, computes
-them in order as far as they are needed, and recomputes a block of the table when it is read.
+of samples drawn from dataset i so far. If errors are equal, the first dataset wins. Each sample depends on all samples
+before it, so Megatron-LM stores a table of all samples. This module stores the counts `taken` only once per block of
+samples. It computes them in order, up to the block that is read, and recomputes that block of the table.
 """
 
 import math
@@ -61,7 +61,7 @@ class BlendOrder:
         return self._counts[: self._known]
 
     def adopt_counts(self, counts: np.ndarray) -> bool:
-        """Takes over the `known_counts` of another object of the same blend. Returns False if they do not fit."""
+        """Copies the `known_counts` of another object of the same blend. Returns False if they do not fit."""
         if counts.dtype != np.int64 or counts.ndim != 2 or not 1 <= len(counts) <= len(self._counts):
             return False
         starts = np.minimum(np.arange(len(counts)) * self.block, self.size)
@@ -168,9 +168,9 @@ def _draw_greedily(
     number of draws.
 
     The error of a dataset grows until a sample is drawn from it, and rounding keeps the order of w * t for growing t.
-    So a dataset whose error stays below `threshold` during the next steps cannot have the largest error, as long as the
-    largest error is not below the threshold. Only the other datasets, the candidates, are compared. The threshold
-    follows the largest errors. If it was too high, the remaining steps are repeated with a lower one.
+    As long as the largest error is at least `threshold`, a dataset whose error stays below the threshold during the
+    next steps cannot have the largest error. So only the other datasets, the candidates, are compared. The threshold
+    follows the largest errors. If it was too high, the remaining steps are repeated with a lower threshold.
     """
     steps_ahead = 16
     lowest = -1.7976931348623157e308

@@ -27,7 +27,8 @@ class GPTFIMDatasetConfig(GPTDatasetConfig):
     """Token between documents; None: the tokenizer's."""
 
     fim_split_sample: str | None = None
-    """Token that divides a document into fragments, which are rearranged one by one; None: whole documents are."""
+    """Token that divides a document into fragments, which are rearranged one by one; None: rearrange whole
+    documents."""
 
     fim_fragment_rate: float | None = None
     """Probability that a fragment is rearranged; None: fim_rate."""
@@ -36,8 +37,8 @@ class GPTFIMDatasetConfig(GPTDatasetConfig):
     """Fragments that begin with this text are not rearranged."""
 
     fim_extra_tokens: dict[str, str | None] | None = None
-    """The marks as Megatron-LM's scripts give them: the tokens prefix, middle, suffix and eod by these names, in place
-    of the fields above; pad has no effect."""
+    """The marks in the form of Megatron-LM's scripts: the tokens prefix, middle, suffix and eod by these names, which
+    replace the fields above; pad has no effect."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -51,10 +52,11 @@ class GPTFIMDataset(GPTDataset):
     """GPTDataset whose documents are cut at two random characters into prefix, middle and suffix and rearranged:
 
     prefix first: <prefix> prefix <suffix> suffix <middle> middle; suffix first: <prefix> <suffix> suffix <middle>
-    prefix middle. Each part of a document inside a sample is a document of its own. A sample keeps its length: what is
-    longer is cut, what is shorter is padded without loss. The choices depend only on the seed and the sample's id.
+    prefix middle. If a sample contains a part of a document, this part counts as a document. A sample keeps its length:
+    longer text is cut, and shorter text is padded, without loss at padding. The choices depend only on the seed and the
+    sample's id.
 
-    Raises UserError if one of the marks is not one token.
+    Raises UserError if a mark is not exactly one token.
     """
 
     config: GPTFIMDatasetConfig

@@ -54,7 +54,7 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     """Read sequence_length + 1 tokens, so that the last input has a label; False: pad the last label."""
 
     object_storage_cache_path: str | None = None
-    """Local folder for copies of the .idx files of data sets in object stores; None: they are read into memory."""
+    """Local folder for copies of the .idx files of datasets in object stores; None: they are read into memory."""
 
     s3_cache_path: str | None = None
     """The name of `object_storage_cache_path` in scripts of releases 0.8 to 0.11."""

@@ -1,8 +1,8 @@
-"""The three indices of a GPT dataset, which say which tokens make which sample, in Megatron-LM's order.
+"""The three indices of a GPT dataset, which map samples to tokens, in Megatron-LM's order.
 
-All sequences of a split, repeated for as many epochs as the samples need, are shuffled (document index) and laid end to
-end; this stream is cut every `sequence_length` tokens (sample index), and the cuts are shuffled (shuffle index). One
-numpy RandomState, seeded once, draws the document shuffle and then the sample shuffle.
+All sequences of a split, repeated for the required number of epochs, are shuffled (document index) and concatenated.
+This stream is cut every `sequence_length` tokens (sample index), and the cuts are shuffled (shuffle index). One numpy
+RandomState, seeded once, draws the document shuffle and then the sample shuffle.
 """
 
 import os
@@ -138,11 +138,11 @@ def build_shuffle_index(plan: SamplePlan, random: np.random.RandomState) -> np.n
 
 
 def shuffle(values: np.ndarray, random: np.random.RandomState) -> None:
-    """Shuffles `values` [n] in place: like `random.shuffle`, bit for bit and with the same state of `random` after it,
-    and in less than half of its time. n is at most 2^32.
+    """Shuffles `values` [n] in place. The result and the state of `random` afterwards equal those of `random.shuffle`,
+    bit for bit, but it takes less than half of the time. n is at most 2^32.
 
-    The algorithm is Fisher and Yates' from the last element down. numpy draws the place for element i from the words
-    of the Mersenne Twister, cut to the number of bits of i, until a word is at most i.
+    The algorithm is Fisher-Yates from the last element down. For element i, numpy draws words of the Mersenne Twister,
+    cut to the number of bits of i, until a word is at most i; this word is the position to swap with.
     """
     first = len(values) - 1
     while first > 0:
@@ -156,7 +156,8 @@ def shuffle(values: np.ndarray, random: np.random.RandomState) -> None:
 
 @compiled
 def _swap(values: np.ndarray, first: int, words: np.ndarray) -> tuple[int, int]:
-    """Swaps elements first, first - 1, ... 1 with those that `words` choose, until one of both is used up.
+    """Swaps elements first, first - 1, ... 1 with the elements that `words` choose, until elements or words are used
+    up.
 
     Returns the element that is next, and the number of words that were used.
     """

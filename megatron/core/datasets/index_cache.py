@@ -1,4 +1,4 @@
-"""A cache of index arrays on disk. Any process loads them or builds them; no process depends on a certain rank."""
+"""A cache of index arrays on disk. Any process can load or build them; no process depends on a certain rank."""
 
 import contextlib
 import fcntl
@@ -30,10 +30,10 @@ class IndexCache:
 
     The description contains everything that the arrays depend on, including the digest of the data, so all processes
     write the same entry. Each file is written under a temporary name and renamed, the description last. So if the
-    description exists, all files exist and are complete. Large arrays are synced to disk; small ones, of which a run
-    may have thousands, are not. The description ends with the checksums of all arrays, which every load compares: a
-    damaged order of samples would silently train on other samples. If the folder cannot be written, a warning
-    says so once, and the arrays stay in memory.
+    description exists, all files exist and are complete. Large arrays are synced to disk. Small arrays are not, because
+    a run may have thousands of them. The description ends with the checksums of all arrays, and every load compares
+    them, because a damaged order of samples would silently train on other samples. If the folder is not writable, one
+    warning says so, and the arrays stay in memory.
 
     Args:
         folder: folder of the cache; None: no cache.
@@ -116,7 +116,8 @@ class IndexCache:
 
     @contextlib.contextmanager
     def _lock_for_building(self, done: Callable[[], bool]) -> Iterator[None]:
-        """Enters once this process has the lock, `done` returns True (another process has built), or patience ends."""
+        """Enters when this process has the lock, when `done` returns True (another process has built), or when patience
+        ends."""
         lock = self._open_lock()
         if lock is None:
             yield

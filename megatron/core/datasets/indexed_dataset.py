@@ -221,7 +221,8 @@ class IndexedDataset(torch.utils.data.Dataset):
             )
 
     def _first_misplaced_sequence(self) -> int | None:
-        """Returns the first sequence whose position does not follow from the lengths before it; None if all do."""
+        """Returns the first sequence whose position is not the sum of the lengths before it; None if all positions are
+        right."""
         lengths, pointers = self._lengths, self._pointers
         if len(self) and pointers[0] != 0:
             return 0

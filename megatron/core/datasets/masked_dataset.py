@@ -146,12 +146,12 @@ class MaskedWordPieceDatasetConfig(BlendedMegatronDatasetConfig):
 
 
 def is_id(value: Any) -> bool:
-    """Whether a tokenizer's special id is one; tokenizers also say None or -1."""
+    """Whether a special id of a tokenizer exists; tokenizers return None or -1 for a missing one."""
     return value is not None and value >= 0
 
 
 def padded(values: np.ndarray, length: int, fill: int) -> np.ndarray:
-    """Returns the values as int64 [length], with `fill` behind them."""
+    """Returns the values as int64 [length], followed by `fill`."""
     array = np.full(length, fill, np.int64)
     array[: len(values)] = values
     return array
@@ -265,7 +265,7 @@ class MaskedWordPieceDataset(MegatronDataset):
         return arrays["sample_index"]
 
     def _log_use(self, too_few: int, too_long: int, tokens: int, cut: int, epochs: int) -> None:
-        """Prints how much of the data is not used, and how often the rest is."""
+        """Prints how much of the data is unused, and how often the rest is repeated."""
         for number, what in (
             (too_few, f"with fewer than {self.config.min_sentences} sentences"),
             (too_long, f"with a sentence of more than {LONGEST_SENTENCE} tokens"),

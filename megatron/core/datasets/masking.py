@@ -31,7 +31,7 @@ class MaskingRule:
 def words_of(continues: np.ndarray, special: np.ndarray) -> list[list[int]]:
     """Returns the words of a sample, each a list of positions.
 
-    `continues` and `special`, bool [tokens], say which tokens continue a word and which belong to none.
+    `continues` and `special`, bool [tokens], are True for tokens that continue a word and for tokens outside words.
     """
     words: list[list[int]] = []
     for position in np.flatnonzero(~special).tolist():

@@ -1,4 +1,4 @@
-"""Made-up documents of sentences, to try BERT and T5 without a data set (--mock-data)."""
+"""Made-up documents of sentences, to try BERT and T5 without a dataset (--mock-data)."""
 
 import json
 from typing import Any
@@ -12,7 +12,7 @@ _SPECIAL = ("cls", "sep", "mask", "pad", "bos", "eos", "eod")
 
 
 class MockSentences:
-    """Made-up documents, with what a dataset of masked words reads of an IndexedDataset.
+    """Made-up documents with the attributes of an IndexedDataset that a dataset of masked words reads.
 
     A sentence contains consecutive ids of the vocabulary, so that a model can learn to fill its masks. Special tokens
     do not occur. Raises UserError if the vocabulary has no other tokens.

@@ -1,4 +1,4 @@
-"""Data sets in object stores: prefixes such as s3://bucket/corpus, read through the package fsspec.
+"""Datasets in object stores: prefixes such as s3://bucket/corpus, read through the package fsspec.
 
 An index (.idx) is read as a whole, or copied once into a local folder (`local_copy`) and mapped from there. Tokens
 (.bin) are read sample by sample, in the processes that read ahead. Every process opens its own connection.
@@ -20,7 +20,7 @@ _SCHEME = re.compile(r"[a-z][a-z0-9+.-]+://", re.IGNORECASE)
 
 
 class StoreError(UserError):
-    """A store does not answer, or refuses to. Unlike a missing object, this may pass."""
+    """A store does not answer or refuses access. Unlike a missing object, this may be temporary."""
 
 
 _opened: dict[tuple[int, str], Any] = {}
@@ -79,8 +79,8 @@ def _ask(url: str, method: str, **options: Any) -> Any:
 
 
 def version_of(url: str) -> str | None:
-    """Returns what the store tells about the content of an object: its ETag, checksum, generation or the time of its
-    last change; None if it tells nothing of the kind. Raises UserError if the store cannot be asked."""
+    """Returns a value that identifies the content of an object: its ETag, checksum, generation or the time of its last
+    change; None if the store provides none of these. Raises UserError if the store cannot be read."""
     facts = {str(key).lower().replace("_", "").replace("-", ""): value for key, value in _ask(url, "info").items()}
     known = next((key for key in _VERSIONS if facts.get(key) not in (None, "")), None)
     return None if known is None else f"{known} {facts[known]}"

@@ -1,4 +1,4 @@
-"""The sample map of BERT and T5 datasets: which sentences make which sample, in Megatron-LM's order.
+"""The sample map of BERT and T5 datasets: the sentences of each sample, in Megatron-LM's order.
 
 Each epoch walks through the documents of a split and packs consecutive sentences of a document until they reach a
 target length, which is sometimes drawn shorter. The samples of all epochs are then shuffled. A 32-bit Mersenne Twister
@@ -21,11 +21,11 @@ _UNLIMITED = 2**63 - 1
 
 @dataclass(frozen=True)
 class SampleMapPlan:
-    """The numbers that determine a sample map, beside the sentences."""
+    """The numbers that, together with the sentences, determine a sample map."""
 
     num_samples: int | None
-    """Number of samples requested; None: those of one epoch. The last epoch is always finished, so the map may have
-    more."""
+    """Number of samples requested; None: one epoch. The last epoch is always finished, so the map may have more
+    samples."""
     max_tokens: int
     """Largest number of tokens of a sample, without special tokens; at least 2."""
     min_sentences: int

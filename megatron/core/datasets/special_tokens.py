@@ -44,7 +44,8 @@ def document_mask(cu_seqlens: np.ndarray) -> np.ndarray:
 
 
 def special_id(tokenizer: Any, name: str) -> int | None:
-    """Returns a special id of the tokenizer; None if it has none. Megatron-LM's tokenizers say so in three ways."""
+    """Returns a special id of the tokenizer; None if it has none, which Megatron-LM's tokenizers express in three
+    ways."""
     try:
         return getattr(tokenizer, name, None)
     except NotImplementedError:
@@ -54,7 +55,7 @@ def special_id(tokenizer: Any, name: str) -> int | None:
 def padding_id(config: BlendedMegatronDatasetConfig) -> int:
     """Returns the tokenizer's pad id; -1, which is no token, if there is none or if it is also another special token.
 
-    Every occurrence of the pad id is masked out of the loss. With a second meaning, it would mask real tokens.
+    The loss leaves out every occurrence of the pad id. If the id had a second meaning, it would leave out real tokens.
     """
     tokenizer = config.tokenizer
     pad = special_id(tokenizer, "pad")

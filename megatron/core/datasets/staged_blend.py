@@ -13,8 +13,8 @@ class StagedBlend(torch.utils.data.Dataset):
     """The samples of all stages, with `dataset_id` and `source` (index of the prefix) added.
 
     Args:
-        order: of the samples.
-        passes: for each prefix its datasets of one pass over the data, each in a permutation of its own.
+        order: the order of the samples.
+        passes: for each prefix its datasets of one pass over the data, each with its own permutation.
     """
 
     def __init__(self, order: StageOrder, passes: Sequence[Sequence[MegatronDataset]], size: int) -> None:

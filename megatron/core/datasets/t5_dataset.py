@@ -49,7 +49,7 @@ class T5MaskedWordPieceDatasetConfig(MaskedWordPieceDatasetConfig):
         self._check_sentinels()
 
     def _check_decoder_length(self) -> None:
-        """Refuses a decoder that is too short even for the fewest spans."""
+        """Refuses a decoder length that is too short even for the smallest number of spans."""
         assert self.sequence_length_decoder is not None
         if self.sequence_length_decoder < self.most_masked + self._fewest_spans + 1:
             raise UserError(
@@ -59,7 +59,8 @@ class T5MaskedWordPieceDatasetConfig(MaskedWordPieceDatasetConfig):
             )
 
     def _check_sentinels(self) -> None:
-        """Refuses a tokenizer with fewer sentinels than the fewest spans, and warns of one with fewer than the most."""
+        """Refuses a tokenizer with too few sentinels for the smallest number of spans, and warns if it has too few for
+        the largest number."""
         if len(self.sentinels) < self._fewest_spans:
             raise UserError(
                 f"--vocab-extra-ids: --tokenizer-type {tokenizer_name(self.tokenizer)} has {len(self.sentinels)} "

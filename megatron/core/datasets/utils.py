@@ -36,7 +36,7 @@ def compile_helpers() -> None:
 
 
 def normalize(weights: Sequence[float]) -> list[float]:
-    """Returns the weights divided by their float64 sum, in numpy's order of summation, since sample orders depend on
+    """Returns the weights divided by their float64 sum, in numpy's order of summation, because sample orders depend on
     the last bit."""
     array = np.array(weights, dtype=np.float64)
     return (array / array.sum()).tolist()

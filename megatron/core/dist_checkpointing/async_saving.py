@@ -1,8 +1,8 @@
 """Saves a checkpoint while training continues: the state is copied to host memory, and a thread writes the copy.
 
-The files and their order on disk are those of `writing.save`, so a kill at any point is as harmless. Training waits for
-the copy alone. Rank 0's thread publishes the checkpoint once it sees the index file of every rank, without a
-collective. `PendingSave.finish` is where all ranks learn whether it worked.
+The files and their order on disk are those of `writing.save`, so a kill at any point is harmless. Training waits only
+for the copy. Rank 0's thread publishes the checkpoint when it sees the index file of every rank, without a collective.
+In `PendingSave.finish` all ranks learn whether the save worked.
 """
 
 import shutil
@@ -116,8 +116,8 @@ class PendingSave:
             self._failure = error
 
     def _all_ranks_wrote(self) -> bool:
-        """Waits for the index files of all ranks, which get their names when they are whole. Returns False if `finish`
-        gave the checkpoint up."""
+        """Waits for the index files of all ranks, which get their names when they are complete. Returns False if
+        `finish` has cancelled the checkpoint."""
         missing = [self._temporary / index_name(rank) for rank in range(self._ranks.size)]
         while not self._abandoned.is_set():
             missing = [path for path in missing if not path.exists()]
@@ -152,7 +152,7 @@ def begin_save(
     announce: Callable[[SaveResult], None] = lambda saved: None,
 ) -> PendingSave:
     """Copies this rank's chunks to `memory` and starts the thread that writes them. Collective; arguments and errors
-    are those of `writing.save`. The chunks may change as soon as this returns. The save before must be finished.
+    are those of `writing.save`. The chunks may change as soon as this returns. The previous save must be finished.
 
     `announce` is called on rank 0, in the thread, once the checkpoint is complete on disk.
     """

@@ -42,7 +42,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 def check_files(checkpoint: Checkpoint) -> None:
-    """Verifies everything but the tensors' bytes: size and header of each data file, and that every element of every
+    """Verifies everything except the tensors' bytes: size and header of each data file, and that every element of every
     tensor is stored once.
 
     Reads only the headers. Raises BrokenCheckpoint, naming the first broken file.

@@ -15,8 +15,8 @@ MASTER = "param"
 """Kind of the optimizer state that is the full-precision copy of the weight (main weight)."""
 
 SCALING_STATE = "*.scaling.amax_history"
-"""Pattern of names: the largest values that delayed scaling of fp8 has recorded. A run may turn fp8 on or off at any
-checkpoint: a missing record starts empty, and one that no rank reads is ignored."""
+"""Pattern of names: the largest values that delayed scaling of fp8 has recorded. A run may switch fp8 on or off at any
+checkpoint: a missing record starts empty, and a record that no rank reads is ignored."""
 
 _OPTIMIZER_PREFIX = "optimizer."
 
@@ -114,7 +114,7 @@ class Chunk:
             self.encoded.encode(values.reshape(-1))
 
     def readable(self) -> "Chunk":
-        """Returns the chunk itself, or one with a new tensor in host memory that `load` takes the elements of."""
+        """Returns the chunk itself, or one with a new tensor in host memory, whose elements `load` then takes."""
         if self.encoded is None:
             return self
         return dataclasses.replace(self, tensor=torch.empty_like(self.tensor, device="cpu"), encoded=None)

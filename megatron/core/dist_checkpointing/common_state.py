@@ -22,7 +22,7 @@ from megatron.core.parameters import Box
 Json = Any
 
 Placed = (ShardedTensor, ShardedObject, LocalNonpersistentObject)
-"""Types of values that are not among those that all ranks share."""
+"""Types of values that are not part of the shared state."""
 Path = tuple[Any, ...]
 """Keys and indices of a value in a nested state dict."""
 

@@ -5,8 +5,8 @@ it. Writing streams the tensors. Beyond these it needs two staging blocks for te
 time for tensors that are made during the write (`LazyTensor`). Reading copies into one block instead of mapping the
 file, so an I/O error is an exception, not a SIGBUS.
 
-The checksum is a CRC-32 of each block of 16 MiB. It detects accidents, not forgery, and runs at 4 GB/s on one core,
-SHA-256 at 1.7 GB/s. A reader of a small part reads whole blocks to verify them.
+The checksum is a CRC-32 of each block of 16 MiB. It detects accidents, not forgery. It runs at 4 GB/s on one core;
+SHA-256 would run at 1.7 GB/s. A reader of a small part reads whole blocks to verify them.
 """
 
 import io

@@ -56,9 +56,9 @@ def dict_list_map_outplace(f: Callable[[Any], Any], x: Any) -> Any:
 def extract_matching_values(
     x: dict[Any, Any] | list[Any], predicate: Callable[[Any], bool], return_lists_as_dicts: bool = False
 ) -> tuple[Any, Any]:
-    """Returns two copies of the structure: with the values that match, and with the others. Containers without values
-    remain in the second one only. With `return_lists_as_dicts` lists become dicts by index, so that a value keeps its
-    place."""
+    """Returns two copies of the structure: one with the values that match, and one with the other values. Empty
+    containers remain only in the second copy. With `return_lists_as_dicts` lists become dicts by index, so that a value
+    keeps its index."""
     matching, others = {}, {}
     for key, value in x.items() if isinstance(x, dict) else enumerate(x):
         if isinstance(value, dict | list):

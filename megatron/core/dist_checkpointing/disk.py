@@ -39,13 +39,13 @@ class Disk:
         file.write(content)
 
     def sync(self, file: BinaryIO) -> None:
-        """Returns once everything written to the file would survive a power cut."""
+        """Returns when everything written to the file would survive a power cut."""
         self.before("sync", Path(file.name))
         file.flush()
         os.fsync(file.fileno())
 
     def sync_directory(self, path: Path) -> None:
-        """Returns once the names in the directory would survive a power cut."""
+        """Returns when the names in the directory would survive a power cut."""
         self.before("sync_directory", path)
         sync_directory(path)
 

@@ -35,7 +35,7 @@ class BrokenCheckpoint(UserError):
 
 
 class OutdatedCheckpoint(BrokenCheckpoint):
-    """A whole checkpoint from which a run must not continue. A load leaves it out and takes an older one."""
+    """A complete checkpoint from which a run must not continue. A load skips it and takes an older one."""
 
 
 def index_name(rank: int) -> str:
@@ -157,7 +157,8 @@ class Manifest:
     """The main file of a checkpoint. It is written last, so a folder with a manifest is complete.
 
     `indexes` has the digest of each rank's index, by file name. `common` is the state that all ranks share (iteration
-    counts, scheduler, loss scale), `config` describes the run, `layout` how it was split over ranks. All are JSON.
+    counts, scheduler, loss scale), `config` describes the run, and `layout` describes how it was split over ranks. All
+    are JSON.
     """
 
     iteration: int
@@ -226,7 +227,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def read_index(path: Path, digest: FileDigest) -> RankIndex:
-    """A rank's index, compared with what the manifest says about it. Raises BrokenCheckpoint."""
+    """Reads a rank's index and compares it with its digest in the manifest. Raises BrokenCheckpoint."""
     content = read_bytes(path)
     found = FileDigest.of(content)
     if found.size != digest.size:

@@ -306,7 +306,7 @@ class ShardedTensorFactory:
 
 
 def apply_factories(sharded_state_dict: Any) -> Any:
-    """Returns a copy of a state dict with every factory replaced by what it builds."""
+    """Returns a copy of a state dict with every factory replaced by the result of its `build`."""
     if isinstance(sharded_state_dict, ShardedTensorFactory):
         return apply_factories(sharded_state_dict.build())
     if isinstance(sharded_state_dict, dict):
@@ -317,7 +317,7 @@ def apply_factories(sharded_state_dict: Any) -> Any:
 
 
 def apply_factory_merges(loaded: Any, requested: Any) -> Any:
-    """Returns a loaded state dict in which what a factory of the request had built is merged again."""
+    """Returns a loaded state dict in which the tensors of each factory in the request are merged again."""
     if isinstance(requested, ShardedTensorFactory):
         return requested.merge_fn(loaded)
     if isinstance(requested, dict) and isinstance(loaded, dict):

@@ -24,8 +24,8 @@ _CUT_ABOVE_BYTES = 1 << 20
 def assign_writes(chunks: Iterable[Chunk], rank: int) -> list[Chunk]:
     """Returns the chunks, or parts of chunks, that this rank writes.
 
-    Chunks with the same holders are sorted by name and position, laid end to end, and cut into equal ranges of bytes,
-    one per holder. A chunk of at most one megabyte goes to the holder in whose range it begins. All holders compute the
+    Chunks with the same holders are sorted by name and position, concatenated, and cut into equal ranges of bytes, one
+    per holder. A chunk of at most one megabyte goes to the holder in whose range it begins. All holders compute the
     same assignment. If a rank lists a chunk twice (a tied weight, if both ends of a pipeline are on one rank), it is
     written once.
     """

@@ -36,9 +36,10 @@ from megatron.core.exceptions import UserError
 STRICT = MismatchPolicy()
 
 _READING_THREADS = 4
-"""Threads that read, verify and copy blocks. These take equally long; a single thread reaches 1 GB/s."""
+"""Number of threads that read, verify and copy blocks. Reading, verifying and copying take about the same time; a
+single thread reaches 1 GB/s."""
 _BLOCKS_PER_THREAD = 8
-"""A thread is started for this many blocks."""
+"""Number of blocks per thread."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ class _Loading:
     accept: Callable[[Manifest], None] | None
     log: Log
     hint: str = "--ckpt-waive-keys allows keys by name"
-    """What to do about keys of one side only, for people."""
+    """Advice for the user about keys of one side only."""
     overwritten: set[str] = field(default_factory=set)
     """Names of tensors that may contain values of a broken folder that was tried before."""
 

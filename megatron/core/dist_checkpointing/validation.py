@@ -1,4 +1,4 @@
-"""Megatron-LM's words for what a load does about keys that only the request or only the checkpoint contains."""
+"""Megatron-LM's names for how a load treats keys that only the request or only the checkpoint contains."""
 
 from enum import Enum
 
@@ -10,7 +10,7 @@ class StrictHandling(Enum):
     """What to do about unexpected keys (requested, but not in the checkpoint) and missing keys (in the checkpoint, but
     requested by no rank).
 
-    An unexpected key is an error or is left out of the result. Keys that are no error are printed, except with
+    An unexpected key is an error or is left out of the result. Keys that are not an error are printed, except with
     IGNORE_ALL.
     """
 

@@ -80,8 +80,8 @@ def save(
 def begin(
     ranks: RankCoordinator, disk: Disk, root: Path, step: Step, common: Mapping[str, Any]
 ) -> tuple[Path, list[str]]:
-    """Returns the new temporary folder of a save, and sentences about what earlier saves have left. Raises UserError on
-    all ranks if the ranks' state differs. Collective."""
+    """Returns the new temporary folder of a save, and sentences about remains of earlier saves. Raises UserError on all
+    ranks if the ranks' state differs. Collective."""
     _check_agreement(ranks, step, common)
     begun = ranks.run_on_first(lambda: _create_temporary(disk, root, step))
     return root / begun["temporary"], begun["notes"]
@@ -281,11 +281,11 @@ def _write_manifest(disk: Disk, temporary: Path, folder: Path, iteration: int, c
 
 
 def keep_newest(disk: Disk, root: Path, current: Path, count: int, every: int | None = None) -> list[str]:
-    """Deletes the checkpoints in `root` that are older than the newest `count` complete ones, `current` included, but
-    for those whose iteration is a multiple of `every`.
+    """Deletes the checkpoints in `root` that are older than the newest `count` complete ones (including `current`),
+    except those whose iteration is a multiple of `every`.
 
     `current` is the checkpoint that was just saved. Folders of later iterations (after a run was set back), `release`,
-    and folders without a manifest are kept. Returns sentences about what was deleted.
+    and folders without a manifest are kept. Returns sentences about the deleted folders.
     """
     found = [f for f in folders.candidates(root) if isinstance(f.step, int) and (f.path / MANIFEST).exists()]
     ours = [f.path for f in found]

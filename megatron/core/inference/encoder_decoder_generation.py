@@ -24,10 +24,10 @@ def generate_from_encoder(
     end: int | None = None,
     first_sequence: int = 0,
 ) -> list[list[int]]:
-    """Returns what the decoder writes for each prompt after the id `begin`: up to `max_new_tokens` ids, without `end`,
-    at which a row stops. The decoder keeps the keys and values of the tokens that it has written, and those of the
-    encoder's output. The result of a row does not depend on the other rows. `first_sequence` is that of `generate`; the
-    model is whole. Raises UserError for a prompt without tokens."""
+    """Returns the ids that the decoder writes for each prompt after the id `begin`: up to `max_new_tokens` ids. A row
+    stops at `end`, which is not part of its result. The decoder keeps the keys and values of its own tokens and of the
+    encoder's output. The result of a row does not depend on the other rows. `first_sequence` has the same meaning as in
+    `generate`. The model must not be split over ranks. Raises UserError for a prompt without tokens."""
     if not all(prompts):
         raise UserError("a prompt has no tokens; an encoder needs one to read")
     model.eval()

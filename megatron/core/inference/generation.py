@@ -21,8 +21,9 @@ def generate(
     first_sequence: int = 0,
 ) -> list[list[int]]:
     """Continues each prompt by up to `max_new_tokens` ids and returns the new ids; a row stops at `end`, which is not
-    part of its result. The model is a GPTModel and is left in evaluation mode. The result of a row does not depend on
-    the other rows; `first_sequence` is the index of the first prompt among all that are continued with this seed."""
+    part of its result. The model is a GPTModel; it stays in evaluation mode afterwards. The result of a row does not
+    depend on the other rows. `first_sequence` is the index of the first prompt among all prompts that are continued
+    with this seed."""
     if not all(prompts):
         raise UserError("a prompt has no tokens; a model needs one to go on from")
     model.eval()

@@ -9,9 +9,9 @@ from megatron.core.models.bert.bert_model import BertModel
 
 @torch.no_grad()
 def fill_masks(model: BertModel, rows: Sequence[Sequence[int]], mask: int) -> list[list[int]]:
-    """Returns the rows of token ids with every id `mask` replaced by the token that the model finds most likely there.
-    All masks of a row are filled in one forward pass, and the result of a row does not depend on the other rows. The
-    model is whole and in evaluation mode."""
+    """Returns the rows of token ids with every id `mask` replaced by the model's most likely token. All masks of a row
+    are filled in one forward pass, and the result of a row does not depend on the other rows. The model must be in
+    evaluation mode and not split over ranks."""
     device = next(model.parameters()).device
     lengths = torch.tensor([len(row) for row in rows])
     ids = torch.full((len(rows), int(lengths.max())), mask)

@@ -1,4 +1,4 @@
-"""Caches for text generation: keys and values in buffers of a fixed size, and states."""
+"""Caches for text generation: keys and values in buffers of a fixed size, and the states of recurrent layers."""
 
 import dataclasses
 
@@ -20,8 +20,8 @@ class StaticInferenceContext:
         logits = model(tokens, positions, inference_context=context)
         context.sequence_len_offset += tokens.shape[1]
 
-    Or the context counts them. Rows may then differ in length. A model is called first with the prompts, padded on the
-    right, then with one token per row at a time:
+    Or the context counts them; rows may then differ in length. The script calls the model first with the prompts,
+    padded on the right, then with one token per row at a time:
 
         positions = context.begin(lengths, prompts.shape[1])
         logits = model(prompts, positions, inference_context=context)  # of each row's next token
@@ -69,8 +69,8 @@ class StaticInferenceContext:
     # Tokens that the context counts
 
     def begin(self, lengths: Tensor, filled_to: int) -> Tensor:
-        """Empties the cache. Prompts of these lengths (int64 [b], each at least 1), padded to `filled_to` tokens, come
-        next. Returns their positions, int64 [1, filled_to]."""
+        """Empties the cache. The next call must have prompts of these lengths (int64 [b], each at least 1), padded to
+        `filled_to` tokens. Returns their positions, int64 [1, filled_to]."""
         if lengths.shape[0] > self.max_batch_size or filled_to > self.max_sequence_length:
             raise UserError(
                 f"{lengths.shape[0]} prompts of up to {filled_to} tokens do not fit into a context of "

@@ -1,5 +1,5 @@
-"""Adam and AdamW on a GPU: one kernel divides the gradient, updates moments and weights, and rounds the weights into
-the model's. Every number that changes from step to step is read on the device."""
+"""Adam and AdamW on a GPU: one kernel divides the gradient, updates moments and weights, and writes the rounded weights
+into the model's weights. The kernel reads every number that changes between steps on the device."""
 
 import math
 

@@ -13,9 +13,8 @@ class CapturedUpdate:
     """`step_on_device` of an optimizer: gradient norm, clipping and update, as a graph after some eager steps.
 
     Learning rate, number of updates and loss scale are tensors on the device that keep their addresses, so a replay
-    reads their current values. Weight decay is a number: after a change of it the step is captured again. The update of
-    sharded state communicates and is not captured: raises UserError for it, and for other optimizers than
-    FlatOptimizer.
+    reads their current values. Weight decay is a number; when it changes, the step is captured again. Raises UserError
+    for sharded state, whose update communicates, and for other optimizers than FlatOptimizer.
     """
 
     def __init__(self, optimizer: MegatronOptimizer, recorder: GraphRecorder, warmup_steps: int) -> None:

@@ -14,8 +14,8 @@ from megatron.core.optimizer.qk_clip import QKClip
 
 
 class ChainedOptimizer(MegatronOptimizer):
-    """Steps several optimizers together: gradients are clipped by the norm of all of them, and either all update their
-    weights or none does.
+    """Steps several optimizers together. Gradients are clipped by the norm of all gradients, and either all optimizers
+    update their weights or none does.
 
     `get_megatron_optimizer` never returns one: its FlatOptimizer handles all parameters. Raises UserError for other
     optimizers than those of `get_megatron_optimizer`.
@@ -43,7 +43,7 @@ class ChainedOptimizer(MegatronOptimizer):
         return StepUpdate(norm, applied, torch.stack(zeros).sum() if zeros else None, logit)
 
     def update_only_if(self, allowed: Tensor) -> None:
-        """Hands the scalar to each optimizer."""
+        """Passes the scalar to each optimizer."""
         for optimizer in self.chained_optimizers:
             optimizer.update_only_if(allowed)
 

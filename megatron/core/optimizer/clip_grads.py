@@ -1,8 +1,9 @@
 """Norms and zero counts of the whole model's gradients or weights. Each element counts once; nothing waits for the
 device.
 
-The results are equal to the bit on every rank, because they scale the updates of weights that several ranks hold. A
-rank whose pipeline stages are all empty has no unit. It adds nothing but takes part, and passes one of its chunks.
+The results are equal to the bit on every rank, which is necessary because they scale the updates of weights that
+several ranks hold. A rank whose pipeline stages are all empty has no unit. It takes part in the sums with zero, and
+passes one of its chunks.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -23,8 +23,8 @@ class ExternalOptimizer(MegatronOptimizer):
     """Lets the training loop use a script's own optimizer: gradients are clipped and copied into `.grad` for its step.
 
     Every step waits for the device to learn whether the gradient is finite, and needs a second copy of the gradients.
-    There are no main weights: a bfloat16 model is updated in bfloat16. If that matters, use `get_megatron_optimizer`.
-    The schedule of the flags sets the learning rate; weight decay stays as the script has set it.
+    There are no main weights, so a bfloat16 model is updated in bfloat16; `get_megatron_optimizer` keeps main weights.
+    The schedule of the flags sets the learning rate; the script sets the weight decay.
 
     Raises UserError for float16, which needs a loss scale; for sharded weights; and for parameters that the model does
     not train.

@@ -48,12 +48,12 @@ class UnitState:
 
     unit: Unit
     weights: StateTensor
-    """The main weights: the unit's shard itself, or further memory if the model's type is narrower than the main
+    """The main weights: the unit's shard itself, or separate memory if the model's type is narrower than the main
     type."""
     moments: dict[str, StateTensor] = field(default_factory=dict)
-    """The moments, each from the first parameter of the shard that has it to the last: see `ranges`."""
+    """The moments. Each covers the shard from the first to the last parameter that has this moment: see `ranges`."""
     ranges: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Elements [start, stop) of the shard that the moments have."""
+    """Elements [start, stop) of the shard that each moment covers."""
     is_offloaded: bool = False
     """Whether the state is in host memory, except weights that the model itself uses."""
 
@@ -96,9 +96,9 @@ class UnitState:
 class FlatOptimizer(MegatronOptimizer):
     """Applies an update rule to the flat shards of wrapped model chunks. All decisions are made on the device.
 
-    A step whose loss or gradient is not finite changes only the loss scale. With `stop_on_nonfinite`, no later step
-    changes anything either (`halted`), so that the state remains that of the last good step until the host notices.
-    Gradients that overflow under a float16 loss scale do not stop the optimizer.
+    A step whose loss or gradient is not finite changes only the loss scale. With `stop_on_nonfinite`, later steps
+    change nothing (`halted`), so that the state stays that of the last good step until the host notices. Gradients that
+    overflow under a float16 loss scale do not stop the optimizer.
     """
 
     def __init__(
@@ -191,7 +191,8 @@ class FlatOptimizer(MegatronOptimizer):
         return FlatSegments([weight.decode() for weight in weights], gradients, wide, model_weights)
 
     def _muon_segment(self, members: ParameterRange) -> MuonSegment:
-        """Returns the part of a range in this rank's shard, which may be empty: all ranks exchange matrices."""
+        """Returns the part of a range in this rank's shard. It may be empty; the rank still takes part in the exchange
+        of matrices."""
         state = self.states[members.unit]
         unit, (first, end) = state.unit, state.unit.shard_range
         start = min(max(members.start, first), end) - first
@@ -339,7 +340,6 @@ class FlatOptimizer(MegatronOptimizer):
 
     @torch.no_grad()
     def after_load(self) -> None:
-        # The load of main weights with remainders writes the model's weights in this rank's shard alone.
         """Gathers the model's weights if the load wrote main weights with remainders, because it writes only this
         rank's shard."""
         written = [state.unit for state in self.states if isinstance(state.weights, WithRemainder)]
@@ -349,8 +349,8 @@ class FlatOptimizer(MegatronOptimizer):
             chunk.start_param_sync(force_sync=True)
 
     def state_chunks(self) -> Iterator[Chunk]:
-        """Yields this rank's main weights and moments as chunks that share their memory. Waits for those that are on
-        their way to host memory."""
+        """Yields this rank's main weights and moments as chunks that share their memory. Waits for copies to host
+        memory."""
         self._host_stream.finish()
         for state in self.states:
             for parameter_slice in state.unit.parameter_slices:

@@ -1,10 +1,10 @@
 """Optimizer state in host memory, as in ZeRO-Offload (Ren et al. 2021, arXiv:2101.06840).
 
 The state of some units is in page-locked host memory. The update copies it to the device piece by piece, updates each
-piece with the kernels that update all other state, and copies it back. Copies in both directions run on streams of
-their own, beside the update of another piece. The host never waits. An update on the CPU would have to wait for the
-gradients. It would also be slower, because the update is limited by memory bandwidth, and CPU cores do not even reach
-that of host memory.
+piece with the usual kernels, and copies it back. Copies in both directions run on separate streams, in parallel with
+the update of another piece. The host never waits. An update on the CPU would have to wait for the gradients. It would
+also be slower, because the update is limited by memory bandwidth, and CPU cores reach less than the bandwidth of host
+memory.
 """
 
 import contextlib
@@ -27,8 +27,8 @@ _ALIGNMENT = 256
 
 
 def choose_offloaded(sizes: Sequence[int], fraction: float) -> list[bool]:
-    """Returns which units are offloaded. They are spread evenly: up to any unit, at most this fraction of the elements
-    is offloaded."""
+    """Returns which units are offloaded. They are spread evenly: among the first n units, for any n, at most this
+    fraction of the elements is offloaded."""
     chosen, total, taken = [], 0, 0
     for size in sizes:
         total += size
@@ -88,7 +88,7 @@ class HostPiece:
 
     state: StateSegment
     segments: tuple[tuple[int, int, int], ...]
-    """(number of the parameter group, start, stop) of the segments in it, counted from its first element."""
+    """(number of the parameter group, start, stop) of the segments in the piece, counted from its first element."""
 
     @classmethod
     def of_shard(cls, shard: StateSegment, segments: Sequence[tuple[int, int, int]]) -> "Iterator[HostPiece]":
@@ -111,8 +111,8 @@ class StateStream:
 
     def each(self, pieces: Sequence[StateSegment]) -> Iterator[StateSegment]:
         """Yields each piece with its state on the device. When the next piece is requested, the state is copied back to
-        host memory. The memory on the device is freed after the last piece. Without pieces no stream is touched: a CUDA
-        graph of the update must not wait for a stream outside it."""
+        host memory. The memory on the device is freed after the last piece. Without pieces no stream is used, because a
+        CUDA graph of the update must not wait for a stream outside the graph."""
         if not pieces:
             return
         copies = [_DeviceCopy(piece) for piece in pieces]

@@ -2,8 +2,8 @@
 
 The momentum is sharded like any state of the optimizer. For the orthogonalisation each matrix is sent to one of the
 data parallel ranks that hold its shards, its owner, and the update is sent back. So shards may cut matrices anywhere.
-If tensor parallel ranks divide a matrix, --muon-tp-mode says what is orthogonalised: the part on each rank (blockwise),
-the whole matrix on each rank (duplicated), or the whole matrix on one of the ranks (distributed).
+If tensor parallel ranks divide a matrix, --muon-tp-mode chooses between orthogonalising the part on each rank
+(blockwise), the whole matrix on each rank (duplicated), or the whole matrix on one of the ranks (distributed).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -22,7 +22,7 @@ from megatron.core.optimizer.segments import StepInputs, replace
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 _ELEMENTS_AT_ONCE = 1 << 28
-"""Largest number of elements of neighbouring units that are orthogonalised together: it bounds temporary memory."""
+"""Largest number of elements of neighbouring units that are orthogonalised together. It limits temporary memory."""
 
 _TENSOR_GROUP = {"dense": "tp", "expert": "expt_tp"}
 
@@ -36,7 +36,7 @@ class MuonSegment:
     """First element in the whole unit."""
     stop: int
     shard_start: int
-    """First element in the whole unit that this rank has; the tensors below begin with it."""
+    """Index in the whole unit of the first element on this rank; the tensors below begin with it."""
     weights: Tensor
     momentum: Tensor
     gradients: Tensor
@@ -44,7 +44,7 @@ class MuonSegment:
 
     @property
     def slots(self) -> list[ParameterSlot]:
-        """The slots, also those in the shards of other ranks."""
+        """The slots, including those in the shards of other ranks."""
         return [slot for slot in self.unit.slots if self.start <= slot.start < self.stop]
 
 
@@ -83,7 +83,8 @@ class Muon:
             )  # raises UserError for a box that is no whole matrix
 
     def _plan(self, members: Sequence[int]) -> list[_Item]:
-        """Returns the parameters of some segments with their owners: the largest first to the rank with least work."""
+        """Returns the parameters of some segments with their owners. The largest parameters are assigned first, each to
+        the rank with the least work."""
         found = [(number, slot) for number in members for slot in self.segments[number].slots]
         load = [0] * self.shards
         items = []
@@ -115,7 +116,7 @@ class Muon:
                 self._apply(self.segments[number], updates[number], step, lr, weight_decay)
 
     def _directions(self, segment: MuonSegment, step: StepInputs, weight_decay: float | Tensor) -> Tensor:
-        """Updates the momentum and returns what is orthogonalised."""
+        """Updates the momentum and returns the tensor to orthogonalise."""
         main, beta = segment.weights.dtype, self.config.muon_momentum
         gradient = segment.gradients.to(main) / step.divisor.to(main)
         if not self.config.decoupled_weight_decay:
@@ -144,7 +145,7 @@ class Muon:
         return flat[first + begin : first + end]
 
     def _gather(self, items: Sequence[_Item], directions: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Returns the boxes, one-dimensional, of the parameters that this rank owns, by the place of their slot."""
+        """Returns the boxes, one-dimensional, of the parameters that this rank owns, by the position of their slot."""
         mine = [item for item in items if item.owner == self.index]
         if self.shards == 1:
             return {id(item): self._piece(item, directions[item.segment]).clone() for item in mine}
@@ -218,7 +219,8 @@ class Muon:
 
 
 def _distributed(matrices: Tensor, split: int, group: object, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """Each rank computes some of the whole matrices: parts travel there, and parts of the results back."""
+    """Applies `function` to whole matrices, some on each rank: ranks exchange the parts before and the parts of the
+    results after."""
     ranks, count = group_size(group), len(matrices)  # type: ignore[arg-type]
     each = -(-count // ranks)
     padded = torch.cat([matrices, matrices.new_zeros(each * ranks - count, *matrices.shape[1:])])
@@ -237,7 +239,7 @@ def _length(item: _Item, rank: int) -> int:
 
 
 def _rounds(segments: Sequence[MuonSegment]) -> list[list[int]]:
-    """Returns the numbers of neighbouring segments, cut into rounds of limited size, alike on all ranks."""
+    """Returns the numbers of neighbouring segments in rounds of limited size, equal on all ranks."""
     rounds: list[list[int]] = []
     filled = 0
     for number, segment in enumerate(segments):

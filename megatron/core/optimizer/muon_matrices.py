@@ -1,4 +1,4 @@
-"""Which parameters Muon updates, and the matrices in the part of one that a rank holds. Pure functions."""
+"""The parameters that Muon updates, and the matrices in a rank's part of a parameter. Pure functions."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,4 +1,5 @@
-"""Newton-Schulz iterations: the nearest orthogonal matrix of many matrices of one shape at once, by products alone."""
+"""Newton-Schulz iterations: compute the nearest orthogonal matrices of many matrices of one shape, using only
+products."""
 
 import math
 
@@ -33,7 +34,8 @@ as in the modded-nanogpt speed runs; polar_express: Amsel et al. 2025, arXiv:250
 
 _EPS = 1e-7
 _MARGIN = {"polar_express": 1.01}
-"""Safety margin: a matrix is divided by its norm times this, so that rounding cannot bring a singular value above 1."""
+"""Safety margin: a matrix is divided by its norm times this factor, so that rounding cannot raise a singular value
+above 1."""
 
 
 def newton_schulz(matrices: Tensor, steps: int, coefficients: str = "quintic", precision: str = "high") -> Tensor:
@@ -72,8 +74,8 @@ def _product(left: Tensor, right: Tensor, rounds: bool) -> Tensor:
 def update_scale(rows: int, columns: int, mode: str) -> float:
     """Returns the factor of the orthogonal update of a matrix [rows, columns] (outputs, inputs).
 
-    spectral: sqrt(max(rows, columns)), with 0.2 as extra factor the size of AdamW's updates (Liu et al. 2025,
-    arXiv:2502.16982); unit_rms_norm: sqrt(rows / columns); shape_scaling: sqrt(max(1, rows / columns)).
+    spectral: sqrt(max(rows, columns)), which with an extra factor of 0.2 gives updates of AdamW's size (Liu et al.
+    2025, arXiv:2502.16982); unit_rms_norm: sqrt(rows / columns); shape_scaling: sqrt(max(1, rows / columns)).
     """
     return {
         "spectral": math.sqrt(max(rows, columns)),

@@ -52,7 +52,7 @@ class MegatronOptimizer(abc.ABC):
         """
 
     def step(self) -> tuple[bool, float | None, int | None]:
-        """Updates as Megatron-LM does. Returns (True, gradient norm, number of zeros in the gradient or None), or
+        """Does one step with Megatron-LM's result: (True, gradient norm, number of zeros in the gradient or None), or
         (False, None, None) if the update was not applied. Waits for the device."""
         result = self.step_on_device()
         if not result.update_applied.item():
@@ -61,8 +61,8 @@ class MegatronOptimizer(abc.ABC):
         return True, result.grad_norm.item(), zeros
 
     def update_only_if(self, allowed: Tensor) -> None:
-        """Makes later steps update the weights only if `allowed`, a bool scalar on the device, is True. It is equal on
-        all ranks and keeps its address. Raises UserError for an optimizer of a script's own."""
+        """Makes later steps update the weights only if `allowed`, a bool scalar on the device, is True. `allowed` must
+        be equal on all ranks and keep its address. Raises UserError for a script's own optimizer."""
         raise UserError(
             f"--loss-spike-action: {type(self).__name__} is the script's own, and does not know how to leave out an "
             "update; leave out the flag, or use --optimizer"
@@ -118,7 +118,7 @@ class MegatronOptimizer(abc.ABC):
         self.after_load()
 
     def after_load(self) -> None:  # noqa: B027  (most optimizers need nothing)
-        """Is called by all ranks together after weights and state were loaded into `state_chunks`."""
+        """All ranks call this together after they have loaded weights and state into `state_chunks`."""
 
     def sharded_state_dict(
         self,

@@ -36,7 +36,7 @@ class OptimizerConfig:
     """Learning rate at the end of the schedule."""
 
     decoupled_lr: float | None = None
-    """Largest learning rate of the embedding and the output layer. Default: as --lr."""
+    """Largest learning rate of the embedding and the output layer. Default: --lr."""
 
     decoupled_min_lr: float | None = flag(None, only_with="decoupled_lr")
     """Learning rate of the embedding and the output layer at the end of the schedule."""
@@ -45,7 +45,7 @@ class OptimizerConfig:
     """Weight decay of matrices. Biases and norm weights have none."""
 
     mup_width_mult: float = not_a_flag(1.0)
-    """With muP: how many times wider than the base the model is, as in TransformerConfig. Adam divides the rate of the
+    """With muP: width of the model divided by the base width, as in TransformerConfig. Adam divides the rate of the
     matrices of layers by it; SGD multiplies all other rates by it."""
 
     apply_wd_to_qk_layernorm: bool = False
@@ -81,7 +81,7 @@ class OptimizerConfig:
         only_with="use_precision_aware_optimizer",
     )
     """With --use-precision-aware-optimizer: type in which gradients are accumulated over micro-batches and reduced over
-    ranks. bf16 halves their memory and loses small contributions: choose few micro-batches."""
+    ranks. bf16 halves their memory but loses small contributions, so use few micro-batches."""
 
     main_params_dtype: torch.dtype = flag(
         torch.float32, words=_words("fp32", "fp16"), only_with="use_precision_aware_optimizer"
@@ -94,9 +94,9 @@ class OptimizerConfig:
     neighbouring numbers of a rank's part of a tensor, which depends on tensor parallelism."""
 
     exp_avg_sq_dtype: torch.dtype = flag(torch.float32, words=_DTYPES, only_with="use_precision_aware_optimizer")
-    """With --use-precision-aware-optimizer: type of the second moment. fp16 and fp8 (e4m3) have scales as the first
-    moment has, and hold its square root. Rounding stops a slow decay: choose --adam-beta2 below 0.996 for bf16 and
-    below 0.87 for fp8."""
+    """With --use-precision-aware-optimizer: type of the second moment. fp16 and fp8 (e4m3) have scales like the first
+    moment, and store its square root. Rounding stops a slow decay: use --adam-beta2 below 0.996 for bf16 and below 0.87
+    for fp8."""
 
     # The update ------------------------------------------------------------------------------------------------------
 
@@ -158,18 +158,18 @@ class OptimizerConfig:
         "quintic", supported=["simple", "quintic", "polar_express"], only_with=_MUON
     )
     """Muon: polynomials of the Newton-Schulz iteration: one for all steps (simple), one for each of five steps
-    (quintic), or those of Polar Express."""
+    (quintic), or the polynomials of Polar Express (polar_express)."""
 
     muon_num_ns_steps: int = flag(5, only_with=_MUON)
     """Muon: number of steps of the Newton-Schulz iteration."""
 
     muon_tp_mode: Literal["blockwise", "duplicated", "distributed"] = flag("blockwise", only_with=_MUON)
-    """Muon: how a matrix that tensor parallel ranks divide is orthogonalised. blockwise: each rank its own part, so
-    that the result depends on the layout; duplicated: each rank the whole matrix; distributed: one rank the whole
-    matrix."""
+    """Muon: how a matrix that tensor parallel ranks divide is orthogonalised. blockwise: each rank computes its own
+    part, so the result depends on the layout; duplicated: each rank computes the whole matrix; distributed: one rank
+    computes the whole matrix."""
 
     muon_extra_scale_factor: float = flag(1.0, only_with=_MUON)
-    """Muon: additional factor of the update. 0.2 with --muon-scale-mode spectral gives updates as large as AdamW's."""
+    """Muon: additional factor of the update. 0.2 with --muon-scale-mode spectral gives updates of AdamW's size."""
 
     muon_scalar_optimizer: Literal["adam", "lion"] = flag("adam", only_with=_MUON)
     """Muon: update rule of embeddings, output layer, norms and biases. adam is AdamW; lion needs one moment instead of
@@ -204,7 +204,7 @@ class OptimizerConfig:
 
     optimizer_cpu_offload: bool = False
     """Keep main weights and moments in host memory. The update copies them to the device and back, piece by piece,
-    while other pieces are updated. It sends 24 bytes a weight over PCIe, half in each direction."""
+    while other pieces are updated. It sends 24 bytes per weight over PCIe, half in each direction."""
 
     optimizer_offload_fraction: float = flag(0.0, only_with="optimizer_cpu_offload")
     """With --optimizer-cpu-offload: fraction of the state that is in host memory, by whole layers."""
@@ -238,7 +238,7 @@ class OptimizerConfig:
     # Clipping and statistics -----------------------------------------------------------------------------------------
 
     clip_grad: float = 1.0
-    """Largest 2-norm of the gradient; a longer gradient is scaled down to it. 0 turns clipping off."""
+    """Largest 2-norm of the gradient; a larger gradient is scaled down to it. 0 switches clipping off."""
 
     log_num_zeros_in_grad: bool = False
     """Count and log the zeros of the gradient."""

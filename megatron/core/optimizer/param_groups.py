@@ -1,4 +1,4 @@
-"""Parameter groups: which parameters share learning rate and weight decay, and their ranges in the units."""
+"""Parameter groups: parameters with the same learning rate and weight decay, and their ranges in the units."""
 
 import dataclasses
 import fnmatch
@@ -16,7 +16,7 @@ _QK_NORMS = ("q_layernorm", "k_layernorm")
 
 @dataclass(frozen=True)
 class ParamKey:
-    """Selects the parameters whose canonical name matches one of the patterns (as in a shell: * ? [abc])."""
+    """Selects the parameters whose canonical name matches one of the shell patterns (* ? [abc])."""
 
     name: str | tuple[str, ...]
 

@@ -1,5 +1,5 @@
-"""QK-Clip (MuonClip, Kimi K2, arXiv:2507.20534): after an update the weights of queries and keys are scaled down where
-the step's attention logits were above a threshold."""
+"""QK-Clip (MuonClip, Kimi K2, arXiv:2507.20534): after an update, scales down the query and key weights of heads whose
+attention logits in this step were above a threshold."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from megatron.core.transformer.attention_logits import AttentionLogits
 
 
 class QKClip:
-    """Measures the attention logits of a step and clips the weights, as the model's config says."""
+    """Measures the attention logits of a step and clips the weights, by the settings of the model's config."""
 
     def __init__(self, config: Any, chunks: Sequence[nn.Module], groups: ProcessGroupCollection, device: torch.device):
         self.config = config
@@ -22,14 +22,14 @@ class QKClip:
 
     @classmethod
     def of(cls, chunks: Sequence[nn.Module], groups: ProcessGroupCollection, device: torch.device) -> "QKClip | None":
-        """Returns the measurement that the model's config asks for; None if it asks for none."""
+        """Returns the measurement if the model's config asks for it, otherwise None."""
         config = getattr(chunks[0], "config", None)
         wanted = getattr(config, "qk_clip", False) or getattr(config, "log_max_attention_logit", False)
         return cls(config, chunks, groups, device) if wanted else None
 
     @staticmethod
     def refuse(chunks: Sequence[nn.Module], optimizer: str) -> None:
-        """Raises UserError if the model's config asks for a measurement, because this optimizer makes none."""
+        """Raises UserError if the model's config asks for a measurement, which this optimizer does not support."""
         for name in ("qk_clip", "log_max_attention_logit"):
             if getattr(getattr(chunks[0], "config", None), name, False):
                 raise UserError(f"--{name.replace('_', '-')}: {optimizer} does not take part in it; use --optimizer")

@@ -1,4 +1,4 @@
-"""What an update rule gets: segments of flat buffers, and the inputs of one step."""
+"""The arguments of an update rule: segments of flat buffers, and the inputs of one step."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class FlatSegments:
     gradients: list[Tensor]
     moments: dict[str, list[Tensor]]
     model_weights: list[Tensor | None]
-    """The weights in the model's narrower type; None where the model computes with `weights` themselves."""
+    """The weights in the model's narrower type; None if the model computes with `weights` themselves."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -57,8 +57,8 @@ def plain_segments(
 
 
 def with_main_gradients(segments: FlatSegments) -> Iterator[FlatSegments]:
-    """Yields the segments as they are, or one by one with gradients in the type of the weights, if those are
-    narrower."""
+    """Yields the segments unchanged. If gradients are narrower than the weights, yields the segments one by one with
+    gradients in the type of the weights."""
     if all(gradient.dtype == segments.dtype for gradient in segments.gradients):
         yield segments
         return

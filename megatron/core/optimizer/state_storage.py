@@ -57,7 +57,7 @@ class StateTensor(Protocol):
 
 @dataclass(frozen=True)
 class Plain:
-    """Numbers in one tensor, in the main type or rounded to a narrower one."""
+    """Numbers in one tensor, in the main type or rounded to a narrower type."""
 
     tensor: Tensor
     main: torch.dtype
@@ -72,8 +72,8 @@ class Plain:
         return self.tensor.to(self.main)
 
     def encode(self, values: Tensor, skip: Tensor | None = None) -> None:
-        """Stores numbers of the main type, rounded, unless `skip` is set. Numbers that are the tensor itself are
-        already stored."""
+        """Stores numbers of the main type, rounded, unless `skip` is set. Does nothing if `values` is the stored tensor
+        itself."""
         if values.data_ptr() != self.tensor.data_ptr():
             store(self.tensor, values.to(self.tensor.dtype), skip)
 
@@ -152,14 +152,14 @@ class Scaled:
 class WithRemainder:
     """Float32 weights as the model's bfloat16 weights and the 16 bits that these lack, without any loss.
 
-    The bfloat16 weight is the nearest one, and of two that are equally near the one away from zero: with the usual
-    choice of the even one, 16 bits would not tell which side the float32 weight is on. A NaN becomes the default NaN.
+    The bfloat16 weight is the nearest one; if two are equally near, the one away from zero. With the usual choice of
+    the even one, 16 bits could not encode on which side the float32 weight is. A NaN becomes the default NaN.
     """
 
     model_weights: Tensor
     """bfloat16: the weights that the model computes with."""
     remainder: Tensor
-    """int16: what is added to the bits of the bfloat16 weight, followed by 16 zeros."""
+    """int16: the difference to add to the bits of the bfloat16 weight followed by 16 zeros."""
 
     @property
     def main(self) -> torch.dtype:
@@ -229,7 +229,7 @@ def store(old: Tensor, new: Tensor, skip: Tensor | None) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Which number is stored in which type
+# Types of stored numbers
 
 
 def moment_dtype(config: OptimizerConfig, name: str) -> torch.dtype | None:
@@ -277,15 +277,16 @@ def _zeros(numel: int, dtype: torch.dtype, main: torch.dtype, device: torch.devi
 
 
 def moment_names(slot: ParameterSlot, moments: tuple[str, ...], config: OptimizerConfig) -> tuple[str, ...]:
-    """Returns the names of a parameter's moments: Muon's, or `moments`, those of the rule for all others."""
+    """Returns the names of a parameter's moments: Muon's, or `moments`, the moments of the rule for all other
+    parameters."""
     return (MOMENTUM,) if takes_muon(slot.parameter, slot.info, config) else moments
 
 
 def moment_ranges(
     plan: UnitPlan, shard_range: tuple[int, int], moments: tuple[str, ...], config: OptimizerConfig
 ) -> dict[str, tuple[int, int]]:
-    """Returns for each moment the elements [start, stop) of a shard from the first parameter that has it to the
-    last."""
+    """Returns for each moment the elements [start, stop) of a shard, from the first to the last parameter with this
+    moment."""
     first, end = shard_range
     found: dict[str, tuple[int, int]] = {}
     stops = [*(slot.start for slot in plan.slots[1:]), plan.numel]

@@ -1,5 +1,5 @@
-"""AdamW on a GPU over weights and moments that are stored in 8 or 16 bits: one kernel reads them, updates in float32
-and rounds them again. Every rounding is that of `state_storage`."""
+"""AdamW on a GPU over weights and moments that are stored in 8 or 16 bits: one kernel reads them, updates them in
+float32 and rounds them again, with the roundings of `state_storage`."""
 
 from typing import Any
 

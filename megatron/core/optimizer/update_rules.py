@@ -1,8 +1,9 @@
 """Update rules: Adam, AdamW, SGD and Lion over flat segments. All decisions are made on the device.
 
-Float32 goes through torch's fused kernels, one launch for a list of segments, or on a GPU, for Adam, through a kernel
-of our own (`adam_triton`), one launch for each segment. Float64, the parity mode, is written out: the fused kernels
-read learning rate and divisor in float32. All leave weights and moments untouched, to the bit, where `skip` is set.
+In float32 torch's fused kernels update a list of segments in one launch; on a GPU, Adam uses our own kernel
+(`adam_triton`), one launch for each segment. In float64, the parity mode, the formulas are computed with plain
+operations, because the fused kernels read learning rate and divisor in float32. If `skip` is set, weights and moments
+do not change in any bit.
 """
 
 import functools
@@ -29,7 +30,7 @@ class UpdateRule(Protocol):
     """The formula of an optimizer."""
 
     moments: tuple[str, ...]
-    """Names of the state tensors that every weight has, as checkpoints know them. They start as zeros."""
+    """Names in checkpoints of the state tensors that every weight has. They start as zeros."""
 
     def update(self, segments: FlatSegments, step: StepInputs, lr: Tensor, weight_decay: float | Tensor) -> None:
         """Updates weights and moments in place and rounds the weights into the model's. `lr` is a float64 scalar tensor
@@ -38,7 +39,8 @@ class UpdateRule(Protocol):
 
 
 class Adam:
-    """Adam (Kingma and Ba 2015); decoupled: AdamW (Loshchilov and Hutter 2019), else the decay joins the gradient.
+    """Adam (Kingma and Ba 2015). decoupled: AdamW (Loshchilov and Hutter 2019); otherwise the decay is added to the
+    gradient.
 
     g = gradient / divisor (+ weight_decay * w, not decoupled);  m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2
     w = w (1 - lr weight_decay) (decoupled) - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
@@ -101,7 +103,7 @@ class Adam:
 
 
 class Sgd:
-    """Stochastic gradient descent with momentum; the decay joins the gradient.
+    """Stochastic gradient descent with momentum; the decay is added to the gradient.
 
     g = gradient / divisor + weight_decay * w;  b = momentum b + g;  w = w - lr b
     """
@@ -143,7 +145,7 @@ class Sgd:
 
 
 class Lion:
-    """Lion (Chen et al. 2023, arXiv:2302.06675), with decoupled weight decay or not, as `Adam`.
+    """Lion (Chen et al. 2023, arXiv:2302.06675), with decoupled weight decay or not, like `Adam`.
 
     g = gradient / divisor (+ weight_decay * w, not decoupled)
     w = w (1 - lr weight_decay) (decoupled) - lr sign(b1 m + (1 - b1) g);  m = b2 m + (1 - b2) g

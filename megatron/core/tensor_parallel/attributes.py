@@ -34,8 +34,8 @@ def copy_tensor_model_parallel_attributes(destination_tensor: Tensor, source_ten
 
 
 def param_is_not_tensor_parallel_duplicate(param: Tensor, tp_group: Group = None) -> bool:
-    """Returns whether this rank's copy of a parameter is the one to count: the parameter is split over tensor parallel
-    ranks, or this is the first of them."""
+    """Returns whether this rank counts its copy of a parameter: the parameter is split over tensor parallel ranks, or
+    this is the first of these ranks."""
     if getattr(param, "tensor_model_parallel", False) or "tp" in info_of(param).sharded_axes:
         return True
     return group_rank(tp_group if tp_group is not None else default_collection().tp) == 0

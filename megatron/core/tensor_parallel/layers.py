@@ -38,22 +38,22 @@ InitMethod = Callable[[Tensor], Any]
 
 
 class ColumnParallelLinear(ShardedStateModule):
-    """y = x W^T + b with W [output_size, input_size] split by rows, so that each rank has a part of y.
+    """Computes y = x W^T + b with W [output_size, input_size] split by rows, so that each rank has a part of y.
 
     `forward` returns (y, None), or (x W^T, b) with `skip_bias_add`, for a bias that the next operation adds. Under
     `config.sequence_parallel` x is this rank's part of the tokens (first dimension), and y has all of them.
     `gather_output` returns all of y on every rank. With `skip_weight_param_allocation` the caller passes the weight to
-    `forward`. With `disable_grad_reduce` the gradient of x is this rank's part of a sum, for a caller that sums it
-    (without sequence parallelism, or with `input_is_whole`). `stride` and `keep_master_weight_for_test` have no effect:
-    a parameter's box says how it is split. Nor do the buffers of activations and gradients: deferred weight gradients
-    are handled by `main_grad`.
+    `forward`. With `disable_grad_reduce` the gradient of x is this rank's part of a sum, and the caller sums it
+    (without sequence parallelism, or with `input_is_whole`). `stride` and `keep_master_weight_for_test` have no effect,
+    because a parameter's box describes how it is split. The buffers of activations and gradients have no effect either,
+    because `main_grad` handles deferred weight gradients.
 
     Our own keywords: `canonical_shape` are the dimensions of the canonical weight's rows (their product is
-    `output_size`), `split_dim` the one that the ranks divide. An expert's layer (`is_expert`, with the expert tensor
-    parallel group) exchanges nothing; the token dispatcher does. With `vocab_padding_multiple` the rows are a
-    vocabulary, split as `VocabParallelEmbedding` splits it and padded with rows that stay zero. With `input_is_whole` x
-    has all tokens also under sequence parallelism. `separate_heads` and `facts` are further fields of the weight's
-    descriptor.
+    `output_size`), and `split_dim` is the dimension that the ranks divide. An expert's layer (`is_expert`, with the
+    expert tensor parallel group) does not communicate; the token dispatcher does. With `vocab_padding_multiple` the
+    rows are a vocabulary, split like that of `VocabParallelEmbedding` and padded with rows that stay zero. With
+    `input_is_whole` x has all tokens even under sequence parallelism. `separate_heads` and `facts` are further fields
+    of the weight's descriptor.
     """
 
     def __init__(
@@ -148,12 +148,13 @@ class ColumnParallelLinear(ShardedStateModule):
 
 
 class RowParallelLinear(ShardedStateModule):
-    """y = x W^T + b with W [output_size, input_size] split by columns: each rank has a part of x, and y is summed.
+    """Computes y = x W^T + b with W [output_size, input_size] split by columns: each rank has a part of x, and y is
+    summed.
 
     `forward` returns (y, None), or (x W^T, b) with `skip_bias_add`. Under `config.sequence_parallel` each rank gets its
-    part of the tokens (first dimension) of y. Without `input_is_parallel` each rank is given all of x. An expert's
-    layer (`is_expert`, with the expert tensor parallel group) returns its part of the sum, without the bias: `bias`
-    must be False or `skip_bias_add` True. `stride` and `keep_master_weight_for_test` have no effect.
+    part of the tokens (first dimension) of y. Without `input_is_parallel` each rank gets all of x. An expert's layer
+    (`is_expert`, with the expert tensor parallel group) returns its part of the sum, without the bias, so `bias` must
+    be False or `skip_bias_add` True. `stride` and `keep_master_weight_for_test` have no effect.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """Linear layers of a sequence parallel group whose products are cut into pieces, to hide their communication
 (`--tp-comm-overlap`).
 
-A piece is the tokens of one rank. A product that needs the tokens of all ranks starts with its own piece while the
-others arrive; a product whose result is summed over ranks starts with the pieces of other ranks and sends each while
-the next is computed. Both happen in forward and in backward:
+A piece consists of the tokens of one rank. A product that needs the tokens of all ranks starts with the rank's own
+piece while the other pieces arrive. A product whose result is summed over ranks starts with the pieces of other ranks
+and sends each piece while it computes the next. Both happen in forward and in backward:
 
 | layer | forward | input gradient | weight gradient |
 |---|---|---|---|
@@ -32,14 +32,14 @@ from megatron.core.piece_exchange import PieceExchange, Transport, open_exchange
 
 @dataclass(frozen=True)
 class ProductsInPieces:
-    """How the layers of a group cut their products."""
+    """Which products the layers of a group cut into pieces."""
 
     group: Group
     transport: Transport | None
     cuts_gathers: bool
     """Products of gathered tokens are cut: forward of column, input gradient of row parallel layers."""
     cuts_sums: bool
-    """Products in forward whose result is summed are cut: those of row parallel layers."""
+    """Products of row parallel layers in forward, whose results are summed, are cut."""
     cuts_summed_gradients: bool
     """Input gradients of column parallel layers are cut. Otherwise they are sent when they are complete, behind the
     weight gradient."""
@@ -64,7 +64,8 @@ class ProductsInPieces:
         return _RowParallelLinear.apply(inputs, weight, self)
 
     def start_gather(self, own: Tensor, keeps_own: bool) -> PieceExchange:
-        """Sends this rank's rows to all others. With `keeps_own` the exchange's slots will have all rows."""
+        """Sends this rank's rows to all others. With `keeps_own` the exchange's slots will also contain this rank's
+        rows."""
         exchange = open_exchange(self.group, own.shape, own, self.transport)
         for distance in range(1, exchange.ranks):
             exchange.send(own, distance)
@@ -115,13 +116,14 @@ class PendingTotal:
 
 
 def cuts_products(config: Any) -> bool:
-    """Returns whether the config asks for products in pieces, and has ranks that share a sequence."""
+    """Returns whether the config asks for products in pieces and has several sequence parallel ranks."""
     return bool(config.tp_comm_overlap and config.sequence_parallel and config.tensor_model_parallel_size > 1)
 
 
 def products_in_pieces(config: ModelParallelConfig, group: Group, backend: Backend) -> ProductsInPieces | None:
-    """Returns how a sequence parallel layer cuts its products; None if it does not. Products in fp8 are not cut: their
-    scale follows from the largest value of all rows, which is known when the last piece has arrived."""
+    """Returns how a sequence parallel layer cuts its products; None if it does not cut them. Products in fp8 are not
+    cut, because their scale depends on the largest value of all rows, which is known only when the last piece has
+    arrived."""
     if not config.tp_comm_overlap or backend.fp8 is not None:
         return None
     refuse_transport(config.tp_comm_overlap_transport)
@@ -201,7 +203,7 @@ class _RowParallelLinear(torch.autograd.Function):
             rows = gather_rows(own, pieces.group)
             inputs_gradient = product(rows, weight.detach()) if needs_inputs else None
         if needs_weight:
-            # A deferred product is computed later, when the slots already hold other rows.
+            # A deferred product is computed later, when the slots already contain other rows.
             kept = rows.clone() if gathered is not None and _defers(weight) else rows
             weight_gradient = _weight_gradient(weight, kept, columns)
         if gathered is not None:
@@ -214,7 +216,7 @@ def _defers(weight: Tensor) -> bool:
 
 
 def _weight_gradient(weight: Tensor, rows: Tensor, columns: Tensor | SequenceShard) -> Tensor | None:
-    """Hands rows^T @ columns to the weight's main gradient. Returns the product for a weight without one."""
+    """Adds rows^T @ columns to the weight's main gradient. Returns the product for a weight without a main gradient."""
     main_grad = main_grad_accumulator(weight)
     if main_grad is not None:
         main_grad.add_product(rows, columns)

@@ -1,5 +1,5 @@
-"""Megatron-LM's names around random state. This library needs none: initial weights and dropout are functions of their
-position."""
+"""Megatron-LM's names for random state. This library needs no random state: initial weights and dropout are functions
+of their position."""
 
 import contextlib
 from collections.abc import Callable, Iterator

@@ -16,12 +16,12 @@ from megatron.core.tensor_parallel.storage import new_parameter
 
 
 class ReplicatedLinear(ShardedStateModule):
-    """y = x W^T + b with all of W [output_size, input_size] on every rank. `forward` returns (y, None), or (x W^T, b)
-    with `skip_bias_add`.
+    """Computes y = x W^T + b with all of W [output_size, input_size] on every rank. `forward` returns (y, None), or (x
+    W^T, b) with `skip_bias_add`.
 
     Under `config.sequence_parallel` each rank computes its own tokens; only the weight's gradient is summed, once per
     step. This pays off for a layer that is narrow compared to its number of tokens. Without sequence parallelism, or
-    with `input_is_whole`, all ranks compute the same. `gather_output`, `is_expert`, `tp_comm_buffer_name` and
+    with `input_is_whole`, all ranks compute the same result. `gather_output`, `is_expert`, `tp_comm_buffer_name` and
     `tp_group` have no effect; they let this class replace a `ColumnParallelLinear`.
     """
 

@@ -104,7 +104,7 @@ def make_sharded_tensor_for_checkpoint(
     replica_id: Any = None,
     **kwargs: Any,
 ) -> ShardedTensor:
-    """Returns a tensor of which every tensor and data parallel rank has the whole. Megatron-LM's function for a
+    """Returns a sharded tensor that is whole on every tensor and data parallel rank. Megatron-LM's function for a
     module's own `sharded_state_dict`. The first of these ranks writes it."""
     groups = default_collection()
     copies = (groups.rank("tp"), groups.rank("dp_cp"))
@@ -159,8 +159,8 @@ def sharded_state_dict_default(
     sharded_offsets: tuple[tuple[int, int, int], ...] = (),
     metadata: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Returns the module's own `sharded_state_dict`, or for any other module that of its state dict, of which every
-    rank has the whole."""
+    """Returns the module's own `sharded_state_dict`. For a module without one, returns its state dict as tensors that
+    are whole on every rank."""
     if hasattr(module, "sharded_state_dict"):
         return module.sharded_state_dict(prefix=prefix, sharded_offsets=sharded_offsets, metadata=metadata)  # type: ignore[operator]
     return make_sharded_tensors_for_checkpoint(

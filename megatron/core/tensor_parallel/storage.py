@@ -66,5 +66,5 @@ def part_size(whole: int, group: Group, what: str) -> int:
 
 
 def with_columns(box: Box, columns: int) -> Box:
-    """Returns the box with one more dimension, which is held whole."""
+    """Returns the box with one more dimension, which covers all columns."""
     return Box((*box.start, 0), (*box.shape, columns))

@@ -1,4 +1,4 @@
-"""How far this process is with its communication, for a watch that finds the rank for which others wait.
+"""The progress of this process's communication. A watch uses it to find the rank for which others wait.
 
 `megatron.core.collectives` counts every collective and message here, and notes which one a thread waits for. Ranks of a
 group call its collectives in one order, so the numbers of two ranks can be compared: a rank with a lower number has not
@@ -17,7 +17,7 @@ class Channel:
     """The collectives of one group, or the messages from one rank to another, that this process has started."""
 
     name: str
-    """Name of the group or pair; all ranks that take part use one name."""
+    """Name of the group or pair, equal on all ranks that take part."""
     ranks: tuple[int, ...]
     """Global ranks that take part; of a message, (sender, receiver)."""
     number: int = 0
@@ -46,7 +46,8 @@ class Activity:
         """The call that a thread waits for, by the thread's number. After an error the call stays."""
 
     def forget(self) -> None:
-        """Forgets all calls. For a new run in this process, whose groups may have the names of other groups before."""
+        """Discards all calls. Called for a new run in this process, because its groups may reuse names of earlier
+        groups."""
         self.channels.clear()
         self.waits.clear()
 

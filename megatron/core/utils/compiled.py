@@ -1,8 +1,8 @@
 """Kernels over numpy arrays that numba compiles at their first call.
 
 Importing numba costs half a second, so it is imported at the first call of a kernel, not with this module. Machine code
-is kept between processes in a cache folder beside the source, or in the user's cache folder. If neither can be written,
-each process compiles for itself, which takes seconds.
+is kept between processes in a cache folder next to the source, or in the user's cache folder. If neither is writable,
+each process compiles the kernels itself, which takes seconds.
 """
 
 import functools
@@ -67,7 +67,7 @@ class _CompiledKernel:
         return self._machine_code
 
     def _build(self, cache: bool) -> Any:
-        """Hands a copy of the function to numba, in which the kernels that it calls are numba's dispatchers."""
+        """Passes a copy of the function to numba; in the copy, called kernels are replaced by numba's dispatchers."""
         import numba
 
         function: Any = self._function

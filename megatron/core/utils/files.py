@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, NoReturn
 
 @contextlib.contextmanager
 def open_atomically(path: str | os.PathLike[str], sync: bool = True) -> Iterator[BinaryIO]:
-    """Opens a temporary file beside `path` for writing. At the end it replaces `path` in one step.
+    """Opens a temporary file next to `path` for writing. At the end it replaces `path` in one step.
 
     On an exception the temporary file is removed and `path` is unchanged. Several writers do not disturb each other:
     each has its own temporary name, and the last rename wins.
@@ -63,8 +63,8 @@ def sha256_of_file(path: str | os.PathLike[str]) -> str:
 def parse_json(text: str | bytes, with_nan: bool = False) -> Any:
     """Returns the value of a JSON text.
 
-    Raises ValueError for everything that is not JSON: also for what Python's parser cannot take (values inside each
-    other by the thousand) and, unless `with_nan`, for what it takes beyond JSON (NaN, Infinity).
+    Raises ValueError for text that is not JSON, for text that Python's parser cannot read (thousands of nested values)
+    and, unless `with_nan` is set, for NaN and Infinity, which Python's parser accepts beyond JSON.
     """
     try:
         return json.loads(text, parse_constant=None if with_nan else _refuse_constant)

@@ -1,8 +1,8 @@
-"""CUDA graphs behind a small interface: what is captured, its inputs at fixed addresses, its outputs.
+"""CUDA graphs behind a small interface: the captured function, its inputs at fixed addresses, its outputs.
 
 A graph is the list of kernels of one run of a function, with the addresses that they read and write. A replay launches
-all of them at once; no Python runs. Code that uses graphs takes a `GraphRecorder`, so that tests on a CPU can give
-another one than `CudaGraphRecorder`.
+all of them at once; no Python runs. Code that uses graphs takes a `GraphRecorder`, so that tests on a CPU can replace
+`CudaGraphRecorder`.
 """
 
 import dataclasses
@@ -24,36 +24,36 @@ class CapturedGraph(Generic[T]):
     """A captured function."""
 
     outputs: T
-    """What the function returned when it was captured. Each replay writes the tensors in it again."""
+    """The result of the function during the capture. Each replay writes its tensors again."""
     replay: Callable[[], None]
-    """Does the function's work on the device once more, on the current stream. The host does not wait."""
+    """Runs the function's kernels once more, on the current stream. The host does not wait."""
 
 
 class GraphRecorder(Protocol):
     """Captures functions as graphs."""
 
     def warm_up(self, function: Callable[[], T]) -> T:
-        """Returns function(), run with the stream and the thread of `capture`. Kernels are compiled and tuned, and
-        libraries allocate their workspaces, in the first runs of a function, which must not be captured."""
+        """Returns function(), run with the stream and the thread of `capture`. The first runs of a function compile and
+        tune kernels and allocate workspaces of libraries; they must not be captured."""
 
     def capture(self, function: Callable[[], T]) -> CapturedGraph[T]:
-        """Captures the work of function() on the device, without doing it. Python in it runs once, now. Memory that
-        existed before keeps its address as long as the graph is replayed. Raises RuntimeError if the function waits for
-        the device."""
+        """Captures the kernels of function() without running them. The function's Python code runs once, now. Memory
+        that existed before must keep its address as long as the graph is replayed. Raises RuntimeError if the function
+        waits for the device."""
 
 
 class TensorRecord(Protocol):
-    """Keeps tensors that a micro-batch computes beside its loss, such as the metrics of a layer."""
+    """Keeps tensors that a micro-batch computes in addition to its loss, such as the metrics of a layer."""
 
     def take_tensors(self) -> Any:
-        """Returns what was recorded since the last call, and forgets it."""
+        """Returns the tensors recorded since the last call, and discards them."""
 
     def add_tensors(self, tensors: Any) -> None:
-        """Records what `take_tensors` returned for one micro-batch, after what has been recorded already."""
+        """Appends the tensors that `take_tensors` returned for one micro-batch to the record."""
 
 
 class CudaGraphRecorder:
-    """Captures on a stream of its own. All graphs share one pool of memory, since one at a time is replayed."""
+    """Captures on a separate stream. All graphs share one memory pool, because only one is replayed at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)
@@ -80,23 +80,23 @@ class CudaGraphRecorder:
 
 @dataclass(eq=False)
 class StepGraphs:
-    """What all graphs of a run's training steps share: how they are captured, and the number of the step."""
+    """The common part of all graphs of a run's training steps: how they are captured, and the number of the step."""
 
     recorder: GraphRecorder
     warmup_steps: int
     """Steps that run eagerly before a capture, at least 1."""
     records: Sequence[TensorRecord] = ()
-    """Keep tensors that a micro-batch computes beside its loss. In a replay they get the tensors of the capture, with
-    new values."""
+    """Records of tensors that a micro-batch computes in addition to its loss. In a replay they get the tensors of the
+    capture, with new values."""
     before_capture: Callable[[str], None] = lambda sentence: None
-    """Is called before graphs are captured, with a sentence about it; may raise UserError."""
+    """Called with a sentence before graphs are captured; may raise UserError."""
     before_step: Callable[[], Hashable] = lambda: None
-    """Is called before the micro-batches of each training step. It brings up to date what graphs read at fixed
-    addresses, and returns what a graph depends on beside the micro-batch."""
+    """Called before the micro-batches of each training step. It updates the values that graphs read at fixed addresses,
+    and returns the values that a graph depends on in addition to the micro-batch."""
     step: int = field(default=0, init=False)
     """Number of training steps begun."""
     _state: Hashable = field(default=None, init=False)
-    """What `before_step` returned for the present step."""
+    """The result of `before_step` for the current step."""
 
     def begin_step(self) -> None:
         """Begins a training step."""
@@ -106,8 +106,8 @@ class StepGraphs:
 
 @contextmanager
 def capture_errors(what: str, cause: str) -> Iterator[None]:
-    """Context in which `what` is captured: a failure becomes a UserError, which says that a `cause` may be the reason.
-    An OutOfMemoryError stays what it is."""
+    """Context in which `what` is captured. A failure becomes a UserError that names `cause` as a possible reason; an
+    OutOfMemoryError is not changed."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -141,7 +141,8 @@ class StaticInputs:
 
 
 def fill_nested(target: Any, value: Any) -> None:
-    """Copies the tensors of a nested value into those of another one of its kind. The host does not wait."""
+    """Copies the tensors of a nested value into those of another value with the same structure. The host does not
+    wait."""
     _fill([leaf for _, leaf in leaves(target) if isinstance(leaf, Tensor)], value)
 
 
@@ -168,7 +169,8 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def signature(value: Any) -> Hashable:
-    """Returns what a graph that reads a nested value depends on: shapes and types of tensors, and all other leaves."""
+    """Returns the properties of a nested value that a graph depends on: shapes and types of tensors, and all other
+    leaves."""
     return tuple(
         (path, (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf) for path, leaf in leaves(value)
     )

@@ -1,13 +1,12 @@
 """Activation offloading (Rhu et al. 2016, arXiv:1602.08124): copies tensors that autograd saved to host memory in
 forward, and back to the device in backward.
 
-Copies run on streams of their own. A copy to the host starts as soon as the tensor is saved; the tensor's memory is
-freed in stream order when a later layer joins the copy. When backward reaches a layer, the copies of the layer before
-it start. The host never waits. Values are unchanged, to the bit. On a CPU the "host" is a second copy in the same
-memory.
+Copies run on separate streams. A copy to the host starts as soon as the tensor is saved; the tensor's memory is freed
+in stream order when a later layer joins the copy. When backward reaches a layer, the copies of the previous layer
+start. The host never waits. Values are unchanged, to the bit. On a CPU the "host" is a second copy in the same memory.
 
 Whole storages are moved, so saved tensors that share memory are moved once. A storage is moved if a `MarkedInputs`
-function is called with a tensor in it, or, in a call with `moves_all`, in any case.
+function is called with a tensor in it; in a call with `moves_all` every storage is moved.
 """
 
 import contextlib
@@ -27,13 +26,13 @@ from torch.autograd.graph import saved_tensors_hooks
 
 @dataclass(frozen=True)
 class OffloadLimits:
-    """What stays on the device, and for how long."""
+    """Limits of offloading: which storages stay on the device, and for how long."""
 
     min_numel: int = 0
     """Storages with fewer elements stay on the device."""
     max_in_flight: int = 1
-    """Number of copies to the host, for each name, that are not joined when the next one starts. The memory of that
-    many more tensors is in use."""
+    """Number of copies to the host, for each name, that may still run when the next one starts. The memory of this many
+    more tensors is in use."""
     kept_bytes: int = 0
     """Bytes of each forward pass, counted from its first layer, that stay on the device."""
 
@@ -54,7 +53,7 @@ class Offloaded:
         self._pass = _ForwardPass()
 
     def __call__(self, layers: Iterable[nn.Module], *inputs: Any) -> Tensor:
-        """Runs the layers and starts the copies of what they save."""
+        """Runs the layers and starts the copies of the tensors that they save."""
         layers = list(layers)
         if not torch.is_grad_enabled():
             return self.run_layers(layers, *inputs)
@@ -74,8 +73,8 @@ class Offloaded:
 
 @dataclass(frozen=True)
 class MarkedInputs:
-    """Wraps a function whose tensor arguments are moved if autograd saves them, before, during or after the call. With
-    `and_saved` so are all tensors that are saved during the call, such as 8-bit copies of the arguments."""
+    """Wraps a function whose tensor arguments are moved if autograd saves them before, during or after the call. With
+    `and_saved`, all tensors that are saved during the call are moved too, such as 8-bit copies of the arguments."""
 
     function: Callable[..., Any]
     name: str
@@ -91,8 +90,8 @@ class MarkedInputs:
 
 
 def keep_saved(tensor: Tensor) -> Any:
-    """Returns what to keep in place of a tensor that backward needs. For code with hooks of its own, which hide those
-    of `Offloaded`."""
+    """Returns the object to keep instead of a tensor that backward needs. For code with its own saved-tensor hooks,
+    which hide those of `Offloaded`."""
     region = _region.get()
     return tensor if region is None else region.keep(tensor)
 
@@ -103,7 +102,7 @@ def restore_saved(kept: Any) -> Any:
 
 
 class OffloadRegion:
-    """One call of a layer: the storages that it saved, and which of them are moved."""
+    """One call of a layer: the storages that it saved, and the state of their copies."""
 
     def __init__(self, limits: OffloadLimits, in_flight: "_InFlight", before: "OffloadRegion | None") -> None:
         self.limits, self.in_flight, self.before = limits, in_flight, before
@@ -188,14 +187,14 @@ class OffloadRegion:
 
 
 class SavedStorage:
-    """A storage that autograd saved: on the device, on its way, or in host memory."""
+    """A storage that autograd saved: on the device, being copied, or in host memory."""
 
     def __init__(self, region: OffloadRegion, tensor: Tensor) -> None:
         self.region, self.device = region, tensor.device
         self.nbytes = tensor.untyped_storage().nbytes()
         self.numel = self.nbytes // tensor.element_size()
         self.is_decided = False
-        """Whether the storage is moved, or stays on the device for good."""
+        """Whether the storage is moved; otherwise it stays on the device."""
         self.copied: torch.cuda.Event | None = None
         """Ends the copy to the host."""
         self._storage: UntypedStorage | None = tensor.untyped_storage()
@@ -240,7 +239,7 @@ class SavedStorage:
         return self._storage
 
     def __del__(self) -> None:
-        # A copy without a waiting stream must not write to memory that has been reused by then.
+        # A copy that no stream waits for must not write to memory that has been reused in the meantime.
         if self._arrived is not None and not self._is_awaited:
             torch.cuda.current_stream(self.device).wait_event(self._arrived)
 
@@ -270,7 +269,7 @@ class _InFlight:
         """Number of layers that have been run, in all passes."""
 
     def add(self, name: str, saved: SavedStorage, limit: int) -> None:
-        """Adds a copy, and joins all copies of this name but those of the last `limit` layers."""
+        """Adds a copy, and joins all copies of this name except those of the last `limit` layers."""
         groups = self._groups[name]
         if not groups or groups[-1].layer != self._layer:
             groups.append(_Group(self._layer))
@@ -279,7 +278,7 @@ class _InFlight:
             groups.popleft().join()
 
     def end_layer(self, limit: int) -> None:
-        """Joins the copies of all layers but the last `limit`."""
+        """Joins the copies of all layers except the last `limit`."""
         self._layer += 1
         for groups in self._groups.values():
             while groups and groups[0].layer < self._layer - limit:
@@ -345,7 +344,7 @@ def _bytes_of(storage: UntypedStorage, device: torch.device) -> Tensor:
 
 
 def _is_movable(tensor: Tensor) -> bool:
-    """Whether a saved tensor is an activation with memory of its own; weights are not."""
+    """Whether a saved tensor is an activation with its own memory (weights are not)."""
     if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
         return False
     is_plain = type(tensor) is Tensor and tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg())

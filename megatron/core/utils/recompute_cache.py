@@ -1,8 +1,8 @@
 """Values that a recomputed function computes once.
 
 Activation recomputation runs a function in forward and again in backward. Some work must not happen twice: counting
-tokens, updating a running sum, asking other ranks. `run_once_under_recompute` runs such work in the first pass and
-returns the recorded value in the second. Outside a recomputed function it only calls the work.
+tokens, updating a running sum, communicating with other ranks. `run_once_under_recompute` runs such work in the first
+pass and returns the recorded value in the second. Outside a recomputed function it only runs the work.
 """
 
 from collections import Counter
@@ -16,9 +16,9 @@ T = TypeVar("T")
 def run_once_under_recompute(key: Hashable, compute: Callable[[], T]) -> T:
     """Returns `compute()`; in the second pass of a recomputed function, the value of the first pass.
 
-    `key` names the value within the function, such as (module, "token counts"). Calls that share a key are told apart
-    by their order. Values are kept until backward, so they should be small. Raises RuntimeError if the second pass asks
-    for a value that the first pass did not compute.
+    `key` names the value within the function, such as (module, "token counts"). The order of calls distinguishes calls
+    with the same key. Values are kept until backward, so they should be small. Raises RuntimeError if the second pass
+    asks for a value that the first pass did not compute.
     """
     cache = _cache.get()
     return compute() if cache is None else cache.value(key, compute)
@@ -29,7 +29,7 @@ class RecomputeCache:
 
     def __init__(self) -> None:
         self.is_complete = False
-        """The first pass is over: values are looked up, none is added."""
+        """Whether the first pass is over; values are then only looked up."""
         self._values: dict[tuple[Hashable, int], Any] = {}
         self._asked: Counter[Hashable] = Counter()
         """How often the pass in progress has asked for each key."""

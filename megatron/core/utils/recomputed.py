@@ -1,10 +1,10 @@
 """Activation recomputation (Chen et al. 2016, arXiv:1604.06174): discards results in forward, computes them again in
 backward.
 
-Results are bit-equal to those of a run that keeps everything. Dropout masks are functions of the token's position, the
-state of torch's generators (which a user's module may use) is restored, and effects that must not happen twice use
-`run_once_under_recompute`. The classes wrap a function and are called in its place. A copy of the model copies them.
-What they keep passes through `keep_saved`, so that it can be offloaded.
+Results are bit-equal to those of a run that keeps all activations. Dropout masks are functions of the token's position,
+the state of torch's generators (which a user's module may use) is restored, and effects that must not happen twice use
+`run_once_under_recompute`. Each class wraps a function and is called in its place. A copy of the model copies the
+wrappers. Kept tensors pass through `keep_saved`, so that they can be offloaded.
 """
 
 import functools
@@ -34,7 +34,7 @@ class Recomputed:
     spread_over: Group = None
 
     def __call__(self, *inputs: Any, **keywords: Any) -> Any:
-        """Calls the function, and keeps what backward needs to call it again."""
+        """Calls the function, and keeps its arguments so that backward can call it again."""
         if not torch.is_grad_enabled():
             return self.function(*inputs, **keywords)
         # Inside another recomputed function this code runs twice; the second pass uses the cached values of the first.
@@ -92,7 +92,7 @@ class DiscardedOutput:
         return result
 
     def __call__(self, *inputs: Any, **keywords: Any) -> Tensor:
-        """Calls `within`. It saves arguments of cheap functions in place of their results."""
+        """Calls `within`, which saves arguments of cheap functions instead of their results."""
         self._made = []
         try:
             if not torch.is_grad_enabled():

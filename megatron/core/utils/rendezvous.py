@@ -16,14 +16,14 @@ _SHARE_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 
 def started_by_torchrun() -> bool:
-    """Whether the environment has all variables by which torchrun tells a process its place in the world."""
+    """Whether the environment has all variables of torchrun that describe a process's place in the world."""
     return all(name in os.environ for name in _TORCHRUN)
 
 
 def check_torchrun_variables() -> None:
-    """Raises UserError if torchrun's variables are set in part and describe more than this process, or if one of them
-    is no number in its range. MASTER_PORT is read only with the three others: Kubernetes sets it to an address in every
-    pod beside a service named "master"."""
+    """Raises UserError if only some of torchrun's variables are set and they describe more than this process, or if one
+    of them is not a number in its range. MASTER_PORT is read only if the three others are set, because Kubernetes sets
+    it to an address in every pod if there is a service named "master"."""
     rank, size = _number("RANK"), _number("WORLD_SIZE")
     given = [name for name in ("RANK", "WORLD_SIZE") if name in os.environ]
     missing = [name for name in _TORCHRUN if name not in os.environ]
@@ -48,8 +48,9 @@ def _number(name: str) -> int | None:
 
 
 def local_device() -> torch.device:
-    """Returns the device of this process: the GPU of its local rank, or the CPU on a machine without GPU. Ranks that
-    may share GPUs take them in turn. Raises UserError if LOCAL_RANK is no number or has no GPU."""
+    """Returns the device of this process: the GPU of its local rank, or the CPU on a machine without GPU. If ranks may
+    share GPUs, they are distributed over the GPUs in turn. Raises UserError if LOCAL_RANK is not a number or has no
+    GPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     local_rank, present = _number("LOCAL_RANK") or 0, torch.cuda.device_count()
@@ -74,12 +75,12 @@ def start_torch_distributed(
     alone: bool = False,
     on_store: Callable[[dist.Store, int, int], object] | None = None,
 ) -> bool:
-    """Joins the world that torchrun describes, unless this was done before. Returns whether there is a world.
+    """Joins the world that torchrun describes, unless the process has joined already. Returns whether there is a world.
 
     `backend` (nccl or gloo) communicates GPU tensors. Host tensors always use gloo. Without torchrun there is no world;
-    with `alone` there is one of this process, for scripts that call torch.distributed themselves. `on_store` is called
-    with a store that all ranks reach, the rank and the number of ranks, before the ranks connect to each other; not for
-    a world of one. Raises UserError as `check_torchrun_variables` does.
+    with `alone` the world is this process, for scripts that call torch.distributed themselves. `on_store` is called
+    with (a store that all ranks can reach, the rank, the number of ranks) before the ranks connect to each other; it is
+    not called for a world of one. Raises UserError like `check_torchrun_variables`.
     """
     if dist.is_available() and dist.is_initialized():
         return True

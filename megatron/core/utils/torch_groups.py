@@ -1,4 +1,5 @@
-"""Functions that make torch process groups, among them Megatron-LM's for scripts that build their own groups."""
+"""Functions that make torch process groups, including Megatron-LM's functions for scripts that build their own
+groups."""
 
 import contextlib
 import hashlib
@@ -51,7 +52,7 @@ def create_group(
 
 
 _times_made: WeakKeyDictionary[ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
-"""For each world of this process, how many groups each set of ranks has made."""
+"""For each world of this process, the number of groups that each set of ranks has made."""
 
 
 def create_group_among_members(

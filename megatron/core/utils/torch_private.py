@@ -1,8 +1,8 @@
 """All private names of torch that this project uses.
 
-torch may change them in any release, so this file is the one place to look at for a new release. Its test names the
-releases it was tried with (`TRIED_RELEASES`), checks that every name exists in the installed one, and that no other
-file of megatron/ or tools/ uses a private name.
+torch may change them in any release, so this is the only file to check for a new release. Its test lists the releases
+it was tried with (`TRIED_RELEASES`), and checks that every name exists in the installed release and that no other file
+of megatron/ or tools/ uses a private name.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ grouped_mm: Callable[..., torch.Tensor] = getattr(F, "grouped_mm", None) or torc
 scaled_mm = torch._scaled_mm
 """Product of two fp8 matrices and their scales, on GPUs with fp8 units."""
 index_put_unchecked_ = torch._index_put_impl_
-"""`index_put_`, which on a GPU looks for indices out of range and waits for the answer, without that if told so."""
+"""`index_put_` with an argument that switches off the check for indices out of range, which waits for a GPU."""
 flash_attention_forward = torch.ops.aten._flash_attention_forward
 flash_attention_backward = torch.ops.aten._flash_attention_backward
 cudnn_attention_forward = torch.ops.aten._scaled_dot_product_cudnn_attention
@@ -45,13 +45,14 @@ DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 
 
 def sleep_on_gpu(cycles: int) -> None:
-    """Keeps the current CUDA stream busy for so many clock cycles."""
+    """Keeps the current CUDA stream busy for this number of clock cycles."""
     torch.cuda._sleep(cycles)
 
 
 def allocate_symmetric_memory(nbytes: int, device: torch.device, group: ProcessGroup) -> tuple[torch.Tensor, Any]:
-    """Allocates uint8 memory that the group's GPUs write into; returns this rank's part, and torch's handle of all.
-    All ranks of the group call this together. Raises RuntimeError if the GPUs do not reach each other."""
+    """Allocates uint8 memory that the group's GPUs write into; returns this rank's part, and torch's handle of all
+    parts. All ranks of the group call this together. Raises RuntimeError if the GPUs cannot access each other's
+    memory."""
     # Builds of torch for computers without GPUs may lack it.
     from torch._C._distributed_c10d import _SymmetricMemory
     from torch.distributed import _symmetric_memory
@@ -109,7 +110,8 @@ class BackwardEndCallback:
 
 @contextlib.contextmanager
 def local_group_named(name: str) -> Iterator[None]:
-    """Groups that `torch.distributed.new_group` makes inside among their members alone get this name."""
+    """Gives this name to groups that `torch.distributed.new_group` makes inside the context with local
+    synchronization."""
     hash_ranks = distributed_c10d._hash_ranks_to_str
     distributed_c10d._hash_ranks_to_str = lambda ranks: name
     try:

@@ -44,6 +44,6 @@ def _at_least(found: TorchVersion, version: str, or_equal: bool) -> bool:
 
 
 def jit_fuser(function: Function) -> Function:
-    """Decorator of Megatron-LM that asks for fusion. Returns the function unchanged: our own operations choose their
-    kernels by themselves, and torch.compile can be applied to a model as a whole."""
+    """Decorator of Megatron-LM that requests fusion. Returns the function unchanged, because our own operations choose
+    their kernels themselves, and torch.compile can be applied to a whole model."""
     return function

@@ -1,4 +1,4 @@
-"""Warnings that a run prints once, however many ranks and steps it has."""
+"""Warnings that a run prints only once, for all its ranks and steps."""
 
 import functools
 import logging
