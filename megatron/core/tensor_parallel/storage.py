@@ -43,6 +43,15 @@ def new_parameter(
     return parameter
 
 
+def new_split_vector(
+    config: ModelParallelConfig, size: int, init: Callable[[torch.Tensor], Any], group: Group
+) -> nn.Parameter:
+    """Returns a declared parameter [size / ranks] of a vector [size] that the ranks of a tensor parallel group
+    divide."""
+    box = split_box((size,), 0, group)
+    return new_parameter(config, box.shape, init, global_shape=(size,), box=box, sharded_axes=frozenset({"tp"}))
+
+
 def split_box(shape: tuple[int, ...], dim: int, group: Group) -> Box:
     """Returns this rank's box of a tensor that is split evenly along one dimension. Raises UserError if it cannot
     be."""

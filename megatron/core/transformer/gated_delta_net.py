@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from megatron.core.backends import Backend, choose_backend
 from megatron.core.collectives import group_rank, group_size
 from megatron.core.context_parallel.ulysses import start_to_heads, start_to_rows
-from megatron.core.initializers import Constant, Initializer, LogUniform
+from megatron.core.initializers import Constant, LogUniform
 from megatron.core.ops.precision import widened
 from megatron.core.parameters import add_partial_gradient_axis
 from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
-from megatron.core.tensor_parallel.storage import new_parameter, part_size, split_box
+from megatron.core.tensor_parallel.storage import new_split_vector, part_size
 from megatron.core.tokens import Tokens, document_numbers
 from megatron.core.transformer.attention_projections import build_heads_projection, build_output_projection
 from megatron.core.transformer.causal_conv1d import CausalConv1d
@@ -95,13 +95,8 @@ class GatedDeltaNet(MegatronModule):
             tp_group=groups.tp,
             backend=self.backend,
         )
-
-        def new_of_heads(init: Initializer) -> nn.Parameter:
-            box = split_box((value_heads,), 0, groups.tp)
-            facts = {"global_shape": (value_heads,), "box": box, "sharded_axes": frozenset({"tp"})}
-            return new_parameter(config, box.shape, init, **facts)  # type: ignore[arg-type]
-
-        self.A_log, self.dt_bias = new_of_heads(LogUniform(1.0, 16.0)), new_of_heads(Constant(1.0))
+        self.A_log = new_split_vector(config, value_heads, LogUniform(1.0, 16.0), groups.tp)
+        self.dt_bias = new_split_vector(config, value_heads, Constant(1.0), groups.tp)
         self.core_attention = DeltaRuleAttention(dk, dv, self.backend)
         norm = {"config": config, "hidden_size": dv, "eps": config.layernorm_epsilon}
         offer = {"backend": self.backend, "zero_centered": False}

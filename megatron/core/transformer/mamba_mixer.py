@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from megatron.core.backends import Backend, choose_backend
 from megatron.core.collectives import group_rank, group_size
 from megatron.core.context_parallel.ulysses import start_to_heads, start_to_rows
-from megatron.core.initializers import Constant, Initializer, LogUniform
+from megatron.core.initializers import Constant, LogUniform
 from megatron.core.ops.precision import widened
 from megatron.core.ops.ssd.chunked import ssd
 from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
-from megatron.core.tensor_parallel.storage import new_parameter, part_size, split_box
+from megatron.core.tensor_parallel.storage import new_split_vector, part_size
 from megatron.core.tokens import Tokens, document_numbers
 from megatron.core.transformer.attention_projections import build_heads_projection, build_output_projection
 from megatron.core.transformer.causal_conv1d import CausalConv1d
@@ -94,17 +94,12 @@ class MambaMixer(MegatronModule):
             backend=self.backend,
         )
 
-        def new_of_groups(size: int, init: Initializer) -> nn.Parameter:
-            box = split_box((size,), 0, groups.tp)
-            return new_parameter(config, box.shape, init, global_shape=(size,), box=box, sharded_axes=frozenset({"tp"}))
-
-        self.A_log = new_of_groups(heads, LogUniform(1.0, 16.0))
-        self.D = new_of_groups(heads, Constant(1.0))
-        self.dt_bias = new_of_groups(heads, TimeStepBias())
-        self.norm_weight = new_of_groups(heads * config.mamba_head_dim, Constant(1.0))
-        self.scan = MambaScan(config.mamba_head_dim, state, config.mamba_min_time_step)
-        if config.mamba_training_ssm_states_dtype == "bf16":
-            self.scan.states_dtype = torch.bfloat16
+        self.A_log = new_split_vector(config, heads, LogUniform(1.0, 16.0), groups.tp)
+        self.D = new_split_vector(config, heads, Constant(1.0), groups.tp)
+        self.dt_bias = new_split_vector(config, heads, TimeStepBias(), groups.tp)
+        self.norm_weight = new_split_vector(config, heads * config.mamba_head_dim, Constant(1.0), groups.tp)
+        states_dtype = torch.bfloat16 if config.mamba_training_ssm_states_dtype == "bf16" else None
+        self.scan = MambaScan(config.mamba_head_dim, state, config.mamba_min_time_step, states_dtype)
         self.out_proj = build_output_projection(
             submodules.out_proj,
             config,
@@ -171,11 +166,11 @@ class MambaMixer(MegatronModule):
 class MambaScan(nn.Module):
     """The recurrence of a Mamba-2 layer, without parameters. `--recompute-modules core_attn` recomputes this module."""
 
-    def __init__(self, head_dim: int, state_dim: int, min_step: float) -> None:
+    def __init__(self, head_dim: int, state_dim: int, min_step: float, states_dtype: torch.dtype | None = None) -> None:
+        """`states_dtype` is the type of the states that are kept between chunks; None: that of the computation."""
         super().__init__()
         self.head_dim, self.state_dim, self.min_step = head_dim, state_dim, min_step
-        self.states_dtype: torch.dtype | None = None
-        """Type of the states that are kept between chunks; None: the type of the computation."""
+        self.states_dtype = states_dtype
 
     def forward(
         self, mixed: Tensor, step: Tensor, step_bias: Tensor, log_rate: Tensor, skip: Tensor, document: Tensor | None

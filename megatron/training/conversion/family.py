@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.exceptions import UserError
+from megatron.training.conversion.config_json import with_defaults
 from megatron.training.conversion.config_rules import Rule, Values
-from megatron.training.conversion.hub_defaults import Json, with_defaults
+from megatron.training.conversion.hub_defaults import Json
 from megatron.training.conversion.tensor_mapping import TensorMapping
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDatasetConfig
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.batch import BatchRecord, stack_items
-from megatron.training.data.sources import shared_fields
+from megatron.training.data.sources import masked_fields
 from megatron.training.tokenizer.base import Tokenizer
 
 
@@ -17,13 +17,8 @@ def bert_dataset_config(config: PretrainConfig, tokenizer: Tokenizer) -> BERTMas
     """Returns the config of the run's data sets. Raises UserError if another tokenizer made the data, or if the
     tokenizer lacks a special token of BERT."""
     return BERTMaskedWordPieceDatasetConfig(
-        **shared_fields(config, tokenizer),
-        masking_probability=config.data.mask_prob,
-        short_sequence_probability=config.data.short_seq_prob,
+        **masked_fields(config, tokenizer),
         masking_max_ngram=3,
-        masking_do_full_word=True,
-        masking_do_permutation=False,
-        masking_use_longer_ngrams=False,
         masking_use_geometric_distribution=False,
         classification_head=config.model.bert_binary_head,
     )

@@ -46,6 +46,18 @@ def shared_fields(config: PretrainConfig, tokenizer: Tokenizer) -> dict[str, Any
     }
 
 
+def masked_fields(config: PretrainConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Returns the fields of MaskedWordPieceDatasetConfig, which the data of BERT and T5 have, by name. Raises UserError
+    like `shared_fields`."""
+    return shared_fields(config, tokenizer) | {
+        "masking_probability": config.data.mask_prob,
+        "short_sequence_probability": config.data.short_seq_prob,
+        "masking_do_full_word": True,
+        "masking_do_permutation": False,
+        "masking_use_longer_ngrams": False,
+    }
+
+
 def prefixes_of_run(config: PretrainConfig) -> set[str]:
     """Returns the prefixes of all data sets that the flags name; none for made-up data."""
     blend, per_split = blends(config)

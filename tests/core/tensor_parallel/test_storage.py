@@ -8,7 +8,13 @@ from megatron.core.exceptions import UserError
 from megatron.core.initializers import Constant
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.parameters import Box, info_of
-from megatron.core.tensor_parallel.storage import new_parameter, part_size, split_box, with_columns
+from megatron.core.tensor_parallel.storage import (
+    new_parameter,
+    new_split_vector,
+    part_size,
+    split_box,
+    with_columns,
+)
 
 SECOND_OF_THREE = PlannedGroup((3, 4, 5), 1)
 
@@ -41,3 +47,10 @@ def test_without_initialization_and_on_the_meta_device_nothing_is_drawn() -> Non
     new_parameter(config, (2,), refuse)  # type: ignore[arg-type]
     with torch.device("meta"):
         assert new_parameter(ModelParallelConfig(), (2,), refuse).is_meta  # type: ignore[arg-type]
+
+
+def test_ranks_divide_a_vector() -> None:
+    vector = new_split_vector(ModelParallelConfig(), 6, Constant(3.0), SECOND_OF_THREE)
+    info = info_of(vector)
+    assert vector.tolist() == [3.0, 3.0] and (info.global_shape, info.box) == ((6,), Box((2,), (2,)))
+    assert info.sharded_axes == {"tp"}

@@ -8,7 +8,7 @@ import transformers
 
 from megatron.core.exceptions import UserError
 from megatron.training.config.flag_table import flag_table
-from megatron.training.conversion.hub_defaults import with_defaults
+from megatron.training.conversion.config_json import with_defaults
 from megatron.training.conversion.rope import RotaryPositions
 
 LLAMA3 = {
