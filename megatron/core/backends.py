@@ -61,10 +61,11 @@ from megatron.core.ops.head_loss import head_loss
 from megatron.core.ops.linear import linear, sum_rows
 from megatron.core.ops.moe.grouped_linear import accumulate_grouped_product, grouped_bias, grouped_linear
 from megatron.core.ops.moe.permute import Copies, copies_by_group, permute, unpermute
+from megatron.core.ops.moe.routing import balance_sums, best, choose_experts, count_experts
 from megatron.core.ops.moe.weighted_activation import weighted_activation
 from megatron.core.ops.norm import layer_norm, layer_norm_with_residual, rms_norm, rms_norm_with_residual
 from megatron.core.ops.rope import apply_rope
-from megatron.core.ops.split_heads import split_heads
+from megatron.core.ops.split_heads import split_heads, split_rotated_heads
 from megatron.core.ops.transformer_engine.attention import with_engine_attention
 from megatron.core.ops.transformer_engine.engine import Engine, find_engine, recipe_of, why_layers_stay_ours
 from megatron.core.ops.transformer_engine.linear import make_grouped_linear, make_linear
@@ -87,6 +88,8 @@ class Backend:
     rms_norm_with_residual: Callable[..., tuple[Tensor, Tensor]] = rms_norm_with_residual
     apply_rope: Callable[..., Tensor] = apply_rope
     split_heads: Callable[..., tuple[Tensor, ...]] = split_heads
+    split_rotated_heads: Callable[..., tuple[Tensor, ...]] | None = None
+    """`split_heads` and `apply_rope` as one operation; None: they are two."""
     keep_rows: Callable[..., Tensor] = keep_rows
     bias_dropout_add: Callable[..., Tensor] = bias_dropout_add
     causal_conv: Callable[..., Tensor] = causal_conv
@@ -97,6 +100,10 @@ class Backend:
     head_loss: Callable[..., Tensor] = head_loss
     grouped_linear: Callable[..., Tensor] = grouped_linear
     grouped_bias: Callable[..., Tensor] = grouped_bias
+    best: Callable[[Tensor, int], Tensor] = best
+    choose_experts: Callable[..., tuple[Tensor, Tensor]] = choose_experts
+    count_experts: Callable[..., Tensor] = count_experts
+    balance_sums: Callable[..., Tensor] = balance_sums
     copies_by_group: Callable[..., tuple[Copies, Tensor]] = copies_by_group
     permute: Callable[..., Tensor] = permute
     unpermute: Callable[..., Tensor] = unpermute
@@ -175,8 +182,10 @@ _NOT_LISTED = ("name", "attention", "attention_blocks", "sum_rows", "fp8_kernels
 _SUBJECTS = {
     **dict.fromkeys(("layer_norm", "rms_norm", "layer_norm_with_residual", "rms_norm_with_residual"), "norms"),
     **dict.fromkeys(("cross_entropy", "head_loss"), "losses"),
-    **dict.fromkeys(("grouped_linear", "grouped_bias", "copies_by_group", "permute", "unpermute"), "experts"),
-    **dict.fromkeys(("split_heads", "merge_block", "max_attention_logits"), "attention"),
+    **dict.fromkeys(("best", "choose_experts", "count_experts", "balance_sums", "copies_by_group"), "experts"),
+    **dict.fromkeys(("grouped_linear", "grouped_bias", "permute", "unpermute"), "experts"),
+    "embedding": "embeddings",
+    **dict.fromkeys(("split_heads", "split_rotated_heads", "merge_block", "max_attention_logits"), "attention"),
     "linear": "biases",
     "apply_rope": "rotary positions",
     "keep_rows": "dropout masks",
@@ -226,6 +235,7 @@ def triton_backend() -> Backend | None:
         from megatron.core.ops.attention.merge_triton import merge_block_triton
         from megatron.core.ops.cross_entropy_triton import cross_entropy_triton
         from megatron.core.ops.dropout.dropout_triton import bias_dropout_add_triton, keep_rows_triton
+        from megatron.core.ops.embedding_triton import EMBEDDING_IN_USE, accumulate_rows_triton
         from megatron.core.ops.fp8.grouped_product_triton import (
             accumulate_product_of_groups_triton,
             product_of_groups_triton,
@@ -248,6 +258,13 @@ def triton_backend() -> Backend | None:
             grouped_linear_cuda,
         )
         from megatron.core.ops.moe.permute_triton import copies_by_group_triton, permute_triton, unpermute_triton
+        from megatron.core.ops.moe.routing_triton import (
+            ROUTING_IN_USE,
+            balance_sums_triton,
+            best_triton,
+            choose_experts_triton,
+            count_experts_triton,
+        )
         from megatron.core.ops.moe.weighted_activation_triton import weighted_activation_triton
         from megatron.core.ops.norm_triton import (
             layer_norm_triton,
@@ -256,7 +273,11 @@ def triton_backend() -> Backend | None:
             rms_norm_with_residual_triton,
         )
         from megatron.core.ops.rope_triton import apply_rope_triton
-        from megatron.core.ops.split_heads_triton import split_heads_triton
+        from megatron.core.ops.split_heads_triton import (
+            ROTATED_SPLIT_IN_USE,
+            split_heads_triton,
+            split_rotated_heads_triton,
+        )
         from megatron.core.ops.sum_rows_triton import sum_rows_triton
     except ImportError:
         return None
@@ -276,6 +297,17 @@ def triton_backend() -> Backend | None:
     whole_rows, blocks = own_flash_kernels(
         flash_attention_triton, flash_block_attention_triton, flash_block_attention_backward_triton
     )
+    measured: dict[str, Any] = {}
+    if EMBEDDING_IN_USE:
+        on_gpu = functools.partial(embedding, accumulate_rows=accumulate_rows_triton)
+        measured["embedding"] = ByDevice(cpu=embedding, cuda=on_gpu)
+    if ROTATED_SPLIT_IN_USE:
+        measured["split_rotated_heads"] = ByDevice(cpu=split_rotated_heads, cuda=split_rotated_heads_triton)
+    if ROUTING_IN_USE:
+        measured["best"] = ByDevice(cpu=best, cuda=best_triton)
+        measured["choose_experts"] = ByDevice(cpu=choose_experts, cuda=choose_experts_triton)
+        measured["count_experts"] = ByDevice(cpu=count_experts, cuda=count_experts_triton)
+        measured["balance_sums"] = ByDevice(cpu=balance_sums, cuda=balance_sums_triton)
     return dataclasses.replace(
         LOCAL,
         name="triton",
@@ -320,6 +352,7 @@ def triton_backend() -> Backend | None:
             },
             grouped,
         ),
+        **measured,
     )
 
 
@@ -357,6 +390,7 @@ def compiled_backend(base: Backend, compiler: str) -> Backend:
         name=f"{base.name} with torch.compile",
         bias_dropout_add=CompiledBiasAdd(base.bias_dropout_add, compiler),
         fp8_kernels=dataclasses.replace(base.fp8_kernels, noting={}),
+        split_rotated_heads=None,
         **compiled_operations(compiler),
     )
 

@@ -33,7 +33,11 @@ def exact_float32() -> None:
 
 
 @pytest.mark.parametrize(
-    "check", ["places", "places_in_parts", "moves", "activations", "products", "accumulations", "linears", "biases"]
+    "check",
+    [
+        *("places", "places_in_parts", "choices", "weights_of_choices", "sums_of_scores", "counts"),
+        *("moves", "activations", "products", "accumulations", "linears", "biases"),
+    ],
 )
 def test_kernels_equal_their_definitions(check: str) -> None:
     getattr(expert_kernels, check)()

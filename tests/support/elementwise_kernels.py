@@ -11,6 +11,8 @@ from torch import Tensor
 from megatron.core.ops.activation import Activation, gelu_erf, gelu_tanh
 from megatron.core.ops.dropout.dropout import bias_dropout_add
 from megatron.core.ops.dropout.dropout_triton import bias_dropout_add_triton
+from megatron.core.ops.embedding import accumulate_rows
+from megatron.core.ops.embedding_triton import accumulate_rows_triton
 from megatron.core.ops.moe.weighted_activation import weighted_activation
 from megatron.core.ops.moe.weighted_activation_triton import weighted_activation_triton
 from megatron.core.ops.norm import layer_norm, layer_norm_with_residual, rms_norm, rms_norm_with_residual
@@ -22,8 +24,8 @@ from megatron.core.ops.norm_triton import (
 )
 from megatron.core.ops.rope import Rotation, apply_rope
 from megatron.core.ops.rope_triton import apply_rope_triton
-from megatron.core.ops.split_heads import split_heads
-from megatron.core.ops.split_heads_triton import split_heads_triton
+from megatron.core.ops.split_heads import split_heads, split_rotated_heads
+from megatron.core.ops.split_heads_triton import split_heads_triton, split_rotated_heads_triton
 from megatron.core.ops.sum_rows_triton import sum_rows_triton
 from megatron.core.optimizer.adam_triton import adam_triton
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
@@ -180,6 +182,39 @@ def parts_of_heads() -> None:
         assert found[0] is not None and torch.equal(*found), sizes
 
 
+def rotated_parts_of_heads() -> None:
+    """Checks heads that are split and rotated at once, and their gradients, against the two operations."""
+    for sizes, groups, dtype, interleaved, first, half, batch in (
+        ((3, 0, 1, 1), 2, torch.float32, False, 0, 5, 1),
+        ((2, 2, 1, 1), 1, torch.bfloat16, True, 2, 3, 3),
+        ((2, 0, 1, 1), 1, torch.float64, False, 0, 5, 1),
+    ):
+        angles = values(5, batch, 1, half)
+        rotation = Rotation(angles.cos(), angles.sin(), interleaved, first)
+        found = []
+        for at_once in (False, True):
+            leaf = values(5, 3, groups, sum(sizes), 10, dtype=dtype).requires_grad_()
+            if at_once:
+                query, gate, key, value = split_rotated_heads_triton(leaf, sizes, rotation)
+            else:
+                query, gate, key, value = split_heads_triton(leaf, sizes)
+                query, key = apply_rope_triton(query, rotation), apply_rope_triton(key, rotation)
+            heads = values(3, 5, groups, 10, sizes[0], dtype=dtype).permute(1, 0, 2, 4, 3)
+            total = (query * heads).sum() + (gate * 2).sum() + (key * values(5, 3, groups, 1, 10, dtype=dtype)).sum()
+            (total + value.sum()).backward()
+            found.append((query.detach(), gate.detach(), key.detach(), value.detach(), leaf.grad))
+        for expected, ours in zip(*found, strict=True):
+            assert ours.shape == expected.shape
+            if ours.numel():  # a GPU may fuse other multiplications and additions in another kernel
+                agree(ours, expected, 2.0, ("rotated parts", sizes))
+        with torch.no_grad():
+            plain = split_rotated_heads(leaf.detach(), sizes, rotation)
+            for expected, ours in zip(plain, split_rotated_heads_triton(leaf.detach(), sizes, rotation), strict=True):
+                assert expected.shape == ours.shape
+                if ours.numel():
+                    agree(ours, expected, 2.0, "rotated parts")
+
+
 def sums() -> None:
     for shape, dtype, total in (
         ((5, 7), torch.float32, torch.float32),
@@ -193,6 +228,38 @@ def sums() -> None:
             agree(found, rows.double().sum(0), 4.0, ("sums", shape))
         else:
             assert not found.any()
+
+
+def table_rows() -> None:
+    """Checks sums of rows by index: an index within a part of 32 rows, over borders of parts, over more than 17 parts,
+    all rows alike, single rows, none; and that each run gives the same bits."""
+    for count, number, frequent, width, table_type, row_type in (
+        (150, 50, 0.3, 70, torch.float32, torch.bfloat16),
+        (200, 9, 0.8, 33, torch.float32, torch.float32),
+        (580, 40, 1.0, 8, torch.float64, torch.float64),
+        (600, 9, 0.95, 5, torch.float64, torch.float32),
+        (64, 1000, 0.0, 16, torch.float32, torch.float32),
+        (31, 4, 0.0, 600, torch.bfloat16, torch.bfloat16),
+        (1, 3, 0.0, 4, torch.float32, torch.float32),
+        (0, 3, 0.0, 4, torch.float32, torch.float32),
+    ):
+        generator = torch.Generator().manual_seed(count)
+        index = torch.randint(number, (count,), generator=generator)
+        index[torch.rand(count, generator=generator) < frequent] = number // 2
+        index, rows = index.to(DEVICE), values(count, width, dtype=row_type)
+        found = []
+        for _ in range(2 if count == 200 else 1):
+            found.append(values(number, width, dtype=table_type, seed=1))
+            accumulate_rows_triton(found[-1], index, rows)
+        exact = values(number, width, dtype=table_type, seed=1).double()
+        accumulate_rows(exact, index, rows)
+        agree(found[0], exact, 40.0 if table_type is not torch.bfloat16 else 2.0, ("rows of a table", count, number))
+        assert torch.equal(found[0], found[-1])
+    table = values(5, 4)
+    accumulate_rows_triton(table, torch.tensor([3, 1, 3], device=DEVICE), values(4, 3, seed=2).t())
+    exact = values(5, 4).double()
+    accumulate_rows(exact, torch.tensor([3, 1, 3], device=DEVICE), values(4, 3, seed=2).t())
+    agree(table, exact, 4.0, "rows that are not contiguous")
 
 
 def biases() -> None:

@@ -1,5 +1,6 @@
 """Embedding lookup. The gradient is accumulated row by row into the table's main gradient, never as a dense table."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,17 +11,23 @@ from torch.autograd.function import once_differentiable
 from megatron.core.collectives import Group, group_rank, group_size
 from megatron.core.parameters import main_grad_accumulator
 
+AccumulateRows = Callable[[Tensor, Tensor, Tensor], None]
+"""Computes `accumulate_rows`."""
 
-def embedding(index: Tensor, table: Tensor, group: Group = None) -> Tensor:
+
+def embedding(
+    index: Tensor, table: Tensor, group: Group = None, accumulate_rows: AccumulateRows | None = None
+) -> Tensor:
     """Returns the rows of `table` [rows, h] that `index` (int64 [...]) names: [..., h].
 
     With a group the whole table is split evenly by rows in group order. Each rank returns zeros for rows of other
     ranks, so the sum over the group is the result. An index outside the whole table raises an IndexError on a CPU and a
-    device assert on a GPU, on one rank.
+    device assert on a GPU, on one rank. `accumulate_rows` adds the gradient to the table's main gradient; None: the
+    main gradient does.
     """
     size = group_size(group)
     if size == 1:
-        return _Embedding.apply(index, table, None)
+        return _Embedding.apply(index, table, None, accumulate_rows)
     rank, rows = group_rank(group), table.shape[0]
     local = index - rank * rows
     elsewhere = torch.zeros_like(index, dtype=torch.bool)
@@ -30,28 +37,41 @@ def embedding(index: Tensor, table: Tensor, group: Group = None) -> Tensor:
         elsewhere |= local >= rows
     # Indices of other ranks read some local row, and backward adds zeros to it. Different rows, because threads that
     # accumulate into the same row would wait for each other.
-    return _Embedding.apply(torch.where(elsewhere, index % rows, local), table, elsewhere)
+    return _Embedding.apply(torch.where(elsewhere, index % rows, local), table, elsewhere, accumulate_rows)
+
+
+def accumulate_rows(table: Tensor, index: Tensor, rows: Tensor) -> None:
+    """Adds rows[i] to row index[i] of a table: [rows, h], int64 [t], [t, h]. Indices may repeat."""
+    table.index_add_(0, index, rows.to(table.dtype))
 
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, index: Tensor, table: Tensor, elsewhere: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, index: Tensor, table: Tensor, elsewhere: Tensor | None, accumulate: AccumulateRows | None
+    ) -> Tensor:
         ctx.save_for_backward(index, elsewhere)
-        ctx.table = table
+        ctx.table, ctx.accumulate = table, accumulate
         found = F.embedding(index, table)
         return found if elsewhere is None else found.masked_fill_(elsewhere[..., None], 0.0)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, output_gradient: Tensor) -> tuple[None, Tensor | None, None]:
+    def backward(ctx: Any, output_gradient: Tensor) -> tuple[None, Tensor | None, None, None]:
         (index, elsewhere), table = ctx.saved_tensors, ctx.table
         if not ctx.needs_input_grad[1]:
-            return None, None, None
+            return None, None, None, None
         if elsewhere is not None:
             output_gradient = output_gradient.masked_fill(elsewhere[..., None], 0.0)
         main_grad = main_grad_accumulator(table)
         if main_grad is None:
             gradient = torch.ops.aten.embedding_dense_backward(output_gradient, index, table.shape[0], -1, False)
-            return None, gradient, None
-        main_grad.add_rows(index.reshape(-1), output_gradient.reshape(-1, table.shape[1]))
-        return None, None, None
+            return None, gradient, None, None
+        index, rows = index.reshape(-1), output_gradient.reshape(-1, table.shape[1])
+        if ctx.accumulate is None:
+            main_grad.add_rows(index, rows)
+        else:
+            main_grad.begin_write()
+            ctx.accumulate(main_grad.gradient, index, rows)
+            main_grad.end_write()
+        return None, None, None, None

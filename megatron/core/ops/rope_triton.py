@@ -61,20 +61,20 @@ class _Rope(torch.autograd.Function):
     def forward(ctx: Any, heads: Tensor, rotation: Rotation) -> Tensor:
         ctx.save_for_backward(rotation.cos, rotation.sin)
         ctx.interleaved, ctx.first = rotation.interleaved, rotation.first
-        return _turn(heads, rotation.cos, rotation.sin, rotation.interleaved, rotation.first, back=False)
+        return turn_triton(heads, rotation.cos, rotation.sin, rotation.interleaved, rotation.first, back=False)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor, None]:
         cos, sin = ctx.saved_tensors
-        return _turn(output_gradient, cos, sin, ctx.interleaved, ctx.first, back=True), None
+        return turn_triton(output_gradient, cos, sin, ctx.interleaved, ctx.first, back=True), None
 
 
-def _turn(heads: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, first: int, back: bool) -> Tensor:
+def turn_triton(heads: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, first: int, back: bool) -> Tensor:
     """Returns `heads` turned by the angles, or turned back."""
     if heads.stride(-1) != 1:
         heads = heads.contiguous()
-    cos, sin = (_last_contiguous(angles) for angles in (cos, sin))
+    cos, sin = (last_contiguous(angles) for angles in (cos, sin))
     (s, b, *counts, width), (heads_s, heads_b, *strides, _) = heads.shape, heads.stride()
     count, per_group = math.prod(counts), counts[-1]
     half = cos.shape[-1]
@@ -86,17 +86,18 @@ def _turn(heads: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, first: int
         _rope_kernel[(s * b, triton.cdiv(count, at_once))](
             turned, heads, cos, sin, b, count, per_group, width, half, first, end,
             heads_s, heads_b, strides[0] if len(strides) > 1 else 0, strides[-1],
-            cos.stride(0), _stride(cos), sin.stride(0), _stride(sin),
+            cos.stride(0), angle_stride(cos), sin.stride(0), angle_stride(sin),
             INTERLEAVED=interleaved, BACK=back, PASSES=2 * half < width,
             HEADS=at_once, HALF=pairs, WIDTH=triton.next_power_of_2(width),
         )  # fmt: skip
     return turned
 
 
-def _last_contiguous(angles: Tensor) -> Tensor:
+def last_contiguous(angles: Tensor) -> Tensor:
+    """Returns angles whose last dimension is contiguous."""
     return angles if angles.stride(-1) == 1 else angles.contiguous()
 
 
-def _stride(angles: Tensor) -> int:
+def angle_stride(angles: Tensor) -> int:
     """Returns the stride between the rows of a batch: 0 if all rows have the same angles."""
     return 0 if angles.shape[1] == 1 else angles.stride(1)

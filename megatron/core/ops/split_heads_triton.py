@@ -1,5 +1,5 @@
 """Backward of `split_heads` on a GPU: one kernel copies the gradients of queries, gates, keys and values into the
-gradient of the packed projection. The gradients may have any strides."""
+gradient of the packed projection, and turns those of rotated heads back. The gradients may have any strides."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,6 +9,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from megatron.core.ops.rope import Rotation, apply_rope
+from megatron.core.ops.rope_triton import angle_stride, apply_rope_triton, last_contiguous, turn_triton
+
+ROTATED_SPLIT_IN_USE = False
+"""Whether attention on a GPU splits and rotates heads in one operation; False: in two, whose gradients are copied once
+more."""
 
 
 @triton.jit
@@ -26,24 +33,68 @@ def _put(  # type: ignore[no-untyped-def]  # Triton would evaluate annotations
 
 
 @triton.jit
+def _put_turned(  # type: ignore[no-untyped-def]
+    target, source, s, b, stride_s, stride_b, stride_g, stride_h, first, size, heads, width, count,
+    cos, sin, cos_s, cos_b, sin_s, sin_b, start, half,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, PASSES: tl.constexpr,
+):  # fmt: skip
+    """Copies one part of a token, as `_put`, with its rotated channels turned back."""
+    head, pair = tl.arange(0, HEADS), tl.arange(0, HALF)
+    c = tl.load(cos + s * cos_s + b * cos_b + pair, mask=pair < half, other=0.0).to(tl.float32)[None, :]
+    d = -tl.load(sin + s * sin_s + b * sin_b + pair, mask=pair < half, other=0.0).to(tl.float32)[None, :]
+    if INTERLEAVED:
+        one, other = start + 2 * pair, start + 2 * pair + 1
+    else:
+        one, other = start + pair, start + half + pair
+    group, inner = head // size, head % size
+    at = source + s * stride_s + b * stride_b + (group * stride_g + inner * stride_h)[:, None]
+    to = target + ((group * heads + first + inner) * width)[:, None]
+    there = (head < count)[:, None] & (pair < half)[None, :]
+    x = tl.load(at + one[None, :], mask=there, other=0.0).to(tl.float32)
+    y = tl.load(at + other[None, :], mask=there, other=0.0).to(tl.float32)
+    dtype = target.dtype.element_ty
+    tl.store(to + one[None, :], (x * c - y * d).to(dtype), mask=there)
+    tl.store(to + other[None, :], (y * c + x * d).to(dtype), mask=there)
+    if PASSES:
+        channel = tl.arange(0, WIDTH)
+        passes = (channel < start) | ((channel >= start + 2 * half) & (channel < width))
+        there = (head < count)[:, None] & passes[None, :]
+        tl.store(to + channel[None, :], tl.load(at + channel[None, :], mask=there), mask=there)
+
+
+@triton.jit
 def _join_kernel(  # type: ignore[no-untyped-def]
     packed, part0, part1, part2, part3,
     s0, b0, g0, h0, s1, b1, g1, h1, s2, b2, g2, h2, s3, b3, g3, h3,
     batch, groups, heads, width, size0, size1, size2, size3,
+    cos, sin, cos_s, cos_b, sin_s, sin_b, start, half,
     HEADS0: tl.constexpr, HEADS1: tl.constexpr, HEADS2: tl.constexpr, HEADS3: tl.constexpr, WIDTH: tl.constexpr,
+    TURNS: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, PASSES: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     s, b = token // batch, token % batch
     target = packed + token * groups * heads * width
     first = 0
     if HEADS0:
-        _put(target, part0, s, b, s0, b0, g0, h0, first, size0, heads, width, groups * size0, HEADS0, WIDTH)
+        if TURNS:  # queries
+            _put_turned(
+                target, part0, s, b, s0, b0, g0, h0, first, size0, heads, width, groups * size0,
+                cos, sin, cos_s, cos_b, sin_s, sin_b, start, half, HEADS0, WIDTH, HALF, INTERLEAVED, PASSES,
+            )  # fmt: skip
+        else:
+            _put(target, part0, s, b, s0, b0, g0, h0, first, size0, heads, width, groups * size0, HEADS0, WIDTH)
         first += size0
     if HEADS1:
         _put(target, part1, s, b, s1, b1, g1, h1, first, size1, heads, width, groups * size1, HEADS1, WIDTH)
         first += size1
     if HEADS2:
-        _put(target, part2, s, b, s2, b2, g2, h2, first, size2, heads, width, groups * size2, HEADS2, WIDTH)
+        if TURNS:  # keys
+            _put_turned(
+                target, part2, s, b, s2, b2, g2, h2, first, size2, heads, width, groups * size2,
+                cos, sin, cos_s, cos_b, sin_s, sin_b, start, half, HEADS2, WIDTH, HALF, INTERLEAVED, PASSES,
+            )  # fmt: skip
+        else:
+            _put(target, part2, s, b, s2, b2, g2, h2, first, size2, heads, width, groups * size2, HEADS2, WIDTH)
         first += size2
     if HEADS3:
         _put(target, part3, s, b, s3, b3, g3, h3, first, size3, heads, width, groups * size3, HEADS3, WIDTH)
@@ -55,6 +106,19 @@ def split_heads_triton(packed: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ..
     return _SplitHeads.apply(packed, tuple(sizes))
 
 
+def split_rotated_heads_triton(packed: Tensor, sizes: Sequence[int], rotation: Rotation) -> tuple[Tensor, ...]:
+    """Computes `split_heads.split_rotated_heads`, with a backward of one kernel."""
+    assert len(sizes) == 4, sizes
+    if packed.dtype is torch.float64:
+        query, gate, key, value = split_heads_triton(packed, sizes)
+        return apply_rope(query, rotation), gate, apply_rope(key, rotation), value
+    if packed.requires_grad and torch.is_grad_enabled():
+        angles = last_contiguous(rotation.cos), last_contiguous(rotation.sin)
+        return _SplitRotatedHeads.apply(packed, tuple(sizes), *angles, rotation.interleaved, rotation.first)
+    query, gate, key, value = packed.split(list(sizes), -2)
+    return apply_rope_triton(query, rotation), gate, apply_rope_triton(key, rotation), value
+
+
 class _SplitHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, packed: Tensor, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
@@ -64,16 +128,58 @@ class _SplitHeads(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        parts = [g if g.stride(-1) == 1 or not g.numel() else g.contiguous() for g in gradients]
-        s, b, groups, _, width = parts[0].shape
-        packed = parts[0].new_empty(s, b, groups, sum(ctx.sizes), width)
-        if packed.numel():
-            missing = 4 - len(parts)
-            strides = [stride for part in parts for stride in part.stride()[:4]]
-            sizes = (*ctx.sizes, *[0] * missing)
-            tiles = [triton.next_power_of_2(groups * size) if size else 0 for size in sizes]
-            _join_kernel[(s * b,)](
-                packed, *parts, *[packed] * missing, *strides, *[0] * 4 * missing,
-                b, groups, sum(sizes), width, *sizes, *tiles, triton.next_power_of_2(width),
-            )  # fmt: skip
-        return packed, None
+        return _joined(gradients, ctx.sizes, None), None
+
+
+class _SplitRotatedHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, packed: Tensor, sizes: tuple[int, ...], cos: Tensor, sin: Tensor, interleaved: bool, first: int
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(cos, sin)
+        ctx.sizes, ctx.interleaved, ctx.first = sizes, interleaved, first
+        query, gate, key, value = packed.split(list(sizes), -2)
+        turned = [turn_triton(part, cos, sin, interleaved, first, back=False) for part in (query, key)]
+        return turned[0], gate, turned[1], value
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        cos, sin = ctx.saved_tensors
+        rotation = Rotation(cos, sin, ctx.interleaved, ctx.first)
+        return _joined(gradients, ctx.sizes, rotation), None, None, None, None, None
+
+
+def _joined(gradients: Sequence[Tensor], sizes: tuple[int, ...], rotation: Rotation | None) -> Tensor:
+    """Returns the gradient of the packed heads. With a rotation the gradients of queries and keys, the first and the
+    third of four parts, are turned back."""
+    parts = [g if g.stride(-1) == 1 or not g.numel() else g.contiguous() for g in gradients]
+    s, b, groups, _, width = parts[0].shape
+    packed = parts[0].new_empty(s, b, groups, sum(sizes), width)
+    if packed.numel():
+        missing = 4 - len(parts)
+        strides = [stride for part in parts for stride in part.stride()[:4]]
+        sizes = (*sizes, *[0] * missing)
+        tiles = [triton.next_power_of_2(groups * size) if size else 0 for size in sizes]
+        if rotation is None:
+            angles: tuple[Any, ...] = (packed, packed, 0, 0, 0, 0, 0, 0)
+            half = 1
+        else:
+            cos, sin, half = rotation.cos, rotation.sin, rotation.cos.shape[-1]
+            angles = (
+                cos,
+                sin,
+                cos.stride(0),
+                angle_stride(cos),
+                sin.stride(0),
+                angle_stride(sin),
+                rotation.first,
+                half,
+            )
+        _join_kernel[(s * b,)](
+            packed, *parts, *[packed] * missing, *strides, *[0] * 4 * missing,
+            b, groups, sum(sizes), width, *sizes, *angles, *tiles, triton.next_power_of_2(width),
+            TURNS=rotation is not None, HALF=triton.next_power_of_2(half),
+            INTERLEAVED=rotation is not None and rotation.interleaved, PASSES=2 * half < width,
+        )  # fmt: skip
+    return packed

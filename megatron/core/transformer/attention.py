@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from megatron.core.backends import Backend, choose_backend
 from megatron.core.collectives import Group, group_size
 from megatron.core.exceptions import UserError
+from megatron.core.ops.rope import Rotation
 from megatron.core.parameters import add_partial_gradient_axis
 from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
@@ -131,9 +132,10 @@ class SelfAttention(MegatronModule):
     def forward(self, hidden_states: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor | None]:
         """Returns (output [t, h], bias of the output projection that the caller adds) for hidden states [t, h]. Under
         sequence parallelism both hold this rank's tokens; attention is computed for this rank's heads of all tokens."""
-        query, key, value, gate = self._project(hidden_states, inputs)
-        rotation = (self.is_windowed and inputs.local_rotation) or inputs.rotation
-        if rotation is not None and self.has_rope:
+        rotation = ((self.is_windowed and inputs.local_rotation) or inputs.rotation) if self.has_rope else None
+        at_once = rotation if self.rotates_projection else None
+        query, key, value, gate = self._project(hidden_states, inputs, at_once)
+        if rotation is not None and at_once is None:
             query = self.backend.apply_rope(query, rotation)
             key = self.backend.apply_rope(key, rotation)
         if self.norms_after_rope:
@@ -168,15 +170,27 @@ class SelfAttention(MegatronModule):
         query, key, value, _ = self._project(hidden_states, inputs)
         return query.flatten(2, 3), key, value
 
-    def _project(self, hidden_states: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    @property
+    def rotates_projection(self) -> bool:
+        """Whether heads can be rotated when they are taken from the projection: nothing else changes them before."""
+        normed = (self.q_layernorm or self.k_layernorm) is not None and not self.norms_after_rope
+        return self.backend.split_rotated_heads is not None and self.config.clip_qkv is None and not normed
+
+    def _project(
+        self, hidden_states: Tensor, inputs: LayerInputs, rotation: Rotation | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Returns query [s, b, g, a / g, d], key, value, and the gate [s, b, a * d] of attention's output, if there is
-        one. They are views of the projection unless a norm or clamp changes them."""
+        one. They are views of the projection unless a norm or clamp changes them, or a rotation is given."""
         qkv, _ = self.linear_qkv(hidden_states)
         a, g, d, clip = self.num_heads, self.num_groups, self.head_size, self.config.clip_qkv
         has_gate = self.config.attention_output_gate
         sizes = [a // g, a // g if has_gate else 0, 1, 1]
         heads = as_heads(qkv, inputs.tokens, g).unflatten(-1, (sum(sizes), d))
-        query, gates, key, value = self.backend.split_heads(heads, sizes)
+        if rotation is None:
+            query, gates, key, value = self.backend.split_heads(heads, sizes)
+        else:
+            assert self.backend.split_rotated_heads is not None
+            query, gates, key, value = self.backend.split_rotated_heads(heads, sizes, rotation)
         key, value = key.squeeze(-2), value.squeeze(-2)
         gate = gates.flatten(2) if has_gate else None
         if clip is not None:

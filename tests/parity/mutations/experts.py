@@ -19,8 +19,8 @@ ROUTERS = [
         "balance-of-local-tokens",
         "the load-balancing loss counts the expert choices of a rank's own tokens, not of the whole micro-batch",
         _LOSSES,
-        "chosen = all_reduce(count_choices(experts, scores.shape[1], share.real), share.group).to(scores.dtype)",
-        "chosen = count_choices(experts, scores.shape[1]).to(scores.dtype)",
+        "chosen = all_reduce(count(experts, sums.shape[0], share.real).double(), share.group).to(sums.dtype)",
+        "chosen = count(experts, sums.shape[0], None).to(sums.dtype)",
         "moe-aux/cp2-p2p/default",
     ),
     Mutation(
@@ -35,8 +35,8 @@ ROUTERS = [
         "sequence-balance-of-local-tokens",
         "the load-balancing loss per sequence counts only the rank's part of each sequence",
         _LOSSES,
-        "chosen = all_reduce(count_choices(cell, samples * num_experts, share.real), share.group)",
-        "chosen = count_choices(cell, samples * num_experts)",
+        "chosen = all_reduce(count(cell, samples * num_experts, share.real).double(), share.group)",
+        "chosen = count(cell, samples * num_experts, None).double()",
         "moe-seq/cp2-a2a/default",
     ),
     Mutation(

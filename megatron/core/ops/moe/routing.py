@@ -5,6 +5,7 @@ expert wins, for any order of the sort and number of tokens. So a token's expert
 in half precision, where logits are often equal.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ from megatron.core.parameters import main_grad_accumulator
 
 ScoreFunction = Literal["softmax", "sigmoid"]
 
-_TINY = 1e-20
+TINY = 1e-20
 """Added to divisors, to avoid dividing by zero."""
 
 
@@ -104,13 +105,17 @@ def weights_sum_to_one(rule: RoutingRule) -> bool:
 
 
 def choose_experts(
-    logits: Tensor, rule: RoutingRule, bias: Tensor | None = None, given: Tensor | None = None
+    logits: Tensor,
+    rule: RoutingRule,
+    bias: Tensor | None = None,
+    given: Tensor | None = None,
+    choose: Callable[[Tensor, int], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns the experts of each token (int64 [t, k], best first) and their weights ([t, k], float32 at least).
 
     `bias` [experts] is added to the scores for the choice only, not to the weights (Wang et al. 2024,
     arXiv:2408.15664). With `given` (int64 [t, k]) these are the experts, and only the weights are computed. Gradients
-    reach the logits through the weights.
+    reach the logits through the weights. `choose` computes `best` (None: that function).
     """
     scores = widened(logits)
     late_softmax = rule.score_function == "softmax" and not rule.scores_first
@@ -119,12 +124,12 @@ def choose_experts(
     compared = scores.detach() if bias is None else scores.detach() + bias
     if rule.num_groups is not None:
         compared = within_best_groups(compared, rule.num_groups, rule.groups_kept, rule.group_score_of)
-    experts = best(compared, rule.topk) if given is None else given
+    experts = (choose or best)(compared, rule.topk) if given is None else given
     weights = scores.gather(1, experts)
     if late_softmax:
         weights = torch.softmax(weights, -1)
     if rule.renormalises:
-        weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
+        weights = weights / (weights.sum(-1, keepdim=True) + TINY)
     if rule.factor:
         weights = weights * rule.factor
     return experts, weights
@@ -133,6 +138,17 @@ def choose_experts(
 def best(scores: Tensor, count: int) -> Tensor:
     """Returns the indices (int64 [t, count]) of the largest scores, in descending order; among equals the first."""
     return torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :count].contiguous()
+
+
+def count_experts(experts: Tensor, num_experts: int, kept: Tensor | None = None) -> Tensor:
+    """Returns how many choices each expert has among `experts` (int64 [t, k]): int64 [experts]. `kept`, bool [t, k] or
+    [t], tells which choices, or which tokens, count; None: all. Does not wait for the device."""
+    if kept is None:
+        ones = torch.ones_like(experts)
+    else:
+        ones = (kept if kept.dim() == experts.dim() else kept[:, None].expand_as(experts)).to(torch.int64)
+    counts = torch.zeros(num_experts, dtype=torch.int64, device=experts.device)
+    return counts.scatter_add_(0, experts.flatten(), ones.flatten())
 
 
 def within_best_groups(scores: Tensor, num_groups: int, kept: int, score_of: int) -> Tensor:
@@ -150,7 +166,14 @@ def balance_scores(logits: Tensor, score_function: ScoreFunction) -> Tensor:
     if score_function == "softmax":
         return torch.softmax(scores, -1)
     scores = torch.sigmoid(scores)
-    return scores / (scores.sum(-1, keepdim=True) + _TINY)
+    return scores / (scores.sum(-1, keepdim=True) + TINY)
+
+
+def balance_sums(logits: Tensor, score_function: ScoreFunction, real: Tensor | None = None) -> Tensor:
+    """Returns the sum over tokens of `balance_scores`, [experts]. `real`, bool [t], tells which tokens count; None:
+    all."""
+    scores = balance_scores(logits, score_function)
+    return (scores if real is None else scores * real[:, None]).sum(0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -5,13 +5,14 @@ micro-batch's tokens, for any number of ranks. Coefficients are not included. Ba
 chosen equally often (Fedus et al. 2021, arXiv:2101.03961). The z-loss is defined by Zoph et al. 2022, arXiv:2202.08906.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron.core.collectives import Group, all_reduce, group_size
+from megatron.core.ops.moe.routing import count_experts
 from megatron.core.ops.precision import widened
 from megatron.core.transformer.config.router import BALANCE_LOSSES, listed
 from megatron.core.transformer.moe.micro_batch_share import MicroBatchShare
@@ -26,32 +27,33 @@ LOSS_NAMES = {
 """Megatron-LM's names on the log line."""
 
 
-def count_choices(experts: Tensor, num_experts: int, real: Tensor | None = None) -> Tensor:
-    """Returns the number of times that each expert is chosen, float64 [experts]. The numbers are integers, so sums are
-    exact. `real` [t] is True for tokens that count; None: all."""
-    ones = torch.ones_like(experts, dtype=torch.float64)
-    ones = (ones if real is None else ones * real.view(-1, 1)).flatten()
-    return torch.zeros(num_experts, dtype=torch.float64, device=experts.device).scatter_add_(0, experts.flatten(), ones)
+CountExperts = Callable[[Tensor, int, Tensor | None], Tensor]
+"""Computes `ops.moe.routing.count_experts`."""
 
 
-def micro_batch_loss(scores: Tensor, experts: Tensor, share: MicroBatchShare) -> Tensor:
-    """Returns this rank's part of E / (k T^2) sum_i P_i n_i over the T tokens of the micro-batch, where P_i is the sum
-    of `scores` [t, E] of expert i, and n_i counts expert i in `experts` [t, k]. Padding does not count."""
-    chosen = all_reduce(count_choices(experts, scores.shape[1], share.real), share.group).to(scores.dtype)
+def micro_batch_loss(
+    sums: Tensor, experts: Tensor, share: MicroBatchShare, count: CountExperts = count_experts
+) -> Tensor:
+    """Returns this rank's part of E / (k T^2) sum_i P_i n_i over the T tokens of the micro-batch. P_i are `sums` [E] of
+    the scores of each expert (`balance_sums`), and n_i counts expert i in `experts` [t, k]. Padding does not count."""
+    chosen = all_reduce(count(experts, sums.shape[0], share.real).double(), share.group).to(sums.dtype)
     total = share.routed_total
-    return (_real(scores, share).sum(0) * chosen).sum() * (scores.shape[1] / (experts.shape[1] * total**2))
+    return (sums * chosen).sum() * (sums.shape[0] / (experts.shape[1] * total**2))
 
 
-def sequence_loss(scores: Tensor, experts: Tensor, share: MicroBatchShare) -> Tensor:
+def sequence_loss(
+    scores: Tensor, experts: Tensor, share: MicroBatchShare, count: CountExperts = count_experts
+) -> Tensor:
     """Returns the mean over samples of each sample's balance loss (DeepSeek-AI 2024, arXiv:2412.19437). Samples that
     are all padding do not count."""
     length, samples, num_experts = share.sample_length, share.samples, scores.shape[1]
     sample = share.sample_numbers(scores.device)
     membership = (sample[:, None] == torch.arange(samples, device=sample.device)).double()  # [t, samples]
-    sums = (membership.t() @ _real(scores, share).double()).to(scores.dtype)
+    real_scores = scores if share.real is None else scores * share.real[:, None]
+    sums = (membership.t() @ real_scores.double()).to(scores.dtype)
     cell = sample[:, None] * num_experts + experts
-    chosen = all_reduce(count_choices(cell, samples * num_experts, share.real), share.group).view(samples, -1)
-    chosen = chosen.to(scores.dtype)
+    chosen = all_reduce(count(cell, samples * num_experts, share.real).double(), share.group)
+    chosen = chosen.view(samples, -1).to(scores.dtype)
     if share.real is not None:
         lengths = all_reduce(membership.t() @ share.real.double(), share.group)
         of_samples = (sums * chosen).sum(1) / lengths.clamp(min=1.0).square()
@@ -68,20 +70,28 @@ class GlobalBalance:
     """Sums of counts, float64 [experts]."""
     calls: int = 0
 
-    def loss(self, scores: Tensor, experts: Tensor, share: MicroBatchShare, everyone: Group) -> Tensor:
-        """Returns this rank's part of E / (k T T') sum_i P_i n_i, where n_i is the mean over micro-batches so far of
-        the counts over the T' tokens that all ranks of `everyone` route together."""
+    def loss(
+        self,
+        sums: Tensor,
+        experts: Tensor,
+        share: MicroBatchShare,
+        everyone: Group,
+        count: CountExperts = count_experts,
+    ) -> Tensor:
+        """Returns this rank's part of E / (k T T') sum_i P_i n_i, where P_i are `sums` [E], as in `micro_batch_loss`,
+        and n_i is the mean over micro-batches so far of the counts over the T' tokens that all ranks of `everyone`
+        route together."""
         real = share.real
         counted = run_once_under_recompute(
-            (self, "counts"), lambda: self._count(experts, scores.shape[1], everyone, real)
+            (self, "counts"), lambda: self._count(count(experts, sums.shape[0], real), everyone)
         )
-        mean = counted.to(scores.dtype)
+        mean = counted.to(sums.dtype)
         everywhere = share.count * group_size(everyone) if real is None else counted.sum() / experts.shape[1]
         tokens = share.routed_total * everywhere
-        return (_real(scores, share).sum(0) * mean).sum() * (scores.shape[1] / (experts.shape[1] * tokens))
+        return (sums * mean).sum() * (sums.shape[0] / (experts.shape[1] * tokens))
 
-    def _count(self, experts: Tensor, num_experts: int, everyone: Group, real: Tensor | None) -> Tensor:
-        counts = all_reduce(count_choices(experts, num_experts, real), everyone)
+    def _count(self, chosen: Tensor, everyone: Group) -> Tensor:
+        counts = all_reduce(chosen.double(), everyone)
         self.chosen = counts if self.chosen is None else self.chosen + counts
         self.calls += 1
         return self.chosen / self.calls
@@ -97,11 +107,6 @@ def z_loss(logits: Tensor, share: MicroBatchShare) -> Tensor:
     if share.real is not None:
         return (squares * share.real).sum() / share.routed_total
     return squares.sum() / max(share.total, 1)
-
-
-def _real(scores: Tensor, share: MicroBatchShare) -> Tensor:
-    """Returns scores [t, E] with 0 for padding."""
-    return scores if share.real is None else scores * share.real[:, None]
 
 
 def coefficients(types: str | Sequence[str], values: float | Sequence[float]) -> dict[str, float]:

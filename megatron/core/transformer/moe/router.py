@@ -14,7 +14,6 @@ from megatron.core.ops.attached_loss import attach_loss
 from megatron.core.ops.moe.routing import (
     RoutingRule,
     balance_scores,
-    best,
     choose_experts,
     sinkhorn,
     straight_through,
@@ -30,6 +29,7 @@ from megatron.core.transformer.layer_inputs import LayerInputs
 from megatron.core.transformer.layer_metrics import LayerMetrics
 from megatron.core.transformer.moe.auxiliary_losses import (
     LOSS_NAMES,
+    CountExperts,
     GlobalBalance,
     coefficients,
     micro_batch_loss,
@@ -43,7 +43,7 @@ from megatron.core.transformer.moe.micro_batch_share import (
     micro_batch_share_of_rows,
 )
 from megatron.core.transformer.moe.router_replay import RouterReplay
-from megatron.core.transformer.moe.routing import Routing
+from megatron.core.transformer.moe.routing import CountedOnce, Routing
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils.recompute_cache import run_once_under_recompute
 
@@ -110,9 +110,11 @@ class TopKRouter(Router):
         if self.observers and torch.is_grad_enabled():
             noted = self, hidden, logits, experts, weights
             run_once_under_recompute((self, "observers"), lambda: [observe(*noted) for observe in self.observers])
+        count = CountedOnce(self.backend.count_experts)
         if self._adds_losses and self.balance:
-            weights = self._balanced(experts, weights, logits, share, scale)
+            weights = self._balanced(experts, weights, logits, share, scale, count)
         routing = self._within_capacity(experts, weights, share)
+        routing = dataclasses.replace(routing, counts=count(experts, self.num_experts, routing.kept))
         if torch.is_grad_enabled():
             run_once_under_recompute((self, "token counts"), lambda: self._count(routing, share.real))
         return routing
@@ -168,7 +170,7 @@ class TopKRouter(Router):
         if self.uses_sinkhorn:
             return self._choose_by_sinkhorn(logits, share)
         if self.replay is None:
-            return choose_experts(logits, self.rule, self.expert_bias)
+            return self.backend.choose_experts(logits, self.rule, self.expert_bias)
         given = self.replay.given(logits.shape[0], self.topk)
         experts, weights = choose_experts(logits, self.rule, self.expert_bias, given)
         self.replay.note(experts)
@@ -180,7 +182,7 @@ class TopKRouter(Router):
         wide = widened(logits)
         scores = torch.sigmoid(wide) if self.topk == 1 else torch.softmax(wide, -1)
         compared = self._sinkhorn_scores(logits, share) if self.training else scores
-        experts = best(compared.detach(), self.topk)
+        experts = self.backend.best(compared.detach(), self.topk)
         return experts, scores.gather(1, experts)
 
     @torch.no_grad()
@@ -226,23 +228,34 @@ class TopKRouter(Router):
         return self.training and torch.is_grad_enabled()
 
     def _balanced(
-        self, experts: Tensor, weights: Tensor, logits: Tensor, share: MicroBatchShare, scale: Tensor | None
+        self,
+        experts: Tensor,
+        weights: Tensor,
+        logits: Tensor,
+        share: MicroBatchShare,
+        scale: Tensor | None,
+        count: CountExperts,
     ) -> Tensor:
-        scores = balance_scores(logits, self.rule.score_function)
+        function = self.rule.score_function
         if (
             self.expert_bias is not None or self.rule.num_groups is not None
         ):  # balance is measured without bias and groups
-            experts = best(scores.detach(), self.topk)
+            experts = self.backend.best(balance_scores(logits.detach(), function), self.topk)
         for kind, coefficient in self.balance.items():
-            value = self._balance_loss(kind, scores, experts, share)
+            value = self._balance_loss(kind, logits, experts, share, count)
             weights = self._attach(weights, kind, value, coefficient, share, scale)
         return weights
 
-    def _balance_loss(self, kind: str, scores: Tensor, experts: Tensor, share: MicroBatchShare) -> Tensor:
+    def _balance_loss(
+        self, kind: str, logits: Tensor, experts: Tensor, share: MicroBatchShare, count: CountExperts
+    ) -> Tensor:
+        function = self.rule.score_function
+        if kind == "seq_aux_loss":
+            return sequence_loss(balance_scores(logits, function), experts, share, count)
+        sums = self.backend.balance_sums(logits, function, share.real)
         if kind == "global_aux_loss":
-            return self.global_balance.loss(scores, experts, share, self.groups.tp_dp_cp)
-        compute: Callable[..., Tensor] = micro_batch_loss if kind == "aux_loss" else sequence_loss
-        return compute(scores, experts, share)
+            return self.global_balance.loss(sums, experts, share, self.groups.tp_dp_cp, count)
+        return micro_batch_loss(sums, experts, share, count)
 
     def _attach(
         self,

@@ -1,9 +1,12 @@
 """The result of a router: the record that dispatcher and experts read."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from megatron.core.ops.moe.routing import count_experts
 
 
 @dataclass(frozen=True)
@@ -17,12 +20,13 @@ class Routing:
     """[t, k], float32 at least, with gradient to the router. 0 if the token was dropped."""
     kept: Tensor | None = None
     """bool [t, k]: False if an expert has no capacity left for the token. None: no token was dropped."""
+    counts: Tensor | None = None
+    """int64 [experts]: number of this rank's tokens that each expert takes. None: not counted yet."""
 
     def tokens_per_expert(self, num_experts: int) -> Tensor:
         """Returns the number of this rank's tokens that each expert takes, int64 [experts]. Does not wait for the
         device."""
-        counts = torch.zeros(num_experts, dtype=torch.int64, device=self.experts.device)
-        return counts.scatter_add_(0, self.experts.flatten(), self.taken().flatten())
+        return count_experts(self.experts, num_experts, self.kept) if self.counts is None else self.counts
 
     def taken(self) -> Tensor:
         """Returns int64 [t, k]: 1, or 0 if the expert has no capacity left for the token."""
@@ -40,3 +44,20 @@ class Routing:
         taken = self.taken().bool()
         chosen = torch.zeros(t, num_experts, dtype=torch.bool, device=taken.device).scatter(1, self.experts, taken)
         return torch.where(chosen, weights, weights.new_zeros(())), chosen
+
+
+class CountedOnce:
+    """Computes `count_experts` and keeps its last result, which the losses, metrics and dispatcher of a layer share."""
+
+    def __init__(self, count: Callable[[Tensor, int, Tensor | None], Tensor]) -> None:
+        self.count = count
+        self._last: tuple[Tensor, int, Tensor | None] | None = None
+        self._counts: Tensor | None = None
+
+    def __call__(self, experts: Tensor, num_experts: int, kept: Tensor | None = None) -> Tensor:
+        """Returns the counts; the caller must not change them."""
+        last = self._last
+        if last is None or last[0] is not experts or last[1] != num_experts or last[2] is not kept:
+            self._last, self._counts = (experts, num_experts, kept), self.count(experts, num_experts, kept)
+        assert self._counts is not None
+        return self._counts

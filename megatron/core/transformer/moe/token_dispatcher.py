@@ -227,8 +227,8 @@ class _AllGatherDispatchCombine(DispatchCombine):
         )
         self.experts = numbers.to(torch.int64) - at.ep_rank * at.num_local_experts  # [all tokens, k]
         self.here = (self.experts >= 0) & (self.experts < at.num_local_experts)
-        local = Routing(self.experts.clamp(0, at.num_local_experts - 1), routing.weights, self.here)
-        self.counts = local.tokens_per_expert(at.num_local_experts)
+        local = self.experts.clamp(0, at.num_local_experts - 1)
+        self.counts = at.backend.count_experts(local, at.num_local_experts, self.here)
         self.all_are_here = at.ep_size == 1 and routing.kept is None
         knows_sizes = at.tells_sizes or not self.all_are_here
         self._on_host: HostCopy | None = None

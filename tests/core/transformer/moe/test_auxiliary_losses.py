@@ -4,12 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.ops.moe.routing import balance_scores, best
+from megatron.core.ops.moe.routing import balance_scores, best, count_experts
 from megatron.core.tokens import Tokens
 from megatron.core.transformer.moe.auxiliary_losses import (
     GlobalBalance,
     coefficients,
-    count_choices,
     micro_batch_loss,
     sequence_loss,
     z_loss,
@@ -41,7 +40,9 @@ def balance(scores: Tensor, experts: Tensor) -> float:
 
 def test_of_a_micro_batch() -> None:
     scores, experts = problem()
-    assert float(micro_batch_loss(scores, experts, share())) == pytest.approx(balance(scores, experts), rel=1e-12)
+    assert float(micro_batch_loss(scores.sum(0), experts, share())) == pytest.approx(
+        balance(scores, experts), rel=1e-12
+    )
 
 
 def test_of_sequences() -> None:
@@ -57,16 +58,16 @@ def test_a_sample_is_a_sequence_also_where_a_packed_row_has_several() -> None:
     by_sample = torch.arange(S * B).view(S, B).t().flatten()
     value = sequence_loss(scores[by_sample], experts[by_sample], share(packed))
     torch.testing.assert_close(value, sequence_loss(scores, experts, share()))
-    assert not torch.isclose(value, micro_batch_loss(scores, experts, share()), rtol=1e-6)
+    assert not torch.isclose(value, micro_batch_loss(scores.sum(0), experts, share()), rtol=1e-6)
 
 
 def test_what_is_evenly_loaded_has_the_value_one() -> None:
     scores = torch.full((S * B, EXPERTS), 1 / EXPERTS, dtype=torch.float64)
     experts = (torch.arange(S * B)[:, None] // B * K + torch.arange(K)) % EXPERTS
     for value in (
-        micro_batch_loss(scores, experts, share()),
+        micro_batch_loss(scores.sum(0), experts, share()),
         sequence_loss(scores, experts, share()),
-        GlobalBalance().loss(scores, experts, share(), None),
+        GlobalBalance().loss(scores.sum(0), experts, share(), None),
     ):
         assert float(value) == pytest.approx(1.0)
 
@@ -75,13 +76,13 @@ def test_of_the_global_batch_so_far() -> None:
     seen, tracker = torch.zeros(EXPERTS, dtype=torch.float64), GlobalBalance()
     for step in range(3):
         scores, experts = problem(step)
-        seen += count_choices(experts, EXPERTS)
+        seen += count_experts(experts, EXPERTS)
         expected = EXPERTS / (K * (S * B) ** 2) * float((scores.sum(0) * seen / (step + 1)).sum())
-        assert float(tracker.loss(scores, experts, share(), None)) == pytest.approx(expected, rel=1e-12)
+        assert float(tracker.loss(scores.sum(0), experts, share(), None)) == pytest.approx(expected, rel=1e-12)
     tracker.reset()
     scores, experts = problem(7)
-    value = tracker.loss(scores, experts, share(), None)
-    torch.testing.assert_close(value, micro_batch_loss(scores, experts, share()))
+    value = tracker.loss(scores.sum(0), experts, share(), None)
+    torch.testing.assert_close(value, micro_batch_loss(scores.sum(0), experts, share()))
 
 
 def test_of_logits() -> None:
