@@ -14,6 +14,7 @@ losses differ. The learning rate rises during the first fifth of the steps.
 """
 
 import argparse
+import gc
 import math
 import statistics
 import sys
@@ -106,6 +107,7 @@ def build(flags: Sequence[str], vocabulary: int) -> DistributedDataParallel:
     length = config.data.seq_length
     assert length is not None
     transformer = config.transformer
+    gc.collect()  # the memory of the model before
     with torch.device("meta"):  # the wrapper draws the initial values on the device
         model = GPTModel(
             transformer,

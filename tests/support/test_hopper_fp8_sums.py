@@ -18,7 +18,7 @@ def one_row(*terms: float) -> Tensor:
 
 
 def test_integers_are_exact() -> None:
-    left, right = (torch.arange(40).reshape(1, 40) % 7 - 3 + offset for offset in (0, 1))
+    left, right = (torch.arange(40.0).reshape(1, 40) % 7 - 3 + offset for offset in (0, 1))
     assert sums_of_products(left, right) == (left * right).sum()
 
 
@@ -27,6 +27,16 @@ def test_terms_lose_what_is_14_bits_below_the_largest_towards_zero(sign: float) 
     kept, dropped = one_row(1.0, 2.0**-13), one_row(1.0, 2.0**-14, 2.0**-14)
     assert sums_of_products(sign * kept, torch.ones_like(kept)) == sign * (1 + 2.0**-13)
     assert sums_of_products(sign * dropped, torch.ones_like(dropped)) == sign
+
+
+def test_products_are_shifted_by_the_exponents_of_their_factors() -> None:
+    """1.5 * 1.5 has the exponent 0, although it is larger than 2; a factor below the normal numbers has theirs."""
+    large, ones = one_row(1.5, -1.5, 2.0**-13), one_row(1.5, 1.5, 1.0)
+    assert sums_of_products(large, ones) == 2.0**-13
+    small, factors = (
+        values.to(torch.float8_e4m3fn) for values in (one_row(2.0**-9, 2.0**-6), one_row(2.0**8, 2.0**-6))
+    )
+    assert sums_of_products(small, factors) == 2.0**-1  # the second term is 14 bits below 2^-6 * 2^8
 
 
 def test_the_terms_of_an_instruction_are_added_to_the_sum_of_those_before() -> None:
