@@ -14,7 +14,6 @@ from megatron.core.backends import LOCAL
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.ops.activation import Activation, gelu_erf, gelu_tanh, quick_gelu, squared_relu
 from megatron.core.ops.moe import permute_triton as permute_kernels
-from megatron.core.ops.moe.grouped_accumulate_triton import Specialization
 from megatron.core.ops.moe.grouped_linear import RowGroups, grouped_bias, grouped_linear
 from megatron.core.ops.moe.grouped_linear_triton import (
     ACCUMULATIONS,
@@ -290,18 +289,9 @@ LARGE = (0, 1, 127, 129, 8191, *[1000, 3000] * 29, 6624)
 
 def accumulations() -> None:
     for way in ACCUMULATIONS.values():
-        if way.specialized is not None and ON_CPU:
-            continue  # Triton's interpreter does not run it
         accumulated(way, (70, 0, 1, 130, 64), 64, 272)
         accumulated(way, (70, 0, 1, 130, 64), 128, 24)
         accumulated(way, (65,), 40, 24)  # with tiles that are partly filled: not in bulk
-
-
-def specialized() -> None:
-    """Checks the kernel with specialised warps, and the product that it leaves to the other kernel."""
-    way = Accumulation(True, 4, specialized=Specialization())
-    accumulated(way, (70, 0, 1, 130, 64), 128, 24)
-    accumulated(way, (65,), 40, 24)
 
 
 def accumulated(way: Accumulation, sizes: tuple[int, ...], out_width: int, in_width: int) -> None:

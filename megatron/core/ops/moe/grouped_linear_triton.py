@@ -11,8 +11,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from megatron.core.ops.moe import grouped_accumulate_triton
-from megatron.core.ops.moe.grouped_accumulate_triton import Specialization
 from megatron.core.ops.moe.grouped_linear import (
     GroupedProducts,
     RowGroups,
@@ -38,11 +36,6 @@ class Accumulation:
     same bits at every run."""
     stages: int
     """Tiles of factors that are loaded ahead."""
-    out_tile: int = 128
-    in_tile: int = 256
-    """Largest tile of the total that a program computes."""
-    specialized: Specialization | None = None
-    """Sizes of the kernel with specialised warps, where it can compute the product; None: not used."""
 
 
 ACCUMULATIONS = {
@@ -50,14 +43,6 @@ ACCUMULATIONS = {
     "read 4": Accumulation(False, 4),
     "bulk 3": Accumulation(True, 3),
     "bulk 4": Accumulation(True, 4),
-    "bulk 4, 256 x 128": Accumulation(True, 4, 256, 128),
-    "specialized": Accumulation(True, 4, specialized=Specialization()),
-    "specialized, queue": Accumulation(True, 4, specialized=Specialization(takes_turns=False)),
-    "specialized, band 16": Accumulation(True, 4, specialized=Specialization(band=16)),
-    "specialized, band 2": Accumulation(True, 4, specialized=Specialization(band=2)),
-    "specialized, 7 x 32 rows": Accumulation(True, 4, specialized=Specialization(rows=32, stages=7, buffers=3)),
-    "specialized, pieces of 64": Accumulation(True, 4, specialized=Specialization(piece=64, buffers=1)),
-    "specialized, registers": Accumulation(True, 4, specialized=Specialization(buffers=0)),
 }
 ACCUMULATION_IN_USE = "read 3"
 """The one that has been tested on GPUs."""
@@ -132,19 +117,16 @@ def accumulate_grouped_product_triton(
         accumulate_grouped_product(total, left, right, groups)
         return
     assert total.is_contiguous() and left.dtype is right.dtype
-    left, right = left.contiguous(), right.contiguous()
-    way = way or ACCUMULATIONS[ACCUMULATION_IN_USE]
-    if way.specialized is not None and grouped_accumulate_triton.takes(total, left, right):
-        grouped_accumulate_triton.accumulate_specialized(total, left, right, groups.ends, way.specialized)
-        return
     number, out_width, in_width = total.shape
-    out_tile, in_tile, rows = _tile(out_width, in_width, way)
+    out_tile, in_tile, rows = _tile(out_width, in_width)
     grid = (triton.cdiv(out_width, out_tile) * triton.cdiv(in_width, in_tile), number)
+    left, right = left.contiguous(), right.contiguous()
     in_bulk = all(_copies_in_bulk(factor) for factor in (left, right))
     tiles = [
         TensorDescriptor.from_tensor(factor, [rows, width]) if in_bulk else None
         for factor, width in ((left, out_tile), (right, in_tile))
     ]
+    way = way or ACCUMULATIONS[ACCUMULATION_IN_USE]
     # A tile of the total may not reach into the next group.
     adds = way.adds_in_bulk and in_bulk and not (out_width % out_tile or in_width % 4 or total.data_ptr() % 16)
     total_tiles = TensorDescriptor.from_tensor(total.view(-1, in_width), [out_tile, in_tile]) if adds else None
@@ -161,11 +143,11 @@ def _copies_in_bulk(rows: Tensor) -> bool:
     return not rows.is_cuda or torch.cuda.get_device_capability(rows.device) >= (9, 0)
 
 
-def _tile(out_width: int, in_width: int, way: Accumulation) -> tuple[int, int, int]:
+def _tile(out_width: int, in_width: int) -> tuple[int, int, int]:
     """Returns the outputs, inputs and rows of a program's tile."""
     return (
-        min(way.out_tile, max(16, triton.next_power_of_2(out_width))),
-        min(way.in_tile, max(16, triton.next_power_of_2(in_width))),
+        min(128, max(16, triton.next_power_of_2(out_width))),
+        min(256, max(16, triton.next_power_of_2(in_width))),
         64,
     )
 
