@@ -1,6 +1,6 @@
 """Checks whether a run may load a checkpoint: its model, its state, and the keys that may differ."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -25,28 +25,29 @@ _ALL_OPTIMIZER_STATE = optimizer_state_name("*", "*")
 
 
 def check_before_build(config: PretrainConfig, schedule_of_flags: bool = True) -> None:
-    """Raises UserError, the same on all ranks, if every checkpoint that --load may continue from has another model or
-    schedule than this run. This check comes before the model is built, which can take minutes; `Checkpoints.load` comes
-    after it. `schedule_of_flags` is False if a script builds its own schedule; it is not compared then. Collective."""
+    """Raises UserError, the same on all ranks, if every checkpoint that --load may continue from, temporary ones too,
+    has another model or schedule than this run. This check comes before the model is built, which can take minutes;
+    `Checkpoints.load` comes after it. `schedule_of_flags` is False if a script builds its own schedule; it is not
+    compared then. Collective."""
     flags = config.checkpoint
     if flags.load is None or flags.finetune or config.transformer.moe_use_upcycling:
         return
     if config.evaluation.skip_train:
         schedule_of_flags = False
-    if temporary_folder(flags, flags.load) is not None and flags.ckpt_step is None:
-        schedule_of_flags = False  # a newer temporary checkpoint may have another schedule
-    RankCoordinator().run_on_first(partial(_check_candidates, config, Path(flags.load), schedule_of_flags))
+    temporary = temporary_folder(flags, flags.load) if flags.ckpt_step is None else None
+    roots = [Path(flags.load), *([] if temporary is None else [temporary])]
+    RankCoordinator().run_on_first(partial(_check_candidates, config, roots, schedule_of_flags))
 
 
-def _check_candidates(config: PretrainConfig, root: Path, with_schedule: bool) -> None:
+def _check_candidates(config: PretrainConfig, roots: Sequence[Path], with_schedule: bool) -> None:
     try:
-        names = select_folders(root, config.checkpoint.ckpt_step).folders
+        found = [root / name for root in roots for name in select_folders(root, config.checkpoint.ckpt_step).folders]
     except UserError:
         return  # `Checkpoints.load` reports it
     problem = None
-    for name in names:
+    for folder in found:
         try:
-            manifest = read_manifest(root / name)
+            manifest = read_manifest(folder)
             check_architecture(config, manifest.config)
             if with_schedule and "train_state" in manifest.common:
                 check_schedule(config, manifest.common["scheduler"])

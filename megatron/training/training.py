@@ -34,6 +34,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.layer_costs import training_flops
 from megatron.training import global_vars, loop
 from megatron.training.arguments import config_of_command_line
+from megatron.training.checkpoint_checks import check_before_build
 from megatron.training.checkpoint_contents import SavedParts
 from megatron.training.checkpoints import checkpoints_of_run
 from megatron.training.config.pretrain_config import PretrainConfig
@@ -215,6 +216,7 @@ def setup_model_and_optimizer(
     """Returns model chunks, optimizer and schedule, loaded from --load's checkpoint if there is one. With --skip-train
     the last two are None."""
     run = global_vars.current_run()
+    check_before_build(run.config)
     model = build_model(run, model_builder(model_provider_func))
     optimizer = build_optimizer(run, model)
     scheduler = build_scheduler(run.config, optimizer)

@@ -8,6 +8,7 @@ from support.small_run import SmallRun, equal
 
 from megatron.core.exceptions import UserError
 from megatron.training.checkpoint_checks import check_before_build
+from megatron.training.lr_schedule import build_scheduler
 
 
 @pytest.fixture
@@ -33,6 +34,20 @@ def test_another_model_is_refused_by_flag_and_finetune_says_so(saved, tmp_path, 
     capsys.readouterr()
     assert SmallRun.make(f"--load {tmp_path} {other} --finetune").load()
     assert "WARNING: --norm-epsilon is 1e-06 in this run and 1e-05 in the checkpoint" in capsys.readouterr().out
+
+
+def test_another_schedule_is_refused_early(tmp_path):
+    """In temporary checkpoints, too. If one checkpoint fits, which may be the newest, `load` decides."""
+    other = "--non-persistent-save-interval 1 --min-lr 1e-5"
+    for folder in (tmp_path / "non_persistent", tmp_path):
+        run = SmallRun.make(f"--save {folder}").train(1)
+        run.save()
+        with pytest.raises(UserError, match="--min-lr"):
+            check_before_build(configured(f"--load {tmp_path} --save {tmp_path} {other}"))
+    fitting = configured(f"--load {tmp_path} --save {tmp_path} {other}")
+    run.scheduler = build_scheduler(fitting, run.optimizer)
+    run.train(1).save()
+    check_before_build(fitting)
 
 
 def test_only_checkpoints_that_can_be_read_refuse_a_model(saved, tmp_path):

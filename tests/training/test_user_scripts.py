@@ -42,6 +42,7 @@ from megatron.training import (
 )
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.checkpointing import checkpoint_exists
+from megatron.training.launch.signals import DEFAULT_SIGNALS
 from megatron.training.training import (
     build_train_valid_test_data_iterators,
     evaluate,
@@ -353,7 +354,9 @@ def test_a_loop_of_ones_own(corpus, tmp_path, monkeypatch, capsys):
     flags = f"--fp64 --data-path {corpus} --train-iters 3 --eval-interval 3 --eval-iters 2 {EXACT} --save {tmp_path}"
     expected = train(flags.replace(str(tmp_path), str(tmp_path / "other")))
     monkeypatch.setattr("sys.argv", ["script.py", *f"{TINY} {flags}".split()])
+    handlers = [signal.getsignal(number) for number in DEFAULT_SIGNALS]
     initialize_megatron(args_defaults={"tokenizer_type": "NullTokenizer"})
+    assert [signal.getsignal(number) for number in DEFAULT_SIGNALS] == handlers  # a script handles signals itself
     args = get_args()
     model, optimizer, scheduler = setup_model_and_optimizer(model_provider, ModelType(1))
     assert isinstance(unwrap_model(model)[0], GPTModel)
@@ -389,6 +392,10 @@ def test_a_loop_of_ones_own(corpus, tmp_path, monkeypatch, capsys):
     assert torch.equal(next(batches)["tokens"][0], datasets[0][args.consumed_train_samples]["tokens"])
     assert training.get_optimizer_param_scheduler(optimizer).state_dict()["max_lr"] == args.lr
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text().strip() == "3"
+    monkeypatch.setattr("sys.argv", ["script.py", *f"{TINY} {flags} --load {tmp_path} --min-lr 1e-4".split()])
+    initialize_megatron()
+    with pytest.raises(UserError, match=r"--min-lr is 0\.0001 in this run and 0\.0 in the checkpoint"):
+        setup_model_and_optimizer(mock.Mock(side_effect=AssertionError("built")), ModelType(1))
     global_vars.clear_current_run()
 
 
