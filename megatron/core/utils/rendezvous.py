@@ -1,6 +1,9 @@
 """Starts torch.distributed from the environment variables of torchrun."""
 
+import contextlib
 import os
+import socket
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -109,3 +112,28 @@ def start_torch_distributed(
             **here,
         )
     return True
+
+
+def is_first_to_claim(store: dist.Store, key: str, name: str, seconds: float = 3.0) -> bool:
+    """Returns whether this process is the first to claim a key of the store under a name of its own. Returns True if
+    the store does not answer, too: its server may have ended. Another thread may be waiting in the store meanwhile."""
+    claimed: list[bytes] = []
+
+    def claim() -> None:
+        with contextlib.suppress(OSError, RuntimeError):
+            _look_for_server(store)
+            own = store.clone()  # type: ignore[attr-defined]  # a thread that waits in the store keeps its connection
+            claimed.append(own.compare_set(key, "", name))
+
+    thread = threading.Thread(target=claim, name="claim", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return not claimed or bytes(claimed[0]) == name.encode()
+
+
+def _look_for_server(store: dist.Store) -> None:
+    """Raises OSError if no server listens at the store's address. A request to it would print torch's warnings."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, dist.TCPStore):
+        socket.create_connection((store.host, store.port), timeout=2.0).close()

@@ -32,6 +32,7 @@ import torch.distributed as dist
 
 from megatron.core.exceptions import UserError
 from megatron.core.utils.activity import activity
+from megatron.core.utils.rendezvous import is_first_to_claim
 from megatron.training.launch.errors import write_launcher_error_file
 from megatron.training.launch.heartbeat_server import HeartbeatServer
 from megatron.training.launch.process_state import (
@@ -109,6 +110,7 @@ class Heartbeat:
         activity.forget()
         _Generation.number += 1
         key = f"heartbeat {_Generation.number}"
+        self._store, self._end_key = store, f"{key} end"
         if rank == 0:
             token = secrets.token_hex(8)
             self._server = HeartbeatServer(size, self.limits, token, self.interval)
@@ -218,9 +220,17 @@ class Heartbeat:
         cause = Cause(0, what.format(phase if iteration is None else f"{phase}, after iteration {iteration}"))
         text = end_text(cause, self.size, {self.rank: self._report()})
         kill = [self._address["machine"], self._address["pid"]]
-        # Rank 1 may be gone as well, if it is on the machine of rank 0. The others cannot know whether it is.
-        printer = self.rank if self.rank == self._first.get("elsewhere") else 1
+        printer = self.rank if self._prints_the_end_of_first() else None
         self._end({"type": "end", "text": text, "rank": 0, "code": 1, "printer": printer, "kill": kill})
+
+    def _prints_the_end_of_first(self) -> bool:
+        """Rank 1 prints it or the first rank of another node, because rank 1 may be gone as well if it is on the node
+        of rank 0. If both live, the one does that is first in the store, which outlives rank 0 if torchrun serves
+        it."""
+        elsewhere = self._first.get("elsewhere")
+        if self.rank not in (1, elsewhere):
+            return False
+        return elsewhere in (None, 1) or is_first_to_claim(self._store, self._end_key, str(self.rank))
 
     def _obey(self, message: Message) -> None:
         kind = message["type"]

@@ -1,9 +1,13 @@
 """The world that torchrun's environment describes."""
 
+import gc
+import threading
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron.core.exceptions import UserError
 from megatron.core.utils import rendezvous
@@ -81,3 +85,23 @@ def test_ranks_wait_for_each_other_while_they_connect(monkeypatch: pytest.Monkey
     assert rendezvous.start_torch_distributed(torch.device("cpu"), alone=True)
     assert [(call.operation, call.channel.ranks) for call in seen] == [("init_process_group", (0,))]
     assert not activity.waits
+
+
+def test_one_process_claims_a_key_while_the_store_lives() -> None:
+    """Another thread may wait in the store meanwhile. Without a server each may claim it."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    clients = [
+        dist.PrefixStore("run", dist.TCPStore("127.0.0.1", server.port, timeout=timedelta(seconds=20)))
+        for _ in range(2)
+    ]
+    waits = threading.Thread(target=clients[1].get, args=("later",))
+    waits.start()
+    claims = [rendezvous.is_first_to_claim(client, "end", str(at)) for at, client in enumerate(clients)]
+    server.set("run/later", "")
+    waits.join()
+    assert claims == [True, False]
+    assert rendezvous.is_first_to_claim(clients[1], "other", "1")
+    assert not rendezvous.is_first_to_claim(clients[0], "other", "0")
+    del server
+    gc.collect()
+    assert all(rendezvous.is_first_to_claim(client, "last", str(at)) for at, client in enumerate(clients))

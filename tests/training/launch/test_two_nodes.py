@@ -99,8 +99,8 @@ def lines_of_the_end(run: Run) -> list[str]:
 def end(run: Run, fault: str) -> float:
     """Lets something fail, waits until all processes have ended, and returns the seconds that this took."""
     began = time.monotonic()
-    if fault == "rank":
-        [pid] = run.nodes.processes(1, "RANK=3")
+    if fault in ("rank 0", "rank 3"):
+        [pid] = run.nodes.processes(int(fault == "rank 3"), f"RANK={fault[-1]}")
         os.kill(pid, signal.SIGKILL)
     elif fault == "cut":
         run.nodes.cut()
@@ -110,7 +110,7 @@ def end(run: Run, fault: str) -> float:
     return time.monotonic() - began
 
 
-@pytest.mark.parametrize("fault", ["rank", "node 1", "node 0", "cut"])
+@pytest.mark.parametrize("fault", ["rank 0", "rank 3", "node 1", "node 0", "cut"])
 def test_all_processes_of_both_nodes_end(run: Run, fault: str) -> None:
     for node in range(2):
         run.start(node)
@@ -127,8 +127,9 @@ def test_all_processes_of_both_nodes_end(run: Run, fault: str) -> None:
         return
     [line] = lines
     # The checkpoint that the test waits for has its name before the save has ended.
-    what = {"rank": "rank 3 of 4 ended in (training|saving)", "node 0": "rank 0 of 4 ended in (training|saving)"}
-    assert re.search(what.get(fault, " of 4 "), line), logs
+    first = {"rank 0": "rank 0", "rank 3": "rank 3", "node 0": "rank 0"}
+    what = f"{first[fault]} of 4 ended in (training|saving)" if fault in first else " of 4 "
+    assert re.search(what, line), logs
     if fault == "node 1":
         first = line.split()[4]
         assert first in "23" and f"\n  rank {5 - int(first)} is gone, too\n" in logs
