@@ -41,7 +41,7 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import MockGPTDataset, MockGPTLowLevelDataset
 from megatron.core.dist_checkpointing.coordination import RankCoordinator
 from megatron.core.transformer.layer_costs import training_flops
-from megatron.training import training
+from megatron.training import pretraining
 from megatron.training.arguments import configure
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.resolution import ConfigurationError
@@ -251,7 +251,7 @@ def measure(options: Options, flags: list[str]) -> tuple[dict[str, Any], Stopwat
         if options.documents is not None:
             recorder.attention_microbatches = step_microbatches(config)
         with contextlib.nullcontext() if options.floor is None else recorder.installed():
-            training.run_pretraining(config, providers, time.monotonic())
+            pretraining.run_pretraining(config, providers, time.monotonic())
         watch = watches[0]
         if not watch.finished:
             raise SystemExit("the run ended early: nothing was measured")

@@ -15,7 +15,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import pretrain_gpt
-from megatron.training import loop, training
+from megatron.training import loop, pretraining
 from megatron.training.arguments import configure
 from megatron.training.hooks.hook import Hook
 from megatron.training.providers import Providers
@@ -134,7 +134,7 @@ def train_watched(flags: Sequence[str], plant: bool = False) -> int:
     loop.train_step = counted
     try:
         providers = Providers(pretrain_gpt.build_model, pretrain_gpt.build_datasets, pretrain_gpt.build_forward_step)
-        training.run_pretraining(configure(list(flags)), providers, time.monotonic())
+        pretraining.run_pretraining(configure(list(flags)), providers, time.monotonic())
     finally:
         set_up.build_hooks, loop.train_step = build_hooks, step
     return steps

@@ -19,7 +19,7 @@ import pretrain_gpt
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.initializers import Constant
 from megatron.core.parameters import Box, ParameterInfo, canonical_index
-from megatron.training import training
+from megatron.training import pretraining
 from megatron.training.arguments import configure
 from megatron.training.checkpoint_contents import weight_chunks
 from megatron.training.config.settings import LaunchEnvironment
@@ -191,7 +191,7 @@ def train(
     config = configure(f"{base} {flags}".split(), None, defaults, launch_environment=LaunchEnvironment(world, False))
     outcome = Outcome()
     with _remembered(outcome, before):
-        outcome.decision = training.run_pretraining(config, providers, time.monotonic() - seconds_ago)
+        outcome.decision = pretraining.run_pretraining(config, providers, time.monotonic() - seconds_ago)
     return outcome
 
 
@@ -200,13 +200,13 @@ def run_script(flags: str, *arguments: Any, base: str = TINY, **keywords: Any) -
     outcome = Outcome()
     words = ["script.py", *f"{base} {flags}".split()]
     with _remembered(outcome, lambda run: None), mock.patch.object(sys, "argv", words):
-        training.pretrain(*arguments, **keywords)
+        pretraining.pretrain(*arguments, **keywords)
     return outcome
 
 
 @contextlib.contextmanager
 def _remembered(outcome: Outcome, before: Callable[[Trainer], None]) -> Iterator[None]:
-    set_up = training.set_up
+    set_up = pretraining.set_up
 
     def watched(*arguments: Any) -> Trainer:
         run = set_up(*arguments)
@@ -216,7 +216,7 @@ def _remembered(outcome: Outcome, before: Callable[[Trainer], None]) -> Iterator
         before(run)
         return run
 
-    with mock.patch.object(training, "set_up", watched):
+    with mock.patch.object(pretraining, "set_up", watched):
         yield
 
 

@@ -26,7 +26,7 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.parameters import Box, declare
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnBackend
-from megatron.training import get_args, training
+from megatron.training import get_args, pretraining
 from megatron.training.arguments import configure, core_transformer_config_from_args
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.resolution import ConfigurationError
@@ -226,7 +226,7 @@ def _bytes_that_pass(config: PretrainConfig) -> int:
         mock.patch.object(Unit, "start_all_gather", watched(gather, "weights", "param_buffer")),
         mock.patch.object(TransientGradients, "open", watched(opening, "gradients", "whole")),
     ):
-        training.run_pretraining(config, GPT, time.monotonic())
+        pretraining.run_pretraining(config, GPT, time.monotonic())
     return most["weights"] * sharded + most["gradients"]
 
 
