@@ -384,21 +384,22 @@ _engine_backend = functools.cache(engine_backend)
 
 def compiled_backend(base: Backend, compiler: str) -> Backend:
     """Returns a backend in which torch.compile generates some operations; the others come from `base`. `compiler` is a
-    backend of torch.compile. Operations that also note largest values for fp8 are not used."""
-    return dataclasses.replace(
-        base,
-        name=f"{base.name} with torch.compile",
-        bias_dropout_add=CompiledBiasAdd(base.bias_dropout_add, compiler),
-        fp8_kernels=dataclasses.replace(base.fp8_kernels, noting={}),
-        split_rotated_heads=None,
-        **compiled_operations(compiler),
-    )
+    backend of torch.compile. On a GPU the own kernels of `base` stay: they are faster than generated ones."""
+    made = {**compiled_operations(compiler), "bias_dropout_add": CompiledBiasAdd(base.bias_dropout_add, compiler)}
+    own = {name: getattr(base, name) for name in made}
+    chosen: dict[str, Any] = {
+        name: ByDevice(cpu=compiled, cuda=own[name].cuda) if isinstance(own[name], ByDevice) else compiled
+        for name, compiled in made.items()
+    }
+    name = f"{base.name} with torch.compile" if all(chosen[name] is made[name] for name in made) else base.name
+    return dataclasses.replace(base, name=name, **chosen)
 
 
 def choose_backend(config: ModelParallelConfig) -> Backend:
     """Returns the backend of `config.transformer_impl`. transformer_engine: Transformer Engine's backend, if it can be
     used and `why_layers_stay_ours` returns no reason against it. local, or no GPU or no Triton: LOCAL. Otherwise: the
-    Triton backend. With `torch_compile` torch's compiler generates some of its operations.
+    Triton backend. With `torch_compile` torch's compiler generates operations for which it has
+    no kernel of its own.
 
     Raises UserError if it asks for Triton, which cannot be imported."""
     backend = _asked_backend(config)

@@ -9,6 +9,7 @@ import torch
 from megatron.core.datasets.utils import DEFAULT_SPLIT
 from megatron.core.exceptions import UserError
 from megatron.core.num_microbatches_calculator import BatchSteps
+from megatron.core.ops.compiled import missing_compiler
 from megatron.core.ops.transformer_engine.engine import find_engine, why_layers_stay_ours
 from megatron.core.pipeline_parallel.stages import virtual_stages
 from megatron.core.tensor_parallel.overlap import cuts_products
@@ -378,6 +379,12 @@ def _kernels(s: Settings) -> str | None:
 def _torch_compile(s: Settings) -> str | None:
     if not s.torch_compile:
         return None
+    if s.launch_environment.has_cuda and s.transformer_impl != "local" and missing_compiler(has_gpu=True) is None:
+        return (
+            "--torch-compile has no effect here: our own kernels compute norms, rotary positions, activations and sums "
+            "(--transformer-impl auto), and are faster: on one H200 LLAMA1B took 974 ms, and 999 with generated "
+            "kernels; plain torch (--transformer-impl local) took 1461 ms, and 1158 with --torch-compile"
+        )
     return (
         f"--torch-compile ({s.torch_compile_backend}): norms, rotary positions, activations and sums of bias and "
         "residual are compiled; products, attention, dropout, routing, state space layers, loss and optimizer are not"

@@ -15,9 +15,9 @@ from support.runs import Outcome, differences, train, train_all_on_ranks
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from megatron.core.backends import LOCAL, compiled_backend
+from megatron.core.backends import LOCAL, compiled_backend, triton_backend
 from megatron.core.ops.activation import Activation, gelu_tanh
-from megatron.core.ops.compiled import missing_compiler
+from megatron.core.ops.compiled import CompiledBiasAdd, missing_compiler
 from megatron.core.ops.norm import rms_norm
 from megatron.core.ops.rope import Rotation, rotation_of_angles
 from megatron.core.utils.graph_capture import map_tensors
@@ -140,6 +140,20 @@ def test_dropout_is_left_to_the_kernels_that_draw_its_masks():
     for given in ((1, 2, 3, 0.5, "position"), (1, None, 3, 0.0, None), (1, 2, None, 0.0, None)):
         add(*given)
         assert calls.pop() == given
+
+
+def test_our_own_kernels_for_gpus_stay():
+    own = triton_backend()
+    compiled = compiled_backend(own, "aot_eager")
+    for name in {case[0] for case in CASES.values()}:
+        found, plain = getattr(compiled, name), getattr(compiled_backend(LOCAL, "aot_eager"), name)
+        assert found.cuda is getattr(own, name).cuda
+        assert found.cpu is plain or isinstance(plain, CompiledBiasAdd)
+    assert compiled.fp8_kernels is own.fp8_kernels
+    (line,) = (line for line in configured("--torch-compile --bf16", has_cuda=True).notes if "--torch-compile" in line)
+    assert line.startswith("--torch-compile has no effect here: our own kernels compute norms")
+    local = configured("--torch-compile --bf16 --transformer-impl local", has_cuda=True).notes
+    assert any(line.startswith("--torch-compile (inductor): norms") for line in local)
 
 
 def agrees(eager: Outcome, compiled: Outcome, tolerance: float = 0.0) -> None:
