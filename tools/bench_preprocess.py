@@ -59,9 +59,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--megabytes", type=int, default=250, help="text to prepare, at most (default: %(default)s)")
-    parser.add_argument("--loop-megabytes", type=int, default=250, help="of it, for the loop (default: %(default)s)")
-    parser.add_argument("--vocab-size", type=int, default=32768, help="of the tokenizer (default: %(default)s)")
+    parser.add_argument(
+        "--megabytes", type=int, default=250, help="largest amount of text, in MB (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--loop-megabytes", type=int, default=250, help="MB of it for the plain loop (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--vocab-size", type=int, default=32768, help="vocabulary of the tokenizer (default: %(default)s)"
+    )
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2], help="processes (default: 1 2)")
     parser.add_argument("--repeat", type=int, default=3, help="runs of the tool for each number (default: %(default)s)")
     args = parser.parse_args(argv)

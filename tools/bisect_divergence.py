@@ -167,7 +167,7 @@ def rerun(a: Run, b: Run, start: int | None, steps: int, options: argparse.Names
     print(*report(found, coordinates, len(merged(traces[0]).found), options.tolerance), sep="\n", flush=True)
     if not found and differs:
         print(
-            "the flags and the code do not make the runs part: look for broken hardware, a race, other versions, or "
+            "neither the flags nor the code make the runs differ: look for broken hardware, a race, other versions, or "
             "changes that are in neither command"
         )
     return bool(found)

@@ -47,7 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     try:
         if not command:
-            raise UserError("no command; give that of the run: launch.py torchrun pretrain_gpt.py --save FOLDER ...")
+            raise UserError(
+                "no command; give the command of the run: launch.py torchrun pretrain_gpt.py --save FOLDER ..."
+            )
         save = folder_to_save(command)
         launcher = Launcher(command, save, args.fast_failures, args.fast_seconds, args.wait_seconds)
         return launcher.run()
@@ -60,9 +62,18 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         usage="launch.py [flags] COMMAND ...", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--fast-failures", type=int, default=3, metavar="N", help="Fast failures in a row to give up.")
     parser.add_argument(
-        "--fast-seconds", type=float, default=300.0, help="A failure is fast if it comes sooner, without a checkpoint."
+        "--fast-failures",
+        type=int,
+        default=3,
+        metavar="N",
+        help="Number of fast failures in a row after which the tool gives up.",
+    )
+    parser.add_argument(
+        "--fast-seconds",
+        type=float,
+        default=300.0,
+        help="A failure within this time and without a new checkpoint is fast.",
     )
     parser.add_argument("--wait-seconds", type=float, default=5.0, help="Pause before a restart.")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="The command of the run.")
@@ -78,7 +89,7 @@ def folder_to_save(command: Sequence[str]) -> Path:
         elif word.startswith("--save="):
             found = word.removeprefix("--save=")
     if not found:
-        raise UserError("the command has no --save DIR; without checkpoints a restart begins from nothing")
+        raise UserError("the command has no --save DIR; without checkpoints a restart begins at iteration 0")
     return Path(found)
 
 

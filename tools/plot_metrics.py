@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--loss", default="lm loss", help="name of the loss to plot (default: %(default)s)")
     parser.add_argument("--title", help="title of the plot (default: name of the folder)")
     parser.add_argument("--labels", nargs="+", default=[], help="names of the runs (default: those of their folders)")
-    parser.add_argument("--panels", nargs="+", default=[], choices=[*PANELS], help="what is drawn below the losses")
+    parser.add_argument("--panels", nargs="+", default=[], choices=[*PANELS], help="panels to draw below the losses")
     parser.add_argument(
         "--smooth", type=int, default=1, metavar="N", help="draw means over N iterations (default: %(default)s)"
     )

@@ -51,10 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         for warning in flags.warnings:
             _warn(warning)
         if not (preparation.append_eod or preparation.split_sentences):
-            _warn("without --append-eod nothing marks where a document ends, and the next one follows at once")
+            _warn("without --append-eod no token marks the end of a document, and the next document follows directly")
         if preparation.partitions > 1 and not preparation.keep_sequential_samples:
             _warn(
-                f"--partitions {preparation.partitions}: documents are put in another order than the input's "
+                f"--partitions {preparation.partitions}: documents get another order than in the input "
                 "(--keep-sequential-samples keeps it)"
             )
         tokenizer = build_tokenizer(tokenizer_config)

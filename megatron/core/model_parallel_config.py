@@ -291,7 +291,7 @@ class ModelParallelConfig:
     backward; with full recomputation, only their inputs. Copies overlap with computation."""
 
     cpu_offloading_retain_pinned_cpu_buffers: bool = flag(
-        False, no_effect="pinned host memory that is freed is kept and used again, always"
+        False, no_effect="freed pinned host memory is always kept and used again"
     )
     """Use the host memory of one step again in the next."""
 

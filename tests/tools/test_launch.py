@@ -171,4 +171,4 @@ def test_a_killed_run_goes_on(tmp_path: Path) -> None:
 
 def test_a_command_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == main(["--"]) == 2
-    assert "error: no command; give that of the run" in capsys.readouterr().err
+    assert "error: no command; give the command of the run" in capsys.readouterr().err

@@ -53,7 +53,7 @@ def test_the_command_of_the_course(checkout):
         "warning: --vocab: read as --vocab-file",
         "warning: --dataset-impl: no effect: there is one format, .bin and .idx",
         "warning: --chunk-size: no effect: workers process blocks of the input",
-        "warning: without --append-eod nothing marks where a document ends, and the next one follows at once",
+        "warning: without --append-eod no token marks the end of a document, and the next document follows directly",
     ]
     assert output(checkout, "codeparrot") == golden("gpt2_noeod_text")
     assert "200 documents, 189 sequences, 8,318 tokens (uint16)" in done.stdout
@@ -165,7 +165,7 @@ def test_partitions_and_slow_tokenizers_are_told(tool, checkout):
     flags = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer.json --append-eod --partitions 2"
     code, _, (order, slow) = tool(f"{FILES} {flags}")
     assert code == 0
-    assert order.startswith("warning: --partitions 2: documents are put in another order")
+    assert order.startswith("warning: --partitions 2: documents get another order")
     assert slow.startswith("warning: HuggingFaceTokenizer: slow") and "normalizer is Lowercase" in slow
 
 

@@ -244,7 +244,7 @@ def run_import_megatron(config: ImportMegatronConfig, flags: Sequence[str]) -> N
         print(f"to train it, give these flags, --pretrained-checkpoint {root} and the flags of a run, in any layout")
     else:
         at = f"iteration {done.state.iteration}, sample {done.state.consumed_train_samples}"
-        print(f"the run goes on at {at}: give its flags and --load {root}, in any layout")
+        print(f"the run continues at {at}: give its flags and --load {root}, in any layout")
 
 
 def run_export_megatron(config: ExportMegatronConfig) -> None:

@@ -280,7 +280,7 @@ class MaskedWordPieceDataset(MegatronDataset):
         if cut:
             warn_on_first_rank(
                 f"{self._label()}: samples are made of whole sentences, and {cut / tokens:.1%} of the tokens are cut "
-                "off as they are beyond the length of their sample"
+                "off because their sample is full"
             )
 
     def _refuse_unusable(self, found: UsableDocuments, boundaries: np.ndarray) -> None:

@@ -169,7 +169,7 @@ def remove_sharded_tensors(checkpoint_dir: str | Path, key_prefix: str) -> None:
     """Raises UserError: a saved folder is never changed."""
     raise UserError(
         f"remove_sharded_tensors({str(checkpoint_dir)!r}, {key_prefix!r}): a checkpoint's files have checksums and "
-        "are never changed; load what shall stay and save it into another folder"
+        "are never changed; load the tensors to keep and save them into another folder"
     )
 
 

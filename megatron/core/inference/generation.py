@@ -25,7 +25,7 @@ def generate(
     depend on the other rows. `first_sequence` is the index of the first prompt among all prompts that are continued
     with this seed."""
     if not all(prompts):
-        raise UserError("a prompt has no tokens; a model needs one to go on from")
+        raise UserError("a prompt has no tokens; a model needs one to continue from")
     model.eval()
     device = next(model.parameters()).device
     lengths = [len(prompt) for prompt in prompts]

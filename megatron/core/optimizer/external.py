@@ -39,9 +39,7 @@ class ExternalOptimizer(MegatronOptimizer):
     ) -> None:
         name = type(optimizer).__name__
         if config.fp16:
-            raise UserError(
-                f"--fp16 with the script's own {name}, which knows no loss scale: use --bf16, or --optimizer"
-            )
+            raise UserError(f"--fp16 with the script's own {name}, which has no loss scale: use --bf16, or --optimizer")
         wrapped = [chunk for chunk in chunks if isinstance(chunk, DistributedDataParallel)]
         if len(wrapped) != len(chunks):
             raise UserError(f"the model of the script's own {name} is not wrapped in DistributedDataParallel")

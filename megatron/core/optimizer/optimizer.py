@@ -64,7 +64,7 @@ class MegatronOptimizer(abc.ABC):
         """Makes later steps update the weights only if `allowed`, a bool scalar on the device, is True. `allowed` must
         be equal on all ranks and keep its address. Raises UserError for a script's own optimizer."""
         raise UserError(
-            f"--loss-spike-action: {type(self).__name__} is the script's own, and does not know how to leave out an "
+            f"--loss-spike-action: {type(self).__name__} is the script's own, and cannot skip an "
             "update; leave out the flag, or use --optimizer"
         )
 

@@ -184,7 +184,7 @@ class OptimizerConfig:
     muon_use_syrk: bool = flag(
         False,
         only_with=_MUON,
-        no_effect="a product with its own transpose is computed as any product, which gives the same numbers",
+        no_effect="a product with its own transpose is computed like any other product, with the same result",
     )
     """Muon: compute one half of the symmetric products."""
 
@@ -238,7 +238,7 @@ class OptimizerConfig:
     # Clipping and statistics -----------------------------------------------------------------------------------------
 
     clip_grad: float = 1.0
-    """Largest 2-norm of the gradient; a larger gradient is scaled down to it. 0 switches clipping off."""
+    """Largest 2-norm of the gradient; a larger gradient is scaled down to it. 0 turns clipping off."""
 
     log_num_zeros_in_grad: bool = False
     """Count and log the zeros of the gradient."""

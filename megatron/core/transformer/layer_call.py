@@ -170,7 +170,7 @@ def _changed(running: _Running, arguments: LayerArguments, config: TransformerCo
     for name in _HANDED_ON:
         given = getattr(arguments, name)
         if given is not None and given is not getattr(offered, name):
-            raise UserError(f"a layer of a block cannot change {name}; hand on the one that the block gives")
+            raise UserError(f"a layer of a block cannot change {name}; pass on the block's value")
     if arguments.attention_mask is not offered.attention_mask:
         inputs = dataclasses.replace(inputs, attention_mask=arguments.attention_mask)
     if arguments.attention_bias is not offered.attention_bias:

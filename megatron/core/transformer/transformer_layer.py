@@ -215,7 +215,7 @@ class TransformerLayer(MegatronModule):
 def _check_placement(placement: str, submodules: TransformerLayerSubmodules) -> None:
     """Raises UserError if a layer's spec lacks norms of the config's `norm_placement`, or has other norms."""
     if submodules.cross_attention is not IdentityOp and placement != "pre":
-        raise UserError(f"norm_placement is {placement}: a layer with cross attention has it pre")
+        raise UserError(f"norm_placement is {placement}: a layer with cross attention needs pre")
     before, behind = [], []
     if submodules.self_attention is not IdentityOp:
         before.append(submodules.input_layernorm)
@@ -224,7 +224,7 @@ def _check_placement(placement: str, submodules: TransformerLayerSubmodules) -> 
         before.append(submodules.pre_mlp_layernorm)
         behind.append(submodules.post_mlp_layernorm)
     if placement.startswith("parallel") and len(before) != 2:
-        raise UserError(f"norm_placement is {placement}: a layer has both attention and an MLP, or norm_placement pre")
+        raise UserError(f"norm_placement is {placement}: a layer without attention or MLP needs pre")
     unwanted = {"post": before, "post_residual": before, "parallel": before[1:]}.get(placement, [])
     wanted = behind if placement in ("post", "post_residual", "sandwich") else []
     if IdentityOp in wanted or any(spec is not IdentityOp for spec in unwanted):

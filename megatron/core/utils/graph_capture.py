@@ -116,7 +116,7 @@ def capture_errors(what: str, cause: str) -> Iterator[None]:
         reason = str(error).strip().splitlines() or ["no reason given"]
         raise UserError(
             f"CUDA graphs: {what} cannot be captured: {reason[0]}. {cause} that waits for the device (item(), "
-            "tolist(), print) or copies from ordinary host memory does not fit into a graph; mend it, or leave out "
+            "tolist(), print) or copies from ordinary host memory does not fit into a graph; fix it, or leave out "
             "CUDA graphs"
         ) from error
 

@@ -254,5 +254,5 @@ def test_a_factory_stores_two_tensors_in_place_of_one(tmp_path):
 
 
 def test_a_saved_folder_is_not_changed(tmp_path):
-    with pytest.raises(CheckpointingException, match="save it into another folder"):
+    with pytest.raises(CheckpointingException, match="save them into another folder"):
         dist_checkpointing.remove_sharded_tensors(tmp_path, "optimizer.")

@@ -82,7 +82,7 @@ def test_length_of_rows_is_that_of_all_parts() -> None:
 
 
 def test_numbers_have_to_fit_the_channels() -> None:
-    with pytest.raises(UserError, match=r"rope_scaling_short_factor has 4 numbers; 12 channels .* takes 6"):
+    with pytest.raises(UserError, match=r"rope_scaling_short_factor has 4 numbers; 12 channels .* needs 6"):
         RotaryEmbedding(12, 1.0, scaling=LONGROPE)
-    with pytest.raises(UserError, match="dynamic: 2 channels of a head are turned; it takes 4 at least"):
+    with pytest.raises(UserError, match="dynamic: 2 channels of a head are rotated; it needs 4 at least"):
         RotaryEmbedding(2, 1.0, scaling=DYNAMIC)

@@ -154,7 +154,7 @@ def test_nothing_is_measured_without_the_flags() -> None:
 
 
 def test_a_norm_of_heads_is_refused() -> None:
-    with pytest.raises(UserError, match="--qk-clip scales weights, and --qk-layernorm takes their scale away again"):
+    with pytest.raises(UserError, match="--qk-clip scales weights, and --qk-layernorm removes their scale again"):
         train("--qk-clip --qk-layernorm", base=BASE)
     with pytest.raises(UserError, match=r"--qk-clip-alpha 2\.0 must be from 0 to 1"):
         train("--qk-clip --qk-clip-alpha 2", base=BASE)

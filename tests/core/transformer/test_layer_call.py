@@ -204,7 +204,7 @@ def test_what_cannot_be_followed_is_refused() -> None:
     for kind, message in (
         (Narrow, r"Narrow.forward of a layer spec does not take rotary_pos_emb; add \*\*kwargs"),
         (Shortening, r"hidden states of shape \[7, 2, 16\] within a block whose micro-batch has 8 tokens in 2 rows"),
-        (Mixing, "a layer of a block cannot change context; hand on the one that the block gives"),
+        (Mixing, "a layer of a block cannot change context; pass on the block's value"),
         (Recomputing, "a layer of a block that recomputes by itself loses its dropout masks"),
     ):
         with pytest.raises(UserError, match=message):

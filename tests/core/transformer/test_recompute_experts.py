@@ -189,7 +189,7 @@ def test_no_bit_changes_where_tokens_travel(dispatcher: str, overlaps: bool) -> 
         ),
         (
             parts("shared_experts") | {"moe_shared_expert_overlap": True},
-            "come in two halves with moe_shared_expe",
+            "run in two halves with moe_shared_expe",
         ),
         (
             parts("shared_experts") | {"moe_shared_expert_intermediate_size": None},
@@ -199,7 +199,7 @@ def test_no_bit_changes_where_tokens_travel(dispatcher: str, overlaps: bool) -> 
             parts("moe") | {"num_moe_experts": None},
             "moe is a part of a layer of experts, and num_moe_exp",
         ),
-        (WAYS["uniform"] | {"moe_layer_recompute": True}, "full does layers of experts too; drop one"),
+        (WAYS["uniform"] | {"moe_layer_recompute": True}, "full recomputes layers of experts too; drop one"),
     ],
 )
 def test_refusals(settings: dict[str, Any], message: str) -> None:

@@ -51,7 +51,7 @@ def test_heads_need_not_share_out_the_hidden_size() -> None:
         ("--rotary-interleaved", "--rotary-interleaved does not go with"),
         ("--use-rope-scaling", "--use-rope-scaling does not go with"),
         ("--rope-scaling-original-length 64", "--rope-scaling-original-length 64 does not go with"),
-        ("--rope-scaling-type yarn", "--rope-type says how its frequencies are scaled"),
+        ("--rope-scaling-type yarn", "--rope-type chooses how its frequencies are scaled"),
         ("--rotary-base 1", "--rotary-base 1 must be larger than 1"),
         ("--kv-lora-rank 0", "--kv-lora-rank 0 must be at least 1"),
         ("--beta-fast 1", "--beta-fast 1.0 must be larger than --beta-slow 1"),

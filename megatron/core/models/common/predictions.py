@@ -88,7 +88,7 @@ def states_into_stage(
         raise UserError(
             f"mtp_block_spec is {'given' if predicts else 'missing'}, while mtp_num_layers {config.mtp_num_layers} "
             f"puts {stage.prediction_layers} layers on this stage; "
-            "get_gpt_mtp_block_spec(config, spec, use_transformer_engine) gives what belongs there"
+            "get_gpt_mtp_block_spec(config, spec, use_transformer_engine) returns the right one"
         )
     return states_into_stages(config, stages)[stage.index].decoder
 
@@ -102,7 +102,7 @@ def check_copies_have_groups(model: nn.Module, groups: ProcessGroupCollection) -
         if info.tied and groups.rank(info.tied_over) < 0:
             function = {"embd": "get_embedding_ranks", "pos_embd": "get_position_embedding_ranks"}[info.tied_over]
             raise UserError(
-                f"{info.name} stands on this pipeline stage too, for layers that predict several tokens "
+                f"{info.name} is also on this pipeline stage, for layers that predict several tokens "
                 f"(mtp_num_layers), but the group {info.tied_over} does not have its rank: give "
                 f"initialize_model_parallel({function}=...)"
             )

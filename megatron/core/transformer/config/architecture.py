@@ -145,4 +145,4 @@ def _norm_problems(config: Any) -> Iterator[str]:
     if config.norm_placement == "post_residual" and config.fp32_residual_connection:
         yield "{fp32_residual_connection}: with {norm_placement} the residual stream is a norm's output, in its type"
     if config.norm_placement in ("post", "post_residual") and config.apply_residual_connection_post_layernorm:
-        yield "{apply_residual_connection_post_layernorm}: with {norm_placement} no norm stands before attention or MLP"
+        yield "{apply_residual_connection_post_layernorm}: {norm_placement} has no norm before attention or MLP"

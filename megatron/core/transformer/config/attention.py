@@ -99,12 +99,12 @@ class AttentionConfig:
     """Multiply the output of attention by the sigmoid of a gate, a linear projection of the same tokens."""
 
     apply_query_key_layer_scaling: bool = flag(
-        False, no_effect="it cancels out of a softmax in float32, which is how it is computed"
+        False, no_effect="it cancels out, because the softmax is computed in float32"
     )
     """Divide attention scores by the layer number before the softmax and multiply by it inside, to avoid overflow in
     float16."""
 
-    attention_softmax_in_fp32: bool = flag(True, no_effect="softmax is computed in float32 at least, always")
+    attention_softmax_in_fp32: bool = flag(True, no_effect="softmax is always computed in float32 at least")
     """Compute the softmax of attention in float32."""
 
     multi_latent_attention: bool = False
@@ -150,6 +150,6 @@ def _query_key_problems(config: Any) -> Iterator[str]:
         yield "{qk_clip_threshold} must be larger than 0"
     if config.qk_clip and (config.qk_l2_norm or (config.qk_layernorm and not config.multi_latent_attention)):
         norm = "qk_l2_norm" if config.qk_l2_norm else "qk_layernorm"
-        yield f"{{qk_clip}} scales weights, and {{{norm}}} takes their scale away again; give one of them"
+        yield f"{{qk_clip}} scales weights, and {{{norm}}} removes their scale again; give one of them"
     if config.qk_layernorm and config.qk_norm_scope == "full" and config.normalization != "RMSNorm":
         yield "{qk_norm_scope} is an RMSNorm; it does not go with {normalization}"

@@ -65,7 +65,7 @@ class FusionConfig:
         True,
         off="--disable-clone-scatter-output-in-embedding",
         aliases=["--no-clone-scatter-output-in-embedding"],
-        no_effect="a rank's part of the embedding's output is reduced into memory of its own; the whole is never kept",
+        no_effect="a rank's part of the embedding's output is reduced into separate memory; the rest is never kept",
     )
     """Copy a rank's part of the embedding's output, so that the whole output can be freed."""
 
@@ -105,6 +105,6 @@ def validate(config: Any) -> Iterator[str]:
     if config.fine_grained_activation_offloading or config.cpu_offloading_num_layers > 0:
         fine = config.fine_grained_activation_offloading
         name = "fine_grained_activation_offloading" if fine else "cpu_offloading_num_layers"
-        yield f"{{torch_compile}}: {{{name}}} moves what single operations save; drop one, or recompute activations"
+        yield f"{{torch_compile}}: {{{name}}} moves tensors that operations save; drop one, or recompute activations"
     if config.overlap_moe_expert_parallel_comm:
         yield "{torch_compile}: {overlap_moe_expert_parallel_comm} computes in several threads; drop one"

@@ -60,7 +60,7 @@ class HybridConfig:
     use_mamba_mem_eff_path: bool = flag(
         True,
         off="--disable-mamba-mem-eff-path",
-        no_effect="what a Mamba-2 layer keeps for backward is chosen by --recompute-granularity",
+        no_effect="--recompute-granularity chooses what a Mamba-2 layer keeps for backward",
     )
     """Compute Mamba-2 layers in one fused kernel."""
 
@@ -97,7 +97,7 @@ def validate(config: Any) -> Iterator[str]:
     if config.use_mup:
         yield "{use_mup}: not yet with {hybrid_layer_pattern:name}; leave it out"
     if getattr(config, "experimental_attention_variant", None) is not None:
-        yield "{experimental_attention_variant} does not go with {hybrid_layer_pattern:name}, whose letters say all"
+        yield "{experimental_attention_variant} does not go with {hybrid_layer_pattern:name}; use its letters"
     if getattr(config, "num_encoder_layers", None):
         yield "{hybrid_layer_pattern:name}: a model with an encoder has layers of attention and MLP; leave it out"
     if "M" in letters and (config.hidden_size or 0) >= 1:
@@ -116,7 +116,7 @@ def _prediction_problems(config: Any) -> Iterator[str]:
     elif depths and (len(set(depths)) > 1 or parts_of_letters(depths[0]) is None):
         yield (
             f"{{hybrid_layer_pattern}}: not yet: {PREDICTION_BORDER.join(depths)} as depths of multi-token prediction; "
-            "each is the same: one letter, or one of M G * D and then - or E"
+            "all must be equal: one letter, or one of M G * D followed by - or E"
         )
 
 

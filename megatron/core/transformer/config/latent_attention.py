@@ -14,9 +14,9 @@ _OTHER_ATTENTION = {
     "clip_qkv": "its queries, keys and values come from latents",
     "nope_temperature_scale": "its queries are not scaled by position",
     "attention_output_gate": "its output has no gate",
-    "rotary_interleaved": "it turns pairs of neighbours always",
-    "rope_scaling_type": "{rope_type:name} says how its frequencies are scaled",
-    "rotary_base_local": "all its layers turn by {rotary_base:name}",
+    "rotary_interleaved": "it always rotates neighbouring pairs",
+    "rope_scaling_type": "{rope_type:name} chooses how its frequencies are scaled",
+    "rotary_base_local": "all its layers use {rotary_base:name}",
 }
 """Options of other attention that latent attention does not have, each with the reason for the error message."""
 

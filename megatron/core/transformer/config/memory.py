@@ -103,7 +103,7 @@ def validate(config: Any) -> Iterator[str]:
         if config.recompute_num_layers is None:
             yield "{recompute_granularity} needs {recompute_num_layers:name}; 1 recomputes each layer by itself"
         if config.moe_layer_recompute:
-            yield "{moe_layer_recompute}: {recompute_granularity} does layers of experts too; drop one"
+            yield "{moe_layer_recompute}: {recompute_granularity} recomputes layers of experts too; drop one"
     elif config.recompute_granularity == "selective":
         for field in ("recompute_method", "recompute_num_layers"):
             if getattr(config, field) is not None:
@@ -229,5 +229,5 @@ def _what_is_missing(config: Any, module: str) -> str | None:
     if module == "shared_experts" and not config.moe_shared_expert_intermediate_size:
         return "need {moe_shared_expert_intermediate_size:name}, which is not set"
     if module == "shared_experts" and config.moe_shared_expert_overlap:
-        return "come in two halves with {moe_shared_expert_overlap:name}; moe does them with the rest of the layer"
+        return "run in two halves with {moe_shared_expert_overlap:name}; moe recomputes them with the rest of the layer"
     return None

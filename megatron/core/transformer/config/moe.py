@@ -88,12 +88,12 @@ class MoEConfig:
     """Compute all experts of a rank in one grouped matrix product."""
 
     moe_use_legacy_grouped_gemm: bool = flag(
-        False, only_with=_MOE, no_effect="grouped experts lie in memory in one way, which checkpoints do not depend on"
+        False, only_with=_MOE, no_effect="grouped experts have one memory layout, and checkpoints do not depend on it"
     )
     """Use the older memory layout of grouped expert weights."""
 
     moe_permute_fusion: bool = flag(
-        False, only_with=_MOE, no_effect="rows are always moved in one pass, on a GPU by a kernel of our own"
+        False, only_with=_MOE, no_effect="rows are always moved in one pass, on a GPU by our own kernel"
     )
     """Reorder tokens in one kernel."""
 
@@ -128,8 +128,8 @@ def validate(config: Any) -> Iterator[str]:
         )
     if config.moe_apply_probs_on_input and config.moe_router_topk != 1:
         yield (
-            "{moe_apply_probs_on_input:name} multiplies what an expert reads, which is its weight on the output only "
-            "where a token goes to one expert: it needs {moe_router_topk:name} 1"
+            "{moe_apply_probs_on_input:name} multiplies the inputs of experts, which equals weighted outputs only "
+            "if each token goes to one expert: it needs {moe_router_topk:name} 1"
         )
 
 

@@ -86,7 +86,7 @@ def validate(config: Any) -> Iterator[str]:
     if config.nope_temperature_floor < 1:
         yield "{nope_temperature_floor} must be at least 1"
     if config.nope_temperature_scale is not None and config.no_rope_freq is None:
-        yield "{nope_temperature_scale} needs {no_rope_freq:name}, which says what layers have no rotary positions"
+        yield "{nope_temperature_scale} needs {no_rope_freq:name}, which selects the layers without rotary positions"
     if config.rotary_base_local is not None and not config.rotary_base_local > 0:
         yield "{rotary_base_local} must be larger than 0"
     yield from _longrope_problems(config)
@@ -102,7 +102,7 @@ def _longrope_problems(config: Any) -> Iterator[str]:
     if len(short) != len(long):
         yield (
             f"{{rope_scaling_short_factor:name}} has {len(short)} numbers, {{rope_scaling_long_factor:name}} "
-            f"{len(long)}; both have one for each pair of channels that is turned"
+            f"{len(long)}; both need one for each pair of rotated channels"
         )
     for name, numbers in (("short", short), ("long", long)):
         if not all(number > 0 for number in numbers):

@@ -81,14 +81,14 @@ class RouterConfig:
     moe_router_padding_for_quantization: bool | None = flag(
         False,
         only_with=_MOE,
-        no_effect="products of fp8 experts take any number of rows; what they transpose they pad themselves",
+        no_effect="products of fp8 experts accept any number of rows and pad transposed matrices themselves",
     )
     """Pad each expert's tokens to the size that fp8 and fp4 products need."""
 
     moe_router_padding_for_fp8: bool | None = flag(
         False,
         only_with=_MOE,
-        no_effect="products of fp8 experts take any number of rows; what they transpose they pad themselves",
+        no_effect="products of fp8 experts accept any number of rows and pad transposed matrices themselves",
     )
     """Former spelling of --moe-router-padding-for-quantization."""
 
@@ -111,7 +111,9 @@ class RouterConfig:
     parallel ranks together); further tokens are dropped. Default and negative numbers: no limit."""
 
     moe_pad_expert_input_to_capacity: bool = flag(
-        False, only_with=_MOE, no_effect="padding changes no result; experts compute the tokens that they take"
+        False,
+        only_with=_MOE,
+        no_effect="padding does not change the result; experts compute only the tokens that they accept",
     )
     """Pad the tokens of each expert to its capacity."""
 
@@ -222,7 +224,7 @@ def _balance_problems(config: Any, sinkhorn: bool) -> Iterator[str]:
 def _capacity_problems(config: Any) -> Iterator[str]:
     factor = config.moe_expert_capacity_factor
     if factor is not None and not (0.0 != factor < math.inf):
-        yield "{moe_expert_capacity_factor} must be more than 0; 1.0 is an even share, and nothing is dropped without"
+        yield "{moe_expert_capacity_factor} must be more than 0; 1.0 is an even share; unset, no token is dropped"
     if config.moe_pad_expert_input_to_capacity and (factor is None or factor < 0):
         yield "{moe_pad_expert_input_to_capacity:name} needs {moe_expert_capacity_factor:name}"
 

@@ -214,7 +214,7 @@ def test_who_holds_a_copy_needs_a_group() -> None:
     """Groups as they are made for models that predict one token."""
     config = predicting_config(**stages(4, "Et|t|mm|L"))
     groups = ProcessGroupCollection.from_grid(RankGrid(4, pipeline=4), 2)
-    with pytest.raises(UserError, match=r"embedding.word_embeddings.weight stands on this pipeline stage too.*embd"):
+    with pytest.raises(UserError, match=r"embedding.word_embeddings.weight is also on this pipeline stage.*embd"):
         predicting_model(config, groups, pre_process=False, post_process=False)
     groups = ProcessGroupCollection.from_grid(RankGrid(2, pipeline=2), 1)
     with pytest.raises(UserError, match=r"position_embeddings.weight .*\(get_position_embedding_ranks=...\)"):

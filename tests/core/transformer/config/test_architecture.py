@@ -20,7 +20,7 @@ SMALL: dict[str, Any] = {"num_layers": 2, "hidden_size": 64, "num_attention_head
         ({"norm_affine": False, "layernorm_zero_centered_gamma": True}, "with norm_affine norms have no weights"),
         (
             {"norm_placement": "post", "apply_residual_connection_post_layernorm": True},
-            "apply_residual_connection_post_layernorm: with norm_placement post no norm stands before attention",
+            "apply_residual_connection_post_layernorm: norm_placement post has no norm before attention",
         ),
     ],
 )

@@ -13,8 +13,8 @@ from megatron.core.ops.transformer_engine import engine
         ("--cuda-graph-impl local", "--torch-compile with CUDA graphs"),
         ("--cuda-graph-impl local --cuda-graph-scope attn", "--torch-compile with CUDA graphs"),
         ("--deterministic-mode", "drop it or --deterministic-mode"),
-        ("--cpu-offloading-num-layers 1", "--cpu-offloading-num-layers 1 moves what single operations save"),
-        ("--fine-grained-activation-offloading --offload-modules core_attn", "moves what single operations save"),
+        ("--cpu-offloading-num-layers 1", "--cpu-offloading-num-layers 1 moves tensors that operations save"),
+        ("--fine-grained-activation-offloading --offload-modules core_attn", "moves tensors that operations save"),
         ("--num-experts 2 --overlap-moe-expert-parallel-comm", "computes in several threads"),
     ],
 )

@@ -28,7 +28,7 @@ def hybrid(pattern: str | None, **fields: Any) -> TransformerConfig:
             "'x' is no layer; the letters are M (mamba), * (attention), - (mlp), E (moe), G (gated_delta_net), D",
         ),
         ("M*/x", {}, "'x' is no layer; the letters are M"),
-        ("M*/M/-", {}, "not yet: M/- as depths of multi-token prediction; each is the same: one letter, or one of"),
+        ("M*/M/-", {}, "not yet: M/- as depths of multi-token prediction; all must be equal: one letter, or one of"),
         ("M*/-M", {}, "not yet: -M as depths of multi-token prediction"),
         ("M*/", {"mtp_num_layers": 1}, "not yet:  as depths of multi-token prediction"),
         ("M*/*-", {"mtp_num_layers": 2}, "has 1 depths of multi-token prediction, mtp_num_layers 2; give letters"),

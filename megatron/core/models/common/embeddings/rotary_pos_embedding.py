@@ -166,11 +166,11 @@ def _check_channels(scaling: RopeScaling, turned: int) -> None:
     for name, numbers in (("short", scaling.short_factor), ("long", scaling.long_factor)):
         if scaling.kind == "longrope" and len(numbers) != turned // 2:
             raise UserError(
-                f"rope_scaling_{name}_factor has {len(numbers)} numbers; {turned} channels of a head are turned, which "
-                f"takes {turned // 2}"
+                f"rope_scaling_{name}_factor has {len(numbers)} numbers; {turned} channels of a head are rotated, "
+                f"which needs {turned // 2}"
             )
     if scaling.kind == "dynamic" and turned <= 2:
-        raise UserError(f"rope_scaling_type dynamic: {turned} channels of a head are turned; it takes 4 at least")
+        raise UserError(f"rope_scaling_type dynamic: {turned} channels of a head are rotated; it needs 4 at least")
 
 
 def choose_rotary_embeddings(
