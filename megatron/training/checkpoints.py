@@ -231,9 +231,9 @@ class Checkpoints:
         sinkhorn = "sinkhorn" in listed(transformer.moe_router_load_balancing_type)
         if sinkhorn or not weights_sum_to_one(routing_rule(transformer)):
             self._say(
-                "NOTE: the weights of a token's experts do not sum to 1, so the model does not compute what the dense "
-                "one does; with --moe-router-norm-topk-prob or without --moe-router-pre-softmax, and without "
-                "--moe-router-topk-scaling-factor and sinkhorn routing, it does"
+                "NOTE: the weights of a token's experts do not sum to 1, so the outputs differ from those of the "
+                "dense model. They are equal with --moe-router-norm-topk-prob or without --moe-router-pre-softmax, if "
+                "neither --moe-router-topk-scaling-factor nor sinkhorn routing is used"
             )
         if flags.save is not None:
             self.save(parts)

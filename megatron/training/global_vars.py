@@ -101,7 +101,7 @@ class LiveArguments:
         way = f"pass {flag}" if flag.startswith("--") else "change the flags that it follows from"
         stands = value_text(self._settings[field])
         raise UserError(
-            f"args.{name} = {value_text(value)}: it is {stands} and was used already; {way}, or hand args_defaults to "
+            f"args.{name} = {value_text(value)}: its value {stands} was used already; {way}, or give args_defaults to "
             "pretrain()"
         )
 

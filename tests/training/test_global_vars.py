@@ -80,7 +80,7 @@ def test_a_script_may_write_what_is_its_own(run: Any) -> None:
 def test_a_setting_that_was_used_cannot_be_written(run: Any) -> None:
     args = global_vars.get_args()
     args.lr = 1e-3  # as it is
-    with pytest.raises(UserError, match=r"args.lr = 0.5: it is 0.001 and was used already; pass --lr, or hand"):
+    with pytest.raises(UserError, match=r"args.lr = 0.5: its value 0.001 was used already; pass --lr, or give"):
         args.lr = 0.5
     with pytest.raises(UserError, match="pass --num-experts"):
         args.num_experts = 8
