@@ -21,20 +21,25 @@ MOST_SOURCES = 64
 
 def source_names(config: PretrainConfig) -> tuple[str, ...]:
     """Returns the names of the data sets that training blends, in the order of the flags. A name is the file name of
-    the prefix, or the whole prefix if file names are equal. Empty for a single data set and for made-up data."""
+    the prefix, or the whole prefix if file names are equal. A prefix that is given again has its count behind the name.
+    Empty for a single data set and for made-up data."""
     data = config.data
     if data.mock_data:
         return ()
     if data.data_stages is not None:
-        prefixes = prefixes_of(read_stages_file(data.data_stages))
+        prefixes = list(prefixes_of(read_stages_file(data.data_stages)))
     else:
         blend, per_split = blends(config)
         found = per_split[0] if per_split is not None else blend
         prefixes = [] if found is None else list(found[0])
     if len(prefixes) < 2:
         return ()
-    names = [Path(prefix).name for prefix in prefixes]
-    return tuple(names if len(set(names)) == len(names) else dict.fromkeys(prefixes))
+    short = {prefix: Path(prefix).name for prefix in prefixes}
+    names = short if len(set(short.values())) == len(short) else {prefix: prefix for prefix in prefixes}
+    counts = [prefixes[: place + 1].count(prefix) for place, prefix in enumerate(prefixes)]
+    return tuple(
+        names[prefix] + (f" ({count})" if count > 1 else "") for prefix, count in zip(prefixes, counts, strict=True)
+    )
 
 
 def with_source_losses(loss_func: Callable[..., Any], batch: Batch, names: tuple[str, ...]) -> Callable[..., Any]:

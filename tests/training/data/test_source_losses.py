@@ -51,6 +51,8 @@ def test_names_of_sources(tmp_path: Path) -> None:
 
     assert names("x/a", "x/b") == ("a", "b")
     assert names("x/a", "y/a") == (str(tmp_path / "x/a"), str(tmp_path / "y/a"))
+    assert names("x/a", "x/b", "x/a") == ("a", "b", "a (2)")  # a prefix may be given again, for more weight
+    train(f"--data-path {tmp_path / 'x/a'} {tmp_path / 'x/a'} --split 1,0,0 --train-iters 1 --eval-iters 0")
     assert names("x/a") == () == source_names(configured("", base=SMALL))
 
 
