@@ -38,6 +38,7 @@ class StepTrace:
     torch's operators and gloo's calls."""
 
     def __init__(self, on_gpu: bool) -> None:
+        self._on_gpu = on_gpu
         kinds = torch.profiler.ProfilerActivity
         activities = [kinds.CUDA if on_gpu else kinds.CPU]
         config = None if on_gpu else profiler_config_of_all_threads()
@@ -54,6 +55,8 @@ class StepTrace:
 
     def kernel_lines(self) -> Iterator[str]:
         """Yields the milliseconds of the step by kind of kernel, and its longest kernels; nothing on a CPU."""
+        if not self._on_gpu:  # a table of all operators would take minutes
+            return
         kinds: collections.Counter[str] = collections.Counter()
         names: collections.Counter[str] = collections.Counter()
         for event in self._profiler.key_averages():
