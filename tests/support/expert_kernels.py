@@ -35,6 +35,7 @@ from megatron.core.ops.moe.weighted_activation import weighted_activation
 from megatron.core.ops.moe.weighted_activation_triton import keeps_only_arguments, weighted_activation_triton
 from megatron.core.tokens import Tokens
 from megatron.core.transformer.layer_inputs import LayerInputs
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.recompute import recompute_parts, recomputed_modules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
@@ -148,6 +149,42 @@ def weights_of_choices() -> None:
     logits = values(3, 8)
     logits[0, 2] = float("nan")
     assert choose_experts_triton(logits, plain)[1].isnan().sum(1).tolist() == [3, 0, 0]
+
+
+def routers() -> None:
+    """Checks a router with the kernels against one without: experts, weights, counts and the weight's gradient. The
+    choices are counted once."""
+    cases: list[dict[str, Any]] = [
+        {"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"], "moe_aux_loss_coeff": [0.1, 0.2]},
+        {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_aux_loss_coeff": 0.3},
+        {"moe_expert_capacity_factor": 0.8, "moe_aux_loss_coeff": 0.0},
+    ]
+    for fields in cases:
+        calls: list[int] = []
+
+        def counted(*arguments: Any, calls: list[int] = calls) -> Tensor:
+            calls.append(1)
+            return count_experts_triton(*arguments)
+
+        kernels = {"best": best_triton, "choose_experts": choose_experts_triton, "balance_sums": balance_sums_triton}
+        with_kernels = dataclasses.replace(LOCAL, count_experts=counted, **kernels)
+        found = []
+        for backend in (LOCAL, with_kernels):
+            sizes: dict[str, Any] = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "num_moe_experts": 6}
+            config = TransformerConfig(**sizes, moe_router_topk=2, add_bias_linear=False, **fields)
+            router = TopKRouter(config, layer_number=1, backend=backend).to(DEVICE)
+            with torch.no_grad():
+                router.weight.copy_(values(6, 8))
+            routing = router.route(values(20, 8, seed=1), LayerInputs(Tokens(10, 2)))
+            (routing.weights * values(20, 2, seed=2)).sum().backward()
+            assert routing.counts is not None
+            found.append((routing.experts, routing.counts, routing.weights.detach(), router.weight.grad))
+        (experts, numbers, *exact), (own_experts, own_numbers, *own) = found
+        assert torch.equal(own_experts, experts) and torch.equal(own_numbers, numbers), fields
+        for ours, expected in zip(own, exact, strict=True):
+            agree(ours, expected, 10.0, fields)
+        # The loss per sample counts other cells; a bias or dropped choices change what the balance counts.
+        assert len(calls) == (1 if "moe_expert_capacity_factor" in fields else 2), (fields, calls)
 
 
 def sums_of_scores() -> None:

@@ -1,14 +1,18 @@
 """Self-attention and cross attention of one rank, and how ranks divide query groups."""
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 
+from megatron.core.backends import LOCAL, Backend
 from megatron.core.collectives import PlannedGroup
 from megatron.core.exceptions import UserError
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.ops.dropout.dropout import dropout_tokens
+from megatron.core.ops.rope import rotation_of_angles
+from megatron.core.ops.split_heads import split_rotated_heads
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tokens import RngPosition, Tokens
 from megatron.core.transformer.attention import (
@@ -25,10 +29,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 INPUTS = LayerInputs(Tokens(3, 2))
 
 
-def attention(**fields: Any) -> Any:
+def attention(spec: Any = None, backend: Backend | None = None, **fields: Any) -> Any:
     settings = {"num_query_groups": 2, "fp64": True, "use_cpu_initialization": True, **fields}
     config = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=4, **settings)
-    return build_module(get_gpt_layer_local_spec().submodules.self_attention, config=config, layer_number=1).eval()
+    spec = spec or get_gpt_layer_local_spec().submodules.self_attention
+    return build_module(spec, config=config, layer_number=1, offer={"backend": backend}).eval()
 
 
 def test_rows_of_the_projection_lie_by_group() -> None:
@@ -40,6 +45,31 @@ def test_rows_of_the_projection_lie_by_group() -> None:
     assert torch.equal(query, rows[..., :2, :].flatten(2, 3)) or torch.allclose(query, rows[..., :2, :].flatten(2, 3))
     torch.testing.assert_close(key, rows[..., 2, :])
     torch.testing.assert_close(value, rows[..., 3, :])
+
+
+@pytest.mark.parametrize(
+    ("fields", "at_once"), [({}, True), ({"attention_output_gate": True}, True), ({"qk_layernorm": True}, False)]
+)
+def test_heads_rotated_in_one_operation_give_the_same_bits(fields: dict[str, Any], at_once: bool) -> None:
+    calls, found = [], []
+
+    def rotated(*arguments: Any) -> Any:
+        calls.append(1)
+        return split_rotated_heads(*arguments)
+
+    angles = torch.randn(3, 1, 1, 4, dtype=torch.float64)
+    inputs = dataclasses.replace(INPUTS, rotation=rotation_of_angles(angles, interleaved=False))
+    hidden = torch.randn(6, 16, dtype=torch.float64)
+    spec = get_gpt_layer_local_spec(qk_layernorm="qk_layernorm" in fields).submodules.self_attention
+    for one in (None, rotated):
+        backend = dataclasses.replace(LOCAL, split_rotated_heads=one)
+        torch.manual_seed(1)
+        made = attention(spec, backend, **fields)
+        output, _ = made(hidden, inputs)
+        output.square().sum().backward()
+        found.append([output, *(parameter.grad for parameter in made.parameters())])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True) if pair[0] is not None)
+    assert len(calls) == at_once
 
 
 def test_a_gate_multiplies_what_attention_gives() -> None:

@@ -47,17 +47,18 @@ class Routing:
 
 
 class CountedOnce:
-    """Computes `count_experts` and keeps its last result, which the losses, metrics and dispatcher of a layer share."""
+    """Computes `count_experts` and keeps the results, which the losses, metrics and dispatcher of a layer share."""
 
     def __init__(self, count: Callable[[Tensor, int, Tensor | None], Tensor]) -> None:
         self.count = count
-        self._last: tuple[Tensor, int, Tensor | None] | None = None
-        self._counts: Tensor | None = None
+        self._known: list[tuple[Tensor, int, Tensor | None, Tensor]] = []
+        """Arguments and results of the calls."""
 
     def __call__(self, experts: Tensor, num_experts: int, kept: Tensor | None = None) -> Tensor:
         """Returns the counts; the caller must not change them."""
-        last = self._last
-        if last is None or last[0] is not experts or last[1] != num_experts or last[2] is not kept:
-            self._last, self._counts = (experts, num_experts, kept), self.count(experts, num_experts, kept)
-        assert self._counts is not None
-        return self._counts
+        for others, number, mask, counts in self._known:
+            if others is experts and number == num_experts and mask is kept:
+                return counts
+        counts = self.count(experts, num_experts, kept)
+        self._known.append((experts, num_experts, kept, counts))
+        return counts
