@@ -235,7 +235,7 @@ def triton_backend() -> Backend | None:
         from megatron.core.ops.attention.merge_triton import merge_block_triton
         from megatron.core.ops.cross_entropy_triton import cross_entropy_triton
         from megatron.core.ops.dropout.dropout_triton import bias_dropout_add_triton, keep_rows_triton
-        from megatron.core.ops.embedding_triton import EMBEDDING_IN_USE, accumulate_rows_triton
+        from megatron.core.ops.embedding_triton import accumulate_rows_triton
         from megatron.core.ops.fp8.grouped_product_triton import (
             accumulate_product_of_groups_triton,
             product_of_groups_triton,
@@ -259,7 +259,6 @@ def triton_backend() -> Backend | None:
         )
         from megatron.core.ops.moe.permute_triton import copies_by_group_triton, permute_triton, unpermute_triton
         from megatron.core.ops.moe.routing_triton import (
-            ROUTING_IN_USE,
             balance_sums_triton,
             best_triton,
             choose_experts_triton,
@@ -274,7 +273,6 @@ def triton_backend() -> Backend | None:
         )
         from megatron.core.ops.rope_triton import apply_rope_triton
         from megatron.core.ops.split_heads_triton import (
-            ROTATED_SPLIT_IN_USE,
             split_heads_triton,
             split_rotated_heads_triton,
         )
@@ -297,17 +295,6 @@ def triton_backend() -> Backend | None:
     whole_rows, blocks = own_flash_kernels(
         flash_attention_triton, flash_block_attention_triton, flash_block_attention_backward_triton
     )
-    measured: dict[str, Any] = {}
-    if EMBEDDING_IN_USE:
-        on_gpu = functools.partial(embedding, accumulate_rows=accumulate_rows_triton)
-        measured["embedding"] = ByDevice(cpu=embedding, cuda=on_gpu)
-    if ROTATED_SPLIT_IN_USE:
-        measured["split_rotated_heads"] = ByDevice(cpu=split_rotated_heads, cuda=split_rotated_heads_triton)
-    if ROUTING_IN_USE:
-        measured["best"] = ByDevice(cpu=best, cuda=best_triton)
-        measured["choose_experts"] = ByDevice(cpu=choose_experts, cuda=choose_experts_triton)
-        measured["count_experts"] = ByDevice(cpu=count_experts, cuda=count_experts_triton)
-        measured["balance_sums"] = ByDevice(cpu=balance_sums, cuda=balance_sums_triton)
     return dataclasses.replace(
         LOCAL,
         name="triton",
@@ -320,6 +307,12 @@ def triton_backend() -> Backend | None:
         rms_norm_with_residual=ByDevice(cpu=rms_norm_with_residual, cuda=rms_norm_with_residual_triton),
         apply_rope=ByDevice(cpu=apply_rope, cuda=apply_rope_triton),
         split_heads=ByDevice(cpu=split_heads, cuda=split_heads_triton),
+        split_rotated_heads=ByDevice(cpu=split_rotated_heads, cuda=split_rotated_heads_triton),
+        embedding=ByDevice(cpu=embedding, cuda=functools.partial(embedding, accumulate_rows=accumulate_rows_triton)),
+        best=ByDevice(cpu=best, cuda=best_triton),
+        choose_experts=ByDevice(cpu=choose_experts, cuda=choose_experts_triton),
+        count_experts=ByDevice(cpu=count_experts, cuda=count_experts_triton),
+        balance_sums=ByDevice(cpu=balance_sums, cuda=balance_sums_triton),
         keep_rows=ByDevice(cpu=keep_rows_compiled, cuda=keep_rows_triton),
         bias_dropout_add=ByDevice(cpu=bias_dropout_add, cuda=bias_dropout_add_triton),
         merge_block=ByDevice(cpu=merge_block, cuda=merge_block_triton),
@@ -352,7 +345,6 @@ def triton_backend() -> Backend | None:
             },
             grouped,
         ),
-        **measured,
     )
 
 

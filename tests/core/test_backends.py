@@ -50,8 +50,8 @@ def test_the_log_names_what_is_not_plain_torch() -> None:
     backend = triton_backend()
     assert backend is not None
     assert backend.describe("cuda") == (
-        "backend triton: its own kernels for biases, norms, rotary positions, attention, dropout masks, dropout, "
-        "losses, experts, activations; plain torch for the rest"
+        "backend triton: its own kernels for biases, embeddings, norms, rotary positions, attention, dropout masks, "
+        "dropout, losses, experts, activations; plain torch for the rest"
     )
     assert backend.describe("cpu") == "backend triton: plain torch except dropout masks"
 

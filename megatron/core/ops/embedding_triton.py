@@ -12,8 +12,6 @@ from torch import Tensor
 
 _ROWS = 32
 """Sorted rows of a part."""
-EMBEDDING_IN_USE = False
-"""Whether embeddings on a GPU use these kernels; False: torch's `index_put_`."""
 _COLUMNS = 512
 """Columns of one program."""
 _PARTS = 16

@@ -13,10 +13,6 @@ from torch.autograd.function import once_differentiable
 from megatron.core.ops.rope import Rotation, apply_rope
 from megatron.core.ops.rope_triton import angle_stride, apply_rope_triton, last_contiguous, turn_triton
 
-ROTATED_SPLIT_IN_USE = False
-"""Whether attention on a GPU splits and rotates heads in one operation; False: in two, whose gradients are copied once
-more."""
-
 
 @triton.jit
 def _put(  # type: ignore[no-untyped-def]  # Triton would evaluate annotations

@@ -19,8 +19,6 @@ from megatron.core.ops.moe.routing import (
     count_experts,
 )
 
-ROUTING_IN_USE = False
-"""Whether routers on a GPU use these kernels; False: torch's sort and `scatter_add_`."""
 _SCORES = 2048
 """Scores that one program compares."""
 _CHOICES = 256
