@@ -176,7 +176,10 @@ class Backend:
         return f"backend {self.name}: plain torch" + (f" except {', '.join(subjects)}" if own else "")
 
 
-_NOT_LISTED = ("name", "attention", "attention_blocks", "sum_rows", "fp8_kernels", "fp8", "engine", "tokens_group")
+_NOT_LISTED = (
+    *("name", "attention", "attention_blocks", "split_rotated_heads"),
+    *("sum_rows", "fp8_kernels", "fp8", "engine", "tokens_group"),
+)
 """Fields of a backend that its line in the log leaves out."""
 
 _SUBJECTS = {
@@ -185,7 +188,7 @@ _SUBJECTS = {
     **dict.fromkeys(("best", "choose_experts", "count_experts", "balance_sums", "copies_by_group"), "experts"),
     **dict.fromkeys(("grouped_linear", "grouped_bias", "permute", "unpermute"), "experts"),
     "embedding": "embeddings",
-    **dict.fromkeys(("split_heads", "split_rotated_heads", "merge_block", "max_attention_logits"), "attention"),
+    **dict.fromkeys(("split_heads", "merge_block", "max_attention_logits"), "attention"),
     "linear": "biases",
     "apply_rope": "rotary positions",
     "keep_rows": "dropout masks",
