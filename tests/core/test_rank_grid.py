@@ -69,7 +69,7 @@ def test_the_other_mapping_without_experts_takes_any_context_size() -> None:
 
 def test_sizes_that_do_not_fit_are_named_with_those_that_would() -> None:
     with pytest.raises(
-        UserError, match=r"4 x 1 x 2 = 8 does not divide the 12 ranks; .* start 8 or 16 ranks .* one of 6, 12"
+        UserError, match=r"4 x 1 x 2 = 8 does not divide the 12 ranks; start 8 or 16 ranks, or use .* one of 6, 12"
     ):
         RankGrid(12, tensor=4, pipeline=2)
     with pytest.raises(
