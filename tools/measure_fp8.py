@@ -22,6 +22,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -33,11 +34,12 @@ if __name__ == "__main__":  # before the imports that take seconds
 import torch
 from torch import Tensor
 
-from megatron.core.backends import choose_backend
+from megatron.core import backends
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.exceptions import UserError
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.ops.transformer_engine.engine import find_engine
+from megatron.core.ops.transformer_engine.engine import why_layers_stay_ours
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.moe.router_replay import router_replays
 from megatron.training.arguments import configure
@@ -140,8 +142,8 @@ def passes(
     """Yields each micro-batch's pass through one model. Routers choose, or take what they chose in `exact`."""
     has_experts = any(flag.startswith("--num-experts") for flag in flags)
     model = build([*flags, *["--moe-enable-routing-replay"] * has_experts], vocabulary)
-    if ENGINE[1] in flags and choose_backend(model.config).engine is None:
-        print(f"Transformer Engine does not compute, our own layers do: {find_engine()}", flush=True)
+    if ENGINE[1] in flags and backends.choose_backend(model.config).engine is None:
+        end_without_engine(why_layers_stay_ours(model.config) or backends.find_engine())
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     replays = router_replays(model)
     warm = WARM if "delayed" in flags else 0
@@ -158,6 +160,11 @@ def passes(
         if warm < 0:
             found = {name: p.main_grad for name, p in named.items()}  # type: ignore[attr-defined]
             yield Pass(found, loss, [replay.recorded for replay in replays])
+
+
+def end_without_engine(reason: object) -> NoReturn:
+    """Ends with an error: what is measured as Transformer Engine's would be our own layers'."""
+    exit_with_problems(UserError(f"{' '.join(ENGINE)}: Transformer Engine does not compute: {reason}"))
 
 
 def references(flags: Sequence[str], vocabulary: int, batches: Sequence[Tensor]) -> list[Pass]:
@@ -261,6 +268,11 @@ def main(words: Sequence[str] | None = None) -> None:
     model = [*(CELLS[args.cell].split() if args.cell else []), *flags]
     batches = [tokens(args.vocabulary, args.tokens, seed + 1) for seed in range(args.micro_batches)]
     kinds = {"bf16": ("--bf16",)} | {f"fp8 {recipe}": RECIPES[recipe] for recipe in args.recipes}
+    if args.against_transformer_engine:
+        # It cannot be imported once attention of float32's pass has loaded torch's own cuDNN.
+        engine = backends.find_engine()
+        if isinstance(engine, str):
+            end_without_engine(engine)
     start = time.monotonic()
     exact = references(model, args.vocabulary, batches)
     print(f"float32: loss {statistics.fmean(found.loss for found in exact):.5f}", flush=True)
@@ -271,16 +283,14 @@ def main(words: Sequence[str] | None = None) -> None:
         print(f"{name}: {line(found)} [{time.monotonic() - start:.0f} s]", flush=True)
         return found
 
-    verdicts = {}
     for name, more in kinds.items():
         ours = measured(name, more)
         if args.against_transformer_engine and more[-1] != "--bf16":
             if name.split()[1] in OF_ENGINE:
-                verdicts[name] = verdict(ours, measured(f"{name} by Transformer Engine", [*more, *ENGINE]))
+                compared = verdict(ours, measured(f"{name} by Transformer Engine", [*more, *ENGINE]))
             else:
-                verdicts[name] = "Transformer Engine has no such recipe"
-    for name, compared in verdicts.items():
-        print(f"{name} beside Transformer Engine: {compared}")
+                compared = "Transformer Engine has no such recipe"
+            print(f"{name} beside Transformer Engine: {compared}", flush=True)
     if args.curve:
         files = sorted(args.text.rglob("*.py")) if args.text.is_dir() else [args.text]
         data = b"".join(file.read_bytes() for file in files)

@@ -31,6 +31,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 pytestmark = pytest.mark.gpu
 
+FOUND = find_engine()
+"""It is imported before any test runs: after torch has loaded its own cuDNN, the import fails."""
 RECIPES = ["delayed", "tensorwise", "blockwise"]
 LLAMA = {
     "normalization": "RMSNorm",
@@ -56,10 +58,9 @@ def exact_float32() -> None:
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    found = find_engine()
-    if isinstance(found, str):
-        pytest.skip(f"Transformer Engine: {found}")
-    return found
+    if isinstance(FOUND, str):
+        pytest.skip(f"Transformer Engine: {FOUND}")
+    return FOUND
 
 
 def random(*shape: int, seed: int = 1, dtype: torch.dtype = torch.bfloat16) -> Tensor:

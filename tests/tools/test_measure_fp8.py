@@ -9,7 +9,7 @@ from support import fake_transformer_engine as fake
 
 from megatron.core import backends
 from tools import measure_fp8
-from tools.measure_fp8 import Errors, Pass, compare, verdict
+from tools.measure_fp8 import Errors, Pass, compare, passes, verdict
 
 MODEL = (
     "--num-layers 1 --hidden-size 64 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32 "
@@ -40,12 +40,28 @@ def test_transformer_engine_computes_the_same_micro_batches(
     measure_fp8.main(f"{MODEL} {experts} {more}".split())
     assert fake.Float8CurrentScaling() in fake.used
     lines = capsys.readouterr().out.splitlines()
-    assert "our own layers do" not in "".join(lines)
     ours, theirs = (line for line in lines if line.startswith("fp8 tensorwise") and "means of 2" in line)
     assert theirs.startswith("fp8 tensorwise by Transformer Engine: ") and ours.split("[")[0] != theirs.split("[")[0]
     (compared,) = (line for line in lines if line.startswith("fp8 tensorwise beside Transformer Engine: "))
     assert compared.endswith(": worse")
     assert lines[-1] == "fp8 rowwise beside Transformer Engine: Transformer Engine has no such recipe"
+
+
+def test_a_comparison_without_transformer_engine_ends_with_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ends before anything is computed, and layers of our own are not measured as Transformer Engine's."""
+    monkeypatch.setattr(backends, "find_engine", lambda: "it cannot be imported")
+    flags = [*MODEL.split(), *measure_fp8.RECIPES["tensorwise"], *measure_fp8.ENGINE]
+    for run in (
+        lambda: measure_fp8.main(f"{MODEL} --recipes tensorwise --against-transformer-engine".split()),
+        lambda: next(passes(flags, 256, [torch.zeros(1, 33, dtype=torch.long)])),
+    ):
+        with pytest.raises(SystemExit) as end:
+            run()
+        printed = capsys.readouterr()
+        assert end.value.code == 2 and not printed.out
+        assert "--transformer-impl transformer_engine: Transformer Engine does not compute: it cannot" in printed.err
 
 
 def errors(*cosines: float) -> list[Errors]:
