@@ -264,15 +264,15 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--curve", type=int, default=0, metavar="N", help="compare the losses of N steps too")
     parser.add_argument("--text", type=Path, help="file or folder whose bytes are the tokens of the curve")
     args, flags = parser.parse_known_args(words)
+    if args.against_transformer_engine:
+        # It cannot be imported once torch has loaded its own cuDNN, as attention does.
+        engine = backends.find_engine()
+        if isinstance(engine, str):
+            end_without_engine(engine)
     torch.backends.cuda.matmul.allow_tf32 = False
     model = [*(CELLS[args.cell].split() if args.cell else []), *flags]
     batches = [tokens(args.vocabulary, args.tokens, seed + 1) for seed in range(args.micro_batches)]
     kinds = {"bf16": ("--bf16",)} | {f"fp8 {recipe}": RECIPES[recipe] for recipe in args.recipes}
-    if args.against_transformer_engine:
-        # It cannot be imported once attention of float32's pass has loaded torch's own cuDNN.
-        engine = backends.find_engine()
-        if isinstance(engine, str):
-            end_without_engine(engine)
     start = time.monotonic()
     exact = references(model, args.vocabulary, batches)
     print(f"float32: loss {statistics.fmean(found.loss for found in exact):.5f}", flush=True)
