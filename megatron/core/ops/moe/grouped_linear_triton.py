@@ -46,6 +46,9 @@ ACCUMULATIONS = {
 }
 ACCUMULATION_IN_USE = "bulk 4"
 """The fastest one that has been measured in training (docs/benchmarks.md)."""
+ACCUMULATION_WITHOUT_BULK_COPIES = "read 3"
+"""The one where the copy engine cannot move the factors. With 4 stages a program needs 112 KB of shared memory, and
+GPUs of capability 8.6 and 8.9 have 99 KB."""
 
 
 def grouped_product_cuda(rows: Tensor, weight: Tensor, groups: RowGroups, transposed: bool) -> Tensor:
@@ -126,7 +129,7 @@ def accumulate_grouped_product_triton(
         TensorDescriptor.from_tensor(factor, [rows, width]) if in_bulk else None
         for factor, width in ((left, out_tile), (right, in_tile))
     ]
-    way = way or ACCUMULATIONS[ACCUMULATION_IN_USE]
+    way = way or ACCUMULATIONS[ACCUMULATION_IN_USE if in_bulk else ACCUMULATION_WITHOUT_BULK_COPIES]
     # A tile of the total may not reach into the next group.
     adds = way.adds_in_bulk and in_bulk and not (out_width % out_tile or in_width % 4 or total.data_ptr() % 16)
     total_tiles = TensorDescriptor.from_tensor(total.view(-1, in_width), [out_tile, in_tile]) if adds else None

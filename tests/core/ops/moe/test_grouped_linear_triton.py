@@ -1,9 +1,33 @@
 """GPU products of experts, in Triton's interpreter."""
 
+from typing import Any
+
 import pytest
+import torch
 from support import expert_kernels
+
+from megatron.core.ops.moe import grouped_linear_triton
+from megatron.core.ops.moe.grouped_linear import RowGroups
 
 
 @pytest.mark.parametrize("check", ["products", "accumulations", "linears", "biases"])
 def test_the_kernel_agrees_with_its_reference(check: str) -> None:
     getattr(expert_kernels, check)()
+
+
+@pytest.mark.parametrize(("copies", "launched"), [(False, (False, False, 3)), (True, (True, True, 4))])
+def test_gpus_without_bulk_copies_load_fewer_tiles_ahead(
+    monkeypatch: pytest.MonkeyPatch, copies: bool, launched: tuple[bool, bool, int]
+) -> None:
+    seen: list[dict[str, Any]] = []
+
+    class Kernel:
+        def __getitem__(self, grid: object) -> Any:
+            return lambda *arguments, **options: seen.append(options)
+
+    monkeypatch.setattr(grouped_linear_triton, "_accumulate_kernel", Kernel())
+    monkeypatch.setattr(grouped_linear_triton, "_copies_in_bulk", lambda rows: copies)
+    factors = torch.zeros(64, 128, dtype=torch.bfloat16), torch.zeros(64, 256, dtype=torch.bfloat16)
+    groups = RowGroups(torch.tensor([64]), [64])
+    grouped_linear_triton.accumulate_grouped_product_triton(torch.zeros(1, 128, 256), *factors, groups)
+    assert [(found["BULK"], found["ADDS"], found["num_stages"]) for found in seen] == [launched]
