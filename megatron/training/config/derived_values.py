@@ -225,8 +225,8 @@ def _products_in_pieces(s: Settings) -> str | None:
     if s.is_given("tp_comm_overlap") or not (on_one_host and s.sequence_parallel and ranks == 2):
         return None
     tokens = (s.micro_batch_size or 0) * (s.seq_length or 0) // (ranks * max(1, s.context_parallel_size))
-    # Graphs would hold waits for words that grow; Transformer Engine's linear layers compute whole products.
-    if tokens < 2048 or s.fp8 is not None or s.cuda_graph_impl != "none" or s.transformer_impl == "transformer_engine":
+    # Transformer Engine's linear layers compute whole products. Graphs need no rule: layers that communicate have none.
+    if tokens < 2048 or s.fp8 is not None or s.transformer_impl == "transformer_engine":
         return None
     s.set_derived("tp_comm_overlap", True)
     if not s.is_given("tp_comm_overlap_rs_dgrad"):
