@@ -5,9 +5,11 @@ A thread of every rank keeps a connection to the first rank, whose `heartbeat_se
 thread sends a sign of life with the phase of the run and a counter of collectives. It does so while the main thread is
 busy too, so long work (building an index, a save, the compilation of a kernel) is no failure. Failures are:
 
-- A connection closes: the process has ended. - A rank sends no sign of life, and another process on its machine sees
-that it is stopped, or no process on its machine answers. - No rank makes progress while some wait, for
---hang-timeout-seconds. - The main thread reports its own exception (`report`).
+- A connection closes: the process has ended.
+- A rank sends no sign of life, and another process on its machine sees that it is stopped, or no process on its machine
+  answers.
+- No rank makes progress while some wait, for --hang-timeout-seconds.
+- The main thread reports its own exception (`report`).
 
 Nothing here waits for the device or for another rank, and a step is not slowed.
 """

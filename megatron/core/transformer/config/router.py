@@ -93,7 +93,7 @@ class RouterConfig:
     """Former spelling of --moe-router-padding-for-quantization."""
 
     moe_router_fusion: bool = flag(
-        False, only_with=_MOE, no_effect="the router's operations are torch's; its result is the same"
+        False, only_with=_MOE, no_effect="the router's kernels are chosen with their backend; its result is the same"
     )
     """Compute the router in one kernel."""
 
