@@ -322,6 +322,19 @@ if not hasattr(InterpreterBuilder, "create_descriptor_reduce"):  # Triton's inte
 
 LARGE = (0, 1, 127, 129, 8191, *[1000, 3000] * 29, 6624)
 """Rows of each expert of MOE64, 131,072 in all."""
+RAGGED: tuple[tuple[tuple[int, ...], int, int, int], ...] = (
+    ((256, 256), 128, 256, 0),
+    ((4096, 4096, 4096), 384, 512, 0),
+    ((4096, 0, 0, 2048, 0), 384, 512, 0),
+    ((300, 0, 1, 1000, 64, 77), 2048, 1024, 0),
+    ((63, 65, 64, 200), 384, 512, 0),
+    ((63, 70, 64, 33), 128, 256, 40),
+    ((70, 0, 1, 130, 64), 128, 24, 0),
+    ((70, 0, 1, 130, 64, 0), 128, 272, 5),
+    ((0, 0, 5), 256, 256, 1),
+)
+"""Rows of each expert, outputs, inputs, and rows behind the last expert: whole stages, groups without rows or with a
+part of a stage, tiles with columns behind the last input."""
 
 
 def accumulations() -> None:
@@ -331,18 +344,24 @@ def accumulations() -> None:
         accumulated(way, (65,), 40, 24)  # with tiles that are partly filled: not in bulk
 
 
-def accumulated(way: Accumulation, sizes: tuple[int, ...], out_width: int, in_width: int) -> None:
+def specialized() -> None:
+    accumulated(ACCUMULATIONS["specialized"], (70, 0, 1, 130, 64), 128, 24)
+
+
+def accumulated(way: Accumulation, sizes: tuple[int, ...], out_width: int, in_width: int, behind: int = 0) -> Tensor:
     """Compares a weight gradient with float64, row by row: a wrong tile is not hidden among right ones. The product is
-    added to a total of ones."""
+    added to a total of ones. The rows behind the groups' rows are NaN and infinite. Returns the total."""
     dtype = torch.float16 if ON_CPU else torch.bfloat16
-    groups = RowGroups(torch.tensor(sizes, device=DEVICE))
-    dy, x = values(sum(sizes), out_width, dtype=dtype), values(sum(sizes), in_width, dtype=dtype, seed=1)
+    groups, rows = RowGroups(torch.tensor(sizes, device=DEVICE)), sum(sizes)
+    dy, x = values(rows + behind, out_width, dtype=dtype), values(rows + behind, in_width, dtype=dtype, seed=1)
+    dy[rows:], x[rows:] = float("nan"), float("inf")
     total = torch.ones(len(sizes), out_width, in_width, device=DEVICE)
     accumulate_grouped_product_triton(total, dy, x, groups, way)
-    for found, left, right in zip(total, dy.split(sizes), x.split(sizes), strict=True):
+    for found, left, right in zip(total, dy[:rows].split(sizes), x[:rows].split(sizes), strict=True):
         exact = 1.0 + left.double().t() @ right.double()
         errors = (found - exact).norm(dim=1) / exact.norm(dim=1)
         assert errors.max() < 1e-5, (way, sizes, float(errors.max()))
+    return total
 
 
 def places_in_parts() -> None:

@@ -16,7 +16,12 @@ import megatron.core
 CORE = Path(megatron.core.__file__).parent
 MOST_SHARED = 227 * 1024
 """Bytes of shared memory that a program can have on Hopper (CUDA C programming guide, compute capability 9.0)."""
-FAST = ("triton_agreement.masks", "flash_agreement.bits", "flash_agreement.attention_of:causal, dropped")
+FAST = (
+    "triton_agreement.masks",
+    "flash_agreement.bits",
+    "flash_agreement.attention_of:causal, dropped",
+    "expert_kernels.specialized",  # Triton's interpreter does not run it
+)
 CHECKS = {
     "triton_agreement": "masks bias_dropout_residual losses merged_blocks largest_logits",
     "elementwise_kernels": "norms norms_of_views norms_with_residual positions parts_of_heads rotated_parts_of_heads "
@@ -41,9 +46,10 @@ def compiled(checks: list[str], cache: Path) -> list[dict[str, Any]]:
     return found
 
 
-def test_kernels_of_attention_compile(tmp_path: Path) -> None:
+def test_kernels_of_attention_and_with_specialised_warps_compile(tmp_path: Path) -> None:
     found = {kernel["kernel"] for kernel in compiled(list(FAST), tmp_path)}
     assert found >= {"_keep_bits_kernel", "_keep_rows_kernel", "_forward_kernel", "_backward_kernel"}
+    assert "_accumulate_specialized_kernel" in found
 
 
 @pytest.mark.slow
