@@ -170,8 +170,8 @@ def _compute_tiles(  # type: ignore[no-untyped-def]
                 flying = warpgroup_mma(half.index(step).permute((1, 0)), wide.index(step), product, is_async=True)
                 # One product may still run, this one. The one before is done, so its stage is released. That stage is
                 # computed from `step`. A variable `last = step` at the end of the loop would not be carried from row to
-                # row: before the loop it is the same value as `step`, and Triton then takes it for unchanged. The first
-                # stage would be released again and again, and the loading warp would overwrite stages in use.
+                # row: before the loop it is the same value as `step`, and Triton then takes it for unchanged. Each row
+                # would release the tile's first stage, the other stages never, and the loading warp would hang.
                 product = warpgroup_mma_wait(1, deps=[flying])
                 mbarrier.arrive(empty.index(_before(step)), count=1, pred=row > start)
                 step, phase = _after(step, phase)
