@@ -109,10 +109,17 @@ def run_notes(config: PretrainConfig, environment: Environment, splits: Splits) 
     for valid_set in whole:
         taken = full_pass(valid_set.num_samples or 0, evaluation.global_batch_size(config.training))
         name = "" if valid_set.name is None else f" {valid_set.name}"
-        number = f"{taken.iterations:,} global batches{bounded if config.data.mock_data else ''}"
+        number = f"{_counted(taken.iterations, 'global batch')}{bounded if config.data.mock_data else ''}"
         yield f"a validation takes the whole set{name}, {number}"
     if not whole and len(missing) < 2:
         samples = evaluation.eval_iters * evaluation.global_batch_size(config.training)
-        yield f"an evaluation takes {evaluation.eval_iters} global batches, {samples:,} samples, not a whole data set"
+        taken_of_each = f"{_counted(evaluation.eval_iters, 'global batch')}, {_counted(samples, 'sample')}"
+        yield f"an evaluation takes {taken_of_each}, not a whole data set"
     if splits.valid is not None and evaluation.eval_interval is None and not evaluation.skip_train:
         yield "without --eval-interval the validation data is looked at once, after the last iteration"
+
+
+def _counted(number: int, noun: str) -> str:
+    """Returns a number with its noun, such as `1 global batch` or `2 global batches`."""
+    plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else plural}"

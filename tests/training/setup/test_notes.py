@@ -97,6 +97,14 @@ def test_missing_splits_are_named_and_nothing_to_do_is_an_error() -> None:
         notes("--skip-train", valid=None, test=None)
 
 
+def test_one_batch_of_one_sample_is_singular() -> None:
+    assert notes("--eval-interval 2 --eval-iters 1 --eval-global-batch-size 1 --eval-micro-batch-size 1") == [
+        "an evaluation takes 1 global batch, 1 sample, not a whole data set"
+    ]
+    said = notes("--eval-interval 2 --eval-global-batch-size 4", whole=3, source="--data-path corpus")
+    assert said == ["a validation takes the whole set, 1 global batch"]
+
+
 def test_a_whole_validation_set_is_said() -> None:
     said = notes("--eval-interval 2 --eval-global-batch-size 4", whole=25, source="--data-path corpus")
     assert said == ["a validation takes the whole set, 7 global batches"]
