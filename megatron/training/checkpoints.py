@@ -171,7 +171,9 @@ class Checkpoints:
                     self._override_iteration(parts.state, flags.override_ckpt_iteration)
                 return True
         if flags.pretrained_checkpoint is not None:
-            if self._read(Path(flags.pretrained_checkpoint), parts, weights_only=True) is not None:
+            root = Path(flags.pretrained_checkpoint)
+            step = flags.ckpt_step if flags.load is None else None
+            if self._read(root, parts, weights_only=True, step=step) is not None:
                 return True
             raise UserError(f"--pretrained-checkpoint {flags.pretrained_checkpoint} holds no checkpoint")
         if flags.load is not None:

@@ -121,6 +121,8 @@ def test_ckpt_step(saved, tmp_path):
     assert run.state.iteration == 2
     with pytest.raises(UserError, match=r"has no checkpoint of iteration 3; it has: 2, 4"):
         SmallRun.make(f"--load {tmp_path} --ckpt-step 3").load()
+    with pytest.raises(UserError, match=r"has no checkpoint of iteration 3; it has: 2, 4"):
+        SmallRun.make(f"--pretrained-checkpoint {tmp_path} --ckpt-step 3").load()
 
 
 def test_a_temporary_checkpoint_is_loaded_while_it_is_the_newest(tmp_path, capsys):

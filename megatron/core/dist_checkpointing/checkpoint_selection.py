@@ -38,7 +38,8 @@ def select_folders(root: Path, step: Step | None = None) -> Selection:
     if foreign and len(foreign) == len(chosen):
         raise UserError(
             f"{foreign[0].path} is another program's checkpoint (torch .pt or .distcp files, no {MANIFEST}); "
-            "this program reads folders with rank_NNNNN.safetensors files and a manifest.json"
+            "this program reads folders with rank_NNNNN.safetensors files and a manifest.json, which "
+            "tools/checkpoint/convert.py import-megatron makes from Megatron-LM's"
         )
     notes += [f"{folder.path.name} is left out: another program's checkpoint" for folder in foreign]
     return Selection([folder.path.name for folder in chosen if folder not in foreign], notes)

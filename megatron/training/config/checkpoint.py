@@ -45,7 +45,8 @@ class CheckpointConfig:
     says so."""
 
     ckpt_step: int | None = None
-    """Load the checkpoint of this iteration instead of the newest."""
+    """Load the checkpoint of this iteration instead of the newest, from --load or, without it, from
+    --pretrained-checkpoint."""
 
     exit_on_missing_checkpoint: bool = False
     """With --load: exit with an error if there is no checkpoint, instead of starting a new run."""

@@ -356,6 +356,7 @@ RULES: tuple[Rule, ...] = (
     file_checks.checkpoint_folders_are_folders,
     file_checks.save_can_be_written,
     file_checks.checkpoint_folders_exist,
+    file_checks.checkpoint_can_be_selected,
     graph_checks.micro_batch_graphs,
     graph_checks.graphs_of_parts,
     graph_checks.optimizer_graph,

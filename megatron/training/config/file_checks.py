@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from megatron.core.config_fields import literal_text
 from megatron.core.datasets.blend_stages import prefixes_of, read_stages_file
@@ -19,6 +20,8 @@ from megatron.core.datasets.utils import (
     read_blend_file,
     read_blend_per_split_file,
 )
+from megatron.core.dist_checkpointing.checkpoint_selection import select_folders
+from megatron.core.dist_checkpointing.folders import TRACKER, candidates
 from megatron.core.dist_checkpointing.manifest import MANIFEST
 from megatron.core.exceptions import UserError
 from megatron.core.process_groups_config import GROUPS_WITH_SETTINGS
@@ -156,18 +159,26 @@ def _data_set_exists(source: str, prefix: str) -> Iterator[str]:
             yield source + literal_text(str(error))
             return
         if missing:
-            yield source + literal_text(f"{prefix}{missing[0]}: no such object")
+            yield source + literal_text(f"{prefix}{missing[0]}: no such object{_other_half(prefix, missing)}")
         return
     missing = [suffix for suffix in (".idx", ".bin") if not Path(prefix + suffix).is_file()]
     if missing:
         folder, name = Path(prefix).parent, Path(prefix).name
         near = sorted(str(path.with_suffix("")) for path in folder.glob("*.idx") if path.name.startswith(name))
-        hint = f"; there is {' and '.join(near[:3])}" if near and ".idx" in missing else ""
+        hint = f"; there is {' and '.join(near[:3])}" if near and len(missing) == 2 else _other_half(prefix, missing)
         if Path(name).suffix in (".bin", ".idx") and Path(prefix).is_file():
             hint = f"; give the prefix of both files, {folder / Path(name).stem}"
         elif re.fullmatch(r"[.0-9]+", prefix):
             hint = "; give prefixes alone, or a weight before each: WEIGHT PREFIX WEIGHT PREFIX"
         yield source + literal_text(f"{prefix}{missing[0]}: no such file{hint}")
+
+
+def _other_half(prefix: str, missing: Sequence[str]) -> str:
+    """Returns the end of a sentence about a data set of which one file is missing; "" if both are."""
+    if len(missing) == 2:
+        return ""
+    there = ".bin" if missing[0] == ".idx" else ".idx"
+    return f", but {prefix}{there} is there; tools/preprocess_data.py writes both: copy both, or run it again"
 
 
 def paths_are_not_empty(s: Settings) -> Iterator[str]:
@@ -229,17 +240,52 @@ def save_can_be_written(s: Settings) -> Iterator[str]:
         yield "{save}: " + literal_text(f"{there} is a file, not a folder; give another path")
     elif not os.access(there, os.W_OK | os.X_OK):
         yield "{save}: " + literal_text(f"no permission to write in {there.absolute()}; give another path")
+    else:
+        try:  # root passes the check of permissions also in /proc and /sys
+            with TemporaryDirectory(prefix=".try-", dir=there):
+                pass
+        except OSError as error:
+            reason = literal_text(f"no folder can be made in {there.absolute()} ({error.strerror}); give another path")
+            yield "{save}: " + reason
 
 
 def checkpoint_folders_exist(s: Settings) -> Iterator[str]:
-    """A folder that must contain a checkpoint exists. Its contents are checked later, when it is read.
+    """A folder that must contain a checkpoint exists, and contains one. The checkpoint is checked when it is read.
 
     A run that resumes from --load no longer needs --pretrained-checkpoint.
     """
-    if not s.launch_environment.looks_at_files or (s.load is not None and Path(s.load).is_dir()):
+    if not s.launch_environment.looks_at_files:
         return
-    if s.pretrained_checkpoint is not None:
+    if s.load is not None and Path(s.load).is_dir():
+        if s.exit_on_missing_checkpoint and s.pretrained_checkpoint is None and _has_no_checkpoint(s):
+            yield "{load} holds no checkpoint, and {exit_on_missing_checkpoint:name} is given"
+    elif s.pretrained_checkpoint is not None:
         if not Path(s.pretrained_checkpoint).exists():
             yield "{pretrained_checkpoint}: no such folder"
     elif s.load is not None and not Path(s.load).exists() and s.exit_on_missing_checkpoint:
         yield "{load}: no such folder, and {exit_on_missing_checkpoint:name} is given"
+
+
+def _has_no_checkpoint(s: Settings) -> bool:
+    """Whether --load has neither checkpoints nor a tracker file, and no temporary checkpoints are kept."""
+    root = Path(s.load)
+    may_be_elsewhere = s.dry_run or s.moe_use_upcycling or s.non_persistent_save_interval is not None
+    return not may_be_elsewhere and s.ckpt_step is None and not candidates(root) and not (root / TRACKER).exists()
+
+
+def checkpoint_can_be_selected(s: Settings) -> Iterator[str]:
+    """The folder of --load, or without it that of --pretrained-checkpoint, has the checkpoint of --ckpt-step, and not
+    only those of another program. A dry run may be on another machine, --use-checkpoint-args finds the error when it
+    reads the flags, and temporary checkpoints may be in another folder."""
+    field = "pretrained_checkpoint" if s.load is None else "load"
+    root = getattr(s, field)
+    if not s.launch_environment.looks_at_files or not root or not Path(root).is_dir():
+        return
+    if s.dry_run or s.use_checkpoint_args or s.moe_use_upcycling:
+        return
+    if s.ckpt_step is None and s.non_persistent_save_interval is not None:
+        return
+    try:
+        select_folders(Path(root), s.ckpt_step)
+    except UserError as error:
+        yield f"{{{field if s.ckpt_step is None else 'ckpt_step'}:name}}: " + literal_text(str(error))

@@ -1,5 +1,6 @@
 """Files and folders that flags name must exist."""
 
+import errno
 import shlex
 from pathlib import Path
 
@@ -84,8 +85,16 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
         "--vocab-file /no/vocab: no such file",
         "--merge-file /no/merges: no such file",
         f"--data-path {tmp_path}/corpus.idx: no such file; there is {tmp_path}/corpus_text_document",
-        f"--data-path {tmp_path}/half.bin: no such file",
+        f"--data-path {tmp_path}/half.bin: no such file, but {tmp_path}/half.idx is there; "
+        "tools/preprocess_data.py writes both: copy both, or run it again",
     ]
+
+
+def test_half_a_data_set_beside_one_with_a_similar_name(tmp_path: Path) -> None:
+    for name in ("half.bin", "half2.idx", "half2.bin"):
+        (tmp_path / name).touch()
+    (problem,) = problems_of(f"{without('--mock-data')} --data-path {tmp_path}/half")
+    assert problem.startswith(f"--data-path {tmp_path}/half.idx: no such file, but {tmp_path}/half.bin is there; ")
 
 
 def test_a_split_without_training_data() -> None:
@@ -128,6 +137,53 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(file_checks.os, "access", lambda path, mode: Path(path) != tmp_path)
     problem = f"--save {tmp_path}/runs/a: no permission to write in {tmp_path}; give another path"
     assert problems_of(f"{SMALL} --save {tmp_path}/runs/a") == [problem]
+
+
+def test_a_folder_that_permissions_allow_and_the_file_system_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In /proc and /sys root has the permission to write."""
+
+    def refuse(path: str, mode: int = 0o777) -> None:
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", path)
+
+    words = f"{SMALL} --save {tmp_path}/runs"
+    assert problems_of(words) == [] and not any(tmp_path.iterdir())
+    monkeypatch.setattr("tempfile._os.mkdir", refuse)
+    reason = f"no folder can be made in {tmp_path} (No such file or directory); give another path"
+    assert problems_of(words) == [f"--save {tmp_path}/runs: {reason}"]
+    assert not problems_of(f"{words} --dry-run") and not problems_of(words, looks=False)
+
+
+def test_a_step_without_a_checkpoint(tmp_path: Path) -> None:
+    for step in (2, 4):
+        (tmp_path / f"iter_000000{step}").mkdir()
+        (tmp_path / f"iter_000000{step}/manifest.json").touch()
+    problem = f"--ckpt-step: {tmp_path} has no checkpoint of iteration 77; it has: 2, 4"
+    for folder in (f"--load {tmp_path}", f"--pretrained-checkpoint {tmp_path}"):
+        assert problems_of(f"{SMALL} {folder} --ckpt-step 77") == [problem]
+        assert not problems_of(f"{SMALL} {folder} --ckpt-step 77", looks=False)
+        assert not problems_of(f"{SMALL} {folder} --ckpt-step 4")
+
+
+def test_checkpoints_of_another_program(tmp_path: Path) -> None:
+    (tmp_path / "iter_0000002").mkdir()
+    (tmp_path / "iter_0000002/common.pt").touch()
+    (problem,) = problems_of(f"{SMALL} --load {tmp_path}")
+    assert problem.startswith(f"--load: {tmp_path}/iter_0000002 is another program's checkpoint")
+
+
+def test_a_folder_of_other_files_holds_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "README").touch()
+    assert problems_of(f"{SMALL} --load {tmp_path}") == []  # a line of the log says that a new run starts
+    words = f"{SMALL} --load {tmp_path} --exit-on-missing-checkpoint"
+    problem = f"--load {tmp_path} holds no checkpoint, and --exit-on-missing-checkpoint is given"
+    assert problems_of(words) == [problem]
+    assert problems_of(f"{words} --ckpt-step 7") == [
+        f"--ckpt-step: {tmp_path} has no checkpoint of iteration 7; it has: none"
+    ]
+    (tmp_path / "iter_0000002").mkdir()
+    assert problems_of(words) == []
 
 
 @pytest.mark.parametrize(
