@@ -51,9 +51,9 @@ ACCUMULATIONS = {
 }
 ACCUMULATION_IN_USE = "bulk 4"
 """The fastest one that has been measured in training (docs/benchmarks.md)."""
-ACCUMULATION_WITHOUT_BULK_COPIES = "read 3"
-"""The one where the copy engine cannot move the factors. With 4 stages a program needs 112 KB of shared memory, and
-GPUs of capability 8.6 and 8.9 have 99 KB."""
+ACCUMULATION_ON_SMALLER_GPUS = "read 3"
+"""The one where programs have less shared memory than the 227 KB of capabilities 9 and 10. With 4 stages a program
+needs 112 KB, with bulk copies 144 KB, and capabilities 8.6, 8.9 and 12 have 99 KB."""
 GLUON_RELEASES = ((3, 6), (3, 9))
 """First and last release of Triton that "specialized" has been compiled with. It is written in Triton's experimental
 language, whose functions change from release to release. With other releases the fields beside `specialized` apply."""
@@ -142,7 +142,7 @@ def accumulate_grouped_product_triton(
     assert total.is_contiguous() and left.dtype is right.dtype
     left, right = left.contiguous(), right.contiguous()
     in_bulk = all(_copies_in_bulk(factor) for factor in (left, right))
-    way = way or ACCUMULATIONS[ACCUMULATION_IN_USE if in_bulk else ACCUMULATION_WITHOUT_BULK_COPIES]
+    way = way or ACCUMULATIONS[ACCUMULATION_IN_USE if _capability(left)[0] in (9, 10) else ACCUMULATION_ON_SMALLER_GPUS]
     kernel = _specialized_kernel() if way.specialized else None
     if kernel is not None and kernel.takes(total, left, right):
         kernel.accumulate_specialized(total, left, right, groups.ends)
@@ -167,7 +167,12 @@ def _copies_in_bulk(rows: Tensor) -> bool:
     """Returns whether the copy engine (bulk tensor copies, capability 9.0 and up) can move tiles of these rows."""
     if not rows.shape[0] or rows.shape[1] % _BULK_MULTIPLE or rows.data_ptr() % 16:
         return False
-    return not rows.is_cuda or torch.cuda.get_device_capability(rows.device) >= (9, 0)
+    return _capability(rows) >= (9, 0)
+
+
+def _capability(tensor: Tensor) -> tuple[int, int]:
+    """Returns the capability of a tensor's GPU; Hopper's on a CPU, where Triton's interpreter runs the kernels."""
+    return torch.cuda.get_device_capability(tensor.device) if tensor.is_cuda else (9, 0)
 
 
 def _tile(out_width: int, in_width: int) -> tuple[int, int, int]:
