@@ -56,11 +56,12 @@ class CheckpointConfig:
 
     load_hf: str | None = None
     """Folder of a Hugging Face model (config.json and safetensors) whose weights a new run starts from. The model's
-    flags come from it, and those of the tokenizer if they are not given. A checkpoint under --load comes first."""
+    flags are read from it. The tokenizer's flags are read from it unless they are given. A checkpoint under --load
+    takes precedence."""
 
     save_hf_interval: int | None = flag(None, only_with="save")
-    """Steps between two exports to Hugging Face folders, a multiple of --save-interval. They are made from checkpoints
-    and written to hf/iter_NNNNNNN in the folder of --save."""
+    """Steps between two exports to Hugging Face folders; a multiple of --save-interval. Each export is made from a
+    checkpoint and written to hf/iter_NNNNNNN in the folder of --save."""
 
     finetune: bool = False
     """Load weights only and start at iteration 0."""
@@ -82,15 +83,15 @@ class CheckpointConfig:
     otherwise. The tokenizer's flags are taken only where the command line does not give them."""
 
     dist_ckpt_strictness: Strictness = "assume_ok_unexpected"
-    """Reaction to tensors that are missing in a checkpoint or that nothing loads: an error that names them. ignore_all,
-    log_unexpected and log_all print the names and continue."""
+    """What to do if tensors are missing in a checkpoint, or if nothing loads them. ignore_all, log_unexpected and
+    log_all print the names and continue. With any other value an error names the tensors."""
 
     ckpt_waive_keys: list[str] | None = flag(None, nargs="+")
-    """Shell patterns such as 'output_layer.*'. Tensors with matching names may be missing in a checkpoint, or be left
-    unused."""
+    """Shell patterns such as 'output_layer.*'. It is no error if a tensor with a matching name is missing in a
+    checkpoint or is not loaded."""
 
     ckpt_format: Literal["safetensors", "torch", "torch_dist", "torch_dcp", "fsdp_dtensor", "zarr"] = "safetensors"
-    """Format of checkpoints. There is only safetensors; with any other word, a line says that it is used instead."""
+    """Format of checkpoints. Checkpoints are always in safetensors; for any other value a line says so."""
 
     auto_detect_ckpt_format: bool = flag(False, no_effect="a checkpoint's manifest says what it is")
     """Detect a checkpoint's format when it is loaded."""
@@ -104,9 +105,9 @@ class CheckpointConfig:
     """Older releases: distributed checkpoints."""
 
     async_save: bool = flag(False, only_with="save")
-    """Write checkpoints while training continues. Training waits while the state is copied to host memory, which must
-    have room for it: about 12 bytes per parameter with Adam, divided among the ranks that share them. The next save
-    and the end of the run wait until it is complete."""
+    """Write checkpoints while training continues. Training waits only while the state is copied to host memory. The
+    copy needs about 12 bytes per parameter with Adam, divided among the ranks that share the parameters. The next save
+    and the end of the run wait until the checkpoint is complete."""
 
     async_strategy: Literal["nvrx", "mcore"] = flag("nvrx", only_with="async_save", no_effect=_THREAD)
     """With --async-save: implementation."""
@@ -143,7 +144,7 @@ class CheckpointConfig:
     """Write checksums, and check them when a checkpoint is loaded."""
 
     non_persistent_save_interval: int | None = flag(None, only_with="save")
-    """Steps between two temporary checkpoints, of which only the last is kept. --load takes it if it is newer than the
+    """Steps between two temporary checkpoints. Only the newest one is kept. --load takes it if it is newer than the
     checkpoints of --save-interval."""
 
     non_persistent_ckpt_type: Literal["global", "local", "in_memory"] | None = flag(

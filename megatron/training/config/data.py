@@ -24,17 +24,17 @@ class DataConfig:
     (s3://bucket/prefix). Several prefixes make a blend; a number before each is its weight."""
 
     split: str | None = None
-    """Shares of training, validation and test data, such as 969,30,1, which is the default and is printed when it is
-    used. For --data-path and --data-args-path."""
+    """Shares of training, validation and test data. Default: 969,30,1; a line says when the default is used. Applies to
+    --data-path and --data-args-path."""
 
     train_data_path: list[str] | None = flag(None, nargs="*")
-    """Training data as a data set of its own; written like --data-path."""
+    """Training data, given separately; the syntax is that of --data-path."""
 
     valid_data_path: list[str] | None = flag(None, nargs="*")
-    """Validation data as a data set of its own; written like --data-path."""
+    """Validation data, given separately; the syntax is that of --data-path."""
 
     test_data_path: list[str] | None = flag(None, nargs="*")
-    """Test data as a data set of its own; written like --data-path."""
+    """Test data, given separately; the syntax is that of --data-path."""
 
     data_args_path: str | None = None
     """File that contains the words of --data-path."""
@@ -54,13 +54,14 @@ class DataConfig:
     it every process reads them into memory."""
 
     mock_data: bool = False
-    """Train on made-up data, to try a run without a data set. Replaces the data sets of flags before it."""
+    """Train on made-up data, to try a run without a data set. Replaces the data sets that earlier flags of the command
+    line name."""
 
     seq_length: int
     """Tokens in a sample. Required."""
 
     datasets_of_script: bool | None = not_a_flag(None)
-    """The script builds its own data sets, which may need no files: a run without --data-path is no mistake."""
+    """True if the script builds its own data sets. They may need no files, so --data-path is not required."""
 
     encoder_seq_length: int | None = None
     """T5: tokens of the encoder's part of a sample. Another spelling of --seq-length."""
@@ -78,7 +79,7 @@ class DataConfig:
     are."""
 
     data_sharding: bool = flag(True, off="--no-data-sharding", no_effect=_SHARDING)
-    """With --dataloader-type cyclic: each data parallel rank shuffles a part of its own."""
+    """With --dataloader-type cyclic: each data parallel rank shuffles only its own part of the data."""
 
     mmap_bin_files: bool = flag(True, off="--no-mmap-bin-files")
     """Map data files into memory instead of reading from them."""
@@ -121,8 +122,8 @@ class DataConfig:
     """BERT and T5: fraction of the samples that are shorter than --seq-length."""
 
     fim_data: bool = flag(False, families=["gpt"])
-    """Rearrange documents for fill in the middle: cut at two random characters into prefix, middle and suffix, the
-    middle comes last."""
+    """Rearrange documents for fill in the middle. Each one is cut at two random characters into prefix, middle and
+    suffix, and the middle moves to the end."""
 
     fim_rate: float = flag(0.5, only_with="fim_data")
     """With --fim-data: fraction of the documents that are rearranged."""
@@ -140,7 +141,8 @@ class DataConfig:
     """With --fim-data: texts that begin with this are not rearranged."""
 
     fim_prefix_token: str = flag("<fim_prefix>", only_with="fim_data")
-    """With --fim-data: token before the prefix. It must be one token of the tokenizer, and so must the others."""
+    """With --fim-data: token before the prefix. It must be a single token of the tokenizer. The same holds for the
+    other tokens of fill in the middle."""
 
     fim_middle_token: str = flag("<fim_middle>", only_with="fim_data")
     """With --fim-data: token before the middle."""
@@ -149,7 +151,7 @@ class DataConfig:
     """With --fim-data: token before the suffix."""
 
     fim_eod_token: str | None = flag(None, only_with="fim_data")
-    """With --fim-data: token that ends a document; that of the tokenizer when not given."""
+    """With --fim-data: token that ends a document; the tokenizer's when not given."""
 
     fim_pad_token: str = flag("<fim_pad>", no_effect="samples that become shorter are padded without loss")
     """Token that fills samples that become shorter."""

@@ -25,12 +25,13 @@ class LoggingConfig:
     """Add TFLOP/s per GPU to the log line."""
 
     log_device_memory_used: bool = False
-    """Log the memory in use on the GPU of the rank that logs, as nvidia-smi shows it: of all processes, and outside of
-    torch's allocator too. It is in the reports of memory, the file of metrics and TensorBoard."""
+    """Log the memory in use on the logging rank's GPU, as nvidia-smi shows it. It includes the memory of other
+    processes and memory outside torch's allocator. The value goes to the memory reports, the metrics file and
+    TensorBoard."""
 
     log_memory_interval: int | None = None
-    """Steps between two reports of memory, which ranks of the first replica print. Without it there is one, after the
-    first step, on GPUs only."""
+    """Steps between two memory reports. The ranks of the first replica print them. Without this flag there is one
+    report, after the first step, on GPUs only."""
 
     log_energy: bool = False
     """Log the energy per step and the power of a GPU, as means over all GPUs, measured by NVIDIA's driver."""
@@ -51,8 +52,8 @@ class LoggingConfig:
     """With --log-straggler: start with the detector off, until a script's own code switches it on."""
 
     log_style: Literal["megatron", "short"] = "megatron"
-    """Form of the log line: that of Megatron-LM, or a short one of at most 120 columns: step, losses, tokens per
-    second, utilisation, memory and time left, with a progress bar on a terminal."""
+    """Form of the log line: Megatron-LM's, or a short one of at most 120 columns: step, losses, tokens per second,
+    utilisation, memory and time left, with a progress bar on a terminal."""
 
     log_progress: bool = flag(False, only_with="save")
     """Append a line to progress.txt in the folder of --save when the run starts, saves and ends."""
@@ -61,8 +62,8 @@ class LoggingConfig:
     """Level of Python's loggers, as a number: 10 debug, 20 info, 30 warning, 40 error."""
 
     timing_log_level: Literal[0, 1, 2] = 0
-    """Times below the log line: 0 none, only those of set-up and saving; 1 the main parts of a step; 2 also each
-    forward, backward, message and batch."""
+    """Times to print below the log line. 0: none, except for set-up and saving; 1: the main parts of a step; 2: also
+    each forward, backward, message and batch."""
 
     timing_log_option: Literal["max", "minmax", "all"] = "minmax"
     """Which ranks' times are logged: the longest (max), the shortest and the longest (minmax), or every rank's."""
@@ -76,7 +77,7 @@ class LoggingConfig:
     """Steps between two points in TensorBoard."""
 
     tensorboard_queue_size: int = flag(1000, only_with=_TENSORBOARD)
-    """Points that are collected before they are written."""
+    """Number of TensorBoard points to collect before they are written."""
 
     log_timers_to_tensorboard: bool = flag(False, only_with=_TENSORBOARD, or_with=_WANDB)
     """Write the time of a step, and the times of --timing-log-level, to TensorBoard."""
@@ -102,7 +103,7 @@ class LoggingConfig:
     # Weights & Biases ------------------------------------------------------------------------------------------------
 
     wandb_project: str | None = None
-    """Weights & Biases project: the scalars of TensorBoard go there too. Needs the package wandb and --wandb-exp-name;
+    """Weights & Biases project. It gets the same scalars as TensorBoard. Needs the package wandb and --wandb-exp-name;
     the environment variable WANDB_MODE=offline keeps them on disk."""
 
     wandb_exp_name: str | None = flag(None, only_with=_WANDB)
@@ -130,7 +131,7 @@ class LoggingConfig:
     """With --profile: first step that is profiled."""
 
     profile_step_end: int = flag(12, only_with="profile")
-    """With --profile: first step that is no longer profiled."""
+    """With --profile: profiling stops before this step."""
 
     profile_ranks: list[int] = flag(
         default_factory=lambda: [0], nargs="+", only_with="profile", or_with="record_memory_history"
@@ -147,15 +148,15 @@ class LoggingConfig:
     """With --use-pytorch-profiler: record where in the code each operator was called."""
 
     pytorch_profiler_collect_chakra: bool = flag(False, only_with="use_pytorch_profiler")
-    """With --use-pytorch-profiler: write the graph of operators beside the trace too, as PyTorch's execution trace,
-    which Chakra's converter reads."""
+    """With --use-pytorch-profiler: also write the graph of operators, as a PyTorch execution trace that Chakra's
+    converter reads."""
 
     record_memory_history: bool = False
-    """Record allocations of GPU memory on the ranks of --profile-ranks, and write them at each log line and when the
-    run ends, also for lack of memory. https://pytorch.org/memory_viz shows the file."""
+    """Record allocations of GPU memory on the ranks of --profile-ranks. They are written at each log line and when the
+    run ends, also if it runs out of memory. https://pytorch.org/memory_viz shows the file."""
 
     memory_snapshot_path: str = flag("snapshot.pickle", only_with="record_memory_history")
-    """With --record-memory-history: file to write. Other ranks than the first have their number in the name."""
+    """With --record-memory-history: file to write. Ranks other than the first add their number to the name."""
 
     def validate(self) -> Iterator[str]:
         """Yields a problem for each impossible value, in the grammar of `config_fields`."""

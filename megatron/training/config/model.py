@@ -57,7 +57,7 @@ class ModelConfig:
     """T5, with --position-embedding-type relative: number of groups of distances, each with a bias of its own."""
 
     relative_attention_max_distance: int = flag(128, only_with="position_embedding_type=relative", families=["t5"])
-    """T5, with --position-embedding-type relative: distances from this one on share a bias."""
+    """T5, with --position-embedding-type relative: all distances of at least this number share one bias."""
 
     # Layers ----------------------------------------------------------------------------------------------------------
 
@@ -100,14 +100,14 @@ class ModelConfig:
     of a normal distribution."""
 
     spec: list[str] | None = flag(None, nargs="*")
-    """Layers of your own: a Python module, and the name in it of a layer's spec (ModuleSpec), of the specs of a stage's
-    layers (TransformerBlockSubmodules), or of a function that returns one. `local`, as one word, means the layers that
-    are built without the flag; T5 takes no other."""
+    """Your own layers, as two words: a Python module and a name in it. The name is that of a layer's spec (ModuleSpec),
+    of the specs of a stage's layers (TransformerBlockSubmodules), or of a function that returns one of these. The
+    single word `local` means the layers that are built without the flag; T5 takes no other value."""
 
     # Vocabulary ------------------------------------------------------------------------------------------------------
 
     untie_embeddings_and_output_weights: bool = False
-    """Give the output layer weights of its own instead of the embedding's."""
+    """Give the output layer its own weights instead of sharing the embedding's."""
 
     make_vocab_size_divisible_by: int = 128
     """Round the vocabulary up to a multiple of this times the tensor parallel size. The added entries contain zeros and
@@ -122,17 +122,19 @@ class ModelConfig:
     """T5: layers of the decoder. Default: --num-layers, or as many as the encoder has."""
 
     encoder_pipeline_model_parallel_size: int = flag(0, families=["t5"])
-    """T5, older releases: pipeline stages of the encoder, in addition to --pipeline-model-parallel-size, which is that
-    of the decoder then."""
+    """T5, older releases: number of pipeline stages of the encoder. --pipeline-model-parallel-size then counts the
+    decoder's stages only."""
 
     encoder_tensor_model_parallel_size: int = flag(0, families=["t5"])
-    """T5, older releases: tensor parallel size of the encoder; 0 or --tensor-model-parallel-size."""
+    """T5, older releases: tensor parallel size of the encoder. It must be 0 or equal to
+    --tensor-model-parallel-size."""
 
     bert_binary_head: bool = flag(True, off="--bert-no-binary-head", families=["bert"])
     """BERT: train a head that predicts whether two segments are swapped."""
 
     bert_num_tokentypes: int | None = flag(None, families=["bert"])
-    """BERT: number of segments that the embedding tells apart. Default: 2 with the binary head, without it none."""
+    """BERT: number of segment types (token types) in the embedding. Default: 2 with the binary head, none without
+    it."""
 
     t5_head_bias: bool = flag(True, off="--t5-no-head-bias", families=["t5"])
     """T5: add a bias to the logits if the output layer uses the embedding's weight. T5 of Hugging Face has none."""
@@ -143,8 +145,8 @@ class ModelConfig:
     # Older releases --------------------------------------------------------------------------------------------------
 
     mtp_hybrid_override_pattern: str | None = flag(None, only_with="hybrid_layer_pattern")
-    """Older releases: letters of each depth of multi-token prediction in a hybrid model. --hybrid-layer-pattern has
-    them after a /."""
+    """Older releases: layer letters of each depth of multi-token prediction in a hybrid model. --hybrid-layer-pattern
+    takes them after a slash (/)."""
 
     use_legacy_models: bool = not_yet(False)
     """Older releases: models from before megatron.core."""

@@ -28,8 +28,8 @@ class ParallelConfig:
     """Minutes that a collective may wait for other ranks."""
 
     distributed_timeout_seconds_after_init: int | None = None
-    """Seconds that a collective may wait for other ranks once the first step is done; --distributed-timeout-minutes is
-    then for the start alone."""
+    """Seconds that a collective may wait for other ranks once the first step is done; --distributed-timeout-minutes
+    then applies only until that time."""
 
     use_tp_pp_dp_mapping: bool = flag(False, only_with=_PIPELINE)
     """Order of ranks: the pipeline axis varies faster than the data parallel axis."""
@@ -59,14 +59,14 @@ class ParallelConfig:
         "fp32", supported=["fp32", "fp16"], only_with="use_megatron_fsdp"
     )
     """With --use-megatron-fsdp: type of the main weights. fp16 is another spelling of --use-precision-aware-optimizer
-    --main-params-dtype fp16. (Main weights in float32 take 2 bytes beside bfloat16 weights with
-    --use-precision-aware-optimizer.)"""
+    --main-params-dtype fp16. With --use-precision-aware-optimizer, main weights in float32 need only 2 bytes in
+    addition to the bfloat16 weights."""
 
     megatron_fsdp_main_grads_dtype: Literal["fp32", "bf16", "fp16", "auto"] = flag(
         "auto", supported=["auto", "fp32", "bf16"], only_with="use_megatron_fsdp"
     )
-    """With --use-megatron-fsdp: type in which gradients are accumulated (auto: fp32). bf16 is for a model in bfloat16;
-    they are then reduced in it too, unless --megatron-fsdp-grad-comm-dtype is fp32."""
+    """With --use-megatron-fsdp: type in which gradients are accumulated (auto: fp32). bf16 requires a model in
+    bfloat16; gradients are then reduced in bf16 too, unless --megatron-fsdp-grad-comm-dtype is fp32."""
 
     megatron_fsdp_grad_comm_dtype: Literal["fp32", "fp16", "bf16", "auto"] = flag(
         "auto", supported=["auto", "fp32", "bf16"], only_with="use_megatron_fsdp"
@@ -75,12 +75,12 @@ class ParallelConfig:
     main gradients in bf16, otherwise fp32."""
 
     grad_reduce_in_bf16: bool = False
-    """Reduce gradients over ranks in the model's type. They are accumulated in float32 all the same."""
+    """Reduce gradients over ranks in the model's type. They are still accumulated in float32."""
 
     nccl_communicator_config_path: str | None = None
     """YAML file with settings of NCCL communicators by group: min_ctas, max_ctas, cga_cluster_size, net_name,
-    is_high_priority_stream, such as "dp: {max_ctas: 8}". A group that covers the world gets a communicator of its
-    own. Groups of the same ranks share a communicator, with the settings of the one that stands first in the file."""
+    is_high_priority_stream, such as "dp: {max_ctas: 8}". A group that covers the world gets a communicator of its own.
+    Groups of the same ranks share one communicator. It has the settings of the group that comes first in the file."""
 
     high_priority_stream_groups: list[str] = flag(
         default_factory=list, nargs="*", no_effect="the priority of a stream follows from what runs on it"
@@ -93,7 +93,8 @@ class ParallelConfig:
     data_parallel_random_init: bool = flag(
         False, no_effect="replicas have equal weights from the start; Megatron-LM makes them equal by a broadcast"
     )
-    """Initialize each data parallel replica with different weights, before the first one's are sent to the others."""
+    """Initialize each data parallel replica with different weights. The first replica's weights are then sent to the
+    others."""
 
     te_rng_tracker: bool = flag(
         False, no_effect="random numbers are functions of seed, step and position; there are no generator states"

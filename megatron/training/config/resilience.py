@@ -26,36 +26,37 @@ class ResilienceConfig:
     folder of --save."""
 
     loss_spike_action: Literal["skip", "rewind"] | None = None
-    """What to do after a loss that is far above those before it: skip leaves out its update and continues; rewind goes
-    back to the newest checkpoint from before --loss-spike-rewind-window and leaves out the data of that window. All
-    ranks decide alike, and checkpoints keep the state of the decision. Without the flag, losses are not judged."""
+    """What to do after a loss spike, which is a loss far above the previous ones. skip: leave out the update of this
+    step and continue. rewind: go back to the newest checkpoint from before --loss-spike-rewind-window and leave out the
+    data of that window. All ranks make the same decision, and checkpoints keep its state. Without the flag, loss spikes
+    are not detected."""
 
     loss_spike_z_score: float = flag(6.0, only_with="loss_spike_action")
     """With --loss-spike-action: a loss is a spike if it is more than this many standard deviations above the mean of
     --loss-spike-history."""
 
     loss_spike_history: int = flag(100, only_with="loss_spike_action")
-    """With --loss-spike-action: number of losses with which each loss is compared: the newest ones without spikes.
-    Until there are that many, no loss is a spike."""
+    """With --loss-spike-action: each loss is compared with this many previous losses. Earlier spikes are not among
+    them. No loss is a spike until there are that many."""
 
     loss_spike_rewind_window: int = flag(100, only_with="loss_spike_action=rewind")
-    """With --loss-spike-action rewind: number of iterations, up to that of the spike, whose data is read but not
-    trained on after the run has gone back."""
+    """With --loss-spike-action rewind: number of iterations to leave out after going back. The last of them is the
+    iteration of the spike. Their data is read but not trained on."""
 
     loss_spike_limit: int = flag(10, only_with="loss_spike_action")
-    """With --loss-spike-action: number of spikes in a row (skip), or of rewinds in all (rewind), after which the run
-    ends."""
+    """With --loss-spike-action: end the run after this many spikes in a row (skip) or this many rewinds in total
+    (rewind)."""
 
     exit_signal_handler: bool = False
     """Save and exit after --exit-signal. `pretrain` does so without the flag too. A script with its own loop needs the
-    flag, and asks `get_signal_handler()` whether the signal has come."""
+    flag, and asks `get_signal_handler()` whether the signal has arrived."""
 
     exit_signal: signal.Signals = signal.SIGTERM
     """Signal after which all ranks save at the same step and exit."""
 
     hang_timeout_seconds: int | None = None
-    """Seconds without progress of any rank, while some wait, after which a run of several processes ends and names the
-    rank that the others wait for. Default: nine tenths of --distributed-timeout-minutes."""
+    """End a run of several processes if some ranks wait and no rank makes progress for this many seconds. The message
+    names the rank that the others wait for. Default: nine tenths of --distributed-timeout-minutes."""
 
     check_weight_hash_across_dp_replicas_interval: int | None = None
     """Steps between two comparisons of the weights of data parallel replicas by checksums. The run ends if they differ,
@@ -67,25 +68,24 @@ class ResilienceConfig:
     device."""
 
     rerun_mode: Literal["disabled", "validate_results", "report_stats"] = "validate_results"
-    """What to do about a result that a script's loss function hands to the rerun state machine and rejects: end or warn
-    (disabled), or compute the step again first, to tell broken hardware from bad data (validate_results).
-    report_stats computes every step twice and says at the end how much results changed."""
+    """What to do if a script's loss function rejects a result through the rerun state machine. disabled: end the run or
+    warn. validate_results: compute the step again first, to tell broken hardware from bad data. report_stats: compute
+    every step twice and report at the end how much the results differ."""
 
     check_for_spiky_loss: bool = False
     """Print a line if a loss is at least 10 times the largest of the first 100 iterations. Scripts of Megatron-LM also
     look at each micro-batch."""
 
     error_injection_rate: int = 0
-    """Reject one result in this many, at random, although nothing is wrong with it, to test the reaction to it (see
-    --rerun-mode). Results are those that a script's loss function validates; without any, the losses of micro-batches.
-    0: never."""
+    """Reject one correct result in this many, at random, to test --rerun-mode. Results are the values that a script's
+    loss function validates. If it validates none, they are the losses of micro-batches. 0: never."""
 
     error_injection_type: Literal["correct_result", "transient_error", "persistent_error"] = flag(
         "transient_error", only_with="error_injection_rate"
     )
-    """With --error-injection-rate: what is rejected. correct_result: the true value, each time it is computed;
-    transient_error: a wrong value, and when it is computed again the true one is accepted; persistent_error: the same
-    wrong value each time."""
+    """With --error-injection-rate: which value is rejected. correct_result: the true value, each time it is computed.
+    transient_error: a wrong value at first; the true value is accepted when the step is computed again.
+    persistent_error: the same wrong value each time."""
 
     def validate(self) -> Iterator[str]:
         """Yields a problem for each impossible value, in the grammar of `config_fields`."""

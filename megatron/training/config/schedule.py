@@ -34,8 +34,8 @@ class ScheduleConfig:
     """With --train-samples: length of warm-up in samples."""
 
     dump_param_to_param_group_map: str | None = None
-    """JSON file to write, with the settings of the parameter group of each parameter: factors of weight decay and
-    learning rate, and rates of its own."""
+    """JSON file to write. It has the settings of each parameter's group: factors of weight decay and learning rate, and
+    the group's own learning rates."""
 
     lr_warmup_init: float = 0.0
     """Learning rate at the start of warm-up."""

@@ -93,8 +93,8 @@ class TokenizerConfig:
 
     vocab_extra_ids: int = 0
     """BertWordPieceLowerCase, BertWordPieceCase, HuggingFaceTokenizer, and SentencePieceTokenizer with
-    --tokenizer-sentencepiece-legacy: number of tokens <extra_id_i> that the vocabulary gets, for T5's masked spans.
-    Those that a Hugging Face folder has keep their ids."""
+    --tokenizer-sentencepiece-legacy: number of tokens <extra_id_i> to add to the vocabulary, for T5's masked spans. If
+    a Hugging Face folder has such tokens, they keep their ids."""
 
     legacy_tokenizer: bool = False
     """Behave as in older releases: TikTokenizer matches no special tokens in text and names three of them;
@@ -155,7 +155,7 @@ class TokenizerConfig:
     """Encode text with a faster library."""
 
     chat_template: str | None = flag(None, only_with="tokenizer_type=SFTTokenizer")
-    """SFTTokenizer: file with a Jinja template for conversations; that of the tokenizer's folder when not given."""
+    """SFTTokenizer: file with a Jinja template for conversations. Default: the template in the tokenizer's folder."""
 
     sft_tokenizer_prompt_format: Literal["default", "identity"] = flag(
         "default", only_with="tokenizer_type=SFTTokenizer", hints=_OTHER_FORMATS

@@ -25,7 +25,7 @@ class TrainingConfig:
     grows to --global-batch-size."""
 
     decrease_batch_size_if_needed: bool = False
-    """Round the global batch size down to a multiple of what the data parallel ranks process at once."""
+    """Round the global batch size down to a multiple of micro batch size x data parallel ranks."""
 
     step_batch_size_schedule: str | None = None
     """Change the global batch size at given numbers of tokens: TOKENS:SIZE pairs in quotes, such as "0:384 200B:768"
@@ -36,11 +36,11 @@ class TrainingConfig:
     included). They leave learning rate and weights unchanged."""
 
     train_iters: int
-    """Training steps in total, earlier starts of the run included. This or --train-samples is required, except for a
-    dry run or --skip-train."""
+    """Total number of training steps, including those before a restart. This or --train-samples is required, except for
+    a dry run or --skip-train."""
 
     train_samples: int | None = None
-    """Training sequences in total, earlier starts of the run included. Replaces --train-iters."""
+    """Total number of training sequences, including those before a restart. Replaces --train-iters."""
 
     exit_interval: int | None = None
     """Save and exit after an iteration that is a multiple of this."""
@@ -85,16 +85,16 @@ class TrainingConfig:
     environment variable WORLD_SIZE to choose the number of ranks."""
 
     print_config: bool = False
-    """Print every value and its source: default, flag or derived. The output, saved to a file, is a --config that gives
-    the same run."""
+    """Print every value and its source: default, flag or derived. Save the output to a file and pass it to --config to
+    get the same run."""
 
     config_file: list[str] | None = flag(None, on="--config", nargs="+")
     """YAML or JSON files with further flags, such as num_layers: 12. Flags of the command line win; a later file wins
     over an earlier one."""
 
     layout_invariant: bool = False
-    """Promise the same numbers for every layout at one --micro-batch-size and one --global-batch-size. Refuses settings
-    that depend on the layout even then."""
+    """Guarantee the same results on every layout with the same --micro-batch-size and --global-batch-size. Settings
+    that break this guarantee are refused."""
 
     def validate(self) -> Iterator[str]:
         """Yields a problem for each impossible value, in the grammar of `config_fields`."""
@@ -158,11 +158,11 @@ class EvaluationConfig:
     """With --eval-interval: first iteration after which validation may run."""
 
     full_validation: bool = flag(False, families=["gpt"])
-    """Evaluate on the whole validation data each time; --eval-iters counts for the test data only."""
+    """Evaluate on the whole validation data each time; --eval-iters then applies to the test data only."""
 
     multiple_validation_sets: bool = False
-    """Evaluate on each validation data set by itself, --eval-iters global batches of each, and report a loss for each.
-    The sets are those of --valid-data-path, or of --data-path after --split, without weights."""
+    """Evaluate each validation data set separately, on --eval-iters global batches, and report a loss for each. The
+    data sets are those of --valid-data-path, or of --data-path after --split. Their weights are ignored."""
 
     validation_set_names: list[str] | None = flag(None, nargs="+", only_with="multiple_validation_sets")
     """With --multiple-validation-sets: names of the sets in the log, such as validation-wiki; numbers from 0 when not

@@ -32,7 +32,7 @@ class BlockOffsets:
 
 @dataclass(frozen=True)
 class BlockCall:
-    """What all blocks of one call share, besides the layer's variant."""
+    """The arguments that all blocks of one call share, besides the layer's variant."""
 
     cu_seqlens: Tensor | None = None
     """Boundaries of the packed documents of the whole row (b = 1): queries see keys of their own document only."""

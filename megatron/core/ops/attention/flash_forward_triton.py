@@ -64,7 +64,8 @@ class TileSize:
     by_query: bool = False
     """Backward: a row of a tile of scores is a query instead of a key."""
     folds: bool = False
-    """Backward without dropout and cap: what is subtracted from scores is where the product's sum begins."""
+    """Backward without dropout and cap: the accumulator of the product starts at the negated row statistics, instead of
+    subtracting them from the scores."""
     heads_first: bool = False
     """Backward: the same tile of all heads comes before the next tile; of packed documents the longest come first."""
 

@@ -30,14 +30,14 @@ _BACKWARD_TILES = {
     128: TileSize(64, 128, 8, 2, folds=True, heads_first=True),
     256: TileSize(32, 64, 8, 2),
 }
-"""The fastest tiles on an H200 for heads of at most so many channels. Those of 128 channels are for packed documents,
-because cuDNN computes most other calls."""
+"""The fastest tiles on an H200. A key is the largest number of channels of a head that takes these tiles. Tiles for 128
+channels are tuned for packed documents, because cuDNN computes most other calls."""
 _FORWARD_TILES_WITH_DROPOUT = {64: TileSize(64, 64, 4, 2, bulk_loads=True), 128: TileSize(64, 64, 4, 3)}
 _BACKWARD_TILES_WITH_DROPOUT = {
     64: TileSize(64, 64, 4, 3, bulk_loads=True, by_query=True, heads_first=True),
     128: TileSize(64, 128, 8, 3),
 }
-"""Those that take the place of the others with dropout."""
+"""Tiles that replace the ones above in calls with dropout."""
 
 
 def flash_attention_triton(

@@ -106,8 +106,8 @@ class _IndexerLoss(torch.autograd.Function):
 
 
 def _unchanged(tensor: Tensor) -> Tensor:
-    """Keeps a tensor as it is. As a pair of hooks it shields a graph that lives within forward from the hooks of
-    recomputation, which would run the recomputed function again."""
+    """Returns the tensor unchanged. As a pair of saved-tensor hooks, it protects a graph that is built within forward
+    from the hooks of recomputation, which would run the recomputed function again."""
     return tensor
 
 

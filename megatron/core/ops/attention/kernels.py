@@ -60,18 +60,19 @@ class AttentionKernel:
     serves: Callable[[Situation], bool]
     """Whether the kernel is meant for this device and kind of batch."""
     refusal: Callable[[AttentionVariant, Situation], Refusal]
-    """Says why the kernel cannot compute a variant in a situation that it serves, as the rest of a sentence that begins
-    with the kernel's name, such as "has no ALiBi"; None: it can."""
+    """Returns None if the kernel can compute a variant in a situation that it serves, otherwise the reason why not. The
+    reason completes a sentence that begins with the kernel's name, such as "has no ALiBi"."""
     fills: Fills = "never"
     width_multiple: int = 1
     """The width of a head is padded with zeros to a multiple of this."""
     knows_masks_of_documents: bool = False
-    """Whether it takes an attention mask, or positions of the queries, together with packed documents."""
+    """Whether the kernel accepts an attention mask, or positions of the queries, together with packed documents."""
     masks_keys_only: bool = False
-    """Whether it takes no positions of the queries, and only masks that hide keys from all queries, [b or 1, 1, 1, sk];
-    these also together with packed documents."""
+    """Whether the kernel accepts no positions of the queries, and only masks [b or 1, 1, 1, sk] that hide keys from all
+    queries. It accepts such masks with packed documents too."""
     is_preference: bool = False
-    """Whether `attention_backend` does not ask for this kernel, so that the next one may compute what it cannot."""
+    """True if `attention_backend` does not ask for this kernel. The next kernel may then compute the calls that this
+    one cannot."""
 
     def takes(self, call: AttentionCall) -> bool:
         """Whether the kernel can compute a call of a layer that it serves."""
@@ -260,8 +261,8 @@ def own_flash_kernels(
 def with_own_flash(
     candidates: Mapping[AttnBackend, tuple[AttentionKernel, ...]], kernel: AttentionKernel
 ) -> dict[AttnBackend, tuple[AttentionKernel, ...]]:
-    """Returns the candidates with our own flash attention as the last choice before the unfused one; for packed
-    documents also, by `auto` and if `OWN_FLASH_FOR_DOCUMENTS`, as the first choice."""
+    """Returns the candidates with our own flash attention added. It is the last choice before the unfused kernel. With
+    `auto` and `OWN_FLASH_FOR_DOCUMENTS` it is also the first choice for packed documents."""
     for_documents = dataclasses.replace(
         kernel,
         serves=lambda situation: OWN_FLASH_FOR_DOCUMENTS and _on_cuda_packed(situation),

@@ -1,7 +1,7 @@
 """The largest attention logit of each head, for --log-max-attention-logit and --qk-clip.
 
 Fused kernels do not return it: they keep the sum of the exponentials only. So the scores are computed once more, in
-blocks of queries, without gradients. The product has the operations of one of attention's two forward products; causal
+blocks of queries, without gradients. This costs as many operations as one of attention's two forward products; causal
 attention skips the keys after a block.
 """
 
@@ -20,7 +20,8 @@ def max_attention_logits(query: Tensor, key: Tensor, variant: AttentionVariant, 
     """Returns the largest scale q k of each head over all queries and the keys that they see: query [sq, b, a, d], key
     [sk, b, g, d] -> [a], in float32 at least; -inf for a head without any visible key.
 
-    The logits are those that weights of queries and keys determine: before the soft cap, ALiBi and other biases.
+    The logits are taken before the soft cap, ALiBi and other biases, so only the weights of queries and keys determine
+    them.
     """
     sq, b, a, d = query.shape
     sk, _, g, _ = key.shape

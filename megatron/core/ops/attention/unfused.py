@@ -19,7 +19,7 @@ SCORES_AT_ONCE = 1 << 25
 
 @dataclass(frozen=True)
 class AttentionVariant:
-    """What an attention layer computes; the same for all calls of the layer."""
+    """The settings of an attention layer. They are equal for all calls of the layer."""
 
     scale: float
     """Factor of the scores."""
