@@ -66,7 +66,9 @@ def open_exchange(group: Group, shape: tuple[int, ...], like: Tensor, transport:
     except UserError as error:
         if transport is not None:
             raise
-        warn_on_first_rank(f"--tp-comm-overlap sends pieces by collectives, which is slower. {error}")
+        warn_on_first_rank(
+            f"--tp-comm-overlap sends pieces by collectives, which may be slower than --no-tp-comm-overlap. {error}"
+        )
         _WITHOUT_SHARED_MEMORY.add(group)
         return GroupExchange(group, shape, like)
 
