@@ -1,7 +1,7 @@
 # Two commands do everything on a fresh machine (git, make, python3 >= 3.11, pip):
 #   make quickstart    real text to a trained GPT
 #   make test          the tests that a laptop runs
-# An environment of one's own: make PYTHON=/path/to/python test
+# With your own environment: make PYTHON=/path/to/python test
 VENV := .venv
 TORCH ?= torch==2.13.0
 ifdef PYTHON
@@ -20,7 +20,7 @@ TEST_WORKERS ?= 2
 quickstart: $(READY)
 	$(PYTHON) tools/quickstart.py $(if $(CORPUS),--corpus $(CORPUS))
 
-# tests/support/distribution.py shares tests between the workers; it takes the place of xdist's loadfile.
+# tests/support/distribution.py shares tests between the workers; it replaces xdist's loadfile.
 test: $(READY_DEV)
 	$(PYTHON) -m pytest tests -m "not slow and not gpu" -n $(TEST_WORKERS) --dist loadfile
 
@@ -49,7 +49,7 @@ $(VENV)/bin/python:
 	python3 -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed, this is " + sys.version'
 	python3 -m venv $(VENV) || (python3 -m venv --clear --without-pip $(VENV) && python3 -m pip --python $(VENV)/bin/python install pip)
 
-# torch first and alone, so that what depends on it takes the build that is there.
+# Installs torch first and alone, so that packages that depend on it use this build.
 $(VENV)/.ready: $(VENV)/bin/python pyproject.toml
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[mlm]"

@@ -1,9 +1,9 @@
 """Operations of a layer through torch.compile (`--torch-compile`): norms, rotary positions, activations with their
 bias, sums of bias and residual.
 
-Each operation is one compiled graph with its backward. All layers share it, and it is compiled again for another kind
-of inputs: another number of dimensions, no gradients, sizes that change. Operations have no effect but their result, so
-nothing around them changes: layers, linear layers, communication, main gradients, recomputation and hooks.
+Each operation is one compiled graph with its backward. All layers share the graph. It is compiled again for other kinds
+of inputs: another number of dimensions, no gradients, changing sizes. These operations have no side effects, so the
+code around them stays the same: layers, linear layers, communication, main gradients, recomputation and hooks.
 """
 
 import functools
@@ -95,8 +95,8 @@ def rotate(heads: Tensor, rotation: Rotation) -> Tensor:
 
 
 def missing_compiler(has_gpu: bool) -> str | None:
-    """Returns what torch's default compiler, inductor, needs on this machine and does not find: Triton for a GPU, a C++
-    compiler for a CPU. None if it is there."""
+    """Returns why torch's default compiler, inductor, cannot work on this machine: Triton (for a GPU) or a C++ compiler
+    (for a CPU) is missing. None if nothing is missing."""
     if has_gpu:
         return None if find_spec("triton") else "Triton, which compiles for GPUs, is not installed; install triton"
     name = os.environ.get("CXX", "g++")  # as inductor looks for it

@@ -14,7 +14,7 @@ from megatron.core.ops.cross_entropy import SPENT, VocabularyPart, combine, cros
 _COLUMNS = 4096
 """Logits of one row that a program reads at once."""
 _STEPS = 4
-"""How many of these one lane of the statistics takes."""
+"""Number of these logits that one lane of the statistics reads."""
 
 
 @triton.jit

@@ -50,9 +50,8 @@ class Plan:
 
 
 def plan_blocks(files: tuple[InputFile, ...], workers: int, block_bytes: int | None = None) -> Plan:
-    """Plans blocks that are small enough for all workers to get some, and large enough to have little overhead.
-
-    `block_bytes` prescribes their size: that of a killed run whose work continues.
+    """Plans blocks that are small enough to occupy all workers, and large enough to have little overhead. `block_bytes`
+    sets their size, to continue the work of a killed run with its block size.
     """
     if block_bytes is None:
         inflated = sum(file.size * (_USUAL_COMPRESSION if file.compressed else 1) for file in files)

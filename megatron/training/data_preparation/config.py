@@ -42,19 +42,20 @@ class PreparationConfig:
     """Length of the longest line that is accepted, in bytes. Memory grows with the longest line only."""
 
     partitions: int = 1
-    """Order of documents: line i belongs to part i modulo this number, and the parts are written one after the
-    other."""
+    """Changes the order of documents. Line i belongs to part i modulo this number, and the parts are written one after
+    the other."""
 
     keep_sequential_samples: bool = False
     """With --partitions: make the parts contiguous, so that documents keep the order of the input."""
 
     log_interval: int = 1000
-    """Fewest documents between two progress lines. In a file, progress lines are at least ten seconds apart."""
+    """Smallest number of documents between two progress lines. In a file, progress lines are at least ten seconds
+    apart."""
 
     split_sentences: bool = False
     """Make each sentence a sequence of its document, as BERT and T5 need it; the output is PREFIX_KEY_sentence.
     Sentences are found by nltk's punkt if its data (punkt_tab) is in the folder that NLTK_DATA names, otherwise by
-    rules. The texts of a list are taken as sentences."""
+    rules. Each text of a list counts as one sentence."""
 
     keep_newlines: bool = flag(False, only_with="split_sentences")
     """With --split-sentences: keep the newlines and blanks after a sentence."""

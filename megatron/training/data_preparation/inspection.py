@@ -75,8 +75,8 @@ def decoded_documents(
 ) -> Iterator[tuple[str, str]]:
     """Yields a title and the text of documents `first` to `first + count - 1`, up to `longest` tokens of each.
 
-    Without a readable text (an id that the tokenizer does not know) the ids are given. Raises UserError if `first` is
-    beyond the last document.
+    If the tokenizer does not know an id, yields the ids instead of the text. Raises UserError if `first` is beyond the
+    last document.
     """
     dataset = IndexedDataset(path_prefix)
     bounds = dataset.document_indices

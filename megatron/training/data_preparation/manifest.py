@@ -63,7 +63,7 @@ class DataManifest:
     files: Mapping[str, FileRecord]
     """Records of the files, by suffix: bin and idx."""
     sentences: str | None = None
-    """What divided the texts into sentences (--split-sentences); None: they were not divided."""
+    """Name of the method that divided the texts into sentences (--split-sentences); None: they were not divided."""
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Writes the manifest in one step."""

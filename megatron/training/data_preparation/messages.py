@@ -72,7 +72,7 @@ class BlockReport:
 
 @dataclass(frozen=True)
 class FileEnd:
-    """The number of blocks of a compressed file, which is known at its end."""
+    """The number of blocks of a compressed file. It is known only at the end of the file."""
 
     file: int
     blocks: int

@@ -204,9 +204,8 @@ def _check_ending(exit_code: int) -> None:
 
 @contextlib.contextmanager
 def _working_folder(prefix: str, identity: str, warn: Callable[[str], None]) -> Iterator[Path]:
-    """Gives the folder of this work beside the output, so that files can be renamed, and removes it at the end.
-
-    It stays after a `_Kept` exception.
+    """Makes the working folder beside the output, so that files can be renamed, and removes it at the end. After a
+    `_Kept` exception the folder stays.
     """
     parent, name = os.path.split(prefix)
     start = f".{name}.preparing."

@@ -114,7 +114,8 @@ class BertWordPieceTokenizer(Tokenizer):
         return " ".join(self._tokens[i] for i in ids).replace(" ##", "")
 
     def _identity(self) -> dict[str, Any]:
-        """Leaves out <extra_id_i>: texts never contain them, and a T5 may read data that was prepared without them."""
+        """Leaves out <extra_id_i>. Texts never contain these tokens, and a T5 may read data that was prepared without
+        them."""
         return self._identity_of_ids
 
 

@@ -111,7 +111,8 @@ def _same_id(vocab: Mapping[str, int]) -> tuple[str, str, int]:
 
 
 def _warn_of_missing_merges(vocab: Mapping[str, int], merges: Sequence[tuple[str, str]], merge_file: str) -> None:
-    """Warns if tokens are made by no merge, as where the file was cut off. Special tokens, in brackets, never are."""
+    """Warns if no merge makes some of the tokens, which happens if the file was cut off. Special tokens (in brackets)
+    are never made by merges."""
     made = {left + right for left, right in merges}
     unmade = [t for t in vocab if len(t) > 1 and t not in made and (t[0], t[-1]) not in (("<", ">"), ("[", "]"))]
     if unmade:

@@ -8,8 +8,8 @@ from megatron.training.tokenizer.base import Tokenizer
 
 
 class NullTokenizer(Tokenizer):
-    """Reads decimal ids, separated by one blank: 0 to `vocab_size` - 1, and `vocab_size`, which ends a document, so
-    that the property `vocab_size` is one more.
+    """Reads decimal ids, separated by one blank. Ids 0 to `vocab_size` - 1 are text, and the id `vocab_size` ends a
+    document. The property `vocab_size` is therefore one more than the argument.
 
     `eod` and `pad` select other ids for these roles.
     """

@@ -173,7 +173,7 @@ class SentencePieceTokenizer(Tokenizer):
         return None
 
     def _identity(self) -> dict[str, Any]:
-        """Without the <extra_id_i> tokens: data for T5 may be prepared before they are added."""
+        """Leaves out the <extra_id_i> tokens: data for T5 may be prepared before they are added."""
         extra = {f"<extra_id_{i}>" for i in range(len(self._extra_ids))}
         return {
             "type": "SentencePieceTokenizer",  # equal models give equal ids under each of the three names

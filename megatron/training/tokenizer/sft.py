@@ -36,8 +36,8 @@ class SFTTokenizer(HuggingFaceTokenizer):
     def encode_conversation(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
         """Returns the ids of a conversation, and for each whether it belongs to an assistant's turn.
 
-        A turn is what the template adds for it after its prompt (`add_generation_prompt`), its end mark included.
-        Raises UserError if the template rejects the conversation, or if the conversation has no such turn.
+        A turn is the text that the template adds after the turn's prompt (`add_generation_prompt`), including the end
+        mark. Raises UserError if the template rejects the conversation, or if the conversation has no such turn.
         """
         text = self._render(messages, False)
         spans = [self._span(messages, at, text) for at, turn in enumerate(messages) if turn["role"] == _LEARNED_ROLE]

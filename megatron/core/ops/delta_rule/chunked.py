@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron.core.ops.precision import widened
 
 CHUNK_SIZE = 64
-"""Tokens of a chunk. The products within chunks grow with it, the number of steps of the loop falls."""
+"""Tokens of a chunk. A larger number makes the products within chunks larger and the loop over chunks shorter."""
 
 
 def gated_delta_rule(
@@ -24,10 +24,10 @@ def gated_delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """Returns what `gated_delta_rule_recurrent` returns, for the same arguments, in chunks of `chunk_size` tokens.
 
-    The corrections of the tokens of a chunk depend on each other by a triangular system, whose solution is linear in
-    the state S before the chunk: U - W S (the WY form: Yang et al. 2024, arXiv:2412.06464, section 3.3). U and W are
-    computed for all chunks at once. A loop over chunks then computes the states, and the outputs follow from the
-    states for all chunks at once. Computed in float32 at least.
+    The corrections of a chunk's tokens solve a triangular system. Its solution is linear in the state S before the
+    chunk: U - W S (the WY form: Yang et al. 2024, arXiv:2412.06464, section 3.3). U and W are computed for all chunks
+    at once. A loop over chunks then computes the states, and the outputs follow from the states for all chunks at once.
+    Computed in float32 at least.
     """
     length, batch, heads, width = value.shape
     groups = key.shape[2]

@@ -5,8 +5,8 @@ attention probability is a function of (seed, iteration, layer, query's global t
 head). An element has a random number of n bits and is kept if and only if the number is at least probability * 2^n.
 
 A channel's number is a word of a Philox block (n = 32). The numbers of 32 neighbouring keys are the columns of 16 words
-of four blocks (n = 16): bit i of each number stands in word i, so that one logic operation a word compares 32 of them.
-Attention has so many masks that comparing would take longer than drawing them.
+of four blocks (n = 16): bit i of each number stands in word i, so that one logic operation per word compares 32 of
+them. Attention masks have so many elements that comparing them one by one would take longer than drawing them.
 
 This file is the reference, in torch operations for any device. `dropout_cpu` and `dropout_triton` give the same bits.
 """
@@ -42,7 +42,8 @@ class Draw:
 
     @property
     def threshold(self) -> int:
-        """An element whose random number is below this is dropped. It fits into the bits, also beside probability 1."""
+        """An element whose random number is below this is dropped. It fits into `bits` even for a probability near
+        1."""
         return min(round(self.probability * 2**self.bits), 2**self.bits - 1)
 
     @property
@@ -83,7 +84,7 @@ def _at_least(words: list[Tensor], threshold: int) -> Tensor:
 
 @dataclass(frozen=True)
 class DropoutTokens:
-    """What the masks of a micro-batch depend on besides layer and site. Made once per forward pass."""
+    """The values that the masks of a micro-batch depend on, besides layer and site. Made once per forward pass."""
 
     seed: int
     iteration: Tensor
@@ -117,7 +118,7 @@ def _site_key(seed: int, layer: int, site: str) -> tuple[int, int]:
 
 
 def dropout_tokens(tokens: Tokens, device: torch.device, keep: Keep = keep_rows) -> DropoutTokens:
-    """Returns what the masks of these tokens depend on in all layers.
+    """Returns the values that the masks of these tokens depend on in all layers.
 
     If `tokens.random` is None, the seed is drawn from torch's default generator, once per call.
     """

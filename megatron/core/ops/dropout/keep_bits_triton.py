@@ -1,6 +1,6 @@
 """Dropout masks of attention probabilities on a GPU, one bit for each pair of a query and a key.
 
-A kernel of attention that drew its masks itself would draw each of them two or three times. The bits are drawn once, at
+An attention kernel that drew its own masks would draw each mask two or three times. Here the bits are drawn once, at
 the speed of integer arithmetic, and read in forward and backward.
 """
 
@@ -33,8 +33,8 @@ class SeenKeys:
 
 @triton.jit
 def byte_of_key(key):  # type: ignore[no-untyped-def]  # Triton would evaluate annotations
-    """Returns the first bit of the byte of a word that holds a key's bit. The eight keys of a byte are those that one
-    thread of a matrix product has in its registers."""
+    """Returns the first bit of the byte of a word that holds a key's bit. One thread of a matrix product has the eight
+    keys of a byte in its registers."""
     return ((key >> 1) & 3) * 8
 
 

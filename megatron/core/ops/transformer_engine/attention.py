@@ -18,8 +18,8 @@ from megatron.core.transformer.enums import AttnBackend
 def with_engine_attention(
     engine: Engine, candidates: Mapping[AttnBackend, tuple[AttentionKernel, ...]]
 ) -> dict[AttnBackend, tuple[AttentionKernel, ...]]:
-    """Returns the candidates with Transformer Engine's attention as the first choice, where the kernel is not asked for
-    by another name."""
+    """Returns the candidates with Transformer Engine's attention as the first choice, unless a flag asks for another
+    kernel by name."""
     kernel = AttentionKernel(
         "Transformer Engine",
         EngineAttention(engine),

@@ -25,9 +25,9 @@ class Engine:
     """transformer_engine.common.recipe"""
     version: str
     device_types: tuple[str, ...] = ("cuda",)
-    """Kinds of devices that it computes on."""
+    """Kinds of devices on which Transformer Engine computes."""
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
-    """Types that it is used for. It would multiply float32 matrices in TF32."""
+    """Types for which Transformer Engine is used. It would multiply float32 matrices in TF32."""
 
     def takes(self, inputs: Tensor, weight: Tensor) -> bool:
         """Whether it is used for these inputs of a layer with this weight."""
@@ -67,8 +67,8 @@ def uses_engine(config: Any) -> bool:
 
 
 def why_layers_stay_ours(config: Any) -> str | None:
-    """Returns why our own layers compute although `config.transformer_impl` asks for Transformer Engine's, which lack
-    something that other flags ask for; None: they lack nothing."""
+    """Returns why our own layers compute although `config.transformer_impl` asks for Transformer Engine's: its layers
+    lack a feature that other flags ask for. None if they lack nothing."""
     if config.fp8 is not None and config.fp8_recipe == "delayed" and _recomputes_products(config):
         return (
             "with --fp8-recipe delayed its layers cannot be recomputed, since they would be quantised with other "
@@ -92,7 +92,7 @@ def _recomputes_products(config: Any) -> bool:
 
 
 def _why_no_recipe(recipe: str, margin: int, wgrad: bool) -> str | None:
-    """Returns why no recipe of Transformer Engine multiplies as these fp8 settings say; None: one does."""
+    """Returns why Transformer Engine has no recipe for these fp8 settings; None if it has one."""
     if recipe not in ("tensorwise", "delayed", "blockwise"):
         return f"it has no --fp8-recipe {recipe}, only tensorwise, delayed and blockwise"
     if margin and recipe != "delayed":
@@ -109,7 +109,7 @@ def _missing_support(engine: Engine, settings: Fp8Settings) -> str | None:
 
 
 def fp8_rows(engine: Engine, recipe: Any) -> int:
-    """Returns the number by which numbers of rows must divide in products by a recipe; 1 without one."""
+    """Returns the number that must divide the number of rows in a recipe's products; 1 without a recipe."""
     if recipe is None:
         return 1
     return 128 if isinstance(recipe, engine.recipes.Float8BlockScaling) else 16
@@ -153,13 +153,14 @@ def _recipe(
 _surrounding: list[Any] = []
 """Recipes of the forward passes that are running, the innermost last."""
 _awaits_first = False
-"""Whether no product of the running forward pass has been computed yet."""
+"""True until the first product of the running forward pass is computed."""
 
 
 @contextlib.contextmanager
 def quantized_forward(engine: Engine, recipe: Any) -> Iterator[None]:
-    """Inside, modules of Transformer Engine multiply in fp8 by a recipe; None: in the type of their inputs. Delayed
-    scaling updates its scales when the outermost one ends, so that a model's whole forward belongs inside one."""
+    """A context in which modules of Transformer Engine multiply in fp8 by a recipe; None: in the type of their inputs.
+    Delayed scaling updates its scales when the outermost context ends, so one context must contain a model's whole
+    forward."""
     current = _surrounding[-1] if _surrounding else None
     if recipe is current:
         yield
@@ -175,8 +176,8 @@ def quantized_forward(engine: Engine, recipe: Any) -> Iterator[None]:
 
 
 def updates_gradient_scales(engine: Engine, recipe: Any) -> bool:
-    """Returns whether a product that is about to be computed is the one whose backward updates the scales of all
-    gradients: with delayed scaling, the first one in the model's forward that has a backward."""
+    """Returns whether the backward of the next product updates the scales of all gradients. With delayed scaling this
+    is the first product in the model's forward that has a backward."""
     global _awaits_first
     if not isinstance(recipe, engine.recipes.DelayedScaling):
         return False

@@ -1,8 +1,7 @@
-"""Linear layers, of the model and of experts, whose products Transformer Engine computes.
-
-Its module gets stand-ins for our parameters: parameters that share the memory of ours and are registered nowhere. It
-adds a weight's gradient to the stand-in's `main_grad`, which is our main gradient; without one, the stand-in's `.grad`
-goes on to our parameter. Communication stays ours: the module sees one rank.
+"""Transformer Engine computes the products of linear layers, of the model and of experts. Its module gets stand-ins for
+our parameters. A stand-in shares the memory of our parameter and is registered nowhere. It adds a weight's gradient to
+the stand-in's `main_grad`, which is our main gradient; without one, the stand-in's `.grad` goes on to our parameter.
+Communication stays ours: the module sees one rank.
 """
 
 import functools
@@ -36,12 +35,12 @@ class EngineLinear:
     def __init__(self, engine: Engine, recipe: Any = None) -> None:
         self.engine, self.recipe = engine, recipe
         self.multiple = fp8_rows(engine, recipe)
-        """Numbers of rows are padded to multiples of it."""
+        """Numbers of rows are padded to multiples of this."""
         self.module: Any = None
         """Transformer Engine's module; None before the first call."""
         self._fused = False
         self._given: tuple[Any, ...] = ()
-        """What the stand-ins were made of."""
+        """The parameters that the stand-ins were made from."""
 
     def __call__(
         self,
@@ -55,8 +54,8 @@ class EngineLinear:
     ) -> Tensor:
         """Returns inputs @ weight^T + bias: [..., in] x [out, in] (+ [out]) -> [..., out]; see `ops.linear.linear`.
 
-        With fp8, `weights_changed` says that the quantised weight is kept, and whether it is out of date; None: it is
-        not kept.
+        With fp8, `weights_changed` tells whether the kept quantised weight is out of date; None: no quantised weight is
+        kept.
         """
         if inputs.numel() == 0 or not self.engine.takes(inputs, weight):
             return linear(inputs, weight, bias, group, gathers=gathers)
@@ -203,8 +202,8 @@ class EngineGroupedLinear(EngineLinear):
 
 
 class _Enter(torch.autograd.Function):
-    """The rows that the products read. Its backward runs when they have run: it passes on the parameters' gradients and
-    sums the inputs' gradient over ranks."""
+    """The rows that the products read. The backward of this function runs after the backward of the products. It passes
+    on the parameters' gradients and sums the inputs' gradient over ranks."""
 
     @staticmethod
     def forward(
