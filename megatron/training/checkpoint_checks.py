@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from megatron.core.dist_checkpointing.checkpoint import open_checkpoint
 from megatron.core.dist_checkpointing.checkpoint_selection import select_folders
 from megatron.core.dist_checkpointing.chunk import SCALING_STATE, optimizer_state_name
 from megatron.core.dist_checkpointing.coordination import RankCoordinator
@@ -17,10 +18,12 @@ from megatron.training.inspection.run_description import (
     architecture_differences,
     check_architecture,
     check_trained_parts,
+    setting_differences,
 )
 from megatron.training.lr_schedule import check_schedule
 from megatron.training.rewind_record import temporary_folder
 
+_EMBEDDING = "embedding.word_embeddings.weight"
 _ALL_OPTIMIZER_STATE = optimizer_state_name("*", "*")
 
 
@@ -60,6 +63,38 @@ def _check_candidates(config: PretrainConfig, roots: Sequence[Path], with_schedu
         raise problem
 
 
+def check_vocabulary(config: PretrainConfig, sizes: tuple[int, int]) -> None:
+    """Raises UserError, the same on all ranks, if the embedding of the newest checkpoint that the run may load has
+    neither of these numbers of rows: this run's vocabulary without and with padding. Comes before the model is built.
+    Leaves out what `Checkpoints.load` reports, and temporary checkpoints. Collective."""
+    flags = config.checkpoint
+    if flags.load is None and flags.pretrained_checkpoint is None:
+        return
+    if not config.transformer.moe_use_upcycling and flags.non_persistent_save_interval is None:
+        RankCoordinator().run_on_first(partial(_check_rows, config, sizes))
+
+
+def _check_rows(config: PretrainConfig, sizes: tuple[int, int]) -> None:
+    flags = config.checkpoint
+    try:
+        roots = [Path(root) for root in (flags.load, flags.pretrained_checkpoint) if root is not None]
+        folders = [root / name for root in roots for name in select_folders(root, flags.ckpt_step).folders[:1]]
+        if not folders:
+            return
+        checkpoint = open_checkpoint(folders[0])
+    except (UserError, BrokenCheckpoint):
+        return
+    if _EMBEDDING not in checkpoint.catalogue:
+        return
+    rows = checkpoint.catalogue[_EMBEDDING][0].chunk.global_shape[0]
+    if rows not in sizes:
+        raise UserError(
+            f"--tokenizer-type {config.tokenizer.family} gives a vocabulary of {sizes[0]} ids in this run, but "
+            f"the checkpoint {checkpoint.folder} has {rows}: give the tokenizer of the run that saved it, with the "
+            "same files and --vocab-size (--use-checkpoint-args takes those that are not given)"
+        )
+
+
 def check_manifest(
     config: PretrainConfig, manifest: Manifest, say: Callable[..., None], *, weights_only: bool, with_optimizer: bool
 ) -> None:
@@ -67,6 +102,8 @@ def check_manifest(
     `weights_only`, another model only causes a warning through `say`."""
     if weights_only:
         for difference in architecture_differences(config, manifest.config):
+            say(f"WARNING: {difference}")
+        for difference in setting_differences(config, manifest.config, ("tokenizer_type",), with_versions=False):
             say(f"WARNING: {difference}")
     else:
         check_architecture(config, manifest.config)

@@ -1,13 +1,14 @@
 """Which checkpoints a run may load: those of its model, with the state that the flags ask for."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 from support.command_lines import configured
 from support.small_run import SmallRun, equal
 
 from megatron.core.exceptions import UserError
-from megatron.training.checkpoint_checks import check_before_build
+from megatron.training.checkpoint_checks import check_before_build, check_manifest, check_vocabulary
 from megatron.training.lr_schedule import build_scheduler
 
 
@@ -82,3 +83,29 @@ def test_keys_that_do_not_fit(saved, tmp_path, capsys):
     assert SmallRun.make(f"--load {tmp_path} --ckpt-waive-keys *layers.2.*", layers=2).load()
     with pytest.raises(UserError, match=r"embedding\.table has shape \[13, 8\] in this run and \[13, 6\] in the"):
         SmallRun.make(f"--load {tmp_path}", width=8).load()
+
+
+def test_a_vocabulary_of_another_size_is_refused_before_the_model_is_built(tmp_path, monkeypatch):
+    (tmp_path / "iter_0000002").mkdir()
+    (tmp_path / "iter_0000002/manifest.json").touch()
+    chunk = SimpleNamespace(global_shape=(101, 16))
+    stored = SimpleNamespace(
+        folder=tmp_path, catalogue={"embedding.word_embeddings.weight": [SimpleNamespace(chunk=chunk)]}
+    )
+    monkeypatch.setattr("megatron.training.checkpoint_checks.open_checkpoint", lambda folder: stored)
+    for flags in (f"--load {tmp_path}", f"--load {tmp_path} --finetune", f"--pretrained-checkpoint {tmp_path}"):
+        with pytest.raises(UserError, match=r"gives a vocabulary of 51 ids in this run, .* has 101: give"):
+            check_vocabulary(configured(flags), (51, 128))
+        check_vocabulary(configured(flags), (101, 128))
+        check_vocabulary(configured(flags), (100, 101))  # a model of a script may store its padding
+    check_vocabulary(configured(""), (51, 128))
+
+
+def test_weights_of_another_tokenizer_are_told():
+    said = []
+    manifest = SimpleNamespace(config={"command_line": ["--tokenizer-type", "GPT2BPETokenizer"]})
+    check_manifest(configured(""), manifest, said.append, weights_only=True, with_optimizer=False)
+    assert said == [
+        "WARNING: --tokenizer-type is NullTokenizer in this run and was GPT2BPETokenizer when the checkpoint was saved"
+        ": the same id may mean another text now"
+    ]

@@ -97,7 +97,7 @@ def load_hub_weights(context: Context, model: Sequence[nn.Module], optimizer: Me
     def fill() -> None:
         hub = _open(source, _say_nothing)
         _check_model(config, hub)
-        _check_rows(context, hub)
+        check_rows(context, hub)
         _fill(chunks, hub, hub.tensors(config, shapes, say))
 
     ranks.run_on_all(fill)
@@ -127,14 +127,21 @@ def _check_model(config: PretrainConfig, hub: HubModel) -> None:
         raise UserError(f"--load-hf {hub.folder.path} is another model than the run's: {'; '.join(differences)}")
 
 
-def _check_rows(context: Context, hub: HubModel) -> None:
+def check_rows(context: Context, hub: HubModel) -> None:
     """Raises UserError if the run's tokenizer has ids that the model of the folder has no row for."""
     if context.vocab_size > hub.vocab_size:
-        kind = context.config.tokenizer.family
+        tokenizer = context.config.tokenizer
+        if tokenizer.family == "NullTokenizer":
+            advice = f"give --vocab-size {hub.vocab_size - 1} or less"
+        elif context.tokenizer.vocab_size <= hub.vocab_size:
+            advice = f"leave --vocab-size {tokenizer.vocab_size} out"
+        elif "NullTokenizer" in hub.flags:
+            advice = "give the tokenizer that the model was trained with, as the folder has none that fits"
+        else:
+            advice = "leave --tokenizer-type out to train with the model's own tokenizer"
         raise UserError(
             f"--load-hf {hub.folder.path}: the model has {hub.vocab_size} rows, one for each id, but the run's "
-            f"{kind} needs {context.vocab_size}; leave --tokenizer-type out to train with the model's own tokenizer, "
-            "or give one with at most as many ids"
+            f"{tokenizer.family} needs {context.vocab_size}; {advice}"
         )
 
 

@@ -1,7 +1,7 @@
 """Describes a run in its checkpoints, and compares another run with such a description."""
 
 import platform
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -284,16 +284,24 @@ COMPARED = (
 """Fields that a resumed run may change. It then computes other numbers than the run before would have computed."""
 
 
-def setting_differences(config: PretrainConfig, described: Mapping[str, Any]) -> list[str]:
-    """Returns a sentence for each of `COMPARED`, and for each version, that differs from another run's description."""
+def setting_differences(
+    config: PretrainConfig,
+    described: Mapping[str, Any],
+    fields: Sequence[str] = COMPARED,
+    *,
+    with_versions: bool = True,
+) -> list[str]:
+    """Returns a sentence for each of `fields`, and for each version, that differs from another run's description."""
     if "command_line" not in described:
         return []
     ours = read_command_line(command_line_of(config), ignore_unknown_args=True).values
     theirs = read_command_line(described["command_line"], ignore_unknown_args=True).values
-    pairs = [(spelling_of(name), ours[name], theirs[name]) for name in COMPARED]
-    pairs += [(name, describe_run(config)[name], described.get(name)) for name in ("torch", "python")]
+    pairs = [(spelling_of(name), ours[name], theirs[name]) for name in fields]
+    if with_versions:
+        pairs += [(name, describe_run(config)[name], described.get(name)) for name in ("torch", "python")]
     return [
         f"{name} is {_shown_or_unset(now)} in this run and was {_shown_or_unset(before)} when the checkpoint was saved"
+        + (": the same id may mean another text now" if name == spelling_of("tokenizer_type") else "")
         for name, now, before in pairs
         if now != before
     ]

@@ -30,7 +30,7 @@ from megatron.core.straggler_detector import StragglerDetector
 from megatron.core.timers import Timers, timed
 from megatron.core.transformer.layer_costs import stages_of_auto_layout
 from megatron.training import global_vars
-from megatron.training.checkpoint_checks import check_before_build
+from megatron.training.checkpoint_checks import check_before_build, check_vocabulary
 from megatron.training.checkpoint_contents import SavedParts
 from megatron.training.checkpoints import Checkpoints
 from megatron.training.config.pretrain_config import PretrainConfig
@@ -80,6 +80,7 @@ def set_up(
     context = start_run(config, environment)
     config, timers = context.config, context.timers  # complete: the layout `auto` is resolved
     check_before_build(config, schedule_of_flags=providers.build_scheduler is None)
+    check_vocabulary(config, (context.vocab_size, vocabulary_rows(config, context.tokenizer)))
     with timed(timers, "model-and-optimizer-setup", 0, barrier=True):
         model = build_model(context, providers.build_model)
         parts_by_rank = holding_notes(model, environment.groups, config.transformer)

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from training.conversion.oracles import make_model, save_model
 from megatron.core.exceptions import UserError
 from megatron.training.config.command_line import read_command_line
 from megatron.training.conversion.families import FAMILIES
-from megatron.training.conversion.hub_run import take_hub_args
+from megatron.training.conversion.hub_run import check_rows, take_hub_args
 from megatron.training.conversion.importing import import_model, open_hub_model
 from pretrain_gpt import build_model
 
@@ -123,8 +124,26 @@ def test_wrong_models_and_weights_are_named(theirs: Path, tmp_path: Path) -> Non
 
 
 def test_a_tokenizer_with_more_ids_than_rows_is_named(theirs: Path) -> None:
-    with pytest.raises(UserError, match=r"has 99 rows, .* NullTokenizer needs 151; leave --tokenizer-type out"):
+    with pytest.raises(UserError, match=r"has 99 rows, .* NullTokenizer needs 151; give --vocab-size 98 or less"):
         train(f"--load-hf {theirs}", base=flags_of(theirs).replace("--vocab-size 98", "--vocab-size 150"))
+
+
+@pytest.mark.parametrize(
+    ("ids", "own", "advice"),
+    [
+        (50, "NullTokenizer", "leave --vocab-size 200 out"),
+        (200, "NullTokenizer", "give the tokenizer that the model was trained with"),
+        (200, "HuggingFaceTokenizer", "leave --tokenizer-type out"),
+    ],
+)
+def test_advice_for_too_few_rows_fits_the_cause(ids: int, own: str, advice: str) -> None:
+    flags = SimpleNamespace(family="GPT2BPETokenizer", vocab_size=200)
+    run: Any = SimpleNamespace(
+        vocab_size=200, tokenizer=SimpleNamespace(vocab_size=ids), config=SimpleNamespace(tokenizer=flags)
+    )
+    hub: Any = SimpleNamespace(vocab_size=99, flags=["--tokenizer-type", own], folder=SimpleNamespace(path="x"))
+    with pytest.raises(UserError, match=f"has 99 rows, .* GPT2BPETokenizer needs 200; {advice}"):
+        check_rows(run, hub)
 
 
 def test_an_empty_folder_is_one_problem() -> None:
