@@ -18,9 +18,8 @@ _MEMORY = re.compile(r"max allocated: ([0-9.]+)")
 
 
 def read_anchor(log: str) -> dict[str, Any]:
-    """Returns the median of an anchor's iterations or intervals but for the first, its memory and its last loss.
-
-    Raises SystemExit for a log of a run that did not end, whose few slow first intervals would flatter the ratio.
+    """Returns the median of an anchor's iterations or intervals without the first one, its memory and its last loss.
+    Raises SystemExit if the log's run did not end: its few slow first intervals would flatter the ratio.
     """
     done = _ITERATION.findall(log)
     last, whole = done[-1] if done else ("", "")

@@ -98,7 +98,7 @@ class Distance:
 
     @property
     def at_end(self) -> float:
-        """Mean of the last quarter of the differences, with its sign: where a drift shows."""
+        """Signed mean of the last quarter of the differences. It shows a drift."""
         values = list(self.differences.values())
         return statistics.fmean(values[-max(1, len(values) // 4) :])
 

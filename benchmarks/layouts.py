@@ -40,9 +40,9 @@ class Layout:
     anchor: str | None = None
     """None: the flags of ours."""
     reference: str | None = None
-    """Layout whose anchor stands beside ours, because the anchor has no such flags; None: this one."""
+    """Layout that the anchor runs instead, because it has no such flags; None: this one."""
     connections: int = 1
-    """CUDA_DEVICE_MAX_CONNECTIONS of the anchor, whose FSDP and overlapped experts refuse 1."""
+    """CUDA_DEVICE_MAX_CONNECTIONS of the anchor. Its FSDP and overlapped experts refuse 1."""
 
 
 def _data_parallel(gpus: int) -> Layout:
@@ -127,11 +127,11 @@ class Cell:
     batch: str = ""
     """Flags of both sides: length of a sequence, batch, number of layers."""
     step_seconds: float = 1.0
-    """Estimate of the longer side's step, by which a time budget is planned."""
+    """Estimate of the slower side's step, for planning a time budget."""
 
     @property
     def reference(self) -> str:
-        """Name of the cell whose anchor stands beside ours."""
+        """Name of the cell that the anchor runs."""
         return self.name if self.layout.reference is None else f"{self.model}/{self.layout.reference}"
 
     @property

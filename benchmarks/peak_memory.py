@@ -32,7 +32,7 @@ H200 = 139 * 2**30
 OTHER_BYTES = int(4.5e9)
 """Logits of a part of the tokens, attention's scratch memory, what the allocator cannot use, communication buffers."""
 _UNEVEN = 1.5
-"""Rows of the rank whose experts get most, over the mean."""
+"""Rows of the rank with the busiest experts, divided by the mean."""
 
 
 def configured(name: str) -> PretrainConfig:

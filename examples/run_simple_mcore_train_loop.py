@@ -1,8 +1,9 @@
 """A training loop over megatron.core alone:   torchrun --nproc_per_node=2 examples/run_simple_mcore_train_loop.py
 
 A small GPT on two tensor parallel ranks, with made-up data, a sharded optimizer, and a checkpoint that is saved to
-runs/simple_mcore_checkpoint, loaded into another model and compared. On GPUs where there are any, else on the CPU; also
-as plain `python`, and with 4, 6, ... processes, which then share the data by twos.
+runs/simple_mcore_checkpoint, loaded into another model and compared. Runs on GPUs if there are any, otherwise on the
+CPU. It also runs as plain `python`, and with 4, 6, ... processes: each pair of processes then takes its own part of the
+data.
 """
 
 import shutil
@@ -52,7 +53,8 @@ def build_model(seed: int = 1234) -> GPTModel:
 
 
 def build_data() -> Iterator[dict[str, Tensor]]:
-    """Micro-batches without end: the same on all ranks of a tensor parallel group, others on other data ranks."""
+    """Yields micro-batches without end. Ranks of a tensor parallel group get the same ones; data parallel ranks get
+    different ones."""
     config = GPTDatasetConfig(
         random_seed=0,
         sequence_length=SEQUENCE_LENGTH,
