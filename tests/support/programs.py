@@ -30,11 +30,14 @@ from support.forkserver import forkserver, start_server
 
 _COMMAND = '''#!{python} -IS
 """Hands a program to the server of tests/support/programs.py."""
-import json, os, signal, socket, sys
+import json, os, select, signal, socket, sys
 
 if sys.argv[1:2] and sys.argv[1][0] == "-" and sys.argv[1] not in ("-", "-c", "-m", "-u") and not {words}:
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 program, early = 0, []
+wake, wakes = os.pipe()
+os.set_blocking(wakes, False)
+signal.set_wakeup_fd(wakes)
 for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
     signal.signal(number, lambda number, frame: os.kill(program, number) if program else early.append(number))
 with socket.socket(socket.AF_UNIX) as server:
@@ -48,6 +51,9 @@ with socket.socket(socket.AF_UNIX) as server:
     program = int(answers.readline())
     for number in early:
         os.kill(program, number)
+    # Python runs no handler of a signal that comes just before a read blocks; `wake` ends `select` then too.
+    while server not in select.select([server, wake], [], [])[0]:
+        os.read(wake, 4096)
     code = int(answers.readline() or 70)
     if code < 0:
         if -code != signal.SIGKILL:
