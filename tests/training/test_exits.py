@@ -121,10 +121,11 @@ def test_a_mistake_exits_with_2(tmp_path, corpus):
     program = launch(f"--data-path {corpus} --train-iters 2 --lr-decay-style WSD", 0, tmp_path)
     assert program.exit_codes() == [2]
     assert "error: --lr-decay-style WSD needs --lr-wsd-decay-iters" in program.output(0)
-    flags = f"--data-path {corpus} --train-iters 2 --load {tmp_path} --exit-on-missing-checkpoint"
+    (tmp_path / "iter_0000002").mkdir()  # a checkpoint without files, which ranks find when they load
+    flags = f"--data-path {corpus} --train-iters 2 --load {tmp_path}"
     program = launch(flags, 2, tmp_path / "other", pretrain_after_a_short_wait)
     assert program.exit_codes() == [2, 2]
-    assert "error on rank 1: --load" in program.output(1)  # nobody ended it
+    assert "error on rank 1: no complete checkpoint in" in program.output(1)  # nobody ended it
 
 
 def test_a_folder_that_cannot_be_written_is_called_by_the_flag_that_was_given(tmp_path):
@@ -147,9 +148,10 @@ def pretrain_and_tell_of_the_wait() -> None:
 
 def test_a_mistake_that_all_ranks_find_is_said_once(tmp_path, corpus):
     """The test ends the other rank when the first has ended, as torchrun does."""
-    flags = f"--data-path {corpus} --train-iters 2 --load {tmp_path} --exit-on-missing-checkpoint"
+    (tmp_path / "iter_0000002").mkdir()
+    flags = f"--data-path {corpus} --train-iters 2 --load {tmp_path}"
     program = launch(flags, 2, tmp_path / "run", pretrain_and_tell_of_the_wait)
-    program.wait_for(0, "error on rank 0: --load")
+    program.wait_for(0, "error on rank 0: no complete checkpoint in")
     program.wait_for(1, "waiting for the first rank")
     program.processes[0].join()
     program.signal(1, signal.SIGTERM)
