@@ -234,7 +234,7 @@ def triton_backend() -> Backend | None:
             flash_block_attention_backward_triton,
             flash_block_attention_triton,
         )
-        from megatron.core.ops.attention.max_logits_triton import IN_USE as max_attention_logits_cuda
+        from megatron.core.ops.attention.max_logits_triton import max_attention_logits_triton
         from megatron.core.ops.attention.merge_triton import merge_block_triton
         from megatron.core.ops.cross_entropy_triton import cross_entropy_triton
         from megatron.core.ops.dropout.dropout_triton import bias_dropout_add_triton, keep_rows_triton
@@ -319,7 +319,7 @@ def triton_backend() -> Backend | None:
         keep_rows=ByDevice(cpu=keep_rows_compiled, cuda=keep_rows_triton),
         bias_dropout_add=ByDevice(cpu=bias_dropout_add, cuda=bias_dropout_add_triton),
         merge_block=ByDevice(cpu=merge_block, cuda=merge_block_triton),
-        max_attention_logits=ByDevice(cpu=max_attention_logits, cuda=max_attention_logits_cuda),
+        max_attention_logits=ByDevice(cpu=max_attention_logits, cuda=max_attention_logits_triton),
         cross_entropy=ByDevice(cpu=cross_entropy, cuda=cross_entropy_triton),
         head_loss=ByDevice(cpu=head_loss, cuda=functools.partial(head_loss, loss=cross_entropy_triton)),
         grouped_linear=ByDevice(cpu=grouped_linear, cuda=grouped_linear_cuda),

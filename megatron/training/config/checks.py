@@ -201,11 +201,6 @@ def _compiler(s: Settings) -> Iterator[str]:
         missing = missing_compiler(s.launch_environment.has_cuda)
         if missing is not None:
             yield f"{{torch_compile}}: {missing}; or leave the flag out, which changes nothing but speed"
-        elif s.fp64 and s.launch_environment.has_cuda:
-            yield (
-                "{torch_compile} with {fp64} on a GPU: of the kernels that inductor generates for float64, only those "
-                "of RMSNorm have been compared with eager torch there; leave one out"
-            )
 
 
 def _layout_invariance(s: Settings) -> Iterator[str]:

@@ -21,7 +21,6 @@ from megatron.core.ops.compiled import CompiledBiasAdd, missing_compiler
 from megatron.core.ops.norm import rms_norm
 from megatron.core.ops.rope import Rotation, rotation_of_angles
 from megatron.core.utils.graph_capture import map_tensors
-from megatron.training.config.resolution import ConfigurationError
 
 AOT = "--torch-compile --torch-compile-backend aot_eager"
 RUN = "--mock-data --fp64 --train-iters 3 --eval-iters 0"
@@ -226,11 +225,3 @@ def test_without_a_compiler_the_command_line_is_refused(monkeypatch):
     assert "there is no C++ compiler no-such-compiler, which a CPU needs; install g++" in problem
     for flags in (AOT, "--torch-compile --dry-run"):
         assert not any("--torch-compile" in line for line in problems_of(flags))
-
-
-def test_float64_on_a_gpu_is_refused():
-    """Not all generated kernels have been compared with eager torch there."""
-    with pytest.raises(ConfigurationError, match="--torch-compile with --fp64 on a GPU"):
-        configured("--torch-compile --fp64", has_cuda=True)
-    for flags, has_cuda in ((f"{AOT} --fp64", True), ("--torch-compile --bf16", True), ("--fp64", True)):
-        assert configured(flags, has_cuda=has_cuda)

@@ -140,8 +140,3 @@ def max_attention_logits_triton(query: Tensor, key: Tensor, variant: AttentionVa
         M=tile.queries, N=tile.keys, WIDTH=padded, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return largest.amax((0, 2)) * variant.scale
-
-
-IN_USE = max_attention_logits
-"""What GPUs compute. `max_attention_logits_triton` took 2.5 ms of a step on an H200, but has been compared with the
-definition in Triton's interpreter only."""

@@ -53,13 +53,16 @@ class Tiles:
     """Weight gradients whose blocks, or segments of one group, have scales of their own: a second accumulator."""
 
 
-_WIDE, _SQUARE, _SMALL = Tile(128, 256, 3, 8), Tile(128, 128, 4, 8), Tile(128, 128, 3, 4)
-TILES = {
-    "tested": Tiles(_WIDE, _WIDE, _SQUARE, _SQUARE, _SQUARE, _SQUARE),
-    "fastest": Tiles(Tile(128, 256, 4, 8, persistent=True), _WIDE, _SMALL, _SQUARE, _SMALL, _SQUARE),
-}
-"""`tested`: training has used them on GPUs. `fastest`: the fastest of those that were measured (docs/benchmarks.md)."""
-TILES_IN_USE = "tested"
+_SQUARE, _SMALL = Tile(128, 128, 4, 8), Tile(128, 128, 3, 4)
+TILES = Tiles(
+    fast=Tile(128, 256, 4, 8, persistent=True),
+    fast_float32=Tile(128, 256, 3, 8),
+    precise=_SMALL,
+    blocks=_SQUARE,
+    weight=_SMALL,
+    weight_parts=_SQUARE,
+)
+"""The fastest of those that were measured on an H200 (docs/benchmarks.md)."""
 
 
 @triton.jit
@@ -261,8 +264,7 @@ def accumulate_product_of_groups_triton(
         left, right = _for_segments(left, segments), _for_segments(right, segments)
     steps = (*left.factors.t().stride(), *right.factors.t().stride()) if left.scope == "blocks" else (0, 0, 0, 0)
     in_parts = left.scope in ("segments", "lines") and segments.per_group > 1
-    in_use = TILES[TILES_IN_USE]
-    tile = tile or (in_use.weight_parts if in_parts or left.scope == "blocks" else in_use.weight)
+    tile = tile or (TILES.weight_parts if in_parts or left.scope == "blocks" else TILES.weight)
     tiles = number * triton.cdiv(out_width, tile.height) * triton.cdiv(in_width, tile.width)
     _weight_kernel[(_programs(tiles, tile, total),)](
         total,
@@ -292,12 +294,11 @@ def accumulate_product_of_groups_triton(
 
 def _tile_of_rows(in_blocks: bool, precise: bool, dtype: torch.dtype) -> Tile:
     """Returns the tile of products of rows; `in_blocks`: each block has a scale."""
-    in_use = TILES[TILES_IN_USE]
     if in_blocks:
-        return in_use.blocks
+        return TILES.blocks
     if precise:
-        return in_use.precise
-    return in_use.fast_float32 if dtype is torch.float32 else in_use.fast
+        return TILES.precise
+    return TILES.fast_float32 if dtype is torch.float32 else TILES.fast
 
 
 def _programs(tiles: int, tile: Tile, result: Tensor) -> int:

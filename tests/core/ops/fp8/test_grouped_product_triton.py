@@ -7,7 +7,7 @@ import pytest
 from support import fp8_grouped_kernels, fp8_tiles
 
 from megatron.core.ops.fp8 import grouped_product_triton
-from megatron.core.ops.fp8.grouped_product_triton import TILES, TILES_IN_USE, Tile
+from megatron.core.ops.fp8.grouped_product_triton import TILES, Tile
 
 
 @pytest.mark.parametrize("check", ["products", "weight_gradients"])
@@ -36,10 +36,6 @@ def test_tiles_are_chosen_by_what_is_computed(monkeypatch: pytest.MonkeyPatch) -
 
     for kernel in ("_product_kernel", "_weight_kernel"):
         monkeypatch.setattr(grouped_product_triton, kernel, Noted())
-    assert TILES_IN_USE in TILES
-    for name, tiles in TILES.items():
-        monkeypatch.setattr(grouped_product_triton, "TILES_IN_USE", name)
-        launched.clear()
-        fp8_tiles.one_of_each_kind()
-        expected = [getattr(tiles, kind) for kind in (*fp8_tiles.KINDS, "weight_parts")]
-        assert launched == [(tile.width, tile.stages, tile.warps, tile.persistent) for tile in expected]
+    fp8_tiles.one_of_each_kind()
+    expected = [getattr(TILES, kind) for kind in (*fp8_tiles.KINDS, "weight_parts")]
+    assert launched == [(tile.width, tile.stages, tile.warps, tile.persistent) for tile in expected]
