@@ -9,7 +9,6 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from megatron.core.backends import Backend
-from megatron.core.config_fields import literal_text, refuse
 from megatron.core.ops.attention.blocks_cuda import round_up
 from megatron.core.ops.attention.kernels import (
     UNFUSED,
@@ -90,8 +89,8 @@ def _is(situation: Situation, device_type: str, training: bool, packed: bool) ->
 def plan_attention(backend: Backend, variant: AttentionVariant, config: Any) -> AttentionPlan:
     """Chooses the kernels of an attention layer by the config's `params_dtype` and `attention_backend`.
 
-    Raises UserError if `attention_backend` is flash or fused, there is a GPU, and that kernel cannot compute training
-    on unpacked rows. On a CPU the next kernel is used instead, and the log names it with the reason.
+    If the kernel of `attention_backend` flash or fused cannot compute a layer, the next one does. On a machine with a
+    GPU a warning says so if this concerns training on unpacked rows.
     """
     return _plan(backend.attention[config.attention_backend], variant, config)
 
@@ -106,28 +105,17 @@ def _plan(candidates: Sequence[Kernel], variant: AttentionVariant, config: Any) 
     for device_type, training, packed in itertools.product(("cpu", "cuda"), (True, False), (False, True)):
         situation = Situation(device_type, config.params_dtype, training, packed)
         choices[situation] = _choose_kernel(candidates, variant, situation)
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    situation = Situation(device_type, config.params_dtype, True, False)
-    if device_type == "cuda" and config.attention_backend in (AttnBackend.flash, AttnBackend.fused):
-        _refuse_other_kernel(candidates, choices[situation], variant, situation, config)
+    if torch.cuda.is_available() and config.attention_backend in (AttnBackend.flash, AttnBackend.fused):
+        _tell_other_kernel(candidates, variant, config)
     return KernelPlan(choices)
 
 
-def _refuse_other_kernel(
-    candidates: Sequence[Kernel],
-    got: KernelChoice[Kernel],
-    variant: AttentionVariant,
-    situation: Situation,
-    config: Any,
-) -> None:
-    """Raises UserError if `got` is not a kernel of the `attention_backend`."""
+def _tell_other_kernel(candidates: Sequence[Kernel], variant: AttentionVariant, config: Any) -> None:
+    """Warns if the kernel that `attention_backend` names does not compute training on a GPU."""
     asked = [kernel for kernel in candidates if not (isinstance(kernel, AttentionKernel) and kernel.is_preference)]
-    if not got.refusals or not (refusals := _choose_kernel(asked, variant, situation).refusals):
-        return
-    dropout = "{attention_dropout} to 0, or " if variant.dropout else ""
-    reasons = literal_text("; ".join(refusals))
-    problem = f"{{attention_backend}} cannot compute this attention ({reasons}); set {dropout}"
-    refuse([f"{problem}{{attention_backend:name}} to auto or unfused"], config)
+    choice = _choose_kernel(asked, variant, Situation("cuda", config.params_dtype, True, False))
+    if choice.refusals:
+        warn_on_first_rank(f"--attention-backend {config.attention_backend.name}: attention uses {choice.describe()}")
 
 
 def _choose_kernel(

@@ -1,6 +1,7 @@
 """Which attention kernel a layer gets, what the log says about it, and when another one computes a call."""
 
 import dataclasses
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,10 +10,10 @@ import torch
 
 from megatron.core.attention_plan import plan_attention, plan_attention_blocks
 from megatron.core.backends import LOCAL
-from megatron.core.exceptions import UserError
 from megatron.core.ops.attention.kernels import UNFUSED, AttentionKernel, Situation
 from megatron.core.ops.attention.unfused import AttentionCall, AttentionVariant
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.utils import warn
 
 
 def kernel(name: str, **more: Any) -> AttentionKernel:
@@ -50,23 +51,29 @@ def test_padding_is_said() -> None:
     assert plan([kernel("any")], values).describe("cpu") == "any"
 
 
-def test_a_kernel_that_was_asked_for_must_compute_training_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_was_asked_for_and_cannot_compute_is_replaced_and_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     variant = AttentionVariant(1.0, True, dropout=0.1)
-    plan([WITHOUT_DROPOUT, UNFUSED], variant, AttnBackend.fused)  # on a CPU the log says it
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(UserError, match=r"exact has no dropout.*set attention_dropout 0.1 to 0, or"):
-        plan([WITHOUT_DROPOUT, UNFUSED], variant, AttnBackend.fused)
-    plan([WITHOUT_DROPOUT, UNFUSED], variant, AttnBackend.auto)
 
+    def said(kernels: list[AttentionKernel], asked: AttnBackend, variant: AttentionVariant = variant) -> list[str]:
+        warn._warn_once.cache_clear()
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            assert plan(kernels, variant, asked).describe("cuda").startswith(("training: plain torch", "exact"))
+        return [record.getMessage() for record in caplog.records]
 
-def test_a_preference_may_refuse_where_the_kernel_that_was_asked_for_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Transformer Engine's attention comes before cuDNN's, which --attention-backend fused asks for."""
+    assert not said([WITHOUT_DROPOUT, UNFUSED], AttnBackend.fused)  # on a CPU a note says it
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert said([WITHOUT_DROPOUT, UNFUSED], AttnBackend.fused) == [
+        "--attention-backend fused: attention uses plain torch, because exact has no dropout (--attention-dropout 0 is "
+        "faster)"
+    ]
+    assert not said([WITHOUT_DROPOUT, UNFUSED], AttnBackend.auto)
+    # Transformer Engine's attention comes before cuDNN's, which --attention-backend fused asks for.
     preference = kernel("preferred", refusal=lambda variant, situation: "has no chunks", is_preference=True)
-    kernels, variant = [preference, WITHOUT_DROPOUT, UNFUSED], AttentionVariant(1.0, True)
-    assert plan(kernels, variant, AttnBackend.fused).describe("cuda") == "exact, because preferred has no chunks"
-    with pytest.raises(UserError, match=r"this attention \(exact has no dropout\); set attention_dropout"):
-        plan(kernels, dataclasses.replace(variant, dropout=0.1), AttnBackend.fused)
+    assert not said([preference, WITHOUT_DROPOUT, UNFUSED], AttnBackend.fused, AttentionVariant(1.0, True))
+    assert said([preference, WITHOUT_DROPOUT, UNFUSED], AttnBackend.fused)
 
 
 def test_a_call_that_the_kernel_cannot_compute_takes_the_unfused_one() -> None:

@@ -130,8 +130,28 @@ def _half_refusal(variant: AttentionVariant, situation: Situation) -> Refusal:
     return _type_refusal(situation) or _fused_refusal(variant, situation)
 
 
+def _cudnn_refusal(variant: AttentionVariant, situation: Situation) -> Refusal:
+    if torch.are_deterministic_algorithms_enabled():
+        return "sums gradients in an order that varies, which deterministic mode forbids"
+    return _half_refusal(variant, situation)
+
+
 def _flash_refusal(variant: AttentionVariant, situation: Situation) -> Refusal:
-    return "takes no mask of padding" if variant.padded else _half_refusal(variant, situation)
+    if variant.padded:
+        return "takes no mask of padding"
+    if variant.window is not None:
+        return "has no windows here"
+    return _width_refusal(variant) or _half_refusal(variant, situation)
+
+
+def _varlen_refusal(variant: AttentionVariant, situation: Situation) -> Refusal:
+    return _width_refusal(variant) or _half_refusal(variant, situation)
+
+
+def _width_refusal(variant: AttentionVariant) -> Refusal:
+    if variant.widths is not None and max(variant.widths) > _WIDEST:
+        return f"has heads of at most {_WIDEST} channels, not {max(variant.widths)}"
+    return None
 
 
 def _type_refusal(situation: Situation) -> Refusal:
@@ -145,15 +165,14 @@ def _block_refusal(variant: AttentionVariant, situation: Situation) -> Refusal:
         return "computes packed documents only with causal attention"
     if variant.chunk is not None:
         return "has no chunked attention"
-    return _type_refusal(situation) or _dropout_refusal(variant, situation) or _score_refusal(variant)
+    refusal = _type_refusal(situation) or _dropout_refusal(variant, situation) or _score_refusal(variant)
+    return refusal or _width_refusal(variant)
 
 
 def _own_flash_refusal(variant: AttentionVariant, situation: Situation) -> Refusal:
     if torch.are_deterministic_algorithms_enabled():
         return "sums the gradients of queries in an order that varies, which deterministic mode forbids"
-    if variant.widths is not None and max(variant.widths) > _OWN_FLASH_WIDEST:
-        return f"has heads of at most {_OWN_FLASH_WIDEST} channels, not {max(variant.widths)}"
-    return _type_refusal(situation)
+    return _width_refusal(variant) or _type_refusal(situation)
 
 
 def _own_flash_documents_refusal(variant: AttentionVariant, situation: Situation) -> Refusal:
@@ -183,7 +202,8 @@ def _on_cuda_packed(situation: Situation) -> bool:
 
 
 _OWN_FLASH = "our flash attention"
-_OWN_FLASH_WIDEST = 256
+_WIDEST = 256
+"""Channels of the widest heads of flash attention: torch's, and our own."""
 OWN_FLASH_FOR_DOCUMENTS = True
 """Whether our own flash attention is preferred for packed documents that other kernels can compute too. It skips tiles
 outside a document and has no copy of keys for each query head."""
@@ -192,10 +212,10 @@ _WITHOUT_CUDNN: Fills = "where cuDNN does not take them"
 SDPA_CUDA = AttentionKernel(
     "SDPA (cuDNN, flash, efficient, math)", sdpa_attention_cuda, _on_cuda, _fused_refusal, _WITHOUT_CUDNN
 )
-SDPA_CUDNN = AttentionKernel("SDPA (cuDNN)", sdpa_attention_cudnn, _on_cuda, _half_refusal, _WITHOUT_CUDNN)
+SDPA_CUDNN = AttentionKernel("SDPA (cuDNN)", sdpa_attention_cudnn, _on_cuda, _cudnn_refusal, _WITHOUT_CUDNN)
 SDPA_FLASH = AttentionKernel("SDPA (flash)", sdpa_attention_flash, _on_cuda, _flash_refusal, "always")
 VARLEN = AttentionKernel(
-    "variable-length flash", varlen_attention, _on_cuda_packed, _half_refusal, "always", FLASH_WIDTH_MULTIPLE
+    "variable-length flash", varlen_attention, _on_cuda_packed, _varlen_refusal, "always", FLASH_WIDTH_MULTIPLE
 )
 SDPA_CPU = AttentionKernel("SDPA (CPU flash)", sdpa_attention, _on_cpu, _fused_refusal, "always")
 UNFUSED = AttentionKernel(
@@ -233,8 +253,8 @@ UNFUSED_BLOCKS = BlockKernel(
 
 CANDIDATES: Mapping[AttnBackend, tuple[AttentionKernel, ...]] = {
     AttnBackend.auto: (SDPA_CUDA, VARLEN, SDPA_CPU, UNFUSED),
-    AttnBackend.fused: (SDPA_CUDNN, VARLEN, SDPA_CPU, UNFUSED),
-    AttnBackend.flash: (SDPA_FLASH, VARLEN, SDPA_CPU, UNFUSED),
+    AttnBackend.fused: (SDPA_CUDNN, VARLEN, SDPA_CUDA, SDPA_CPU, UNFUSED),
+    AttnBackend.flash: (SDPA_FLASH, VARLEN, SDPA_CUDA, SDPA_CPU, UNFUSED),
     AttnBackend.unfused: (UNFUSED,),
     AttnBackend.local: (UNFUSED,),
 }
@@ -262,14 +282,20 @@ def with_own_flash(
     candidates: Mapping[AttnBackend, tuple[AttentionKernel, ...]], kernel: AttentionKernel
 ) -> dict[AttnBackend, tuple[AttentionKernel, ...]]:
     """Returns the candidates with our own flash attention added. It is the last choice before the unfused kernel. With
-    `auto` and `OWN_FLASH_FOR_DOCUMENTS` it is also the first choice for packed documents."""
+    `auto` and `OWN_FLASH_FOR_DOCUMENTS` it is also the first choice for packed documents, and with `flash` it comes
+    before kernels that are not flash attention."""
     for_documents = dataclasses.replace(
         kernel,
         serves=lambda situation: OWN_FLASH_FOR_DOCUMENTS and _on_cuda_packed(situation),
         refusal=_own_flash_documents_refusal,
     )
     found = before_unfused(candidates, kernel)
-    return found | {AttnBackend.auto: (for_documents, *found[AttnBackend.auto])}
+    flash = [other for other in candidates[AttnBackend.flash] if other in (SDPA_FLASH, VARLEN)]
+    others = [other for other in candidates[AttnBackend.flash] if other not in flash]
+    return found | {
+        AttnBackend.auto: (for_documents, *found[AttnBackend.auto]),
+        AttnBackend.flash: (*flash, kernel, *others),
+    }
 
 
 def before_unfused(candidates: Mapping[AttnBackend, tuple[T, ...]], kernel: T) -> dict[AttnBackend, tuple[T, ...]]:

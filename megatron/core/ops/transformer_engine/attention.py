@@ -1,6 +1,7 @@
 """Attention by Transformer Engine's `DotProductAttention`, whole rows and packed documents."""
 
 import functools
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,10 @@ from megatron.core.ops.attention.sdpa import sdpa_attention_cuda
 from megatron.core.ops.attention.unfused import AttentionCall, AttentionVariant, attention
 from megatron.core.ops.transformer_engine.engine import Engine
 from megatron.core.transformer.enums import AttnBackend
+
+_MAY_VARY = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
+"""The variable by which users allow Transformer Engine kernels whose results differ from run to run; not set: it
+does."""
 
 
 def with_engine_attention(
@@ -34,6 +39,8 @@ def with_engine_attention(
 def _refusal(variant: AttentionVariant, situation: Situation) -> str | None:
     if situation.dtype not in (torch.bfloat16, torch.float16):
         return f"computes in half precision, not in {value_text(situation.dtype)}"
+    if torch.are_deterministic_algorithms_enabled() and os.environ.get(_MAY_VARY) != "0":
+        return f"is repeatable only with {_MAY_VARY}=0 in the environment, and deterministic mode needs that"
     if situation.training and variant.dropout:
         return f"cannot draw the masks of attention dropout {variant.dropout}"
     if situation.packed and not variant.causal:

@@ -17,7 +17,7 @@ class AttentionConfig:
 
     attention_backend: AttnBackend = AttnBackend.auto
     """Implementation of attention: flash, fused, unfused (also called local), or auto, which uses the fastest one that
-    supports the layer."""
+    supports the layer. If flash or fused does not support a layer, the next one computes it, and a line says so."""
 
     softmax_scale: float | None = None
     """Factor of the attention scores. Default: 1 / sqrt(width of a query head); with --multi-latent-attention the
@@ -125,6 +125,11 @@ def validate(config: Any) -> Iterator[str]:
         value = getattr(config, name)
         if value is not None and not 0.0 < value < math.inf:
             yield f"{{{name}}} must be larger than 0, or left out"
+    if config.deterministic_mode and config.attention_backend is AttnBackend.fused:
+        yield (
+            "{attention_backend}: cuDNN sums gradients in an order that varies, so {deterministic_mode:name} forbids "
+            "it; {attention_backend:name} auto works"
+        )
     if (config.hidden_size or 0) >= 1 and (config.num_attention_heads or 0) >= 1:
         yield from _head_problems(config)
     yield from _query_key_problems(config)

@@ -91,7 +91,7 @@ class TestChoice:
         monkeypatch.setattr(kernels, "OWN_FLASH_FOR_DOCUMENTS", True)
         assert self.kernel(variant, packed) == OURS
         assert self.kernel(variant, replace(packed, packed=False)) != OURS
-        assert self.kernel(replace(variant, widths=(320, 320)), packed) == VARLEN.name
+        assert self.kernel(replace(variant, widths=(320, 320)), packed) == "plain torch"
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
         assert self.kernel(variant, packed) == VARLEN.name

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from megatron.core.attention_plan import plan_attention
-from megatron.core.backends import LOCAL
-from megatron.core.exceptions import UserError
+from megatron.core.backends import LOCAL, triton_backend
 from megatron.core.ops.attention.kernels import SDPA_CPU, SDPA_CUDA, UNFUSED, Situation
 from megatron.core.ops.attention.unfused import AttentionCall, AttentionVariant
 from megatron.core.transformer.enums import AttnBackend
@@ -36,15 +35,45 @@ def test_a_mask_with_packed_documents_takes_the_unfused_kernel_and_says_so_once(
     assert all("an attention mask with packed documents" in line for line in said)
 
 
-def test_padding_needs_a_kernel_that_takes_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padding_needs_a_kernel_that_takes_a_mask() -> None:
     config = SimpleNamespace(params_dtype=torch.bfloat16, attention_backend=AttnBackend.auto)
     for backend, kernel in ((AttnBackend.auto, SDPA_CUDA), (AttnBackend.unfused, UNFUSED)):
         config.attention_backend = backend
         plan = plan_attention(LOCAL, AttentionVariant(1.0, False, padded=True), config)
         assert plan.choices[Situation("cuda", torch.bfloat16, True, False)].kernel is kernel
     config.attention_backend = AttnBackend.flash
-    plan = plan_attention(LOCAL, AttentionVariant(1.0, False, padded=True), config)  # on a CPU the log says it
-    assert "plain torch, because" in plan.describe("cuda") and "takes no mask of padding" in plan.describe("cuda")
+    plan = plan_attention(LOCAL, AttentionVariant(1.0, False, padded=True), config)
+    assert plan.describe("cuda") == f"{SDPA_CUDA.name}, because SDPA (flash) takes no mask of padding"
+
+
+@pytest.mark.parametrize(
+    ("variant", "whole", "packed"),
+    [
+        (AttentionVariant(1.0, True), "SDPA (flash)", "variable-length flash"),
+        (AttentionVariant(1.0, True, dropout=0.1), "our flash", "our flash"),
+        (AttentionVariant(1.0, True, window=(9, 0)), "our flash", "variable-length flash"),
+        (AttentionVariant(1.0, False, padded=True), "our flash", "variable-length flash"),
+        (AttentionVariant(1.0, True, widths=(320, 320)), SDPA_CUDA.name, "plain torch"),
+    ],
+)
+def test_flash_that_cannot_compute_a_layer_gives_way_to_ours(
+    variant: AttentionVariant, whole: str, packed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with dropout 0.1, the default of GPT, for which --attention-backend flash once ended a run."""
+    backend, config = (
+        triton_backend(),
+        SimpleNamespace(params_dtype=torch.bfloat16, attention_backend=AttnBackend.flash),
+    )
+    assert backend is not None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(UserError, match=r"takes no mask of padding.*attention_backend to auto or unfused"):
-        plan_attention(LOCAL, AttentionVariant(1.0, False, padded=True), config)
+    plan = plan_attention(backend, variant, config)
+    for is_packed, name in ((False, whole), (True, packed)):
+        assert plan.choices[Situation("cuda", torch.bfloat16, True, is_packed)].kernel.name.startswith(name)
+
+
+def test_cudnn_alone_is_not_used_in_deterministic_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = SimpleNamespace(params_dtype=torch.bfloat16, attention_backend=AttnBackend.fused)
+    assert plan_attention(LOCAL, AttentionVariant(1.0, True), config).describe("cuda") == "SDPA (cuDNN)"
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    found = plan_attention(LOCAL, AttentionVariant(1.0, True), config).describe("cuda")
+    assert found.startswith(f"{SDPA_CUDA.name}, because SDPA (cuDNN) sums gradients in an order that varies")

@@ -66,3 +66,19 @@ def test_what_cudnn_computes_is_not_refused_because_it_does_not(monkeypatch: pyt
         assert (
             plan_attention(backend, variant, config).describe("cuda").startswith("SDPA (cuDNN), because Transformer E")
         )
+
+
+def test_deterministic_runs_need_its_own_promise(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "params_dtype": torch.bfloat16, "bf16": True}
+    backend, config, variable = (
+        engine_backend(fake.FAKE),
+        TransformerConfig(**sizes),
+        "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
+    )
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    monkeypatch.delenv(variable, raising=False)
+    assert f"{variable}=0 in the environ" in plan_attention(backend, AttentionVariant(1.0, True), config).describe(
+        "cpu"
+    )
+    monkeypatch.setenv(variable, "0")
+    assert plan_attention(backend, AttentionVariant(1.0, True), config).describe("cpu") == "Transformer Engine"

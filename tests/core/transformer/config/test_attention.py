@@ -6,6 +6,7 @@ import pytest
 
 from megatron.core.exceptions import UserError
 from megatron.core.transformer.config.attention import validate
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 SMALL: dict[str, Any] = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
@@ -19,6 +20,10 @@ SMALL: dict[str, Any] = {"num_layers": 2, "hidden_size": 64, "num_attention_head
         ({"attn_logit_softcapping": -1.0}, "attn_logit_softcapping -1.0 must be larger than 0, or left out"),
         ({"attention_chunk_size": 0}, "attention_chunk_size 0 must be at least 1"),
         ({"qk_layernorm": True, "qk_l2_norm": True}, "qk_layernorm and qk_l2_norm are two norms of queries and keys"),
+        (
+            {"attention_backend": AttnBackend.fused, "deterministic_mode": True},
+            "attention_backend fused: cuDNN sums gradients in an order that varies, so deterministic_mode forbids it",
+        ),
         ({"qk_layernorm": True, "qk_norm_scope": "full"}, "qk_norm_scope full is an RMSNorm; it does not go with"),
     ],
 )
