@@ -67,11 +67,18 @@ from megatron.core.ops.norm import layer_norm, layer_norm_with_residual, rms_nor
 from megatron.core.ops.rope import apply_rope
 from megatron.core.ops.split_heads import split_heads, split_rotated_heads
 from megatron.core.ops.transformer_engine.attention import with_engine_attention
-from megatron.core.ops.transformer_engine.engine import Engine, find_engine, recipe_of, why_layers_stay_ours
+from megatron.core.ops.transformer_engine.engine import (
+    Engine,
+    find_engine,
+    recipe_of,
+    unused_line,
+    why_layers_stay_ours,
+)
 from megatron.core.ops.transformer_engine.linear import make_grouped_linear, make_linear
 from megatron.core.ops.transformer_engine.norm import EngineNorms
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.utils.warn import warn_on_first_rank
 
 
 @dataclass(frozen=True)
@@ -392,9 +399,9 @@ def compiled_backend(base: Backend, compiler: str) -> Backend:
 
 def choose_backend(config: ModelParallelConfig) -> Backend:
     """Returns the backend of `config.transformer_impl`. transformer_engine: Transformer Engine's backend, if it can be
-    used and `why_layers_stay_ours` returns no reason against it. local, or no GPU or no Triton: LOCAL. Otherwise: the
-    Triton backend. With `torch_compile` torch's compiler generates operations for which it has
-    no kernel of its own.
+    used and `why_layers_stay_ours` returns no reason against it; otherwise a warning says why it is not used. local, or
+    no GPU or no Triton: LOCAL. Otherwise: the Triton backend. With `torch_compile` torch's compiler generates
+    operations for which it has no kernel of its own.
 
     Raises UserError if it asks for Triton, which cannot be imported."""
     backend = _asked_backend(config)
@@ -405,9 +412,12 @@ def choose_backend(config: ModelParallelConfig) -> Backend:
 
 def _asked_backend(config: ModelParallelConfig) -> Backend:
     asked = getattr(config, "transformer_impl", "auto")
-    engine = find_engine() if asked == "transformer_engine" else None
-    if isinstance(engine, Engine) and why_layers_stay_ours(config) is None:
-        return _engine_backend(engine)
+    if asked == "transformer_engine":
+        engine = find_engine()
+        reason = engine if isinstance(engine, str) else why_layers_stay_ours(config)
+        if isinstance(engine, Engine) and reason is None:
+            return _engine_backend(engine)
+        warn_on_first_rank(unused_line(reason or ""))
     if asked == "triton":
         backend = triton_backend()
         if backend is None:

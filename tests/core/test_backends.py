@@ -1,5 +1,6 @@
 """Which backend a layer gets, which implementation a device gets, and what the log says."""
 
+import logging
 from types import SimpleNamespace
 
 import pytest
@@ -9,8 +10,9 @@ from support.fake_transformer_engine import FAKE
 from megatron.core import backends
 from megatron.core.backends import LOCAL, ByDevice, choose_backend, fp8_settings, triton_backend
 from megatron.core.exceptions import UserError
-from megatron.core.ops.transformer_engine.engine import why_layers_stay_ours
+from megatron.core.ops.transformer_engine.engine import unused_line, why_layers_stay_ours
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import warn
 
 
 def test_without_a_gpu_the_backend_is_local() -> None:
@@ -73,8 +75,26 @@ def test_transformer_engine_is_used_if_asked_for_and_found(monkeypatch: pytest.M
     backend = choose_backend(config)
     assert backend.engine is FAKE and choose_backend(TransformerConfig(**sizes)) is LOCAL
     assert backend.describe("cpu").startswith("backend transformer_engine fake: its linear layers, norms, attention")
-    monkeypatch.setattr(backends, "find_engine", lambda: "it cannot be imported")
-    assert choose_backend(config) is LOCAL
+
+
+def test_a_library_that_asks_for_transformer_engine_hears_once_why_it_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn._warn_once.cache_clear()
+    monkeypatch.setattr(warn, "_left_out", set())
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2}
+    config = TransformerConfig(**sizes, transformer_impl="transformer_engine")
+    monkeypatch.setattr(backends, "find_engine", lambda: "it cannot be imported (no such file)")
+    with caplog.at_level(logging.WARNING):
+        assert choose_backend(config) is LOCAL and choose_backend(config) is LOCAL
+        assert choose_backend(TransformerConfig(**sizes)) is LOCAL
+    assert [record.getMessage() for record in caplog.records] == [unused_line("it cannot be imported (no such file)")]
+    caplog.clear()
+    warn._warn_once.cache_clear()
+    warn.leave_out([unused_line("it cannot be imported (no such file)")])  # a run prints it among its notes
+    with caplog.at_level(logging.WARNING):
+        assert choose_backend(config) is LOCAL
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(

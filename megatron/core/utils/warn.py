@@ -3,15 +3,24 @@
 import functools
 import logging
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 
 def warn_on_first_rank(message: str, logger: str = "megatron.core") -> None:
-    """Logs a warning once in this process, on the first rank only."""
-    if is_first_rank():
+    """Logs a warning once in this process, on the first rank only. Messages of `leave_out` are not logged."""
+    if message not in _left_out and is_first_rank():
         _warn_once(message, logger)
+
+
+_left_out: set[str] = set()
+
+
+def leave_out(messages: Iterable[str]) -> None:
+    """Keeps `warn_on_first_rank` from logging these messages, because the caller prints them."""
+    _left_out.update(messages)
 
 
 @functools.cache

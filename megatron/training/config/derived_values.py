@@ -10,7 +10,7 @@ from megatron.core.datasets.utils import DEFAULT_SPLIT
 from megatron.core.exceptions import UserError
 from megatron.core.num_microbatches_calculator import BatchSteps
 from megatron.core.ops.compiled import missing_compiler
-from megatron.core.ops.transformer_engine.engine import find_engine, why_layers_stay_ours
+from megatron.core.ops.transformer_engine.engine import find_engine, unused_line, why_layers_stay_ours
 from megatron.core.pipeline_parallel.stages import virtual_stages
 from megatron.core.tensor_parallel.overlap import cuts_products
 from megatron.core.transformer.config.heterogeneous import HETEROGENEOUS, encoded_layers
@@ -23,8 +23,9 @@ from megatron.core.transformer.layer_patterns import (
 )
 from megatron.training.config.settings import Settings
 
-DISPATCHER_ON_GPUS = "allgather"
-"""The dispatcher of ranks with GPUs that share experts, if no flag names one."""
+MOST_ROWS_OF_FLEX = 0.9
+"""On GPUs the flex dispatcher is the default if it sends at most this share of the rows that allgather sends. With
+equal rows allgather is faster (docs/benchmarks.md): it has fewer steps."""
 
 
 def derive_values(settings: Settings) -> list[str]:
@@ -207,14 +208,20 @@ def _backend(s: Settings) -> str | None:
 
 
 def _dispatcher(s: Settings) -> str | None:
-    default, ours = s.moe_token_dispatcher_type, DISPATCHER_ON_GPUS
-    shares = s.num_moe_experts is not None and s.expert_model_parallel_size > 1 and s.launch_environment.has_cuda
-    if not shares or s.is_given("moe_token_dispatcher_type") or ours == default:
+    """On GPUs, the flex dispatcher where it sends clearly fewer rows than Megatron-LM's default, which sends every
+    token to every rank."""
+    ranks, experts, chosen = s.expert_model_parallel_size, s.num_moe_experts or 0, s.moe_router_topk
+    is_possible = ranks > 1 and experts % ranks == 0 and 0 < chosen <= experts
+    if not (is_possible and s.launch_environment.has_cuda) or s.is_given("moe_token_dispatcher_type"):
         return None
-    s.set_derived("moe_token_dispatcher_type", ours)
+    # The probability that even routing gives a token none of the experts of a rank.
+    none = math.comb(experts - experts // ranks, chosen) / math.comb(experts, chosen)
+    if 1.0 - none > MOST_ROWS_OF_FLEX:
+        return None
+    s.set_derived("moe_token_dispatcher_type", "flex")
     return (
-        f"--moe-token-dispatcher-type {ours}: the default of ranks with GPUs that share experts; Megatron-LM's default "
-        f"is {default}"
+        f"--moe-token-dispatcher-type flex: the default here, because even routing sends a token to {1.0 - none:.0%} "
+        "of the other ranks; Megatron-LM's default, allgather, sends it to all of them"
     )
 
 
@@ -360,13 +367,10 @@ def _kernels(s: Settings) -> str | None:
     if s.transformer_impl != "transformer_engine":
         return None
     found = find_engine()
-    used = "--transformer-impl transformer_engine: Transformer Engine"
     reason = found if isinstance(found, str) else why_layers_stay_ours(s)
     if reason is not None:
-        return (
-            f"{used} is not used: {reason}; our own layers compute the same function; it would bring its kernels and "
-            "fp8 recipes, no other result"
-        )
+        return unused_line(reason)
+    used = "--transformer-impl transformer_engine: Transformer Engine"
     but = ", but not products in pieces (--tp-comm-overlap), which are ours" if cuts_products(s) else ""
     compared = f"{used} computes{but}; our own layers (--transformer-impl auto) are"
     if s.num_moe_experts is not None:

@@ -8,6 +8,7 @@ from megatron.core.exceptions import UserError
 from megatron.core.parameters import ParameterInfo
 from megatron.core.pipeline_parallel.stage_map import stage_map, stage_text, stages_text
 from megatron.core.rank_grid import RankGrid, ranks_text
+from megatron.core.utils.warn import leave_out
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.dry_run.dry_run import DryRun, dry_run, tokens_to_train_on
 from megatron.training.dry_run.rank_memory import RankMemory
@@ -21,6 +22,7 @@ def print_dry_run(config: PretrainConfig, providers: Providers) -> None:
     the run cannot be built, prints why to stderr and exits with code 2."""
     if os.environ.get("RANK", "0") != "0":
         return
+    leave_out(config.notes)
     try:
         run = dry_run(config, providers)
     except UserError as error:

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from megatron.core.config_fields import value_text
 from megatron.core.dist_checkpointing.coordination import RankCoordinator
@@ -23,22 +23,26 @@ def check_same_flags(config: PretrainConfig) -> None:
     Ranks compare a digest. Only if digests differ, one rank of each digest sends its values.
     """
     ranks = RankCoordinator()
-    values = {
-        flag.spelling: value_text(value)
-        for field, value in config.flat().items()
-        if (flag := flag_table().get(field)) is not None and field not in _OF_ONE_MACHINE
-    }
+    values, given = {}, set()
+    for field, value in config.flat().items():
+        flag = flag_table().get(field)
+        if flag is not None and field not in _OF_ONE_MACHINE:
+            values[flag.spelling] = value_text(value)
+            if config.provenance.get(field) in ("flag", "script"):
+                given.add(flag.spelling)
     digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
     digests = ranks.gather(digest)
     if len(set(digests)) > 1:
         speaks = digests.index(digest) == ranks.rank
-        told = [found for found in ranks.gather(values if speaks else None) if found is not None]
+        told = [found for found in ranks.gather([values, sorted(given)] if speaks else None) if found is not None]
         by_digest = dict(zip(dict.fromkeys(digests), told, strict=True))
-        raise UserError("; ".join(differences([by_digest[one] for one in digests])))
+        named = {flag for _, flags in told for flag in flags}
+        raise UserError("; ".join(differences([by_digest[one][0] for one in digests], named)))
 
 
-def differences(values: Sequence[Mapping[str, str]]) -> list[str]:
-    """Returns a sentence for each flag that has several values, from the flags of each rank."""
+def differences(values: Sequence[Mapping[str, str]], given: Collection[str]) -> list[str]:
+    """Returns a sentence for each flag that has several values, from the flags of each rank. `given` has the flags that
+    any rank was given; the values of the others follow from other flags and from the host."""
     sentences = []
     for flag in values[0]:
         holders: dict[str, list[int]] = {}
@@ -46,7 +50,13 @@ def differences(values: Sequence[Mapping[str, str]]) -> list[str]:
             holders.setdefault(own.get(flag, "None"), []).append(rank)
         if len(holders) > 1:
             told = " and ".join(f"{value} on {_named(ranks)}" for value, ranks in holders.items())
-            sentences.append(f"{flag} is {told}: start every rank with the same flags")
+            advice = (
+                "start every rank with the same flags"
+                if flag in given
+                else "no flag sets it, and hosts with other GPUs or numbers of ranks have another default; give the "
+                "flag, or its opposite, to every rank"
+            )
+            sentences.append(f"{flag} is {told}: {advice}")
     return sentences
 
 

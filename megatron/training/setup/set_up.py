@@ -29,6 +29,7 @@ from megatron.core.rerun_state_machine import (
 from megatron.core.straggler_detector import StragglerDetector
 from megatron.core.timers import Timers, timed
 from megatron.core.transformer.layer_costs import stages_of_auto_layout
+from megatron.core.utils.warn import leave_out
 from megatron.training import global_vars
 from megatron.training.checkpoint_checks import check_before_build, check_vocabulary
 from megatron.training.checkpoint_contents import SavedParts
@@ -147,6 +148,7 @@ def start_run(config: PretrainConfig, environment: Environment) -> Context:
     )
     timers = Timers(flags.timing_log_level, flags.timing_log_option, mark)
     context = Context(config, environment, tokenizer, TrainState(), timers)
+    leave_out(config.notes)
     if environment.is_first:
         settings = config_lines(config) if config.training.print_config else ()
         print(*config.notes, *settings, *notes, padding_line(context.vocab_size, padded), sep="\n", flush=True)

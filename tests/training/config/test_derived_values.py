@@ -69,20 +69,22 @@ def test_ranks_and_batches() -> None:
     assert configured(ranks=8).training.global_batch_size == 16
 
 
-def test_the_dispatcher_of_gpus_that_share_experts_unless_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    shared = "--num-experts 4 --expert-model-parallel-size 2"
+def test_gpus_that_share_experts_send_a_token_once_to_each_rank_where_that_is_less() -> None:
+    def dispatcher(experts: int, ranks: int, flags: str = "", has_cuda: bool = True) -> str:
+        flags += f" --num-experts {experts} --expert-model-parallel-size {ranks}"
+        config = configured(flags, ranks=ranks, has_cuda=has_cuda)
+        noted = [note for note in config.notes if note.startswith("--moe-token-dispatcher-type flex: the default")]
+        assert bool(noted) == (config.provenance["moe_token_dispatcher_type"] == "derived")
+        found = config.transformer.moe_token_dispatcher_type
+        return f"{found} {noted[0].split('token to ')[1].split()[0]}" if noted else found
 
-    def dispatcher(flags: str, has_cuda: bool = True) -> str:
-        config = configured(flags, ranks=2, has_cuda=has_cuda)
-        noted = any(note.startswith("--moe-token-dispatcher-type flex: the default of ranks") for note in config.notes)
-        assert noted == (config.provenance["moe_token_dispatcher_type"] == "derived")
-        return config.transformer.moe_token_dispatcher_type
-
-    assert dispatcher(shared) == derived_values.DISPATCHER_ON_GPUS
-    monkeypatch.setattr(derived_values, "DISPATCHER_ON_GPUS", "flex")
-    assert dispatcher(shared) == "flex"
-    assert dispatcher(shared, has_cuda=False) == dispatcher("--num-experts 4") == dispatcher("") == "allgather"
-    assert dispatcher(f"{shared} --moe-token-dispatcher-type alltoall") == "alltoall"
+    # Two of four experts: 1 - 1/6 of the tokens go to the other rank.
+    assert dispatcher(4, 2) == "flex 83%"
+    assert dispatcher(64, 8, "--moe-router-topk 8") == "flex 68%"
+    assert dispatcher(64, 2, "--moe-router-topk 8") == dispatcher(64, 4, "--moe-router-topk 8") == "allgather"
+    assert dispatcher(4, 2, has_cuda=False) == dispatcher(4, 1) == "allgather"
+    assert dispatcher(4, 2, "--moe-token-dispatcher-type alltoall") == "alltoall"
+    assert configured(has_cuda=True).transformer.moe_token_dispatcher_type == "allgather"
 
 
 def test_two_tensor_parallel_ranks_of_a_host_with_gpus_cut_their_products() -> None:

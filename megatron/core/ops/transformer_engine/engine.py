@@ -66,6 +66,14 @@ def uses_engine(config: Any) -> bool:
     return not isinstance(find_engine(), str) and why_layers_stay_ours(config) is None
 
 
+def unused_line(reason: str) -> str:
+    """Returns the line for the log that says why Transformer Engine, which was asked for, is not used."""
+    return (
+        f"--transformer-impl transformer_engine: Transformer Engine is not used: {reason}; our own layers compute the "
+        "same function; it would bring its kernels and fp8 recipes, no other result"
+    )
+
+
 def why_layers_stay_ours(config: Any) -> str | None:
     """Returns why our own layers compute although `config.transformer_impl` asks for Transformer Engine's: its layers
     lack a feature that other flags ask for. None if they lack nothing."""
