@@ -93,6 +93,15 @@ class UnitState:
             self.weights.encode(self.unit.weight_shard.to(self.weights.main))
 
 
+@dataclass(frozen=True)
+class UpdateRound:
+    """Segments that are updated one after the other, each with the number of its parameter group."""
+
+    segments: Sequence[tuple[int, FlatSegments | StoredSegments | Muon]]
+    finished: Unit | None = None
+    """The unit whose weights have their final values after this round; None: no unit, or unknown."""
+
+
 class FlatOptimizer(MegatronOptimizer):
     """Applies an update rule to the flat shards of wrapped model chunks. All decisions are made on the device.
 
@@ -131,10 +140,10 @@ class FlatOptimizer(MegatronOptimizer):
         self._allowed = torch.ones((), dtype=torch.bool, device=self.device)
         ranges = parameter_ranges(self.units, config, overrides)
         self.param_groups = [self._param_group(settings, members) for settings, members in ranges.items()]
-        self._segments = [self._segments_of(settings, members) for settings, members in ranges.items()]
         self._host_pieces = list(self._pieces_on_host(list(ranges.values())))
         self._host_stream = StateStream(self.device)
         self.qk_clip = QKClip.of(self.chunks, groups, self.device)
+        self._rounds = list(self._rounds_of(ranges))
         if self.qk_clip is not None and self.qk_clip.config.qk_clip and config.optimizer_cpu_offload:
             raise UserError("--qk-clip scales weights on the device: drop --optimizer-cpu-offload")
 
@@ -151,12 +160,30 @@ class FlatOptimizer(MegatronOptimizer):
             "weight_decay": self.config.weight_decay * settings.wd_mult,
         }
 
-    def _segments_of(
-        self, settings: GroupSettings, ranges: Sequence[ParameterRange]
-    ) -> list[FlatSegments | StoredSegments | Muon]:
+    def _rounds_of(self, ranges: Mapping[GroupSettings, Sequence[ParameterRange]]) -> Iterator[UpdateRound]:
+        """Yields the rounds of an update. With sharded state it is one for each unit, so that the first weights that
+        forward needs are gathered while others are updated; without, one for all units. Muon exchanges matrices of all
+        units at once, so it is first."""
+        groups = list(enumerate(ranges.items()))
+        yield UpdateRound(
+            [
+                (number, Muon([self._muon_segment(each) for each in members], self.config, self.groups))
+                for number, (settings, members) in groups
+                if settings.use_muon
+            ]
+        )
+        others = [(number, members) for number, (settings, members) in groups if not settings.use_muon]
+        if all(state.unit.sharding.shards == 1 for state in self.states):
+            yield UpdateRound([(number, part) for number, members in others for part in self._segments_of(members)])
+            return
+        clips = self.qk_clip is not None and self.qk_clip.config.qk_clip  # it changes weights after their update
+        for place, state in enumerate(self.states):
+            own = [(number, [each for each in members if each.unit == place]) for number, members in others]
+            segments = [(number, part) for number, members in own for part in self._segments_of(members)]
+            yield UpdateRound(segments, None if clips or state.is_offloaded else state.unit)
+
+    def _segments_of(self, ranges: Sequence[ParameterRange]) -> list[FlatSegments | StoredSegments]:
         """Returns the parts of a group's ranges in this rank's shards, as one list of tensors for each type."""
-        if settings.use_muon:
-            return [Muon([self._muon_segment(members) for members in ranges], self.config, self.groups)]
         by_type: dict[torch.dtype, list[StateSegment]] = {}
         for members in ranges:
             state = self.states[members.unit]
@@ -246,17 +273,23 @@ class FlatOptimizer(MegatronOptimizer):
             chunk.finish_param_sync()  # the all-gather of the previous update, if no forward has waited for it
         self.update_count.add_(applied)
         step = StepInputs(self.update_count, divisor, ~applied)
-        for number, segments in enumerate(self._segments):
-            for alike in segments:
+        for each in self._rounds:
+            for number, alike in each.segments:
                 self._update_segments(alike, step, number)
+            if each.finished is not None:
+                each.finished.mark_updated()
+                if not each.finished.shards_weights:
+                    each.finished.start_all_gather()
         pieces = self._host_stream.each([piece.state for piece in self._host_pieces])
         for on_device, piece in zip(pieces, self._host_pieces, strict=True):
             for number, start, stop in piece.segments:
                 self._update_segments(self._as_segments([on_device.part(start, stop)]), step, number)
         if self.qk_clip is not None:
             self.qk_clip.clip(self.states, applied, self.config.use_precision_aware_optimizer)
+        finished = {each.finished for each in self._rounds}
         for state in self.states:
-            state.unit.mark_updated()
+            if state.unit not in finished:
+                state.unit.mark_updated()
         for chunk in self.chunks:
             chunk.start_param_sync()
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.exceptions import UserError
 from megatron.core.optimizer import FlatOptimizer, OptimizerConfig, ParamKey, get_megatron_optimizer
+from megatron.core.optimizer.muon import Muon
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.parameters import info_of
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -362,3 +363,51 @@ def test_the_settings_of_each_parameter_as_a_file(tmp_path: Path) -> None:
     assert list(groups) == sorted(groups) and {group["wd_mult"] for group in groups.values()} == {0.0, 1.0}
     with pytest.raises(UserError, match=r"--dump-param-to-param-group-map .*No such file"):
         get_megatron_optimizer(OptimizerConfig(lr=LR), [ddp], dump_param_to_param_group_map=str(tmp_path / "a" / "b"))
+
+
+def order_of_updates_and_gathers(optimizer_name: str) -> list[str]:
+    """The units in the order in which their update and their gather start, in the second step."""
+    dist = torch.distributed
+    groups = ProcessGroupCollection.from_grid(RankGrid(dist.get_world_size()), dist.get_rank())
+    model = SmallModel(dtype=torch.float32)
+    sharded = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_param_gather=True)
+    ddp = DistributedDataParallel(model.config, sharded, model, pg_collection=groups)
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=LR, optimizer=optimizer_name), [ddp])
+    assert isinstance(optimizer, FlatOptimizer)
+    seen: list[str] = []
+    for number, unit in enumerate(ddp.units):
+        gather = unit.start_all_gather
+
+        def started(number: int = number, gather: Callable[[], None] = gather) -> None:
+            seen.append(f"gather {number}")
+            gather()
+
+        unit.start_all_gather = started  # type: ignore[method-assign]
+    update = optimizer._update_segments
+
+    def unit_of(gradient: Tensor) -> int:
+        shards = [unit.gradient_shard for unit in ddp.units]
+        ends = [shard.data_ptr() + shard.nbytes for shard in shards]
+        return next(n for n, shard in enumerate(shards) if shard.data_ptr() <= gradient.data_ptr() < ends[n])
+
+    def updated(alike: Any, *arguments: Any) -> None:
+        if not isinstance(alike, Muon):
+            seen.append(f"update {unit_of(alike.gradients[0])}")
+        update(alike, *arguments)
+
+    optimizer._update_segments = updated  # type: ignore[method-assign]
+    for step in range(2):
+        seen.clear()
+        ddp.zero_grad_buffer()
+        for parameter in ddp.parameters():
+            parameter.main_grad.fill_(0.1 * (step + 1))
+        optimizer.step_on_device()
+    return list(dict.fromkeys(seen))
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "muon"])
+def test_the_first_weights_are_gathered_while_others_are_updated(optimizer: str) -> None:
+    for seen in run_on_ranks(order_of_updates_and_gathers, 2, optimizer):
+        last = max(place for place, event in enumerate(seen) if event.startswith("update"))
+        assert "gather 0" in seen[:last], seen
+        assert next(event for event in seen if event.startswith("gather")) == "gather 0"
