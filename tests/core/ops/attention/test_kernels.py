@@ -59,7 +59,7 @@ def test_padding_needs_a_kernel_that_takes_a_mask() -> None:
 def test_flash_that_cannot_compute_a_layer_gives_way_to_ours(
     variant: AttentionVariant, whole: str, packed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also with dropout 0.1, the default of GPT, for which --attention-backend flash once ended a run."""
+    """Dropout 0.1 is the default of GPT. With it --attention-backend flash once ended a run."""
     backend, config = (
         triton_backend(),
         SimpleNamespace(params_dtype=torch.bfloat16, attention_backend=AttnBackend.flash),
