@@ -8,7 +8,6 @@ import torch
 from support.gpu_runs import GRAPH_RUNS, GRAPH_STEPS, GRAPHS, PART_RUNS, PARTS
 from support.runs import Outcome, differences, train
 
-from megatron.core.ops.moe import grouped_accumulate_triton, grouped_linear_triton
 from megatron.core.utils.graph_capture import CudaGraphRecorder
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -46,29 +45,6 @@ def test_graphs_of_parts_give_the_bits_of_the_eager_run(name: str, captures: lis
     graphed = trained(name, 0, "--deterministic-mode", *PARTS)
     assert len(captures) == 2 * PART_RUNS[name], "each part has a forward and a backward"
     assert_equal(name, graphed, eager)
-
-
-def test_graphs_with_specialised_warps_give_the_bits_of_the_eager_run(
-    captures: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Compares runs whose experts' weight gradients come from the kernel with specialised warps, and their first step
-    with a run of the kernel without."""
-    launches: list[int] = []
-    plain = grouped_accumulate_triton.accumulate_specialized
-    monkeypatch.setattr(
-        grouped_accumulate_triton, "accumulate_specialized", lambda *given: launches.append(1) or plain(*given)
-    )
-    flags = [*GRAPH_RUNS["experts"], "--deterministic-mode"]
-    found = []
-    for way, more in (("bulk 4", []), ("specialized", []), ("specialized", GRAPHS)):
-        monkeypatch.setattr(grouped_linear_triton, "ACCUMULATION_IN_USE", way)
-        found.append(train(DATA, base=" ".join([*flags, *more])))
-        assert bool(launches) == (way == "specialized")
-    without, eager, graphed = found
-    assert len(captures) == 1
-    assert_equal("experts", graphed, eager)
-    assert eager.losses[0] == without.losses[0]
-    assert eager.steps[0].grad_norm == pytest.approx(without.steps[0].grad_norm, rel=1e-5)
 
 
 def assert_equal(name: str, graphed: Outcome, eager: Outcome) -> None:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.ops.moe import grouped_accumulate_triton, grouped_linear_triton
 from megatron.core.ops.moe.grouped_linear_triton import ACCUMULATIONS
 from megatron.core.tokens import RngPosition, Tokens
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -52,46 +51,11 @@ def test_each_way_to_add_weight_gradients_agrees_at_the_sizes_of_a_large_model(
     expert_kernels.accumulated(ACCUMULATIONS[way], expert_kernels.LARGE, *widths)
 
 
-@pytest.mark.parametrize("way", ["bulk 4", "specialized"])
+@pytest.mark.parametrize("way", ACCUMULATIONS)
 def test_groups_of_any_length_have_right_weight_gradients_and_the_same_bits_at_every_run(way: str) -> None:
     for case in expert_kernels.RAGGED:
         first, again = (expert_kernels.accumulated(ACCUMULATIONS[way], *case) for _ in range(2))
         assert torch.equal(first, again), case
-
-
-@pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows with each call of the kernel with specialised warps."""
-    found: list[int] = []
-    plain = grouped_accumulate_triton.accumulate_specialized
-
-    def counted(*arguments: Any) -> None:
-        found.append(1)
-        plain(*arguments)
-
-    monkeypatch.setattr(grouped_accumulate_triton, "accumulate_specialized", counted)
-    return found
-
-
-def test_two_steps_with_specialised_warps_have_the_gradients_of_steps_without(
-    monkeypatch: pytest.MonkeyPatch, launches: list[int]
-) -> None:
-    found = []
-    for way in ("bulk 4", "specialized"):
-        monkeypatch.setattr(grouped_linear_triton, "ACCUMULATION_IN_USE", way)
-        model = build("cuda", bf16=True, **SWIGLU, moe_ffn_hidden_size=128)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        found.append([])
-        for _ in range(2):
-            found[-1].append({name: value.double() for name, value in step(model).items()})
-            optimizer.step()
-            optimizer.zero_grad()
-    assert len(launches) == 8, "two layers with two products in each of two steps"
-    for without, with_, tolerance in zip(*found, (1e-3, 1e-2), strict=True):
-        assert without.keys() == with_.keys() and any("experts" in name for name in without)
-        for name, expected in without.items():
-            assert (with_[name] - expected).norm() <= tolerance * expected.norm(), name
-    assert not torch.equal(found[1][0]["loss"], found[1][1]["loss"])
 
 
 def build(device: str, **settings: Any) -> GPTModel:

@@ -83,12 +83,11 @@ def pretend() -> None:
     from megatron.core.ops import sum_rows_triton
     from megatron.core.ops.attention import flash_backward_triton, flash_forward_triton
     from megatron.core.ops.fp8 import grouped_product_triton
-    from megatron.core.ops.moe import grouped_accumulate_triton
 
     flash_agreement.ON_GPU, flash_agreement.DTYPE = True, torch.bfloat16
     for module in (flash_forward_triton, flash_backward_triton):
         module.copies_tiles = lambda device: True
-    for module in (sum_rows_triton, grouped_product_triton, grouped_accumulate_triton):
+    for module in (sum_rows_triton, grouped_product_triton):
         module.num_multiprocessors = lambda device: 132
 
 

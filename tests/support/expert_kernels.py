@@ -344,10 +344,6 @@ def accumulations() -> None:
         accumulated(way, (65,), 40, 24)  # with tiles that are partly filled: not in bulk
 
 
-def specialized() -> None:
-    accumulated(ACCUMULATIONS["specialized"], (70, 0, 1, 130, 64), 128, 24)
-
-
 def accumulated(way: Accumulation, sizes: tuple[int, ...], out_width: int, in_width: int, behind: int = 0) -> Tensor:
     """Compares a weight gradient with float64, row by row: a wrong tile is not hidden among right ones. The product is
     added to a total of ones. The rows behind the groups' rows are NaN and infinite. Returns the total."""

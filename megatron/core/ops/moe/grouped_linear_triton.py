@@ -3,9 +3,7 @@
 Our kernel accumulates into the float32 main gradient. None of the kernels needs the groups' sizes on the host.
 """
 
-import functools
 from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 import triton
@@ -38,25 +36,14 @@ class Accumulation:
     same bits at every run."""
     stages: int
     """Tiles of factors that are loaded ahead."""
-    specialized: bool = False
-    """True: the kernel of `grouped_accumulate_triton` computes the products that it can."""
 
 
-ACCUMULATIONS = {
-    "read 3": Accumulation(False, 3),
-    "read 4": Accumulation(False, 4),
-    "bulk 3": Accumulation(True, 3),
-    "bulk 4": Accumulation(True, 4),
-    "specialized": Accumulation(True, 4, specialized=True),
-}
+ACCUMULATIONS = {"read 3": Accumulation(False, 3), "bulk 4": Accumulation(True, 4)}
 ACCUMULATION_IN_USE = "bulk 4"
-"""The fastest one that has been measured in training (docs/benchmarks.md)."""
+"""The faster one in training (docs/benchmarks.md)."""
 ACCUMULATION_ON_SMALLER_GPUS = "read 3"
 """The one where programs have less shared memory than the 227 KB of capabilities 9 and 10. With 4 stages a program
 needs 112 KB, with bulk copies 144 KB, and capabilities 8.6, 8.9 and 12 have 99 KB."""
-GLUON_RELEASES = ((3, 6), (3, 9))
-"""First and last release of Triton that "specialized" has been compiled with. It is written in Triton's experimental
-language, whose functions change from release to release. With other releases the fields beside `specialized` apply."""
 
 
 def grouped_product_cuda(rows: Tensor, weight: Tensor, groups: RowGroups, transposed: bool) -> Tensor:
@@ -120,18 +107,6 @@ def _accumulate_kernel(  # type: ignore[no-untyped-def]
             tl.store(at, product, mask=inside)
 
 
-@functools.cache
-def _specialized_kernel() -> ModuleType | None:
-    """Returns the module of "specialized", or None if this Triton cannot compile it."""
-    if not GLUON_RELEASES[0] <= tuple(map(int, triton.__version__.split(".")[:2])) <= GLUON_RELEASES[1]:
-        return None
-    try:
-        from megatron.core.ops.moe import grouped_accumulate_triton
-    except ImportError:  # builds of Triton for other systems leave Gluon out
-        return None
-    return grouped_accumulate_triton
-
-
 def accumulate_grouped_product_triton(
     total: Tensor, left: Tensor, right: Tensor, groups: RowGroups, way: Accumulation | None = None
 ) -> None:
@@ -143,10 +118,6 @@ def accumulate_grouped_product_triton(
     left, right = left.contiguous(), right.contiguous()
     in_bulk = all(_copies_in_bulk(factor) for factor in (left, right))
     way = way or ACCUMULATIONS[ACCUMULATION_IN_USE if _capability(left)[0] in (9, 10) else ACCUMULATION_ON_SMALLER_GPUS]
-    kernel = _specialized_kernel() if way.specialized else None
-    if kernel is not None and kernel.takes(total, left, right):
-        kernel.accumulate_specialized(total, left, right, groups.ends)
-        return
     number, out_width, in_width = total.shape
     out_tile, in_tile, rows = _tile(out_width, in_width)
     grid = (triton.cdiv(out_width, out_tile) * triton.cdiv(in_width, in_tile), number)
