@@ -10,11 +10,14 @@ One micro-batch is one draw: `--micro-batches N` takes N of them, with different
 and experts, and a line for each recipe says whether ours are no worse.
 
 With `--curve N` it also trains the model's first two layers for N steps on the bytes of `--text` and prints how the
-losses differ. The learning rate rises during the first fifth of the steps.
+losses differ. The learning rate rises during the first fifth of the steps. Single curves differ by chance, so
+`--curves M` takes M parts of the text and prints means. `--keep FILE` keeps float32's losses for later calls.
 """
 
 import argparse
 import gc
+import hashlib
+import json
 import math
 import statistics
 import sys
@@ -226,22 +229,63 @@ def verdict(ours: Sequence[Errors], theirs: Sequence[Errors]) -> str:
     return f"{'; '.join(texts)}: {'worse' if worse else 'no worse'}"
 
 
-def curve(flags: Sequence[str], vocabulary: int, text: Tensor, length: int, steps: int) -> list[float]:
-    """The losses of some steps on pieces of a text, two a step."""
-    model = build([*flags, *CURVE_LAYERS], vocabulary)
-    bf16 = "--bf16" in flags
-    config = OptimizerConfig(lr=PEAK_LR, bf16=bf16, params_dtype=torch.bfloat16 if bf16 else torch.float32)
-    optimizer = get_megatron_optimizer(config, [model])
-    losses = []
-    for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = PEAK_LR * min(1.0, (step + 1) / (WARMUP * steps))
-        model.zero_grad_buffer()
-        starts = [(2 * step + row) * length % (text.numel() - length - 1) for row in range(2)]
-        losses.append(backward(model, torch.stack([text[start : start + length + 1] for start in starts])))
-        finalize_model_grads([model])
-        optimizer.step_on_device()
-    return losses
+@dataclass(frozen=True)
+class Curves:
+    """Losses of training runs on parts of a text."""
+
+    vocabulary: int
+    text: Tensor
+    """[bytes]"""
+    length: int
+    """Tokens of a row; a step has two rows."""
+    steps: int
+    parts: int
+
+    def losses(self, flags: Sequence[str]) -> list[list[float]]:
+        """Returns the losses of the model that the flags describe, [parts, steps]."""
+        return [self._part(flags, part) for part in range(self.parts)]
+
+    def kept(self, flags: Sequence[str], file: Path | None) -> list[list[float]]:
+        """Returns `losses`, which `file` keeps."""
+        if file is None:
+            return self.losses(flags)
+        setting = (self.vocabulary, self.length, self.steps, PEAK_LR, WARMUP, str(DEVICE), torch.__version__)
+        about = repr((*flags, *CURVE_LAYERS, *setting))
+        digest = hashlib.sha256(about.encode() + self.text.cpu().numpy().tobytes()).hexdigest()
+        found = json.loads(file.read_text()) if file.exists() else {}
+        if len(found.get(digest, [])) < self.parts:
+            found[digest] = self.losses(flags)
+            file.write_text(json.dumps(found))
+        return found[digest][: self.parts]
+
+    def _part(self, flags: Sequence[str], part: int) -> list[float]:
+        model = build([*flags, *CURVE_LAYERS], self.vocabulary)
+        bf16 = "--bf16" in flags
+        config = OptimizerConfig(lr=PEAK_LR, bf16=bf16, params_dtype=torch.bfloat16 if bf16 else torch.float32)
+        optimizer = get_megatron_optimizer(config, [model])
+        losses = []
+        for step in range(self.steps):
+            for group in optimizer.param_groups:
+                group["lr"] = PEAK_LR * min(1.0, (step + 1) / (WARMUP * self.steps))
+            model.zero_grad_buffer()
+            losses.append(backward(model, self._rows(2 * (part * self.steps + step))))
+            finalize_model_grads([model])
+            optimizer.step_on_device()
+        return losses
+
+    def _rows(self, first: int) -> Tensor:
+        starts = [row * self.length % (self.text.numel() - self.length - 1) for row in (first, first + 1)]
+        return torch.stack([self.text[start : start + self.length + 1] for start in starts])
+
+
+def apart(found: Sequence[Sequence[float]], reference: Sequence[Sequence[float]]) -> str:
+    """Returns how losses differ from those of the same parts in float32."""
+    pairs = list(zip(found, reference, strict=True))
+    most = max(abs(one - other) for ours, exact in pairs for one, other in zip(ours, exact, strict=True))
+    tails = [statistics.fmean(ours[-10:]) - statistics.fmean(exact[-10:]) for ours, exact in pairs]
+    error = f" +- {statistics.stdev(tails) / math.sqrt(len(tails)):.4f}" if len(tails) > 1 else ""
+    last = statistics.fmean(ours[-1] for ours in found)
+    return f"last loss {last:.4f}, at most {most:.4f} apart, mean of the last ten {statistics.fmean(tails):+.4f}{error}"
 
 
 def tokens(vocabulary: int, length: int, seed: int) -> Tensor:
@@ -262,6 +306,8 @@ def main(words: Sequence[str] | None = None) -> None:
         "--against-transformer-engine", action="store_true", help="compare our fp8 with Transformer Engine's layers"
     )
     parser.add_argument("--curve", type=int, default=0, metavar="N", help="compare the losses of N steps too")
+    parser.add_argument("--curves", type=int, default=1, metavar="M", help="parts of the text, a curve each")
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="keeps the curves of float32")
     parser.add_argument("--text", type=Path, help="file or folder whose bytes are the tokens of the curve")
     args, flags = parser.parse_known_args(words)
     if args.against_transformer_engine:
@@ -296,13 +342,15 @@ def main(words: Sequence[str] | None = None) -> None:
         data = b"".join(file.read_bytes() for file in files)
         text = torch.frombuffer(bytearray(data), dtype=torch.uint8).long().to(DEVICE)
         length = min(1024, args.tokens)
-        reference = curve(model, args.vocabulary, text, length, args.curve)
-        print(f"float32: losses {reference[0]:.4f} to {reference[-1]:.4f}, perplexity {math.exp(reference[-1]):.2f}")
+        curves = Curves(args.vocabulary, text, length, args.curve, args.curves)
+        reference = curves.kept(model, args.keep)
+        first, last = (statistics.fmean(losses[step] for losses in reference) for step in (0, -1))
+        print(f"float32: losses {first:.4f} to {last:.4f}, perplexity {math.exp(last):.2f}", flush=True)
         for name, more in kinds.items():
-            found = curve([*model, *more], args.vocabulary, text, length, args.curve)
-            apart = max(abs(one - other) for one, other in zip(found, reference, strict=True))
-            tail = sum(found[-10:]) / len(found[-10:]) - sum(reference[-10:]) / len(reference[-10:])
-            print(f"{name}: last loss {found[-1]:.4f}, at most {apart:.4f} apart, mean of the last ten {tail:+.4f}")
+            print(f"{name}: {apart(curves.losses([*model, *more]), reference)}", flush=True)
+            if args.against_transformer_engine and name.split()[-1] in OF_ENGINE:
+                theirs = curves.losses([*model, *more, *ENGINE])
+                print(f"{name} by Transformer Engine: {apart(theirs, reference)}", flush=True)
 
 
 if __name__ == "__main__":

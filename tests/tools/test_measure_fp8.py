@@ -1,6 +1,7 @@
 """tools/measure_fp8.py runs anywhere and compares every recipe with float32 and with Transformer Engine."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,25 @@ def test_it_compares_gradients_and_losses(capsys: pytest.CaptureFixture[str]) ->
         gradients, losses = (line for line in lines if line.startswith(f"{kind}: "))
         assert "cosine at least 0.9" in gradients and "norms within" in gradients
         assert "mean of the last ten" in losses
+
+
+def test_curves_of_several_parts_are_averaged_and_those_of_float32_are_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = tmp_path / "float32.json"
+    words = f"{MODEL} --recipes tensorwise --tokens 32 --vocabulary 256 --curve 2 --text {Path(measure_fp8.__file__)}"
+
+    def lines() -> list[str]:
+        measure_fp8.main([*words.split(), "--curves", "3", "--keep", str(kept)])
+        return [line for line in capsys.readouterr().out.splitlines() if "loss " in line or "losses" in line][-3:]
+
+    first = lines()
+    (losses,) = json.loads(kept.read_text()).values()
+    assert len(losses) == 3 and len({one for (one, _) in losses}) == 3, "parts have other tokens"
+    assert "+-" in first[1] and f"{sum(last for _, last in losses) / 3:.4f}" in first[0]
+    assert lines() == first
+    kept.write_text(kept.read_text().replace(str(losses[0][1]), "99.0"))
+    assert lines() != first, "the second call reads the file"
 
 
 def test_transformer_engine_computes_the_same_micro_batches(
