@@ -24,7 +24,7 @@ quickstart: $(READY)
 test: $(READY_DEV)
 	$(PYTHON) -m pytest tests -m "not slow and not gpu" -n $(TEST_WORKERS) --dist loadfile
 
-# For the loop of an editor, in less than a minute: tests of one process that take milliseconds.
+# For the loop of an editor, in less than a minute: tests of one process that take milliseconds, without Triton kernels.
 test-quick: $(READY_DEV)
 	$(PYTHON) -m pytest tests -m "not slow and not gpu" --quick -n $(TEST_WORKERS) --dist loadfile
 

@@ -70,16 +70,33 @@ _STARTS_PROCESSES = frozenset(
 _NOT_QUICK = (
     "tests/core/dist_checkpointing/test_damage.py",
     "tests/core/dist_checkpointing/test_interrupted_saves.py",
+    "tests/core/ops/fp8",
     "tests/core/pipeline_parallel/test_orders.py",
     "tests/parity",
+    "tests/tools",
     "tests/training/config/test_resolution.py",
     "tests/training/conversion/test_against_transformers.py",
+    "tests/training/conversion/test_family_choice.py",
+    "tests/training/hooks/test_routing_trace.py",
+    "tests/training/layout_check/test_run_comparison.py",
+    "tests/training/logging/test_plot.py",
+    "tests/training/setup/test_model.py",
+    "tests/training/test_replay.py",
+    "tests/training/tokenizer/test_bert_wordpiece.py",
     "tests/training/tokenizer/test_byte_level.py",
+    "tests/training/tokenizer/test_huggingface.py",
     "tests/training/tokenizer/test_word_scanners.py",
 )
+_KERNELS = re.compile(r"tests/core/.*_triton\.py::")
+"""Tests of Triton kernels: its interpreter is slow."""
 
 
 def is_quick(item: pytest.Item) -> bool:
     """Tells whether the test's module starts no processes and takes less than a second or so."""
     assert isinstance(item, pytest.Function)
-    return not (_STARTS_PROCESSES & vars(item.module).keys() or item.nodeid.startswith(_NOT_QUICK))
+    return not (_STARTS_PROCESSES & vars(item.module).keys() or takes_seconds(item.nodeid))
+
+
+def takes_seconds(nodeid: str) -> bool:
+    """Tells whether the test is in a file whose tests take seconds together."""
+    return nodeid.startswith(_NOT_QUICK) or _KERNELS.match(nodeid) is not None

@@ -1,7 +1,7 @@
 """Tests are grouped by file or parity model, and slow ones start first."""
 
 import pytest
-from support.distribution import is_quick, place_of, scope_of
+from support.distribution import is_quick, place_of, scope_of, takes_seconds
 
 
 @pytest.mark.parametrize(
@@ -36,3 +36,17 @@ def test_a_module_that_starts_processes_is_not_quick(request: pytest.FixtureRequ
         assert not is_quick(request.node)
     finally:
         del request.node.module.run_on_ranks
+
+
+@pytest.mark.parametrize(
+    ("nodeid", "seconds"),
+    [
+        ("tests/core/ops/test_norm.py::test_x[a]", False),
+        ("tests/core/ops/test_norm_triton.py::test_x[a]", True),
+        ("tests/core/ops/fp8/test_linear.py::test_x", True),
+        ("tests/parity/test_compare.py::test_x", True),
+        ("tests/training/config/test_flag_table.py::test_of_triton.py", False),
+    ],
+)
+def test_kernels_in_the_interpreter_and_layouts_take_seconds(nodeid: str, seconds: bool) -> None:
+    assert takes_seconds(nodeid) == seconds
