@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from support.gpu_runs import GRAPH_RUNS, GRAPH_STEPS, GRAPHS, PART_RUNS, PARTS
+from support.gpu_runs import DETERMINISTIC, GRAPH_RUNS, GRAPH_STEPS, GRAPHS, PART_RUNS, PARTS, RUNS
 from support.runs import Outcome, differences, train
 
 from megatron.core.utils.graph_capture import CudaGraphRecorder
@@ -18,7 +18,9 @@ DATA = "--mock-data --tokenizer-type NullTokenizer --vocab-size 1000 --num-worke
 @functools.cache
 def trained(name: str, number: int, *flags: str) -> Outcome:
     """The outcome of a run. `number` tells apart runs with equal flags."""
-    return train(DATA, base=" ".join([*GRAPH_RUNS[name], *flags]))
+    words = [*GRAPH_RUNS[name], *flags]
+    assert words in RUNS.values(), "a command line that no test on a CPU checks"
+    return train(DATA, base=" ".join(words))
 
 
 @pytest.fixture
@@ -33,16 +35,16 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("optimizer", [[], ["--optimizer-cuda-graph"]], ids=["micro-batches", "and optimizer"])
 @pytest.mark.parametrize("name", GRAPH_RUNS)
 def test_graphs_give_the_bits_of_the_eager_run(name: str, optimizer: list[str], captures: list[int]) -> None:
-    eager = trained(name, 0, "--deterministic-mode")
-    graphed = trained(name, 0, "--deterministic-mode", *GRAPHS, *optimizer)
+    eager = trained(name, 0, DETERMINISTIC)
+    graphed = trained(name, 0, DETERMINISTIC, *GRAPHS, *optimizer)
     assert len(captures) == 1 + len(optimizer), "nothing was captured, so nothing was compared"
     assert_equal(name, graphed, eager)
 
 
 @pytest.mark.parametrize("name", PART_RUNS)
 def test_graphs_of_parts_give_the_bits_of_the_eager_run(name: str, captures: list[int]) -> None:
-    eager = trained(name, 0, "--deterministic-mode")
-    graphed = trained(name, 0, "--deterministic-mode", *PARTS)
+    eager = trained(name, 0, DETERMINISTIC)
+    graphed = trained(name, 0, DETERMINISTIC, *PARTS)
     assert len(captures) == 2 * PART_RUNS[name], "each part has a forward and a backward"
     assert_equal(name, graphed, eager)
 

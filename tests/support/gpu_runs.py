@@ -84,6 +84,7 @@ GRAPH_RUNS = {
 
 PARTS = ["--cuda-graph-impl", "transformer_engine", "--cuda-graph-warmup-steps", "2"]
 """Attention, MLPs and routers as graphs, instead of whole micro-batches."""
+DETERMINISTIC = "--deterministic-mode"
 PART_RUNS = {
     "gpt dropout": 6,
     "llama fp8 delayed": 8,
@@ -92,15 +93,21 @@ PART_RUNS = {
 }
 """Runs of GRAPH_RUNS with graphs of parts of layers, and the number of parts."""
 
+_WAYS = {"": [], "graphs of ": GRAPHS, "all graphs of ": [*GRAPHS, "--optimizer-cuda-graph"]}
 RUNS = {
     "float32": FLAGS,
     "bf16": [*FLAGS, "--bf16"],
     "dropout": [*FLAGS, *DROPOUT],
     **{f"watched {name}": [*FLAGS, *WATCHED_LENGTH, *flags] for name, flags in WATCHED.items()},
-    **{f"graphs of {name}": [*flags, *GRAPHS, "--optimizer-cuda-graph"] for name, flags in GRAPH_RUNS.items()},
-    **{f"graphs of parts of {name}": [*GRAPH_RUNS[name], *PARTS] for name in PART_RUNS},
+    **{f"{way}{name}": [*flags, *graphs] for name, flags in GRAPH_RUNS.items() for way, graphs in _WAYS.items()},
+    **{
+        f"deterministic {way}{name}": [*flags, DETERMINISTIC, *graphs]
+        for name, flags in GRAPH_RUNS.items()
+        for way, graphs in _WAYS.items()
+    },
+    **{f"deterministic graphs of parts of {name}": [*GRAPH_RUNS[name], DETERMINISTIC, *PARTS] for name in PART_RUNS},
 }
-"""Every command line that the tests of this folder start."""
+"""Every command line of pretrain_gpt.py that the tests of tests/gpu start."""
 
 
 class NoWaiting(Hook):
