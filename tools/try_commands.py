@@ -41,12 +41,12 @@ if __name__ == "__main__":  # before the imports that take seconds
 
 import numba  # noqa: F401  # a run imports it and the next but one at their first use; here all forks share them
 import torch
-import torch._dynamo
 
 import pretrain_bert
 import pretrain_gpt  # noqa: F401  # forks find it imported
 import pretrain_t5
 from megatron.core.exceptions import UserError
+from megatron.core.utils.torch_private import import_compiler
 from megatron.training.arguments import configure
 from megatron.training.config.command_line import split_words
 from megatron.training.config.settings import LaunchEnvironment
@@ -108,6 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     torch.set_num_threads(1)
+    import_compiler()
     with contextlib.suppress(ImportError):
         importlib.import_module("torch.utils.tensorboard")
     with tempfile.TemporaryDirectory() as folder:

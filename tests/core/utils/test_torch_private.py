@@ -76,9 +76,12 @@ def private_names(path: Path) -> list[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
             modules |= {alias.asname or alias.name for alias in node.names}
-            found += [word for word in f"{node.module}.{node.names[0].name}".split(".") if is_private(word)]
+            imported = [f"{node.module}.{alias.name}" for alias in node.names]
+            found += [name for name in imported if any(map(is_private, name.split(".")))]
         if isinstance(node, ast.Import):
-            modules |= {alias.asname for alias in node.names if alias.name.startswith("torch") and alias.asname}
+            names = [alias for alias in node.names if alias.name.split(".")[0] == "torch"]
+            modules |= {alias.asname for alias in names if alias.asname}
+            found += [alias.name for alias in names if any(map(is_private, alias.name.split(".")))]
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             root: ast.expr = node
@@ -95,8 +98,11 @@ def is_private(name: str) -> bool:
 
 def test_no_other_file_uses_a_private_name(tmp_path: Path) -> None:
     bad = tmp_path / "bad.py"
-    bad.write_text("import torch.distributed as dist\nimport torch\ntorch._foreach_norm([])\ndist.x._y(torch.z)\n")
-    assert private_names(bad) == ["torch._foreach_norm", "dist.x._y"]
+    bad.write_text(
+        "import torch.distributed as dist\nimport torch, torch._a\nfrom torch.utils import data, _b\n"
+        "torch._foreach_norm([])\ndist.x._y(torch.z)\n"
+    )
+    assert private_names(bad) == ["torch._a", "torch.utils._b", "torch._foreach_norm", "dist.x._y"]
     own = Path(torch_private.__file__)
     files = [path for folder in ("megatron", "tools") for path in (ROOT / folder).rglob("*.py") if path != own]
     assert len(files) > 200 and private_names(own)
