@@ -38,8 +38,8 @@ from megatron.training.layout_check.differences import Difference, differences, 
 from megatron.training.layout_check.layout_trace import NORM, LayoutTrace
 from megatron.training.layout_check.run_comparison import (
     CheckpointDifference,
+    ComparedRun,
     Rerun,
-    Run,
     TensorDifference,
     bisect_checkpoints,
     common_iterations,
@@ -99,7 +99,7 @@ def _read(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def compare_metrics(a: Run, b: Run, tolerance: float) -> int | None:
+def compare_metrics(a: ComparedRun, b: ComparedRun, tolerance: float) -> int | None:
     """Prints the first step whose values differ, and returns its iteration; None if all values are equal."""
     assert a.metrics is not None and b.metrics is not None
     histories = read_metrics(a.metrics), read_metrics(b.metrics)
@@ -135,13 +135,15 @@ def _described(difference: TensorDifference) -> str:
     return text + "; written by rank {} of the first run and rank {} of the second".format(*ranks)
 
 
-def _before_newest(a: Run, b: Run) -> int | None:
+def _before_newest(a: ComparedRun, b: ComparedRun) -> int | None:
     """Returns the second newest iteration of which both runs have a checkpoint; None if there is none."""
     common = sorted(a.checkpoints.keys() & b.checkpoints.keys())
     return common[-2] if len(common) > 1 else None
 
 
-def rerun(a: Run, b: Run, start: int | None, steps: int, options: argparse.Namespace, differs: bool) -> bool:
+def rerun(
+    a: ComparedRun, b: ComparedRun, start: int | None, steps: int, options: argparse.Namespace, differs: bool
+) -> bool:
     """Computes both runs again, for `steps` steps after iteration `start`, and prints what differs first. `differs`:
     whether the files of the runs do."""
     plans = [rerun_of(each, start) for each in (a, b)]

@@ -34,7 +34,7 @@ _DROPPED = {"exit_interval", "exit_duration_in_mins", "dry_run", "print_config",
 
 
 @dataclass(frozen=True)
-class Run:
+class ComparedRun:
     """One of the two runs."""
 
     name: str
@@ -48,7 +48,7 @@ class Run:
     """Words of its command line, if it was given as a file."""
 
 
-def open_run(path: Path) -> Run:
+def open_run(path: Path) -> ComparedRun:
     """Returns the run that a folder or file describes. Raises UserError for other folders and files."""
     if path.is_file():
         try:
@@ -57,17 +57,17 @@ def open_run(path: Path) -> Run:
             raise UserError(f"{path}: cannot be read as the words of a command line: {error}") from error
         if not any(word.startswith("--") for word in words):
             raise UserError(f"{path}: there is no flag in it; a file must contain the command line of a run")
-        return Run(str(path), words=tuple(words))
+        return ComparedRun(str(path), words=tuple(words))
     if not path.is_dir():
         raise UserError(f"{path}: no such folder or file")
     if (path / MANIFEST).is_file():
         iteration = open_checkpoint(path).manifest.iteration
-        return Run(str(path), path.parent, {iteration: path})
+        return ComparedRun(str(path), path.parent, {iteration: path})
     found = {f.step: f.path for f in folders.candidates(path) if isinstance(f.step, int)}
     metrics = path / "metrics.jsonl"
     if not found and not metrics.is_file():
         raise UserError(f"{path}: neither checkpoints nor metrics.jsonl in this folder")
-    return Run(str(path), path, dict(sorted(found.items())), metrics if metrics.is_file() else None)
+    return ComparedRun(str(path), path, dict(sorted(found.items())), metrics if metrics.is_file() else None)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ class CheckpointDifference:
     tensors: list[TensorDifference]
 
 
-def bisect_checkpoints(a: Run, b: Run, tolerance: float) -> CheckpointDifference | None:
+def bisect_checkpoints(a: ComparedRun, b: ComparedRun, tolerance: float) -> CheckpointDifference | None:
     """Returns the first common checkpoints that differ; None if the newest common ones are equal. Bisects, because runs
     that differ once differ from then on. Raises UserError if the runs have no common iteration, or if a checkpoint is
     broken."""
@@ -252,7 +252,7 @@ class Rerun:
     world_size: int
 
 
-def rerun_of(run: Run, iteration: int | None) -> Rerun:
+def rerun_of(run: ComparedRun, iteration: int | None) -> Rerun:
     """Returns the flags and the number of processes to compute a run again, from the checkpoint of `iteration` or, for
     None, from the start. Leaves out flags of checkpoints, logs and evaluation. Raises UserError if the folder has no
     checkpoint."""

@@ -45,7 +45,7 @@ class MetricsInterval:
 
 
 @dataclass
-class _Pending:
+class _PendingRecord:
     """One recorded iteration whose values are still on the device."""
 
     record: StepRecord
@@ -112,7 +112,7 @@ class StepMetrics:
         self.rank = rank
         self.expect_overflow = expect_overflow
         self.names = names
-        self._pending: list[_Pending] = []
+        self._pending: list[_PendingRecord] = []
         self._averages = _Averages()
         self._last: StepRecord | None = None
         self._trouble = torch.zeros((), dtype=torch.bool, device=self.device) if watch else None
@@ -129,7 +129,7 @@ class StepMetrics:
         at once and may be reused. An update that was not applied counts as a non-finite step unless the spike's verdict
         refused it."""
         names = tuple(result.reports[0]) if result.reports else ()
-        pending = _Pending(
+        pending = _PendingRecord(
             record=StepRecord(
                 iteration=counts.iteration,
                 losses={},
@@ -169,7 +169,7 @@ class StepMetrics:
             columns.append(column)
         return torch.stack(columns, dim=1)
 
-    def _look_for_trouble(self, pending: _Pending, trouble: Tensor) -> None:
+    def _look_for_trouble(self, pending: _PendingRecord, trouble: Tensor) -> None:
         trouble |= ~torch.isfinite(pending.values).all()
         if not self.expect_overflow:
             flags = list(pending.gradients_finite)
@@ -229,7 +229,7 @@ class StepMetrics:
         return iter(values[:split].tolist()), iter(values[split:].tolist())
 
     def _finish(
-        self, pending: _Pending, host: Iterator[float], reduced: Iterator[float]
+        self, pending: _PendingRecord, host: Iterator[float], reduced: Iterator[float]
     ) -> tuple[StepRecord, list[NonFinite]]:
         microbatches = [
             {name: _ratio(next(host), next(host)) for name in pending.names} for _ in range(len(pending.values))

@@ -21,7 +21,7 @@ is drawn."""
 
 
 @dataclass(frozen=True)
-class _Run:
+class _PlottedRun:
     label: str
     path: Path
     history: MetricsHistory
@@ -76,7 +76,7 @@ def plot_metrics(
     return picture
 
 
-def _open(paths: Sequence[Path], labels: Sequence[str]) -> list[_Run]:
+def _open(paths: Sequence[Path], labels: Sequence[str]) -> list[_PlottedRun]:
     paths = [path / "metrics.jsonl" if path.is_dir() else path for path in paths]
     if labels and len(labels) != len(paths):
         raise UserError(f"{len(labels)} labels for {len(paths)} runs; give one for each")
@@ -84,7 +84,7 @@ def _open(paths: Sequence[Path], labels: Sequence[str]) -> list[_Run]:
     if len(set(names)) < len(names):
         names = [str(path) for path in paths]
     return [
-        _Run(name, path, read_metrics(path), f"C{number}")
+        _PlottedRun(name, path, read_metrics(path), f"C{number}")
         for number, (name, path) in enumerate(zip(names, paths, strict=True))
     ]
 
@@ -98,7 +98,7 @@ def smoothed(values: Sequence[float], window: int) -> list[float]:
     return [(sums[end] - sums[max(0, end - window)]) / min(end, window) for end in ends]
 
 
-def _places(run: _Run, iterations: Sequence[int], against: str) -> list[float]:
+def _places(run: _PlottedRun, iterations: Sequence[int], against: str) -> list[float]:
     """Returns the positions of iterations on the horizontal axis. Raises UserError if the metrics of the run do not
     have them."""
     if against == "iteration":
@@ -109,7 +109,7 @@ def _places(run: _Run, iterations: Sequence[int], against: str) -> list[float]:
     return [known[iteration] for iteration in iterations]
 
 
-def _draw_losses(axis: Any, runs: Sequence[_Run], loss: str, smooth: int, against: str, with_rate: bool) -> None:
+def _draw_losses(axis: Any, runs: Sequence[_PlottedRun], loss: str, smooth: int, against: str, with_rate: bool) -> None:
     lines = []
     for run in runs:
         name = "" if len(runs) == 1 else f"{run.label}: "
@@ -131,7 +131,7 @@ def _draw_losses(axis: Any, runs: Sequence[_Run], loss: str, smooth: int, agains
     axis.legend(handles=lines, loc="upper right", fontsize="small")
 
 
-def _draw_rate(axis: Any, run: _Run, against: str) -> list[Any]:
+def _draw_rate(axis: Any, run: _PlottedRun, against: str) -> list[Any]:
     iterations, rates = run.history.series("learning rate")
     if not iterations:
         return []
@@ -144,7 +144,7 @@ def _draw_rate(axis: Any, run: _Run, against: str) -> list[Any]:
     return list(lines)
 
 
-def _draw_panel(axis: Any, runs: Sequence[_Run], panel: str, smooth: int, against: str) -> None:
+def _draw_panel(axis: Any, runs: Sequence[_PlottedRun], panel: str, smooth: int, against: str) -> None:
     keys, title = PANELS[panel]
     key = next((key for key in keys if any(run.history.series(key)[0] for run in runs)), None)
     if key is None:

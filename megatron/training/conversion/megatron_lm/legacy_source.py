@@ -43,7 +43,7 @@ _EMBEDDING = "embedding.word_embeddings.weight"
 
 
 @dataclass(frozen=True)
-class _Part:
+class _StoredPart:
     """A part of a canonical tensor, or of a state of it, in a file."""
 
     box: Box
@@ -101,7 +101,7 @@ class LegacySource:
     def find(self, shapes: Mapping[str, Sequence[int]], with_optimizer: bool) -> Found:
         """Returns the tensors by our names. Raises UserError for those that are missing, do not fit or are unknown."""
         found = Found()
-        parts: dict[str, list[_Part]] = {}
+        parts: dict[str, list[_StoredPart]] = {}
         for (tensor, pipeline, expert), path in self._places().items():
             rank = self.layout.rank(tensor, pipeline, expert)
             described = self._tensors_of(self.layout, rank)
@@ -122,7 +122,7 @@ class LegacySource:
         return found
 
 
-def _joined(shape: tuple[int, ...], parts: Sequence[_Part]) -> Tensor:
+def _joined(shape: tuple[int, ...], parts: Sequence[_StoredPart]) -> Tensor:
     """Returns the elements of a whole tensor, one-dimensional."""
     if len(parts) == 1:
         return parts[0].read()
@@ -143,7 +143,7 @@ class _RankFile:
         self._found = found
         self._content = _loaded(path / FILE)
 
-    def parts(self, with_optimizer: bool) -> Iterator[tuple[str, _Part]]:
+    def parts(self, with_optimizer: bool) -> Iterator[tuple[str, _StoredPart]]:
         """Yields the parts of weights by canonical name, and of optimizer state by the names of ours."""
         chunks = _model_chunks(self._content)
         if len(chunks) != len(self._described):
@@ -247,9 +247,9 @@ def _stored_names(tensor: RankTensor, state: Mapping[str, StoredTensor]) -> list
     return []
 
 
-def _part(box: Box, values: SourceTensor) -> _Part:
+def _part(box: Box, values: SourceTensor) -> _StoredPart:
     """A part whose stored elements begin with those of the box; rows that pad a vocabulary follow."""
-    return _Part(box, values.dtype, lambda: values.read()[: box.numel])
+    return _StoredPart(box, values.dtype, lambda: values.read()[: box.numel])
 
 
 def _loaded(path: Path) -> dict[Any, Any]:

@@ -36,7 +36,7 @@ _MODULE = "torch.distributed.checkpoint.metadata"
 
 
 @dataclass(frozen=True)
-class _Place:
+class _FileRange:
     """The bytes of one stored box."""
 
     file: str
@@ -51,7 +51,7 @@ class DistTensor:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    boxes: Mapping[Box, _Place]
+    boxes: Mapping[Box, _FileRange]
     folder: Path
 
     def read(self, box: Box) -> Tensor:
@@ -82,7 +82,7 @@ class DistTensor:
             raise UserError(f"{self.folder / METADATA}: {found} of {box.numel} elements of {self.name} are stored")
         return target.view(-1)
 
-    def _tensor(self, stored: Box, place: _Place) -> StoredTensor:
+    def _tensor(self, stored: Box, place: _FileRange) -> StoredTensor:
         tensor = _load(self.folder / place.file, place.begin, place.length)
         if not isinstance(tensor, StoredTensor) or tensor.shape != stored.shape or tensor.dtype != self.dtype:
             raise UserError(
@@ -134,10 +134,10 @@ class DistFolder:
         place = self.objects[name]
         return TorchArchive(self.path / place.file, place.begin, place.length).load()
 
-    def _parse(self, metadata: Any) -> tuple[dict[str, DistTensor], dict[str, _Place]]:
+    def _parse(self, metadata: Any) -> tuple[dict[str, DistTensor], dict[str, _FileRange]]:
         places = self._places(metadata.attribute("storage_data"))
         tensors: dict[str, DistTensor] = {}
-        objects: dict[str, _Place] = {}
+        objects: dict[str, _FileRange] = {}
         for name, entry in metadata.attribute("state_dict_metadata").items():
             if not isinstance(name, str):
                 raise ValueError(f"the name of a tensor is a {type(name).__name__}")
@@ -149,7 +149,7 @@ class DistFolder:
                 raise ValueError(f"{name} is a {entry.made_by}")
         return tensors, objects
 
-    def _tensor(self, name: str, entry: Inert, places: Mapping[Any, _Place]) -> DistTensor:
+    def _tensor(self, name: str, entry: Inert, places: Mapping[Any, _FileRange]) -> DistTensor:
         shape = _numbers(entry.attribute("size"))
         dtype = _dtype(entry.attribute("properties"))
         boxes = {}
@@ -164,7 +164,7 @@ class DistFolder:
             raise ValueError(f"the boxes of {name} have {sum(box.numel for box in boxes)} elements, not all of it")
         return DistTensor(name, shape, dtype, boxes, self.path)
 
-    def _places(self, entries: Mapping[Any, Any]) -> dict[Any, _Place]:
+    def _places(self, entries: Mapping[Any, Any]) -> dict[Any, _FileRange]:
         """Returns where the bytes of each box are, by name and first index, and of each object, by name and None."""
         found = {}
         for index, info in entries.items():
@@ -177,7 +177,7 @@ class DistFolder:
             name = index.attribute("fqn")
             if not isinstance(name, str):
                 raise ValueError(f"the name of a tensor is a {type(name).__name__}")
-            found[name, None if offset is None else _numbers(offset)] = _Place(file, begin, length)
+            found[name, None if offset is None else _numbers(offset)] = _FileRange(file, begin, length)
         return found
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron.core.exceptions import UserError
 from megatron.core.parameters import Box
-from megatron.training.conversion.megatron_lm.torch_dist import DistFolder, DistTensor, _Place
+from megatron.training.conversion.megatron_lm.torch_dist import DistFolder, DistTensor, _FileRange
 
 GOLDEN = Path(__file__).parents[3] / "data" / "golden" / "torch_dist"
 """Two checkpoints that Megatron-LM 0.16.1 wrote after one step of Adam."""
@@ -102,7 +102,7 @@ def test_stored_boxes_that_overlap(tmp_path: Path) -> None:
     boxes = {}
     for name, start, values in (("a", 0, torch.ones(3)), ("b", 2, torch.ones(1))):
         torch.save(values, tmp_path / name)
-        boxes[Box((start,), tuple(values.shape))] = _Place(name, 0, (tmp_path / name).stat().st_size)
+        boxes[Box((start,), tuple(values.shape))] = _FileRange(name, 0, (tmp_path / name).stat().st_size)
     tensor = DistTensor("t", (4,), torch.float32, boxes, tmp_path)
     with pytest.raises(UserError, match="3 of 4 elements of t are stored"):
         tensor.read(Box.whole((4,)))
