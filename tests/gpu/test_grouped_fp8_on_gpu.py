@@ -40,11 +40,11 @@ def test_each_tile_of_the_table_agrees_at_the_sizes_of_a_large_model(kind: str, 
         fp8_tiles.tile_of(kind, tile, sizes)
 
 
-def few_bits(kind: str, tile: Tile, sizes: str, scope: str, turned: bool) -> tuple[fp8_tiles.Operands, Tensor]:
+def few_bits(kind: str, tile: Tile, sizes: str, scope: str, transposed: bool) -> tuple[fp8_tiles.Operands, Tensor]:
     """Returns operands and what a tile computes with sums of few bits."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the units of Hopper; others add otherwise")
-    chosen = fp8_tiles.operands(getattr(fp8_tiles, sizes), scope, turned)
+    chosen = fp8_tiles.operands(getattr(fp8_tiles, sizes), scope, transposed)
     dtype = torch.float32 if kind == "fast_float32" else torch.bfloat16
     return chosen, chosen.product(tile, dtype, precise=False)
 
@@ -64,10 +64,14 @@ def test_sums_of_few_bits_are_those_of_the_hardware(kind: str, tile: Tile, sizes
 @pytest.mark.parametrize(("kind", "tile"), fp8_tiles.FAST_TILES)
 @pytest.mark.parametrize("sizes", ["MOE64", "SQUARES"])
 def test_sums_of_few_bits_are_as_near_to_float64_as_those_of_cublas(kind: str, tile: Tile, sizes: str) -> None:
-    for turned in (False, True):
-        ours, theirs = fp8_tiles.errors_beside_cublas(*few_bits(kind, tile, sizes, "segments", turned))
+    for transposed in (False, True):
+        ours, theirs = fp8_tiles.errors_beside_cublas(*few_bits(kind, tile, sizes, "segments", transposed))
         for value in (Tensor.max, Tensor.mean):
-            assert float(value(ours)) <= 1.1 * float(value(theirs)), (turned, float(value(ours)), float(value(theirs)))
+            assert float(value(ours)) <= 1.1 * float(value(theirs)), (
+                transposed,
+                float(value(ours)),
+                float(value(theirs)),
+            )
 
 
 def counts(sizes: tuple[tuple[int, int], ...]) -> RowGroups:

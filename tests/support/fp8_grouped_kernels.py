@@ -110,23 +110,23 @@ def quantized(x: Tensor, found: Segments, scope: str, dtype: torch.dtype, square
 def products() -> None:
     """Checks odd widths, partly filled blocks, an expert without rows, and both orientations of the weights."""
     found = segments()
-    for scope, turned in itertools.product(SCOPES, (False, True)):
+    for scope, transposed in itertools.product(SCOPES, (False, True)):
         k, out = (144, 160) if DEVICE.type == "cuda" or scope == "blocks" else (48, 80)
-        dtype = E5M2 if turned else E4M3
-        x, w = matrix(found.rows, k), matrix(3 * (k if turned else out), out if turned else k)
+        dtype = E5M2 if transposed else E4M3
+        x, w = matrix(found.rows, k), matrix(3 * (k if transposed else out), out if transposed else k)
         stacked = Segments.of_weight(w.view(3, -1, w.shape[1]))
         rows = quantized(x, found, scope, dtype).rows
         pair = quantized(w, stacked, scope, E4M3, square=scope == "blocks")
-        weight = pair.columns if turned else pair.rows
+        weight = pair.columns if transposed else pair.rows
         assert rows is not None and weight is not None
-        exact = grouped.product_of_groups(rows, weight, found, torch.float32, turned=turned)
+        exact = grouped.product_of_groups(rows, weight, found, torch.float32, transposed=transposed)
         for precise in (True, False):
             # 256 outputs of float32 beside the operands do not fit into the shared memory of a persistent program.
             tile = None if precise else Tile(128, 128, 3, 8, persistent=True)
             ours = product_of_groups_triton(
-                rows, weight, found, torch.float32, turned=turned, precise=precise, tile=tile
+                rows, weight, found, torch.float32, transposed=transposed, precise=precise, tile=tile
             )
-            close(ours, exact, precise or scope == "blocks", (scope, turned, precise))
+            close(ours, exact, precise or scope == "blocks", (scope, transposed, precise))
 
 
 def weight_gradients() -> None:

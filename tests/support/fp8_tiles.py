@@ -58,18 +58,18 @@ class Operands:
     rows: QuantizedGroups
     weight: QuantizedGroups
     found: Segments
-    turned: bool
+    transposed: bool
     exact: Tensor
 
     def product(self, tile: Tile | None, dtype: torch.dtype, precise: bool) -> Tensor:
         """Returns what a tile computes."""
         given = self.rows, self.weight, self.found, dtype
-        return product_of_groups_triton(*given, turned=self.turned, precise=precise, tile=tile)
+        return product_of_groups_triton(*given, transposed=self.transposed, precise=precise, tile=tile)
 
     def weight_of(self, group: int) -> tuple[Tensor, Tensor]:
         """Returns the weight of an expert, fp8 [out, k], and its factor or factors, float32 [] or [out]."""
         (_, k), values, factors = self.rows.values.shape, self.weight.values, self.weight.factors
-        if self.turned:
+        if self.transposed:
             first = group * -(-k // BLOCK) * BLOCK
             return values[:, first : first + k].contiguous(), factors[group]
         own = slice(group * self.exact.shape[1], (group + 1) * self.exact.shape[1])
@@ -89,20 +89,20 @@ def random_matrix(seed: int, n: int, k: int) -> Tensor:
 
 
 @functools.cache
-def operands(sizes: Sizes, scope: str, turned: bool) -> Operands:
+def operands(sizes: Sizes, scope: str, transposed: bool) -> Operands:
     found, k, out = segments(tuple((count,) for count in sizes.counts)), sizes.k, sizes.out
     x = random_matrix(1, found.rows, k)
     w = random_matrix(2, found.groups * out, k).view(found.groups, out, k)
     for group, part, _ in found.ranges() if sizes.squares else ():
         own = x[part][:out]
         w[group, : len(own)] = own
-    stacked = (w.transpose(1, 2) if turned else w).contiguous()
-    rows = quantized(x, found, scope, E5M2 if turned else E4M3).rows
+    stacked = (w.transpose(1, 2) if transposed else w).contiguous()
+    rows = quantized(x, found, scope, E5M2 if transposed else E4M3).rows
     pair = quantized(stacked.flatten(0, 1), Segments.of_weight(stacked), scope, E4M3, square=scope == "blocks")
-    weight = pair.columns if turned else pair.rows
+    weight = pair.columns if transposed else pair.rows
     assert rows is not None and weight is not None
-    exact = grouped.product_of_groups(rows, weight, found, torch.float64, turned=turned)
-    return Operands(rows, weight, found, turned, exact)
+    exact = grouped.product_of_groups(rows, weight, found, torch.float64, transposed=transposed)
+    return Operands(rows, weight, found, transposed, exact)
 
 
 @functools.cache
@@ -135,12 +135,12 @@ def tile_of(kind: str, tile: Tile, sizes: Sizes) -> None:
                 assert torch.equal(ours, gradients_by(other, *given, exact)), (kind, tile, scope)
             continue
         dtype = torch.float32 if kind == "fast_float32" else torch.bfloat16
-        for turned in (False, True):
-            chosen, precise = operands(sizes, scope, turned), not kind.startswith("fast")
+        for transposed in (False, True):
+            chosen, precise = operands(sizes, scope, transposed), not kind.startswith("fast")
             ours = chosen.product(tile, dtype, precise)
-            row_errors(ours, chosen.exact, 5e-3, (kind, tile, scope, turned))
+            row_errors(ours, chosen.exact, 5e-3, (kind, tile, scope, transposed))
             if DEVICE.type == "cuda" and tile != other:
-                assert torch.equal(ours, chosen.product(other, dtype, precise)), (kind, tile, scope, turned)
+                assert torch.equal(ours, chosen.product(other, dtype, precise)), (kind, tile, scope, transposed)
 
 
 def gradients_by(tile: Tile, left: QuantizedGroups, right: QuantizedGroups, found: Segments, exact: Tensor) -> Tensor:

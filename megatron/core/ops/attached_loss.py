@@ -1,6 +1,6 @@
 """Auxiliary losses that are attached to a tensor instead of being an output of the model.
 
-Backward starts from the model's output alone. When it reaches the tensor, the attached loss gets its gradient. So an
+Backward starts from the model's output alone. When it reaches the tensor, it also starts at the attached loss. So an
 auxiliary loss can be computed anywhere: in a recomputed layer, on a pipeline stage without a loss, in a user's loop.
 """
 

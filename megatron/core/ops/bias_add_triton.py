@@ -21,13 +21,13 @@ def _add_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluate annota
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    there = (row < rows)[:, None] & (column < width)[None, :]
+    valid = (row < rows)[:, None] & (column < width)[None, :]
     at = row[:, None] * width + column[None, :]
-    value = tl.load(inputs + at, mask=there).to(tl.float32)
+    value = tl.load(inputs + at, mask=valid).to(tl.float32)
     value += tl.load(bias + column, mask=column < width).to(tl.float32)[None, :]
     if HAS_RESIDUAL:
-        value += tl.load(residual + at, mask=there).to(tl.float32)
-    tl.store(output + at, value.to(output.dtype.element_ty), mask=there)
+        value += tl.load(residual + at, mask=valid).to(tl.float32)
+    tl.store(output + at, value.to(output.dtype.element_ty), mask=valid)
 
 
 def bias_add_triton(inputs: Tensor, bias: Tensor, residual: Tensor | None) -> Tensor:

@@ -87,11 +87,11 @@ def rotate(heads: Tensor, rotation: Rotation) -> Tensor:
     rotated = heads[..., start:end].to(dtype)  # the two parts of its gradient are added before they are rounded
     if rotation.interleaved:
         x, y = rotated[..., ::2], rotated[..., 1::2]
-        turned = torch.stack((x * cos - y * sin, y * cos + x * sin), -1).flatten(-2)
+        rotated = torch.stack((x * cos - y * sin, y * cos + x * sin), -1).flatten(-2)
     else:
         x, y = rotated[..., :half], rotated[..., half:]
-        turned = torch.cat((x * cos - y * sin, y * cos + x * sin), -1)
-    return torch.cat((heads[..., :start], turned.to(heads.dtype), heads[..., end:]), -1).contiguous()
+        rotated = torch.cat((x * cos - y * sin, y * cos + x * sin), -1)
+    return torch.cat((heads[..., :start], rotated.to(heads.dtype), heads[..., end:]), -1).contiguous()
 
 
 def missing_compiler(has_gpu: bool) -> str | None:

@@ -12,7 +12,7 @@ from megatron.core.collectives import Group, group_rank, group_size
 from megatron.core.parameters import main_grad_accumulator
 
 AccumulateRows = Callable[[Tensor, Tensor, Tensor], None]
-"""Computes `accumulate_rows`."""
+"""A function with the signature and result of `accumulate_rows`."""
 
 
 def embedding(
@@ -22,22 +22,22 @@ def embedding(
 
     With a group the whole table is split evenly by rows in group order. Each rank returns zeros for rows of other
     ranks, so the sum over the group is the result. An index outside the whole table raises an IndexError on a CPU and a
-    device assert on a GPU, on one rank. `accumulate_rows` adds the gradient to the table's main gradient; None: the
-    main gradient does.
+    device assert on a GPU, on one rank only. `accumulate_rows` is the function that adds the gradient's rows to the
+    table's main gradient; None: `MainGrad.add_rows`.
     """
     size = group_size(group)
     if size == 1:
         return _Embedding.apply(index, table, None, accumulate_rows)
     rank, rows = group_rank(group), table.shape[0]
     local = index - rank * rows
-    elsewhere = torch.zeros_like(index, dtype=torch.bool)
+    on_other_rank = torch.zeros_like(index, dtype=torch.bool)
     if rank > 0:
-        elsewhere |= local < 0
+        on_other_rank |= local < 0
     if rank < size - 1:
-        elsewhere |= local >= rows
-    # Indices of other ranks read some local row, and backward adds zeros to it. Different rows, because threads that
-    # accumulate into the same row would wait for each other.
-    return _Embedding.apply(torch.where(elsewhere, index % rows, local), table, elsewhere, accumulate_rows)
+        on_other_rank |= local >= rows
+    # An index of another rank reads some local row, and backward adds zeros to that row. The rows differ from index to
+    # index, because threads that accumulate into the same row wait for each other.
+    return _Embedding.apply(torch.where(on_other_rank, index % rows, local), table, on_other_rank, accumulate_rows)
 
 
 def accumulate_rows(table: Tensor, index: Tensor, rows: Tensor) -> None:
@@ -48,21 +48,21 @@ def accumulate_rows(table: Tensor, index: Tensor, rows: Tensor) -> None:
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, index: Tensor, table: Tensor, elsewhere: Tensor | None, accumulate: AccumulateRows | None
+        ctx: Any, index: Tensor, table: Tensor, on_other_rank: Tensor | None, accumulate: AccumulateRows | None
     ) -> Tensor:
-        ctx.save_for_backward(index, elsewhere)
+        ctx.save_for_backward(index, on_other_rank)
         ctx.table, ctx.accumulate = table, accumulate
         found = F.embedding(index, table)
-        return found if elsewhere is None else found.masked_fill_(elsewhere[..., None], 0.0)
+        return found if on_other_rank is None else found.masked_fill_(on_other_rank[..., None], 0.0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, output_gradient: Tensor) -> tuple[None, Tensor | None, None, None]:
-        (index, elsewhere), table = ctx.saved_tensors, ctx.table
+        (index, on_other_rank), table = ctx.saved_tensors, ctx.table
         if not ctx.needs_input_grad[1]:
             return None, None, None, None
-        if elsewhere is not None:
-            output_gradient = output_gradient.masked_fill(elsewhere[..., None], 0.0)
+        if on_other_rank is not None:
+            output_gradient = output_gradient.masked_fill(on_other_rank[..., None], 0.0)
         main_grad = main_grad_accumulator(table)
         if main_grad is None:
             gradient = torch.ops.aten.embedding_dense_backward(output_gradient, index, table.shape[0], -1, False)

@@ -1,8 +1,8 @@
 """The gradient of an embedding on a GPU: rows of equal index are summed in a fixed order and added to the table.
 
-The rows are sorted by index, and every 32 sorted rows are the part of one program, so a frequent token is the work of
-many programs. A program adds the sum of an index to the table if it has all of its rows. Other sums are partial: they
-are kept, and a second kernel adds them in the order of the parts.
+The rows are sorted by index and cut into parts of 32 rows, one per program, so many programs share the work of a
+frequent token. A program that has all rows of an index adds their sum to the table. Other sums are partial: the program
+stores them, and a second kernel adds them in the order of the parts.
 """
 
 import torch
@@ -35,16 +35,16 @@ def _add_parts_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluate 
     value = tl.load(rows + tl.load(order + begin) * width + column, mask=inside, other=0.0)
     for i in range(begin, end):
         total += value.to(WIDE)
-        # The next row is read before the sum may be stored.
+        # Loads the next row before the sum may be stored, so that the load is not delayed.
         following = tl.load(index + i + 1, mask=i + 1 < end, other=-1)
         row = tl.load(order + tl.minimum(i + 1, end - 1))
         value = tl.load(rows + row * width + column, mask=inside, other=0.0)
         if mine != following:  # the last row of this index in the part
             from_before = (mine == first) & (mine == before)
-            goes_on = (i + 1 == end) & (mine == after)
+            continues = (i + 1 == end) & (mine == after)
             if from_before:
                 tl.store(first_sums + part.to(tl.int64) * width + column, total, mask=inside)
-            elif goes_on:
+            elif continues:
                 tl.store(last_sums + part.to(tl.int64) * width + column, total, mask=inside)
             else:
                 at = table + mine.to(tl.int64) * width + column
@@ -55,7 +55,7 @@ def _add_parts_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluate 
 
 
 @triton.jit
-def _add_long_kernel(  # type: ignore[no-untyped-def]
+def _add_partial_sums_kernel(  # type: ignore[no-untyped-def]
     table, first_sums, last_sums, index, count, width,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -71,14 +71,14 @@ def _add_long_kernel(  # type: ignore[no-untyped-def]
             inside = column < width
             total = tl.load(last_sums + part.to(tl.int64) * width + column, mask=inside, other=0.0)
             group = part + 1
-            goes_on = True
-            while goes_on:
+            continues = True
+            while continues:
                 # A part continues the sum if its first index is the same.
                 others = group + tl.arange(0, PARTS)
                 same = tl.load(index + others * ROWS, mask=others * ROWS < count, other=-1) == mine
                 at = first_sums + others.to(tl.int64)[:, None] * width + column[None, :]
                 total += tl.sum(tl.load(at, mask=same[:, None] & inside[None, :], other=0.0), 0)
-                goes_on = tl.sum(same.to(tl.int32), 0) == PARTS
+                continues = tl.sum(same.to(tl.int32), 0) == PARTS
                 group += PARTS
             at = table + mine.to(tl.int64) * width + column
             total += tl.load(at, mask=inside, other=0.0).to(WIDE)
@@ -103,6 +103,6 @@ def accumulate_rows_triton(table: Tensor, index: Tensor, rows: Tensor) -> None:
     )
     if parts > 1:
         columns = min(64, columns)
-        _add_long_kernel[(parts, triton.cdiv(width, columns))](
+        _add_partial_sums_kernel[(parts, triton.cdiv(width, columns))](
             table, sums[0], sums[1], index, count, width, ROWS=_ROWS, COLUMNS=columns, PARTS=_PARTS, WIDE=wide
         )

@@ -27,8 +27,8 @@ def head_loss(
 ) -> Tensor:
     """Returns the loss of each token: hidden [t, h], weight [columns, h], bias [columns] and labels (int64 [t]) -> [t].
 
-    The loss is in the wider of float32 and the type of the logits, that of `hidden` or `out_dtype`. Columns from
-    `vocab_size` on are padding. Backward writes the gradient over the logits. `cap` bounds the logits (see `soft_cap`).
+    The logits have the type of `hidden`, or `out_dtype`; the loss has the wider of float32 and that type. Columns from
+    `vocab_size` on are padding. Backward writes the gradient over the logits. `cap` bounds the logits (`soft_cap`).
     `loss` is `cross_entropy` or a faster implementation of it.
 
     With a group the vocabulary is split evenly. With `gathers` each rank has its part of `hidden` ([t / ranks, h]),
@@ -39,4 +39,4 @@ def head_loss(
     )  # [t, columns]
     if cap is None:
         return loss(logits, labels, vocab_size, overwrite_logits=True, group=group)
-    return loss(soft_cap(logits, cap), labels, vocab_size, group=group)  # backward reads the capped logits again
+    return loss(soft_cap(logits, cap), labels, vocab_size, group=group)  # keeps the capped logits: backward reads them

@@ -1,12 +1,12 @@
 """The linear layer y = x W^T + b, with tensor parallel communication that overlaps with its products.
 
-Backward computes dX and hands the two factors of dW = dy^T x to the weight's main gradient. The main gradient
+Backward computes dx and passes the two factors of dW = dy^T x to the weight's main gradient. The main gradient
 accumulates the product at once, or keeps the factors for later (zero-bubble pipelines). A weight without a main
 gradient gets an ordinary `.grad`.
 
-With a group, each rank has some rows of the weight, and backward sums dX over the ranks while it computes dW. Under
-sequence parallelism (Korthikanti et al. 2022) each rank also has only its part of the inputs. They are gathered in
-forward, and again in backward for dW while dX is computed; only the rank's own part is kept in between.
+With a group, each rank has some rows of the weight, and backward sums dx over the ranks while it computes dW. Under
+sequence parallelism (Korthikanti et al. 2022) each rank also has only its part of the inputs. Forward gathers all
+parts. Backward gathers them again for dW while it computes dx, so only the rank's own part is kept in between.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ from megatron.core.parameters import main_grad_accumulator
 
 @dataclass(frozen=True)
 class SequenceShard:
-    """This rank's rows of the inputs of a deferred weight gradient product, which gathers all rows when it runs."""
+    """This rank's rows of the inputs of a deferred weight gradient. Their product gathers all rows when it runs."""
 
     rows: Tensor
     """[t / ranks, in]"""
@@ -61,11 +61,12 @@ def linear(
     """Returns inputs @ weight^T + bias: [..., in] x [out, in] (+ [out]) -> [..., out], in the type of the inputs.
 
     The ranks of `group` have the same inputs and different rows of the weight; backward sums the inputs' gradient over
-    them. With `gathers` each rank has its part of the inputs' first dimension, in group order, and gets that part of
-    the gradient; the outputs cover all parts. `sum_rows` computes the bias's gradient: [t, out] -> [out].
+    the ranks. With `gathers` each rank gives its part of the inputs' first dimension, in group order, and gets the
+    gradient of that part; the outputs are those of all parts. `sum_rows` computes the bias's gradient: [t, out] ->
+    [out].
 
     With `out_dtype` the outputs have that type and are rounded once; their gradient is rounded to the type of the
-    inputs. Without `trains_weight` the weight gets no gradient.
+    inputs. With `trains_weight=False` the weight gets no gradient.
     """
     return _Linear.apply(inputs, weight, bias, group, gathers, sum_rows, out_dtype, trains_weight)
 
@@ -87,10 +88,8 @@ class _Linear(torch.autograd.Function):
         ctx.trains_weight = trains_weight
         # Keeps the parameter, not a saved tensor: full sharding frees its storage and gathers it again before backward.
         ctx.weight, ctx.group, ctx.gathers, ctx.sum_rows = weight, group, gathers, sum_rows
-        rows = gather_rows(inputs, group) if gathers else inputs
-        return (
-            _affine(rows, weight, bias) if out_dtype in (None, rows.dtype) else _to_type(rows, weight, bias, out_dtype)
-        )
+        x = gather_rows(inputs, group) if gathers else inputs
+        return _affine(x, weight, bias) if out_dtype in (None, x.dtype) else _to_type(x, weight, bias, out_dtype)
 
     @staticmethod
     @once_differentiable
@@ -98,39 +97,35 @@ class _Linear(torch.autograd.Function):
         (inputs,), weight = ctx.saved_tensors, ctx.weight
         needs_inputs, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         needs_weight = needs_weight and ctx.trains_weight
-        rows = output_gradient.reshape(-1, weight.shape[0]).to(inputs.dtype)  # [t, out]
-        columns = inputs.detach().reshape(-1, weight.shape[1])  # [t, in]; this rank's part of it with `gathers`
+        dy = output_gradient.reshape(-1, weight.shape[0]).to(inputs.dtype)  # [t, out]
+        x = inputs.detach().reshape(-1, weight.shape[1])  # [t, in]; with `gathers` this rank's part
         main_grad = main_grad_accumulator(weight)
         defers_weight_grad = getattr(main_grad, "defers_weight_grad", False)
-        gathered = (
-            start_gather_rows(columns, ctx.group) if ctx.gathers and needs_weight and not defers_weight_grad else None
-        )
-        summed = _start_inputs_gradient(rows, weight, ctx.group, ctx.gathers) if needs_inputs else None
+        gathered = start_gather_rows(x, ctx.group) if ctx.gathers and needs_weight and not defers_weight_grad else None
+        dx = _start_inputs_gradient(dy, weight, ctx.group, ctx.gathers) if needs_inputs else None
         weight_gradient = bias_gradient = None
         if needs_weight:
             if gathered is not None:
-                columns = gathered.wait()
+                x = gathered.wait()
             if main_grad is None:
-                weight_gradient = product(rows.t(), columns)
+                weight_gradient = product(dy.t(), x)
             else:
-                main_grad.add_product(
-                    rows, SequenceShard(columns, ctx.group) if ctx.gathers and defers_weight_grad else columns
-                )
+                main_grad.add_product(dy, SequenceShard(x, ctx.group) if ctx.gathers and defers_weight_grad else x)
         if needs_bias:
-            bias_gradient = ctx.sum_rows(rows)
-        inputs_gradient = None if summed is None else summed.wait().view(inputs.shape)
+            bias_gradient = ctx.sum_rows(dy)
+        inputs_gradient = None if dx is None else dx.wait().view(inputs.shape)
         return inputs_gradient, weight_gradient, bias_gradient, *[None] * 5
 
 
-def _start_inputs_gradient(rows: Tensor, weight: Tensor, group: Group, scatters: bool) -> Pending:
-    gradient = product(rows, weight.detach())  # [t, in]
+def _start_inputs_gradient(dy: Tensor, weight: Tensor, group: Group, scatters: bool) -> Pending:
+    gradient = product(dy, weight.detach())  # [t, in]
     return start_reduce_scatter_rows(gradient, group) if scatters else start_all_reduce(gradient, group)
 
 
 def product(left: Tensor, right: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """Returns left @ right (+ bias), written to `out` if it is given. On a CPU half precision is multiplied in float32
-    and rounded, because CPUs have no fast half product."""
-    if _slow_here(left):
+    """Returns left @ right (+ bias), written to `out` if it is given. On a CPU float16 is multiplied in float32 and
+    rounded, because CPUs have no fast product of float16."""
+    if _is_half_on_cpu(left):
         wide = left.float() @ right.float()
         rounded = (wide if bias is None else wide + bias).to(left.dtype)
         return rounded if out is None else out.copy_(rounded)
@@ -138,13 +133,13 @@ def product(left: Tensor, right: Tensor, bias: Tensor | None = None, out: Tensor
 
 
 def _affine(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if _slow_here(inputs):
+    if _is_half_on_cpu(inputs):
         return F.linear(inputs.float(), weight.float(), None if bias is None else bias.float()).to(inputs.dtype)
     return F.linear(inputs, weight, bias)
 
 
 def _to_type(inputs: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Returns the outputs in another type than that of the inputs, rounded once from the float32 accumulator."""
+    """Returns the outputs in `dtype`, rounded once from the float32 accumulator."""
     if inputs.is_cuda and dtype is torch.float32 and inputs.dtype in (torch.bfloat16, torch.float16):
         rows = inputs.reshape(-1, inputs.shape[-1])
         wide = torch.mm(rows, weight.t(), out_dtype=dtype).view(*inputs.shape[:-1], weight.shape[0])
@@ -153,5 +148,5 @@ def _to_type(inputs: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.d
     return F.linear(inputs.to(compute), weight.to(compute), None if bias is None else bias.to(compute)).to(dtype)
 
 
-def _slow_here(tensor: Tensor) -> bool:
+def _is_half_on_cpu(tensor: Tensor) -> bool:
     return tensor.dtype is torch.float16 and not tensor.is_cuda

@@ -1,7 +1,8 @@
 """LayerNorm (Ba et al. 2016) and RMSNorm (Zhang and Sennrich 2019) over the last dimension.
 
 Statistics and the affine part are computed in the wider of float32 and the types given. The result has the weight's
-type, so a float32 residual stream leaves the norm in the type of the next product; without a weight, the input's type.
+type, so after a float32 residual stream the next product computes in the weight's type. Without a weight the result has
+the input's type. Inputs are [..., h], weight and bias [h].
 """
 
 from typing import Any
@@ -60,7 +61,7 @@ class _RMSNorm(torch.autograd.Function):
         x = widened(inputs)
         inverse_rms = torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon)
         ctx.save_for_backward(inputs, inverse_rms)
-        # The parameter, not a saved tensor: see ops/linear.py.
+        # Keeps the parameter instead of a saved tensor; `ops.linear._Linear` says why.
         ctx.weight, ctx.zero_centered = weight, zero_centered
         if weight is None:
             return _converted(x * inverse_rms, inputs.dtype)

@@ -13,17 +13,17 @@ from megatron.core.ops.precision import at_least_float32, widened
 def rms_norm_over_ranks(
     inputs: Tensor, weight: Tensor, epsilon: float, zero_centered: bool = False, group: Group = None, first: int = 0
 ) -> Tensor:
-    """Returns `ops.norm.rms_norm` over the last dimension, of which each rank has an equal part.
+    """Returns `ops.norm.rms_norm` over the last dimension, which is split evenly over the ranks: [..., part].
 
-    The rank's elements use the weights from index `first` on. Ranks may hold copies of the same elements, each element
-    the same number of times; each rank then computes its part of their gradient.
+    The rank's elements are multiplied by the weights from index `first` on. Several ranks may hold copies of an
+    element, if all elements have the same number of copies. Each rank then computes its share of the gradient.
     """
     return _NormOverRanks.apply(inputs, weight, epsilon, zero_centered, group, first)
 
 
 class _NormOverRanks(torch.autograd.Function):
-    """Computes what `ops.norm` does, with two sums over the group: of squares in forward, of g n in backward. If c
-    ranks have copies of an element, both the sums and their number of addends count it c times."""
+    """Computes the formulas of `ops.norm._RMSNorm` with two sums over the group: of squares in forward, of g n in
+    backward. If each element has c copies, both means stay right: sums and counts contain each element c times."""
 
     @staticmethod
     def forward(
@@ -34,7 +34,7 @@ class _NormOverRanks(torch.autograd.Function):
         squares = all_reduce(x.square().sum(-1, keepdim=True), group)
         inverse_rms = torch.rsqrt(squares / count + epsilon)
         ctx.save_for_backward(inputs, inverse_rms)
-        ctx.weight = weight  # the parameter, not a saved tensor: see ops/linear.py
+        ctx.weight = weight  # instead of a saved tensor; `ops.linear._Linear` says why
         ctx.count, ctx.zero_centered, ctx.group, ctx.first = count, zero_centered, group, first
         return (x * inverse_rms * _factor(weight, zero_centered, first, x.shape[-1])).to(weight.dtype)
 

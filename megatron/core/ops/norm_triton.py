@@ -29,14 +29,14 @@ def _norm_forward_kernel(  # type: ignore[no-untyped-def]  # Triton would evalua
     CENTERED: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, ZERO_CENTERED: tl.constexpr,
     NOTES: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    # NOTES: `largest` becomes at least the largest absolute value of the output, from which fp8 computes its scale.
+    # NOTES: raises `largest` to the largest absolute value of the output, from which fp8 computes its scale.
     if NOTES:
         before = tl.load(largest)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)
     inside = column < width
-    there = (row < rows)[:, None] & inside[None, :]
-    x = tl.load(inputs + row[:, None] * stride + column[None, :], mask=there, other=0.0).to(tl.float32)
+    valid = (row < rows)[:, None] & inside[None, :]
+    x = tl.load(inputs + row[:, None] * stride + column[None, :], mask=valid, other=0.0).to(tl.float32)
     if CENTERED:
         mean = tl.sum(x, 1) / width
         x = tl.where(inside[None, :], x - mean[:, None], 0.0)
@@ -52,9 +52,9 @@ def _norm_forward_kernel(  # type: ignore[no-untyped-def]  # Triton would evalua
     if HAS_BIAS:
         y += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)[None, :]
     rounded = y.to(output.dtype.element_ty)
-    tl.store(output + row[:, None] * width + column[None, :], rounded, mask=there)
+    tl.store(output + row[:, None] * width + column[None, :], rounded, mask=valid)
     if NOTES:
-        raise_largest(largest, before, tl.max(tl.where(there, bits_of_size(rounded.to(tl.float32)), 0), 1))
+        raise_largest(largest, before, tl.max(tl.where(valid, bits_of_size(rounded.to(tl.float32)), 0), 1))
 
 
 @triton.jit
@@ -79,10 +79,10 @@ def _norm_backward_kernel(  # type: ignore[no-untyped-def]
             factor += 1.0
     for block in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         row = (block * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-        there = (row < rows)[:, None] & inside[None, :]
-        x = tl.load(inputs + row[:, None] * stride + column[None, :], mask=there, other=0.0).to(tl.float32)
+        valid = (row < rows)[:, None] & inside[None, :]
+        x = tl.load(inputs + row[:, None] * stride + column[None, :], mask=valid, other=0.0).to(tl.float32)
         at = gradient + row[:, None] * gradient_stride + column[None, :]
-        dy = tl.load(at, mask=there, other=0.0).to(tl.float32)
+        dy = tl.load(at, mask=valid, other=0.0).to(tl.float32)
         inverse = tl.load(inverses + row, mask=row < rows, other=0.0)
         if CENTERED:
             x -= tl.load(means + row, mask=row < rows, other=0.0)[:, None]
@@ -98,12 +98,12 @@ def _norm_backward_kernel(  # type: ignore[no-untyped-def]
         dx *= inverse[:, None]
         if ADDS_RESIDUAL:
             at = residual_gradient + row[:, None] * residual_stride + column[None, :]
-            dx += tl.load(at, mask=there, other=0.0).to(tl.float32)
+            dx += tl.load(at, mask=valid, other=0.0).to(tl.float32)
         at = inputs_gradient + row[:, None] * width + column[None, :]
         rounded = dx.to(inputs_gradient.dtype.element_ty)
-        tl.store(at, rounded, mask=there)
+        tl.store(at, rounded, mask=valid)
         if NOTES:
-            size = tl.maximum(size, tl.max(tl.where(there, bits_of_size(rounded.to(tl.float32)), 0), 1))
+            size = tl.maximum(size, tl.max(tl.where(valid, bits_of_size(rounded.to(tl.float32)), 0), 1))
     if NOTES:
         raise_largest(largest, before, size)
     at = tl.program_id(0) * width + column
@@ -132,8 +132,9 @@ def layer_norm_triton(
 def rms_norm_with_residual_triton(
     inputs: Tensor, weight: Tensor | None, epsilon: float, zero_centered: bool = False, notes_largest: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Computes `norm.rms_norm_with_residual`. The norm's backward adds the residual's gradient. `notes_largest`: the
-    largest values of the normed tensor and of the gradient of the input are noted for fp8."""
+    """Computes `norm.rms_norm_with_residual`. The norm's backward adds the residual's gradient.
+
+    `notes_largest`: notes the largest absolute values of the norm's output and of the input's gradient for fp8."""
     if not _takes(inputs, weight):
         return rms_norm_with_residual(inputs, weight, epsilon, zero_centered)
     return _NormWithResidual.apply(inputs, weight, None, epsilon, zero_centered, False, notes_largest)
@@ -159,7 +160,7 @@ def _takes(inputs: Tensor, weight: Tensor | None) -> bool:
 
 
 class _Norm(torch.autograd.Function):
-    """Has the formulas of `norm._RMSNorm`. For LayerNorm, dx also loses its mean over the channels."""
+    """Computes the formulas of `norm._RMSNorm`. LayerNorm also subtracts dx's mean over the channels."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
@@ -205,7 +206,7 @@ def _forward(
     inverses = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     means = torch.empty_like(inverses) if centered else None
     ctx.save_for_backward(inputs, means, inverses)
-    # The parameter, not a saved tensor: see ops/linear.py.
+    # Keeps the parameter instead of a saved tensor; `ops.linear._Linear` says why.
     ctx.weight, ctx.zero_centered, ctx.centered = weight, zero_centered, centered
     ctx.notes_largest = notes_largest
     if output.numel():
@@ -249,7 +250,7 @@ def _backward(ctx: Any, output_gradient: Tensor, residual_gradient: Tensor | Non
 
 
 def _as_rows(tensor: Tensor, width: int) -> Tensor:
-    """Returns [..., width] as [rows, width] with contiguous rows; a view where the rows are evenly spaced."""
+    """Returns [..., width] as [rows, width] with contiguous rows: a view if the rows are evenly spaced."""
     rows = tensor.reshape(-1, width)
     return rows if rows.stride(1) == 1 or width == 1 else rows.contiguous()
 
@@ -262,8 +263,10 @@ def _tile(width: int) -> dict[str, int]:
 
 
 def _backward_tile(width: int, element_bytes: int) -> dict[str, int]:
-    """Returns the rows and channels of a program of the backward, and how many stages its loop is pipelined in: three
-    where the rows of all tensors that it reads, `element_bytes` together, leave shared memory for several programs."""
+    """Returns the rows and channels of a program of the backward, and the number of stages of its pipelined loop.
+
+    `element_bytes`: bytes of one element of each tensor that it reads, added up. Three stages, if they leave shared
+    memory for several programs."""
     channels = triton.next_power_of_2(width)
     if channels <= 256:
         return {"ROWS": 4096 // channels, "WIDTH": channels, "STAGES": 1, "num_warps": 8}

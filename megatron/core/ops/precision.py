@@ -10,5 +10,5 @@ def at_least_float32(dtype: torch.dtype) -> torch.dtype:
 
 
 def widened(tensor: Tensor) -> Tensor:
-    """Returns the tensor in the wider of float32 and its own type; the same tensor if that is its type."""
+    """Returns the tensor in the wider of float32 and its own type: the same object if it has that type already."""
     return tensor.to(at_least_float32(tensor.dtype))

@@ -21,16 +21,18 @@ class Rotation:
 
 
 def rotation_of_angles(angles: Tensor, interleaved: bool, amplitude: float = 1.0) -> Rotation:
-    """Returns the rotation by angles [s, 1, 1, r] of `RotaryEmbedding`, which has each angle twice."""
+    """Returns the rotation by the angles [s, 1, 1, r] of `RotaryEmbedding`, in which each angle occurs twice.
+
+    Cosines and sines are multiplied by `amplitude`."""
     angle = (angles[..., ::2] if interleaved else angles[..., : angles.shape[-1] // 2]).to(torch.float32)
     return Rotation(angle.cos() * amplitude, angle.sin() * amplitude, interleaved)
 
 
 def apply_rope(heads: Tensor, rotation: Rotation) -> Tensor:
-    """Rotates r channels of each head, starting at channel `rotation.first`, and copies the others.
+    """Returns heads with r channels of each rotated, from channel `rotation.first` on, and the others copied.
 
-    Heads are [s, b, heads, d] or [s, b, groups, heads, d]; the result is contiguous. The
-    rotation is computed in float32 at least, and rounded once.
+    Heads are [s, b, heads, d] or [s, b, groups, heads, d], and so is the result, which is contiguous. The rotation is
+    computed in float32 or wider and rounded once.
     """
     ones = (1,) * (heads.dim() - 3)
     dtype = torch.promote_types(heads.dtype, torch.float32)
@@ -40,28 +42,28 @@ def apply_rope(heads: Tensor, rotation: Rotation) -> Tensor:
 
 class _Rope(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, skipped: int) -> Tensor:
+    def forward(ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, first: int) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        ctx.interleaved, ctx.skipped = interleaved, skipped
-        return _turn(heads, cos, sin, interleaved, skipped)
+        ctx.interleaved, ctx.first = interleaved, first
+        return _rotate(heads, cos, sin, interleaved, first)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
         cos, sin = ctx.saved_tensors
-        return _turn(output_gradient, cos, -sin, ctx.interleaved, ctx.skipped), None, None, None, None
+        return _rotate(output_gradient, cos, -sin, ctx.interleaved, ctx.first), None, None, None, None
 
 
-def _turn(heads: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, skipped: int) -> Tensor:
-    half, end = cos.shape[-1], skipped + 2 * cos.shape[-1]
-    turned = torch.empty_like(heads, memory_format=torch.contiguous_format)
+def _rotate(heads: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, first: int) -> Tensor:
+    half, end = cos.shape[-1], first + 2 * cos.shape[-1]
+    rotated = torch.empty_like(heads, memory_format=torch.contiguous_format)
     if interleaved:
-        first, second = slice(skipped, end, 2), slice(skipped + 1, end, 2)
+        ones, others = slice(first, end, 2), slice(first + 1, end, 2)
     else:
-        first, second = slice(skipped, skipped + half), slice(skipped + half, end)
-    x, y = heads[..., first], heads[..., second]
-    torch.sub(x * cos, y * sin, out=turned[..., first])
-    torch.add(y * cos, x * sin, out=turned[..., second])
-    for passed in (slice(0, skipped), slice(end, None)):
-        turned[..., passed] = heads[..., passed]
-    return turned
+        ones, others = slice(first, first + half), slice(first + half, end)
+    x, y = heads[..., ones], heads[..., others]
+    torch.sub(x * cos, y * sin, out=rotated[..., ones])
+    torch.add(y * cos, x * sin, out=rotated[..., others])
+    for rest in (slice(0, first), slice(end, None)):
+        rotated[..., rest] = heads[..., rest]
+    return rotated

@@ -1,7 +1,7 @@
 """Frequencies of rotary positions, and how they are scaled for rows longer than those of the original training.
 
-All functions are pure. They compute in float32, in the order of operations of the published models: an angle is a
-frequency times a position, so it shows the frequency's last bit.
+All functions are pure. They compute in float32, in the order of operations of the published models, because an angle
+is a frequency times a position and so magnifies the frequency's rounding error.
 """
 
 import math
@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """A scaling of the frequencies. Which of the numbers it uses depends on its kind."""
+    """A scaling of the frequencies. The kind decides which of the other fields are used."""
 
     kind: Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
     factor: float
@@ -41,7 +41,7 @@ class RopeScaling:
 
     @property
     def amplitude(self) -> float:
-        """Factor of cosines and sines. A score of rotated channels gets it squared."""
+        """Factor of cosines and sines. Queries and keys both have it, so attention scores get its square."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.kind == "yarn":
@@ -51,14 +51,14 @@ class RopeScaling:
         return 1.0
 
 
-def plain_frequencies(turned: int, base: float) -> Tensor:
-    """Returns base^(-2i/turned) radians per position for i < turned/2, [turned/2] (Su et al. 2021)."""
-    return 1.0 / (float(base) ** _exponents(turned))
+def plain_frequencies(rotary_dim: int, base: float) -> Tensor:
+    """Returns base^(-2i/rotary_dim) radians per position for i < rotary_dim/2, [rotary_dim/2] (Su et al. 2021)."""
+    return 1.0 / (float(base) ** _exponents(rotary_dim))
 
 
-def scaled_frequencies(turned: int, base: float, scaling: RopeScaling | None) -> Tensor:
-    """Returns the frequencies [turned/2] of rows up to `original_length`."""
-    frequencies = plain_frequencies(turned, base)
+def scaled_frequencies(rotary_dim: int, base: float, scaling: RopeScaling | None) -> Tensor:
+    """Returns the frequencies [rotary_dim/2] for rows of up to `original_length` positions."""
+    frequencies = plain_frequencies(rotary_dim, base)
     if scaling is None or scaling.kind == "dynamic":
         return frequencies
     if scaling.kind == "linear":
@@ -68,29 +68,29 @@ def scaled_frequencies(turned: int, base: float, scaling: RopeScaling | None) ->
         return llama3_frequencies(frequencies, scaling.factor, low, high, length)
     if scaling.kind == "yarn":
         betas = scaling.beta_fast, scaling.beta_slow
-        return yarn_frequencies(turned, base, scaling.factor, scaling.original_length, *betas, scaling.truncate)
-    return longrope_frequencies(turned, base, torch.tensor(scaling.short_factor, dtype=torch.float32))
+        return yarn_frequencies(rotary_dim, base, scaling.factor, scaling.original_length, *betas, scaling.truncate)
+    return longrope_frequencies(rotary_dim, base, torch.tensor(scaling.short_factor, dtype=torch.float32))
 
 
-def frequencies_of_length(turned: int, base: float, scaling: RopeScaling, length: Tensor) -> Tensor:
-    """Returns the frequencies of rows of given lengths, for a scaling that depends on the length: int64 [..., 1] ->
-    [..., turned/2]."""
+def frequencies_of_length(rotary_dim: int, base: float, scaling: RopeScaling, length: Tensor) -> Tensor:
+    """Returns the frequencies of rows of the given lengths: int64 [..., 1] -> [..., rotary_dim/2]. Only for a scaling
+    that depends on the length."""
     if scaling.kind == "dynamic":
-        return dynamic_frequencies(turned, base, scaling.factor, scaling.original_length, length)
+        return dynamic_frequencies(rotary_dim, base, scaling.factor, scaling.original_length, length)
     divisors = torch.tensor([scaling.short_factor, scaling.long_factor], dtype=torch.float32, device=length.device)
-    short, long = longrope_frequencies(turned, base, divisors)
+    short, long = longrope_frequencies(rotary_dim, base, divisors)
     return torch.where(length > scaling.original_length, long, short)
 
 
-def dynamic_frequencies(turned: int, base: float, factor: float, original_length: int, length: Tensor) -> Tensor:
+def dynamic_frequencies(rotary_dim: int, base: float, factor: float, original_length: int, length: Tensor) -> Tensor:
     """Returns frequencies whose base grows with the row's length n beyond the original n0.
 
     The base is multiplied by (f n/n0 - (f - 1))^(r/(r - 2)): the lowest frequency then fits the row, and the highest
-    does not change. int64 [..., 1] -> [..., turned/2]."""
+    does not change. int64 [..., 1] -> [..., rotary_dim/2]."""
     longer = length.clamp(min=original_length)
     growth = (factor * longer / original_length) - (factor - 1)
-    bases = base * growth ** (turned / (turned - 2))
-    return 1.0 / (bases ** _exponents(turned, length.device))
+    bases = base * growth ** (rotary_dim / (rotary_dim - 2))
+    return 1.0 / (bases ** _exponents(rotary_dim, length.device))
 
 
 def llama3_frequencies(
@@ -108,7 +108,7 @@ def llama3_frequencies(
 
 
 def yarn_frequencies(
-    turned: int,
+    rotary_dim: int,
     base: float,
     factor: float,
     original_length: int,
@@ -116,24 +116,24 @@ def yarn_frequencies(
     beta_slow: float = 1.0,
     truncate: bool = True,
 ) -> Tensor:
-    """Returns YaRN frequencies [turned/2] (Peng et al. 2023, arXiv:2309.00071).
+    """Returns YaRN frequencies [rotary_dim/2] (Peng et al. 2023, arXiv:2309.00071).
 
     A frequency is kept if the original length has more than `beta_fast` of its wavelengths, divided by `factor` if it
     has fewer than `beta_slow`, and interpolated linearly in the channel's index in between. With `truncate` the first
     and last interpolated channels are rounded outwards.
     """
     low, high = (
-        turned * math.log(original_length / (beta * 2.0 * math.pi)) / (2.0 * math.log(base))
+        rotary_dim * math.log(original_length / (beta * 2.0 * math.pi)) / (2.0 * math.log(base))
         for beta in (beta_fast, beta_slow)
     )
     if truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, turned - 1)
+    low, high = max(low, 0), min(high, rotary_dim - 1)
     if low == high:
         high += 0.001
-    channel = torch.arange(turned // 2, dtype=torch.float32, device="cpu")
+    channel = torch.arange(rotary_dim // 2, dtype=torch.float32, device="cpu")
     kept = 1.0 - ((channel - low) / (high - low)).clamp(0.0, 1.0)
-    wavelengths = float(base) ** _exponents(turned)
+    wavelengths = float(base) ** _exponents(rotary_dim)
     return 1.0 / (factor * wavelengths) * (1.0 - kept) + 1.0 / wavelengths * kept
 
 
@@ -148,11 +148,11 @@ def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
     return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-def longrope_frequencies(turned: int, base: float, divisors: Tensor) -> Tensor:
-    """Returns each frequency divided by its own divisor, which was found by a search (Ding et al. 2024,
-    arXiv:2402.13753). [..., turned/2]."""
-    return 1.0 / (divisors * float(base) ** _exponents(turned, divisors.device))
+def longrope_frequencies(rotary_dim: int, base: float, divisors: Tensor) -> Tensor:
+    """Returns each frequency divided by its own divisor: [..., rotary_dim/2] -> [..., rotary_dim/2]. The divisors were
+    found by a search (LongRoPE, Ding et al. 2024, arXiv:2402.13753)."""
+    return 1.0 / (divisors * float(base) ** _exponents(rotary_dim, divisors.device))
 
 
-def _exponents(turned: int, device: torch.device | str = "cpu") -> Tensor:
-    return torch.arange(0, turned, 2, dtype=torch.float32, device=device) / turned
+def _exponents(rotary_dim: int, device: torch.device | str = "cpu") -> Tensor:
+    return torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device) / rotary_dim

@@ -1,4 +1,4 @@
-"""Rotary positions on a GPU: one kernel in forward and one in backward, which read heads inside a packed projection."""
+"""Rotary positions on a GPU: one kernel per direction. They read heads in place inside a packed projection."""
 
 import math
 from typing import Any
@@ -12,14 +12,14 @@ from torch.autograd.function import once_differentiable
 from megatron.core.ops.rope import Rotation, apply_rope
 
 _TILE = 2048
-"""Pairs of channels that a program turns at once."""
+"""Pairs of channels that a program rotates at once."""
 
 
 @triton.jit
 def _rope_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluate annotations
-    turned, heads, cos, sin, batch, count, per_group, width, half, first, end,
+    rotated, heads, cos, sin, batch, count, per_group, width, half, first, end,
     heads_s, heads_b, heads_g, heads_h, cos_s, cos_b, sin_s, sin_b,
-    INTERLEAVED: tl.constexpr, BACK: tl.constexpr, PASSES: tl.constexpr,
+    INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr, COPIES_REST: tl.constexpr,
     HEADS: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -27,30 +27,30 @@ def _rope_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluate annot
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     pair = tl.arange(0, HALF)
     dtype = heads.dtype.element_ty
-    c = tl.load(cos + s * cos_s + b * cos_b + pair, mask=pair < half, other=0.0).to(tl.float32)[None, :]
-    d = tl.load(sin + s * sin_s + b * sin_b + pair, mask=pair < half, other=0.0).to(tl.float32)[None, :]
-    if BACK:
-        d = -d
+    cosine = tl.load(cos + s * cos_s + b * cos_b + pair, mask=pair < half, other=0.0).to(tl.float32)[None, :]
+    sine = tl.load(sin + s * sin_s + b * sin_b + pair, mask=pair < half, other=0.0).to(tl.float32)[None, :]
+    if INVERSE:
+        sine = -sine
     source = heads + s * heads_s + b * heads_b + (head // per_group * heads_g + head % per_group * heads_h)[:, None]
-    target = turned + (token * count + head[:, None]) * width
+    target = rotated + (token * count + head[:, None]) * width
     if INTERLEAVED:
         one, other = first + 2 * pair, first + 2 * pair + 1
     else:
         one, other = first + pair, first + half + pair
-    there = (head < count)[:, None] & (pair < half)[None, :]
-    x = tl.load(source + one[None, :], mask=there, other=0.0).to(tl.float32)
-    y = tl.load(source + other[None, :], mask=there, other=0.0).to(tl.float32)
-    tl.store(target + one[None, :], (x * c - y * d).to(dtype), mask=there)
-    tl.store(target + other[None, :], (y * c + x * d).to(dtype), mask=there)
-    if PASSES:
+    valid = (head < count)[:, None] & (pair < half)[None, :]
+    x = tl.load(source + one[None, :], mask=valid, other=0.0).to(tl.float32)
+    y = tl.load(source + other[None, :], mask=valid, other=0.0).to(tl.float32)
+    tl.store(target + one[None, :], (x * cosine - y * sine).to(dtype), mask=valid)
+    tl.store(target + other[None, :], (y * cosine + x * sine).to(dtype), mask=valid)
+    if COPIES_REST:
         channel = tl.arange(0, WIDTH)
-        passes = (channel < first) | ((channel >= end) & (channel < width))
-        there = (head < count)[:, None] & passes[None, :]
-        tl.store(target + channel[None, :], tl.load(source + channel[None, :], mask=there), mask=there)
+        rest = (channel < first) | ((channel >= end) & (channel < width))
+        valid = (head < count)[:, None] & rest[None, :]
+        tl.store(target + channel[None, :], tl.load(source + channel[None, :], mask=valid), mask=valid)
 
 
 def apply_rope_triton(heads: Tensor, rotation: Rotation) -> Tensor:
-    """Computes `rope.apply_rope` in one kernel; sums in float32 and rounds once. Float64 uses the reference."""
+    """Computes `rope.apply_rope` in one kernel, in float32 with one rounding. Float64 uses the reference."""
     if heads.dtype is torch.float64:
         return apply_rope(heads, rotation)
     return _Rope.apply(heads, rotation)
@@ -61,17 +61,17 @@ class _Rope(torch.autograd.Function):
     def forward(ctx: Any, heads: Tensor, rotation: Rotation) -> Tensor:
         ctx.save_for_backward(rotation.cos, rotation.sin)
         ctx.interleaved, ctx.first = rotation.interleaved, rotation.first
-        return turn_triton(heads, rotation.cos, rotation.sin, rotation.interleaved, rotation.first, back=False)
+        return rotate_triton(heads, rotation.cos, rotation.sin, rotation.interleaved, rotation.first, inverse=False)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor, None]:
         cos, sin = ctx.saved_tensors
-        return turn_triton(output_gradient, cos, sin, ctx.interleaved, ctx.first, back=True), None
+        return rotate_triton(output_gradient, cos, sin, ctx.interleaved, ctx.first, inverse=True), None
 
 
-def turn_triton(heads: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, first: int, back: bool) -> Tensor:
-    """Returns `heads` turned by the angles, or turned back."""
+def rotate_triton(heads: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, first: int, inverse: bool) -> Tensor:
+    """Returns `heads` rotated by the angles, with `inverse` by their negatives. Shapes are those of `apply_rope`."""
     if heads.stride(-1) != 1:
         heads = heads.contiguous()
     cos, sin = (last_contiguous(angles) for angles in (cos, sin))
@@ -79,18 +79,18 @@ def turn_triton(heads: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, firs
     count, per_group = math.prod(counts), counts[-1]
     half = cos.shape[-1]
     end = first + 2 * half
-    turned = torch.empty(heads.shape, dtype=heads.dtype, device=heads.device)
-    if turned.numel():
+    rotated = torch.empty(heads.shape, dtype=heads.dtype, device=heads.device)
+    if rotated.numel():
         pairs = triton.next_power_of_2(half)
         at_once = max(1, min(triton.next_power_of_2(count), _TILE // pairs))
         _rope_kernel[(s * b, triton.cdiv(count, at_once))](
-            turned, heads, cos, sin, b, count, per_group, width, half, first, end,
+            rotated, heads, cos, sin, b, count, per_group, width, half, first, end,
             heads_s, heads_b, strides[0] if len(strides) > 1 else 0, strides[-1],
             cos.stride(0), angle_stride(cos), sin.stride(0), angle_stride(sin),
-            INTERLEAVED=interleaved, BACK=back, PASSES=2 * half < width,
+            INTERLEAVED=interleaved, INVERSE=inverse, COPIES_REST=2 * half < width,
             HEADS=at_once, HALF=pairs, WIDTH=triton.next_power_of_2(width),
         )  # fmt: skip
-    return turned
+    return rotated
 
 
 def last_contiguous(angles: Tensor) -> Tensor:

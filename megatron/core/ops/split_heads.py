@@ -1,4 +1,4 @@
-"""Queries, keys and values as parts of one packed projection."""
+"""Splits a packed projection into queries, gates, keys and values."""
 
 from collections.abc import Sequence
 
@@ -8,8 +8,9 @@ from megatron.core.ops.rope import Rotation, apply_rope
 
 
 def split_heads(packed: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
-    """Returns views [s, b, groups, size, d] of [s, b, groups, heads, d], one for each of `sizes`, which add up to the
-    heads of a group. Backward copies the gradients of the parts into one packed tensor."""
+    """Returns views [s, b, groups, size, d] of [s, b, groups, heads, d], one for each of `sizes`.
+
+    The sizes add up to the heads of a group. Backward copies the gradients of the parts into one packed tensor."""
     return packed.split(list(sizes), -2)
 
 

@@ -1,5 +1,5 @@
 """Backward of `split_heads` on a GPU: one kernel copies the gradients of queries, gates, keys and values into the
-gradient of the packed projection, and turns those of rotated heads back. The gradients may have any strides."""
+gradient of the packed projection, and rotates those of rotated heads back. The gradients may have any strides."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,33 +11,33 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.ops.rope import Rotation, apply_rope
-from megatron.core.ops.rope_triton import angle_stride, apply_rope_triton, last_contiguous, turn_triton
+from megatron.core.ops.rope_triton import angle_stride, apply_rope_triton, last_contiguous, rotate_triton
 
 
 @triton.jit
-def _put(  # type: ignore[no-untyped-def]  # Triton would evaluate annotations
+def _copy(  # type: ignore[no-untyped-def]  # Triton would evaluate annotations
     target, source, s, b, stride_s, stride_b, stride_g, stride_h, first, size, heads, width, count,
     HEADS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Copies one part of a token, `size` heads of each of `count` / `size` groups, to its place in the packed token."""
     head, channel = tl.arange(0, HEADS), tl.arange(0, WIDTH)
-    there = (head < count)[:, None] & (channel < width)[None, :]
+    valid = (head < count)[:, None] & (channel < width)[None, :]
     group, inner = head // size, head % size
     at = s * stride_s + b * stride_b + (group * stride_g + inner * stride_h)[:, None] + channel[None, :]
     to = ((group * heads + first + inner) * width)[:, None] + channel[None, :]
-    tl.store(target + to, tl.load(source + at, mask=there), mask=there)
+    tl.store(target + to, tl.load(source + at, mask=valid), mask=valid)
 
 
 @triton.jit
-def _put_turned(  # type: ignore[no-untyped-def]
+def _copy_rotated_back(  # type: ignore[no-untyped-def]
     target, source, s, b, stride_s, stride_b, stride_g, stride_h, first, size, heads, width, count,
     cos, sin, cos_s, cos_b, sin_s, sin_b, start, half,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, PASSES: tl.constexpr,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, COPIES_REST: tl.constexpr,
 ):  # fmt: skip
-    """Copies one part of a token, as `_put`, with its rotated channels turned back."""
+    """Copies one part of a token like `_copy`, and rotates its rotated channels back."""
     head, pair = tl.arange(0, HEADS), tl.arange(0, HALF)
-    c = tl.load(cos + s * cos_s + b * cos_b + pair, mask=pair < half, other=0.0).to(tl.float32)[None, :]
-    d = -tl.load(sin + s * sin_s + b * sin_b + pair, mask=pair < half, other=0.0).to(tl.float32)[None, :]
+    cosine = tl.load(cos + s * cos_s + b * cos_b + pair, mask=pair < half, other=0.0).to(tl.float32)[None, :]
+    sine = -tl.load(sin + s * sin_s + b * sin_b + pair, mask=pair < half, other=0.0).to(tl.float32)[None, :]
     if INTERLEAVED:
         one, other = start + 2 * pair, start + 2 * pair + 1
     else:
@@ -45,17 +45,17 @@ def _put_turned(  # type: ignore[no-untyped-def]
     group, inner = head // size, head % size
     at = source + s * stride_s + b * stride_b + (group * stride_g + inner * stride_h)[:, None]
     to = target + ((group * heads + first + inner) * width)[:, None]
-    there = (head < count)[:, None] & (pair < half)[None, :]
-    x = tl.load(at + one[None, :], mask=there, other=0.0).to(tl.float32)
-    y = tl.load(at + other[None, :], mask=there, other=0.0).to(tl.float32)
+    valid = (head < count)[:, None] & (pair < half)[None, :]
+    x = tl.load(at + one[None, :], mask=valid, other=0.0).to(tl.float32)
+    y = tl.load(at + other[None, :], mask=valid, other=0.0).to(tl.float32)
     dtype = target.dtype.element_ty
-    tl.store(to + one[None, :], (x * c - y * d).to(dtype), mask=there)
-    tl.store(to + other[None, :], (y * c + x * d).to(dtype), mask=there)
-    if PASSES:
+    tl.store(to + one[None, :], (x * cosine - y * sine).to(dtype), mask=valid)
+    tl.store(to + other[None, :], (y * cosine + x * sine).to(dtype), mask=valid)
+    if COPIES_REST:
         channel = tl.arange(0, WIDTH)
-        passes = (channel < start) | ((channel >= start + 2 * half) & (channel < width))
-        there = (head < count)[:, None] & passes[None, :]
-        tl.store(to + channel[None, :], tl.load(at + channel[None, :], mask=there), mask=there)
+        rest = (channel < start) | ((channel >= start + 2 * half) & (channel < width))
+        valid = (head < count)[:, None] & rest[None, :]
+        tl.store(to + channel[None, :], tl.load(at + channel[None, :], mask=valid), mask=valid)
 
 
 @triton.jit
@@ -65,35 +65,35 @@ def _join_kernel(  # type: ignore[no-untyped-def]
     batch, groups, heads, width, size0, size1, size2, size3,
     cos, sin, cos_s, cos_b, sin_s, sin_b, start, half,
     HEADS0: tl.constexpr, HEADS1: tl.constexpr, HEADS2: tl.constexpr, HEADS3: tl.constexpr, WIDTH: tl.constexpr,
-    TURNS: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, PASSES: tl.constexpr,
+    ROTATES: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, COPIES_REST: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     s, b = token // batch, token % batch
     target = packed + token * groups * heads * width
     first = 0
     if HEADS0:
-        if TURNS:  # queries
-            _put_turned(
+        if ROTATES:  # queries
+            _copy_rotated_back(
                 target, part0, s, b, s0, b0, g0, h0, first, size0, heads, width, groups * size0,
-                cos, sin, cos_s, cos_b, sin_s, sin_b, start, half, HEADS0, WIDTH, HALF, INTERLEAVED, PASSES,
+                cos, sin, cos_s, cos_b, sin_s, sin_b, start, half, HEADS0, WIDTH, HALF, INTERLEAVED, COPIES_REST,
             )  # fmt: skip
         else:
-            _put(target, part0, s, b, s0, b0, g0, h0, first, size0, heads, width, groups * size0, HEADS0, WIDTH)
+            _copy(target, part0, s, b, s0, b0, g0, h0, first, size0, heads, width, groups * size0, HEADS0, WIDTH)
         first += size0
     if HEADS1:
-        _put(target, part1, s, b, s1, b1, g1, h1, first, size1, heads, width, groups * size1, HEADS1, WIDTH)
+        _copy(target, part1, s, b, s1, b1, g1, h1, first, size1, heads, width, groups * size1, HEADS1, WIDTH)
         first += size1
     if HEADS2:
-        if TURNS:  # keys
-            _put_turned(
+        if ROTATES:  # keys
+            _copy_rotated_back(
                 target, part2, s, b, s2, b2, g2, h2, first, size2, heads, width, groups * size2,
-                cos, sin, cos_s, cos_b, sin_s, sin_b, start, half, HEADS2, WIDTH, HALF, INTERLEAVED, PASSES,
+                cos, sin, cos_s, cos_b, sin_s, sin_b, start, half, HEADS2, WIDTH, HALF, INTERLEAVED, COPIES_REST,
             )  # fmt: skip
         else:
-            _put(target, part2, s, b, s2, b2, g2, h2, first, size2, heads, width, groups * size2, HEADS2, WIDTH)
+            _copy(target, part2, s, b, s2, b2, g2, h2, first, size2, heads, width, groups * size2, HEADS2, WIDTH)
         first += size2
     if HEADS3:
-        _put(target, part3, s, b, s3, b3, g3, h3, first, size3, heads, width, groups * size3, HEADS3, WIDTH)
+        _copy(target, part3, s, b, s3, b3, g3, h3, first, size3, heads, width, groups * size3, HEADS3, WIDTH)
 
 
 def split_heads_triton(packed: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
@@ -135,8 +135,8 @@ class _SplitRotatedHeads(torch.autograd.Function):
         ctx.save_for_backward(cos, sin)
         ctx.sizes, ctx.interleaved, ctx.first = sizes, interleaved, first
         query, gate, key, value = packed.split(list(sizes), -2)
-        turned = [turn_triton(part, cos, sin, interleaved, first, back=False) for part in (query, key)]
-        return turned[0], gate, turned[1], value
+        rotated = [rotate_triton(part, cos, sin, interleaved, first, inverse=False) for part in (query, key)]
+        return rotated[0], gate, rotated[1], value
 
     @staticmethod
     @once_differentiable
@@ -148,7 +148,7 @@ class _SplitRotatedHeads(torch.autograd.Function):
 
 def _joined(gradients: Sequence[Tensor], sizes: tuple[int, ...], rotation: Rotation | None) -> Tensor:
     """Returns the gradient of the packed heads. With a rotation the gradients of queries and keys, the first and the
-    third of four parts, are turned back."""
+    third of four parts, are rotated back."""
     parts = [g if g.stride(-1) == 1 or not g.numel() else g.contiguous() for g in gradients]
     s, b, groups, _, width = parts[0].shape
     packed = parts[0].new_empty(s, b, groups, sum(sizes), width)
@@ -175,7 +175,7 @@ def _joined(gradients: Sequence[Tensor], sizes: tuple[int, ...], rotation: Rotat
         _join_kernel[(s * b,)](
             packed, *parts, *[packed] * missing, *strides, *[0] * 4 * missing,
             b, groups, sum(sizes), width, *sizes, *angles, *tiles, triton.next_power_of_2(width),
-            TURNS=rotation is not None, HALF=triton.next_power_of_2(half),
-            INTERLEAVED=rotation is not None and rotation.interleaved, PASSES=2 * half < width,
+            ROTATES=rotation is not None, HALF=triton.next_power_of_2(half),
+            INTERLEAVED=rotation is not None and rotation.interleaved, COPIES_REST=2 * half < width,
         )  # fmt: skip
     return packed

@@ -1,4 +1,4 @@
-"""Sums over rows on a GPU: gradients of biases and of norm weights, in float32 and in the same order at every run."""
+"""Sums over rows on a GPU, for the gradients of biases and norm weights: in float32, in the same order in every run."""
 
 import functools
 
@@ -14,7 +14,7 @@ _COLUMNS = 64
 _PROGRAMS = 8
 """Programs for each multiprocessor."""
 _MANY_ROWS = 1024
-"""From this many rows on the sum is split over more programs than there are blocks of columns."""
+"""From this number of rows on, several programs share a block of columns."""
 
 
 @triton.jit
@@ -27,16 +27,16 @@ def _sum_rows_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluate a
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for first in range(part * rows_per_program, end, ROWS):
         row = first + tl.arange(0, ROWS)
-        there = (row < end)[:, None] & (column < width)[None, :]
+        valid = (row < end)[:, None] & (column < width)[None, :]
         at = rows + row.to(tl.int64)[:, None] * width + column[None, :]
-        total += tl.load(at, mask=there, other=0.0).to(tl.float32)
+        total += tl.load(at, mask=valid, other=0.0).to(tl.float32)
     at = totals + part.to(tl.int64) * width + column
     tl.store(at, tl.sum(total, 0).to(totals.dtype.element_ty), mask=column < width)
 
 
 def sum_rows_triton(rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Returns the sum of `rows` [n, width] over the first dimension, [width]. It is accumulated in float32 and rounded
-    once to `dtype` (default: the rows' type); torch computes float64."""
+    once to `dtype` (default: the rows' type). If either type is float64, torch computes the sum in float64."""
     dtype = dtype or rows.dtype
     if torch.float64 in (rows.dtype, dtype):
         return rows.sum(0, dtype=dtype)
@@ -65,5 +65,5 @@ def _launch(totals: Tensor, rows: Tensor, parts: int) -> None:
 
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
-    """Returns the number of multiprocessors of a GPU, and 2 for a CPU, where Triton's interpreter runs the programs."""
+    """Returns the number of multiprocessors of a GPU; for a CPU, where Triton's interpreter runs the programs, 2."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2

@@ -44,20 +44,20 @@ def _adam_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     if tl.load(skip) == 0:
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        there = at < size
-        w = tl.load(weights + at, mask=there)
-        g = tl.load(gradients + at, mask=there)
-        m = tl.load(exp_avgs + at, mask=there)
-        v = tl.load(exp_avg_sqs + at, mask=there)
+        valid = at < size
+        w = tl.load(weights + at, mask=valid)
+        g = tl.load(gradients + at, mask=valid)
+        m = tl.load(exp_avgs + at, mask=valid)
+        v = tl.load(exp_avg_sqs + at, mask=valid)
         w, m, v = adam_update(
             w, g, m, v, count, lr, divisor, decay,
             beta1, beta2, one_minus_beta1, one_minus_beta2, log_beta1, log_beta2, eps, DECOUPLED, DECAY_ON_DEVICE,
         )  # fmt: skip
-        tl.store(weights + at, w, mask=there)
-        tl.store(exp_avgs + at, m, mask=there)
-        tl.store(exp_avg_sqs + at, v, mask=there)
+        tl.store(weights + at, w, mask=valid)
+        tl.store(exp_avgs + at, m, mask=valid)
+        tl.store(exp_avg_sqs + at, v, mask=valid)
         if ROUNDS:
-            tl.store(rounded + at, w.to(rounded.dtype.element_ty), mask=there)
+            tl.store(rounded + at, w.to(rounded.dtype.element_ty), mask=valid)
 
 
 def adam_triton(

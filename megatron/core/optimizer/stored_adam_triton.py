@@ -19,14 +19,14 @@ _SCALED = {torch.float16: 1, torch.float8_e4m3fn: 2}
 
 
 @triton.jit
-def _read(codes, scales, at, there, SCALED: tl.constexpr, ROOT: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
+def _read(codes, scales, at, valid, SCALED: tl.constexpr, ROOT: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
     """Returns the numbers of a block in float32. SCALED: 0 without scales, 1 for float16, 2 for fp8 (as uint8)."""
     if SCALED == 2:
-        x = tl.load(codes + at, mask=there, other=0).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        x = tl.load(codes + at, mask=valid, other=0).to(tl.float8e4nv, bitcast=True).to(tl.float32)
     else:
-        x = tl.load(codes + at, mask=there, other=0.0).to(tl.float32)
+        x = tl.load(codes + at, mask=valid, other=0.0).to(tl.float32)
     if SCALED:
-        x *= tl.load(scales + at // GROUP, mask=there, other=1.0)
+        x *= tl.load(scales + at // GROUP, mask=valid, other=1.0)
     if ROOT:
         x *= x
     return x
@@ -43,7 +43,7 @@ def _rounded_to_e4m3(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _write(  # type: ignore[no-untyped-def]
-    codes, scales, at, there, x, size, limit, least,
+    codes, scales, at, valid, x, size, limit, least,
     SCALED: tl.constexpr, ROOT: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Stores the float32 numbers of a block."""
@@ -51,7 +51,7 @@ def _write(  # type: ignore[no-untyped-def]
         if ROOT:
             x = tl.sqrt_rn(x)
         # Sizes are compared as integers: the bits of NaN are larger than those of any number.
-        bits = tl.where(there, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
+        bits = tl.where(valid, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
         largest = tl.max(tl.reshape(bits, (BLOCK // GROUP, GROUP)), 1).to(tl.float32, bitcast=True)
         ratio = tl.div_rn(largest, limit + tl.zeros_like(largest)).to(tl.int32, bitcast=True)
         scale = (ratio & 0x7F800000) + tl.where((ratio & 0x007FFFFF) != 0, 0x00800000, 0)
@@ -63,13 +63,13 @@ def _write(  # type: ignore[no-untyped-def]
         if SCALED == 2:
             fp8 = _rounded_to_e4m3(y).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
             is_number = (y.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < 0x7F800000
-            tl.store(codes + at, tl.where(is_number, fp8, 0x7F).to(tl.uint8), mask=there)
+            tl.store(codes + at, tl.where(is_number, fp8, 0x7F).to(tl.uint8), mask=valid)
         else:
-            tl.store(codes + at, y.to(tl.float16), mask=there)
+            tl.store(codes + at, y.to(tl.float16), mask=valid)
         block = tl.program_id(0).to(tl.int64) * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
         tl.store(scales + block, scale, mask=block * GROUP < size)
     else:
-        tl.store(codes + at, x.to(codes.dtype.element_ty), mask=there)
+        tl.store(codes + at, x.to(codes.dtype.element_ty), mask=valid)
 
 
 @triton.jit
@@ -83,31 +83,31 @@ def _stored_adam_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     if tl.load(skip) == 0:
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        there = at < size
+        valid = at < size
         if REMAINDER:
-            high = tl.load(rounded + at, mask=there, other=0).to(tl.int32) << 16
-            w = (high + tl.load(weights + at, mask=there, other=0).to(tl.int32)).to(tl.float32, bitcast=True)
+            high = tl.load(rounded + at, mask=valid, other=0).to(tl.int32) << 16
+            w = (high + tl.load(weights + at, mask=valid, other=0).to(tl.int32)).to(tl.float32, bitcast=True)
         else:
-            w = _read(weights, weight_scales, at, there, WEIGHT_SCALED, False, GROUP)
-        g = tl.load(gradients + at, mask=there, other=0.0).to(tl.float32)
-        m = _read(exp_avgs, exp_avg_scales, at, there, M_SCALED, False, GROUP)
-        v = _read(exp_avg_sqs, exp_avg_sq_scales, at, there, V_SCALED, V_SCALED != 0, GROUP)
+            w = _read(weights, weight_scales, at, valid, WEIGHT_SCALED, False, GROUP)
+        g = tl.load(gradients + at, mask=valid, other=0.0).to(tl.float32)
+        m = _read(exp_avgs, exp_avg_scales, at, valid, M_SCALED, False, GROUP)
+        v = _read(exp_avg_sqs, exp_avg_sq_scales, at, valid, V_SCALED, V_SCALED != 0, GROUP)
         w, m, v = adam_update(
             w, g, m, v, count, lr, divisor, decay,
             beta1, beta2, one_minus_beta1, one_minus_beta2, log_beta1, log_beta2, eps, DECOUPLED, DECAY_ON_DEVICE,
         )  # fmt: skip
-        _write(exp_avgs, exp_avg_scales, at, there, m, size, limits_m, 0.0, M_SCALED, False, GROUP, BLOCK)
+        _write(exp_avgs, exp_avg_scales, at, valid, m, size, limits_m, 0.0, M_SCALED, False, GROUP, BLOCK)
         root = V_SCALED != 0
-        _write(exp_avg_sqs, exp_avg_sq_scales, at, there, v, size, limits_v, least, V_SCALED, root, GROUP, BLOCK)
+        _write(exp_avg_sqs, exp_avg_sq_scales, at, valid, v, size, limits_v, least, V_SCALED, root, GROUP, BLOCK)
         if BF16:
             bits, is_nan = w.to(tl.int32, bitcast=True), w != w
-            tl.store(rounded + at, tl.where(is_nan, 0x7FC0, (bits + 0x8000) >> 16).to(tl.int16), mask=there)
+            tl.store(rounded + at, tl.where(is_nan, 0x7FC0, (bits + 0x8000) >> 16).to(tl.int16), mask=valid)
             if REMAINDER:
-                tl.store(weights + at, tl.where(is_nan, 0, bits).to(tl.int16), mask=there)
+                tl.store(weights + at, tl.where(is_nan, 0, bits).to(tl.int16), mask=valid)
         elif ROUNDS:
-            tl.store(rounded + at, w.to(rounded.dtype.element_ty), mask=there)
+            tl.store(rounded + at, w.to(rounded.dtype.element_ty), mask=valid)
         if not REMAINDER:
-            _write(weights, weight_scales, at, there, w, size, limits_w, 0.0, WEIGHT_SCALED, False, GROUP, BLOCK)
+            _write(weights, weight_scales, at, valid, w, size, limits_w, 0.0, WEIGHT_SCALED, False, GROUP, BLOCK)
 
 
 def stored_adam_triton(

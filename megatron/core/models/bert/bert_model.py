@@ -211,9 +211,7 @@ class BertModel(LanguageModule):
                 "both sides and whose rows are padded; use 1, and tensor or pipeline parallelism"
             )
         if self.config.mtp_num_layers:
-            raise UserError(
-                f"mtp_num_layers {self.config.mtp_num_layers}: BERT predicts no token further ahead; unset it"
-            )
+            raise UserError(f"mtp_num_layers {self.config.mtp_num_layers}: BERT predicts masked tokens only; unset it")
 
     def _embed(self, input_ids: Tensor | None, tokentype_ids: Tensor | None, inputs: LayerInputs) -> Tensor:
         assert input_ids is not None

@@ -61,7 +61,7 @@ def _max_logits_kernel(  # type: ignore[no-untyped-def]
     batch, head = pair // heads, pair % heads
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows of a causal mask come first
     i = tile * M + tl.arange(0, M)
-    there = i < queries
+    valid = i < queries
     channel = tl.arange(0, WIDTH)
     query += batch * query_batch + head * query_head
     key += batch * key_batch + head // shared * key_head
@@ -69,12 +69,12 @@ def _max_logits_kernel(  # type: ignore[no-untyped-def]
         hidden += batch * keys
     q = tl.load(
         query + i[:, None].to(tl.int64) * query_row + channel[None, :],
-        mask=there[:, None] & (channel < width)[None, :], other=0.0,
+        mask=valid[:, None] & (channel < width)[None, :], other=0.0,
     )  # fmt: skip
     position = i + longer
     if HAS_POSITIONS:
-        position = tl.load(positions + batch * position_batch + i, mask=there, other=0)
-    earliest, latest = tl.min(tl.where(there, position, keys), 0), tl.max(tl.where(there, position, 0), 0)
+        position = tl.load(positions + batch * position_batch + i, mask=valid, other=0)
+    earliest, latest = tl.min(tl.where(valid, position, keys), 0), tl.max(tl.where(valid, position, 0), 0)
     start, end = i, i
     # Tiles first ... last hold all keys that these queries see; in whole ... whole_end all queries see all keys.
     first, last, whole, whole_end = 0, keys, 0, keys // N * N
@@ -85,9 +85,9 @@ def _max_logits_kernel(  # type: ignore[no-untyped-def]
         first = tl.maximum(0, earliest - left) // N * N
         whole = (tl.maximum(0, latest - left) + N - 1) // N * N
     if PACKED:
-        start = tl.load(edges + position, mask=there & (position < keys), other=0)
-        end = tl.load(edges + keys + position, mask=there & (position < keys), other=0)
-        first = tl.maximum(first, tl.min(tl.where(there, start, keys), 0) // N * N)
+        start = tl.load(edges + position, mask=valid & (position < keys), other=0)
+        end = tl.load(edges + keys + position, mask=valid & (position < keys), other=0)
+        first = tl.maximum(first, tl.min(tl.where(valid, start, keys), 0) // N * N)
         last = tl.minimum(last, tl.max(end, 0))
     if PACKED or HIDES:
         whole_end = 0
@@ -108,7 +108,7 @@ def _max_logits_kernel(  # type: ignore[no-untyped-def]
         top, q, key, hidden, whole_end, last, position, start, end, keys, key_row, width, left, right,
         True, HAS_LEFT, HAS_RIGHT, PACKED, HIDES, FULL, N, WIDTH,
     )  # fmt: skip
-    top = tl.where(there[:, None], top, float("-inf"))
+    top = tl.where(valid[:, None], top, float("-inf"))
     is_nan = tl.max(tl.max((top != top).to(tl.int32), 1), 0)
     largest = tl.max(tl.max(tl.where(top != top, float("-inf"), top), 1), 0)
     tl.store(output + pair * tl.num_programs(0) + tile, tl.where(is_nan > 0, float("nan"), largest))

@@ -21,21 +21,21 @@ def _merge_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluate anno
     batch, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)
-    there = row < rows
+    valid = row < rows
     old_at = total_lse + batch * total_lse_batch + head * total_lse_head + row
-    old = tl.load(old_at, mask=there, other=0.0)
-    new = tl.load(lse + batch * lse_batch + head * lse_head + row * lse_row, mask=there, other=0.0)
+    old = tl.load(old_at, mask=valid, other=0.0)
+    new = tl.load(lse + batch * lse_batch + head * lse_head + row * lse_row, mask=valid, other=0.0)
     top = tl.maximum(tl.maximum(old, new), -3.0e38)  # if both are -inf, the weights are 0, not NaN
     old_weight, new_weight = tl.exp(old - top), tl.exp(new - top)
     weight = old_weight + new_weight
     share = tl.where(weight > 0.0, 1.0 / tl.maximum(weight, 1.0e-38), 0.0)
-    inside = there[:, None] & (column < width)[None, :]
+    inside = valid[:, None] & (column < width)[None, :]
     total_at = total + batch * total_batch + head * total_head + row[:, None] * total_row + column[None, :]
     output_at = output + batch * output_batch + head * output_head + row[:, None] * output_row + column[None, :]
     merged = tl.load(total_at, mask=inside, other=0.0) * (old_weight * share)[:, None]
     merged += tl.load(output_at, mask=inside, other=0.0).to(tl.float32) * (new_weight * share)[:, None]
     tl.store(total_at, merged, mask=inside)
-    tl.store(old_at, tl.where(weight > 0.0, top + tl.log(weight), old), mask=there)
+    tl.store(old_at, tl.where(weight > 0.0, top + tl.log(weight), old), mask=valid)
 
 
 def merge_block_triton(total: Tensor, total_lse: Tensor, output: Tensor, lse: Tensor) -> None:

@@ -187,11 +187,11 @@ def cast_segments(
         seen.copy_(torch.maximum(seen, largest_value(matrix)))
     for number, part, padded in segments.ranges():
         scales = _scale_of(row_scale, number, part), _scale_of(column_scale, number)
-        values, turned = cast_scaled(matrix[part], dtype, *scales)
+        values, transposed = cast_scaled(matrix[part], dtype, *scales)
         if rows is not None and values is not None:
             rows[part] = values
-        if columns is not None and turned is not None:
-            columns[:, padded] = turned
+        if columns is not None and transposed is not None:
+            columns[:, padded] = transposed
     return rows, columns
 
 
@@ -219,7 +219,7 @@ def quantize_segment_blocks(
     """
     (n, k), across, device = matrix.shape, -(-matrix.shape[1] // BLOCK), matrix.device
     values = torch.zeros(n, k, dtype=torch.uint8, device=device).view(dtype)
-    turned = torch.zeros(k, segments.padded_rows, dtype=torch.uint8, device=device).view(dtype)
+    transposed = torch.zeros(k, segments.padded_rows, dtype=torch.uint8, device=device).view(dtype)
     row_factors = torch.ones(segments.blocks if square else n, across, device=device)
     column_factors = torch.ones(across if square else k, segments.blocks, device=device)
     for _, part, padded in segments.ranges():
@@ -228,14 +228,14 @@ def quantize_segment_blocks(
         if pair.rows is not None:
             values[part], row_factors[blocks if square else part] = pair.rows.values, pair.rows.factors
         if pair.columns is not None:
-            turned[:, padded], column_factors[:, blocks] = pair.columns.values, pair.columns.factors
-    return pair_of_blocks(values, row_factors, turned, column_factors, square=square, rows=rows, columns=columns)
+            transposed[:, padded], column_factors[:, blocks] = pair.columns.values, pair.columns.factors
+    return pair_of_blocks(values, row_factors, transposed, column_factors, square=square, rows=rows, columns=columns)
 
 
 def pair_of_blocks(
     values: Tensor,
     row_factors: Tensor,
-    turned: Tensor,
+    transposed: Tensor,
     column_factors: Tensor,
     *,
     square: bool,
@@ -246,7 +246,7 @@ def pair_of_blocks(
     scope: Literal["blocks", "squares"] = "squares" if square else "blocks"
     return QuantizedGroupsPair(
         QuantizedGroups(values, row_factors, scope) if rows else None,
-        QuantizedGroups(turned, column_factors, scope) if columns else None,
+        QuantizedGroups(transposed, column_factors, scope) if columns else None,
     )
 
 
@@ -260,25 +260,27 @@ def product_of_groups(
     segments: Segments,
     dtype: torch.dtype,
     *,
-    turned: bool = False,
+    transposed: bool = False,
     precise: bool = True,
 ) -> Tensor:
     """Returns rows [n, k] times the transposed weight [out, k] of each row's group: [n, out], of the dequantised
     values, accumulated in float32 at least and rounded to `dtype`.
 
-    Weights are the rows of stacked weights, [groups * out, k], or with `turned` the columns of stacked weights
+    Weights are the rows of stacked weights, [groups * out, k], or with `transposed` the columns of stacked weights
     [groups, k, out]: [out, groups * padded k]. `precise` has no effect.
     """
     if rows.values.is_cuda and dtype is not torch.float64:
         warn_on_first_rank("fp8: the products of experts are computed in plain torch, which is slow")
     wide = at_least_float32(dtype)
     k, height = rows.values.shape[1], weight.values.shape[0]
-    own_rows = k if turned else height // segments.groups
-    output = torch.empty(rows.values.shape[0], height if turned else own_rows, dtype=dtype, device=rows.values.device)
-    weight_of = _wide_columns if turned else _wide_rows
+    own_rows = k if transposed else height // segments.groups
+    output = torch.empty(
+        rows.values.shape[0], height if transposed else own_rows, dtype=dtype, device=rows.values.device
+    )
+    weight_of = _wide_columns if transposed else _wide_rows
     for number, part, _ in segments.ranges():
         group = number // segments.per_group
-        first = group * (-(-own_rows // BLOCK) * BLOCK if turned else own_rows)
+        first = group * (-(-own_rows // BLOCK) * BLOCK if transposed else own_rows)
         first_block = group * -(-own_rows // BLOCK)
         matrix = weight_of(weight, slice(first, first + own_rows), group, first_block, wide)
         output[part] = (_wide_rows(rows, part, number, 0, wide) @ matrix.t()).to(dtype)

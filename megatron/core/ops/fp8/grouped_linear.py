@@ -84,7 +84,7 @@ class _Fp8GroupedLinear(torch.autograd.Function):
         )
         multiply = layer.settings.kernels.grouped.product
         output: Tensor = multiply(
-            quantized.rows, layer.weight_rows(weight), segments, inputs.dtype, turned=False, precise=False
+            quantized.rows, layer.weight_rows(weight), segments, inputs.dtype, transposed=False, precise=False
         )
         columns = quantized.columns
         ctx.scope = None if columns is None else columns.scope
@@ -108,7 +108,7 @@ class _Fp8GroupedLinear(torch.autograd.Function):
         inputs_gradient = weight_gradient = None
         if needs_inputs:
             inputs_gradient = kernels.product(
-                quantized.rows, layer.weight_columns(weight), segments, gradient.dtype, turned=True
+                quantized.rows, layer.weight_columns(weight), segments, gradient.dtype, transposed=True
             )
         if needs_weight:
             add: Any

@@ -79,7 +79,7 @@ def _dot(left, right, total, PRECISE: tl.constexpr, BLOCK: tl.constexpr):  # typ
 def _product_kernel(  # type: ignore[no-untyped-def]
     output, rows, weight, row_factors, weight_factors, of_blocks, ends, block_ends, number, per_group, width, k, step,
     row_stride, row_step, group_step, line_step, block_step,
-    TURNED: tl.constexpr, ROW_SCALE: tl.constexpr, WEIGHT_SCALE: tl.constexpr, PRECISE: tl.constexpr,
+    TRANSPOSED: tl.constexpr, ROW_SCALE: tl.constexpr, WEIGHT_SCALE: tl.constexpr, PRECISE: tl.constexpr,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
     """ROW_SCALE and WEIGHT_SCALE: 0 one for all, 1 one for a segment or group, 2 one for a line, 3 one for a block."""
@@ -96,7 +96,9 @@ def _product_kernel(  # type: ignore[no-untyped-def]
             of_line = weight_factors + group * group_step + tl.minimum(out, width - 1) // BLOCK * line_step
             for start in range(0, k, BLOCK):
                 left = rows.load([first, start])
-                right = weight.load([first_out, group * step + start] if TURNED else [group * step + first_out, start])
+                right = weight.load(
+                    [first_out, group * step + start] if TRANSPOSED else [group * step + first_out, start]
+                )
                 row_factor = tl.load(
                     row_factors + row * row_stride + start // BLOCK * row_step, mask=row < end, other=0.0
                 )
@@ -105,7 +107,9 @@ def _product_kernel(  # type: ignore[no-untyped-def]
         else:
             for start in range(0, k, BLOCK):
                 left = rows.load([first, start])
-                right = weight.load([first_out, group * step + start] if TURNED else [group * step + first_out, start])
+                right = weight.load(
+                    [first_out, group * step + start] if TRANSPOSED else [group * step + first_out, start]
+                )
                 total = _dot(left, right, total, PRECISE, BLOCK)
             if ROW_SCALE == 2:
                 total *= tl.load(row_factors + row, mask=row < end, other=0.0)[:, None]
@@ -192,16 +196,16 @@ def product_of_groups_triton(
     segments: Segments,
     dtype: torch.dtype,
     *,
-    turned: bool = False,
+    transposed: bool = False,
     precise: bool = True,
     tile: Tile | None = None,
 ) -> Tensor:
     """Does `grouped.product_of_groups` in one kernel; without `precise`, sums have about 14 bits. Leaves float64, and
     GPUs without fp8 units, to the definition."""
     if dtype not in _KERNEL_TYPES or not _has_units(rows.values):
-        return grouped.product_of_groups(rows, weight, segments, dtype, turned=turned, precise=precise)
+        return grouped.product_of_groups(rows, weight, segments, dtype, transposed=transposed, precise=precise)
     (n, k), height = rows.values.shape, weight.values.shape[0]
-    width = height if turned else height // segments.groups
+    width = height if transposed else height // segments.groups
     output = torch.empty(n, width, dtype=dtype, device=rows.values.device)
     if not n:
         return output
@@ -212,7 +216,7 @@ def product_of_groups_triton(
     if rows.scope == "blocks":
         in_out, in_k = triton.cdiv(width, BLOCK), triton.cdiv(k, BLOCK)
         row_steps, (line, block) = rows.factors.stride(), weight_factors.stride()
-        steps = (*row_steps, in_k * block, line, block) if turned else (*row_steps, in_out * line, line, block)
+        steps = (*row_steps, in_k * block, line, block) if transposed else (*row_steps, in_out * line, line, block)
     tiles = segments.blocks * triton.cdiv(width, tile.width)
     _product_kernel[(_programs(tiles, tile, output),)](
         output,
@@ -227,9 +231,9 @@ def product_of_groups_triton(
         segments.per_group,
         width,
         k,
-        weight.values.shape[1] // segments.groups if turned else width,
+        weight.values.shape[1] // segments.groups if transposed else width,
         *steps,
-        TURNED=turned,
+        TRANSPOSED=transposed,
         ROW_SCALE=scales[0],
         WEIGHT_SCALE=scales[1],
         PRECISE=precise,

@@ -45,8 +45,8 @@ def _largest_kernel(  # type: ignore[no-untyped-def]
         size = tl.zeros((BLOCK, COLUMNS), tl.int32)
         for start in range(0, k, COLUMNS):
             column = start + tl.arange(0, COLUMNS)
-            there = (row < end)[:, None] & (column < k)[None, :]
-            x = tl.load(matrix + row[:, None] * stride + column[None, :], mask=there, other=0.0).to(tl.float32)
+            valid = (row < end)[:, None] & (column < k)[None, :]
+            x = tl.load(matrix + row[:, None] * stride + column[None, :], mask=valid, other=0.0).to(tl.float32)
             found = bits_of_size(x)
             size = tl.maximum(size, found)
             if LINES:
@@ -78,8 +78,8 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
         word = tl.zeros((BLOCK // 4, TILE_K), tl.uint32)
         for index in tl.static_range(4):
             row = first.to(tl.int64) + group * 4 + index
-            there = (row < end)[:, None] & (column < k)[None, :]
-            x = tl.load(matrix + row[:, None] * stride + column[None, :], mask=there, other=0.0).to(tl.float32)
+            valid = (row < end)[:, None] & (column < k)[None, :]
+            x = tl.load(matrix + row[:, None] * stride + column[None, :], mask=valid, other=0.0).to(tl.float32)
             if SEEN:
                 size = tl.maximum(size, bits_of_size(x))
             fp8 = as_fp8(x * scale, limit, E5M2)
@@ -87,14 +87,14 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
                 of_row = tl.load(row_scale + row, mask=row < end, other=1.0)
                 fp8 = as_fp8(x * of_row[:, None], limit, E5M2)
             if ROWS:
-                tl.store(rows + row[:, None] * k + column[None, :], fp8, mask=there)
+                tl.store(rows + row[:, None] * k + column[None, :], fp8, mask=valid)
             if SCALE == 2 and COLUMNS:
                 fp8 = as_fp8(x * of_column[None, :], limit, E5M2)
             word |= fp8.to(tl.uint32) << (8 * index)
         if COLUMNS:
-            turned = tl.trans(word.to(tl.int32, bitcast=True))
+            transposed = tl.trans(word.to(tl.int32, bitcast=True))
             at = column.to(tl.int64)[:, None] * (blocks * (BLOCK // 4)) + tl.program_id(0) * (BLOCK // 4)
-            tl.store(words + at + group[None, :], turned, mask=(column < k)[:, None])
+            tl.store(words + at + group[None, :], transposed, mask=(column < k)[:, None])
         if SEEN:
             largest = tl.max(tl.max(size, 1), 0)
             if largest > before:  # for few tiles: atomic operations on one address are slow
@@ -112,8 +112,8 @@ def _blocks_kernel(  # type: ignore[no-untyped-def]
     if first < end:
         row = first.to(tl.int64) + tl.arange(0, BLOCK)
         column = across * BLOCK + tl.arange(0, BLOCK)
-        there = (row < end)[:, None] & (column < k)[None, :]
-        x = tl.load(matrix + row[:, None] * stride + column[None, :], mask=there, other=0.0).to(tl.float32)
+        valid = (row < end)[:, None] & (column < k)[None, :]
+        x = tl.load(matrix + row[:, None] * stride + column[None, :], mask=valid, other=0.0).to(tl.float32)
         to_row = rows + row[:, None] * k + column[None, :]
         to_column = columns + column.to(tl.int64)[:, None] * (blocks * BLOCK) + block * BLOCK
         to_column += tl.arange(0, BLOCK)[None, :]
@@ -122,7 +122,7 @@ def _blocks_kernel(  # type: ignore[no-untyped-def]
             fp8 = as_fp8(x * scale, limit, E5M2)
             one = tl.full((), 1.0, tl.float32)
             if ROWS:
-                tl.store(to_row, fp8, mask=there)
+                tl.store(to_row, fp8, mask=valid)
                 tl.store(row_factors + block * tl.num_programs(1) + across, tl.div_rn(one, scale))
             if COLUMNS:
                 tl.store(to_column, tl.trans(fp8), mask=(column < k)[:, None])
@@ -131,12 +131,12 @@ def _blocks_kernel(  # type: ignore[no-untyped-def]
             one = tl.full((BLOCK,), 1.0, tl.float32)
             if ROWS:
                 scale = scale_of(tl.max(bits_of_size(x), 1).to(tl.float32, bitcast=True), reach)
-                tl.store(to_row, as_fp8(x * scale[:, None], limit, E5M2), mask=there)
+                tl.store(to_row, as_fp8(x * scale[:, None], limit, E5M2), mask=valid)
                 tl.store(row_factors + across * n + row, tl.div_rn(one, scale), mask=row < end)
             if COLUMNS:
                 scale = scale_of(tl.max(bits_of_size(x), 0).to(tl.float32, bitcast=True), reach)
-                turned = tl.trans(as_fp8(x * scale[None, :], limit, E5M2))
-                tl.store(to_column, turned, mask=(column < k)[:, None])
+                transposed = tl.trans(as_fp8(x * scale[None, :], limit, E5M2))
+                tl.store(to_column, transposed, mask=(column < k)[:, None])
                 tl.store(column_factors + block * k + column, tl.div_rn(one, scale), mask=column < k)
 
 
@@ -238,14 +238,14 @@ def quantize_segment_blocks_triton(
     matrix, (n, k) = with_plain_rows(matrix), matrix.shape
     across, device = triton.cdiv(k, BLOCK), matrix.device
     values = torch.empty(n, k, dtype=dtype, device=device)
-    turned = torch.empty(k, segments.padded_rows, dtype=dtype, device=device)
+    transposed = torch.empty(k, segments.padded_rows, dtype=dtype, device=device)
     shapes = ((segments.blocks, across), (across, segments.blocks)) if square else ((across, n), (segments.blocks, k))
-    factors, turned_factors = (torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes)
+    factors, transposed_factors = (torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes)
     _blocks_kernel[(segments.blocks, across)](
         values.view(torch.uint8),
         factors,
-        turned.view(torch.uint8),
-        turned_factors,
+        transposed.view(torch.uint8),
+        transposed_factors,
         matrix,
         segments.of_blocks,
         segments.ends,
@@ -265,5 +265,5 @@ def quantize_segment_blocks_triton(
         num_warps=8,
     )
     if not square:
-        factors, turned_factors = factors.t(), turned_factors.t()
-    return pair_of_blocks(values, factors, turned, turned_factors, **wanted)
+        factors, transposed_factors = factors.t(), transposed_factors.t()
+    return pair_of_blocks(values, factors, transposed, transposed_factors, **wanted)

@@ -129,8 +129,8 @@ class RowwiseGroupScaling(GroupScaling):
             if role is not Role.WEIGHTS:
                 of_columns = self.micro_batches.largest(of_columns)
             column_scale = scale_for(of_columns, dtype, margin)
-        values, turned = self.settings.kernels.grouped.cast(matrix, dtype, segments, row_scale, column_scale)
-        return _pair(values, row_scale, turned, column_scale, "lines")
+        values, transposed = self.settings.kernels.grouped.cast(matrix, dtype, segments, row_scale, column_scale)
+        return _pair(values, row_scale, transposed, column_scale, "lines")
 
 
 class BlockwiseGroupScaling(GroupScaling):
@@ -179,18 +179,18 @@ def _cast(
     seen: Tensor | None = None,
 ) -> QuantizedGroupsPair:
     scales = scale if rows else None, scale if columns else None
-    values, turned = settings.kernels.grouped.cast(matrix, dtype, segments, *scales, seen)
-    return _pair(values, scales[0], turned, scales[1], "segments" if scale.dim() else "all")
+    values, transposed = settings.kernels.grouped.cast(matrix, dtype, segments, *scales, seen)
+    return _pair(values, scales[0], transposed, scales[1], "segments" if scale.dim() else "all")
 
 
 def _pair(
     values: Tensor | None,
     row_scale: Tensor | None,
-    turned: Tensor | None,
+    transposed: Tensor | None,
     column_scale: Tensor | None,
     scope: Literal["all", "segments", "lines"],
 ) -> QuantizedGroupsPair:
-    return QuantizedGroupsPair(_with_factors(values, row_scale, scope), _with_factors(turned, column_scale, scope))
+    return QuantizedGroupsPair(_with_factors(values, row_scale, scope), _with_factors(transposed, column_scale, scope))
 
 
 def _with_factors(

@@ -18,7 +18,7 @@ from megatron.core.ops.sum_rows_triton import num_multiprocessors
 
 _KERNEL_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 _TILE = 128
-_TURNED_TILE = (64, 128)
+_TRANSPOSED_TILE = (64, 128)
 """Rows and columns of a program's tile, if it is transposed too."""
 _PLAIN_TILE = (32, 512)
 _GROUPS = 32
@@ -69,8 +69,8 @@ def _largest_of_lines_kernel(  # type: ignore[no-untyped-def]
 ):
     row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    there = (row < m)[:, None] & (column < k)[None, :]
-    x = tl.load(matrix + row[:, None] * stride + column[None, :], mask=there, other=0.0).to(tl.float32)
+    valid = (row < m)[:, None] & (column < k)[None, :]
+    x = tl.load(matrix + row[:, None] * stride + column[None, :], mask=valid, other=0.0).to(tl.float32)
     size = bits_of_size(x)
     tl.atomic_max(of_rows + row, tl.max(size, 1), mask=row < m)
     tl.atomic_max(of_columns + column, tl.max(size, 0), mask=column < k)
@@ -84,10 +84,10 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
     column = tl.program_id(1) * TILE_K + tl.arange(0, TILE_K)
-    there = (row < m)[:, None] & (column < k)[None, :]
+    valid = (row < m)[:, None] & (column < k)[None, :]
     if SEEN:
         before = tl.load(seen)
-    x = tl.load(matrix + row[:, None] * stride + column[None, :], mask=there, other=0.0).to(tl.float32)
+    x = tl.load(matrix + row[:, None] * stride + column[None, :], mask=valid, other=0.0).to(tl.float32)
     if SEEN:
         size = tl.max(tl.max(bits_of_size(x), 1), 0)
         if size > before:  # for few tiles: atomic operations on one address are slow
@@ -95,16 +95,16 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
     if BY_LINE:
         if ROWS:
             scale = tl.load(row_scale + row, mask=row < m, other=1.0)
-            tl.store(rows + row[:, None] * k + column[None, :], as_fp8(x * scale[:, None], limit, E5M2), mask=there)
+            tl.store(rows + row[:, None] * k + column[None, :], as_fp8(x * scale[:, None], limit, E5M2), mask=valid)
         if COLUMNS:
             scale = tl.load(column_scale + column, mask=column < k, other=1.0)
-            turned = tl.trans(as_fp8(x * scale[None, :], limit, E5M2))
+            transposed = tl.trans(as_fp8(x * scale[None, :], limit, E5M2))
             to = columns + column.to(tl.int64)[:, None] * m + row[None, :]
-            tl.store(to, turned, mask=(column < k)[:, None] & (row < m)[None, :])
+            tl.store(to, transposed, mask=(column < k)[:, None] & (row < m)[None, :])
     else:
         fp8 = as_fp8(x * tl.load(row_scale), limit, E5M2)
         if ROWS:
-            tl.store(rows + row[:, None] * k + column[None, :], fp8, mask=there)
+            tl.store(rows + row[:, None] * k + column[None, :], fp8, mask=valid)
         if COLUMNS:
             to = columns + column.to(tl.int64)[:, None] * m + row[None, :]
             tl.store(to, tl.trans(fp8), mask=(column < k)[:, None] & (row < m)[None, :])
@@ -119,28 +119,28 @@ def _cast_both_kernel(  # type: ignore[no-untyped-def]
     memory several times faster than bytes."""
     group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     column = tl.program_id(1) * TILE_K + tl.arange(0, TILE_K)
-    there = (group * 4 < m)[:, None] & (column < k)[None, :]
+    valid = (group * 4 < m)[:, None] & (column < k)[None, :]
     if SEEN:
         before = tl.load(seen)
     size = tl.zeros((GROUPS, TILE_K), tl.int32)
     word = tl.zeros((GROUPS, TILE_K), tl.uint32)
     for number in tl.static_range(4):
         row = group * 4 + number
-        x = tl.load(matrix + row[:, None] * stride + column[None, :], mask=there, other=0.0).to(tl.float32)
+        x = tl.load(matrix + row[:, None] * stride + column[None, :], mask=valid, other=0.0).to(tl.float32)
         if SEEN:
             size = tl.maximum(size, bits_of_size(x))
         if BY_LINE:
             scaled = x * tl.load(row_scale + row, mask=row < m, other=1.0)[:, None]
-            tl.store(rows + row[:, None] * k + column[None, :], as_fp8(scaled, limit, E5M2), mask=there)
+            tl.store(rows + row[:, None] * k + column[None, :], as_fp8(scaled, limit, E5M2), mask=valid)
             scaled = x * tl.load(column_scale + column, mask=column < k, other=1.0)[None, :]
             fp8 = as_fp8(scaled, limit, E5M2)
         else:
             fp8 = as_fp8(x * tl.load(row_scale), limit, E5M2)
-            tl.store(rows + row[:, None] * k + column[None, :], fp8, mask=there)
+            tl.store(rows + row[:, None] * k + column[None, :], fp8, mask=valid)
         word |= fp8.to(tl.uint32) << (8 * number)
-    turned = tl.trans(word.to(tl.int32, bitcast=True))
+    transposed = tl.trans(word.to(tl.int32, bitcast=True))
     to = words + column.to(tl.int64)[:, None] * (m // 4) + group[None, :]
-    tl.store(to, turned, mask=(column < k)[:, None] & (group * 4 < m)[None, :])
+    tl.store(to, transposed, mask=(column < k)[:, None] & (group * 4 < m)[None, :])
     if SEEN:
         largest = tl.max(tl.max(size, 1), 0)
         if largest > before:  # for few tiles: atomic operations on one address are slow
@@ -163,8 +163,8 @@ def _blocks_kernel(  # type: ignore[no-untyped-def]
     block_row, block_column = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     row = block_row * BLOCK + tl.arange(0, BLOCK)
     column = block_column * BLOCK + tl.arange(0, BLOCK)
-    there = (row < m)[:, None] & (column < k)[None, :]
-    x = tl.load(matrix + row[:, None] * stride + column[None, :], mask=there, other=0.0).to(tl.float32)
+    valid = (row < m)[:, None] & (column < k)[None, :]
+    x = tl.load(matrix + row[:, None] * stride + column[None, :], mask=valid, other=0.0).to(tl.float32)
     to_row = rows + row[:, None] * k + column[None, :]
     to_column = columns + column[:, None] * m + row[None, :]
     if SQUARE:
@@ -172,7 +172,7 @@ def _blocks_kernel(  # type: ignore[no-untyped-def]
         fp8 = as_fp8(x * scale, limit, E5M2)
         one = tl.full((), 1.0, tl.float32)
         if ROWS:
-            tl.store(to_row, fp8, mask=there)
+            tl.store(to_row, fp8, mask=valid)
             tl.store(row_factors + block_row * tl.num_programs(1) + block_column, tl.div_rn(one, scale))
         if COLUMNS:
             tl.store(to_column, tl.trans(fp8), mask=(column < k)[:, None] & (row < m)[None, :])
@@ -181,12 +181,12 @@ def _blocks_kernel(  # type: ignore[no-untyped-def]
         one = tl.full((BLOCK,), 1.0, tl.float32)
         if ROWS:
             scale = scale_of(tl.max(bits_of_size(x), 1).to(tl.float32, bitcast=True), reach)
-            tl.store(to_row, as_fp8(x * scale[:, None], limit, E5M2), mask=there)
+            tl.store(to_row, as_fp8(x * scale[:, None], limit, E5M2), mask=valid)
             tl.store(row_factors + block_column * m + row, tl.div_rn(one, scale), mask=row < m)
         if COLUMNS:
             scale = scale_of(tl.max(bits_of_size(x), 0).to(tl.float32, bitcast=True), reach)
-            turned = tl.trans(as_fp8(x * scale[None, :], limit, E5M2))
-            tl.store(to_column, turned, mask=(column < k)[:, None] & (row < m)[None, :])
+            transposed = tl.trans(as_fp8(x * scale[None, :], limit, E5M2))
+            tl.store(to_column, transposed, mask=(column < k)[:, None] & (row < m)[None, :])
             tl.store(column_factors + block_row * k + column, tl.div_rn(one, scale), mask=column < k)
 
 
@@ -253,7 +253,7 @@ def cast_scaled_triton(
             num_warps=_GROUP_WARPS,
         )
         return rows, columns
-    tile_m, tile_k = _TURNED_TILE if columns is not None else _PLAIN_TILE
+    tile_m, tile_k = _TRANSPOSED_TILE if columns is not None else _PLAIN_TILE
     grid = (triton.cdiv(m, tile_m), triton.cdiv(k, tile_k))
     _cast_kernel[grid](
         _bytes(rows, matrix),
@@ -287,15 +287,15 @@ def quantize_blocks_triton(
     matrix = with_plain_rows(matrix)
     m, k = matrix.shape
     down, across = triton.cdiv(m, BLOCK), triton.cdiv(k, BLOCK)
-    values, turned = (_empty_fp8(matrix, m, k, dtype), _empty_fp8(matrix, k, m, dtype))
+    values, transposed = (_empty_fp8(matrix, m, k, dtype), _empty_fp8(matrix, k, m, dtype))
     # cuBLAS reads the factors of blocks in rows with the longer side of the matrix contiguous.
     shapes = ((down, across), (across, down)) if square else ((across, m), (down, k))
-    factors, turned_factors = (torch.empty(shape, dtype=torch.float32, device=matrix.device) for shape in shapes)
+    factors, transposed_factors = (torch.empty(shape, dtype=torch.float32, device=matrix.device) for shape in shapes)
     _blocks_kernel[(down, across)](
         _bytes(values, matrix),
         factors,
-        _bytes(turned, matrix),
-        turned_factors,
+        _bytes(transposed, matrix),
+        transposed_factors,
         matrix,
         m,
         k,
@@ -310,9 +310,9 @@ def quantize_blocks_triton(
         num_warps=8,
     )
     if not square:
-        factors, turned_factors = factors.t(), turned_factors.t()
+        factors, transposed_factors = factors.t(), transposed_factors.t()
     return QuantizedPair(
-        Quantized(values, factors) if rows else None, Quantized(turned, turned_factors) if columns else None
+        Quantized(values, factors) if rows else None, Quantized(transposed, transposed_factors) if columns else None
     )
 
 

@@ -250,8 +250,8 @@ class RowwiseScaling(Scaling):
         dtype, margin = self.settings.dtype(role), self.settings.margin
         row_scale = scale_for(largest_over(of_rows, column_groups), dtype, margin) if rows else None
         column_scale = scale_for(largest_over(of_columns, row_groups), dtype, margin) if columns else None
-        values, turned = self.kernels.cast_scaled(matrix, dtype, row_scale, column_scale)
-        return QuantizedPair(_with_lines(values, row_scale), _with_lines(turned, column_scale))
+        values, transposed = self.kernels.cast_scaled(matrix, dtype, row_scale, column_scale)
+        return QuantizedPair(_with_lines(values, row_scale), _with_lines(transposed, column_scale))
 
 
 class BlockwiseScaling(Scaling):
@@ -289,10 +289,11 @@ def cast_pair(
 ) -> QuantizedPair:
     """Returns a matrix with one scale in the layouts that are asked for."""
     scales = scale if rows else None, scale if columns else None
-    values, turned = kernels.cast_scaled(matrix, dtype, *scales, seen)
+    values, transposed = kernels.cast_scaled(matrix, dtype, *scales, seen)
     factors = 1.0 / scale
     return QuantizedPair(
-        None if values is None else Quantized(values, factors), None if turned is None else Quantized(turned, factors)
+        None if values is None else Quantized(values, factors),
+        None if transposed is None else Quantized(transposed, factors),
     )
 
 

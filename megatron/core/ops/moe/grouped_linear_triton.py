@@ -61,10 +61,10 @@ def _masked(  # type: ignore[no-untyped-def]  # Triton would evaluate annotation
 ):
     """Returns product + left^T right over the rows from `first` to before `end`, at most ROWS of them."""
     row = first + tl.arange(0, ROWS)
-    there = (row < end)[:, None]
+    valid = (row < end)[:, None]
     row = row.to(tl.int64)[:, None]
-    dy = tl.load(left + row * out_width + o[None, :], mask=there & (o < out_width)[None, :], other=0.0)
-    x = tl.load(right + row * in_width + i[None, :], mask=there & (i < in_width)[None, :], other=0.0)
+    dy = tl.load(left + row * out_width + o[None, :], mask=valid & (o < out_width)[None, :], other=0.0)
+    x = tl.load(right + row * in_width + i[None, :], mask=valid & (i < in_width)[None, :], other=0.0)
     return tl.dot(tl.trans(dy), x, product)
 
 

@@ -41,11 +41,11 @@ def _spread_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    there = (token < count)[:, None] & (column < width)[None, :]
-    value = tl.load(tokens + token[:, None] * width + column[None, :], mask=there)
+    valid = (token < count)[:, None] & (column < width)[None, :]
+    value = tl.load(tokens + token[:, None] * width + column[None, :], mask=valid)
     for j in range(K):
         place = tl.load(places + token * K + j, mask=token < count, other=-1).to(tl.int64)
-        copied = there & (place >= 0)[:, None]
+        copied = valid & (place >= 0)[:, None]
         tl.store(rows + place[:, None] * width + column[None, :], value, mask=copied)
 
 
@@ -56,13 +56,13 @@ def _tokens_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    there = (token < count)[:, None] & (column < width)[None, :]
+    valid = (token < count)[:, None] & (column < width)[None, :]
     total = tl.zeros((ROWS, COLUMNS), WIDE)
     for j in range(K):
         place = tl.load(places + token * K + j, mask=token < count, other=-1).to(tl.int64)
-        copied = there & (place >= 0)[:, None]
+        copied = valid & (place >= 0)[:, None]
         total += tl.load(rows + place[:, None] * width + column[None, :], mask=copied, other=0.0).to(WIDE)
-    tl.store(tokens + token[:, None] * width + column[None, :], total.to(tokens.dtype.element_ty), mask=there)
+    tl.store(tokens + token[:, None] * width + column[None, :], total.to(tokens.dtype.element_ty), mask=valid)
 
 
 def rows_of_tokens_triton(tokens: Tensor, copies: Copies, notes_largest: bool = False) -> Tensor:
@@ -145,13 +145,13 @@ def _place_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     block = tl.program_id(0)
     i = block * CHOICES + tl.arange(0, CHOICES)
-    there = i < number
-    group = tl.load(groups + i, mask=there, other=0)
+    valid = i < number
+    group = tl.load(groups + i, mask=valid, other=0)
     if HAS_KEPT:
-        group = tl.where(tl.load(kept + i, mask=there, other=1) != 0, group, num_groups)
-    place = tl.load(starts + group * blocks + block, mask=there, other=0) + tl.load(ranks + i, mask=there, other=0)
-    goes = there & (place < rows)
-    tl.store(places + i, tl.where(group < num_groups, place, -1).to(tl.int64), mask=there)
+        group = tl.where(tl.load(kept + i, mask=valid, other=1) != 0, group, num_groups)
+    place = tl.load(starts + group * blocks + block, mask=valid, other=0) + tl.load(ranks + i, mask=valid, other=0)
+    goes = valid & (place < rows)
+    tl.store(places + i, tl.where(group < num_groups, place, -1).to(tl.int64), mask=valid)
     tl.store(choice + place, i.to(tl.int64), mask=goes)
     tl.store(source + place, (i // k).to(tl.int64), mask=goes)
 

@@ -37,13 +37,13 @@ def _best_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluate annot
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     expert = tl.arange(0, WIDTH)
-    there = (token < tokens)[:, None] & (expert < width)[None, :]
-    score = tl.load(scores + token[:, None] * width + expert[None, :], mask=there, other=0.0).to(WIDE)
+    valid = (token < tokens)[:, None] & (expert < width)[None, :]
+    score = tl.load(scores + token[:, None] * width + expert[None, :], mask=valid, other=0.0).to(WIDE)
     # Whole numbers in the order of the scores: -0.0 equals 0.0, and all NaNs are equal and largest, as for torch.sort.
     bits = tl.where(score == 0.0, 0.0, score).to(KEY, bitcast=True)
     key = tl.where(bits < 0, bits ^ MAGNITUDE, bits)
     key = tl.where(score != score, MAGNITUDE, key)
-    key = tl.where(there, key, LOWEST)
+    key = tl.where(valid, key, LOWEST)
     place = tl.zeros((TOKENS, WIDTH), tl.int32)
     for j in range(k):
         largest = tl.max(key, 1)
@@ -53,7 +53,7 @@ def _best_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluate annot
         key = tl.where(chosen, LOWEST, key)
         place = tl.where(chosen, j, place)
     if WEIGHS:  # softmax of the chosen scores
-        taken = there & (key == LOWEST)
+        taken = valid & (key == LOWEST)
         most = tl.max(tl.where(taken, score, float("-inf")), 1)
         power = tl.where(taken, tl.exp(score - most[:, None]), 0.0)
         weight = power / tl.sum(power, 1)[:, None] * factor
@@ -77,8 +77,8 @@ def _choice_backward_kernel(  # type: ignore[no-untyped-def]
     # Of softmax, whose results are the weights without the factor.
     mean = tl.sum(weight * wanted, 1) / factor
     change = weight * (wanted - mean[:, None])
-    there = (token < tokens)[:, None] & (expert < width)[None, :]
-    tl.store(gradient + token[:, None] * width + expert[None, :], change.to(gradient.dtype.element_ty), mask=there)
+    valid = (token < tokens)[:, None] & (expert < width)[None, :]
+    tl.store(gradient + token[:, None] * width + expert[None, :], change.to(gradient.dtype.element_ty), mask=valid)
 
 
 def choose_experts_triton(
@@ -185,20 +185,20 @@ def count_experts_triton(experts: Tensor, num_experts: int, kept: Tensor | None 
 @triton.jit
 def _scores_of(logits, real, token, expert, tokens, width, SIGMOID: tl.constexpr, HAS_REAL: tl.constexpr, LEAST):  # type: ignore[no-untyped-def]
     """Returns the scores of `balance_scores`, 0 for padding, and for a sigmoid also its values and their sums."""
-    there = (token < tokens)[:, None] & (expert < width)[None, :]
-    logit = tl.load(logits + token[:, None] * width + expert[None, :], mask=there, other=0.0).to(tl.float32)
+    valid = (token < tokens)[:, None] & (expert < width)[None, :]
+    logit = tl.load(logits + token[:, None] * width + expert[None, :], mask=valid, other=0.0).to(tl.float32)
     if SIGMOID:
-        power = tl.where(there, tl.sigmoid(logit), 0.0)
+        power = tl.where(valid, tl.sigmoid(logit), 0.0)
         total = tl.sum(power, 1) + LEAST
     else:
-        most = tl.max(tl.where(there, logit, float("-inf")), 1)
-        power = tl.where(there, tl.exp(logit - most[:, None]), 0.0)
+        most = tl.max(tl.where(valid, logit, float("-inf")), 1)
+        power = tl.where(valid, tl.exp(logit - most[:, None]), 0.0)
         total = tl.sum(power, 1)
     counts = token < tokens
     if HAS_REAL:
         counts = counts & (tl.load(real + token, mask=token < tokens, other=0) != 0)
     score = tl.where(counts[:, None], power / total[:, None], 0.0)
-    return score, power, total, there
+    return score, power, total, valid
 
 
 @triton.jit
@@ -220,7 +220,7 @@ def _balance_backward_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     expert = tl.arange(0, WIDTH)
-    score, power, total, there = _scores_of(logits, real, token, expert, tokens, width, SIGMOID, HAS_REAL, least)
+    score, power, total, valid = _scores_of(logits, real, token, expert, tokens, width, SIGMOID, HAS_REAL, least)
     wanted = tl.load(sums_gradient + expert, mask=expert < width, other=0.0)[None, :]
     change = wanted - tl.sum(score * wanted, 1)[:, None]
     if SIGMOID:
@@ -228,7 +228,7 @@ def _balance_backward_kernel(  # type: ignore[no-untyped-def]
     else:
         change = score * change
     at = gradient + token[:, None] * width + expert[None, :]
-    tl.store(at, change.to(gradient.dtype.element_ty), mask=there)
+    tl.store(at, change.to(gradient.dtype.element_ty), mask=valid)
 
 
 def balance_sums_triton(logits: Tensor, score_function: ScoreFunction, real: Tensor | None = None) -> Tensor:

@@ -161,19 +161,19 @@ def _biased_activation_backward_kernel(  # type: ignore[no-untyped-def]
     end = tl.minimum((part + 1) * rows_per_program, rows)
     for first in range(part * rows_per_program, end, ROWS):
         row = (first + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-        there = (row < end) & inside[None, :]
+        valid = (row < end) & inside[None, :]
         at = row * width + channel[None, :]
-        gate = tl.load(product + at, mask=there, other=0.0).to(tl.float32) + gate_bias[None, :]
+        gate = tl.load(product + at, mask=valid, other=0.0).to(tl.float32) + gate_bias[None, :]
         up = gate
         if GATED:
-            up = tl.load(product + at + ffn, mask=there, other=0.0).to(tl.float32) + up_bias[None, :]
-        dy = tl.load(gradient + row * ffn + channel[None, :], mask=there, other=0.0).to(tl.float32)
+            up = tl.load(product + at + ffn, mask=valid, other=0.0).to(tl.float32) + up_bias[None, :]
+        dy = tl.load(gradient + row * ffn + channel[None, :], mask=valid, other=0.0).to(tl.float32)
         _, slope, up_slope = _differentiate(gate, up, clamp, up_offset, KIND, GATED, CLAMPED)
         gate_total += dy * slope
-        tl.store(product_gradient + at, (dy * slope).to(product_gradient.dtype.element_ty), mask=there)
+        tl.store(product_gradient + at, (dy * slope).to(product_gradient.dtype.element_ty), mask=valid)
         if GATED:
             up_total += dy * up_slope
-            tl.store(product_gradient + at + ffn, (dy * up_slope).to(product_gradient.dtype.element_ty), mask=there)
+            tl.store(product_gradient + at + ffn, (dy * up_slope).to(product_gradient.dtype.element_ty), mask=valid)
     at = bias_parts + part * width + channel
     tl.store(at, tl.sum(gate_total, 0), mask=inside)
     if GATED:

@@ -114,9 +114,9 @@ def _position_problems(config: Any) -> Iterator[str]:
     if not 0.0 < config.rotary_percent <= 1.0:
         yield "{rotary_percent} must be larger than 0 and at most 1"
         return
-    turned = int(config.qk_pos_emb_head_dim * config.rotary_percent)
-    if config.qk_pos_emb_head_dim >= 1 and (turned < 2 or turned % 2):
+    rotary_dim = int(config.qk_pos_emb_head_dim * config.rotary_percent)
+    if config.qk_pos_emb_head_dim >= 1 and (rotary_dim < 2 or rotary_dim % 2):
         yield (
-            f"{{rotary_percent}} of {{qk_pos_emb_head_dim}} turns {turned} channels of a head; "
+            f"{{rotary_percent}} of {{qk_pos_emb_head_dim}} rotates {rotary_dim} channels of a head; "
             "it must be an even number, such as those of 64"
         )

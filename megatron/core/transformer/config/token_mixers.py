@@ -118,11 +118,11 @@ def _sparse_problems(config: Any) -> Iterator[str]:
             yield f"dsa needs {{{name}:name}}"
     yield from too_small(config, _DSA_SIZES, 1)
     yield from too_small(config, ("dsa_indexer_loss_coeff",), 0)
-    width, turned = config.dsa_indexer_head_dim, int(config.qk_pos_emb_head_dim * config.rotary_percent)
-    if width is not None and width < turned:
+    width, rotary_dim = config.dsa_indexer_head_dim, int(config.qk_pos_emb_head_dim * config.rotary_percent)
+    if width is not None and width < rotary_dim:
         yield (
-            f"{{dsa_indexer_head_dim}} is less than the {turned} rotary channels of {{qk_pos_emb_head_dim}}, which the "
-            f"indexer's heads have too; {turned} works"
+            f"{{dsa_indexer_head_dim}} is less than the {rotary_dim} rotary channels of {{qk_pos_emb_head_dim}}, which "
+            f"the indexer's heads have too; {rotary_dim} works"
         )
     for name, plain in _OTHER_SCORES.items():
         if getattr(config, name) != plain:

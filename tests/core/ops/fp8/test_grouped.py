@@ -57,8 +57,8 @@ def test_each_segment_is_cast_as_a_matrix_of_its_own() -> None:
         (scale_for(amax, E4M3), scale_for(amax, E4M3)),
         (scale_for(lines, E4M3), scale_for(columns, E4M3)),
     ):
-        rows, turned = cast_segments(x, E4M3, found, rows_scale, columns_scale, seen)
-        assert rows is not None and turned is not None and seen == x.abs().max()
+        rows, transposed = cast_segments(x, E4M3, found, rows_scale, columns_scale, seen)
+        assert rows is not None and transposed is not None and seen == x.abs().max()
         for number, part, padded in found.ranges():
             assert amax[number] == x[part].abs().max() == lines[part].max() == columns[number].max()
             scales = [one, one] if rows_scale.dim() == 0 else [rows_scale[number], columns_scale[number]]
@@ -67,8 +67,8 @@ def test_each_segment_is_cast_as_a_matrix_of_its_own() -> None:
             expected = cast_scaled(x[part], E4M3, *scales)
             assert expected[0] is not None and expected[1] is not None
             assert torch.equal(rows[part].view(torch.uint8), expected[0].view(torch.uint8))
-            assert torch.equal(turned[:, padded].view(torch.uint8), expected[1].view(torch.uint8))
-    behind = turned.float()
+            assert torch.equal(transposed[:, padded].view(torch.uint8), expected[1].view(torch.uint8))
+    behind = transposed.float()
     for _, _, padded in found.ranges():
         behind[:, padded] = 0
     assert not behind.any()  # padding adds nothing to a product
@@ -89,23 +89,25 @@ def test_blocks_do_not_cross_segments(square: bool) -> None:
         assert torch.equal(pair.columns.factors[:, blocks], expected.columns.factors)
 
 
-@pytest.mark.parametrize(("kind", "turned"), itertools.product(["all", "segments", "lines", "blocks"], [False, True]))
-def test_products_are_those_of_each_groups_matrices(kind: str, turned: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "transposed"), itertools.product(["all", "segments", "lines", "blocks"], [False, True])
+)
+def test_products_are_those_of_each_groups_matrices(kind: str, transposed: bool) -> None:
     """Compared with float64 products of the matrices that the dense definitions dequantise."""
     x, w, found = matrix(ROWS, 144), matrix(3 * 144, 144 + 16, 2), segments()
-    if not turned:
+    if not transposed:
         w = matrix(3 * 160, 144, 2)
     stacked = Segments.of_weight(w.view(3, -1, w.shape[1]))
     left, right = quantized(x, found, kind, False).rows, quantized(w, stacked, kind, kind == "blocks")
-    weight = right.columns if turned else right.rows
+    weight = right.columns if transposed else right.rows
     assert left is not None and weight is not None
-    output = product_of_groups(left, weight, found, torch.float64, turned=turned)
+    output = product_of_groups(left, weight, found, torch.float64, transposed=transposed)
     for number, part, _ in found.ranges():
         alone = dense(x[part], kind, x)
         group = number // 2
         matrix_of = w.view(3, -1, w.shape[1])[group]
         other = dense(matrix_of, kind, w, square=True)
-        expected = alone[0] @ (other[1] if turned else other[0]).t()
+        expected = alone[0] @ (other[1] if transposed else other[0]).t()
         torch.testing.assert_close(output[part], expected)
 
 

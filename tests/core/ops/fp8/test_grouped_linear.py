@@ -78,9 +78,9 @@ def test_the_weight_gradient_goes_to_the_main_gradient_in_float32(wgrad: bool) -
 def test_weights_are_quantised_once_until_they_change() -> None:
     x, w, _ = operands()
     layer = layer_for(w, "rowwise")
-    first, turned = layer.weight_rows(w), layer.weight_columns(w)
+    first, transposed = layer.weight_rows(w), layer.weight_columns(w)
     layer(x, w, GROUPS)
-    assert layer.weight_rows(w) is first and layer.weight_columns(w) is turned
+    assert layer.weight_rows(w) is first and layer.weight_columns(w) is transposed
     with torch.no_grad():
         w.mul_(2)
     assert layer.weight_rows(w) is not first

@@ -81,9 +81,9 @@ def test_the_weight_gradient_goes_to_the_main_gradient_in_float32(wgrad: bool) -
 def test_a_weight_is_quantised_once_until_it_changes() -> None:
     x, w, _, _ = operands()
     layer = layer_for(w, "tensorwise")
-    first, turned = layer.weight_rows(w), layer.weight_columns(w)
+    first, transposed = layer.weight_rows(w), layer.weight_columns(w)
     layer(x, w)
-    assert layer.weight_rows(w) is first and layer.weight_columns(w) is turned
+    assert layer.weight_rows(w) is first and layer.weight_columns(w) is transposed
     with torch.no_grad():
         w.mul_(2)
     second = layer.weight_rows(w)

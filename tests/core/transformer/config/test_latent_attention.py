@@ -19,7 +19,7 @@ SMALL: dict[str, Any] = {"num_layers": 2, "hidden_size": 64, "num_attention_head
         ({"rotary_scaling_factor": 0.0}, "rotary_scaling_factor 0.0 must be larger than 0"),
         ({"beta_fast": 1.0}, "beta_fast 1.0 must be larger than beta_slow 1"),
         ({"rope_type": "alibi"}, "rope_type alibi: choose among rope, yarn"),
-        ({"rotary_percent": 0.01}, "turns 0 channels of a head; it must be an even number"),
+        ({"rotary_percent": 0.01}, "rotates 0 channels of a head; it must be an even number"),
         ({"num_query_groups": 2}, "num_query_groups 2 does not go with multi_latent_attention"),
         ({"clip_qkv": 3.0}, "clip_qkv 3.0 does not go with multi_latent_attention: its queries, keys and values come"),
     ],

@@ -41,16 +41,16 @@ class RotaryEmbedding(nn.Module):
         scaling: RopeScaling | None = None,
     ) -> None:
         super().__init__()
-        self.turned = kv_channels if rotary_percent >= 1.0 else int(kv_channels * rotary_percent)
+        self.rotary_dim = kv_channels if rotary_percent >= 1.0 else int(kv_channels * rotary_percent)
         self.rotary_base, self.rotary_interleaved = rotary_base, rotary_interleaved
         self.seq_len_interpolation_factor = seq_len_interpolation_factor
         if scaling is None and rope_scaling:
             scaling = RopeScaling("llama3", rope_scaling_factor)
         self.scaling = scaling
         if scaling is not None:
-            _check_channels(scaling, self.turned)
+            _check_channels(scaling, self.rotary_dim)
         # Neither parameter nor buffer: a cast of the model to half precision leaves it alone.
-        self._inverse_frequency = {"cpu": scaled_frequencies(self.turned, rotary_base, scaling)}
+        self._inverse_frequency = {"cpu": scaled_frequencies(self.rotary_dim, rotary_base, scaling)}
 
     def inverse_frequency(self, device: torch.device) -> Tensor:
         """Returns radians per position, float32 [r / 2]; cached by device. If frequencies depend on the row length,
@@ -118,7 +118,7 @@ class RotaryEmbedding(nn.Module):
         if self.scaling is not None and self.scaling.depends_on_length:
             lengths = positions.amax(1, keepdim=True) + 1 if tokens is None else row_lengths(tokens, positions.device)
             lengths = lengths.t()[:, :, None, None]  # [s or 1, b or 1, 1, 1]
-            angle = position * frequencies_of_length(self.turned, self.rotary_base, self.scaling, lengths)
+            angle = position * frequencies_of_length(self.rotary_dim, self.rotary_base, self.scaling, lengths)
         else:
             angle = position * self.inverse_frequency(positions.device)
         amplitude = 1.0 if self.scaling is None else self.scaling.amplitude
@@ -161,16 +161,16 @@ def rope_scaling_of(config: Any, factor: float, llama3: bool = False) -> RopeSca
     )
 
 
-def _check_channels(scaling: RopeScaling, turned: int) -> None:
+def _check_channels(scaling: RopeScaling, rotary_dim: int) -> None:
     """Raises UserError if a list of divisors does not fit the number of rotated channels."""
     for name, numbers in (("short", scaling.short_factor), ("long", scaling.long_factor)):
-        if scaling.kind == "longrope" and len(numbers) != turned // 2:
+        if scaling.kind == "longrope" and len(numbers) != rotary_dim // 2:
             raise UserError(
-                f"rope_scaling_{name}_factor has {len(numbers)} numbers; {turned} channels of a head are rotated, "
-                f"which needs {turned // 2}"
+                f"rope_scaling_{name}_factor has {len(numbers)} numbers; {rotary_dim} channels of a head are rotated, "
+                f"which needs {rotary_dim // 2}"
             )
-    if scaling.kind == "dynamic" and turned <= 2:
-        raise UserError(f"rope_scaling_type dynamic: {turned} channels of a head are rotated; it needs 4 at least")
+    if scaling.kind == "dynamic" and rotary_dim <= 2:
+        raise UserError(f"rope_scaling_type dynamic: {rotary_dim} channels of a head are rotated; it needs 4 at least")
 
 
 def choose_rotary_embeddings(

@@ -37,7 +37,7 @@ def test_models_without_rotary_positions_and_windows_with_their_own() -> None:
     config = TransformerConfig(**SMALL)
     assert choose(config, "learned_absolute") == (None, None)
     rotary, local = choose(config)
-    assert rotary.turned == 8 and local is None
+    assert rotary.rotary_dim == 8 and local is None
     _, local = choose(TransformerConfig(**SMALL, window_size=(3, 0), rotary_base_local=10.0))
     assert local.rotary_base == 10.0
 
@@ -45,7 +45,7 @@ def test_models_without_rotary_positions_and_windows_with_their_own() -> None:
 def test_latent_attention_takes_its_config() -> None:
     config = MLATransformerConfig(**SMALL, rotary_base=77.0, qk_pos_emb_head_dim=16, rope_type="rope")
     rotary, local = choose(config, "none", base=100.0)
-    assert (rotary.rotary_base, rotary.turned, rotary.rotary_interleaved, local) == (77.0, 16, True, None)
+    assert (rotary.rotary_base, rotary.rotary_dim, rotary.rotary_interleaved, local) == (77.0, 16, True, None)
 
 
 def test_scalings_that_contradict_each_other_or_a_cache() -> None:
