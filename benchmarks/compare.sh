@@ -1,20 +1,26 @@
 #!/usr/bin/env bash
-# Trains models of the speed table with this project and with an anchor, in turn on the same GPUs, prints the ratio of
-# their speeds and appends a row to $RESULTS (default: benchmarks/results/h200.json):
+# Compares the speed of this project with that of an anchor, another training program. Both train the same models in turn
+# on the same GPUs. Prints the ratio of their speeds, and appends a row to $RESULTS (benchmarks/results/h200.json):
 #
 #   GPU_KIT=FOLDER benchmarks/compare.sh GPT125M LLAMA1B LLAMA1B/tp2 ...
 #   GPU_KIT=FOLDER GPUS=4 BUDGET=540 benchmarks/compare.sh
 #
-# After a slash stands a layout of benchmarks/layouts.py, such as dp2, tp4 or ep4-flex. With GPUS=N and no cell all cells
-# of N GPUs are measured that have no row with a timeline in $RESULTS, as far as they fit into BUDGET seconds (default: no
-# limit); the next call goes on with the others. Such rows come from 5 steps of ours after 2, one traced step, and 8 of the
-# anchor; STEPS, WARMUP and ITERS change that. A run of the anchor serves all cells of a call that refer to it.
+# An argument is a cell: a model, or a model and a layout of benchmarks/layouts.py after a slash, such as dp2 or ep4-flex.
+# With GPUS=N and no cell, all cells of N GPUs that have no row with a timeline in $RESULTS are measured, or as many as
+# are expected to take BUDGET seconds. The next call continues with the others. These rows measure 5 steps of this
+# project after 2 that are not measured and before one that is traced, and 8 of the anchor. STEPS, WARMUP and ITERS change
+# these numbers. Cells of a call that compare with the same run of the anchor share it.
 #
-# FOLDER holds setup.sh, which unpacks the anchor, and anchor.sh, which defines the function `anchor NAME GPUS FLAGS...`;
-# benchmarks/stand_in is such a folder whose anchor is this project, to rehearse. TINY=1 makes all models tiny, so that
-# the rehearsal runs on CPUs. Logs go to ${OUT:-.}. OURS and ANCHOR are more flags of one side (OURS="--kernels": where a
-# step goes), ITERS the anchor's iterations, LIMIT the seconds of one run. ANCHOR_ONLY=1 and OURS_ONLY=1 run one side, and
-# print no ratio.
+# FOLDER contains setup.sh, which installs the anchor, and anchor.sh, which defines the function `anchor NAME GPUS
+# FLAGS...`. benchmarks/stand_in is such a folder for trying this script: its anchor is this project. TINY=1 makes all
+# models tiny, so that this runs on CPUs.
+#
+#   OUT        folder of the logs (default: the current one)
+#   OURS       more flags of this project, such as OURS="--kernels" for the time of each kernel
+#   ANCHOR     more flags of the anchor
+#   ITERS      iterations of the anchor
+#   LIMIT      seconds that one run may take
+#   OURS_ONLY=1, ANCHOR_ONLY=1    runs one side only, and prints no ratio
 set -euo pipefail
 : "${GPU_KIT:?name the folder of the anchor kit}"
 root=$(cd "$(dirname "$0")/.." && pwd)

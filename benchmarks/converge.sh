@@ -1,22 +1,25 @@
 #!/usr/bin/env bash
-# From one checkpoint of an anchor, trains the rest of a run on real text with this project and with the anchor, all
-# runs at once on one GPU:
+# Compares the losses of this project with those of an anchor, another training program. From one checkpoint of the
+# anchor, both train the rest of a run on real text, all runs at the same time on one GPU:
 #
 #   GPU_KIT=FOLDER benchmarks/converge.sh GPT125M                        # or MOE8
 #   GPU_KIT=FOLDER benchmarks/converge.sh MOE8 anchor anchor-again ours ours-plain other-seed
 #
-# The anchor writes the checkpoint after $BEGIN of $ITERS steps (default 10 of 2000); import-megatron reads it. Runs:
+# The anchor writes the checkpoint after $BEGIN of $ITERS steps (default: 10 of 2000), and tools/checkpoint/convert.py
+# import-megatron converts it. All runs train on the same samples in the same order, except other-seed:
 #   anchor        the reference
-#   anchor-again  the anchor once more, same samples in the same order: how far its own rounding takes it; its flags $AGAIN
+#   anchor-again  the anchor once more, which shows the effect of its own rounding; $AGAIN are more flags of this run
 #   other-seed    the anchor with another seed, so with another order of samples
-#   ours          this project, same samples in the same order
-#   ours-plain    this project with plain torch instead of its kernels, same order: another rounding
-#   ours-other    the project in the folder $OTHER (a checkout with a change), same order; its flags $OTHER_FLAGS
+#   ours          this project
+#   ours-plain    this project with plain torch instead of its kernels, which round differently
+#   ours-other    the checkout in the folder $OTHER, such as one with a change; $OTHER_FLAGS are more flags of this run
 # Default: anchor, other-seed and ours. The last lines are tables of smoothed losses (benchmarks/convergence.py).
 #
-# FOLDER is that of compare.sh; results go to ${OUT:-runs/converge}; text is made once. LIMIT is the seconds after which
-# all runs are stopped (default 7200): what they have done by then is compared. MORE are flags of all runs; WINDOW is the
-# number of steps of a mean (100).
+# FOLDER is that of compare.sh. The text is prepared once.
+#   OUT        folder of the results (default: runs/converge)
+#   LIMIT      seconds after which all runs are stopped (default: 7200); the steps that they have done are compared
+#   MORE       more flags of all runs
+#   WINDOW     number of steps over which losses are averaged (default: 100)
 set -euo pipefail
 : "${GPU_KIT:?name the folder of the anchor kit}"
 root=$(cd "$(dirname "$0")/.." && pwd)

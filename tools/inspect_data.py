@@ -57,7 +57,7 @@ class InspectionConfig:
         if not self.data_path:
             yield "{data_path:name}: missing; give the path of a data set, without .bin"
         elif not all(self.data_path):
-            yield '{data_path:name} "" is an empty path, perhaps of a shell variable that is not set; give a path'
+            yield '{data_path:name} "" is an empty path, perhaps from a shell variable that is not set; give a path'
         for field, least in (("documents", 0), ("first_document", 0), ("tokens", 1)):
             if getattr(self, field) < least:
                 yield f"{{{field}}}: must be at least {least}"

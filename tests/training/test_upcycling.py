@@ -36,7 +36,7 @@ def test_a_run_begins_as_the_dense_one_and_goes_on(corpus, tmp_path, capsys):
 
 def test_folders_that_do_not_fit_are_named():
     (problem,) = problems_of(f"{HALVES} --swiglu --ffn-hidden-size 48")
-    assert "--moe-use-upcycling makes experts of a dense checkpoint: --load names its folder" in problem
+    assert "--moe-use-upcycling needs --load: the folder of the dense checkpoint that becomes experts" in problem
     (problem,) = problems_of(f"{HALVES} --swiglu --ffn-hidden-size 48 --load here --save here")
     assert "--save here must not be the folder that is read" in problem
     (problem,) = problems_of(f"{HALVES} --swiglu --ffn-hidden-size 48 --load here --save ./here/")

@@ -55,19 +55,19 @@ def take_model_flags(line: CommandLine, words: list[str], folder: str, by: str) 
 
     Warnings, which begin with the flag `by`, list what is taken from `folder` and replaced.
     """
-    remembered = read_command_line(words, ignore_unknown_args=True)
-    line.problems += [f"{by}: {folder}: {problem}" for problem in remembered.problems]
+    recorded = read_command_line(words, ignore_unknown_args=True)
+    line.problems += [f"{by}: {folder}: {problem}" for problem in recorded.problems]
     taken, replaced = [], []
     for field, flag in flag_table().items():
-        if field not in remembered.given or not _is_of_model(flag):
+        if field not in recorded.given or not _is_of_model(flag):
             continue
-        value = remembered.values[field]
+        value = recorded.values[field]
         if field in line.given:
             if flag.group == _TOKENIZER or field in _OTHER_FIELDS or line.values[field] == value:
                 continue
             replaced.append(f"{spelling_of(field)} {value_text(line.values[field])} with {value_text(value)}")
         line.values[field] = value
-        line.given[field] = remembered.given[field]
+        line.given[field] = recorded.given[field]
         line.broken.discard(field)
         taken.append(spelling_of(field))
     line.warnings.append(f"{by}: {len(taken)} flags from {folder}: {' '.join(taken)}")

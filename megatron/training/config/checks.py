@@ -1,8 +1,8 @@
-"""Rules between the values of a run: each yields what is impossible, and what works instead.
+"""Rules between the values of a run. Each rule yields a problem for each impossible value: what is wrong, what works.
 
 A problem is a sentence in the grammar of `config_fields`: `{field}` becomes the flag and its value. Rules about one
-config dataclass are that class's `validate()`; here are the rules across dataclasses. All rules run, even after others
-have found problems, so they must accept missing and impossible values.
+config dataclass are that class's `validate()`; here are the rules across dataclasses. The docstring of a rule says what
+it requires. All rules run, even after others have found problems, so they must accept missing and impossible values.
 """
 
 import math
@@ -35,20 +35,20 @@ Rule = Callable[[Settings], Iterator[str]]
 
 
 def problems_of(settings: Settings) -> Iterator[str]:
-    """Yields everything that is wrong with the values, in the order of the rules. Duplicates are possible."""
+    """Yields the problems of all values, in the order of the rules. A problem may come twice."""
     for rule in RULES:
         yield from rule(settings)
 
 
 def missing_values(s: Settings) -> Iterator[str]:
-    """Yields what a training run needs and a dry run does not: learning rate, length and data."""
+    """Yields a problem for each missing value that a training run needs and a dry run does not."""
     if s.lr is None and not s.skip_train:
         yield "{lr:name} is missing: the learning rate at the top of the schedule, such as 3e-4"
     if s.train_iters is None and s.train_samples is None and not s.skip_train:
         yield "{train_iters:name} or {train_samples:name} is missing: how long to train"
     of_script = s.datasets_of_script or s.dataloader_type == "external"
     if not of_script and not s.build(DataConfig).sources():
-        yield "{data_path:name} is missing: the prefix of preprocessed data; or --mock-data to try a run without any"
+        yield "{data_path:name} is missing: the prefix of preprocessed data; or --mock-data to try a run without data"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -56,8 +56,8 @@ def missing_values(s: Settings) -> Iterator[str]:
 
 
 def _each_config(s: Settings) -> Iterator[str]:
-    """The `validate()` of each of the app's dataclasses. A problem that only names derived values is left out: the
-    value that they follow from has a problem of its own."""
+    """The app's dataclasses are valid. Leaves out a problem that names derived values only: the values that they are
+    derived from have problems of their own."""
     configs = [s.build(config_class) for config_class in _CONFIG_CLASSES]
     for config in (s.build(ModelConfig, transformer=None), *configs):
         for problem in config.validate():
@@ -82,7 +82,7 @@ _CONFIG_CLASSES: tuple[type[Any], ...] = (
 
 
 def _library(s: Settings) -> Iterator[str]:
-    """The rules of the library's dataclasses."""
+    """The library's dataclasses are valid."""
     yield from model_parallel_config.validate(s)
     yield from transformer_problems(s)
     yield from optimizer_config.validate(s)
@@ -161,7 +161,7 @@ def _widths(s: Settings) -> Iterator[str]:
         if s.is_given(field):
             yield f"{{use_mup}} sets {{{field}:name}} itself (--help use_mup); leave it out"
     if s.optimizer not in ("adam", "sgd"):
-        yield "{use_mup}: how rates depend on the width is not known for {optimizer}; adam and sgd work"
+        yield "{use_mup} has no rule for the learning rates of {optimizer}; adam and sgd work"
 
 
 def _gradient_types(s: Settings) -> Iterator[str]:
@@ -196,7 +196,7 @@ def _fill_in_the_middle(s: Settings) -> Iterator[str]:
 
 
 def _compiler(s: Settings) -> Iterator[str]:
-    """torch.compile needs a compiler on the machine that trains."""
+    """The machine that trains has a compiler for torch.compile."""
     if s.torch_compile and s.torch_compile_backend == "inductor" and not s.dry_run:
         missing = missing_compiler(s.launch_environment.has_cuda)
         if missing is not None:
@@ -204,8 +204,8 @@ def _compiler(s: Settings) -> Iterator[str]:
 
 
 def _layout_invariance(s: Settings) -> Iterator[str]:
-    """--layout-invariant refuses settings whose result depends on the layout even at one micro-batch size and one
-    global batch size."""
+    """--layout-invariant goes only with settings whose result does not depend on the layout, if the sizes of
+    micro-batch and global batch stay the same."""
     if not s.layout_invariant:
         return
     if s.num_moe_experts is not None and "global_aux_loss" in s.moe_router_load_balancing_type:
@@ -221,18 +221,18 @@ def _layout_invariance(s: Settings) -> Iterator[str]:
     shares_micro_batches = (s.tensor_model_parallel_size, s.context_parallel_size) != (1, 1)
     if s.fp8 is not None and s.fp8_recipe == "blockwise" and shares_micro_batches:
         yield (
-            "{layout_invariant}: {fp8_recipe} cuts what is on a rank into blocks, which depend on "
+            "{layout_invariant}: {fp8_recipe} cuts each rank's part of a tensor into blocks, which depend on "
             "{tensor_model_parallel_size} and {context_parallel_size}; tensorwise and rowwise do not"
         )
     if s.fp8 is not None and s.transformer_impl == "transformer_engine" and uses_engine(s):
         yield (
-            "{layout_invariant}: with {fp8}, {transformer_impl} has scales of a rank's own values, which depend on the "
-            "layout; --transformer-impl auto has scales of whole tensors"
+            "{layout_invariant}: with {fp8}, {transformer_impl} computes scales from each rank's values, which depend "
+            "on the layout; --transformer-impl auto computes them from whole tensors"
         )
     if s.fp8 is not None and s.moe_local_token_overlap and shares_micro_batches:
         yield (
-            "{layout_invariant}: with {fp8}, {moe_local_token_overlap} gives a rank's own tokens scales of their own, "
-            "which depend on {tensor_model_parallel_size} and {context_parallel_size}; leave it out"
+            "{layout_invariant}: with {fp8}, {moe_local_token_overlap} computes separate scales for a rank's own "
+            "tokens, which depend on {tensor_model_parallel_size} and {context_parallel_size}; leave it out"
         )
     if s.optimizer in ("muon", "dist_muon") and s.muon_tp_mode == "blockwise" and s.tensor_model_parallel_size != 1:
         yield (
@@ -254,7 +254,7 @@ def _layout_invariance(s: Settings) -> Iterator[str]:
 
 
 def _external_data(s: Settings) -> Iterator[str]:
-    """A script's own iterators cannot be started again, nor is their length known."""
+    """Nothing needs a script's own iterators to start again or to have a known length."""
     if s.dataloader_type != "external":
         return
     if s.loss_spike_action == "rewind":
@@ -264,7 +264,7 @@ def _external_data(s: Settings) -> Iterator[str]:
 
 
 def _rewinds(s: Settings) -> Iterator[str]:
-    """--loss-spike-action rewind needs whole checkpoints to go back to."""
+    """--loss-spike-action rewind has whole checkpoints to go back to."""
     if s.loss_spike_action != "rewind":
         return
     if s.save is None or s.save_interval is None:
@@ -276,8 +276,8 @@ def _rewinds(s: Settings) -> Iterator[str]:
 
 
 def _checkpoint_before_the_window(s: Settings) -> Iterator[str]:
-    """Right before a save the newest of N checkpoints is one interval old, and the oldest N intervals. A spike in the
-    first iteration after a save finds the oldest N - 1 intervals back, which must be before its window."""
+    """The oldest kept checkpoint is from before the window of every spike. With N kept, it is nearest to a spike in
+    the first iteration after a save: N - 1 intervals before it."""
     interval, window = max(s.save_interval, 1), s.loss_spike_rewind_window
     needed = 1 + math.ceil((window - 1) / interval)
     if (s.keep_last or 1) < needed:
@@ -295,11 +295,11 @@ def _numbers_are_finite(s: Settings) -> Iterator[str]:
 
 
 def _upcycling(s: Settings) -> Iterator[str]:
-    """Upcycling reads a dense checkpoint, and writes the new model into another folder."""
+    """Upcycling has a dense checkpoint to read, and another folder to write to."""
     if not s.moe_use_upcycling:
         return
     if s.load is None and s.pretrained_checkpoint is None:
-        yield "{moe_use_upcycling:name} makes experts of a dense checkpoint: {load:name} names its folder"
+        yield "{moe_use_upcycling:name} needs {load:name}: the folder of the dense checkpoint that becomes experts"
     elif s.save is not None and abspath(s.save) == abspath(s.load or s.pretrained_checkpoint):
         yield (
             "{moe_use_upcycling:name} reads a dense checkpoint and writes another model: {save} must not be the folder "
@@ -307,8 +307,8 @@ def _upcycling(s: Settings) -> Iterator[str]:
         )
     if s.load_hf is not None:
         yield (
-            "{load_hf:name} does not go with {moe_use_upcycling:name}, which makes experts of a checkpoint: write one "
-            "with tools/checkpoint/convert.py import, and give it as {load:name}"
+            "{load_hf:name} does not go with {moe_use_upcycling:name}, which reads a checkpoint: convert the model "
+            "with tools/checkpoint/convert.py import, and give the result as {load:name}"
         )
 
 

@@ -53,20 +53,20 @@ def read_command_line(
     """
     line = CommandLine({name: flag.default for name, flag in flag_table().items()})
     parser = _parser_of(extra_args_provider, line) if extra_args_provider is not None else None
-    theirs = parser._option_string_actions if parser is not None else {}
+    script_spellings = parser._option_string_actions if parser is not None else {}
     occurrences, strays = split_words(argv)
     line.problems += [f"{word}: this word belongs to no flag" for word in strays]
     for occurrence in occurrences:
         if occurrence.spelling in ("--help", "-h"):
             _print_help(parser or Parser(), " ".join(occurrence.words))
-    foreign = _take_config_files(line, occurrences, theirs)
+    of_script = _take_config_files(line, occurrences, script_spellings)
     replaced = list(_replaced_flags(occurrences))
     occurrences, warnings = translate_all(occurrences)
     line.warnings += [*warnings, *replaced]
     occurrences = _without_replaced_data(line, occurrences)
-    foreign += _take_all(line, occurrences, theirs, ignore_unknown_args)
+    of_script += _take_all(line, occurrences, script_spellings, ignore_unknown_args)
     if parser is not None:
-        _take_foreign(line, parser, foreign)
+        _take_script_arguments(line, parser, of_script)
     return line
 
 
@@ -82,16 +82,16 @@ def _print_help(parser: "Parser", topic: str) -> NoReturn:
 
 
 def _take_all(
-    line: CommandLine, occurrences: Iterable[Occurrence], theirs: Collection[str], ignore_unknown_args: bool
+    line: CommandLine, occurrences: Iterable[Occurrence], script_spellings: Collection[str], ignore_unknown_args: bool
 ) -> list[Occurrence]:
-    """Takes flags into `line`. Returns those that a script has added, whose spellings are `theirs`."""
+    """Takes flags into `line`. Returns those whose spellings are in `script_spellings`, which a script has added."""
     table = flags_by_spelling()
-    foreign: list[Occurrence] = []
+    of_script: list[Occurrence] = []
     for occurrence in occurrences:
         if occurrence.spelling in table:
             take_flag(line, table[occurrence.spelling], occurrence)
-        elif occurrence.spelling in theirs:
-            foreign.append(occurrence)
+        elif occurrence.spelling in script_spellings:
+            of_script.append(occurrence)
         elif occurrence.spelling in ACCEPTED_FLAGS:
             line.warnings.append(f"{text_of(occurrence)}: {ACCEPTED_FLAGS[occurrence.spelling]}")
         elif occurrence.spelling in REFUSED:
@@ -99,16 +99,16 @@ def _take_all(
         elif ignore_unknown_args:
             line.warnings.append(f"{occurrence.spelling}: unknown, and ignored as the script asks")
         else:
-            line.problems.append(unknown_flag(occurrence.spelling, (*table, *theirs)))
-    return foreign
+            line.problems.append(unknown_flag(occurrence.spelling, (*table, *script_spellings)))
+    return of_script
 
 
 def _take_config_files(
-    line: CommandLine, occurrences: Sequence[Occurrence], theirs: Collection[str]
+    line: CommandLine, occurrences: Sequence[Occurrence], script_spellings: Collection[str]
 ) -> list[Occurrence]:
     """Takes the flags of the files that --config and --yaml-cfg name. Their problems begin with file and line. Returns
     those that a script has added."""
-    foreign: list[Occurrence] = []
+    of_script: list[Occurrence] = []
     for occurrence in occurrences:
         for path in occurrence.words if occurrence.spelling in ("--config", "--yaml-cfg") else ():
             try:
@@ -121,10 +121,10 @@ def _take_config_files(
                 known = len(line.problems)
                 today, warnings = translate_all([entry.occurrence])
                 line.warnings += [f"{entry.where}: {warning}" for warning in warnings]
-                foreign += _take_all(line, today, theirs, False)
+                of_script += _take_all(line, today, script_spellings, False)
                 line.problems[known:] = [f"{entry.where}: {problem}" for problem in line.problems[known:]]
     line.from_files = set(line.given)
-    return foreign
+    return of_script
 
 
 def split_words(argv: Iterable[str]) -> tuple[list[Occurrence], list[str]]:
@@ -156,13 +156,13 @@ def _replaced_flags(occurrences: Iterable[Occurrence]) -> Iterator[str]:
             continue
         earlier = last.get(flag.field)
         if earlier is not None and (_value(flag, earlier) != _value(flag, occurrence)):
-            yield f"{text_of(occurrence)} replaces {text_of(earlier)}, which stands before it on the command line"
+            yield f"{text_of(occurrence)} replaces {text_of(earlier)}, which is before it on the command line"
         last[flag.field] = occurrence
 
 
 def _without_replaced_data(line: CommandLine, occurrences: Sequence[Occurrence]) -> list[Occurrence]:
-    """Returns the flags without those of data sets that a later --mock-data replaces, and adds a line about each. So a
-    command can be tried by flags at its end."""
+    """Returns the flags without those of data sets that a later --mock-data replaces, and adds a line about each. So
+    flags at the end of a command turn it into a trial."""
     places = [place for place, occurrence in enumerate(occurrences) if occurrence.spelling == "--mock-data"]
     if not places:
         return list(occurrences)
@@ -170,7 +170,7 @@ def _without_replaced_data(line: CommandLine, occurrences: Sequence[Occurrence])
     for place, occurrence in enumerate(occurrences):
         flag = flags_by_spelling().get(occurrence.spelling)
         if flag is not None and flag.field in DATA_SOURCES and place < places[-1]:
-            line.warnings.append(f"--mock-data replaces {text_of(occurrence)}, which stands before it")
+            line.warnings.append(f"--mock-data replaces {text_of(occurrence)}, which is before it")
         else:
             kept.append(occurrence)
     for source in DATA_SOURCES & line.from_files:
@@ -331,7 +331,7 @@ def _parser_of(provider: ExtraArgsProvider, line: CommandLine) -> Parser:
     return parser
 
 
-def _take_foreign(line: CommandLine, parser: Parser, occurrences: Sequence[Occurrence]) -> None:
+def _take_script_arguments(line: CommandLine, parser: Parser, occurrences: Sequence[Occurrence]) -> None:
     words = [word for occurrence in occurrences for word in (occurrence.spelling, *occurrence.words)]
     try:
         namespace, rest = parser.parse_known_args(words)

@@ -1,4 +1,4 @@
-"""Fills in values that follow from other values. Whether values are possible is decided in `checks`."""
+"""Fills in values that follow from other values. `checks` finds impossible ones."""
 
 import contextlib
 import math
@@ -29,8 +29,8 @@ equal rows allgather is faster (docs/benchmarks.md): it has fewer steps."""
 
 
 def derive_values(settings: Settings) -> list[str]:
-    """Completes the settings in place. Returns notes about flags that are read differently from how they are written,
-    and about defaults that matter."""
+    """Completes the settings in place. Returns notes about defaults that matter, and about flags that are not taken
+    literally."""
     notes = []
     for derive in _DERIVATIONS:
         note = derive(settings)
@@ -49,15 +49,15 @@ def _encoder_spellings(s: Settings) -> None:
 
 
 def has_decoder(s: Settings) -> bool:
-    """Whether the model has an encoder and a decoder: T5, or a script that does not say what it trains and is given
+    """Whether the model has an encoder and a decoder: it is a T5, or the script names no model family and a flag gives
     the decoder's layers or length."""
     asked = s.decoder_num_layers is not None or s.decoder_seq_length is not None
     return s.model_family == "t5" or (s.model_family is None and asked)
 
 
 def _two_stacks(s: Settings) -> None:
-    """Layers of each stack; --num-layers is the number of a stack without a flag of its own. Then `num_layers` is the
-    decoder's, and `num_encoder_layers` the encoder's."""
+    """Sets the layers of encoder and decoder. --num-layers counts for the one without a flag of its own. Afterwards
+    `num_layers` is the decoder's number, and `num_encoder_layers` the encoder's."""
     encoder = s.num_layers if s.encoder_num_layers is None else s.encoder_num_layers
     if s.encoder_seq_length is None and s.seq_length is not None:
         s.set_derived("encoder_seq_length", s.seq_length)
@@ -74,9 +74,9 @@ def _two_stacks(s: Settings) -> None:
         if getattr(s, field) != layers:
             s.set_derived(field, layers)
             if field != "num_encoder_layers" and field != "num_layers":
-                s.provenance[field] = "flag"  # the value of --num-layers, which may change here
+                s.provenance[field] = "flag"  # comes from --num-layers, whose own value this loop may replace
     stages = s.encoder_pipeline_model_parallel_size
-    if stages > 0:  # from here on as today's flags say it
+    if stages > 0:  # translated into the flags that replace it
         split = s.pipeline_model_parallel_split_rank
         for field, value in (
             ("encoder_pipeline_model_parallel_size", 0),
@@ -88,7 +88,7 @@ def _two_stacks(s: Settings) -> None:
 
 
 def _hybrid(s: Settings) -> str | None:
-    """The layers of a hybrid model, their number, and the pipeline stages that they mark."""
+    """Sets the layers of a hybrid model, their number, and the pipeline stages that the pattern marks."""
     note, ratios = None, (s.hybrid_attention_ratio, s.hybrid_mlp_ratio)
     fit = all(0.0 <= ratio <= 1.0 for ratio in ratios) and (s.num_layers or 0) > 0
     if s.hybrid_layer_pattern is None and (s.is_hybrid_model or any(ratios)) and fit:
@@ -115,8 +115,8 @@ def _hybrid(s: Settings) -> str | None:
 
 
 def _described_layers(s: Settings) -> str | None:
-    """The description of the layers. The flags that a checkpoint keeps have the content of a file instead of its path.
-    A wrong description is reported by the checks."""
+    """Replaces the path of a description of layers by the file's content, which checkpoints can keep. The checks report
+    a wrong description."""
     given = [field for field in HETEROGENEOUS if getattr(s, field) is not None]
     if not given or None in (s.num_layers, s.hidden_size, s.num_attention_heads):
         return None
@@ -185,7 +185,7 @@ def _ranks(s: Settings) -> str | None:
     sizes = s.tensor_model_parallel_size, s.pipeline_model_parallel_size, s.context_parallel_size
     model_size = sizes[0] * sizes[1] * sizes[2]
     least = model_size
-    if s.num_moe_experts is not None:  # whole grids of experts too
+    if s.num_moe_experts is not None:  # also a whole number of expert grids
         expert_tensor = s.expert_tensor_parallel_size or sizes[0]
         least = math.lcm(model_size, expert_tensor * s.expert_model_parallel_size * sizes[1])
     if s.use_distributed_optimizer or s.use_megatron_fsdp or s.use_torch_fsdp2:
@@ -232,7 +232,7 @@ def _products_in_pieces(s: Settings) -> str | None:
     if s.is_given("tp_comm_overlap") or not (on_one_host and s.sequence_parallel and ranks == 2):
         return None
     tokens = (s.micro_batch_size or 0) * (s.seq_length or 0) // (ranks * max(1, s.context_parallel_size))
-    # Transformer Engine's linear layers compute whole products. Graphs need no rule: layers that communicate have none.
+    # Transformer Engine's linear layers compute whole products. Layers that communicate are in no CUDA graph.
     if tokens < 2048 or s.fp8 is not None or s.transformer_impl == "transformer_engine":
         return None
     s.set_derived("tp_comm_overlap", True)
@@ -245,7 +245,7 @@ def _products_in_pieces(s: Settings) -> str | None:
 
 
 def _virtual_stages(s: Settings) -> None:
-    """Number of model chunks per pipeline stage, from the flag for this number or for the layers of each chunk."""
+    """Sets the number of model chunks per pipeline stage. Either it has a flag, or the layers of a chunk have one."""
     chunks, each = s.num_virtual_stages_per_pipeline_rank, s.num_layers_per_virtual_pipeline_stage
     several = s.pipeline_model_parallel_size > 1
     if chunks is None and several and (s.num_layers or 0) > 0 and (each or 0) > 0:
@@ -254,7 +254,7 @@ def _virtual_stages(s: Settings) -> None:
 
 
 def _sharding(s: Settings) -> str | None:
-    """Other spellings of a sharding strategy. Each strategy but no_shard shards the optimizer's state."""
+    """Translates other flags for a sharding strategy. All strategies except no_shard shard the optimizer's state."""
     note = None
     if s.use_torch_fsdp2 and not s.use_megatron_fsdp:
         s.set_derived("use_megatron_fsdp", True)
@@ -295,17 +295,17 @@ def _lengths_of_training(s: Settings) -> None:
 
 
 def batch_steps(s: Settings) -> BatchSteps | None:
-    """The value of --step-batch-size-schedule; None without the flag, or if it is impossible."""
+    """Returns the value of --step-batch-size-schedule; None without the flag or if the value is impossible."""
     if s.step_batch_size_schedule is None or not s.seq_length or s.seq_length < 1:
         return None
     try:
         return BatchSteps.parse(s.step_batch_size_schedule, s.seq_length)
-    except UserError:  # the checks name it
+    except UserError:  # the checks report it
         return None
 
 
 def iterations_of_steps(samples: int, steps: BatchSteps) -> int:
-    """Number of whole steps that train on `samples` samples with these batch sizes."""
+    """Returns the number of whole steps that train on `samples` samples with these batch sizes."""
     iterations = consumed = 0
     ends = [start for start, _ in steps.steps[1:]]
     for (_, size), end in zip(steps.steps, [*ends, samples], strict=True):
@@ -316,8 +316,8 @@ def iterations_of_steps(samples: int, steps: BatchSteps) -> int:
 
 
 def iterations_of_samples(samples: int, global_batch_size: int, rampup: list[int] | None) -> int:
-    """Number of whole steps that train on `samples` samples. `rampup` is the value of --rampup-batch-size: start,
-    increment and the samples of the growth."""
+    """Returns the number of whole steps that train on `samples` samples. `rampup` is the value of --rampup-batch-size:
+    first size, increment, and the number of samples over which the size grows."""
     iterations = consumed = 0
     if rampup is not None:
         start, increment, over = rampup

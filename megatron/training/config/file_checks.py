@@ -1,6 +1,6 @@
-"""Rules about files and folders: those that flags name must exist.
+"""Rules about the files and folders that flags name.
 
-Only the first rank looks, for all ranks (`LaunchEnvironment.looks_at_files`).
+Only the first rank looks at files, for all ranks (`LaunchEnvironment.looks_at_files`).
 """
 
 import os
@@ -59,15 +59,13 @@ def files_exist(s: Settings) -> Iterator[str]:
 
 
 def _sources_of_data(s: Settings) -> Iterator[tuple[str, Callable[[], list[str]]]]:
-    """Yields where prefixes of data sets are given, for a problem about one of them, and a function that returns them
-    or raises UserError. Files with prefixes are read only on ranks that look at files, and not for made-up data."""
+    """Yields pairs: the start of a problem, which names the flag that gives prefixes of data sets, and a function that
+    returns these prefixes or raises UserError. Leaves out files with prefixes on ranks that do not look at files, and
+    with --mock-data."""
     for field in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
         words = getattr(s, field)
         spelling = literal_text("--" + field.replace("_", "-"))
-        yield (
-            f"{spelling} ",
-            partial(lambda words, name: _prefixes([get_blend_from_list(words, name)]), words, spelling),
-        )
+        yield f"{spelling} ", partial(_prefixes_of_words, words, spelling)
     if s.mock_data or not s.launch_environment.looks_at_files:
         return
     readers: dict[str, Callable[[str], list[str]]] = {
@@ -81,12 +79,16 @@ def _sources_of_data(s: Settings) -> Iterator[tuple[str, Callable[[], list[str]]
             yield f"{{{field}}}: ", partial(reader, path)
 
 
+def _prefixes_of_words(words: list[str] | None, spelling: str) -> list[str]:
+    return _prefixes([get_blend_from_list(words, spelling)])
+
+
 def _prefixes(blends: Sequence[Blend | None]) -> list[str]:
     return list(dict.fromkeys(prefix for blend in blends if blend is not None for prefix in blend[0]))
 
 
 def settings_of_communicators(s: Settings) -> Iterator[str]:
-    """The file of --nccl-communicator-config-path can be read and has settings of groups."""
+    """The file of --nccl-communicator-config-path can be read and names known groups."""
     path = s.nccl_communicator_config_path
     if path and s.launch_environment.looks_at_files:  # "" is the problem of `paths_are_not_empty`
         try:
@@ -96,7 +98,7 @@ def settings_of_communicators(s: Settings) -> Iterator[str]:
 
 
 def data_in_object_stores(s: Settings) -> Iterator[str]:
-    """Data in an object store has no folder beside it for the order of samples, and conversations are local files."""
+    """For data in an object store, a local folder is given for the order of samples. Conversations are local files."""
     for source, read in _sources_of_data(s):
         try:
             url = next(filter(is_url, read()), None)
@@ -133,7 +135,7 @@ def validation_sets(s: Settings) -> Iterator[str]:
     if s.mock_data:
         yield "{multiple_validation_sets} needs data sets (--valid-data-path); {mock_data} makes up a single one"
     if (s.per_split_data_args_path or s.data_args_path or s.data_stages) is not None:
-        return  # the builder of the data sets reads the file
+        return  # checked when the data sets are built
     field = "data_path" if s.data_path is not None else "valid_data_path"
     try:
         blend = get_blend_from_list(getattr(s, field))
@@ -150,8 +152,8 @@ def validation_sets(s: Settings) -> Iterator[str]:
 
 
 def _data_set_exists(source: str, prefix: str) -> Iterator[str]:
-    """A data set consists of two files. If the index is missing, the problem offers prefixes with similar names, or the
-    prefix of a file's name. It begins with `source`, the flag or file that gives the prefix."""
+    """Both files of a data set exist. A problem begins with `source`, the flag or file that gives the prefix. If both
+    are missing, it offers prefixes with similar names; for the name of one of the files, their prefix."""
     if is_url(prefix):
         try:
             missing = [suffix for suffix in (".idx", ".bin") if not exists(prefix + suffix)]
@@ -177,16 +179,16 @@ def _other_half(prefix: str, missing: Sequence[str]) -> str:
     """Returns the end of a sentence about a data set of which one file is missing; "" if both are."""
     if len(missing) == 2:
         return ""
-    there = ".bin" if missing[0] == ".idx" else ".idx"
-    return f", but {prefix}{there} is there; tools/preprocess_data.py writes both: copy both, or run it again"
+    present = ".bin" if missing[0] == ".idx" else ".idx"
+    return f", but {prefix}{present} exists; tools/preprocess_data.py writes both: copy both, or run it again"
 
 
 def paths_are_not_empty(s: Settings) -> Iterator[str]:
-    """No path is an empty word, which a shell makes of a variable that is not set. It would mean the working folder."""
+    """No path is "", which a shell makes of an unset variable. It would mean the working folder."""
     for field in PATHS:
         value = getattr(s, field)
         if value == "" or (isinstance(value, list) and "" in value):
-            yield f'{{{field}:name}} "" is an empty path, perhaps of a shell variable that is not set; give a path'
+            yield f'{{{field}:name}} "" is an empty path, perhaps from a shell variable that is not set; give a path'
 
 
 PATHS = (
@@ -232,25 +234,25 @@ def checkpoint_folders_are_folders(s: Settings) -> Iterator[str]:
 
 
 def save_can_be_written(s: Settings) -> Iterator[str]:
-    """--save can be made or written to. A dry run writes nothing, and may be on another machine."""
+    """The folder of --save can be made or written to. Not checked in a dry run, which writes nothing there."""
     if not s.save or s.dry_run or not s.launch_environment.looks_at_files or Path(s.save).is_file():
         return
-    there = next(folder for folder in (Path(s.save), *Path(s.save).parents) if os.path.exists(folder))
-    if not there.is_dir():
-        yield "{save}: " + literal_text(f"{there} is a file, not a folder; give another path")
-    elif not os.access(there, os.W_OK | os.X_OK):
-        yield "{save}: " + literal_text(f"no permission to write in {there.absolute()}; give another path")
+    existing = next(folder for folder in (Path(s.save), *Path(s.save).parents) if os.path.exists(folder))
+    if not existing.is_dir():
+        yield "{save}: " + literal_text(f"{existing} is a file, not a folder; give another path")
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        yield "{save}: " + literal_text(f"no permission to write in {existing.absolute()}; give another path")
     else:
-        try:  # root passes the check of permissions also in /proc and /sys
-            with TemporaryDirectory(prefix=".try-", dir=there):
+        try:  # os.access allows root everything, in /proc and /sys too
+            with TemporaryDirectory(prefix=".try-", dir=existing):
                 pass
         except OSError as error:
-            reason = literal_text(f"no folder can be made in {there.absolute()} ({error.strerror}); give another path")
-            yield "{save}: " + reason
+            reason = f"no folder can be made in {existing.absolute()} ({error.strerror}); give another path"
+            yield "{save}: " + literal_text(reason)
 
 
 def checkpoint_folders_exist(s: Settings) -> Iterator[str]:
-    """A folder that must contain a checkpoint exists, and contains one. The checkpoint is checked when it is read.
+    """A folder that must contain a checkpoint exists and contains one. Loading checks the checkpoint itself.
 
     A run that resumes from --load no longer needs --pretrained-checkpoint.
     """
@@ -267,16 +269,19 @@ def checkpoint_folders_exist(s: Settings) -> Iterator[str]:
 
 
 def _has_no_checkpoint(s: Settings) -> bool:
-    """Whether --load has neither checkpoints nor a tracker file, and no temporary checkpoints are kept."""
+    """Whether --load has neither checkpoints nor a tracker file, and no checkpoint can be elsewhere."""
     root = Path(s.load)
     may_be_elsewhere = s.dry_run or s.moe_use_upcycling or s.non_persistent_save_interval is not None
     return not may_be_elsewhere and s.ckpt_step is None and not candidates(root) and not (root / TRACKER).exists()
 
 
 def checkpoint_can_be_selected(s: Settings) -> Iterator[str]:
-    """The folder of --load, or without it that of --pretrained-checkpoint, has the checkpoint of --ckpt-step, and not
-    only those of another program. A dry run may be on another machine, --use-checkpoint-args finds the error when it
-    reads the flags, and temporary checkpoints may be in another folder."""
+    """The folder of --load, otherwise of --pretrained-checkpoint, has the checkpoint of --ckpt-step, or any that this
+    program can read.
+
+    Not checked in a dry run, which may be on another machine; with --use-checkpoint-args, which has read a checkpoint
+    before; and with temporary checkpoints, which may be in another folder.
+    """
     field = "pretrained_checkpoint" if s.load is None else "load"
     root = getattr(s, field)
     if not s.launch_environment.looks_at_files or not root or not Path(root).is_dir():

@@ -29,7 +29,7 @@ def word_type(annotation: Any) -> Words:
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (types.UnionType, typing.Union):
         members = [word_type(argument) for argument in arguments if argument is not type(None)]
-        return members[-1]  # `str | list[str]`: a list, or one word without it
+        return members[-1]  # `str | list[str]`: the words of a list; `takes_one_or_list` allows a single word
     if origin is Literal:
         return Words(type(arguments[0]), choice({str(word): word for word in arguments}), tuple(map(str, arguments)))
     if origin is list:

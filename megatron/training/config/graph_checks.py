@@ -56,8 +56,7 @@ def micro_batch_graphs(s: Settings) -> Iterator[str]:
 
 
 def _experts(s: Settings) -> Iterator[str]:
-    """The products of experts need no number of rows on the host if they are grouped and all experts are on one
-    rank."""
+    """The host needs no counts of tokens: the experts' products are grouped, and nothing else reads them."""
     parts = "{cuda_graph_scope:name} attn moe_router captures the other parts"
     if not (s.moe_grouped_gemm and s.bf16):
         yield f"{{num_moe_experts}} need {{moe_grouped_gemm:name}} and {{bf16:name}} in a graph; or {parts}"

@@ -77,7 +77,7 @@ def _at_default(settings: Settings) -> Iterator[str]:
 
 
 def _condition(flag: Flag, settings: Settings) -> str:
-    """What the flag lacks: "without --other", "with --no-other" or "while --other is 1"."""
+    """Returns what the flag lacks: "without --other", "with --no-other" or "while --other is 1"."""
     parent = parent_of(flag)
     assert parent is not None
     other, required = parent
@@ -137,7 +137,7 @@ def _graphs(s: Settings) -> Iterator[str]:
 
 def _experts(s: Settings) -> Iterator[str]:
     if s.num_moe_experts is None:
-        # Said for the default too: who gives it wants experts, and would train a dense model.
+        # Noted for the default value too: a user who gives this flag expects experts, and would train a dense model.
         if s.is_given("moe_router_topk") and s.moe_router_topk == flag_table()["moe_router_topk"].default:
             yield "{moe_router_topk}: has no effect without {num_moe_experts:name}"
         return
@@ -180,9 +180,9 @@ def _data(s: Settings) -> Iterator[str]:
     elif s.split is not None and s.eval_iters == 0 and any(parse_split(s.split)[1:]):
         yield "{split}: the validation and test parts are not read with {eval_iters}; {split:name} 1 trains on all data"
     if s.fim_data and s.mock_data:
-        yield "{fim_data}: has no effect with {mock_data}, whose ids are no text"
+        yield "{fim_data}: has no effect with {mock_data}, whose ids are not text"
     if s.sft and s.mock_data:
-        yield "{sft}: has no effect with {mock_data}, which makes up text without turns"
+        yield "{sft}: has no effect with {mock_data}, which makes up no conversations"
     if s.skip_train and s.train_data_path is not None:
         yield "{train_data_path}: has no effect with {skip_train}"
     for field in ("valid_data_path", "test_data_path"):

@@ -16,7 +16,7 @@ _SHORTEST = {"bert": (5, "three special tokens and at least two others"), "t5": 
 
 
 def masked_words(s: Settings) -> Iterator[str]:
-    """Yields a problem for each value with which samples with masked words cannot be made."""
+    """Yields a problem for each value that makes samples with masked words impossible."""
     if s.model_family not in _SHORTEST:
         return
     name = NAMES[s.model_family]
@@ -40,7 +40,7 @@ def bert(s: Settings) -> Iterator[str]:
         )
     if s.calculate_per_token_loss and s.bert_binary_head:
         yield (
-            "{calculate_per_token_loss}: the order of two segments has a loss per sample, not per token; leave it out, "
+            "{calculate_per_token_loss}: the loss of the binary head is per sample, not per token; leave it out, "
             "or give {bert_binary_head:name}"
         )
     fewest = 2 if s.bert_binary_head else 0
@@ -48,7 +48,7 @@ def bert(s: Settings) -> Iterator[str]:
         with_head = ", since the binary head has two segments" if fewest else ""
         yield f"{{bert_num_tokentypes}} must be at least {fewest}{with_head}"
     if s.mtp_num_layers:
-        yield "{mtp_num_layers}: BERT predicts no token further ahead; leave it out"
+        yield "{mtp_num_layers}: BERT predicts masked tokens only; leave it out"
     for field in ("multi_latent_attention", "hybrid_layer_pattern"):
         if getattr(s, field):
             yield f"{{{field}}}: not yet for BERT; leave it out"
@@ -57,7 +57,7 @@ def bert(s: Settings) -> Iterator[str]:
 
 
 def encoder_and_decoder(s: Settings) -> Iterator[str]:
-    """Yields a problem for each value with which an encoder and a decoder cannot be built or cut."""
+    """Yields a problem for each value that a model with encoder and decoder cannot have."""
     if not s.num_encoder_layers:
         return
     for field in ("num_moe_experts", "multi_latent_attention", "mtp_num_layers", "group_query_attention"):
@@ -113,10 +113,10 @@ def layers_of_spec(s: Settings) -> Iterator[str]:
 
 
 def one_stack(s: Settings) -> Iterator[str]:
-    """Yields a problem for each value that only an encoder with a decoder can have."""
+    """Yields a problem for each value that only a model with encoder and decoder can have."""
     if s.num_encoder_layers or s.model_family == "t5":
         return
     if s.position_embedding_type == "relative":
         yield "{position_embedding_type} is for T5; learned_absolute, rope, none work"
     if s.pipeline_model_parallel_split_rank is not None and s.pipeline_model_parallel_size > 1:
-        yield "{pipeline_model_parallel_split_rank} is for T5; other models have no decoder to begin there"
+        yield "{pipeline_model_parallel_split_rank} is for T5; other models have no decoder"

@@ -50,8 +50,8 @@ def resolve(
     """Completes and checks the values of a command line.
 
     `args_defaults` are the defaults of a user's script, by Megatron-LM's name, and the `model_family` of an entry
-    script. As in Megatron-LM, such a default is used only where the value is None otherwise; elsewhere a note says
-    which value is used.
+    script. As in Megatron-LM, such a default is used only where the value would be None. Otherwise a note
+    names the value that is used.
 
     Raises ConfigurationError with all problems.
     """
@@ -88,14 +88,13 @@ def _take_script_defaults(settings: Settings, extra: dict[str, Any], defaults: M
             settings.values[field] = value
             settings.provenance[field] = "script"
         elif settings.values[field] != value:
-            stands = value_text(settings.values[field])
-            notes.append(f"the script's default {value_text(value)} for {name} is not used: the value is {stands}")
+            used = value_text(settings.values[field])
+            notes.append(f"the script's default {value_text(value)} for {name} is not used: the value is {used}")
     return notes
 
 
 def field_of_name(name: str) -> str | None:
-    """The field that Megatron-LM's args call `name`, which is a field's name or the name of its flag; None if there is
-    none."""
+    """Returns the field that Megatron-LM's args call `name`: by its own name or that of its flag. None: no field."""
     table = flag_table()
     if name in table:
         return name
@@ -107,7 +106,7 @@ def field_of_name(name: str) -> str | None:
 
 
 def _unsupported_values(settings: Settings) -> list[str]:
-    """A problem for each value that is not supported and would change the run."""
+    """Returns a problem for each value that is not supported and would change the run."""
     problems = []
     for field, flag in flag_table().items():
         supported, value = flag.declaration.supported, getattr(settings, field)
@@ -123,7 +122,7 @@ def _unsupported_values(settings: Settings) -> list[str]:
 
 
 def _in_flags(problem: str, settings: Settings) -> str:
-    """The problem with flags and values in place of the fields."""
+    """Returns the problem with flags and values in place of fields."""
     return describe_problem(problem, settings, spelling_of)
 
 
@@ -168,13 +167,15 @@ def build_config(settings: Settings, notes: Iterable[str], extra: Mapping[str, A
 
 
 def transformer_fields(config_class: type[TransformerConfig], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments of a transformer config from the app's values by field name. Translates the app's switches,
-    such as `swiglu`, into the library's fields.
+    """Returns the keyword arguments of a transformer config, from the app's values by field name. Translates the app's
+    switches, such as `swiglu`, into the library's fields.
 
     `values` may lack fields; these keep the library's defaults.
     """
     names = {field.name for field in dataclasses.fields(config_class) if declaration_of(field).exposed}
-    if issubclass(config_class, MLATransformerConfig):  # it repeats fields that are flags of other dataclasses
+    if issubclass(
+        config_class, MLATransformerConfig
+    ):  # it declares fields again whose flags belong to other dataclasses
         names |= {"multi_latent_attention", "normalization", "rotary_base", "rotary_percent"}
     fields = {name: value for name, value in values.items() if name in names}
     if fields.get("rope_type", "") is None:

@@ -29,19 +29,19 @@ def translate_all(occurrences: list[Occurrence]) -> tuple[list[Occurrence], list
     Implied flags come first, so that a later flag on the command line overrides them.
     """
     implied: list[Occurrence] = []
-    today: list[Occurrence] = []
+    current: list[Occurrence] = []
     warnings: dict[str, None] = {}
     for occurrence in occurrences:
         translation = translate(occurrence)
         if translation is None:
-            today.append(occurrence)
+            current.append(occurrence)
         else:
             implied += translation.implied
-            today += translation.occurrences
+            current += translation.occurrences
             warnings[translation.warning] = None
-    if any(occurrence.spelling == _POSITIONS for occurrence in today) and _NO_POSITIONS.warning in warnings:
+    if any(occurrence.spelling == _POSITIONS for occurrence in current) and _NO_POSITIONS.warning in warnings:
         warnings = {_SAID_ELSEWHERE if line == _NO_POSITIONS.warning else line: None for line in warnings}
-    return implied + today, list(warnings)
+    return implied + current, list(warnings)
 
 
 def translate(occurrence: Occurrence) -> Translation | None:

@@ -34,7 +34,7 @@ def global_batch(s: Settings) -> Iterator[str]:
 
 
 def evaluation_batch(s: Settings) -> Iterator[str]:
-    """The batch of an evaluation divides into its micro-batches, if it has sizes of its own."""
+    """The batch of an evaluation divides into its micro-batches. Checked only if it has its own sizes."""
     if s.eval_global_batch_size is None and s.eval_micro_batch_size is None:
         return
     micro, total = s.eval_micro_batch_size or s.micro_batch_size, s.eval_global_batch_size or s.global_batch_size
@@ -50,7 +50,7 @@ def evaluation_batch(s: Settings) -> Iterator[str]:
 
 
 def length_of_training(s: Settings) -> Iterator[str]:
-    """The length is given once."""
+    """The length of training is given in one way."""
     if s.is_given("train_iters") and s.is_given("train_samples"):
         yield "{train_iters} and {train_samples} say how long to train in two ways; give one"
 
@@ -77,7 +77,7 @@ def warmup(s: Settings) -> Iterator[str]:
 
 
 def end_decay(s: Settings) -> Iterator[str]:
-    """WSD needs the length of its decay, which is part of the schedule."""
+    """WSD has the length of its decay, which is not longer than the schedule."""
     if s.lr_decay_style == "WSD":
         field = "lr_wsd_decay_samples" if s.is_given("train_samples") else "lr_wsd_decay_iters"
         if getattr(s, field) is None:
@@ -90,7 +90,7 @@ def end_decay(s: Settings) -> Iterator[str]:
 
 
 def weight_decay(s: Settings) -> Iterator[str]:
-    """A weight decay that changes needs a style that says how."""
+    """A weight decay that changes has a style that says how."""
     if s.weight_decay_incr_style != "constant":
         return
     for field in ("start_weight_decay", "end_weight_decay"):

@@ -1,4 +1,4 @@
-"""Batches of documents that are encoded together, which makes short documents cheap."""
+"""Batches of documents. A tokenizer encodes a batch at once, which is much faster for short documents."""
 
 import numpy as np
 

@@ -17,16 +17,17 @@ _BUFFER = 1 << 20
 
 @dataclass(frozen=True)
 class WorkItem:
-    """The work that a worker takes at a time: blocks first, first + step, ... of a file (`blocks` of them; None: all).
+    """The unit of work of a worker: blocks `first_block`, `first_block` + `step`, ... of a file.
 
-    The items of a plain file are single blocks, and those of a Parquet file are its row groups. A compressed file can
-    be read only from its beginning, so an item is every step-th block, and each worker decompresses the file itself.
+    An item of a plain file is one block, and an item of a Parquet file is one row group. A compressed file can be read
+    only from its beginning. Its items have every `step`-th block, and each worker decompresses the whole file.
     """
 
     file: InputFile
     first_block: int
     step: int
     blocks: int | None
+    """Number of blocks; None: all up to the end of the file."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,9 @@ class Plan:
 
 
 def plan_blocks(files: tuple[InputFile, ...], workers: int, block_bytes: int | None = None) -> Plan:
-    """Plans blocks that are small enough to occupy all workers, and large enough to have little overhead. `block_bytes`
-    sets their size, to continue the work of a killed run with its block size.
+    """Plans blocks that are small enough to occupy all workers, and large enough to have little overhead.
+
+    `block_bytes` sets the size of blocks: a run that continues the work of a killed run needs that run's size.
     """
     if block_bytes is None:
         inflated = sum(file.size * (_USUAL_COMPRESSION if file.compressed else 1) for file in files)
@@ -79,7 +81,7 @@ class LineReader:
         self._longest = longest
         self._raw = open(file.path, "rb", buffering=0)  # noqa: SIM115
         self._stream = open_plain(self._raw, file.path, file.kind)
-        self._position = 0  # always the start of a line, once seek_line was called
+        self._position = 0  # always the start of a line after seek_line
         self.ended = False
 
     def __enter__(self) -> "LineReader":

@@ -54,7 +54,7 @@ def check_manifest(
     made_by = manifest.tokenizer
     if made_by.vocab_size > vocab_size:
         raise UserError(
-            f"{path}: made with the {made_by.type} of {made_by.vocab_size} ids, but the model knows {vocab_size}; "
+            f"{path}: made with the {made_by.type} of {made_by.vocab_size} ids, but the model has {vocab_size}; "
             "use the tokenizer that made the data"
         )
     if tokenizer.type_name == "NullTokenizer" != made_by.type:
@@ -69,7 +69,7 @@ def check_manifest(
             "checked)"
         )
     for suffix, record in manifest.files.items() if files else ():
-        if is_url(path_prefix):  # its bytes are not read twice; the size is compared
+        if is_url(path_prefix):  # compares the size only, so that its bytes are not read twice
             found = size_of(f"{path_prefix}.{suffix}")
             if found != record.bytes:
                 raise UserError(
@@ -92,7 +92,7 @@ def check_file(path: Path, size: int, sha256: str, manifest: str, hashed_bytes: 
     except FileNotFoundError:
         raise UserError(f"{path}: missing, but {manifest} lists it") from None
     if found != size or (size <= limit and sha256_of_file(path) != sha256):
-        what = f"{found} bytes, not {size}" if found != size else "its content is another"
+        what = f"{found} bytes, not {size}" if found != size else "its content differs"
         raise UserError(f"{path}: not the file that {manifest} lists: {what}; prepare the data again")
 
 
@@ -118,13 +118,13 @@ def check_token_ids(path_prefix: str, vocab_size: int) -> None:
         if int(chunk.max()) >= vocab_size or int(chunk.min()) < 0:
             wrong = start + int(np.argmax((chunk < 0) | (chunk >= vocab_size)))
             raise UserError(
-                f"{path}: id {ids[wrong]} at {_describe_position(path_prefix, wrong)}, but the model knows ids 0 to "
+                f"{path}: id {ids[wrong]} at {_describe_position(path_prefix, wrong)}, but the model has ids 0 to "
                 f"{vocab_size - 1}; use the tokenizer that made the data, or prepare the data again"
             )
 
 
 def _describe_position(path_prefix: str, token: int) -> str:
-    """The document that contains a token, and the token's offset in it."""
+    """Returns words for the document that contains a token, and the token's offset in it."""
     header = read_header(get_idx_path(path_prefix))
     path = get_idx_path(path_prefix)
     arrays = []

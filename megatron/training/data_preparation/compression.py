@@ -11,10 +11,10 @@ Kind = Literal["plain", "gzip", "zstd", "parquet"]
 """How an input file is stored."""
 
 DAMAGE = (EOFError, zlib.error, gzip.BadGzipFile)
-"""Exceptions of a damaged compressed file, while it is read."""
+"""Exceptions that reading a damaged compressed file raises."""
 
 CHECKS = {"gzip": "gzip -t", "zstd": "zstd -t"}
-"""Commands that say more about a damaged file."""
+"""Commands that describe the damage of a file."""
 
 _MAGIC: dict[bytes, Kind] = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"PAR1": "parquet"}
 _REFUSED = {b"\xfd7zXZ": "xz", b"BZh": "bzip2", b"PK\x03\x04": "zip"}

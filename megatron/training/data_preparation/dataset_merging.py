@@ -1,4 +1,4 @@
-"""Merges data sets (.bin and .idx) into one, with a manifest if all of them have manifests of one tokenizer."""
+"""Merges data sets (.bin and .idx) into one, with a manifest if all of them have manifests."""
 
 import dataclasses
 from collections import Counter
@@ -19,7 +19,7 @@ def find_prefixes(folder: str) -> tuple[str, ...]:
     Raises UserError if the folder contains none, or if a .bin or .idx file lacks the other one.
     """
     if not folder:
-        raise UserError('--input "" is an empty path, perhaps of a shell variable that is not set; give a folder')
+        raise UserError('--input "" is an empty path, perhaps from a shell variable that is not set; give a folder')
     try:
         names = [path.name for path in Path(folder).iterdir() if not path.name.startswith(".")]
     except OSError as error:
@@ -90,7 +90,9 @@ def _check_alike(prefixes: Sequence[str], manifests: Sequence[DataManifest | Non
             ("--append-eod", first.append_eod, manifest.append_eod),
         ):
             if mine != other:
-                raise UserError(f"{prefix} and {first_prefix} differ in {what}: {other} and {mine}; they do not merge")
+                raise UserError(
+                    f"{prefix} and {first_prefix} differ in {what}: {other} and {mine}; such data sets cannot be merged"
+                )
 
 
 def _joined(manifests: Sequence[DataManifest], output: str) -> DataManifest:

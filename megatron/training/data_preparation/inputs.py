@@ -37,8 +37,8 @@ class InputFile:
 def find_inputs(patterns: Sequence[str], warn: Callable[[str], None] = lambda _: None) -> tuple[InputFile, ...]:
     """Returns the files of --input, with patterns and folders expanded, each in the order of their names.
 
-    `warn` gets a line about files that are read twice and about files of folders that are left out. Raises UserError if
-    a file cannot be read.
+    `warn` gets a line for each file that is read twice, and one for the files of a folder that are not read. Raises
+    UserError if a file cannot be read.
     """
     paths = [path for pattern in patterns for path in _expanded(pattern, warn)]
     seen: set[str] = set()
@@ -58,17 +58,17 @@ def _expanded(pattern: str, warn: Callable[[str], None]) -> list[str]:
 
 
 def _files_in(folder: str, warn: Callable[[str], None]) -> list[str]:
-    """The files of a folder and of its subfolders, except hidden ones, in the order of their paths."""
+    """Returns the files of a folder and of its subfolders, except hidden ones, in the order of their paths."""
     paths = []
     for parent, folders, names in os.walk(folder, onerror=_refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
         paths += [os.path.join(parent, name) for name in names if not name.startswith(".")]
     taken = sorted(path for path in paths if path.lower().endswith(ENDINGS))
-    left = sorted(set(paths) - set(taken))
+    others = sorted(set(paths) - set(taken))
     if not taken:
-        raise UserError(f"--input {folder}: a folder without input files; their names end in {', '.join(ENDINGS)}")
-    if left:
-        warn(f"--input {folder}: {len(left)} files with other endings are not read, such as {left[0]}")
+        raise UserError(f"--input {folder}: a folder without input files, whose names end in {', '.join(ENDINGS)}")
+    if others:
+        warn(f"--input {folder}: {len(others)} files with other endings are not read, such as {others[0]}")
     return taken
 
 

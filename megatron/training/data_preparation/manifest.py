@@ -26,7 +26,7 @@ class TokenizerRecord:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> "TokenizerRecord":
-        """The record of a tokenizer."""
+        """Returns the record of a tokenizer."""
         return cls(tokenizer.type_name, tokenizer.digest, tokenizer.vocab_size, tokenizer.eod)
 
 

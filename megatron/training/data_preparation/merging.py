@@ -17,7 +17,7 @@ _NONE = StreamCounts()
 
 @dataclass
 class _Block:
-    """A finished block: its report, and the positions in the worker's streams where its documents begin."""
+    """A finished block: its report, and the position in each of the worker's streams at which its documents begin."""
 
     report: BlockReport
     starts: dict[StreamName, StreamCounts]
@@ -37,7 +37,7 @@ class OutputCounts:
 
 
 class ShardMerger:
-    """Takes reports in any order, and copies the reported blocks in the order of the input, to one output per key.
+    """Takes reports in any order and copies their blocks in the order of the input. Each key has its own output.
 
     Memory does not grow with the data. With one partition, blocks are copied as soon as possible. With several, the
     parts follow each other in the output, so copying waits until all blocks are finished.
@@ -88,7 +88,7 @@ class ShardMerger:
             output.finish()
 
     def output(self, key: int) -> "_Output":
-        """The output of the key with this index."""
+        """Returns the output of the key with this index."""
         return self._outputs[key]
 
     def _advance(self) -> bool:
@@ -181,14 +181,14 @@ def _bytes_of(start: int, count: int) -> tuple[int, int]:
 
 
 def _chunks(path: Path, start: int, count: int) -> Iterator[bytes]:
-    """Yields the bytes start .. start + count of a file, in chunks."""
+    """Yields the bytes `start` to `start + count - 1` of a file, in chunks."""
     if count == 0:
         return
     with open(path, "rb") as file:
         file.seek(start)
         while count > 0:
             chunk = file.read(min(count, _CHUNK_BYTES))
-            assert chunk, f"{path} is shorter than its worker said"
+            assert chunk, f"{path} is shorter than its worker reported"
             count -= len(chunk)
             yield chunk
 

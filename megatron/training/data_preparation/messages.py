@@ -31,7 +31,7 @@ class Job:
     splitter: SentenceSplitter | None = None
     """Divides texts into sentences; None: a text is one sequence."""
     first_worker: int = 0
-    """Number of this run's first worker in the names of shards. Shards of an earlier run have smaller numbers."""
+    """Number of this run's first worker in the names of shards. Workers of earlier runs have smaller numbers."""
     done: frozenset[tuple[int, int]] = frozenset()
     """Blocks (file, block) that an earlier run has finished."""
     ends: Mapping[int, int] = field(default_factory=dict)
@@ -80,13 +80,13 @@ class FileEnd:
 
 @dataclass(frozen=True)
 class Failure:
-    """An error that ends a worker, independent of the line."""
+    """An error that ends a worker and is not the fault of a line."""
 
     message: str
     expected: bool
-    """Whether the user can correct it. Otherwise `message` is a traceback."""
+    """Whether the user can correct it. If not, `message` is a traceback."""
     resumable: bool = False
-    """Whether the next run can use the finished blocks, because the reason of the failure is not in the input."""
+    """Whether the next run can use the finished blocks: the input is not the cause."""
 
 
 Message = BlockReport | FileEnd | Failure

@@ -79,7 +79,7 @@ def prepare(
         journal.begin(plan.block_bytes)
         done = [message for message in journal.messages if isinstance(message, BlockReport)]
         if done:
-            warn(f"{folder}: goes on with the work of an earlier run, which has finished {len(done)} blocks of input")
+            warn(f"{folder}: continues an earlier run, which has finished {len(done)} blocks of the input")
         job = Job(
             tokenizer=tokenizer,
             keys=tuple(config.json_keys),
@@ -95,7 +95,7 @@ def prepare(
             done=frozenset((report.file, report.block) for report in done),
             ends={message.file: message.blocks for message in journal.messages if isinstance(message, FileEnd)},
         )
-        tokenizer.encode_texts([""])  # compiles and loads what the first use needs, before workers are forked
+        tokenizer.encode_texts([""])  # the first use compiles and loads code: once, before workers are forked
         merger = ShardMerger(job)
         for message in journal.messages:
             merger.take(message)
@@ -116,11 +116,11 @@ def prepare(
 
 
 class _Unfinished(UserError):
-    """An error that is not caused by the input, so the next run can continue after the finished blocks."""
+    """An error whose cause is not the input, so the next run can use the finished blocks."""
 
 
 def _settings(config: PreparationConfig, tokenizer: Tokenizer, splitter: str | None) -> dict[str, Any]:
-    """Everything besides the input that determines the result."""
+    """Returns everything besides the input that determines the result."""
     return {
         "tokenizer": [tokenizer.type_name, tokenizer.digest],
         "keys": config.json_keys,
@@ -204,8 +204,8 @@ def _check_ending(exit_code: int) -> None:
 
 @contextlib.contextmanager
 def _working_folder(prefix: str, identity: str, warn: Callable[[str], None]) -> Iterator[Path]:
-    """Makes the working folder beside the output, so that files can be renamed, and removes it at the end. After a
-    `_Kept` exception the folder stays.
+    """Makes the working folder, and removes it at the end unless a `_Kept` exception is raised. The folder is beside
+    the output, so that files can be renamed into place.
     """
     parent, name = os.path.split(prefix)
     start = f".{name}.preparing."
@@ -216,8 +216,8 @@ def _working_folder(prefix: str, identity: str, warn: Callable[[str], None]) -> 
         with lock_folder(folder, warn):
             if left:
                 warn(
-                    f"{folder.parent}: {', '.join(left)}: a killed run with other input or flags has left this, or "
-                    "another run uses it; remove it in the first case"
+                    f"{folder.parent}: {', '.join(left)}: left by a killed run with other input or flags (then "
+                    "remove it), or in use by another run"
                 )
             try:
                 yield folder
@@ -247,7 +247,7 @@ def _kept_if_useful(folder: Path, journal: Journal) -> Iterator[None]:
     except (KeyboardInterrupt, SystemExit, OSError, _Unfinished) as error:
         if not journal.recorded:
             raise
-        hint = f"the finished part is kept in {folder}: the same command goes on from there, or remove the folder"
+        hint = f"the finished part is kept in {folder}: the same command continues from there; or remove the folder"
         if isinstance(error, OSError):
             raise _Kept(UserError(f"{error.filename or folder}: {error.strerror}; {hint}")) from None
         raise _Kept(UserError(f"{error}; {hint}") if isinstance(error, _Unfinished) else error) from None

@@ -20,7 +20,8 @@ class Counts:
 
     @classmethod
     def of_workers(cls, numbers: Sequence[int]) -> "Counts":
-        """Adds up the shared numbers: bytes, documents and tokens of each worker in turn."""
+        """Returns the sums over workers. `numbers` has bytes, documents and tokens of the first worker, then the
+        next."""
         return cls(sum(numbers[0::3]), sum(numbers[1::3]), sum(numbers[2::3]))
 
 

@@ -19,8 +19,8 @@ class BadLine(Exception):
 
 
 def texts_of_line(line: bytes, keys: Sequence[str], split: Callable[[str], list[str]] | None = None) -> list[list[str]]:
-    """Returns, for each key, the texts in the line's JSON object. `split` divides a text; the texts of a list stay as
-    they are. Raises BadLine."""
+    """Returns the texts of each key of the line's JSON object. `split` divides a text into sentences; the texts of a
+    list stay as they are. Raises BadLine."""
     record = _parse(line)
     if not isinstance(record, dict):
         raise BadLine("wrong type", f"{_kind(record)}, not an object with the key {keys[0]!r}")
@@ -42,11 +42,11 @@ def _parse(line: bytes) -> Any:
                 return record
         except StopIteration:
             pass
-        return json.loads(text)  # slower, but accepts blanks around the object and describes errors
+        return json.loads(text)  # slower, but allows blanks around the object and describes errors
     except UnicodeDecodeError as error:
         raise BadLine("not UTF-8", f"not UTF-8: byte 0x{line[error.start]:02x} at column {error.start + 1}") from None
     except json.JSONDecodeError as error:
-        message = error.msg.removesuffix(" at")  # of a control character
+        message = error.msg.removesuffix(" at")  # a message about control characters ends so
         raise BadLine("not JSON", f"not JSON: {message} at column {error.colno}") from None
     except RecursionError:
         raise BadLine("not JSON", "not JSON: nested too deeply") from None

@@ -66,7 +66,7 @@ def lock_folder(folder: Path, warn: Callable[[str], None]) -> Iterator[None]:
 
 
 class Journal:
-    """The journal of a folder: what earlier runs finished, and a place to record more. A context manager."""
+    """The record of finished blocks in a folder: reads that of earlier runs, and appends to it. A context manager."""
 
     def __init__(self, folder: Path, dtype: DTypeLike) -> None:
         self._folder = folder
@@ -78,8 +78,8 @@ class Journal:
         """Messages of earlier runs, in their order."""
         names = (_SHARD.match(path.name) for path in folder.glob("worker*"))
         self.first_worker = 1 + max((int(match[1]) for match in names if match), default=-1)
-        """Number of the first worker of this run. Numbers of earlier runs are not used again: their workers may still
-        be ending."""
+        """Number of the first worker of this run. Numbers of earlier runs are not used again, because their workers may
+        still be writing."""
         valid = self._read()
         self._file: BinaryIO = open(self._path, "ab", buffering=0)  # noqa: SIM115
         self._file.truncate(valid)
@@ -138,13 +138,13 @@ class Journal:
                     if intact:
                         self.messages.append(report)
             except (ValueError, KeyError, TypeError):
-                intact = False  # the last line of a killed run, cut off
+                intact = False  # the last line of a killed run is cut off
             intact = intact and line.endswith(b"\n")
             valid += len(line) if intact else 0
         return valid
 
     def _is_intact(self, report: BlockReport, positions: dict[tuple[int, StreamName], StreamCounts]) -> bool:
-        """Whether the shards contain the bytes that the worker wrote for this block. Moves the positions on."""
+        """Whether the shards contain the bytes that the worker wrote for this block. Advances `positions` past them."""
         for stream, counts in report.streams.items():
             start = positions.get((report.worker, stream), StreamCounts())
             positions[report.worker, stream] = start + counts
@@ -163,7 +163,7 @@ class Journal:
 
 
 def _checksum(path: Path, start: int, count: int) -> int | None:
-    """CRC-32 of a part of a file; None if the file is missing or too short."""
+    """Returns the CRC-32 of a part of a file; None if the file is missing or too short."""
     checksum = 0
     try:
         with open(path, "rb") as file:

@@ -16,19 +16,19 @@ class SentenceSplitter(Protocol):
     """Divides a text into sentences. Can be pickled."""
 
     name: str
-    """What divided the text, for the log and the manifest."""
+    """Name of the method in the log and in the manifest."""
 
     def split(self, text: str) -> list[str]:
         """Returns the sentences of a text, none of them empty."""
 
 
 def build_splitter(language: str, keep_newlines: bool, warn: Callable[[str], None]) -> SentenceSplitter:
-    """Returns punkt for this language, if nltk and its `punkt_tab` data are installed. Otherwise warns, and returns the
-    rules. The environment variable NLTK_DATA names the folder of the data; nothing is downloaded."""
+    """Returns punkt for this language if nltk and its `punkt_tab` data are installed. Otherwise warns and returns the
+    rules. The environment variable NLTK_DATA names the folder of the data. Nothing is downloaded."""
     try:
         return PunktSplitter(language, keep_newlines)
     except _PunktMissing as reason:
-        of_english = "" if language == "english" else "; their abbreviations are those of English"
+        of_english = "" if language == "english" else "; they know English abbreviations only"
         warn(
             f"--split-sentences: sentences are found by rules, not by nltk's punkt: {reason}{of_english}. To use "
             f"punkt, install nltk and set NLTK_DATA to a folder with tokenizers/punkt_tab/{language}"
@@ -84,7 +84,7 @@ class PunktSplitter:
 _MARKS = ".!?…؟।॥"
 _ENDS = re.compile(
     rf"""(?:
-        (?<![{_MARKS}]) (?P<marks> [{_MARKS}]++ ) ["'”’»)\]]*+ (?=\s)  # end marks and closing marks before a blank
+        (?<![{_MARKS}]) (?P<marks> [{_MARKS}]++ ) ["'”’»)\]]*+ (?=\s)  # end marks, then closing marks, before a blank
       | [。！？]++ ["'”’」』）]*+                                      # ideographic marks, which no blank follows
       | (?<!\s) (?= [^\S\n]*\n[^\S\n]*\n )                            # a blank line
     )\s*+""",
@@ -109,8 +109,8 @@ _ABBREVIATIONS = frozenset(_ENGLISH.split())
 class RuleSplitter:
     """Finds sentences by end marks and blank lines.
 
-    A dot ends no sentence after abbreviations, initials and the number of a list's item. No mark ends one before a
-    lower-case letter.
+    A dot ends no sentence after an abbreviation, an initial or the number of a list item. No mark ends a sentence
+    before a lower-case letter.
     """
 
     name = "rules"
@@ -136,7 +136,7 @@ def _ends_sentence(text: str, start: int, match: re.Match[str]) -> bool:
         return False
     if marks != "." or not found[1].isspace():
         return True
-    # Looks back only as far as an abbreviation is long: one endless word must not cost its length at each dot.
+    # Looks back only as far as the longest abbreviation, so that a very long word with many dots takes linear time.
     before = text[max(start, match.start() - _LONGEST_ABBREVIATION) : match.start()]
     word = before.split()[-1].lstrip(_OPENING) if before and not before[-1].isspace() else ""
     if word.isdecimal():

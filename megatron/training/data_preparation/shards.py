@@ -29,7 +29,7 @@ class StreamName(NamedTuple):
 
 @dataclass(frozen=True)
 class StreamCounts:
-    """The contents of a stream, or of one block's part of it."""
+    """Numbers of documents and tokens in a stream, or in one block's part of it."""
 
     documents: int = 0
     sequences: int = 0
@@ -131,7 +131,7 @@ class StreamWriter:
         )
 
     def end_block(self) -> tuple[StreamCounts, Checksums]:
-        """Flushes the files. Returns the counts and the checksums of everything since the last call."""
+        """Flushes the files. Returns counts and checksums of what was appended since the last call."""
         for file in self._files:
             file.flush()
         since = self._counts - self._before_block

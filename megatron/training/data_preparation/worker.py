@@ -106,7 +106,7 @@ class _Worker:
         return block_number(item.file.index, block) < self._shared.stop_from.value
 
     def _want_no_more(self, report: BlockReport) -> None:
-        """Stops the work on blocks after a bad line. Earlier blocks may contain another bad line, so they continue."""
+        """Stops the work on later blocks. Earlier blocks continue: they may contain a bad line that comes first."""
         with self._shared.next_work_item.get_lock():
             place = block_number(report.file, report.block)
             self._shared.stop_from.value = min(self._shared.stop_from.value, place)
@@ -178,7 +178,8 @@ class _Worker:
             self._drop(report, fault)
 
     def _tell_progress(self, item: WorkItem, reader: LineReader | ParquetReader, read_before: int) -> int:
-        """Updates the progress that the parent shows. Several workers read a compressed file; each counts its part."""
+        """Updates the progress that the parent shows. Workers that read the same compressed file each count a share of
+        it."""
         read = reader.bytes_read
         base = 3 * self._number
         progress = self._shared.progress

@@ -27,8 +27,8 @@ class EncodedTexts:
 class Tokenizer(ABC):
     """Turns text into token ids and back.
 
-    Ids lie in [0, vocab_size). Special tokens (BOS, EOS) are added to a text only if the family says so. Tokenizers can
-    be pickled and used in forked processes.
+    Ids lie in [0, vocab_size). Special tokens (BOS, EOS) are added to a text only by the families that say so.
+    Tokenizers can be pickled and used in forked processes.
     """
 
     type_name: str
@@ -82,7 +82,7 @@ class Tokenizer(ABC):
     @property
     @abstractmethod
     def special_tokens_dict(self) -> dict[str, int]:
-        """Special ids by role: eos_token, bos_token, pad_token, unk_token, ..."""
+        """Special ids by role, such as eos_token, bos_token, pad_token and unk_token."""
 
     @property
     def special_literals(self) -> tuple[str, ...]:
@@ -91,7 +91,7 @@ class Tokenizer(ABC):
 
     @property
     def matches_special_literals(self) -> bool:
-        """Whether a spelling in a text becomes the special token; otherwise it is ordinary text."""
+        """Whether the spelling of a special token in a text becomes its id; otherwise it is ordinary text."""
         return True
 
     @abstractmethod
@@ -103,7 +103,7 @@ class Tokenizer(ABC):
         """Returns the text of ids. Bytes that are not UTF-8 become U+FFFD."""
 
     def encode_texts(self, texts: Sequence[str]) -> EncodedTexts:
-        """Returns the ids of many texts: the ids that `tokenize` returns, but faster."""
+        """Returns the ids that `tokenize` returns for each text, usually faster."""
         return pack_ids([self.tokenize(text) for text in texts])
 
     @property
@@ -143,8 +143,8 @@ class Tokenizer(ABC):
 
 
 class MegatronTokenizer(Tokenizer):
-    """Base of a script's own tokenizer, for `GPTDatasetConfig(tokenizer=...)`. A subclass has `vocab_size`, `eod`,
-    `tokenize` and `detokenize`; the paths and options given here identify it in the keys of data caches."""
+    """Base class of a script's own tokenizer, for `GPTDatasetConfig(tokenizer=...)`. A subclass defines `vocab_size`,
+    `eod`, `tokenize` and `detokenize`. The constructor's paths and options identify it in the keys of data caches."""
 
     type_name = "script"
 
@@ -153,7 +153,7 @@ class MegatronTokenizer(Tokenizer):
 
     @property
     def special_tokens_dict(self) -> dict[str, int]:
-        """Special ids by role; none unless a subclass names them."""
+        """Special ids by role; empty unless a subclass overrides this."""
         return {}
 
     def _identity(self) -> dict[str, Any]:
@@ -169,14 +169,14 @@ def pack_ids(lists: Sequence[Sequence[int]]) -> EncodedTexts:
 
 
 def pattern_of_literals(literals: Sequence[str]) -> re.Pattern[str] | None:
-    """Returns a pattern that finds the leftmost of these strings, and the longest if several begin there. None without
-    strings."""
+    """Returns a pattern that finds the leftmost of these strings, the longest one if several begin at the same place.
+    None without strings."""
     return re.compile(_alternatives(sorted(set(literals)))) if literals else None
 
 
 def _alternatives(words: Sequence[str]) -> str:
-    """Returns an expression that branches on the first character, then on the second, ...: a thousand words match as
-    fast as one."""
+    """Returns a regular expression that branches on the first character, then on the second, and so on (a trie). Its
+    speed does not depend on the number of words."""
     by_first = {first: [word[1:] for word in group] for first, group in itertools.groupby(words, lambda word: word[:1])}
     ends = "?" if by_first.pop("", None) else ""
     if not by_first:

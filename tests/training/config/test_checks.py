@@ -70,7 +70,7 @@ RULES = [
     ),
     (
         "--layout-invariant --global-batch-size 4 --fp8-format e4m3 --fp8-recipe blockwise --context-parallel-size 2",
-        "--layout-invariant: --fp8-recipe blockwise cuts what is on a rank into blocks, which depend on",
+        "--layout-invariant: --fp8-recipe blockwise cuts each rank's part of a tensor into blocks, which depend on",
     ),
     (
         "--layout-invariant --global-batch-size 4 --fp8-format e4m3 --context-parallel-size 2 --num-experts 4 "
@@ -200,7 +200,7 @@ def test_layout_invariant_refuses_scales_of_transformer_engine(monkeypatch: pyte
     assert problems_of(flags) == []
     monkeypatch.setattr(engine, "find_engine", lambda: FAKE)
     (found,) = problems_of(flags)
-    assert "--transformer-impl transformer_engine has scales of a rank's own values" in found
+    assert "--transformer-impl transformer_engine computes scales from each rank's values" in found
 
 
 @pytest.mark.parametrize(

@@ -56,8 +56,8 @@ def test_made_up_data_replaces_the_data_sets_before_it(tmp_path: Path) -> None:
     line = read_command_line(["--data-path", "1", "a", "--valid-data-path", "b", "--mock-data"])
     assert line.values["data_path"] is line.values["valid_data_path"] is None and line.values["mock_data"]
     assert line.warnings == [
-        "--mock-data replaces --data-path 1 a, which stands before it",
-        "--mock-data replaces --valid-data-path b, which stands before it",
+        "--mock-data replaces --data-path 1 a, which is before it",
+        "--mock-data replaces --valid-data-path b, which is before it",
     ]
     later = read_command_line(["--mock-data", "--data-path", "a"])
     assert later.values["data_path"] == ["a"] and later.values["mock_data"] and not later.warnings
@@ -215,4 +215,4 @@ def test_unknown_flags_can_be_let_through() -> None:
 def test_of_a_repeated_flag_the_last_counts_and_a_line_says_so() -> None:
     line = read_command_line(["--lr", "1", "--lr", "2", "--bf16", "--bf16", "--seed", "5", "--seed", "5"])
     assert line.values["lr"] == 2.0 and line.problems == []
-    assert line.warnings == ["--lr 2 replaces --lr 1, which stands before it on the command line"]
+    assert line.warnings == ["--lr 2 replaces --lr 1, which is before it on the command line"]

@@ -48,7 +48,7 @@ def problems_of(words: str, looks: bool = True) -> list[str]:
 @pytest.mark.parametrize("flag", ["--save", "--load", "--data-cache-path", "--tensorboard-dir", "--load-hf"])
 def test_a_path_of_a_shell_variable_that_is_not_set(flag: str) -> None:
     """It would be the working folder."""
-    sentence = f'{flag} "" is an empty path, perhaps of a shell variable that is not set; give a path'
+    sentence = f'{flag} "" is an empty path, perhaps from a shell variable that is not set; give a path'
     assert problems_of(f"{SMALL} {flag} ''", looks=False) == [sentence]
 
 

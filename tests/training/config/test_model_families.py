@@ -42,8 +42,8 @@ def test_samples_that_cannot_be_made(family: str, flags: str, base: str, problem
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        ("--calculate-per-token-loss", "--calculate-per-token-loss: the order of two segments has a loss per sample"),
-        ("--mtp-num-layers 1", "--mtp-num-layers 1: BERT predicts no token further ahead"),
+        ("--calculate-per-token-loss", "--calculate-per-token-loss: the loss of the binary head is per sample"),
+        ("--mtp-num-layers 1", "--mtp-num-layers 1: BERT predicts masked tokens only"),
         ("--multi-latent-attention", "--multi-latent-attention: not yet for BERT"),
         ("--heterogeneous-layers-config-path x", "--heterogeneous-layers-config-path: not yet for BERT"),
     ],

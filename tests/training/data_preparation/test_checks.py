@@ -64,7 +64,7 @@ def test_another_tokenizer_is_refused(prefix):
         UserError, match=r"x_text_document.manifest.json: made with a NullTokenizer of 100 ids \(digest "
     ):
         check_manifest(prefix, other, 100, print)
-    with pytest.raises(UserError, match=r"made with the NullTokenizer of 100 ids, but the model knows 99"):
+    with pytest.raises(UserError, match=r"made with the NullTokenizer of 100 ids, but the model has 99"):
         check_manifest(prefix, TOKENIZER, 99, print)
 
 
@@ -84,7 +84,7 @@ def test_files_that_are_not_the_manifests(prefix, suffix):
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    with pytest.raises(UserError, match=rf"x_text_document.{suffix}: not the file that .*: its content is another"):
+    with pytest.raises(UserError, match=rf"x_text_document.{suffix}: not the file that .*: its content differs"):
         check_manifest(prefix, TOKENIZER, 100, print)
     path.write_bytes(content[:-1])
     with pytest.raises(UserError, match=rf"{len(content) - 1} bytes, not {len(content)}"):
@@ -110,7 +110,7 @@ def test_without_a_manifest_every_id_is_looked_at(prefix):
     assert check_data(prefix, TOKENIZER, 100, warnings.append) is None
     assert "no manifest" in warnings[0] and len(warnings) == 1
     with pytest.raises(
-        UserError, match=r"x_text_document.bin: id 99 at document 0, offset 3, but the model knows ids 0 to 98"
+        UserError, match=r"x_text_document.bin: id 99 at document 0, offset 3, but the model has ids 0 to 98"
     ):
         check_data(prefix, TOKENIZER, 99, warnings.append)
 

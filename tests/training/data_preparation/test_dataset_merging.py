@@ -77,7 +77,7 @@ def test_other_tokenizers_and_damage_are_refused(tmp_path, parts):
     content = bytearray(path.read_bytes())
     content[0] ^= 1
     path.write_bytes(content)
-    with pytest.raises(UserError, match=r"b_text_document.bin: not the file that .*: its content is another"):
+    with pytest.raises(UserError, match=r"b_text_document.bin: not the file that .*: its content differs"):
         merge_datasets(find_prefixes(str(parts)), str(tmp_path / "all"), print)
     assert not list(tmp_path.glob("all*"))
 

@@ -34,7 +34,7 @@ def test_a_file_that_is_read_twice_is_told(tmp_path):
 def test_errors_name_the_input(tmp_path):
     with pytest.raises(UserError, match=r"--input none.jsonl: no such file"):
         find_inputs(["none.jsonl"])
-    with pytest.raises(UserError, match=r"--input .*: a folder without input files; their names end in .jsonl, "):
+    with pytest.raises(UserError, match=r"--input .*: a folder without input files, whose names end in .jsonl, "):
         find_inputs([str(tmp_path)])
     with pytest.raises(UserError, match=r"--input /dev/null: not a file that can be read in parts"):
         find_inputs(["/dev/null"])

@@ -41,7 +41,7 @@ def edit(path, change):
 FAULTS = {
     "cut .bin": (".bin", lambda c: c.__delitem__(slice(-2, None)), r"x_text_document.bin: 158 bytes, .*idx says 160"),
     "cut .idx": (".idx", lambda c: c.__delitem__(slice(-8, None)), r"x_text_document.idx: too short"),
-    "flipped byte": (".bin", lambda c: c.__setitem__(2, 9), r"x_text_document.bin: not the file .*content is another"),
+    "flipped byte": (".bin", lambda c: c.__setitem__(2, 9), r"x_text_document.bin: not the file .*content differs"),
     "large id": (".bin", lambda c: c.__setitem__(9, 1), r"id 257 at document 1, offset 0, but the model"),
     "wrong length": (".idx", lambda c: c.__setitem__(34, 9), r"x_text_document.(bin|idx): "),
     "other counts": (".manifest.json", lambda c: c.__setitem__(slice(None), c.replace(b'ens": 80', b'ens": 81')),

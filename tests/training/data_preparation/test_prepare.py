@@ -420,7 +420,7 @@ def test_changed_input_or_flags_start_anew(tmp_path):
         run(tmp_path, [tmp_path / "in.jsonl"], Mortal(tmp_path), workers=1)
     warnings: list[str] = []
     run(tmp_path, [tmp_path / "in.jsonl"], Mortal(tmp_path), warnings=warnings, workers=1, append_eod=True)
-    assert "with other input or flags has left this" in warnings[0] and len(warnings) == 1
+    assert "left by a killed run with other input or flags" in warnings[0] and len(warnings) == 1
 
 
 def test_a_killed_worker_is_named(tmp_path):

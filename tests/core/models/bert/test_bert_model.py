@@ -102,7 +102,7 @@ def test_a_stage_hands_hidden_states_on() -> None:
     ("options", "said"),
     [
         ({"position_embedding_type": "alibi"}, "position_embedding_type alibi: not for BERT; learned_absolute"),
-        ({"settings": config(mtp_num_layers=1)}, "mtp_num_layers 1: BERT predicts no token further ahead"),
+        ({"settings": config(mtp_num_layers=1)}, "mtp_num_layers 1: BERT predicts masked tokens only"),
         (
             {"pg_collection": ProcessGroupCollection.from_grid(RankGrid(2, context=2), 0)},
             "not yet: context_parallel_size 2 with BERT",
