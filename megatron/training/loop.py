@@ -150,7 +150,7 @@ def run_step(
     if results is None or results.checks_results is False:
         reports = compute()
     else:
-        reports = results.step(compute, rewinding(model, optimizer, step_data_of(data_iterator), probe))
+        reports = results.step(compute, mark_step_start(model, optimizer, step_data_of(data_iterator), probe))
     learning_rate, decoupled = scheduler.learning_rate, scheduler.decoupled_learning_rate
     loss_scale = optimizer.get_loss_scale().clone()
     spike = None if judge is None else judge(reports)
@@ -168,18 +168,18 @@ def run_step(
     )
 
 
-def rewinding(
+def mark_step_start(
     model: Sequence[Any], optimizer: MegatronOptimizer, data: StepData | None, probe: GradientProbe | None
 ) -> Callable[[], bool]:
-    """Call it at the start of a step. Returns a function that goes back to this point: data, gradients, and the biases
-    of experts. That function returns False if the data is a script's own iterator, which cannot go back."""
+    """Marks the start of a step. Returns a function that restores data, gradients and the biases of experts as they are
+    now. That function returns False if the data is a script's own iterator, which cannot go back."""
     if data is not None:
         data.keep_step()
     modules = [module for chunk in model for module in chunk.modules()]
     routers = [module for module in modules if getattr(module, "expert_bias", None) is not None]
     biases = [router.expert_bias.detach().clone() for router in routers]
 
-    def start_again() -> bool:
+    def go_back_to_start() -> bool:
         if data is None or not data.rewind():
             return False
         for chunk in model:
@@ -187,12 +187,12 @@ def rewinding(
         optimizer.zero_grad()
         for router, bias in zip(routers, biases, strict=True):
             router.expert_bias.copy_(bias)
-            router.local_tokens_per_expert = None
+            router.take_tokens_per_expert()
         if probe is not None:
             probe.take()
         return True
 
-    return start_again
+    return go_back_to_start
 
 
 def norm_of_weights(trainer: Trainer) -> Tensor | None:

@@ -6,7 +6,8 @@ started. The number of contributions is learned from the first step (a weight th
 all reductions start at the end.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -106,10 +107,18 @@ class BucketQueue:
     def __init__(self, buckets: Sequence[Bucket], overlap: bool) -> None:
         self.buckets = list(buckets)
         self.overlap = overlap
-        self.may_start = True
-        """False during all micro-batches of a step but the last."""
+        self._is_paused = False
         for bucket in self.buckets:
             self._bind(bucket)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside the context no reduction starts: for all micro-batches of a step except the last."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
 
     def _bind(self, bucket: Bucket) -> None:
         def on_accumulated(parameter: nn.Parameter) -> None:
@@ -133,7 +142,7 @@ class BucketQueue:
                 "zero_grad_buffer() was not called before this step, or this step uses the parameter more often than "
                 "an earlier one did, which overlap_grad_reduce cannot know"
             )
-        if self.may_start:
+        if not self._is_paused:
             bucket.num_accumulated += 1
             if self.overlap and bucket.is_ready:
                 self._start(only_ready=True)

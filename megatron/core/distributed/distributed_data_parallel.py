@@ -83,10 +83,9 @@ class DistributedDataParallel(nn.Module):
         self._around_forward: Callable[[], AbstractContextManager[Any]] = (
             surrounding[0] if surrounding else contextlib.nullcontext
         )
+        shards_weights = any(unit.shards_weights for unit in self.units)
         for layer in self._quantized:
-            sharded = any(unit.shards_weights for unit in self.units)
-            layer.keeps_weights = layer.settings.keeps_weights and not sharded
-            layer.scaling.gradient_share = self._gradient_scale
+            layer.adapt_to_data_parallel(self._gradient_scale, shards_weights)
         self._deferred_weight_gradients = WeightGradientQueue(
             slot.parameter for unit in self.units for slot in unit.slots
         )
@@ -189,11 +188,8 @@ class DistributedDataParallel(nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside the context accumulate gradients and start no reduction. Sharded gradients are the
         exception: they are reduced after every micro-batch."""
-        self._queue.may_start = False
-        try:
+        with self._queue.paused():
             yield
-        finally:
-            self._queue.may_start = True
 
     @contextlib.contextmanager
     def defer_weight_gradients(self, key: Hashable) -> Iterator[None]:

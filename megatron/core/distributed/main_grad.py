@@ -1,10 +1,10 @@
 """Main gradients: backward writes each parameter's gradient into its slice of the unit's buffer, at once or deferred.
 
-The contract: a layer's backward hands its contribution to the parameter's main gradient and adds nothing to `.grad`.
+The contract: a layer's backward passes its contribution to the parameter's main gradient and adds nothing to `.grad`.
 The main gradient accumulates it in the buffer's type (float32 at least, unless --main-grads-dtype is bf16) and then
 calls `on_accumulated`. The call comes when the values are in the buffer, which for a deferred product is later than the
-end of the layer's backward. A CUDA graph replays the accumulation but not the call, so reductions then start after the
-last micro-batch.
+end of the layer's backward. A CUDA graph of a whole micro-batch replays the accumulation but not the call, so
+reductions then start after the last micro-batch.
 """
 
 import contextlib
@@ -40,15 +40,28 @@ class BufferMainGrad:
         self.on_accumulated = on_accumulated
         self.before_write = before_write or _do_nothing
         """Called before each write to `gradient`, which may have no memory between uses."""
-        self.queue: WeightGradientQueue | None = None
-        """Keeps deferred products; None without a data parallel wrapper."""
+        self._queue: WeightGradientQueue | None = None
+        """Keeps deferred products; None: no product is deferred."""
         # Parameters of operations that do not know main gradients get an ordinary `.grad`, which this hook moves.
         self._hook: RemovableHandle = parameter.register_post_accumulate_grad_hook(_move_gradient)
 
     @property
     def defers_weight_grad(self) -> bool:
         """Whether products that are added now are deferred."""
-        return self.queue is not None and self.queue.takes_products
+        return self._queue is not None and self._queue.takes_products
+
+    def defer_products_to(self, queue: "WeightGradientQueue") -> None:
+        """Lets `queue` take the products that are added while it defers."""
+        self._queue = queue
+
+    @contextlib.contextmanager
+    def reporting_to(self, on_accumulated: Callable[[nn.Parameter], None]) -> Iterator[None]:
+        """Inside the context, `on_accumulated` is called instead of the constructor's function."""
+        before, self.on_accumulated = self.on_accumulated, on_accumulated
+        try:
+            yield
+        finally:
+            self.on_accumulated = before
 
     def add_product(self, output_gradient: Tensor, inputs: Tensor | InputsToGather) -> None:
         """Adds output_gradient^T @ inputs ([t, out], [t, in]) to the gradient, now or when the queue computes it."""
@@ -61,8 +74,8 @@ class BufferMainGrad:
         self._add(output_gradient, inputs, accumulate)
 
     def _add(self, output_gradient: Tensor, inputs: Tensor | InputsToGather, accumulate: Accumulate) -> None:
-        if self.queue is not None and self.queue.takes_products:
-            self.queue.add(self, output_gradient, inputs, accumulate)
+        if self._queue is not None and self._queue.takes_products:
+            self._queue.add(self, output_gradient, inputs, accumulate)
         else:
             assert isinstance(inputs, Tensor)
             self.compute_product(output_gradient, inputs, accumulate)
@@ -119,7 +132,7 @@ class WeightGradientQueue:
         for parameter in parameters:
             main_grad = main_grad_accumulator(parameter)
             if isinstance(main_grad, BufferMainGrad):
-                main_grad.queue = self
+                main_grad.defer_products_to(self)
 
     @property
     def takes_products(self) -> bool:

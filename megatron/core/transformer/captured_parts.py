@@ -12,7 +12,9 @@ recorded, and accumulated gradients are reported, so that reductions start durin
 graphs.
 """
 
+import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
@@ -20,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from megatron.core.distributed.main_grad import BufferMainGrad
 from megatron.core.parameters import main_grad_accumulator
 from megatron.core.pipeline_parallel.actions import Action, ActionKind
 from megatron.core.pipeline_parallel.chunk_hooks import finish_param_sync
@@ -203,8 +206,8 @@ class _PartGraph:
         self.backward: CapturedGraph[Any] | None = None
         self.told: list[list[tuple[TensorRecord, Any]]] = [[], []]
         """What forward and backward record."""
-        self.accumulated: list[tuple[Any, nn.Parameter]] = []
-        """Main gradients that backward adds to, in the order of the additions, with their parameters."""
+        self.accumulated: list[BufferMainGrad] = []
+        """Main gradients that backward adds to, in the order of the additions."""
 
     @property
     def output_tensors(self) -> list[Tensor]:
@@ -234,13 +237,13 @@ class _PartGraph:
 
     def _capture(self, graphs: PartGraphs, direction: int, run: Callable[[], Any]) -> CapturedGraph[Any]:
         before = [record.take_tensors() for record in graphs.records]
-        calls = [_Accumulated(parameter, self.accumulated) for parameter in self.call.parameters]
-        try:
-            with torch.enable_grad():
-                captured = graphs.recorder.capture(run)
-        finally:
-            for call in calls:
-                call.restore()
+        with contextlib.ExitStack() as stack, torch.enable_grad():
+            for parameter in self.call.parameters:
+                main_grad = main_grad_accumulator(parameter)
+                if isinstance(main_grad, BufferMainGrad):
+                    note = functools.partial(self._note_accumulated, main_grad)
+                    stack.enter_context(main_grad.reporting_to(note))
+            captured = graphs.recorder.capture(run)
         for record, tensors in zip(graphs.records, before, strict=True):
             found = record.take_tensors()
             if any(isinstance(leaf, Tensor) for _, leaf in leaves(found)):
@@ -248,26 +251,13 @@ class _PartGraph:
             record.add_tensors(tensors)
         return captured
 
+    def _note_accumulated(self, main_grad: BufferMainGrad, parameter: nn.Parameter) -> None:
+        self.accumulated.append(main_grad)
+
     def tell(self, direction: int) -> None:
         """Adds the results of a replay to the records."""
         for record, tensors in self.told[direction]:
             record.add_tensors(map_tensors(torch.clone, tensors))
-
-
-class _Accumulated:
-    """Notes when a parameter's main gradient has been accumulated, instead of telling the data parallel wrapper."""
-
-    def __init__(self, parameter: nn.Parameter, notes: list[tuple[Any, nn.Parameter]]) -> None:
-        self.main_grad: Any = main_grad_accumulator(parameter)
-        if self.main_grad is not None:
-            main_grad: Any = self.main_grad
-            self.told = main_grad.on_accumulated
-            main_grad.on_accumulated = lambda parameter: notes.append((main_grad, parameter))
-
-    def restore(self) -> None:
-        """Ends the notes."""
-        if self.main_grad is not None:
-            self.main_grad.on_accumulated = self.told
 
 
 class _Replay(torch.autograd.Function):
@@ -297,8 +287,8 @@ class _Replay(torch.autograd.Function):
         graph.backward.replay()
         graph.tell(1)
         graph.in_flight, ctx.graphs.in_flight = False, ctx.graphs.in_flight - 1
-        for main_grad, parameter in graph.accumulated:
-            main_grad.on_accumulated(parameter)
+        for main_grad in graph.accumulated:
+            main_grad.end_write()
         return None if graph.hidden_gradient is None else graph.hidden_gradient.detach(), None, None
 
 

@@ -6,21 +6,17 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.staged_blend import StagedBlend
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.num_microbatches_calculator import BatchSchedule, use_schedule
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
-from megatron.core.pipeline_parallel.stages import overlaps_expert_communication
 from megatron.core.rerun_state_machine import (
     RerunErrorInjector,
     RerunStateMachine,
@@ -35,24 +31,14 @@ from megatron.training.checkpoint_checks import check_before_build, check_vocabu
 from megatron.training.checkpoint_contents import SavedParts
 from megatron.training.checkpoints import Checkpoints
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.config.records import KINDS
 from megatron.training.data.data_plan import data_plan
 from megatron.training.data.digests import data_digests
 from megatron.training.data.source_losses import source_names
 from megatron.training.data.splits import Splits, build_splits
 from megatron.training.hooks.exit import ExitAgreement, agreement_group
-from megatron.training.hooks.fault_injector import FaultInjector
-from megatron.training.hooks.gc import ManualGarbageCollection
-from megatron.training.hooks.group_timeout import GroupTimeout
 from megatron.training.hooks.hook import Hook, Hooks
-from megatron.training.hooks.memory_history import make_memory_history
 from megatron.training.hooks.mix_report import Mix, MixReport
-from megatron.training.hooks.profiler import make_profiler, nvtx_marks
-from megatron.training.hooks.progress_file import ProgressFile
-from megatron.training.hooks.replicas import ReplicaCheck
-from megatron.training.hooks.reports import RerunReport, StragglerReport
-from megatron.training.hooks.routing_trace import RoutingTrace
-from megatron.training.hooks.sniff_test import SniffTest
+from megatron.training.hooks.profiler import nvtx_marks
 from megatron.training.hooks.step_tensors import StepTensors
 from megatron.training.inspection.print_config import config_lines
 from megatron.training.launch.environment import Environment
@@ -63,6 +49,7 @@ from megatron.training.loss_spikes import LossSpikes
 from megatron.training.lr_schedule import build_scheduler
 from megatron.training.providers import Context, ForwardStep, NonLossFunctions, Providers, SampleCounts
 from megatron.training.setup.graphs import capture_micro_batches, capture_update
+from megatron.training.setup.hooks import build_hooks
 from megatron.training.setup.model import build_model, build_optimizer, stops_on_nonfinite
 from megatron.training.setup.notes import holding_notes, kernel_notes, run_notes
 from megatron.training.state import TrainState
@@ -326,54 +313,6 @@ def timed_forward_step(forward_step: ForwardStep, config: PretrainConfig, enviro
             return forward_step(*args, **kwargs)
 
     return step
-
-
-def build_hooks(
-    config: PretrainConfig, environment: Environment, state: TrainState, model: Sequence[DistributedDataParallel] = ()
-) -> list[Hook]:
-    """Returns the hooks that the flags ask for."""
-    hooks: list[Hook] = []
-    if config.training.manual_gc:
-        hooks.append(ManualGarbageCollection(config.training.manual_gc_interval, config.training.manual_gc_eval))
-    timeout = config.parallel.distributed_timeout_seconds_after_init
-    hooks += [GroupTimeout(environment.groups, timeout)] if timeout is not None else []
-    replicas = config.resilience.check_weight_hash_across_dp_replicas_interval
-    hooks += [ReplicaCheck(model, replicas)] if replicas is not None else []
-    sniffs, world = config.resilience.gpu_sniff_test_interval, dist.group.WORLD if dist.is_initialized() else None
-    hooks += [SniffTest(sniffs, world, environment.device)] if sniffs is not None else []
-    flags, records = config.logging, config.records
-    if config.fault_injector.faults:
-        ranks = environment.rank, environment.world_size
-        hooks.append(FaultInjector(config.fault_injector, *ranks, config.seed))
-    if records.moe_routing_trace_path is not None:
-        hooks.append(RoutingTrace(records, model, environment.rank))
-    intervals = {kind: every for kind in KINDS if (every := records.interval(kind)) is not None}
-    if intervals and config.checkpoint.save is not None:
-        hooks.append(StepTensors(Path(config.checkpoint.save), model, environment.groups, intervals))
-    hooks += [RerunReport()] if config.resilience.rerun_mode == "report_stats" else []
-    hooks += [StragglerReport(flags.log_interval)] if flags.log_straggler else []
-    if flags.log_progress and environment.is_first and config.checkpoint.save is not None:
-        hooks.append(ProgressFile(config.checkpoint.save, state, environment.world_size))
-    if flags.record_memory_history:
-        history = make_memory_history(
-            flags.memory_snapshot_path, environment.rank, flags.profile_ranks, flags.log_interval
-        )
-        hooks += [history] if history is not None else []
-    if flags.profile:
-        profiler = make_profiler(
-            rank=environment.rank,
-            ranks=flags.profile_ranks,
-            start=flags.profile_step_start,
-            end=flags.profile_step_end,
-            use_pytorch_profiler=flags.use_pytorch_profiler,
-            directory=flags.tensorboard_dir or config.checkpoint.save,
-            record_shapes=flags.record_shapes or flags.pytorch_profiler_collect_shapes,
-            with_stack=flags.pytorch_profiler_collect_callstack,
-            with_execution_trace=flags.pytorch_profiler_collect_chakra,
-            all_threads=overlaps_expert_communication(config.transformer),  # backwards have a thread of their own
-        )
-        hooks += [profiler] if profiler is not None else []
-    return hooks
 
 
 def samples_to_read(config: PretrainConfig) -> tuple[int, int | None, int | None]:

@@ -98,10 +98,9 @@ def test_micro_batches_before_the_last_start_nothing() -> None:
     queue.finish()
     queue.reset()
     started = watch(queue)
-    queue.may_start = False
-    model(*batch(0)).backward()
+    with queue.paused():
+        model(*batch(0)).backward()
     assert not started
-    queue.may_start = True
     model(*batch(1)).backward()
     assert len(started) == 4
     queue.finish()

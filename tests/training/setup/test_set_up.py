@@ -1,9 +1,6 @@
 """What set-up derives from the flags, without building a run."""
 
-import gc
 import logging
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -13,13 +10,8 @@ from torch import nn
 from megatron.training.arguments import configure
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.settings import LaunchEnvironment
-from megatron.training.hooks.gc import ManualGarbageCollection
-from megatron.training.hooks.profiler import TorchProfiler
-from megatron.training.hooks.progress_file import ProgressFile
-from megatron.training.hooks.replicas import ReplicaCheck
 from megatron.training.providers import SampleCounts
-from megatron.training.setup.set_up import build_hooks, build_probe, resolve_auto_layout, sample_counts, set_torch
-from megatron.training.state import TrainState
+from megatron.training.setup.set_up import build_probe, resolve_auto_layout, sample_counts, set_torch
 
 
 def config_of(flags: str, ranks: int = 1) -> PretrainConfig:
@@ -39,39 +31,6 @@ def config_of(flags: str, ranks: int = 1) -> PretrainConfig:
 )
 def test_samples_that_a_run_needs(flags: str, counts: tuple[int, int, int]) -> None:
     assert sample_counts(config_of(flags)) == SampleCounts(*counts)
-
-
-def test_hooks_that_the_flags_ask_for(tmp_path: Any) -> None:
-    here: Any = SimpleNamespace(rank=0)
-    assert build_hooks(config_of("--train-iters 9"), here, TrainState()) == []
-    profile = (
-        f"--profile --use-pytorch-profiler --profile-step-start 2 --profile-step-end 4 --tensorboard-dir {tmp_path}"
-    )
-    config = config_of(f"--train-iters 9 --manual-gc --manual-gc-interval 5 {profile}")
-    collection, profiler = build_hooks(config, here, TrainState())
-    assert isinstance(collection, ManualGarbageCollection) and collection.interval == 5 and gc.isenabled()
-    assert isinstance(profiler, TorchProfiler) and (profiler.start, profiler.end) == (2, 4)
-    assert len(build_hooks(config, SimpleNamespace(rank=1), TrainState())) == 1  # --profile-ranks is 0  # type: ignore[arg-type]
-
-
-def test_replicas_are_compared_if_a_flag_says_it() -> None:
-    config, here = (
-        config_of("--train-iters 9 --check-weight-hash-across-dp-replicas-interval 3"),
-        SimpleNamespace(rank=0),
-    )
-    model: list[Any] = []
-    (check,) = build_hooks(config, here, TrainState(), model)
-    assert isinstance(check, ReplicaCheck) and check.interval == 3 and check.model is model
-
-
-def test_hooks_that_write_files(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    here: Any = SimpleNamespace(rank=0, world_size=2, is_first=True)
-    config = config_of(f"--train-iters 9 --log-progress --save {tmp_path} --record-memory-history")
-    (progress,) = build_hooks(config, here, TrainState())
-    assert isinstance(progress, ProgressFile) and progress.path == tmp_path / "progress.txt"
-    assert "--record-memory-history: nothing is recorded" in capsys.readouterr().out
-    other: Any = SimpleNamespace(rank=1, world_size=2, is_first=False)
-    assert build_hooks(config, other, TrainState()) == []
 
 
 def test_global_options_of_torch_and_python(monkeypatch: pytest.MonkeyPatch) -> None:

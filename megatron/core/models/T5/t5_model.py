@@ -1,7 +1,6 @@
 """T5: an encoder that reads a text, and a decoder that writes one and attends to the encoder's output (Raffel et al.
 2020, "Exploring the limits of transfer learning with a unified text-to-text transformer")."""
 
-import copy
 import dataclasses
 from typing import Literal
 
@@ -306,8 +305,7 @@ def _stack(
         layers = dataclasses.replace(layers, layer_specs=[specs[number - 1] for number in numbers])
     elif all(one == specs[0] for one in specs[1:]):
         layers = dataclasses.replace(layers, layer_specs=specs[:1] * len(numbers))
-    config = copy.copy(config)  # the config of the layers alone: their attention adds a bias
-    config.relative_bias = relative
+    config = dataclasses.replace(config, relative_bias=relative)  # for the layers only: their attention adds the bias
     return TransformerBlock(config, layers, post_process=ends, pg_collection=groups, layer_numbers=numbers)
 
 

@@ -46,15 +46,23 @@ class QuantizedWeights(nn.Module, Generic[Pair]):
                 f"divide by {_MULTIPLE}; change the width, or the number of tensor parallel ranks"
             )
         self.settings = settings
-        self.keeps_weights = settings.keeps_weights
-        """Whether quantised weights are kept until the weight changes. Weights that are sharded between uses are
-        not."""
+        self._keeps_weights = settings.keeps_weights
+        """Whether quantised weights are kept until the weight changes."""
         self._kept: tuple[Any, Pair] | None = None
         self._storage: Pair | None = None
         """The memory of the quantised weight, if its address is fixed."""
         self._has_fixed_storage = False
         self._last_weight: tuple[Tensor] | None = None
         """The weight that was quantised last. In a tuple, so that it is no parameter of this module."""
+
+    def adapt_to_data_parallel(self, gradient_share: float, shards_weights: bool) -> None:
+        """Takes what a data parallel wrapper decides.
+
+        `gradient_share`: see `Scaling.gradient_share`. With `shards_weights` the weight is sharded between uses, and
+        its quantised form is not kept.
+        """
+        self.scaling.gradient_share = gradient_share
+        self._keeps_weights = self.settings.keeps_weights and not shards_weights
 
     def fix_storage(self) -> None:
         """Makes the kept weight and the scales keep their addresses from now on, as CUDA graphs need it. Call `refresh`
@@ -67,7 +75,7 @@ class QuantizedWeights(nn.Module, Generic[Pair]):
         earlier steps, with which other operations run. Waits for the device at most once after a checkpoint is
         loaded."""
         is_warm: bool = self.scaling.refresh()
-        if self.keeps_weights and self._last_weight is not None:
+        if self._keeps_weights and self._last_weight is not None:
             self._quantized_weight(self._last_weight[0], rows=True, columns=True)
         return is_warm
 
@@ -88,8 +96,8 @@ class QuantizedWeights(nn.Module, Generic[Pair]):
         key = weight.data_ptr(), weight._version
         if self._kept is not None and self._kept[0] == key:
             return self._kept[1]
-        pair = self._quantize(weight, rows or self.keeps_weights, columns or self.keeps_weights)
-        if self.keeps_weights:
+        pair = self._quantize(weight, rows or self._keeps_weights, columns or self._keeps_weights)
+        if self._keeps_weights:
             if self._has_fixed_storage:
                 pair, self._last_weight = self._stored(pair), (weight,)
             self._kept = key, pair

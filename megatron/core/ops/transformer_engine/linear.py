@@ -234,7 +234,7 @@ def _before_write(accumulator: Any, gradient: Tensor) -> None:
 
 
 class _NoScaling:
-    """Takes the place of our scaling in a layer whose scales are Transformer Engine's."""
+    """Replaces `Scaling` in a layer whose scales Transformer Engine keeps."""
 
     gradient_share = 1.0
 
@@ -257,7 +257,7 @@ class EngineFp8Linear(QuantizedWeights[Any]):
     def forward(self, inputs: Tensor, weight: Tensor, *more: Any, **keywords: Any) -> Tensor:
         """Returns the result of the products."""
         changed = None
-        if self.keeps_weights and torch.is_grad_enabled():
+        if self._keeps_weights and torch.is_grad_enabled():
             has_backward = inputs.numel() > 0 and (inputs.requires_grad or weight.requires_grad)
             if has_backward and updates_gradient_scales(self.products.engine, self.products.recipe):
                 self._key = None  # quantised in the product itself: `_compute` would put one without a backward first

@@ -84,7 +84,8 @@ class MoELayer(MegatronModule):
         self.experts = build_module(
             submodules.experts or SequentialMLP, count, config, pg_collection=groups, offer=offer
         )
-        self.token_dispatcher.tells_sizes = getattr(self.experts, "reads_sizes", True)
+        if not getattr(self.experts, "reads_sizes", True):
+            self.token_dispatcher.leave_sizes_on_device()
         self.fc1_latent_proj: ReplicatedLinear | None = None
         self.fc2_latent_proj: ReplicatedLinear | None = None
         if config.moe_latent_size:

@@ -97,9 +97,13 @@ class TokenDispatcher(ABC):
         self.num_local_experts = self.num_experts // self.ep_size
         self.ep_rank, self.etp_rank = group_rank(self.ep_group), group_rank(self.etp_group)
         self.backend = backend or choose_backend(config)
-        self.tells_sizes = True
-        """True if the experts read the number of their rows on the host; the copy to the host then starts early. If
-        False, the copy is made only if the sizes of exchanges need it."""
+        self.copies_sizes = True
+        """Whether the host always gets the number of rows of each expert. If not, it gets them only where the sizes of
+        exchanges need them."""
+
+    def leave_sizes_on_device(self) -> None:
+        """The experts of this layer do not read the number of their rows on the host."""
+        self.copies_sizes = False
 
     @abstractmethod
     def plan(self, routing: Routing, turn: CooperativeTurn | None = None) -> DispatchCombine:
@@ -161,7 +165,7 @@ class _CopyDispatchCombine(AlltoAllDispatchCombine):
         super().__init__(at, routing, turn)
         self.counts = run_once_under_recompute((at, "token counts"), self._all_counts)
         """Number of rows from (etp rank, ep rank) for each expert of an ep rank."""
-        self.knows_sizes = at.tells_sizes or at.ep_size * at.etp_size > 1 or routing.kept is not None
+        self.knows_sizes = at.copies_sizes or at.ep_size * at.etp_size > 1 or routing.kept is not None
         self._on_host: HostCopy | None = None
         if self.knows_sizes:
             self._on_host = run_once_under_recompute((at, "counts on the host"), lambda: HostCopy(self.counts))
@@ -230,7 +234,7 @@ class _AllGatherDispatchCombine(DispatchCombine):
         local = self.experts.clamp(0, at.num_local_experts - 1)
         self.counts = at.backend.count_experts(local, at.num_local_experts, self.here)
         self.all_are_here = at.ep_size == 1 and routing.kept is None
-        knows_sizes = at.tells_sizes or not self.all_are_here
+        knows_sizes = at.copies_sizes or not self.all_are_here
         self._on_host: HostCopy | None = None
         if knows_sizes:
             self._on_host = run_once_under_recompute((at, "counts on the host"), lambda: HostCopy(self.counts))

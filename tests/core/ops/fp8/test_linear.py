@@ -91,7 +91,7 @@ def test_a_weight_is_quantised_once_until_it_changes() -> None:
     w.data.mul_(2)  # as an optimizer does through its own view: nothing tells torch
     layer.forget_weights()
     assert layer.weight_rows(w) is not second
-    layer.keeps_weights = False
+    layer.adapt_to_data_parallel(gradient_share=1.0, shards_weights=True)
     layer.forget_weights()
     assert layer.weight_rows(w) is not layer.weight_rows(w)
 
