@@ -1,9 +1,9 @@
 """Writes and reads the data file of one rank: a safetensors file, in blocks with one checksum each.
 
 The file is plain safetensors (8 bytes little-endian header length, JSON header, data), so any safetensors reader opens
-it. Writing streams the tensors. Beyond these it needs two staging blocks for tensors on a device, or one tensor at a
-time for tensors that are made during the write (`LazyTensor`). Reading copies into one block instead of mapping the
-file, so an I/O error is an exception, not a SIGBUS.
+it. Writing streams the tensors. It needs additional memory for two blocks if tensors are on a device, and for one
+tensor at a time if tensors are made during the write (`LazyTensor`). Reading copies into one block instead of mapping
+the file, so an I/O error is an exception, not a SIGBUS.
 
 The checksum is a CRC-32 of each block of 16 MiB. It detects accidents, not forgery. It runs at 4 GB/s on one core;
 SHA-256 would run at 1.7 GB/s. A reader of a small part reads whole blocks to verify them.

@@ -71,7 +71,7 @@ class DistributedDataParallelConfig:
     fp8_param_gather: bool = flag(
         False,
         no_effect="updated weights are gathered in the model's type and quantised once a step; fp8 weights would save "
-        "memory and bytes, not change a product's inputs by more than one rounding to the model's type",
+        "memory and communication, and differ by at most one rounding to the model's type",
     )
     """Keep weights in fp8 and gather them in fp8."""
 

@@ -1,4 +1,4 @@
-"""Checks a config that cuts an encoder and a decoder into pipeline stages."""
+"""Checks a config that divides an encoder and a decoder into pipeline stages."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +13,7 @@ from megatron.core.pipeline_parallel.stages import (
 
 
 def encoder_decoder_problems(config: Any) -> Iterator[str]:
-    """Yields a problem for each reason why an encoder and a decoder cannot be cut into the stages of a pipeline."""
+    """Yields a problem for each reason why an encoder and a decoder cannot be divided into pipeline stages."""
     if (config.virtual_pipeline_model_parallel_size or 1) > 1 or config.pipeline_schedule in ("interleaved", "zb-v"):
         several = "{virtual_pipeline_model_parallel_size}"
         if (config.virtual_pipeline_model_parallel_size or 1) == 1:
@@ -24,7 +24,9 @@ def encoder_decoder_problems(config: Any) -> Iterator[str]:
         return
     for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
         if getattr(config, name) is not None:
-            yield f"{{{name}}}: for an encoder and a decoder {{pipeline_model_parallel_layout:name}} cuts unevenly"
+            yield (
+                f"{{{name}}}: to divide an encoder and a decoder unevenly, give {{pipeline_model_parallel_layout:name}}"
+            )
     if counted_as_layers(config):
         yield (
             "{account_for_embedding_in_pipeline_split:name} and {account_for_loss_in_pipeline_split:name} do not go "
@@ -53,7 +55,7 @@ def encoder_decoder_problems(config: Any) -> Iterator[str]:
             near = f"{below} or {below + stages}" if below else f"{stages}"
             yield (
                 f"{layers} layers of the {stack} are not divisible by its {stages} pipeline stages; use {near} layers, "
-                "or cut them otherwise with {pipeline_model_parallel_split_rank:name} or "
+                "or divide them otherwise with {pipeline_model_parallel_split_rank:name} or "
                 "{pipeline_model_parallel_layout:name}"
             )
 
@@ -80,9 +82,9 @@ def _two_stack_layout_problems(config: Any) -> Iterator[str]:
         return
     split = config.pipeline_model_parallel_split_rank
     if split not in (None, starts[1]):
-        yield f"{{pipeline_model_parallel_split_rank}}: {complaint} has the decoder begin on stage {starts[1]}"
+        yield f"{{pipeline_model_parallel_split_rank}}: {complaint} begins the decoder on stage {starts[1]}"
     if letters.count("L") != 1 or not letters.endswith("L"):
-        yield f"{complaint} must end with L, the loss, and have one"
+        yield f"{complaint} must end with L, the loss, and contain no other L"
     encoder = "".join(stages[: starts[1]]).count("t")
     for stack, found, wanted in (
         ("encoder", encoder, num_encoder_layers(config)),

@@ -1,7 +1,7 @@
 """Messages between the ranks of a pipeline: hidden states to the next stage, their gradients to the stage before.
 
-Sends do not wait. A receive is posted ahead, and the computation that needs it waits for it. On a GPU the host never
-waits, later kernels do, with one exception: with `variable_seq_lengths` the host waits for the shape of a message.
+Sends do not wait. A receive is posted ahead, and the computation that needs it waits for it. On a GPU later kernels
+wait, not the host, with one exception: with `variable_seq_lengths` the host waits for the shape of a message.
 """
 
 import dataclasses
@@ -86,8 +86,8 @@ class PipelineP2P:
             )
         if torch.promote_types(hidden.dtype, self.format.dtype) != self.format.dtype:
             raise UserError(
-                f"a pipeline stage gives hidden states in {hidden.dtype}, which config.pipeline_dtype "
-                f"{self.format.dtype} would round; set it to that"
+                f"a pipeline stage gives hidden states in {hidden.dtype}, and config.pipeline_dtype "
+                f"{self.format.dtype} would round them; set it to the former"
             )
         self._send(hidden.to(self.format.dtype), peer)
 

@@ -195,9 +195,9 @@ def _layout_problems(config: Any) -> Iterator[str]:
     elif (v_shaped or chunks > 1) and len(stages) != expected:
         yield f"{complaint} has {len(stages)} stages, {size} ranks of {expected // size} chunks have {expected}"
     if letters.count("E") != 1 or not letters.startswith("E"):
-        yield f"{complaint} must begin with E, the embedding, and have one"
+        yield f"{complaint} must begin with E, the embedding, and contain no other E"
     if letters.count("L") != 1 or not letters.endswith("L"):
-        yield f"{complaint} must end with L, the loss, and have one"
+        yield f"{complaint} must end with L, the loss, and contain no other L"
     if letters.count("t") != config.num_layers:
         yield f"{complaint} has {letters.count('t')} layers, {{num_layers}}"
     yield from _prediction_problems(config, stages)

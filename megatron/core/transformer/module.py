@@ -45,11 +45,11 @@ class Float16Module(MegatronModule):
         return output
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The model's."""
+        """Returns the model's state dict."""
         return self.module.state_dict(*args, **kwargs)
 
     def sharded_state_dict(self, prefix: str = "", *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The model's."""
+        """Returns the model's sharded state dict."""
         return self.module.sharded_state_dict(prefix, *args, **kwargs)  # type: ignore[operator]
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:

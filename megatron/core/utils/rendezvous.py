@@ -115,8 +115,9 @@ def start_torch_distributed(
 
 
 def is_first_to_claim(store: dist.Store, key: str, name: str, seconds: float = 3.0) -> bool:
-    """Returns whether this process is the first to claim a key of the store under a name of its own. Returns True if
-    the store does not answer, too: its server may have ended. Another thread may be waiting in the store meanwhile."""
+    """Returns whether this process is the first to claim a key of the store under a name of its own. Also returns True
+    if the store does not answer, because its server may have ended. Another thread may be waiting in the store
+    meanwhile."""
     claimed: list[bytes] = []
 
     def claim() -> None:

@@ -1,4 +1,4 @@
-"""Falcon, whose joint tensor of queries, keys and values is laid out as ours, in all its generations."""
+"""All generations of Falcon. Their joint tensor of queries, keys and values has our layout."""
 
 from dataclasses import dataclass
 from typing import Any

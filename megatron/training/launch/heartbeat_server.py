@@ -78,7 +78,7 @@ class HeartbeatServer:
             self.close()
 
     def _watch_ranks(self) -> None:
-        spoken, decided, told = 0.0, 0.0, None
+        last_beat, last_tick, told_phase = 0.0, 0.0, None
         pause = max(_TICK_SECONDS, self.watch.size / _RANKS_PER_TICK_SECOND)
         while not self._over:
             for key, _ in self._selector.select(pause):
@@ -89,15 +89,15 @@ class HeartbeatServer:
                     self._read(key.fileobj)
             now = time.monotonic()
             first = self.watch.ranks.get(0)
-            if now - spoken > self.interval or (first is not None and first.phase != told):
-                spoken = now
+            if now - last_beat > self.interval or (first is not None and first.phase != told_phase):
+                last_beat = now
                 where: Message = {} if first is None else {"phase": first.phase, "iteration": first.iteration}
-                told = None if first is None else first.phase
+                told_phase = None if first is None else first.phase
                 where["elsewhere"] = self.watch.first_elsewhere()
                 self._send_all([(rank, {"type": "beat", **where}) for rank in self._ranks.values()])
-            if now - decided < pause:
+            if now - last_tick < pause:
                 continue
-            decided = now
+            last_tick = now
             self._send_all(self.watch.tick(now))
             if self.watch.ranks and self.watch.all_left() and self.watch.cause is None:
                 self._send_all([(rank, {"type": "bye"}) for rank in self._ranks.values()])
@@ -107,7 +107,7 @@ class HeartbeatServer:
         while True:
             try:
                 connection, _ = self._listener.accept()
-            except BlockingIOError:  # no other is waiting
+            except BlockingIOError:  # no other connection waits
                 return
             except OSError:  # out of file descriptors: the rank is not watched until others have closed theirs
                 time.sleep(_TICK_SECONDS)

@@ -22,7 +22,7 @@ class Limits:
     """How long the watch waits, in seconds."""
 
     silence: float = 10.0
-    """Time without a sign of life after which another process of the same machine looks at the silent one."""
+    """Time without a sign of life after which another process of the same machine checks the silent one."""
     unreachable: float = 20.0
     """Time without a sign of life after which a rank counts as gone if no other process can look at it."""
     hang: float = 540.0
@@ -35,12 +35,12 @@ class Limits:
     user_error: float = 8.0
     """Time to wait for the other ranks after one reports a mistake of the user, which they may find too."""
     left: float = 5.0
-    """Time without progress after which a rank that waits, while others have left, is asked for what it waits."""
+    """Time without progress after which a rank that waits, while others have left, is asked what it waits for."""
     report: float = 2.0
-    """Time in which the ranks must answer for what they wait."""
+    """Time in which the ranks must answer what they wait for."""
 
     def for_interval(self, interval: float) -> "Limits":
-        """Returns limits for signs of life that come every `interval` seconds: five late ones are no silence."""
+        """Returns limits for signs of life that come every `interval` seconds: silence lasts five of them at least."""
         silence, unreachable = max(self.silence, 5 * interval), max(self.unreachable, 10 * interval)
         return replace(self, silence=silence, unreachable=unreachable)
 
@@ -100,7 +100,7 @@ class Watch:
     ended: bool = False
     """Whether all ranks have been told to end."""
     _asked: float | None = None
-    """Time at which the ranks were asked for what they wait."""
+    """Time at which the ranks were asked what they wait for."""
     _asked_before: float = float("-inf")
 
     # What happens ----------------------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ class Watch:
     # What follows ----------------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> list[tuple[int, Message]]:
-        """Returns messages to ranks: questions, and in the end the order to stop, with the text."""
+        """Returns messages to ranks: questions, and at the end of the run the order to stop, with the text to print."""
         if self.ended:
             return []
         messages: list[tuple[int, Message]] = []
@@ -229,7 +229,7 @@ class Watch:
         return messages
 
     def _suspicious(self, now: float) -> bool:
-        """Whether to ask the ranks for what they wait."""
+        """Whether to ask the ranks what they wait for."""
         if now - self._asked_before < self.limits.left:
             return False
         live = [state for state in self.ranks.values() if state.connected]

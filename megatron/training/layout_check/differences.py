@@ -21,7 +21,7 @@ class Difference:
     kind: str
     name: str
     ranks: tuple[int, ...]
-    """Where it is not."""
+    """The ranks on which it differs."""
     error: float
     """Largest difference over the largest value; infinite where something is missing or not finite."""
     where: str
@@ -54,12 +54,11 @@ def differences(
 
 def _in_order(reference: LayoutTrace, ranks: Sequence[LayoutTrace]) -> Iterator[tuple[str, str]]:
     keys = dict.fromkeys([*reference.found, *(key for seen in ranks for key in seen.found)])
-    model = {
-        name: place for place, (kind, name) in enumerate(keys) if kind == INITIAL
-    }  # parameters as the model has them
+    # Initial weights are recorded in the order in which the model has its parameters.
+    order_in_model = {name: place for place, (kind, name) in enumerate(keys) if kind == INITIAL}
     for kind in _ORDER:
         of_kind = [key for key in keys if key[0] == kind]
-        yield from sorted(of_kind, key=lambda key: -model.get(key[1], -1)) if kind == GRADIENT else of_kind
+        yield from sorted(of_kind, key=lambda key: -order_in_model.get(key[1], -1)) if kind == GRADIENT else of_kind
 
 
 def _error(
@@ -70,7 +69,7 @@ def _error(
     if not places.numel():
         return 0.0, ""
     if expected is None:
-        return float("inf"), f"{name} has no such thing"
+        return float("inf"), f"{name} has no such value"
     rows = _rows_of(places, expected[0])
     if rows is None:
         return float("inf"), f"at places that {name} does not have"
@@ -100,11 +99,11 @@ def _rows_of(places: Tensor, known: Tensor) -> Tensor | None:
 def _missing(
     kind: str, expected: tuple[Tensor, Tensor] | None, seen: Sequence[tuple[Tensor, Tensor] | None]
 ) -> str | None:
-    """Returns how many places of a value of one process are on no rank; None if all are there."""
+    """Returns how many places of a value of one process are on no rank; None if all are on some rank."""
     if expected is None:
         return None
-    there = [pair[0] for pair in seen if pair is not None]
-    found = torch.cat(there) if there else expected[0][:0]
+    present = [pair[0] for pair in seen if pair is not None]
+    found = torch.cat(present) if present else expected[0][:0]
     absent = int((~torch.isin(expected[0], found)).sum())
     return f"{absent} of {expected[0].numel()} places are on no rank" if absent else None
 
@@ -114,7 +113,7 @@ def report(
 ) -> Iterator[str]:
     """Yields the report: that all is equal, or the first difference, the ranks that have it, and how far it spreads."""
     if not found:
-        yield f"equal: {compared} things compared, none differs by more than {tolerance:.0e} of its largest value"
+        yield f"equal: {compared} values compared, none differs by more than {tolerance:.0e} of its largest value"
         return
     first = found[0]
     yield (

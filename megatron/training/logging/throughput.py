@@ -26,7 +26,7 @@ class StepClock:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Stops the clock inside the context. Pauses do not nest."""
-        assert self._stopped_at is None, "the clock stands already"
+        assert self._stopped_at is None, "the clock is stopped already"
         self._stopped_at = self._now()
         try:
             yield

@@ -24,7 +24,7 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     if config.vocab_size is not None and config.vocab_size < tokenizer.vocab_size and config.family != "NullTokenizer":
         raise UserError(
             f"--vocab-size {config.vocab_size}: the {config.family} has {tokenizer.vocab_size} ids; leave the flag "
-            "out, or if --load-hf sets it, to the model's number of rows, give a tokenizer with at most as many"
+            "out; if --load-hf sets it to the model's number of rows, give a tokenizer with at most that many ids"
         )
     return tokenizer
 

@@ -44,7 +44,7 @@ class NullTokenizer(Tokenizer):
             ids = [int(word) for word in text.split(" ")]
         except ValueError:
             word = next(word for word in text.split(" ") if not word.lstrip("-").isdigit())
-            raise UserError(f"NullTokenizer reads ids with one blank between, but found {word!r}") from None
+            raise UserError(f"NullTokenizer reads ids separated by one blank, but found {word!r}") from None
         outside = next((i for i in ids if not 0 <= i < self.vocab_size), None)
         if outside is not None:
             raise UserError(f"NullTokenizer: id {outside} is outside 0 to {self._size} (--vocab-size {self._size})")

@@ -129,7 +129,7 @@ def test_both_lengths_are_needed_and_divide() -> None:
         (
             3,
             {"pipeline_model_parallel_layout": "Ett|tt|EttttL", "pipeline_model_parallel_split_rank": 1},
-            "has the decoder begin on stage 2",
+            "begins the decoder on stage 2",
         ),
     ],
 )

@@ -75,7 +75,7 @@ RULES = [
     (
         "--layout-invariant --global-batch-size 4 --fp8-format e4m3 --context-parallel-size 2 --num-experts 4 "
         "--moe-token-dispatcher-type flex --moe-local-token-overlap --expert-model-parallel-size 2",
-        "--layout-invariant: with --fp8-format e4m3, --moe-local-token-overlap computes separate scales for a rank's own",
+        "--layout-invariant: with --fp8-format e4m3, --moe-local-token-overlap computes separate scales for a rank's",
     ),
     ("--fp8-format hybrid --fp8-recipe mxfp8", "--fp8-recipe mxfp8 needs a Blackwell GPU, here as"),
     # number formats

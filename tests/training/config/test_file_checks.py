@@ -85,7 +85,7 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
         "--vocab-file /no/vocab: no such file",
         "--merge-file /no/merges: no such file",
         f"--data-path {tmp_path}/corpus.idx: no such file; there is {tmp_path}/corpus_text_document",
-        f"--data-path {tmp_path}/half.bin: no such file, but {tmp_path}/half.idx is there; "
+        f"--data-path {tmp_path}/half.bin: no such file, but {tmp_path}/half.idx exists; "
         "tools/preprocess_data.py writes both: copy both, or run it again",
     ]
 
@@ -94,7 +94,7 @@ def test_half_a_data_set_beside_one_with_a_similar_name(tmp_path: Path) -> None:
     for name in ("half.bin", "half2.idx", "half2.bin"):
         (tmp_path / name).touch()
     (problem,) = problems_of(f"{without('--mock-data')} --data-path {tmp_path}/half")
-    assert problem.startswith(f"--data-path {tmp_path}/half.idx: no such file, but {tmp_path}/half.bin is there; ")
+    assert problem.startswith(f"--data-path {tmp_path}/half.idx: no such file, but {tmp_path}/half.bin exists; ")
 
 
 def test_a_split_without_training_data() -> None:

@@ -47,7 +47,7 @@ def test_heads_need_not_share_out_the_hidden_size() -> None:
     [
         ("--group-query-attention --num-query-groups 2", "--num-query-groups 2 does not go with"),
         ("--add-qkv-bias --disable-bias-linear", "whose projections have no biases"),
-        ("--qk-pos-emb-head-dim 7", "turns 7 channels of a head"),
+        ("--qk-pos-emb-head-dim 7", "rotates 7 channels of a head"),
         ("--rotary-interleaved", "--rotary-interleaved does not go with"),
         ("--use-rope-scaling", "--use-rope-scaling does not go with"),
         ("--rope-scaling-original-length 64", "--rope-scaling-original-length 64 does not go with"),

@@ -33,7 +33,7 @@ def change(trace: LayoutTrace, kind: str, name: str, by: float = 1e-6) -> None:
 def test_nothing_differs():
     assert differences(seen(), ranks(), 1e-9) == []
     (line,) = report([], {}, 5, 1e-9)
-    assert line == "equal: 5 things compared, none differs by more than 1e-09 of its largest value"
+    assert line == "equal: 5 values compared, none differs by more than 1e-09 of its largest value"
 
 
 def test_the_first_in_the_order_of_a_run_is_first():
@@ -79,7 +79,7 @@ def test_what_is_missing_or_not_finite_is_a_difference():
     assert len(found) == 12 and found[0].where == "1 of 8 places are on no rank"
     unknown = ranks()
     unknown[1].add(GRADIENT, "new", TOKENS, TOKENS.double())
-    assert differences(seen(), unknown, 1e-9)[0].where == "one process has no such thing"
+    assert differences(seen(), unknown, 1e-9)[0].where == "one process has no such value"
     broken = ranks()
     change(broken[1], GRADIENT, NAMES[0], float("nan"))
     assert differences(seen(), broken, 1e-9)[0].error == float("inf")

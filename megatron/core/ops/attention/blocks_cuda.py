@@ -167,10 +167,10 @@ def flash_backward(
     window: Window,
     lengths: Lengths | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value."""
+    """Returns the gradients of query, key and value."""
     width = _flash_width(query, value)
     tensors = [_flash_layout(tensor, lengths, width) for tensor in (gradient, query, key, value, output)]
-    unused = query.new_empty(2, dtype=torch.uint64)  # of dropout
+    unused = query.new_empty(2, dtype=torch.uint64)  # the state of dropout
     gradients = flash_attention_backward(
         *tensors,
         (lse if lengths is None else lse[0]).contiguous(),
@@ -206,13 +206,13 @@ def round_up(count: int, multiple: int) -> int:
 
 
 def _flash_width(query: Tensor, value: Tensor) -> int:
-    """Returns the channels that all heads of a call of the flash kernel get."""
+    """Returns the width to which all heads of a call of the flash kernel are padded."""
     return round_up(max(query.shape[3], value.shape[3]), FLASH_WIDTH_MULTIPLE)
 
 
 def _flash_layout(heads: Tensor, lengths: Lengths | None, width: int) -> Tensor:
-    """[s, b, a, d] -> [b, s, a, width], or [s, a, width] with `lengths`. The added channels are zero, so they change
-    neither the scores nor the other channels."""
+    """Returns heads [s, b, a, d] as [b, s, a, width], or as [s, a, width] with `lengths`. The added channels are zero,
+    so they change neither the scores nor the other channels."""
     heads = F.pad(heads, (0, width - heads.shape[3]))
     return heads.squeeze(1) if lengths is not None else heads.transpose(0, 1)
 
@@ -223,7 +223,7 @@ def _our_layout(heads: Tensor, lengths: Lengths | None, width: int) -> Tensor:
 
 
 def cudnn_forward(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """Output and lse."""
+    """Returns output and lse."""
     tensors = [tensor.permute(1, 2, 0, 3) for tensor in (query, key, value)]  # [b, a, s, d]
     output, lse, *_ = cudnn_attention_forward(*tensors, None, True, 0.0, causal, False, scale=scale)
     return output.permute(2, 0, 1, 3), lse.view(lse.shape[:3])
@@ -239,9 +239,9 @@ def cudnn_backward(
     scale: float,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value."""
+    """Returns the gradients of query, key and value."""
     tensors = [tensor.permute(1, 2, 0, 3) for tensor in (gradient, query, key, value, output)]
-    unused = query.new_empty((), dtype=torch.int64)  # of dropout
+    unused = query.new_empty((), dtype=torch.int64)  # the state of dropout
     gradients = cudnn_attention_backward(
         *tensors,
         lse.contiguous()[..., None],

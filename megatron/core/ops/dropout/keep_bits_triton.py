@@ -33,14 +33,14 @@ class SeenKeys:
 
 @triton.jit
 def byte_of_key(key):  # type: ignore[no-untyped-def]  # Triton would evaluate annotations
-    """Returns the first bit of the byte of a word that holds a key's bit. One thread of a matrix product has the eight
-    keys of a byte in its registers."""
+    """Returns the position in a word of the byte that holds a key's bit, in bits. One thread of a matrix product has
+    the eight keys of a byte in its registers."""
     return ((key >> 1) & 3) * 8
 
 
 @triton.jit
 def bit_of_key(key):  # type: ignore[no-untyped-def]
-    """Returns the bit of a byte that belongs to a key."""
+    """Returns the position of a key's bit in its byte."""
     return ((key >> 3) & 3) * 2 + (key & 1)
 
 
@@ -59,8 +59,8 @@ def _philox(c0, c1, c2, c3, k0, k1):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def keep_columns(token, block, step, extra, k0, k1, threshold):  # type: ignore[no-untyped-def]
-    """Returns words whose bits tell which of 32 neighbours are kept. `block` is the first of their four Philox blocks,
-    whose words have the bits of their numbers, lowest first. Every argument is uint32."""
+    """Returns words whose bits tell which of 32 neighbours are kept. `block` is the first of their four Philox blocks.
+    The n-th of the 16 words of these blocks has bit n of the random numbers of all 32. Every argument is uint32."""
     found = block | 0xFFFFFFFF
     for number in tl.static_range(4):
         w0, w1, w2, w3 = _philox(token, block + number, step, extra, k0, k1)
@@ -99,7 +99,7 @@ def _keep_bits_kernel(  # type: ignore[no-untyped-def]
     step, least = tl.load(iteration).to(tl.uint32), threshold.to(tl.uint32)
     k0, k1 = key_0.to(tl.uint32), key_1.to(tl.uint32)
     packed = tl.zeros((ROWS,), tl.uint32)
-    # If the first key is not the first of its group of 32, the words here straddle those of groups: one more.
+    # If the first key is not the first of a group of 32, each result joins parts of two drawn words: draws one more.
     last = tl.where(shift == 0, end, end + 1)
     for number in range(word, tl.where(end > word, last, word)):
         block = ((first >> 5) + number).to(tl.uint32) * 4

@@ -365,4 +365,6 @@ def test_a_model_gives_its_padding_mask_to_routers() -> None:
     ids, mask = torch.arange(12).view(2, 6), torch.zeros(2, 6, dtype=torch.bool)
     mask[1, 4:] = True
     routed, padded = model(ids), model(ids, padding_mask=mask)
-    assert torch.equal(routed[~mask], padded[~mask]) and not torch.equal(routed[mask], padded[mask])
+    # Without padding an expert has more rows, which changes the last bit of its products on some processors.
+    torch.testing.assert_close(routed[~mask], padded[~mask], rtol=1e-12, atol=1e-14)
+    assert not torch.allclose(routed[mask], padded[mask])
