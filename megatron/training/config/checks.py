@@ -34,10 +34,19 @@ from megatron.training.config.training import EvaluationConfig, TrainingConfig
 Rule = Callable[[Settings], Iterator[str]]
 
 
-def problems_of(settings: Settings) -> Iterator[str]:
-    """Yields the problems of all values, in the order of the rules. A problem may come twice."""
-    for rule in RULES:
-        yield from rule(settings)
+def problems_of(settings: Settings) -> list[str]:
+    """Returns the problems of all values, in the order of the rules. A problem may come twice.
+
+    Leaves out problems that name derived values only, if there are others: the mistake is in the values from which
+    these are derived.
+    """
+    problems = [problem for rule in RULES for problem in rule(settings)]
+    return [problem for problem in problems if not _names_derived_values_only(problem, settings)] or problems
+
+
+def _names_derived_values_only(problem: str, settings: Settings) -> bool:
+    fields = fields_of_problem(problem)
+    return bool(fields) and all(settings.provenance.get(field) == "derived" for field in fields)
 
 
 def missing_values(s: Settings) -> Iterator[str]:
@@ -56,14 +65,10 @@ def missing_values(s: Settings) -> Iterator[str]:
 
 
 def _each_config(s: Settings) -> Iterator[str]:
-    """The app's dataclasses are valid. Leaves out a problem that names derived values only: the values that they are
-    derived from have problems of their own."""
+    """The app's dataclasses are valid."""
     configs = [s.build(config_class) for config_class in _CONFIG_CLASSES]
     for config in (s.build(ModelConfig, transformer=None), *configs):
-        for problem in config.validate():
-            fields = fields_of_problem(problem)
-            if not fields or any(s.provenance[field] != "derived" for field in fields):
-                yield problem
+        yield from config.validate()
 
 
 _CONFIG_CLASSES: tuple[type[Any], ...] = (
@@ -106,7 +111,8 @@ def _model_is_described(s: Settings) -> Iterator[str]:
 
 
 def _positions(s: Settings) -> Iterator[str]:
-    if s.seq_length is not None and s.max_position_embeddings is not None and s.seq_length > s.max_position_embeddings:
+    positions = s.max_position_embeddings
+    if s.seq_length is not None and positions is not None and 1 <= positions < s.seq_length:
         yield "{seq_length} is longer than {max_position_embeddings}; raise the latter to at least the former"
     if s.encoder_seq_length is not None and s.seq_length != s.encoder_seq_length:
         yield "{encoder_seq_length} and {seq_length} mean the same and differ; give one"

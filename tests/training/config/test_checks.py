@@ -152,6 +152,19 @@ def test_what_is_derived_is_called_by_what_it_is_derived_from() -> None:
     assert problems_of("--lr -1") == ["--lr -1.0 must be at least 0"]
 
 
+@pytest.mark.parametrize("flag", ["--hidden-size", "--num-attention-heads", "--max-position-embeddings"])
+@pytest.mark.parametrize("number", ["0", "-1"])
+def test_a_size_below_one_is_one_line(flag: str, number: str) -> None:
+    assert problems_of(f"{flag} {number}") == [f"{flag} {number} must be at least 1"]
+
+
+def test_what_full_recomputation_lacks_is_one_line() -> None:
+    name = "--recompute-granularity full needs"
+    layers = "--recompute-num-layers, such as 1, which recomputes each layer by itself"
+    assert problems_of("--recompute-granularity full") == [f"{name} --recompute-method uniform or block and {layers}"]
+    assert problems_of("--recompute-granularity full --recompute-method block") == [f"{name} {layers}"]
+
+
 def test_a_split_without_shares_is_refused_whatever_the_data() -> None:
     assert problems_of("--split 0,0,0")[0].startswith("--split 0,0,0: expected up to three shares")
     assert problems_of("--split {}") != []

@@ -98,10 +98,13 @@ def validate(config: Any) -> Iterator[str]:
     yield from too_small(config, ("recompute_num_layers", "cuda_graph_warmup_steps"), 1)
     yield from _graph_part_problems(config)
     if config.recompute_granularity == "full":
+        missing = []
         if config.recompute_method is None:
-            yield "{recompute_granularity} needs {recompute_method:name} uniform or block"
+            missing.append("{recompute_method:name} uniform or block")
         if config.recompute_num_layers is None:
-            yield "{recompute_granularity} needs {recompute_num_layers:name}; 1 recomputes each layer by itself"
+            missing.append("{recompute_num_layers:name}, such as 1, which recomputes each layer by itself")
+        if missing:
+            yield f"{{recompute_granularity}} needs {' and '.join(missing)}"
         if config.moe_layer_recompute:
             yield "{moe_layer_recompute}: {recompute_granularity} recomputes layers of experts too; drop one"
     elif config.recompute_granularity == "selective":
