@@ -100,7 +100,7 @@ def test_a_shape_that_varies_is_sent_first(wire: Wire) -> None:
 def test_what_does_not_fit_the_format_is_refused(wire: Wire) -> None:
     with pytest.raises(UserError, match=r"shape \(5, 1, 2\), while seq_length and micro_batch_size say \(4, 1, 2\)"):
         p2p().send_hidden(torch.zeros(5, 1, 2), 2)
-    with pytest.raises(UserError, match=r"in torch.float64, which config.pipeline_dtype torch.float32 would round"):
+    with pytest.raises(UserError, match=r"in torch.float64, and config.pipeline_dtype torch.float32 would round"):
         p2p().send_hidden(torch.zeros(4, 1, 2, dtype=torch.float64), 2)
     assert not wire.messages
     p2p().send_hidden(torch.zeros(4, 1, 2, dtype=torch.bfloat16), 2)

@@ -311,7 +311,7 @@ def test_what_cannot_be_run_is_refused() -> None:
             "model is a list of 2, while the config says 1",
             "p2p_communicator",
             "gives hidden states of shape (5, 2, 6), while seq_length and micro_batch_size say (5, 1, 6)",
-            "gives hidden states in torch.float64, which config.pipeline_dtype torch.float32 would round",
+            "gives hidden states in torch.float64, and config.pipeline_dtype torch.float32 would round",
         ),
         strict=True,
     ):
