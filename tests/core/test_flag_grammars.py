@@ -1,7 +1,7 @@
 """Patterns over layers, layouts of stages and tuples, without evaluating anything."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.flag_grammars import ends_of, integer_tuple, layer_pattern, number_or_range, pipeline_layout, window
@@ -43,6 +43,7 @@ def test_a_word_that_is_no_pattern_is_told_what_is() -> None:
         layer_pattern("every-second")
 
 
+@settings(deadline=None)
 @given(st.text(alphabet="0123456789[]()+*, ", max_size=30))
 def test_no_text_gives_anything_but_a_value_or_a_value_error(text: str) -> None:
     try:

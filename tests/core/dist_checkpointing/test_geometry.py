@@ -44,6 +44,7 @@ def elements(shape, part):
     return box.reshape(-1)[part.begin : part.end].clone()
 
 
+@settings(deadline=None)
 @given(pairs())
 def test_overlaps_move_exactly_the_shared_elements(case):
     shape, target, source = case
@@ -59,6 +60,7 @@ def test_overlaps_move_exactly_the_shared_elements(case):
     assert sum(overlap.numel for overlap in shared) == int((expected >= 0).sum())
 
 
+@settings(deadline=None)
 @given(pairs())
 def test_runs_are_the_part_in_order_and_few(case):
     shape, part, _ = case
@@ -72,6 +74,7 @@ def test_runs_are_the_part_in_order_and_few(case):
     assert len(list(contiguous_ranges(part))) <= max(2 * len(shape) - 1, 1)
 
 
+@settings(deadline=None)
 @given(pairs())
 def test_merging_dimensions_keeps_every_number(case):
     shape, a, b = case
@@ -101,7 +104,7 @@ def tilings(draw):
     return shape, draw(st.permutations(found))
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(tilings())
 def test_a_tiling_is_recognised(case):
     shape, tiles = case
@@ -109,7 +112,7 @@ def test_a_tiling_is_recognised(case):
     assert tiling.missing == 0 and tiling.twice is None
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(tilings(), st.data())
 def test_a_hole_and_a_double_are_found(case, data):
     shape, tiles = case
@@ -123,7 +126,7 @@ def test_a_hole_and_a_double_are_found(case, data):
     assert torch.isin(elements(shape, doubled[first]), elements(shape, doubled[second])).any()
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(tilings(), st.data())
 def test_a_hole_hidden_by_a_double_of_the_same_size_is_found(case, data):
     shape, tiles = case

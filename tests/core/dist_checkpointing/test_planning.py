@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.checkpoints import make_chunk, save_as
 
@@ -37,6 +37,7 @@ def catalogue(*parts: tuple[str, tuple[int, ...], tuple[int, int], torch.dtype])
     return make_catalogue(indexes)
 
 
+@settings(deadline=None)
 @given(
     sizes=st.lists(st.integers(0, 3_000_000), min_size=1, max_size=20),
     replicas=st.integers(1, 6),

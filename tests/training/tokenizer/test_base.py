@@ -2,7 +2,7 @@
 
 import re
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.training.tokenizer.base import MegatronTokenizer, pack_ids, pattern_of_literals
@@ -11,6 +11,7 @@ from megatron.training.tokenizer.null import NullTokenizer
 words = st.lists(st.text("ab|<(", min_size=1, max_size=4), min_size=1, max_size=8)
 
 
+@settings(deadline=None)
 @given(words, st.text("ab|<(", max_size=20))
 def test_literals(literals, text):
     longest_first = sorted(literals, key=len, reverse=True)
