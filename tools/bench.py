@@ -1,10 +1,11 @@
 """Measures how fast training is: python tools/bench.py LLAMA1B
 
 Trains a model of the speed table (tools/bench_cells.py), or a model described by flags of pretrain_gpt.py, on random
-tokens: a few steps to warm up, then at least 20 timed steps, with optimizer, clipping and logging. Prints the median
-time of a step, model FLOPs and tokens per second, memory and the last loss. Flags after the name of a model override
-the model's flags. `--kernels` traces one more step on every rank and prints its time by kind of kernel, and the exposed
-part of its communication. `--floor` measures afterwards how fast the step could be (tools/floor.py). On several GPUs:
+tokens, or on those of `--data-path`: a few steps to warm up, then 20 timed steps, with optimizer, clipping and logging.
+Prints the median time of a step, model FLOPs and tokens per second, memory, the GPU's clock and the last loss. Flags
+after the name of a model override the model's flags. `--kernels` traces one more step on every rank and prints its time
+by kind of kernel, and the exposed part of its communication. `--floor` measures afterwards how fast the step could be
+(tools/floor.py). On several GPUs:
 
     torchrun --nproc_per_node 2 tools/bench.py LLAMA1B --context-parallel-size 2
 """
@@ -66,7 +67,8 @@ class Options:
     cell: str | None
     warmup: int
     steps: int
-    zipf: float
+    zipf: float | None
+    """Exponent of the frequencies of random tokens; None: the tokens are those of files."""
     documents: float | None
     kernels: bool
     floor: float | None
@@ -77,6 +79,10 @@ class Options:
     def iterations(self) -> int:
         """Steps of the whole run: warm-up, timed steps, and one with a profiler if kernels are timed."""
         return self.warmup + self.steps + self.kernels
+
+
+DATA_FLAGS = ("--data-path", "--train-data-path", "--data-args-path", "--per-split-data-args-path", "--data-stages")
+"""Flags that name token files, whose tokens take the place of random ones."""
 
 
 class RandomDocuments(MockGPTLowLevelDataset):
@@ -191,7 +197,7 @@ def read_options(words: Sequence[str]) -> tuple[Options, list[str]]:
     parser.add_argument("--warmup", type=int, default=5, metavar="N", help="steps before the timed ones")
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="timed steps")
     parser.add_argument(
-        "--zipf", type=float, default=1.0, metavar="S", help="token i is as frequent as i^-S; 0: all alike"
+        "--zipf", type=float, metavar="S", help="token i is as frequent as i^-S (default 1); 0: all alike"
     )
     parser.add_argument(
         "--documents", type=float, metavar="N", help="pack documents of log-normal lengths, of N tokens on average"
@@ -218,20 +224,28 @@ def read_options(words: Sequence[str]) -> tuple[Options, list[str]]:
         raise SystemExit(0)
     if args.floor is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         parser.error("--floor counts no communication: use one process")
+    named = [flag for flag in flags if flag.split("=")[0] in DATA_FLAGS]
+    if named and (args.zipf, args.documents) != (None, None):
+        parser.error(f"--zipf and --documents describe random tokens, and {named[0]} names real ones: give one of them")
+    zipf = None if named else 1.0 if args.zipf is None else args.zipf
+    common = [word for word in COMMON.split() if not (named and word == "--mock-data")]
     if args.documents is not None:
         flags += ["--reset-position-ids", "--reset-attention-mask"]
     if "--vocab-size" in model:  # NullTokenizer adds an id to these; the anchor's does not
         size = model.index("--vocab-size") + 1
         model[size] = str(int(model[size]) - 1)
-    options = Options(cell, args.warmup, args.steps, args.zipf, args.documents, args.kernels, args.floor, args.json)
-    return options, [*COMMON.split(), *model, *flags, "--train-iters", str(options.iterations)]
+    options = Options(cell, args.warmup, args.steps, zipf, args.documents, args.kernels, args.floor, args.json)
+    return options, [*common, *model, *flags, "--train-iters", str(options.iterations)]
 
 
 def measure(options: Options, flags: list[str]) -> tuple[dict[str, Any], Stopwatch] | None:
     """Trains; returns the results on the rank that logs, None elsewhere."""
     watches: list[Stopwatch] = []
     recorder = Recorder()
-    RandomDocuments.exponent, RandomDocuments.mean_length = options.zipf, options.documents
+    data = pretrain_gpt.build_datasets
+    if options.zipf is not None:
+        data = build_datasets
+        RandomDocuments.exponent, RandomDocuments.mean_length = options.zipf, options.documents
 
     def build_hooks(context: Context) -> list[Hook]:
         watches.append(Stopwatch(context, options))
@@ -241,7 +255,7 @@ def measure(options: Options, flags: list[str]) -> tuple[dict[str, Any], Stopwat
         return recorder.around(pretrain_gpt.build_forward_step(context))
 
     forward_step = pretrain_gpt.build_forward_step if options.floor is None else build_forward_step
-    providers = Providers(pretrain_gpt.build_model, build_datasets, forward_step, build_hooks=build_hooks)
+    providers = Providers(pretrain_gpt.build_model, data, forward_step, build_hooks=build_hooks)
     with tempfile.TemporaryDirectory() as folder:
         metrics = Path(folder) / "metrics.jsonl"
         try:
@@ -361,11 +375,13 @@ def main(words: Sequence[str] | None = None) -> None:
     if measured is None:
         return
     row, watch = measured
-    mfu, memory = (row[name] if row[name] is not None else "?" for name in ("mfu", "peak_memory_gb"))
+    mfu, memory, clock = (
+        row[name] if row[name] is not None else "?" for name in ("mfu", "peak_memory_gb", "sm_clock_mhz")
+    )
     print(
         f"{row['cell'] or 'model'}: {row['milliseconds']} ms a step ({row['fastest']} to {row['slowest']}, "
         f"{row['steps']} steps), {row['tflops']} TFLOP/s, MFU {mfu}, {row['tokens_per_second']:.0f} tokens/s, "
-        f"{memory} GB, loss {row['loss']:.4f}"
+        f"{memory} GB, {clock} MHz, loss {row['loss']:.4f}"
     )
     if watch.trace is not None and watch.timeline is not None:
         print(*watch.trace.kernel_lines(), *timeline_lines(watch.timeline), sep="\n")

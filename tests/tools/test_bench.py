@@ -4,11 +4,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.launch import launch
 
 from benchmarks import add_row
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.training.arguments import configure
 from megatron.training.tokenizer.build import build_tokenizer
 from tools.bench import RandomDocuments, main, read_options
@@ -79,6 +81,24 @@ def test_a_run_is_measured_and_compared(tmp_path: Path, capsys: pytest.CaptureFi
     assert len(rows) == 2 and rows[0]["cell"] == "TINY" and rows[0]["layout"] == "tp2"
     assert rows[0]["anchor"]["milliseconds"] == 51.0 and rows[0]["anchor"]["peak_memory_gb"] == 1.05
     assert rows[0]["ratio"] == pytest.approx(51.0 / row["milliseconds"], abs=1e-3)
+
+
+def test_real_tokens_take_the_place_of_random_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every document is the same token over and over, so a few steps learn it. Random tokens cannot be learnt."""
+    prefix, ours = str(tmp_path / "text"), tmp_path / "ours.json"
+    with IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16) as builder:
+        for _ in range(40):
+            builder.add_document(torch.full((30,), 7), [30])
+        builder.finalize(f"{prefix}.idx")
+    main(
+        [*TINY.split(), "--data-path", prefix, "--split", "100,0,0", "--lr", "0.1", "--steps", "8", "--json", str(ours)]
+    )
+    row = json.loads(ours.read_text())
+    assert row["loss"] < 0.5 and row["zipf"] is None and " ? MHz, loss " in capsys.readouterr().out
+    for flag in ("--zipf", "--documents"):
+        with pytest.raises(SystemExit):
+            read_options(["LLAMA1B", "--data-path", prefix, flag, "1"])
+        assert "--data-path names real ones" in capsys.readouterr().err
 
 
 def test_a_layout_of_two_ranks_is_measured_as_torchrun_starts_it(tmp_path: Path) -> None:
