@@ -6,8 +6,10 @@ GPU's front end does both (`cuStreamWriteValue32`, `cuStreamWaitValue32`), so ne
 running matrix product occupies.
 """
 
+import contextlib
 import ctypes
 import functools
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from megatron.core.collectives import holds_on_all_ranks
 from megatron.core.exceptions import UserError
-from megatron.core.utils.torch_private import allocate_symmetric_memory
+from megatron.core.utils.torch_private import allocate_symmetric_memory, share_symmetric_memory
 
 
 class Lane(Protocol):
@@ -68,19 +70,14 @@ class SymmetricMemory:
         access each other's memory.
         """
         assert nbytes % 4 == 0, nbytes
-        failure = ""
-        try:
-            self._own, self._handle = allocate_symmetric_memory(nbytes + 4 * words, device, group)
+        # The ranks agree before they share: a rank without memory would let the others wait for torch's timeout.
+        with _on_all_ranks(group, device):
+            self._own = allocate_symmetric_memory(nbytes + 4 * words, device)
             self._own[nbytes:].zero_()
-        except RuntimeError as error:
-            failure = str(error).splitlines()[0]
         # No rank writes a word before all have zeros. Other streams may receive from ranks that wait for this one.
         torch.cuda.current_stream(device).synchronize()
-        if not holds_on_all_ranks(not failure, group, device):
-            raise UserError(
-                "--tp-comm-overlap-transport or --moe-flex-transport symmetric-memory: GPUs of a group cannot share "
-                f"memory ({failure or 'another rank says why'}); process-group works between all GPUs"
-            )
+        with _on_all_ranks(group, device):
+            self._handle = share_symmetric_memory(self._own, group)
         self._words = [address + nbytes for address in self._handle.buffer_ptrs]
         self._views: dict[Any, Tensor] = {}
         rank = self._handle.rank
@@ -96,6 +93,22 @@ class SymmetricMemory:
         if key not in self._views:
             self._views[key] = self._handle.get_buffer(rank, shape, dtype, start // dtype.itemsize)
         return self._views[key]
+
+
+@contextlib.contextmanager
+def _on_all_ranks(group: ProcessGroup, device: torch.device) -> Iterator[None]:
+    """At its end, raises UserError on all ranks of the group if a RuntimeError was raised inside on any of them. The
+    host waits for the other ranks."""
+    failure = ""
+    try:
+        yield
+    except RuntimeError as error:
+        failure = str(error).splitlines()[0]
+    if not holds_on_all_ranks(not failure, group, device):
+        raise UserError(
+            "--tp-comm-overlap-transport or --moe-flex-transport symmetric-memory: GPUs of a group cannot share "
+            f"memory ({failure or 'another rank says why'}); process-group works between all GPUs"
+        )
 
 
 class _StreamLane:

@@ -42,11 +42,14 @@ class Recorder:
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     recorder = Recorder()
 
-    def allocate(nbytes: int, device: torch.device, group: Any) -> Any:
+    def allocate(nbytes: int, device: torch.device) -> Any:
         recorder.own = torch.ones(nbytes, dtype=torch.uint8)
-        return recorder.own, recorder
+        return recorder.own
 
     monkeypatch.setattr(peer_memory, "allocate_symmetric_memory", allocate)
+    monkeypatch.setattr(
+        peer_memory, "share_symmetric_memory", lambda own, group: recorder.calls.append("share") or recorder
+    )
     monkeypatch.setattr(peer_memory, "_driver", lambda: recorder)
     monkeypatch.setattr(peer_memory, "holds_on_all_ranks", lambda *_: recorder.calls.append("agree") or True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: recorder)
@@ -56,7 +59,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 def test_words_are_zero_on_all_ranks_before_one_is_written(recorder: Recorder) -> None:
     memory = SymmetricMemory(SimpleNamespace(), NBYTES, 4, torch.device("cpu"))
-    assert recorder.calls == [("synchronize", [1] * NBYTES + [0] * 16), "agree"]
+    assert recorder.calls == ["agree", ("synchronize", [1] * NBYTES + [0] * 16), "share", "agree"]
     del memory
 
 
@@ -65,7 +68,7 @@ def test_words_lie_behind_the_data_of_each_rank(recorder: Recorder) -> None:
     memory.copies.wait(3, 5)
     memory.signals.write(0, 2, 2**32 + 6)
     waits, writes = ("wait", 7, 2000 + NBYTES + 12, 5, 0), ("write", 7, 1000 + NBYTES + 8, 6, 0)
-    assert recorder.calls[2:] == [waits, writes]
+    assert recorder.calls[4:] == [waits, writes]
 
 
 def test_memory_can_use_the_streams_of_other_memory(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +82,7 @@ def test_a_view_is_made_once(recorder: Recorder) -> None:
     memory = SymmetricMemory(SimpleNamespace(), NBYTES, 4, torch.device("cpu"))
     first = memory.view(0, 32, (2, 3), torch.float32)
     assert memory.view(0, 32, (2, 3), torch.float32) is first
-    assert recorder.calls[2:] == [("view", 0, (2, 3), torch.float32, 8)]
+    assert recorder.calls[4:] == [("view", 0, (2, 3), torch.float32, 8)]
 
 
 def test_an_error_of_the_driver_is_raised(recorder: Recorder) -> None:
@@ -97,8 +100,10 @@ def test_gpus_that_cannot_share_memory_are_named(recorder: Recorder, monkeypatch
     def allocate(*arguments: Any) -> Any:
         raise RuntimeError("no peer access\nand more")
 
-    monkeypatch.setattr(recorder, "own", torch.ones(0), raising=False)
-    monkeypatch.setattr(peer_memory, "allocate_symmetric_memory", allocate)
     monkeypatch.setattr(peer_memory, "holds_on_all_ranks", lambda value, *_: value)
-    with pytest.raises(UserError, match=r"cannot share memory \(no peer access\); process-group works"):
-        SymmetricMemory(SimpleNamespace(), NBYTES, 4, torch.device("cpu"))
+    for step in ("share_symmetric_memory", "allocate_symmetric_memory"):
+        monkeypatch.setattr(peer_memory, step, allocate)
+        recorder.calls.clear()
+        with pytest.raises(UserError, match=r"cannot share memory \(no peer access\); process-group works"):
+            SymmetricMemory(SimpleNamespace(), NBYTES, 4, torch.device("cpu"))
+    assert not recorder.calls  # a rank without memory does not let the others wait for it

@@ -49,16 +49,21 @@ def sleep_on_gpu(cycles: int) -> None:
     torch.cuda._sleep(cycles)
 
 
-def allocate_symmetric_memory(nbytes: int, device: torch.device, group: ProcessGroup) -> tuple[torch.Tensor, Any]:
-    """Allocates uint8 memory that the group's GPUs write into; returns this rank's part, and torch's handle of all
-    parts. All ranks of the group call this together. Raises RuntimeError if the GPUs cannot access each other's
-    memory."""
+def allocate_symmetric_memory(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Allocates uint8 memory that other GPUs can write into after `share_symmetric_memory`. Raises RuntimeError if this
+    GPU has no such memory left, or none at all."""
     # Builds of torch for computers without GPUs may lack it.
     from torch._C._distributed_c10d import _SymmetricMemory
+
+    return _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
+
+
+def share_symmetric_memory(own: torch.Tensor, group: ProcessGroup) -> Any:
+    """Returns torch's handle of the memory of all ranks of the group, which call this together: a rank that does not
+    keeps the others waiting. Raises RuntimeError if the GPUs cannot access each other's memory."""
     from torch.distributed import _symmetric_memory
 
-    own = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
-    return own, _symmetric_memory.rendezvous(own, group)
+    return _symmetric_memory.rendezvous(own, group)
 
 
 def record_memory_history(max_entries: int | None) -> None:
