@@ -9,7 +9,6 @@ from torch import Tensor
 
 from megatron.core.attention_plan import plan_attention, plan_attention_blocks
 from megatron.core.backends import LOCAL
-from megatron.core.exceptions import UserError
 from megatron.core.ops.attention.kernels import (
     SDPA_CPU,
     SDPA_CUDA,
@@ -196,9 +195,10 @@ def test_the_kernel_asked_for_is_taken() -> None:
 
 
 @pytest.mark.parametrize("asked", [AttnBackend.flash, AttnBackend.fused])
-def test_what_cannot_be_honoured_is_refused(asked: AttnBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    on_cpu = plan(AttentionVariant(1.0, True, dropout=0.1), asked=asked)
+def test_what_cannot_be_honoured_gives_way_to_the_next(asked: AttnBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    variant = AttentionVariant(1.0, True, dropout=0.1)
+    on_cpu = plan(variant, asked=asked)
     assert on_cpu.choices[Situation("cpu", torch.bfloat16, True, False)].refusals  # which the log names
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(UserError, match=rf"attention_backend {asked.name} .* attention_dropout 0.1 to 0"):
-        plan(AttentionVariant(1.0, True, dropout=0.1), asked=asked)
+    choice = plan(variant, asked=asked).choices[Situation("cuda", torch.bfloat16, True, False)]
+    assert choice.kernel is UNFUSED and "masks of attention dropout 0.1" in choice.refusals[0]
