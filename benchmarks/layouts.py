@@ -76,7 +76,7 @@ def _expert_layouts(gpus: int) -> dict[str, Layout]:
 
 
 def _chunked(gpus: int, **more: Any) -> dict[str, Layout]:
-    """Two chunks a rank: ours have equal cost, the anchor's have equal numbers of layers."""
+    """Returns flags for two chunks per rank: ours have equal cost, the anchor's have equal numbers of layers."""
     return {
         "pp4": Layout(gpus, f"{_CHUNKS} --pipeline-model-parallel-layout auto", _CHUNKS),
         "pp4-zbv": Layout(

@@ -86,7 +86,7 @@ def loss_func(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, dict[str, Tens
 
 
 def train() -> tuple[GPTModel, list[float]]:
-    """Trains; returns the model and the losses."""
+    """Trains the model. Returns the model and the losses."""
     model = build_model().to(local_device())
     wrapped = DistributedDataParallel(
         model.config, DistributedDataParallelConfig(use_distributed_optimizer=True), model

@@ -239,7 +239,7 @@ def read_options(words: Sequence[str]) -> tuple[Options, list[str]]:
 
 
 def measure(options: Options, flags: list[str]) -> tuple[dict[str, Any], Stopwatch] | None:
-    """Trains; returns the results on the rank that logs, None elsewhere."""
+    """Trains the model. Returns the results on the rank that logs, None elsewhere."""
     watches: list[Stopwatch] = []
     recorder = Recorder()
     data = pretrain_gpt.build_datasets

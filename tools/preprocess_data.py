@@ -66,7 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"error: {line}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted; no data set was written; the same command goes on from the finished part", file=sys.stderr)
+        print(
+            "interrupted; no data set was written; the same command continues from the finished part", file=sys.stderr
+        )
         return 130
     _report(prepared)
     return 0

@@ -102,7 +102,7 @@ class ConvolutionModel(MegatronModule):
         initialize_parameters(self, config.seed)
 
     def set_input_tensor(self, input_tensor: list[Tensor | None] | Tensor | None) -> None:
-        """Hidden states [s, b, h] from the stage before, for the next forward."""
+        """Takes hidden states [s, b, h] from the stage before, for the next forward."""
         self.input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:

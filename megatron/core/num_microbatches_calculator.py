@@ -233,7 +233,7 @@ def _kept() -> BatchSchedule:
 
 
 def get_num_microbatches() -> int:
-    """Number of micro-batches of a step on each data parallel rank, now."""
+    """Returns the number of micro-batches of a step on each data parallel rank, now."""
     return _kept().num_microbatches
 
 

@@ -261,7 +261,7 @@ def get_expert_data_parallel_group(check_initialized: bool = True, partial_exper
 
 
 def get_data_modulo_expert_parallel_group(partial_expert_data_parallel: bool = False) -> Group:
-    """Former name of `get_expert_data_parallel_group`."""
+    """Returns the result of `get_expert_data_parallel_group`, the newer name of this function."""
     return group_of(_expert_data(partial_expert_data_parallel))
 
 

@@ -8,7 +8,7 @@ they compute the step again, before its gradients are used:
 
 | second result | diagnosis | what follows |
 |---|---|---|
-| accepted | a transient fault of the hardware, or of a kernel | the run goes on with the second gradients |
+| accepted | a transient fault of the hardware, or of a kernel | the run continues with the second gradients |
 | rejected, and equal to the first | the data, the model, or a permanent fault | an error if `fatal`, else a warning |
 | rejected, and another value | a fault, or a step that is not deterministic | an error if `fatal`, else a warning |
 

@@ -121,7 +121,7 @@ def check_manifest(
         )
     raise UserError(
         f"the checkpoint of iteration {manifest.iteration} was saved without optimizer state "
-        "(--no-save-optim): add --no-load-optim to go on with a fresh optimizer, or --finetune to start anew"
+        "(--no-save-optim): add --no-load-optim to continue with a fresh optimizer, or --finetune to start anew"
     )
 
 

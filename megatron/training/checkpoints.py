@@ -223,7 +223,7 @@ class Checkpoints:
         if flags.save is not None:
             loaded = self._read(Path(flags.save), parts, weights_only=False)
             if loaded is not None:
-                self._say(f"--moe-use-upcycling: {flags.save} holds the upcycled run, which goes on")
+                self._say(f"--moe-use-upcycling: {flags.save} holds the upcycled run, which is continued")
                 self._restore(loaded, parts, counts=True)
                 return True
         source = Path(flags.load or flags.pretrained_checkpoint or "")
@@ -307,7 +307,7 @@ class Checkpoints:
 
     def _override_iteration(self, state: TrainState, iteration: int) -> None:
         """Sets the counts to those after this iteration, in place of the checkpoint's iteration."""
-        self._say(f"--override-ckpt-iteration: goes on after iteration {iteration}, not {state.iteration}")
+        self._say(f"--override-ckpt-iteration: continues after iteration {iteration}, not {state.iteration}")
         state.iteration, self.last_saved = iteration, None
         batches = BatchSchedule.from_config(self.config.training, self.config.grid.data, self.config.data.seq_length)
         state.consumed_train_samples = batches.samples_of(iteration)

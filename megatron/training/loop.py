@@ -116,7 +116,7 @@ def run_step(
     judge: Callable[[Sequence[Mapping[str, Tensor]]], SpikeVerdict] | None = None,
     **schedule_arguments: Any,
 ) -> StepResult:
-    """One training step, without waiting for the device: gradients of the global batch, update, schedule.
+    """Runs one training step without waiting for the device: gradients of the global batch, update, schedule.
 
     If a loss or gradient is not finite on one rank, all ranks skip the update and do not advance the schedule. `update`
     replaces `optimizer.step_on_device`. `judge` decides whether the loss is a spike, before the update.

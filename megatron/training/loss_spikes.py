@@ -7,7 +7,7 @@ reading `last_spike` once a spike ends or rewinds the run.
 
 After a spike the optimizer changes nothing (`update_allowed`). The trainer then acts by --loss-spike-action:
 
-    skip      training goes on with the next batch; after --loss-spike-limit spikes in a row the run ends
+    skip      training continues with the next batch; after --loss-spike-limit spikes in a row the run ends
     rewind    no later update is applied until the run has gone back to a checkpoint
 """
 

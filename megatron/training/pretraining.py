@@ -127,7 +127,7 @@ def run_pretraining(config: PretrainConfig, providers: Providers, started: float
 def set_up_and_train(
     config: PretrainConfig, providers: Providers, environment: Environment, signals: SignalWatch, started: float
 ) -> ExitDecision | None:
-    """The part of `run_pretraining` inside the process groups."""
+    """Runs the part of `run_pretraining` inside the process groups."""
     decision = None
     trainer = set_up(config, providers, environment, signals, started)
     if environment.heartbeat is not None:

@@ -207,8 +207,8 @@ def model_builder(model_provider: Callable[..., nn.Module]) -> Callable[[Context
     def build_model(context: Context, stage: Stage) -> nn.Module:
         if stage.virtual is not None and not accepted(model_provider, {"vp_stage": 0}):
             raise UserError(
-                f"the model provider {getattr(model_provider, '__name__', '')} has no parameter vp_stage, by which "
-                "virtual pipeline stages are told apart: add it, or leave out the flags of virtual stages"
+                f"the model provider {getattr(model_provider, '__name__', '')} has no parameter vp_stage, which "
+                "distinguishes virtual pipeline stages: add it, or leave out the flags of virtual stages"
             )
         offered = {
             "pre_process": stage.pre_process,

@@ -153,8 +153,8 @@ class RewindRecord:
         self.flags, self.say = flags, say
         self.rewinds = Rewinds()
         self._earlier: set[int] | None = None
-        """Iterations of checkpoints under --save that another run has left there, from which this one does not go on.
-        None before it is known whether this run goes on from a checkpoint."""
+        """Iterations of checkpoints under --save that another run has left there, from which this one does not
+        continue. None before it is known whether this run continues from a checkpoint."""
         self._saved: set[int] = set()
         """Iterations of which this process has begun to write a checkpoint under --save."""
         self._has_file = True
@@ -174,7 +174,7 @@ class RewindRecord:
         if self._earlier:
             self.say(
                 f"WARNING: --save {self.flags.save} has checkpoints of an earlier run, up to iteration "
-                f"{max(self._earlier)}, and this run does not go on from them. If it ends before its first save, a "
+                f"{max(self._earlier)}, and this run does not continue from them. If it ends before its first save, a "
                 "later --load of this folder continues the earlier run; another --save keeps the two apart"
             )
 
@@ -273,7 +273,7 @@ class RewindRecord:
     # Writing ---------------------------------------------------------------------------------------------------------
 
     def begin_save(self, iteration: int) -> None:
-        """Deletes the file of an earlier run in the folder of --save, unless this run goes on from that one. Called
+        """Deletes the file of an earlier run in the folder of --save, unless this run continues from that one. Called
         before the checkpoint of an iteration is written there. Collective."""
         self.begin_new_run()
         if not self._has_file:
@@ -286,7 +286,7 @@ class RewindRecord:
     def _forget_earlier_run(self) -> None:
         root = Path(self.flags.save or "")
         if (root / RECORD).exists():
-            self.say(f"{root / RECORD} is deleted: it is of an earlier run, from which this one does not go on")
+            self.say(f"{root / RECORD} is deleted: it is of an earlier run, from which this one does not continue")
             write_record(root, Rewinds())
 
     def write(self, iteration: int) -> None:

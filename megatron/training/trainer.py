@@ -309,7 +309,8 @@ class Trainer:
             print(f"{decision.message}{where}", flush=True)
 
     def finish(self) -> None:
-        """After the last iteration: saves the last checkpoint, then evaluates the validation and test sets."""
+        """Ends the run after the last iteration: saves the last checkpoint, then evaluates the validation and test
+        sets."""
         trained = not self.config.evaluation.skip_train
         if trained and self.config.checkpoint.save is not None and self.state.iteration != self.checkpoints.last_saved:
             self.save()

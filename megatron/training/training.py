@@ -259,7 +259,8 @@ def train(
 
 
 def _step_data(data_iterator: Iterator[Any] | Sequence[Iterator[Any]] | None, run: Context) -> StepData:
-    """The micro-batches behind a script's iterator. Raises UserError for iterators of its own for several chunks."""
+    """Returns the micro-batches behind a script's iterator. Raises UserError for iterators of its own for several
+    chunks."""
     found = step_data_of(data_iterator)
     if found is not None:
         return found

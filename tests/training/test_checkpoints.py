@@ -149,13 +149,13 @@ def test_a_temporary_checkpoint_is_loaded_while_it_is_the_newest(tmp_path, capsy
 
 
 def test_another_iteration_than_that_of_the_checkpoint(saved, tmp_path, capsys):
-    """--override-ckpt-iteration: data and counts go on there, weights and schedule as they were saved."""
+    """--override-ckpt-iteration: data and counts continue there, weights and schedule as they were saved."""
     run = SmallRun.make(f"--load {tmp_path} --save {tmp_path} --override-ckpt-iteration 3 --global-batch-size 6")
     run.load()
     assert (run.state.iteration, run.state.consumed_train_samples, run.checkpoints.last_saved) == (3, 18, None)
     assert run.state.consumed_tokens == 18 * 128 and run.scheduler.num_steps == saved.scheduler.num_steps
     assert equal(run.weights(), saved.weights())
-    assert "--override-ckpt-iteration: goes on after iteration 3, not 4" in capsys.readouterr().out
+    assert "--override-ckpt-iteration: continues after iteration 3, not 4" in capsys.readouterr().out
 
 
 def test_nothing_to_load(tmp_path, capsys):

@@ -197,9 +197,7 @@ def test_no_checkpoint_from_before_an_earlier_decision_is_gone_back_to(tmp_path,
     out = capsys.readouterr().out
     assert "from the loss spike in iteration 8 to iteration 5" in out
     assert "from the loss spike in iteration 10 to iteration 5" in out
-    stale = (
-        rf"to go on from: iter_0000007: it has learned from data .* \({tmp_path}/rewinds.json; delete this file if it"
-    )
+    stale = rf"to continue from: iter_0000007: it has learned from data .* \({tmp_path}/rewinds.json; delete this file"
     with pytest.raises(UserError, match=stale):
         for folder in tmp_path.glob("iter_*"):
             if folder.name != "iter_0000007":
@@ -295,10 +293,10 @@ def test_a_new_run_does_not_go_back_to_a_checkpoint_of_an_earlier_run(tmp_path, 
     found = train(flags, before=plant(6))
     assert found.decision is not None and "no checkpoint of an iteration before 5" in found.decision.message
     assert (
-        f"WARNING: --save {tmp_path} has checkpoints of an earlier run, up to iteration 3, and this run does not go on "
-        "from them. If it ends before its first save, a later --load of this folder continues the earlier run"
+        f"WARNING: --save {tmp_path} has checkpoints of an earlier run, up to iteration 3, and this run does not "
+        "continue from them. If it ends before its first save, a later --load of this folder continues the earlier run"
     ) in capsys.readouterr().out
-    # After its first save a resume goes on from that one. It does not take checkpoint 3 for its own either.
+    # After its first save a resume continues from that one. It does not take checkpoint 3 for its own either.
     flags = flags.replace("--save-interval 7", "--save-interval 4")
     train(f"{flags} --exit-interval 4")
     found = train(f"{flags} --load {tmp_path}", before=plant(5))

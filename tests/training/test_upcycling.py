@@ -1,4 +1,4 @@
-"""Runs that begin from a dense checkpoint: the first loss is the dense model's, in every layout, and they go on."""
+"""Runs that begin from a dense checkpoint: the first loss is the dense model's, in every layout, and they continue."""
 
 import pytest
 from support.command_lines import problems_of
@@ -25,7 +25,7 @@ def test_a_run_begins_as_the_dense_one_and_goes_on(corpus, tmp_path, capsys):
     capsys.readouterr()
     again = train(f"{upcycle} --train-iters 2", base=DENSE)  # one process, from where the two ranks have stopped
     printed = capsys.readouterr().out
-    assert f"--moe-use-upcycling: {new} holds the upcycled run, which goes on" in printed
+    assert f"--moe-use-upcycling: {new} holds the upcycled run, which is continued" in printed
     assert len(again.losses) == 1 and again.losses != pytest.approx(expected)
     straight = train(f"{data} {HALVES} --load {dense} --train-iters 2", base=DENSE)
     assert straight.losses == pytest.approx([*expected, *again.losses], rel=1e-11)

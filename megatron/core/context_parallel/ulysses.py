@@ -33,7 +33,7 @@ def in_pieces(heads: Tensor, ranks: int, count: int) -> list[Tensor]:
 
 
 def from_pieces(pieces: Sequence[Tensor], ranks: int) -> Tensor:
-    """The inverse of `in_pieces`."""
+    """Computes the inverse of `in_pieces`."""
     return torch.stack([piece.unflatten(2, (ranks, -1)) for piece in pieces], 3).flatten(2, 4)
 
 

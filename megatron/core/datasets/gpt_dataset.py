@@ -247,7 +247,7 @@ class GPTDataset(MegatronDataset):
         return fields
 
     def _causal_mask(self) -> Tensor | None:
-        """The causal mask that all items share. It must not be changed."""
+        """Returns the causal mask that all items share. It must not be changed."""
         if not self.config.create_attention_mask:
             return None
         return torch.from_numpy(causal_mask(self.config.sequence_length))

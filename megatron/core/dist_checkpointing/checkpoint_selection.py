@@ -55,7 +55,7 @@ def broken_warning(folder: Path, error: BrokenCheckpoint) -> str:
 def no_complete_checkpoint(root: Path, broken: Sequence[BrokenCheckpoint]) -> UserError:
     """Returns the error of a load that finds only broken or outdated checkpoints."""
     if all(isinstance(error, OutdatedCheckpoint) for error in broken):
-        return UserError(f"no checkpoint in {root} to go on from: " + "; ".join(map(str, broken)))
+        return UserError(f"no checkpoint in {root} to continue from: " + "; ".join(map(str, broken)))
     return UserError(f"no complete checkpoint in {root}: " + "; ".join(map(str, broken)))
 
 
@@ -104,7 +104,7 @@ def _requested(root: Path, available: Sequence[Folder], step: Step) -> list[Fold
 
 
 def _by_tracker(root: Path, available: Sequence[Folder], notes: list[str]) -> list[Folder]:
-    """All usable folders, newest first. If a user has set the tracker back, newer folders are left out.
+    """Returns all usable folders, newest first. If a user has set the tracker back, newer folders are left out.
 
     A folder can be newer than the tracker's iteration for two reasons: the save was killed before it wrote the tracker,
     or the user edited the tracker after the save. The times of the files tell these cases apart.

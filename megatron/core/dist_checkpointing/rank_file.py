@@ -55,7 +55,8 @@ def _elements(chunk: Chunk, values_of: Callable[[Chunk], Tensor] | None) -> Tens
 
 
 def _key(chunk: Chunk) -> str:
-    """Name of a chunk in its data file: the canonical name if it is the whole tensor, otherwise with its position."""
+    """Returns the name of a chunk in its data file: the canonical name if it is the whole tensor, otherwise with its
+    position."""
     if chunk.box.shape == chunk.global_shape and chunk.range == (0, chunk.box.numel):
         return chunk.name
     spans = ",".join(f"{a}:{a + n}" for a, n in zip(chunk.box.start, chunk.box.shape, strict=True))

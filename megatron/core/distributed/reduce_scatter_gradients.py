@@ -202,8 +202,8 @@ class ReduceScatterGradients:
 
     @contextlib.contextmanager
     def computing_deferred(self) -> Iterator[None]:
-        """Context in which the caller computes the deferred weight gradients of one micro-batch. At its end the units
-        are complete."""
+        """Returns a context in which the caller computes the deferred weight gradients of one micro-batch. At its end
+        the units are complete."""
         self._computes_deferred = True
         try:
             yield

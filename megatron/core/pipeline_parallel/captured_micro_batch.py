@@ -170,7 +170,7 @@ class _MicroBatchGraph:
             return self.graphs.recorder.capture(self._compute)
 
     def _compute(self) -> Outputs:
-        """Forward, loss and backward of the static micro-batch."""
+        """Computes forward, loss and backward of the static micro-batch."""
         records = self.graphs.records
         before = [record.take_tensors() for record in records]
         self.data.drawn = 0

@@ -96,7 +96,7 @@ class Runner:
         self._auxiliary_scales: list[Tensor | None] = [None] * len(task.chunks)
 
     def run(self, actions: Sequence[Action]) -> None:
-        """Execute the actions in order. No reduction of a chunk's gradients starts before its SYNC action."""
+        """Executes the actions in order. No reduction of a chunk's gradients starts before its SYNC action."""
         backward = (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT)
         members = [member for action in actions for member in action.members]
         self._trained = {(member.micro_batch, member.chunk) for member in members if member.kind in backward}

@@ -240,7 +240,7 @@ def _uneven_problems(config: Any) -> Iterator[str]:
     pipeline, middle = pipeline_of(config), middle_ranks(config)
     if pipeline.v_shaped:
         yield (
-            "{pipeline_schedule} has the first and the last stage on one rank; say what stands where with "
+            "{pipeline_schedule} has the first and the last stage on one rank; give the contents of each stage with "
             "{pipeline_model_parallel_layout:name}"
         )
         return

@@ -80,7 +80,7 @@ class TransformerBlock(MegatronModule):
         offload_activations(self, config, self.pg_collection)
 
     def has_final_layernorm_in_this_stage(self) -> bool:
-        """True if this stage has the norm after the last layer; with `norm_placement` post_residual no stage has."""
+        """Whether this stage has the norm after the last layer; with `norm_placement` post_residual no stage has."""
         return self.post_layer_norm and self.post_process and self.config.norm_placement != "post_residual"
 
     def set_input_tensor(self, input_tensor: Tensor | None) -> None:

@@ -106,8 +106,8 @@ class StepGraphs:
 
 @contextmanager
 def capture_errors(what: str, cause: str) -> Iterator[None]:
-    """Context in which `what` is captured. A failure becomes a UserError that names `cause` as a possible reason; an
-    OutOfMemoryError is not changed."""
+    """Returns a context in which `what` is captured. A failure becomes a UserError that names `cause` as a possible
+    reason; an OutOfMemoryError is not changed."""
     try:
         yield
     except torch.OutOfMemoryError:

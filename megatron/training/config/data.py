@@ -157,7 +157,7 @@ class DataConfig:
     """Token that fills samples that become shorter."""
 
     def sources(self) -> list[str]:
-        """The fields that say where the data is. All data paths of single splits count as one source."""
+        """Returns the fields that say where the data is. All data paths of single splits count as one source."""
         whole = [field for field in _WHOLE if getattr(self, field) is not None]
         per_split = [field for field in _PER_SPLIT if getattr(self, field) is not None]
         return whole + per_split[:1] + (["mock_data"] if self.mock_data else [])

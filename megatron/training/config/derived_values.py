@@ -208,8 +208,8 @@ def _backend(s: Settings) -> str | None:
 
 
 def _dispatcher(s: Settings) -> str | None:
-    """On GPUs, the flex dispatcher where it sends clearly fewer rows than Megatron-LM's default, which sends every
-    token to every rank."""
+    """Chooses the flex dispatcher on GPUs where it sends clearly fewer rows than Megatron-LM's default, which sends
+    every token to every rank."""
     ranks, experts, chosen = s.expert_model_parallel_size, s.num_moe_experts or 0, s.moe_router_topk
     is_possible = ranks > 1 and experts % ranks == 0 and 0 < chosen <= experts
     if not (is_possible and s.launch_environment.has_cuda) or s.is_given("moe_token_dispatcher_type"):

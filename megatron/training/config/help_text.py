@@ -53,7 +53,7 @@ def _why_without_a_field(spelling: str) -> str:
 
 
 def _overview(program: str, extra: str) -> str:
-    """The names of the working flags by section."""
+    """Returns the names of the working flags by section."""
     width = min(shutil.get_terminal_size().columns, 120)
     lines = [f"usage: [torchrun ...] {program} [flags]", "", *_filled(f"{_ABOUT} {_MORE}", width)]
     working = [flag for flag in flag_table().values() if not is_inert(flag) and not is_to_come(flag)]
@@ -65,7 +65,7 @@ def _overview(program: str, extra: str) -> str:
 
 
 def _about_flag(flag: Flag) -> str:
-    """What a flag does, its default, how it is answered, and related flags."""
+    """Returns the lines about what a flag does, its default, how it is answered, and related flags."""
     width = min(shutil.get_terminal_size().columns, 120)
     lines = _entry(flag, width)
     parent = parent_of(flag)
@@ -129,7 +129,7 @@ def _entry(flag: Flag, width: int) -> list[str]:
 
 
 def _placeholder(flag: Flag) -> str:
-    """Placeholder of the value: {a,b} for a few choices, N for integers, X for numbers."""
+    """Returns the placeholder of the value: {a,b} for a few choices, N for integers, X for numbers."""
     if flag.switch is not None:
         return ""
     word = {"whole_number": "N", "number": "X"}.get(getattr(flag.parse, "__name__", ""), "TEXT")

@@ -61,8 +61,8 @@ def _declared(settings: Settings) -> Iterator[str]:
 
 
 def _at_default(settings: Settings) -> Iterator[str]:
-    """One line for all flags that are given at their default and have no effect without another flag. Scripts copied
-    from Megatron-LM give many of these, so they do not get a line each."""
+    """Yields one line for all flags that are given at their default and have no effect without another flag. Scripts
+    copied from Megatron-LM give many of these, so they do not get a line each."""
     idle = []
     for field, flag in flag_table().items():
         if field == "moe_router_topk" or not settings.is_given(field) or getattr(settings, field) != flag.default:

@@ -45,7 +45,7 @@ class LoggingConfig:
     straggler_minmax_count: int = flag(1, only_with="log_straggler")
     """Number of fastest and of slowest ranks that are named."""
 
-    straggler_ctrlr_port: int = flag(65535, no_effect="the detector cannot be switched while the run goes on")
+    straggler_ctrlr_port: int = flag(65535, no_effect="the detector cannot be switched during a run")
     """Port at which the detector is switched on and off."""
 
     disable_straggler_on_startup: bool = flag(False, only_with="log_straggler")

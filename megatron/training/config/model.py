@@ -169,7 +169,7 @@ class ModelConfig:
 
     @property
     def num_tokentypes(self) -> int:
-        """Number of segments that BERT's embedding tells apart."""
+        """Number of segments that BERT's embedding distinguishes."""
         if self.bert_num_tokentypes is None:
             return 2 if self.bert_binary_head else 0
         return self.bert_num_tokentypes

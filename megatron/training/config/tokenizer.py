@@ -185,7 +185,7 @@ class TokenizerConfig:
         )
 
     def model_vocab_size(self, ids: int) -> int:
-        """Vocabulary size, without padding, of a model whose tokenizer has `ids` ids."""
+        """Returns the vocabulary size, without padding, of a model whose tokenizer has `ids` ids."""
         return ids if self.family == "NullTokenizer" else max(ids, self.vocab_size or 0)
 
     def validate(self) -> Iterator[str]:

@@ -18,7 +18,7 @@ _WORDS = "bert.embeddings.word_embeddings.weight"
 
 
 def _linear(ours: str, hub: str) -> _Mapping:
-    """A weight and a bias that have the same rows on both sides."""
+    """Returns a weight and a bias that have the same rows on both sides."""
     return {f"{ours}.{kind}": (HubTensorPattern(f"{hub}.{kind}"),) for kind in ("weight", "bias")}
 
 
@@ -59,7 +59,7 @@ _BINARY_HEAD: _Mapping = {
 
 @dataclass(frozen=True)
 class TokenTypes:
-    """Number of segments that the embedding tells apart."""
+    """Number of segments that the embedding distinguishes."""
 
     reads = ("type_vocab_size",)
 

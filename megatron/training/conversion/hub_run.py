@@ -106,7 +106,7 @@ def load_hub_weights(context: Context, model: Sequence[nn.Module], optimizer: Me
 
 
 def _say_nothing(sentence: str) -> None:
-    """Log function of the ranks that do not print."""
+    """Does nothing: the log function of the ranks that do not print."""
 
 
 def _open(source: str, log: Log) -> HubModel:
@@ -201,7 +201,7 @@ class HubExport(Hook):
     """Exports every checkpoint whose iteration is a multiple of --save-hf-interval. The first rank writes.
 
     Raises UserError if no known architecture expresses the run's model. An export that fails later, such as by a full
-    disk, is printed, and the run goes on.
+    disk, is printed, and the run continues.
     """
 
     def __init__(self, config: PretrainConfig, is_first: bool) -> None:

@@ -57,7 +57,7 @@ def rope_scaling_of(values: Values) -> tuple[str, float] | None:
 
 
 def num_tokentypes(values: Values) -> int:
-    """Returns the number of segments that BERT's embedding tells apart: 2 with the binary head if no flag says it."""
+    """Returns the number of segments that BERT's embedding distinguishes. Without a flag: 2 with the binary head."""
     given = values["bert_num_tokentypes"]
     return (2 if values["bert_binary_head"] else 0) if given is None else int(given)
 
@@ -104,20 +104,20 @@ def _kinds_of_layers(values: Values) -> set[str | None]:
 
 
 def _of_attention(values: Values) -> Any:
-    """The sizes of attention; None if no layer has it."""
+    """Returns the sizes of attention; None if no layer has it."""
     if _kinds_of_layers(values).isdisjoint(("attention", "dsa")):
         return None
     return values["num_attention_heads"], _key_value_heads(values), values["kv_channels"]
 
 
 def _activation(values: Values) -> Any:
-    """The switches of activations; None if no layer has an MLP or experts."""
+    """Returns the switches of activations; None if no layer has an MLP or experts."""
     has_any = not _kinds_of_layers(values).isdisjoint(("mlp", "moe"))
     return tuple(bool(values[name]) for name in ACTIVATIONS) if has_any else None
 
 
 def _mamba(values: Values) -> Any:
-    """The sizes of Mamba-2 layers; None if there are none."""
+    """Returns the sizes of Mamba-2 layers; None if there are none."""
     if "mamba" not in _kinds_of_layers(values):
         return None
     return mamba_heads(run_of(values)), *(values[name] for name in _OF_MAMBA)
@@ -152,7 +152,7 @@ def _rounded(number: float | None) -> str | None:
 
 
 def _base_of_windowed_layers(values: Values) -> Any:
-    """The base of layers with a window; None if there are none, or if they are scaled like the others."""
+    """Returns the base of layers with a window; None if there are none, or if they are scaled like the others."""
     if not any(_layers(values, is_windowed)):
         return None
     own = values["rotary_base_local"]

@@ -86,7 +86,7 @@ class HubTensor:
         return sum(box.numel for box in self.boxes)
 
     def nbytes(self, dtype: torch.dtype) -> int:
-        """Size in bytes when stored as `dtype`."""
+        """Returns the size in bytes when stored as `dtype`."""
         return self.numel * dtype.itemsize
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:

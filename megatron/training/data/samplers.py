@@ -72,7 +72,7 @@ class SequentialSampler:
         self.fill_to = fill_to
 
     def __len__(self) -> int:
-        """Number of micro-batches left for this rank."""
+        """Returns the number of micro-batches left for this rank."""
         left = self.total_samples - self.consumed_samples
         if self.fill_to is None:
             return left // self.shard.stride
@@ -214,7 +214,8 @@ def permuted(positions: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
 
 
 def _mixed(values: np.ndarray) -> np.ndarray:
-    """The finaliser of SplitMix64 (Steele, Lea and Flood, 2014): every output bit depends on every input bit."""
+    """Computes the finaliser of SplitMix64 (Steele, Lea and Flood, 2014): every output bit depends on every input
+    bit."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

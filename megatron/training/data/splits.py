@@ -191,7 +191,7 @@ def step_data(
 
 
 def _on_any_rank(flags: Sequence[bool], environment: Environment) -> list[bool]:
-    """Elementwise "or" of the flags over the ranks that compute on the same samples."""
+    """Returns the elementwise "or" of the flags over the ranks that compute on the same samples."""
     found = torch.tensor(flags, dtype=torch.int32, device=environment.device)
     groups = environment.groups
     if groups.size("mp") > 1:

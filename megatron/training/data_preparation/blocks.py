@@ -44,7 +44,7 @@ class Plan:
         return sum(file.size for file in self.files)
 
     def blocks_of(self, file: InputFile) -> int | None:
-        """Number of a file's blocks; None for a compressed file, whose length is not known."""
+        """Returns the number of a file's blocks; None for a compressed file, whose length is not known."""
         if file.kind == "parquet":
             return file.row_groups
         return None if file.compressed else -(-file.size // self.block_bytes)

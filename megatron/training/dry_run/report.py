@@ -104,7 +104,7 @@ def short_size(count: int) -> str:
 
 
 def _rank_lines(ranks: Sequence[RankMemory]) -> Iterator[str]:
-    """A line for each rank."""
+    """Yields a line for each rank."""
     parts = len({id(entry.shard) for entry in ranks})
     yield (
         f"memory of each rank in bytes ({parts} parts of the model were built, without memory: ranks that differ only "
@@ -204,7 +204,7 @@ def _copy_lines(ranks: Sequence[RankMemory]) -> Iterator[str]:
 
 
 def _all_infos(ranks: Sequence[RankMemory]) -> Mapping[str, ParameterInfo]:
-    """A descriptor of each tensor of the model, by canonical name."""
+    """Returns a descriptor of each tensor of the model, by canonical name."""
     found: dict[str, ParameterInfo] = {}
     for part in {id(entry.shard): entry.shard for entry in ranks}.values():
         for info in part.infos:

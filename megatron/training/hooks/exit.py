@@ -125,7 +125,7 @@ class ExitAgreement:
         return self._decision
 
     def withdraw(self) -> None:
-        """Forgets the decision, because the run goes on after all. Every rank calls it at the same place."""
+        """Forgets the decision, because the run continues nevertheless. All ranks call it at the same place."""
         self._finish_round()
         self._decision = None
 

@@ -16,7 +16,7 @@ FILE = "progress.txt"
 class ProgressFile(Hook):
     """Appends lines to a file: time, SLURM job, ranks, event, and the work done so far. Only one rank has this hook.
 
-    Raises UserError if the file cannot be written at the start. A later failure is printed, and the run goes on.
+    Raises UserError if the file cannot be written at the start. A later failure is printed, and the run continues.
     """
 
     def __init__(

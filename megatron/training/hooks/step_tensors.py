@@ -30,7 +30,7 @@ class StepTensors(Hook):
     """Writes each kind of tensor in `intervals` after every step that its interval divides. If a weight or gradient is
     sharded, it writes the one-dimensional part that this rank holds, under the name NAME[start:stop] (in elements).
     Raises UserError if a folder cannot be made. If a file cannot be written (a full disk), it prints a warning and
-    training goes on.
+    training continues.
     """
 
     def __init__(

@@ -39,7 +39,7 @@ def config_lines(config: PretrainConfig) -> Iterator[str]:
 
 
 def _given(field: str, value: Any) -> str | None:
-    """The value as YAML; None if no words of the command line give it, or if it must not be in a file."""
+    """Returns the value as YAML; None if no words of the command line give it, or if it must not be in a file."""
     flag = flag_table()[field]
     if field in ("config_file", "print_config", "dry_run"):
         return None

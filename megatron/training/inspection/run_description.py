@@ -355,7 +355,7 @@ def check_trained_parts(config: PretrainConfig, described: Mapping[str, Any]) ->
     raise UserError(
         f"{trains} the indexer of sparse attention{'' if ours else ' as it is'}, and the optimizer's state in the "
         f"checkpoint {state} (the run that saved it had {_shown_or_unset(theirs)}): give the same flag, or "
-        "--no-load-optim to go on with a fresh optimizer"
+        "--no-load-optim to continue with a fresh optimizer"
     )
 
 

@@ -1,6 +1,6 @@
 """metrics.jsonl: one JSON object a line, for programs to read.
 
-Kinds of lines, told apart by their keys:
+Kinds of lines, recognised by their keys:
 
     {"iteration": 7, "consumed samples": 56, "tokens": 57344, "lm loss": 4.1, "grad norm": 0.9, "learning rate": 0.001,
      "loss scale": 1.0, "global batch size": 8, "ms per iteration": 81.2, "tokens per second": 100912.3, ...}

@@ -48,7 +48,7 @@ class SFTTokenizer(HuggingFaceTokenizer):
         return encoding.ids, learned
 
     def _span(self, messages: Sequence[Message], at: int, text: str) -> tuple[int, int]:
-        """First and last position of a turn in the text of the conversation."""
+        """Returns the first and last position of a turn in the text of the conversation."""
         before, after = self._render(messages[:at], True), self._render(messages[: at + 1], False)
         if after.startswith(before) and text.startswith(after):
             return len(before), len(after)
@@ -97,7 +97,7 @@ def _read(folder: Path, name: str) -> Mapping[str, Any]:
 
 
 def _special_texts(folder: Path) -> dict[str, str]:
-    """The spellings of the special tokens by role, which templates use."""
+    """Returns the spellings of the special tokens by role, which templates use."""
     found = {**_read(folder, "special_tokens_map.json"), **_read(folder, "tokenizer_config.json")}
     tokens = {role: found.get(role) for role in ("bos_token", "eos_token", "pad_token", "unk_token")}
     return {role: token["content"] if isinstance(token, dict) else token or "" for role, token in tokens.items()}

@@ -80,7 +80,8 @@ def _contraction(text: Any, i: Any, end: Any, fold: Any) -> Any:
 
 @compiled
 def _gpt2_word(text: Any, i: Any, end: Any, classes: Any) -> Any:
-    r"""End of the word at byte i: 's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+    r"""Returns the end of the word at byte i:
+    's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
     short = _contraction(text, i, end, False)
     if short > 0:
         return i + short
@@ -101,7 +102,7 @@ def _is_line_end(byte: Any) -> Any:
 
 @compiled
 def _cl100k_word(text: Any, i: Any, end: Any, classes: Any, max_digits: Any) -> Any:
-    r"""End of the word at byte i, n = `max_digits`:
+    r"""Returns the end of the word at byte i, n = `max_digits`:
 
     (?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,n}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+
     """

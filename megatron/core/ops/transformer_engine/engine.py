@@ -166,9 +166,9 @@ _awaits_first = False
 
 @contextlib.contextmanager
 def quantized_forward(engine: Engine, recipe: Any) -> Iterator[None]:
-    """A context in which modules of Transformer Engine multiply in fp8 by a recipe; None: in the type of their inputs.
-    Delayed scaling updates its scales when the outermost context ends, so one context must contain a model's whole
-    forward."""
+    """Returns a context in which modules of Transformer Engine multiply in fp8 by a recipe; None: in the type of their
+    inputs. Delayed scaling updates its scales when the outermost context ends, so one context must contain a model's
+    whole forward."""
     current = _surrounding[-1] if _surrounding else None
     if recipe is current:
         yield

@@ -1,6 +1,6 @@
 """Transformer Engine computes the products of linear layers, of the model and of experts. Its module gets stand-ins for
 our parameters. A stand-in shares the memory of our parameter and is registered nowhere. It adds a weight's gradient to
-the stand-in's `main_grad`, which is our main gradient; without one, the stand-in's `.grad` goes on to our parameter.
+the stand-in's `main_grad`, which is our main gradient; without one, the stand-in's `.grad` is moved to our parameter.
 Communication stays ours: the module sees one rank.
 """
 

@@ -248,7 +248,7 @@ def _stored_names(tensor: RankTensor, state: Mapping[str, StoredTensor]) -> list
 
 
 def _part(box: Box, values: SourceTensor) -> _StoredPart:
-    """A part whose stored elements begin with those of the box; rows that pad a vocabulary follow."""
+    """Returns a part whose stored elements begin with those of the box; rows that pad a vocabulary follow."""
     return _StoredPart(box, values.dtype, lambda: values.read()[: box.numel])
 
 
@@ -260,7 +260,7 @@ def _loaded(path: Path) -> dict[Any, Any]:
 
 
 def _model_chunks(content: Mapping[Any, Any]) -> list[dict[str, StoredTensor]]:
-    """The state dicts of the model chunks of a rank, without entries that hold nothing."""
+    """Returns the state dicts of the model chunks of a rank, without entries that hold nothing."""
     names = ["model"] if "model" in content else []
     names = names or [f"model{number}" for number in range(len(content)) if f"model{number}" in content]
     chunks = []
