@@ -13,7 +13,7 @@ _ITERATION = re.compile(r"iteration +([0-9]+)/ *([0-9]+)")
 _LOSS = re.compile(r"lm loss: ([0-9.E+-]+)")
 _OURS = ("milliseconds", "fastest", "slowest", "steps", "tokens_per_second", "tflops", "mfu", "peak_memory_gb", "loss")
 _FURTHER = ("floor_milliseconds", "floor_parts", "timeline")
-"""Entries of ours that only `tools/bench.py --floor` or `--kernels` writes."""
+"""Entries of this project's figures that only `tools/bench.py --floor` or `--kernels` writes."""
 _MEMORY = re.compile(r"max allocated: ([0-9.]+)")
 
 
@@ -77,7 +77,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("results", type=Path, help="a JSON list, made if it is not there")
     parser.add_argument("--anchor-flags", default="", help="more flags of the anchor, to be recorded")
     parser.add_argument("--reference", default="", help="the cell that the anchor ran, if it is another one")
-    parser.add_argument("--keep-ours", action="store_true", help="add a row of ours alone if the anchor has no figures")
+    parser.add_argument("--keep-ours", action="store_true", help="add our figures alone if the anchor has none")
     args = parser.parse_args(words)
     ours = json.loads(args.ours.read_text())
     anchor, reason = None, ""

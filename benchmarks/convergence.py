@@ -1,4 +1,5 @@
-"""Text for benchmarks/converge.sh, and its comparison of the losses of runs of ours and of an anchor."""
+"""Prepares the text for benchmarks/converge.sh, and compares the losses of its runs: those of this project and an
+anchor."""
 
 import argparse
 import json
@@ -120,9 +121,9 @@ def distance(run: dict[int, float], reference: dict[int, float], window: int) ->
 
 
 def compare(runs: dict[str, dict[int, float]], spread_of: str, window: int) -> list[str]:
-    """Returns two tables in Markdown, and a verdict for each run of ours, whose names begin with "ours".
+    """Returns two tables in Markdown, and a verdict for each run of this project, whose name begins with "ours".
 
-    The first of `runs` is the reference: the anchor that has the same samples as ours. A run of ours is within the
+    The first of `runs` is the reference: the anchor with the same samples. A run of this project is within the
     spread if its mean distance to the reference is at most that of the run `spread_of`. Runs may end early. Raises
     UserError if no run has a whole window in common with the reference.
     """
@@ -182,8 +183,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "runs",
         nargs="+",
         metavar="NAME=FILE",
-        help="a metrics.jsonl of ours, or a log of the anchor; the first run is the reference, and names of ours begin "
-        'with "ours"',
+        help="a metrics.jsonl of this project, or a log of the anchor; the first run is the reference, and runs of this "
+        'project have names that begin with "ours"',
     )
     comparison.add_argument(
         "--spread-of", default="other-seed", help="run whose distance to the reference is the spread (%(default)s)"

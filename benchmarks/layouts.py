@@ -38,7 +38,7 @@ class Layout:
     gpus: int
     ours: str
     anchor: str | None = None
-    """None: the flags of ours."""
+    """None: our flags."""
     reference: str | None = None
     """Layout that the anchor runs instead, because it has no such flags; None: this one."""
     connections: int = 1
@@ -201,7 +201,8 @@ def cells_of_gpus(gpus: int) -> list[Cell]:
 
 
 def pair_seconds(cell: Cell, steps: int, iterations: int, with_anchor: bool = True) -> float:
-    """Estimates the seconds that both sides of a cell take, with `steps` of ours and `iterations` of the anchor."""
+    """Estimates the seconds that both sides of a cell take, with `steps` of this project and `iterations` of the
+    anchor."""
     anchor = _START_SECONDS + iterations * cell.step_seconds if with_anchor else 0.0
     return _START_SECONDS + steps * cell.step_seconds + anchor
 
@@ -251,7 +252,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpus", type=int, metavar="N", help="print the names of the cells of N GPUs")
     parser.add_argument("--budget", type=float, default=float("inf"), metavar="SECONDS", help="those that fit in it")
     parser.add_argument("--results", type=Path, metavar="FILE", help="leave out cells that have a row there")
-    parser.add_argument("--steps", type=int, default=8, metavar="N", help="steps of ours, for the budget")
+    parser.add_argument("--steps", type=int, default=8, metavar="N", help="steps of this project, for the budget")
     parser.add_argument("--iterations", type=int, default=8, metavar="N", help="steps of the anchor, for the budget")
     parser.add_argument("--tiny", action="store_true", help="with a cell: tiny sizes, for rehearsals")
     args = parser.parse_args(words)

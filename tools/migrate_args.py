@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def launcher_and_flags(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Divides a command after its script (the last word that ends in .py before a flag of ours); all words are flags
+    """Divides a command after its script (the last word that ends in .py before one of our flags); all words are flags
     if there is no script."""
     scripts = [at for at, word in enumerate(words) if word.endswith(".py")]
     end = scripts[0] + 1 if scripts else 0

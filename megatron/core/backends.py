@@ -376,7 +376,7 @@ def engine_backend(engine: Engine) -> Backend:
         rms_norm=norms.rms_norm,
         layer_norm_with_residual=norms.layer_norm_with_residual,
         rms_norm_with_residual=norms.rms_norm_with_residual,
-        grouped_linear=grouped_linear,  # the numbers of rows are needed on the host, as the plain loop needs them
+        grouped_linear=grouped_linear,  # Transformer Engine needs the numbers of rows on the host, like the plain loop
         fp8_kernels=dataclasses.replace(base.fp8_kernels, noting={}),
     )
 
@@ -401,9 +401,9 @@ def choose_backend(config: ModelParallelConfig) -> Backend:
     """Returns the backend of `config.transformer_impl`. transformer_engine: Transformer Engine's backend, if it can be
     used and `why_layers_stay_ours` returns no reason against it; otherwise a warning says why it is not used. local, or
     no GPU or no Triton: LOCAL. Otherwise: the Triton backend. With `torch_compile` torch's compiler generates
-    operations for which it has no kernel of its own.
+    operations for which the backend has no kernel of its own.
 
-    Raises UserError if it asks for Triton, which cannot be imported."""
+    Raises UserError if the config asks for Triton and it cannot be imported."""
     backend = _asked_backend(config)
     if getattr(config, "torch_compile", False):
         return compiled_backend(backend, config.torch_compile_backend)  # type: ignore[attr-defined]

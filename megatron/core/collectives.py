@@ -1,8 +1,8 @@
 """All collectives of the library. With a group of None, or of one rank, they do nothing.
 
 Every communication goes through this module, so that `traffic.recorded` sees its type and bytes.
-Functions whose name begins with `start_` return at once with a `Pending`. On CUDA the host never waits, later kernels
-do.
+Functions whose name begins with `start_` return at once with a `Pending`. On CUDA later kernels wait, never the
+host.
 """
 
 import warnings

@@ -28,7 +28,7 @@ class MockSentences:
         special |= set(getattr(tokenizer, "additional_special_tokens_ids", None) or [])
         self._ids = np.array(sorted(set(tokenizer.inv_vocab) - special), np.int64)
         if not len(self._ids):
-            raise UserError("--mock-data: the tokenizer has no tokens but special ones")
+            raise UserError("--mock-data: the tokenizer has special tokens only")
         random = np.random.default_rng(self.seed)
         counts = random.integers(2, self.most_sentences + 1, self.num_documents)
         self.document_indices = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)

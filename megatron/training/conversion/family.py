@@ -33,7 +33,7 @@ class Family:
     model_type: str
     tensors: TensorMapping | Callable[[Values], TensorMapping]
     """Hub tensors by canonical name, or the function that returns them for the values of a run. A family needs a
-    function if names, or the slices of ours that a hub tensor holds, depend on the config."""
+    function if names, or the slices of our tensors that a hub tensor holds, depend on the config."""
     rules: tuple[Rule, ...]
     defaults: Mapping[str, Json] = dataclasses.field(default_factory=dict)
     """Values that transformers gives to absent keys, for a `model_type` that `hub_defaults.py` does not have."""

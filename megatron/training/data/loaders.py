@@ -29,7 +29,7 @@ _LOOK_SECONDS = 5.0
 
 BUS_ERROR = (
     "a bus error of a data worker: a mapped data file (.bin) became shorter or its disk failed, or shared memory "
-    "(/dev/shm) is full; with --no-mmap-bin-files a file that is too short is named"
+    "(/dev/shm) is full; with --no-mmap-bin-files the message names a file that is too short"
 )
 """Likely causes, which torch's message about a worker that was killed by SIGBUS does not name."""
 

@@ -266,7 +266,7 @@ def resolve_auto_layout(config: PretrainConfig, padded_vocab_size: int) -> tuple
 def set_torch(config: PretrainConfig) -> None:
     """Sets the global options of torch and of Python's logging as the flags say. Every run in a process sets all of
     them again."""
-    torch.manual_seed(config.seed)  # for a script's own modules; random numbers of ours depend on seed and position
+    torch.manual_seed(config.seed)  # for a script's own modules; our random numbers depend on seed and position only
     deterministic = config.transformer.deterministic_mode
     if deterministic:  # cuBLAS wants its workspace fixed, before it is first used
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

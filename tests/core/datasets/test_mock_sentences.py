@@ -38,7 +38,7 @@ def test_sentences_count_up_through_the_ordinary_tokens() -> None:
 
 
 def test_a_vocabulary_of_special_tokens_is_refused() -> None:
-    with pytest.raises(UserError, match="no tokens but special ones"):
+    with pytest.raises(UserError, match="special tokens only"):
         MockSentences(SimpleNamespace(inv_vocab=dict.fromkeys(range(10), "x"), **SPECIAL))
 
 

@@ -117,13 +117,12 @@ class GPTModel(LanguageModule):
             llama3=rope_scaling,
             factor=rope_scaling_factor,
         )
+        has_final_norm = predicts if config.mtp_num_layers else post_process  # it comes before the prediction layers
         self.decoder = TransformerBlock(
             config,
             transformer_layer_spec,
             pre_process=pre_process,
-            post_process=predicts
-            if config.mtp_num_layers
-            else post_process,  # its norm comes before the prediction layers
+            post_process=has_final_norm,
             pg_collection=self.pg_collection,
             vp_stage=vp_stage,
         )

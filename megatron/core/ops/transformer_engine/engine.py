@@ -70,7 +70,7 @@ def unused_line(reason: str) -> str:
     """Returns the line for the log that says why Transformer Engine, which was asked for, is not used."""
     return (
         f"--transformer-impl transformer_engine: Transformer Engine is not used: {reason}; our own layers compute the "
-        "same function; it would bring its kernels and fp8 recipes, no other result"
+        "same function, with other kernels and fp8 recipes"
     )
 
 
@@ -80,8 +80,8 @@ def why_layers_stay_ours(config: Any) -> str | None:
     if config.fp8 is not None and config.fp8_recipe == "delayed" and _recomputes_products(config):
         return (
             "with --fp8-recipe delayed its layers cannot be recomputed, since they would be quantised with other "
-            "scales; with tensorwise and blockwise they can, and with delayed --recompute-modules "
-            f"{' '.join(sorted(_WITHOUT_PRODUCTS))}"
+            "scales (tensorwise and blockwise work, and delayed with --recompute-modules "
+            f"{' '.join(sorted(_WITHOUT_PRODUCTS))})"
         )
     if config.enable_cuda_graph or config.external_cuda_graph or config.cuda_graph_impl != "none":
         return f"its layers are not captured in CUDA graphs (--cuda-graph-impl {config.cuda_graph_impl})"

@@ -54,7 +54,7 @@ Bucket = Mapping[str, FlatTensor]
 
 @dataclass(frozen=True)
 class _TheirParameter:
-    """A parameter of theirs: a canonical tensor, or one expert of it."""
+    """A parameter of Megatron-LM: a canonical tensor, or one expert of it."""
 
     name: str
     begin: int

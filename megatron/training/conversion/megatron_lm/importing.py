@@ -66,7 +66,7 @@ def import_run(
     file_bytes: int = 4 << 30,
     log: Log = print,
 ) -> ImportedRun:
-    """Writes a checkpoint of Megatron-LM under `source` as one of ours under `root`, of the same iteration.
+    """Converts a checkpoint of Megatron-LM under `source` into one of this project under `root`, of the same iteration.
 
     It is the checkpoint that their tracker file names, or that of `step`. The flags of the model are those in the
     checkpoint, followed by `flags` (words of a command line), which replace them. Weights keep their type; main weights

@@ -84,7 +84,7 @@ def read_pickle(content: bytes, source: str, constructors: dict[str, Construct] 
     not need.
     """
     if len(content) > MAX_PICKLE_BYTES:
-        raise UnreadablePickle(f"{source}: a pickle of {len(content)} bytes; {MAX_PICKLE_BYTES} are the most")
+        raise UnreadablePickle(f"{source}: a pickle of {len(content)} bytes; at most {MAX_PICKLE_BYTES} are read")
     machine = _Machine(constructors or {}, len(content))
     try:
         for opcode, argument, _ in pickletools.genops(io.BytesIO(content)):

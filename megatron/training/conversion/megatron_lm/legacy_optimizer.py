@@ -63,7 +63,7 @@ def flat_buckets(path: Path) -> list[Bucket]:
 
 @dataclass(frozen=True)
 class RankParameter:
-    """A parameter of Megatron-LM's model on a rank: a weight of ours, or one expert's part of it."""
+    """A parameter of Megatron-LM's model on a rank: one of our weights, or one expert's part of it."""
 
     key: str
     """Name of our weight on the rank."""
@@ -160,8 +160,8 @@ def _parameters_of_group(
         if len(chosen) == count:
             return chosen
     raise UserError(
-        f"{path}: a parameter group has {count} parameters where the model has {len(choices[0])}; which is which is "
-        "not known. Import with --no-load-optim"
+        f"{path}: a parameter group has {count} parameters, but the model has {len(choices[0])} of this kind; import "
+        "with --no-load-optim"
     )
 
 

@@ -144,7 +144,7 @@ class _RankFile:
         self._content = _loaded(path / FILE)
 
     def parts(self, with_optimizer: bool) -> Iterator[tuple[str, _StoredPart]]:
-        """Yields the parts of weights by canonical name, and of optimizer state by the names of ours."""
+        """Yields the parts of weights by canonical name, and those of optimizer state by its names here."""
         chunks = _model_chunks(self._content)
         if len(chunks) != len(self._described):
             raise UserError(
@@ -230,7 +230,7 @@ def _is_trained(name: str) -> bool:
 
 
 def _stored_names(tensor: RankTensor, state: Mapping[str, StoredTensor]) -> list[str]:
-    """Returns the names in a state dict that hold a tensor of ours: one name, or one for each expert, or none."""
+    """Returns the names of a state dict that hold one of our tensors: one name, one for each expert, or none."""
     for name in spellings(tensor.local_name):
         if name in state:
             return [name]
