@@ -183,8 +183,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "runs",
         nargs="+",
         metavar="NAME=FILE",
-        help="a metrics.jsonl of this project, or a log of the anchor; the first run is the reference, and runs of this "
-        'project have names that begin with "ours"',
+        help="a metrics.jsonl of this project, or a log of the anchor; the first run is the reference, and the runs of "
+        'this project have names that begin with "ours"',
     )
     comparison.add_argument(
         "--spread-of", default="other-seed", help="run whose distance to the reference is the spread (%(default)s)"

@@ -89,7 +89,7 @@ class TorchArchive:
         unusual."""
         place, size, _ = self._member("data.pkl")
         if size > MAX_PICKLE_BYTES:
-            raise UserError(f"{self.path}: data.pkl has {size} bytes; {MAX_PICKLE_BYTES} are the most")
+            raise UserError(f"{self.path}: data.pkl has {size} bytes; at most {MAX_PICKLE_BYTES} are read")
         with self._open() as file:
             file.seek(place)
             content = file.read(size)

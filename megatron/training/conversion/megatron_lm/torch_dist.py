@@ -203,7 +203,7 @@ def _dtype(properties: Any) -> torch.dtype:
 def _read(path: Path) -> bytes:
     try:
         if path.stat().st_size > MAX_PICKLE_BYTES:
-            raise UserError(f"{path}: {path.stat().st_size} bytes; {MAX_PICKLE_BYTES} are the most")
+            raise UserError(f"{path}: {path.stat().st_size} bytes; at most {MAX_PICKLE_BYTES} are read")
         return path.read_bytes()
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}") from None

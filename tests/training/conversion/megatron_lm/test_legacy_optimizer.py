@@ -59,7 +59,7 @@ def test_a_main_weight_must_round_to_its_weight(tmp_path: Path) -> None:
 
 def test_groups_must_have_as_many_parameters_as_the_model(tmp_path: Path) -> None:
     groups = [{"params": [0, 1], "wd_mult": 1.0}]
-    with pytest.raises(UserError, match="a parameter group has 2 parameters where the model has 1"):
+    with pytest.raises(UserError, match="a parameter group has 2 parameters, but the model has 1"):
         read(tmp_path, saved(optimizer={"state": {0: {}}, "param_groups": groups}))
 
 
