@@ -89,8 +89,8 @@ def _is(situation: Situation, device_type: str, training: bool, packed: bool) ->
 def plan_attention(backend: Backend, variant: AttentionVariant, config: Any) -> AttentionPlan:
     """Chooses the kernels of an attention layer by the config's `params_dtype` and `attention_backend`.
 
-    If the kernel of `attention_backend` flash or fused cannot compute a layer, the next one does. On a machine with a
-    GPU a warning says so if this concerns training on unpacked rows.
+    If the kernel of `attention_backend` flash, fused or flex cannot compute a layer, the next one does. On a machine
+    with a GPU a warning says so if this concerns training on unpacked rows.
     """
     return _plan(backend.attention[config.attention_backend], variant, config)
 
@@ -105,7 +105,8 @@ def _plan(candidates: Sequence[Kernel], variant: AttentionVariant, config: Any) 
     for device_type, training, packed in itertools.product(("cpu", "cuda"), (True, False), (False, True)):
         situation = Situation(device_type, config.params_dtype, training, packed)
         choices[situation] = _choose_kernel(candidates, variant, situation)
-    if torch.cuda.is_available() and config.attention_backend in (AttnBackend.flash, AttnBackend.fused):
+    named = AttnBackend.flash, AttnBackend.fused, AttnBackend.flex
+    if torch.cuda.is_available() and config.attention_backend in named:
         _tell_other_kernel(candidates, variant, config)
     return KernelPlan(choices)
 

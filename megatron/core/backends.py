@@ -18,6 +18,7 @@ from megatron.core.collectives import Group
 from megatron.core.exceptions import UserError
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.ops.attention.blocks import merge_block
+from megatron.core.ops.attention.flash3 import find_flash3
 from megatron.core.ops.attention.kernels import (
     BLOCK_CANDIDATES,
     CANDIDATES,
@@ -25,6 +26,7 @@ from megatron.core.ops.attention.kernels import (
     BlockKernel,
     before_unfused,
     own_flash_kernels,
+    with_flash3,
     with_own_flash,
 )
 from megatron.core.ops.attention.max_logits import max_attention_logits
@@ -401,10 +403,14 @@ def choose_backend(config: ModelParallelConfig) -> Backend:
     """Returns the backend of `config.transformer_impl`. transformer_engine: Transformer Engine's backend, if it can be
     used and `why_layers_stay_ours` returns no reason against it; otherwise a warning says why it is not used. local, or
     no GPU or no Triton: LOCAL. Otherwise: the Triton backend. With `torch_compile` torch's compiler generates
-    operations for which the backend has no kernel of its own.
+    operations for which the backend has no kernel of its own. With `attention_backend` flash, FlashAttention-3 comes
+    first where it is installed.
 
     Raises UserError if the config asks for Triton and it cannot be imported."""
     backend = _asked_backend(config)
+    flash3 = find_flash3() if getattr(config, "attention_backend", None) is AttnBackend.flash else None
+    if flash3 is not None:
+        backend = dataclasses.replace(backend, attention=with_flash3(backend.attention, flash3))
     if getattr(config, "torch_compile", False):
         return compiled_backend(backend, config.torch_compile_backend)  # type: ignore[attr-defined]
     return backend

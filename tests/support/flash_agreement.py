@@ -2,6 +2,7 @@
 small tiles and float32, or on a GPU, in its tiles and bfloat16."""
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
@@ -139,11 +140,12 @@ def use_small_tiles(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(flash_triton, "keep_bits_triton", reference_bits)
 
 
-def attention_of(name: str) -> None:
+def attention_of(name: str, kernel: Callable[..., Tensor] = flash_attention_triton) -> None:
+    """Compares a kernel with the definition in float64: output and gradients."""
     case = CASES[name]
     tensors, call = problem(case)
     results = []
-    for function, dtype in ((attention, torch.float64), (flash_attention_triton, DTYPE)):
+    for function, dtype in ((attention, torch.float64), (kernel, DTYPE)):
         leaves = [tensor.to(dtype).detach().requires_grad_() for tensor in (*tensors[:4], bias_table(case))]
         its_call = replace(
             call,

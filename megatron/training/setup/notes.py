@@ -9,6 +9,7 @@ from torch import nn
 from megatron.core.dist_checkpointing.coordination import RankCoordinator
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.exceptions import UserError
+from megatron.core.ops.attention.flash3 import find_flash3
 from megatron.core.pipeline_parallel.stage_map import stage_map, stages_text
 from megatron.core.pipeline_parallel.stages import overlaps_expert_communication
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -40,12 +41,17 @@ def kernel_notes(model: Sequence[nn.Module], environment: Environment, config: P
                 yield from unused_package_notes(line)
 
 
-def unused_package_notes(backend: str) -> Iterator[str]:
-    """Yields a line if apex is installed and the backend, as the log describes it, has kernels of our own."""
-    if backend.startswith("backend triton") and importlib.util.find_spec("apex") is not None:
+def unused_package_notes(line: str) -> Iterator[str]:
+    """Yields a line if a package is installed that would compute what this line of the log names, and is not used."""
+    if line.startswith("backend triton") and importlib.util.find_spec("apex") is not None:
         yield (
             "apex is installed and not used: one kernel of our own updates all weights of a flat buffer, and our norms "
             "are one kernel each, so that its fused optimizers and norms would bring nothing"
+        )
+    elif line.startswith("attention") and "SDPA (cuDNN)" in line and find_flash3() is not None:
+        yield (
+            "FlashAttention-3 is installed and not used: --attention-backend flash uses it; the two have not been "
+            "compared"
         )
 
 

@@ -292,7 +292,7 @@ def test_layers_without_positions() -> None:
         ({"rope_type": "none"}, "rope_type none: choose among rope, yarn"),
         ({"rotary_base": -5.0}, "rotary_base -5.0 must be larger than 1"),
         ({"mscale": float("nan")}, "mscale nan must be a number"),
-        ({"qk_pos_emb_head_dim": 5}, "turns 5 channels of a head"),
+        ({"qk_pos_emb_head_dim": 5}, "rotates 5 channels of a head"),
         ({"num_query_groups": 2}, "every head has keys of its own"),
         ({"attention_output_gate": True}, "its output has no gate"),
     ],

@@ -164,6 +164,7 @@ OTHER_DEFAULT = {
 MORE_CHOICES = {
     "--ckpt-format": {"safetensors", "zarr"},
     "--transformer-impl": {"auto", "triton"},
+    "--attention-backend": {"flex"},
     "--tiktoken-pattern": {"v1", "v2"},
     "--fp8-recipe": {"rowwise"},
     "--sft-tokenizer-prompt-format": {"default", "identity"},

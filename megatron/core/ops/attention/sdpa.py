@@ -82,7 +82,7 @@ def varlen_attention(
     the flash kernel for sequences of different lengths (Dao 2023)."""
     assert call.cu_seqlens is not None and call.max_seqlen is not None and call.mask is None
     if query.shape[1] > 1:
-        return _rows_end_to_end(query, key, value, variant, call)
+        return rows_end_to_end(varlen_attention, query, key, value, variant, call)
     width = value.shape[3]
     query, key, value = of_one_width(query, key, value, FLASH_WIDTH_MULTIPLE)
     left, right = variant.reach
@@ -108,16 +108,21 @@ def varlen_attention(
     return context[..., :width].unsqueeze(1)
 
 
-def _rows_end_to_end(
-    query: Tensor, key: Tensor, value: Tensor, variant: AttentionVariant, call: AttentionCall
+def rows_end_to_end(
+    compute: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    variant: AttentionVariant,
+    call: AttentionCall,
 ) -> Tensor:
-    """Computes several rows that share their boundaries (chunked attention) as one packed row."""
+    """Computes several rows that share their boundaries (chunked attention) as one packed row, by `compute`."""
     assert call.cu_seqlens is not None
     s, b = query.shape[:2]
     row = torch.arange(b, device=query.device)[:, None] * s
     edges = torch.cat([(call.cu_seqlens[:-1] + row).flatten(), row.new_full((1,), b * s)]).to(torch.int32)
     query, key, value = (heads.transpose(0, 1).reshape(-1, 1, *heads.shape[2:]) for heads in (query, key, value))
-    context = varlen_attention(query, key, value, variant, dataclasses.replace(call, cu_seqlens=edges))
+    context = compute(query, key, value, variant, dataclasses.replace(call, cu_seqlens=edges))
     return context.view(b, s, *context.shape[2:]).transpose(0, 1)
 
 
