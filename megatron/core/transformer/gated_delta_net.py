@@ -163,8 +163,11 @@ class DeltaRuleAttention(nn.Module):
         self.key_width, self.value_width, self.backend = key_width, value_width, backend
 
     def forward(self, mixed: Tensor, log_decay: Tensor, strength: Tensor, document: Tensor | None) -> Tensor:
-        """Returns the outputs [s, b, v, dv] for q, k and v of each key head, [s, b, key heads, 2 dk + dv v / key
-        heads], the logarithms of the decays and the strengths of the corrections before their sigmoid, [s, b, v]."""
+        """Returns the outputs [s, b, v, dv].
+
+        `mixed` has q, k and v of each key head, [s, b, key heads, 2 dk + dv v / key heads]. `log_decay` are the
+        logarithms of the decays, `strength` the strengths of the corrections before their sigmoid, both [s, b, v].
+        """
         return self.advance(mixed, log_decay, strength, document)[0]
 
     def advance(

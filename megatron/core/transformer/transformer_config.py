@@ -72,9 +72,10 @@ class TransformerConfig(
     `add_qkv_bias` (True with `add_bias_linear`), `params_dtype`, the three init methods; the number of virtual pipeline
     stages and `mtp_standalone`, if a layout or a schedule determines them; the content of
     `heterogeneous_layers_config_path` as `heterogeneous_layers_config_encoded_json`. Output projections are initialized
-    with a standard deviation that is smaller by sqrt(2 * num_layers), where num_layers is that of the whole model, or
-    in a hybrid model, whose layers are added to the residual stream once, by sqrt(num_layers). With `use_mup` also
-    `mup_width_mult`, `embedding_multiplier`, `logit_scale` and `softmax_scale`; values given for them have no effect.
+    with a standard deviation that is smaller by sqrt(2 * num_layers), where num_layers is that of the whole model. In a
+    hybrid model it is smaller by sqrt(num_layers), because each layer is added to the residual stream once. With
+    `use_mup` also `mup_width_mult`, `embedding_multiplier`, `logit_scale` and `softmax_scale`; values given for them
+    have no effect.
 
     Raises UserError if a value is impossible or its feature is not implemented yet.
     """

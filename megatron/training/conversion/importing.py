@@ -78,9 +78,10 @@ def import_model(
     model to root/flags.txt. `families` are the known architectures. With `verify`, the logits of the checkpoint are
     compared with those of transformers.
 
-    Raises UserError, before anything is written, if the architecture or a key of config.json is unsupported, if tensors
-    are missing, left over or of another shape, and if `root` holds checkpoints of a run, which would resume from the
-    import instead. Raises UserError, and leaves no checkpoint, if a weight is NaN or infinite or the logits differ.
+    Raises UserError before anything is written if the architecture or a key of config.json is unsupported, or if
+    tensors are missing, unexpected or of another shape. Also if `root` holds checkpoints of a run, because that run
+    would resume from the import. Raises UserError and leaves no checkpoint if a weight is not finite or the logits
+    differ.
     """
     iterations = [found.path.name for found in list_folders(root) if found.step != RELEASE]
     if iterations:

@@ -16,7 +16,7 @@ _UNITS = {"matrix products": "TFLOP/s", "all-to-all": "GB/s", "send and receive"
 
 class SniffTest(Hook):
     """Measures matrix products, an all-to-all among all ranks and messages between neighbours after every `interval`-th
-    step, and prints on the first rank each test's mean and the ranks that are more than one standard deviation from it.
+    step. The first rank prints the mean of each test, and the ranks that are more than one standard deviation from it.
 
     The tests wait for the device. `world` is the group of all ranks (None: one rank, which sends nothing).
     """

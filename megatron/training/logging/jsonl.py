@@ -11,8 +11,8 @@ Every iteration has a training line with its own values. Three kinds of values a
 log lines: the speed, the values that layers report, and the times of --timing-log-level ("optimizer ms"). The last two
 are only in the line of the interval's last iteration. That line also has the memory of the rank that logs, and the time
 left. For a blend of data sets each line has `"lm loss on source NAME"` and `"tokens on source NAME"` of the data sets
-in the step's batch, and the line of an interval's last iteration `"share of samples on source NAME"`, the mix of the
-run so far.
+in the step's batch. The line of an interval's last iteration also has `"share of samples on source NAME"`: the mix of
+the run so far.
 
 `"skipped": true` marks an iteration whose update was not applied. JSON has no NaN: a value that is not finite is null,
 and `"non_finite": {"lm loss": "nan"}` beside it says what it was.

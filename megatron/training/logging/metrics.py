@@ -1,8 +1,8 @@
 """Keeps metrics on the device until the log line needs them, then copies them to the host at once.
 
-`StepMetrics.record` queues a few small kernels and reads nothing. `StepMetrics.collect`, at the log line and before a
-save, sums the losses over the data parallel ranks with one all-reduce, copies everything since the last call with one
-copy, and names the values that were not finite.
+`StepMetrics.record` queues a few small kernels and reads nothing. `StepMetrics.collect` is called at the log line and
+before a save. It sums the losses over the data parallel ranks with one all-reduce, copies everything since the last
+call with one copy, and names the values that were not finite.
 
 The averages are Megatron-LM's: the loss of an iteration is its sum over its count, both over micro-batches and data
 parallel ranks; the loss of a log line is the plain mean over the iterations since the last line whose update was

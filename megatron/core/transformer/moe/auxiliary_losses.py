@@ -78,9 +78,9 @@ class GlobalBalance:
         everyone: Group,
         count: CountExperts = count_experts,
     ) -> Tensor:
-        """Returns this rank's part of E / (k T T') sum_i P_i n_i, where P_i are `sums` [E], as in `micro_batch_loss`,
-        and n_i is the mean over micro-batches so far of the counts over the T' tokens that all ranks of `everyone`
-        route together."""
+        """Returns this rank's part of E / (k T T') sum_i P_i n_i. P_i are `sums` [E], as in `micro_batch_loss`. n_i are
+        the tokens of expert i among the T' tokens that all ranks of `everyone` route together, as a mean over the
+        micro-batches so far."""
         real = share.real
         counted = run_once_under_recompute(
             (self, "counts"), lambda: self._count(count(experts, sums.shape[0], real), everyone)

@@ -62,9 +62,9 @@ class Router(MegatronModule):
         return router_logits(input, self.weight, self.bias, torch.promote_types(wide, self.weight.dtype))
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Returns, for the logits [s, b, experts] of this rank's tokens, weights [t, experts], which are 0 for experts
-        that a token is not sent to, and a bool map [t, experts] with at most `topk` experts per token. A token whose
-        `padding_mask` [s, b] is True should get no expert. Subclasses override this method."""
+        """Returns weights [t, experts] and a bool map [t, experts] with at most `topk` experts per token, for the
+        logits [s, b, experts] of this rank's tokens. The weight of an expert that a token is not sent to is 0. A token
+        whose `padding_mask` [s, b] is True should get no expert. Subclasses override this method."""
         raise NotImplementedError(f"{type(self).__name__} has no method routing(logits)")
 
     def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
