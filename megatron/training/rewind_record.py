@@ -175,7 +175,7 @@ class RewindRecord:
             self.say(
                 f"WARNING: --save {self.flags.save} has checkpoints of an earlier run, up to iteration "
                 f"{max(self._earlier)}, and this run does not continue from them. If it ends before its first save, a "
-                "later --load of this folder continues the earlier run; another --save keeps the two apart"
+                "later --load of this folder continues the earlier run; another --save avoids this"
             )
 
     def _iterations_under_save(self) -> set[int]:

@@ -233,8 +233,8 @@ class StaticInferenceContext:
             raise UserError(
                 f"an inference context has a state of layer {layer_number} after {end} tokens of the rows {rows.start} "
                 f"to {rows.stop - 1}, but the call has sequence_len_offset {self.sequence_len_offset} and the rows "
-                f"{self._rows.start} to {self._rows.stop - 1}; a layer with a state reads all tokens once, in order, "
-                "and the same rows in each call"
+                f"{self._rows.start} to {self._rows.stop - 1}; a layer with a state must read each token once, in "
+                "order, and have the same rows in each call"
             )
         return state
 

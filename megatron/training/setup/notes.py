@@ -45,8 +45,8 @@ def unused_package_notes(line: str) -> Iterator[str]:
     """Yields a line if a package is installed that would compute what this line of the log names, and is not used."""
     if line.startswith("backend triton") and importlib.util.find_spec("apex") is not None:
         yield (
-            "apex is installed and not used: one kernel of our own updates all weights of a flat buffer, and our norms "
-            "are one kernel each, so that its fused optimizers and norms would bring nothing"
+            "apex is installed and not used: our own kernels update all weights of a flat buffer at once and compute "
+            "each norm at once, as its fused optimizers and norms do"
         )
     elif line.startswith("attention") and "SDPA (cuDNN)" in line and find_flash3() is not None:
         yield (
