@@ -28,7 +28,8 @@ from megatron.training.tokenizer.build import build_tokenizer
 _FORMATS = ("fp16", "bf16", "fp64")
 _OF_MANY_PROCESSES = ("number formats, seed and ranks", "data parallel", "pipeline stages", "memory", "fp8 and fp4")
 """Sections of flags that change how a run computes, but not its result."""
-_AND_BESIDE_THEM = ("cp_comm_type", "torch_compile", "torch_compile_backend")
+_OTHER_FIELDS = ("cp_comm_type", "torch_compile", "torch_compile_backend")
+"""Flags of other sections of this kind."""
 
 
 @dataclass(frozen=True)
@@ -102,4 +103,4 @@ def _for_one_process(command_line: Sequence[str], *, half: bool) -> list[str]:
 
 
 def _is_of_layout(flag: Flag) -> bool:
-    return flag.group in _OF_MANY_PROCESSES or flag.field in _AND_BESIDE_THEM
+    return flag.group in _OF_MANY_PROCESSES or flag.field in _OTHER_FIELDS

@@ -32,7 +32,7 @@ class QKClip:
         """Raises UserError if the model's config asks for a measurement, which this optimizer does not support."""
         for name in ("qk_clip", "log_max_attention_logit"):
             if getattr(getattr(chunks[0], "config", None), name, False):
-                raise UserError(f"--{name.replace('_', '-')}: {optimizer} does not take part in it; use --optimizer")
+                raise UserError(f"--{name.replace('_', '-')}: {optimizer} does not support it; use --optimizer")
 
     @torch.no_grad()
     def clip(self, states: Sequence[Any], applied: Tensor, like_stored: bool) -> None:

@@ -27,5 +27,5 @@ def test_an_optimizer_without_it_is_refused() -> None:
     chunk = torch.nn.Linear(2, 2)
     QKClip.refuse([chunk], "mine")
     chunk.config = type("Config", (), {"log_max_attention_logit": True})()  # type: ignore[assignment]
-    with pytest.raises(UserError, match="--log-max-attention-logit: mine does not take part in it"):
+    with pytest.raises(UserError, match="--log-max-attention-logit: mine does not support it"):
         QKClip.refuse([chunk], "mine")
