@@ -79,7 +79,7 @@ def _run_lines(config: PretrainConfig, run: DryRun) -> Iterator[str]:
     where = "on each rank" if len({entry.memory for entry in run.ranks}) == 1 else "on the ranks that need most"
     yield (
         f"memory      {size_text(memory.total)} {where}: weights {size_text(memory.weights)}, gradients "
-        f"{size_text(memory.gradients)}, optimizer {size_text(memory.optimizer)}{gathered}; activations are not included"
+        f"{size_text(memory.gradients)}, optimizer {size_text(memory.optimizer)}{gathered}; activations are extra"
     )
 
 
