@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron.core.collectives import Group
 from megatron.core.exceptions import UserError
 from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.ops.apex_norm import find_apex_norms
 from megatron.core.ops.attention.blocks import merge_block
 from megatron.core.ops.attention.flash3 import find_flash3
 from megatron.core.ops.attention.kernels import (
@@ -234,6 +235,16 @@ LOCAL = Backend("local", keep_rows=ByDevice(cpu=keep_rows_compiled, cuda=keep_ro
 """Plain torch on any device, with numba for random masks on a CPU."""
 
 
+def local_backend() -> Backend:
+    """Returns LOCAL, on a GPU with the norms of apex if it is installed."""
+    norms = find_apex_norms()
+    if norms is None:
+        return LOCAL
+    names = ("layer_norm", "rms_norm", "layer_norm_with_residual", "rms_norm_with_residual")
+    by_apex: dict[str, Any] = {name: ByDevice(cpu=getattr(LOCAL, name), cuda=getattr(norms, name)) for name in names}
+    return dataclasses.replace(LOCAL, name="local with apex", **by_apex)
+
+
 @functools.cache
 def triton_backend() -> Backend | None:
     """Returns the backend with our own GPU kernels, or None if Triton cannot be imported."""
@@ -433,8 +444,8 @@ def _asked_backend(config: ModelParallelConfig) -> Backend:
             )
         return backend
     if asked == "local" or not torch.cuda.is_available():
-        return LOCAL
-    return triton_backend() or LOCAL
+        return local_backend()
+    return triton_backend() or local_backend()
 
 
 def backend_of_layer(

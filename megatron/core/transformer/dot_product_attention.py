@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.attention_plan import plan_attention, plan_attention_blocks
-from megatron.core.backends import LOCAL, Backend, choose_backend
+from megatron.core.backends import Backend, choose_backend
 from megatron.core.collectives import group_rank, group_size
 from megatron.core.context_parallel.attention import ContextAttention
 from megatron.core.context_parallel.comm_types import comm_type_of
@@ -250,6 +250,7 @@ _IN_PIECES = "; ours, too: linear layers whose products are cut (--tp-comm-overl
 
 def _backend_line(module: DotProductAttention, device: torch.device) -> str:
     backend = module.backend
-    missing = device.type == "cuda" and backend is LOCAL and module.config.transformer_impl != "local"
+    plain = backend.name.startswith("local")
+    missing = device.type == "cuda" and plain and module.config.transformer_impl != "local"
     in_pieces = backend.engine is not None and backend.fp8 is None and cuts_products(module.config)
     return backend.describe(device.type) + (_WITHOUT_TRITON if missing else _IN_PIECES if in_pieces else "")
