@@ -49,6 +49,13 @@ class Case:
 SCALE = 0.3
 CASES = {
     "causal": Case(AttentionVariant(SCALE, True), 70, batch=1),
+    "causal, wide": Case(AttentionVariant(SCALE, True), 70, widths=(32, 32), heads=(4, 1)),
+    "bidirectional, wide, more keys than queries": Case(
+        AttentionVariant(SCALE, False), 33, more_keys=8, widths=(32, 32), heads=(2, 2)
+    ),
+    "window, packed, wide": Case(
+        AttentionVariant(SCALE, True, window=(20, 0)), 70, batch=1, packed=True, widths=(32, 32)
+    ),
     "wide keys, more keys than queries": Case(AttentionVariant(SCALE, True), 33, more_keys=31, widths=(24, 16)),
     "bidirectional, dropped": Case(AttentionVariant(SCALE, False, dropout=0.3), 41, heads=(2, 2)),
     "causal, dropped": Case(AttentionVariant(SCALE, True, dropout=0.3), 64, batch=1),
@@ -205,14 +212,15 @@ def heads_in_turns(patch: pytest.MonkeyPatch) -> None:
         assert (whole.double() - in_turns.double()).abs().max() < 1e-2 * whole.double().abs().max()
 
 
-def blocks(packed: bool) -> None:
+def blocks(packed: bool, drops: bool) -> None:
     """Blocks of queries and keys merge to the attention of whole rows, and their gradients add up."""
     case = CASES["packed, dropped" if packed else "causal, dropped"]
+    if not drops:
+        case = replace(case, variant=replace(case.variant, dropout=0.0), widths=(16, 16))
     (query, key, value, _, gradient), call = problem(case)
     sq, b, a, _ = query.shape
-    assert call.dropout is not None
-    index = call.dropout.tokens.index.view(sq, b)
-    block_call = BlockCall(call.cu_seqlens, sq, call.dropout, index[0], call.first_head)
+    row_start = call.dropout.tokens.index.view(sq, b)[0] if call.dropout else None
+    block_call = BlockCall(call.cu_seqlens, sq, call.dropout, row_start, call.first_head)
     cut = sq // 2 + 3
     halves = slice(0, cut), slice(cut, sq)
     output = torch.zeros_like(gradient, dtype=torch.float32)

@@ -28,6 +28,7 @@ from megatron.core.ops.attention.flash_forward_triton import (
     with_neighbouring_channels,
 )
 from megatron.core.ops.dropout.keep_bits_triton import bit_of_key, byte_of_key
+from megatron.core.ops.gluon import gluon_kernel
 
 _ROWS = 64
 """Queries of a program of `_statistics_kernel`."""
@@ -330,13 +331,23 @@ def flash_backward_triton(
     padded = padded_width(width), padded_width(value_width)
     full = padded == (width, value_width) and sq % tile.queries == 0
     keep_scale = 1.0 if bits is None else 1.0 / (1.0 - probability)
-    folds = tile.folds and bits is None and scores.cap is None
+    specialized = gluon_kernel("attention.flash_backward_specialized_triton")
+    if specialized is not None and not specialized.takes(query, key, value, scores, sight, bits):
+        specialized = None
+    folds = tile.folds and bits is None and scores.cap is None and specialized is None
     statistics = query.new_empty(b, a, rounded, 2, dtype=torch.float32)
     _statistics_kernel[(rounded // _ROWS, b * a)](
         statistics, gradient, output, lse.contiguous(), sq, rounded, a, value_width,
         *gradient.stride()[:3], *output.stride()[:3], 1.0 / scores.scale if folds else LOG2_E, 1.0 / keep_scale,
         ROWS=_ROWS, WIDTH=padded[1],
     )  # fmt: skip
+    if specialized is not None:
+        size = specialized.TILE_KEYS
+        gradients = specialized.backward_specialized(
+            gradient, query, key, value, statistics, scores.scale, sight,
+            _longest_first(sight, triton.cdiv(sk, size), size, sk), query_type,
+        )  # fmt: skip
+        return *gradients, -statistics[:, :, :sq, 1]
     copies = copies_tiles(query.device)
     bulk = copies and query.is_cuda  # Triton's interpreter copies tiles but adds none
     total = query.new_zeros(sq, b, a, padded[0] if bulk else width, dtype=torch.float32)

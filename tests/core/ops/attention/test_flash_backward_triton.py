@@ -8,10 +8,11 @@ from megatron.core.ops.attention.flash_backward_triton import flash_backward_tri
 from megatron.core.ops.attention.flash_forward_triton import Scores, Sight, TileSize
 
 
+@pytest.mark.parametrize("drops", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
-def test_gradients_of_blocks_add_up(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_of_blocks_add_up(packed: bool, drops: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     flash_agreement.use_small_tiles(monkeypatch)
-    flash_agreement.blocks(packed)
+    flash_agreement.blocks(packed, drops)
 
 
 def test_queries_without_keys_and_keys_without_queries_get_zeros() -> None:

@@ -1,0 +1,360 @@
+"""Backward of flash attention on Hopper GPUs by warps with different tasks (Shah et al. 2024, FlashAttention-3).
+
+Plain Triton runs the five products of a tile and the exponentials between them one after the other, and its tensor
+cores wait meanwhile. Here a program holds 128 keys and values with their gradients, as in `flash_backward_triton`, and
+its warps have two tasks:
+
+- One warp loads. It copies tiles of queries and of the output's gradient into a ring of STAGES stages.
+- Two warp groups of four warps compute. Each holds 64 of the keys. While one computes exponentials, the products of the
+  other run.
+
+Scores are [keys, queries], so probabilities P and gradients of scores dS stay in registers as factors of dV = P dO and
+dK = dS Q. For the gradients of queries, dQ = dS^T K, a warp group needs the dS of the other one too: both write dS to
+shared memory, and each computes half of dQ, half of the channels (width 128) or of the queries (width 64). The copy
+engine adds finished halves to float32 sums in memory, in an order that differs from run to run.
+
+These sums are in blocks of 64 queries and 64 channels. A block has its numbers in the order in which threads hold them,
+so that threads write them to shared memory 16 bytes at a time and without bank conflicts. `_round_kernel` restores the
+order.
+
+Barriers order the tasks:
+
+- `keys_there`: keys and values are loaded.
+- `full` of a stage: its tiles are loaded. The copy engine completes it, and the loading warp arrives once more for the
+  statistics, which it writes itself.
+- `empty` of a stage: it may be overwritten. Both warp groups arrive when their products no longer read it.
+- `exchanged` of a buffer of dS: both warp groups have written their halves. Two buffers need no second barrier: who
+  writes to a buffer again has seen the barrier of the other one, at which both arrived after they had read this one.
+
+A barrier alternates between phases 0 and 1, and a wait names the phase whose end it waits for. A new barrier is in
+phase 0, and the phase before it counts as ended: the warp groups start with phase 0 of `full`, the loading warp with
+phase 1 of `empty`. All tasks compute the same list of tiles.
+
+The kernel allocates no memory of the GPU, and nothing waits on the host, so CUDA graphs can capture it. It is written
+in Gluon, Triton's language with explicit layouts and barriers. Triton's interpreter does not run it.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from megatron.core.ops.attention.flash_forward_triton import LOG2_E, Scores, Sight, row_length
+from megatron.core.ops.gluon_copies import add_bulk, load_bulk, store_bulk
+
+KEYS = gl.constexpr(64)
+"""Keys of a warp group."""
+STAGES, BUFFERS = gl.constexpr(2), gl.constexpr(2)
+"""Stages of the ring, and halves of dQ that the copy engine adds at the same time for each warp group."""
+TILE_KEYS = 2 * KEYS.value
+"""Keys of a program."""
+_QUERIES = {64: 128, 128: 64}
+"""Queries of a tile, by the width of heads. Registers and shared memory allow no more."""
+
+
+@gluon.jit
+def _find_walk(  # type: ignore[no-untyped-def]
+    edges, row_length, queries, keys, query_start, key_start, left, right, n,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, PACKED: gl.constexpr, M: gl.constexpr,
+):  # fmt: skip
+    """Returns the first of the queries that see some of the program's keys, rounded down to a tile, and the number of
+    their tiles; and the range of queries that see all of these keys."""
+    N: gl.constexpr = 2 * KEYS
+    behind = gl.minimum(n + N, keys)
+    first, last, whole, whole_end = 0, queries, 0, queries + M
+    if HAS_RIGHT:
+        first = gl.maximum(0, n - right)
+        whole = n + N - 1 - right
+    if HAS_LEFT:
+        last = gl.minimum(last, behind + left)
+        whole_end = gl.minimum(whole_end, n + left + 1)
+    if PACKED:
+        first_start = gl.load(edges + key_start + n) - query_start
+        last_start = gl.load(edges + key_start + behind - 1) - query_start
+        last_end = gl.load(edges + row_length + key_start + behind - 1) - query_start
+        first, last = gl.maximum(first, first_start), gl.minimum(last, last_end)
+        whole = gl.maximum(whole, first_start)
+        whole_end = gl.where(first_start == last_start, gl.minimum(whole_end, last_end), 0)
+    whole_end = gl.where(n + N <= keys, whole_end, 0)
+    first = first // M * M
+    return first, gl.cdiv(gl.maximum(last - first, 0), M), whole, whole_end
+
+
+@gluon.jit
+def _place(groups, order, ORDERED: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Returns batch, group and first key of a program. Programs of the same tile of keys start together."""
+    tile = gl.program_id(1)
+    if ORDERED:
+        tile = gl.load(order + tile)
+    return gl.program_id(0) // groups, gl.program_id(0) % groups, tile * (2 * KEYS)
+
+
+@gluon.jit
+def _load_tiles(  # type: ignore[no-untyped-def]
+    query_tiles, gradient_tiles, key_tiles, value_tiles, statistics, q_ring, dy_ring, k_tile, v_tile, sums, deltas,
+    keys_there, full, empty, batch, group, n, first, count, groups, shared, rounded,
+    M: gl.constexpr, WIDTH: gl.constexpr,
+):  # fmt: skip
+    """Loads the program's keys and values, then tiles of queries into each stage that both warp groups have released.
+    Rows behind the last query are zeros, and `statistics` gives them probabilities of 0."""
+    mbarrier.expect(keys_there, 4 * KEYS * WIDTH * 2)
+    for half in gl.static_range(2):
+        load_bulk(key_tiles, [batch, group, n + half * KEYS, 0], keys_there, k_tile.index(half))
+        load_bulk(value_tiles, [batch, group, n + half * KEYS, 0], keys_there, v_tile.index(half))
+    LAYOUT: gl.constexpr = gl.BlockedLayout([2, 2], [32, 1], [1, 1], [1, 0])
+    i = gl.arange(0, M, gl.SliceLayout(1, LAYOUT))[:, None] * 2 + gl.arange(0, 2, gl.SliceLayout(0, LAYOUT))[None, :]
+    for t in range(shared * count):
+        step = t % STAGES
+        head, m = group * shared + t // count, first + t % count * M
+        pair = (batch * groups * shared + head).to(gl.int64)
+        row_sums, delta = gl.split(gl.load(statistics + (pair * rounded + m) * 2 + i))
+        mbarrier.wait(empty.index(step), t // STAGES & 1 ^ 1)
+        mbarrier.expect(full.index(step), 2 * M * WIDTH * 2)
+        load_bulk(query_tiles, [batch, head, m, 0], full.index(step), q_ring.index(step))
+        load_bulk(gradient_tiles, [batch, head, m, 0], full.index(step), dy_ring.index(step))
+        sums.index(step).store(row_sums)
+        deltas.index(step).store(delta)
+        mbarrier.arrive(full.index(step), count=1)
+
+
+@gluon.jit
+def _compute_tiles(  # type: ignore[no-untyped-def]
+    part_tiles, key_gradient_tiles, value_gradient_tiles, edges, q_ring, dy_ring, k_tile, v_tile, ds_ring, sums, deltas,
+    staging, keys_there, full, empty, exchanged, batch, group, n, first, count, whole, whole_end, groups, shared,
+    row_length, queries, keys, query_start, key_start, left, right, num_tiles, scale, factor, HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr, PACKED: gl.constexpr, M: gl.constexpr, WIDTH: gl.constexpr, WHICH: gl.constexpr,
+):  # fmt: skip
+    """Computes the gradients of KEYS keys and values, the first (WHICH is 0) or the last ones of the program, and adds
+    half of each tile's gradients of queries to the parts."""
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, M, 16])
+    TOTAL: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 16])
+    PART: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+    FACTOR: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=TOTAL, k_width=2)
+    dtype: gl.constexpr = q_ring.dtype
+    # Key j is seen by queries from `start` to before `end`.
+    j = n + WHICH * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, SCORES))
+    start, end = j * 0, j * 0 + queries
+    if HAS_RIGHT:
+        start = j - right
+    if HAS_LEFT:
+        end = j + left + 1
+    if PACKED:
+        start = gl.maximum(start, gl.load(edges + key_start + j, mask=j < keys, other=0) - query_start)
+        end = gl.minimum(end, gl.load(edges + row_length + key_start + j, mask=j < keys, other=0) - query_start)
+    end = gl.where(j < keys, end, 0)
+    i = gl.arange(0, M, gl.SliceLayout(0, SCORES))
+    k, v = k_tile.index(WHICH).reshape([KEYS, WIDTH]), v_tile.index(WHICH).reshape([KEYS, WIDTH])
+    no_scores = gl.zeros([KEYS, M], gl.float32, SCORES)
+    no_part = gl.zeros([64, 64], gl.float32, PART)
+    key_total = gl.zeros([KEYS, WIDTH], gl.float32, TOTAL)
+    value_total = gl.zeros([KEYS, WIDTH], gl.float32, TOTAL)
+    total, last = shared * count, first + count * M
+    mbarrier.wait(keys_there, 0)
+    mbarrier.wait(full.index(0), 0, pred=total > 0)
+    scores = warpgroup_mma(k, q_ring.index(0).reshape([M, WIDTH]).permute((1, 0)), no_scores, use_acc=False)
+    m = first
+    # Blocks of 64 x 64 numbers: two for each tile of queries of each head.
+    block = ((batch * groups + group) * shared * num_tiles + first // M) * 2 + WHICH
+    for t in range(total):
+        step = t % STAGES
+        q, dy = q_ring.index(step).reshape([M, WIDTH]), dy_ring.index(step).reshape([M, WIDTH])
+        flying = warpgroup_mma(v, dy.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        row_sums = sums.index(step).load(gl.SliceLayout(0, SCORES))
+        weight = gl.exp2(scores * factor + row_sums[None, :])
+        if (m < whole) | (m + M > whole_end):
+            query = m + i
+            seen = (query[None, :] >= start[:, None]) & (query[None, :] < end[:, None])
+            weight = gl.where(seen, weight, 0.0)
+        rounded_weight = gl.convert_layout(weight.to(dtype), FACTOR)
+        weight_gradient = warpgroup_mma_wait(0, deps=[flying])
+        delta = deltas.index(step).load(gl.SliceLayout(0, SCORES))
+        score_gradient = (weight * (weight_gradient + delta[None, :])).to(dtype)
+        # This product could begin before the wait for dP, but that is slower: 5.53 instead of 5.29 ms at width 128.
+        flying_values = warpgroup_mma(rounded_weight, dy, value_total, is_async=True)
+        ds_ring.index(t % 2 * 2 + WHICH).store(score_gradient)
+        fence_async_shared()
+        mbarrier.arrive(exchanged.index(t % 2), count=1)
+        flying_keys = warpgroup_mma(gl.convert_layout(score_gradient, FACTOR), q, key_total, is_async=True)
+        mbarrier.wait(exchanged.index(t % 2), t // 2 & 1)
+        flying_part = no_part
+        for half in gl.static_range(2):
+            ds = ds_ring.index(t % 2 * 2 + half)
+            other = k_tile.index(half).reshape([KEYS, WIDTH])
+            if WIDTH == 128:
+                other = other.slice(WHICH * 64, 64, 1)
+            else:
+                ds = ds.slice(WHICH * 64, 64, 1)
+            flying_part = warpgroup_mma(ds.permute((1, 0)), other, flying_part, use_acc=half > 0, is_async=True)
+        # The two products of the part may still run. The factors in registers are free for the next scores.
+        value_total, key_total = warpgroup_mma_wait(2, deps=[flying_values, flying_keys])
+        # The next tile's scores. After the last tile these are scores of an old stage, which nobody uses.
+        following = (t + 1) % STAGES
+        mbarrier.wait(full.index(following), (t + 1) // STAGES & 1, pred=t + 1 < total)
+        next_q = q_ring.index(following).reshape([M, WIDTH])
+        flying = warpgroup_mma(k, next_q.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        part = warpgroup_mma_wait(1, deps=[flying_part])
+        mbarrier.arrive(empty.index(step), count=1)
+        # Four neighbours in memory are four registers of a thread: columns c and c + 1 of rows r and r + 8.
+        part = part.reshape([4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([128, 32])
+        tma.store_wait(BUFFERS - 1)
+        staging.index(t % BUFFERS).store(part)
+        fence_async_shared()
+        add_bulk(part_tiles, [block * 128, 0], staging.index(t % BUFFERS))
+        head_ends = m + M >= last
+        m = gl.where(head_ends, first, m + M)
+        block += gl.where(head_ends, (num_tiles - count) * 2 + 2, 2)
+        # Waits in the pass that began the product: if it still ran at the start of the next pass, ptxas would run all
+        # products one after the other.
+        scores = warpgroup_mma_wait(0, deps=[flying])
+    # Both gradients leave through the memory of the values, which this warp group alone reads.
+    at = [batch, group, n + WHICH * KEYS, 0]
+    v.store(value_total.to(dtype))
+    fence_async_shared()
+    store_bulk(value_gradient_tiles, at, v_tile.index(WHICH))
+    tma.store_wait(0)
+    v.store((key_total * scale).to(dtype))
+    fence_async_shared()
+    store_bulk(key_gradient_tiles, at, v_tile.index(WHICH))
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["query_start", "key_start", "left", "right"])
+def _backward_specialized_kernel(  # type: ignore[no-untyped-def]
+    part_tiles, query_tiles, gradient_tiles, key_tiles, value_tiles, key_gradient_tiles, value_gradient_tiles,
+    statistics, edges, order, groups, shared, row_length, queries, rounded, keys, query_start, key_start, left,
+    right, num_tiles, scale, factor, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, PACKED: gl.constexpr,
+    ORDERED: gl.constexpr, M: gl.constexpr, WIDTH: gl.constexpr,
+):  # fmt: skip
+    batch, group, n = _place(groups, order, ORDERED)
+    first, count, whole, whole_end = _find_walk(
+        edges, row_length, queries, keys, query_start, key_start, left, right, n, HAS_LEFT, HAS_RIGHT, PACKED, M
+    )
+    dtype: gl.constexpr = query_tiles.dtype
+    VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    DS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    q_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, M, WIDTH], query_tiles.layout)
+    dy_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, M, WIDTH], gradient_tiles.layout)
+    k_tile = gl.allocate_shared_memory(dtype, [2, 1, 1, KEYS, WIDTH], key_tiles.layout)
+    v_tile = gl.allocate_shared_memory(dtype, [2, 1, 1, KEYS, WIDTH], value_tiles.layout)
+    ds_ring = gl.allocate_shared_memory(dtype, [4, KEYS, M], DS)
+    sums = gl.allocate_shared_memory(gl.float32, [STAGES, M], VECTOR)
+    deltas = gl.allocate_shared_memory(gl.float32, [STAGES, M], VECTOR)
+    upper = gl.allocate_shared_memory(gl.float32, [BUFFERS, 128, 32], part_tiles.layout)
+    lower = gl.allocate_shared_memory(gl.float32, [BUFFERS, 128, 32], part_tiles.layout)
+    keys_there = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    exchanged = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(keys_there, count=1)
+    for step in gl.static_range(STAGES):
+        mbarrier.init(full.index(step), count=2)
+        mbarrier.init(empty.index(step), count=2)
+    for step in gl.static_range(2):
+        mbarrier.init(exchanged.index(step), count=2)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_compute_tiles, (part_tiles, key_gradient_tiles, value_gradient_tiles, edges, q_ring, dy_ring, k_tile,
+             v_tile, ds_ring, sums, deltas, upper, keys_there, full, empty, exchanged, batch, group, n, first, count,
+             whole, whole_end, groups, shared, row_length, queries, keys, query_start, key_start, left, right,
+             num_tiles, scale, factor, HAS_LEFT, HAS_RIGHT, PACKED, M, WIDTH, 0)),
+            (_compute_tiles, (part_tiles, key_gradient_tiles, value_gradient_tiles, edges, q_ring, dy_ring, k_tile,
+             v_tile, ds_ring, sums, deltas, lower, keys_there, full, empty, exchanged, batch, group, n, first, count,
+             whole, whole_end, groups, shared, row_length, queries, keys, query_start, key_start, left, right,
+             num_tiles, scale, factor, HAS_LEFT, HAS_RIGHT, PACKED, M, WIDTH, 1)),
+            (_load_tiles, (query_tiles, gradient_tiles, key_tiles, value_tiles, statistics, q_ring, dy_ring, k_tile,
+             v_tile, sums, deltas, keys_there, full, empty, batch, group, n, first, count, groups, shared, rounded,
+             M, WIDTH)),
+        ],
+        [4, 1],  # warps of the second and the third task; the first runs on the program's own four
+        [240, 24],  # registers of their threads
+    )  # fmt: skip
+
+
+@triton.jit
+def _round_kernel(  # type: ignore[no-untyped-def]
+    output, parts, queries, heads, num_parts, scale, row, batch_stride, head_stride, WIDTH: tl.constexpr
+):
+    """Writes `scale` times the sums of a block of 64 queries of a head."""
+    pair = tl.program_id(1).to(tl.int64)
+    output += pair // heads * batch_stride + pair % heads * head_stride
+    i = tl.program_id(0) * 64 + tl.arange(0, 64)
+    channel = tl.arange(0, 64)
+    for part in tl.static_range(WIDTH // 64):
+        chunk = pair * num_parts + tl.program_id(0) * (WIDTH // 64) + part
+        sums = tl.load(parts + chunk * 4096 + tl.arange(0, 4096))
+        sums = tl.permute(tl.reshape(sums, (8, 4, 8, 4, 2, 2)), (1, 4, 2, 0, 3, 5))
+        sums = tl.reshape(sums, (64, 64)) * scale
+        at = output + i[:, None].to(tl.int64) * row + part * 64 + channel[None, :]
+        tl.store(at, sums.to(output.dtype.element_ty), mask=(i < queries)[:, None])
+
+
+def _tiles(heads: Tensor, rows: int) -> TensorDescriptor:
+    """Returns heads [s, b, a, d] as [b, a, s, d] in tiles [1, 1, rows, d] for the copy engine."""
+    if heads.data_ptr() % 16 or any(stride % 8 or not stride for stride in heads.stride()[:3]):
+        heads = heads.clone(memory_format=torch.contiguous_format)  # rows must begin at multiples of 16 bytes
+    swizzled = gl.NVMMASharedLayout(128, 16, 4)
+    return TensorDescriptor.from_tensor(heads.permute(1, 2, 0, 3), [1, 1, rows, heads.shape[3]], swizzled)
+
+
+def takes(query: Tensor, key: Tensor, value: Tensor, scores: Scores, sight: Sight, bits: Tensor | None) -> bool:
+    """Returns whether the kernel can compute the gradients of a call of `flash_backward_triton`."""
+    return (
+        query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and torch.cuda.get_device_capability(query.device) == (9, 0)
+        and query.shape[3] == value.shape[3]
+        and query.shape[3] in _QUERIES
+        and (scores.cap, scores.slopes, scores.bias, sight.hidden, bits) == 5 * (None,)
+        and query.shape[0] > 0
+        and key.shape[0] > 0
+    )
+
+
+def backward_specialized(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    statistics: Tensor,
+    scale: float,
+    sight: Sight,
+    order: Tensor | None,
+    query_type: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of query (in `query_type`), key and value of calls that `takes` accepts.
+
+    `statistics` is float32 [b, a, rounded sq, 2]: for each query the negated lse in units of log 2, and the negated sum
+    of output times gradient. Queries without keys and those behind the last one have -inf as negated lse. `order` has
+    the tiles of TILE_KEYS keys in the order in which programs should start.
+    """
+    sq, b, a, width = query.shape
+    groups, size = value.shape[2], _QUERIES[width]
+    num_tiles = triton.cdiv(sq, size)
+    blocks = num_tiles * size * width // 4096
+    parts = query.new_zeros(b * a * blocks * 128, 32, dtype=torch.float32)
+    query_gradient = torch.empty_like(query, dtype=query_type, memory_format=torch.contiguous_format)
+    key_gradient, value_gradient = key.new_empty(key.shape), value.new_empty(value.shape)
+    _backward_specialized_kernel[(b * groups, triton.cdiv(key.shape[0], TILE_KEYS))](
+        TensorDescriptor.from_tensor(parts, [128, 32], gl.NVMMASharedLayout(128, 32, 2)),
+        _tiles(query, size), _tiles(gradient, size),
+        *(_tiles(heads, KEYS.value) for heads in (key, value, key_gradient, value_gradient)),
+        statistics, sight.edges, order, groups, a // groups, row_length(sight), sq, statistics.shape[2], key.shape[0],
+        sight.query_start, sight.key_start, sight.left or 0, sight.right or 0, num_tiles, scale, scale * LOG2_E,
+        HAS_LEFT=sight.left is not None, HAS_RIGHT=sight.right is not None, PACKED=sight.edges is not None,
+        ORDERED=order is not None, M=size, WIDTH=width, num_warps=4,
+    )  # fmt: skip
+    _round_kernel[(num_tiles * size // 64, b * a)](
+        query_gradient, parts, sq, a, blocks, scale, *query_gradient.stride()[:3], WIDTH=width
+    )
+    return query_gradient, key_gradient, value_gradient
