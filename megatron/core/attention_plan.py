@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -35,6 +35,8 @@ class KernelChoice(Generic[Kernel]):
     """How the kernel changes the layer's tensors first (padding)."""
     remedies: tuple[str, ...] = ()
     """Changes of flags; each of them alone would let the layer use a preferred kernel."""
+    further: tuple[Kernel, ...] = field(default=(), compare=False)
+    """Kernels for calls that `kernel` cannot compute, in order of preference."""
 
     def describe(self) -> str:
         """Returns the kernel's name, why no preferred kernel was chosen, and the flags that would change this."""
@@ -50,11 +52,14 @@ class KernelPlan(Generic[Kernel]):
     choices: Mapping[Situation, KernelChoice[Kernel]]
 
     def kernel_of(self, situation: Situation, call: AttentionCall) -> Kernel:
-        """Returns the kernel of a call. Some attention masks and query positions need the unfused kernel, especially
-        together with packed documents. A warning says so if it replaces the planned kernel."""
+        """Returns the kernel of a call. Some attention masks and query positions need another kernel than the planned
+        one, especially together with packed documents. A warning says so if it is the unfused one."""
         planned = self.choices[situation].kernel
         if not isinstance(planned, AttentionKernel) or planned.takes(call):
             return planned
+        for kernel in self.choices[situation].further:
+            if kernel is not UNFUSED and kernel.takes(call):  # type: ignore[attr-defined]  # all are of one kind
+                return kernel
         what = "an attention mask" if call.mask is not None else "a cache of keys"
         packed = call.cu_seqlens is not None
         warn_on_first_rank(
@@ -125,7 +130,7 @@ def _choose_kernel(
     kernel, refusals = _first_usable(candidates, variant, situation)
     # A kernel can be a candidate twice, first for the cases in which it is the fastest. It is then not named as a
     # refused kernel.
-    others = tuple(f"{name} {reason}" for name, reason in refusals if name != kernel.name)
+    others = tuple(dict.fromkeys(f"{name} {reason}" for name, reason in refusals if name != kernel.name))
     changes = {
         "--attention-dropout 0": (dataclasses.replace(variant, dropout=0.0), situation),
         "--bf16": (variant, dataclasses.replace(situation, dtype=_HALF)),
@@ -135,7 +140,9 @@ def _choose_kernel(
         for flag, changed in changes.items()
         if others and _first_usable(candidates, *changed)[0].name != kernel.name
     )
-    return KernelChoice(kernel, others, _remark(kernel, variant), remedies)
+    later = candidates[candidates.index(kernel) + 1 :]
+    further = tuple(k for k in later if k.serves(situation) and k.refusal(variant, situation) is None)
+    return KernelChoice(kernel, others, _remark(kernel, variant), remedies, further)
 
 
 def _first_usable(

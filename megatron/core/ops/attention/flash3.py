@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.ops.attention.blocks_cuda import FLASH_WIDTH_MULTIPLE
-from megatron.core.ops.attention.sdpa import of_one_width, rows_end_to_end, sdpa_attention_cuda
+from megatron.core.ops.attention.sdpa import of_one_width, rows_end_to_end
 from megatron.core.ops.attention.unfused import AttentionCall, AttentionVariant
 from megatron.core.utils.warn import warn_on_first_rank
 
@@ -28,9 +28,8 @@ class Flash3Attention:
         self, query: Tensor, key: Tensor, value: Tensor, variant: AttentionVariant, call: AttentionCall
     ) -> Tensor:
         """Returns softmax(scale q k^T) v: query [sq, b, a, d], key [sk, b, g, d], value [sk, b, g, dv] -> [sq, b, a,
-        dv]. A call with a mask or with positions of queries is computed by torch."""
-        if call.mask is not None or call.query_positions is not None:
-            return sdpa_attention_cuda(query, key, value, variant, call)
+        dv], for calls without mask and positions of queries."""
+        assert call.mask is None and call.query_positions is None
         if call.cu_seqlens is not None and query.shape[1] > 1:
             return rows_end_to_end(self, query, key, value, variant, call)
         width, packed = value.shape[3], call.cu_seqlens is not None

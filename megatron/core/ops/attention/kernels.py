@@ -71,12 +71,16 @@ class AttentionKernel:
     masks_keys_only: bool = False
     """Whether the kernel accepts no positions of the queries, and only masks [b or 1, 1, 1, sk] that hide keys from all
     queries. It accepts such masks with packed documents too."""
+    takes_no_mask: bool = False
+    """Whether the kernel accepts neither masks nor positions of the queries."""
     is_preference: bool = False
     """True if `attention_backend` does not ask for this kernel. The next kernel may then compute the calls that this
     one cannot."""
 
     def takes(self, call: AttentionCall) -> bool:
         """Whether the kernel can compute a call of a layer that it serves."""
+        if self.takes_no_mask:
+            return call.query_positions is None and call.mask is None
         if self.masks_keys_only:
             return call.query_positions is None and (call.mask is None or call.mask.shape[1:3] == (1, 1))
         special = call.mask is not None or call.query_positions is not None
@@ -188,8 +192,14 @@ def _own_flash_refusal(variant: AttentionVariant, situation: Situation) -> Refus
 
 def _own_flash_documents_refusal(variant: AttentionVariant, situation: Situation) -> Refusal:
     if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 9:
-        return "is faster than variable-length flash from Hopper on only"
+        return "is faster than other kernels from Hopper on only"
     return _own_flash_refusal(variant, situation)
+
+
+def _masked_window_refusal(variant: AttentionVariant, situation: Situation) -> Refusal:
+    if variant.window is not None and _own_flash_documents_refusal(variant, situation) is None:
+        return "computes a window as a mask of all pairs of queries and keys, which is slower"
+    return _fused_refusal(variant, situation)
 
 
 def _own_flash_block_refusal(variant: AttentionVariant, situation: Situation) -> Refusal:
@@ -224,7 +234,9 @@ SDPA_CUDA = AttentionKernel(
     "SDPA (cuDNN, flash, efficient, math)", sdpa_attention_cuda, _on_cuda, _fused_refusal, _WITHOUT_CUDNN
 )
 SDPA_CUDNN = AttentionKernel("SDPA (cuDNN)", sdpa_attention_cudnn, _on_cuda, _cudnn_refusal, _WITHOUT_CUDNN)
-SDPA_FLASH = AttentionKernel("SDPA (flash)", sdpa_attention_flash, _on_cuda, _flash_refusal, "always")
+SDPA_FLASH = AttentionKernel(
+    "SDPA (flash)", sdpa_attention_flash, _on_cuda, _flash_refusal, "always", takes_no_mask=True
+)
 VARLEN = AttentionKernel(
     "variable-length flash", varlen_attention, _on_cuda_packed, _varlen_refusal, "always", FLASH_WIDTH_MULTIPLE
 )
@@ -304,18 +316,20 @@ def with_own_flash(
     candidates: Mapping[AttnBackend, tuple[AttentionKernel, ...]], kernel: AttentionKernel
 ) -> dict[AttnBackend, tuple[AttentionKernel, ...]]:
     """Returns the candidates with our own flash attention added. It is the last choice before the unfused kernel. With
-    `auto` and `OWN_FLASH_FOR_DOCUMENTS` it is also the first choice for packed documents, and with `flash` it comes
-    before kernels that are not flash attention."""
+    `auto` it comes before SDPA for windows, which SDPA computes as masks, and with `OWN_FLASH_FOR_DOCUMENTS` it is the
+    first choice for packed documents. With `flash` it comes before kernels that are not flash attention."""
     for_documents = dataclasses.replace(
         kernel,
         serves=lambda situation: OWN_FLASH_FOR_DOCUMENTS and _on_cuda_packed(situation),
         refusal=_own_flash_documents_refusal,
     )
     found = before_unfused(candidates, kernel)
+    without_windows = dataclasses.replace(SDPA_CUDA, refusal=_masked_window_refusal)
+    auto = [without_windows if other is SDPA_CUDA else other for other in found[AttnBackend.auto]]
     flash = [other for other in candidates[AttnBackend.flash] if other in (SDPA_FLASH, VARLEN)]
     others = [other for other in candidates[AttnBackend.flash] if other not in flash]
     return found | {
-        AttnBackend.auto: (for_documents, *found[AttnBackend.auto]),
+        AttnBackend.auto: (for_documents, *auto[:-1], SDPA_CUDA, auto[-1]),
         AttnBackend.flash: (*flash, kernel, *others),
     }
 
@@ -324,7 +338,9 @@ def with_flash3(
     candidates: Mapping[AttnBackend, tuple[AttentionKernel, ...]], compute: Compute
 ) -> dict[AttnBackend, tuple[AttentionKernel, ...]]:
     """Returns the candidates with FlashAttention-3 as the first choice of `flash`."""
-    kernel = AttentionKernel("FlashAttention-3", compute, _on_any_cuda, _flash3_refusal, "always", FLASH_WIDTH_MULTIPLE)
+    kernel = AttentionKernel(
+        "FlashAttention-3", compute, _on_any_cuda, _flash3_refusal, "always", FLASH_WIDTH_MULTIPLE, takes_no_mask=True
+    )
     return {**candidates, AttnBackend.flash: (kernel, *candidates[AttnBackend.flash])}
 
 

@@ -13,6 +13,7 @@ from megatron.core.attention_plan import plan_attention
 from megatron.core.backends import LOCAL, choose_backend
 from megatron.core.ops.attention import flash3
 from megatron.core.ops.attention.flash3 import Flash3Attention, find_flash3
+from megatron.core.ops.attention.kernels import SDPA_CUDA, Situation
 from megatron.core.ops.attention.unfused import AttentionCall, AttentionVariant, attention
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -70,14 +71,14 @@ def test_it_computes_the_definition(variant: AttentionVariant, call: AttentionCa
     assert package.given["deterministic"] is False
 
 
-def test_calls_with_a_mask_are_torchs() -> None:
-    mask = torch.zeros(2, 1, 1, 12, dtype=torch.bool)
-    mask[:, :, :, 3] = True
-    variant, call = AttentionVariant(0.3, True), AttentionCall(mask=mask)
-    package = Package()
-    given = [tensor.detach()[..., :6] for tensor in heads(2)]
-    torch.testing.assert_close(Flash3Attention(package)(*given, variant, call), attention(*given, variant, call))
-    assert not hasattr(package, "given")
+def test_calls_with_a_mask_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "find_flash3", lambda: Flash3Attention(Package()))
+    sizes: dict[str, Any] = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "bf16": True}
+    config = TransformerConfig(**sizes, params_dtype=torch.bfloat16, attention_backend=AttnBackend.flash)
+    plan = plan_attention(choose_backend(config), AttentionVariant(1.0, True), config)
+    calls = AttentionCall(), AttentionCall(mask=torch.zeros(1, 1, 4, 4)), AttentionCall(query_positions=torch.zeros(1))
+    found = [plan.kernel_of(Situation("cuda", torch.bfloat16, True, False), call).name for call in calls]
+    assert found == ["FlashAttention-3", SDPA_CUDA.name, SDPA_CUDA.name]
 
 
 def test_it_is_looked_for_on_hopper_only(monkeypatch: pytest.MonkeyPatch) -> None:

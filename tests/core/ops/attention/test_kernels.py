@@ -77,3 +77,31 @@ def test_cudnn_alone_is_not_used_in_deterministic_mode(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     found = plan_attention(LOCAL, AttentionVariant(1.0, True), config).describe("cuda")
     assert found.startswith(f"{SDPA_CUDA.name}, because SDPA (cuDNN) sums gradients in an order that varies")
+
+
+def test_windows_are_computed_by_ours_from_hopper_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SDPA computes a window as a mask of all pairs, which costs twice the work of causal attention."""
+    backend, config = triton_backend(), SimpleNamespace(params_dtype=torch.bfloat16, attention_backend=AttnBackend.auto)
+    variant, situation = AttentionVariant(1.0, True, window=(9, 0)), Situation("cuda", torch.bfloat16, False, False)
+    assert backend is not None
+
+    def kernel(call: AttentionCall | None = None, variant: AttentionVariant = variant) -> str:
+        return plan_attention(backend, variant, config).kernel_of(situation, call or AttentionCall()).name
+
+    assert kernel() == "our flash attention" and kernel(None, AttentionVariant(1.0, True)) == SDPA_CUDA.name
+    generating = AttentionCall(query_positions=torch.zeros(1, 4, dtype=torch.int64))
+    assert kernel(generating) == SDPA_CUDA.name  # ours takes no positions of queries
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    assert kernel() == SDPA_CUDA.name
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert kernel() == "our flash attention"
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert kernel() == SDPA_CUDA.name
+
+
+def test_a_reason_is_given_once() -> None:
+    backend, config = triton_backend(), SimpleNamespace(params_dtype=torch.float32, attention_backend=AttnBackend.auto)
+    assert backend is not None
+    told = plan_attention(backend, AttentionVariant(1.0, True, dropout=0.1), config).describe("cuda")
+    assert told.count("cannot draw the masks") == told.count("our flash attention computes in half precision") == 1
