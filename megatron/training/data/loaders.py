@@ -5,9 +5,12 @@ so the number of workers does not change the data.
 """
 
 import contextlib
+import os
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -24,7 +27,8 @@ DataloaderType = Literal["single", "cyclic", "external"]
 
 
 _LOOK_SECONDS = 5.0
-"""Seconds between two checks of the workers. A worker that is stopped at two checks in a row is ended."""
+"""Seconds between two checks of the workers. A worker that is stopped at two checks in a row is ended. A worker checks
+its training process as often."""
 
 
 BUS_ERROR = (
@@ -165,7 +169,7 @@ def build_data_iterator(
             num_workers=num_workers,
             collate_fn=collate,
             pin_memory=pin_memory,
-            worker_init_fn=_start_worker if num_workers else None,
+            worker_init_fn=partial(_start_worker, os.getpid(), _LOOK_SECONDS) if num_workers else None,
             multiprocessing_context=multiprocessing_context if num_workers else None,
             # The loader draws a seed for its workers. Its own generator keeps the global random state unchanged.
             generator=torch.Generator(),
@@ -190,5 +194,14 @@ class _NamingErrors(Dataset[Any]):
             raise SampleError(f"sample {idx}: {type(error).__name__}: {error}") from error
 
 
-def _start_worker(worker_id: int) -> None:
+def _start_worker(training_process: int, seconds: float, worker_id: int) -> None:
     shield_worker()
+    threading.Thread(target=_end_with, args=(training_process, seconds), name="training-process", daemon=True).start()
+
+
+def _end_with(training_process: int, seconds: float) -> None:
+    """Ends this worker after a training process that was killed. torch's workers look for it only between two reads,
+    and wait forever for a full pipe to it."""
+    while process_state(training_process) != "ended":
+        time.sleep(seconds)
+    os._exit(1)

@@ -14,6 +14,7 @@ from megatron.core.exceptions import UserError
 from megatron.training.data import loaders
 from megatron.training.data.loaders import DamagedSample, SampleError, build_data_iterator
 from megatron.training.data.step_data import StepData
+from megatron.training.launch.process_state import process_state
 
 
 def fields_of(batch):
@@ -215,10 +216,45 @@ def test_a_worker_that_is_gone_is_an_error(monkeypatch, number, said):
     monkeypatch.setattr(loaders, "_LOOK_SECONDS", 0.2)
     others = set(multiprocessing.active_children())
     iterator = build_data_iterator(Patient(), micro_batch_size=1, num_workers=1, collate=torch.stack)
-    os.kill(next(iterator).item(), number)
-    with pytest.raises(RuntimeError, match=said):
+    worker = next(iterator).item()
+    with pytest.raises(RuntimeError, match=said):  # torch may raise as soon as the signal is sent
+        os.kill(worker, number)
         list(iterator)
     assert not set(multiprocessing.active_children()) - others
+
+
+class Hanging(Patient):
+    """Tells the process that reads, through a pipe, and never returns an item: a file system that hangs."""
+
+    def __init__(self, told):
+        self.told = told
+
+    def __getitem__(self, idx):
+        self.told.send(os.getpid())
+        time.sleep(600)
+
+
+def test_workers_end_after_a_training_process_that_was_killed(monkeypatch):
+    monkeypatch.setattr(loaders, "_LOOK_SECONDS", 0.2)
+    heard, told = multiprocessing.Pipe(duplex=False)
+
+    def train():
+        next(build_data_iterator(Hanging(told), micro_batch_size=1, num_workers=1))
+
+    training = multiprocessing.get_context("fork").Process(target=train)
+    training.start()
+    assert heard.poll(60)
+    worker = heard.recv()
+    assert process_state(worker) == "running"
+    training.kill()
+    training.join()
+    until = time.monotonic() + 30
+    while process_state(worker) != "ended" and time.monotonic() < until:
+        time.sleep(0.05)
+    left = process_state(worker)
+    if left != "ended":
+        os.kill(worker, signal.SIGKILL)
+    assert left == "ended"
 
 
 def test_the_users_own_loader_passes_through():
