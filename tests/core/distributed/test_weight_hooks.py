@@ -1,8 +1,12 @@
-"""In which order modules' backwards begin: what is gathered ahead follows it."""
+"""Sharded weights are gathered before a module uses them, in the order of use, and freed afterwards."""
 
+from collections.abc import Iterable
+from types import SimpleNamespace
+
+import torch
 from torch import nn
 
-from megatron.core.distributed.weight_hooks import WeightReader, backward_order
+from megatron.core.distributed.weight_hooks import WeightHooks, WeightReader, backward_order, weight_readers
 
 
 class Layer(nn.Module):
@@ -18,3 +22,82 @@ def test_the_last_begins_first_and_a_module_before_those_inside_it() -> None:
     order = backward_order([WeightReader(module, ()) for module in modules])
     expected = [head, second, second.experts, first, first.experts, first.experts[0], first.attention, embedding]
     assert [modules[number] for number in order] == expected
+
+
+class Recorded:
+    """A unit that writes down what happens to its weights."""
+
+    def __init__(self, name: str, parameters: Iterable[nn.Parameter], log: list[str]) -> None:
+        self.name, self.log, self.shards_weights, self.is_whole = name, log, True, False
+        self.slots = [SimpleNamespace(parameter=parameter) for parameter in parameters]
+
+    def start_all_gather(self) -> None:
+        if not self.is_whole:
+            self.log.append(f"gather {self.name}")
+        self.is_whole = True
+
+    def finish_all_gather(self) -> None:
+        self.log.append(f"use {self.name}")
+
+    def reshard(self) -> None:
+        if self.is_whole:
+            self.log.append(f"free {self.name}")
+        self.is_whole = False
+
+
+def hooked(prefetch: bool) -> tuple[nn.Sequential, list[Recorded], list[str], WeightHooks]:
+    log: list[str] = []
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    units = [Recorded(str(number), layer.parameters(), log) for number, layer in enumerate(model)]
+    hooks = WeightHooks(model, units, prefetch)  # type: ignore[arg-type]
+    hooks.enable()
+    return model, units, log, hooks
+
+
+def test_weights_are_gathered_around_each_use_and_freed_after_it() -> None:
+    model, units, log, _ = hooked(prefetch=False)
+    loss = model(torch.ones(1, 2, requires_grad=True)).sum()
+    assert log == ["gather 0", "use 0", "free 0", "gather 1", "use 1", "free 1", "gather 2", "use 2"]
+    log.clear()  # the last one is kept: its backward comes next
+    loss.backward()
+    assert log == ["use 2", "free 2", "gather 1", "use 1", "free 1", "gather 0", "use 0", "free 0"]
+    assert not any(unit.is_whole for unit in units)
+
+
+def test_with_prefetch_the_next_weights_are_gathered_before_the_use() -> None:
+    model, units, log, _ = hooked(prefetch=True)
+    loss = model(torch.ones(1, 2, requires_grad=True)).sum()
+    assert log[:6] == ["gather 0", "gather 1", "use 0", "free 0", "gather 2", "use 1"]
+    log.clear()
+    loss.backward()
+    assert log == ["gather 1", "use 2", "free 2", "gather 0", "use 1", "free 1", "use 0", "free 0"]
+    assert not any(unit.is_whole for unit in units)
+
+
+def test_without_a_gradient_nothing_stays_gathered() -> None:
+    model, units, log, hooks = hooked(prefetch=True)
+    with torch.no_grad():
+        model(torch.ones(1, 2))
+    assert log[-1] == "free 2" and not any(unit.is_whole for unit in units)
+    hooks.disable()
+    log.clear()
+    model(torch.ones(1, 2))
+    assert not hooks.are_enabled and log == []
+
+
+def test_a_unit_is_read_by_the_smallest_module_that_holds_it_and_by_borrowers() -> None:
+    model = nn.ModuleDict(
+        {"embedding": nn.Embedding(3, 2), "layers": nn.ModuleList([Layer()]), "head": nn.Linear(2, 3)}
+    )
+    model.head.borrowed_parameters = [model.embedding.weight]
+    layer = model.layers[0]
+    units = [
+        Recorded("embedding", model.embedding.parameters(), []),
+        Recorded("experts", layer.experts.parameters(), []),
+    ]
+    readers = weight_readers(model, units)  # type: ignore[arg-type]
+    assert [(reader.module, [unit.name for unit in reader.units]) for reader in readers] == [
+        (model.embedding, ["embedding"]),
+        (layer.experts, ["experts"]),
+        (model.head, ["embedding"]),
+    ]
