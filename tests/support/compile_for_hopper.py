@@ -4,7 +4,8 @@
 
 Runs checks of this folder, which call kernels. Each call compiles its kernel to machine code, with the types,
 alignments and tiles of the call, and computes nothing: outputs are zeros, and nothing is asserted about them. Prints a
-line of JSON for each compiled kernel: its name, its shared memory and its stack, both in bytes.
+line of JSON for each compiled kernel: its name, its shared memory and its stack, both in bytes, and with specialised
+warps also `waits`.
 """
 
 import ast
@@ -30,6 +31,7 @@ from triton.runtime.jit import JITFunction
 
 HERE = Path(__file__).parent
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+NVDISASM = CUOBJDUMP.with_name("nvdisasm")
 
 
 class Hopper:
@@ -55,6 +57,8 @@ def compile_only() -> None:
         if kernel.hash not in seen:
             seen.add(kernel.hash)
             sizes = {"kernel": self.fn.__name__, "shared": kernel.metadata.shared, "stack": stack(kernel.asm["cubin"])}
+            if "warp_specialize" in kernel.asm["ttgir"]:
+                sizes["waits"] = waits(kernel.asm["cubin"])
             print(json.dumps(sizes), flush=True)
         return kernel
 
@@ -89,6 +93,17 @@ def pretend() -> None:
         module.copies_tiles = lambda device: True
     for module in (sum_rows_triton, grouped_product_triton):
         module.num_multiprocessors = lambda device: 132
+
+
+def waits(code: bytes) -> float:
+    """Returns the share of matrix products in machine code that are the last of a group to wait for. It is 1 if ptxas
+    found no way to let products run on while others begin."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(code)
+        file.flush()
+        shown = subprocess.run([NVDISASM, "-c", file.name], capture_output=True, text=True, check=True).stdout
+    products = [line for line in shown.splitlines() if "HGMMA" in line]
+    return sum("gsb0" in line for line in products) / len(products)
 
 
 class Unasserted(SourceFileLoader):

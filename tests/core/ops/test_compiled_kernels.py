@@ -52,6 +52,15 @@ def test_kernels_of_attention_compile(tmp_path: Path) -> None:
     assert "_backward_specialized_kernel" in found
 
 
+def test_products_of_the_backward_with_specialised_warps_need_not_wait_for_each_other(tmp_path: Path) -> None:
+    cases = ("causal", "causal, wide", "window, packed, wide")
+    found = compiled([f"flash_agreement.attention_of:{case}" for case in cases], tmp_path)
+    kernels = [kernel for kernel in found if kernel["kernel"] == "_backward_specialized_kernel"]
+    assert len(kernels) == 3 and all(kernel["waits"] < 0.5 for kernel in kernels), kernels
+    # Sums, probabilities and scores are in registers. Some positions are on the stack.
+    assert all(kernel["stack"] <= 256 for kernel in kernels), kernels
+
+
 @pytest.mark.slow
 def test_every_kernel_compiles(tmp_path: Path) -> None:
     from support import flash_agreement
