@@ -67,6 +67,7 @@ from megatron.core.ops.moe.permute import Copies, copies_by_group, permute, unpe
 from megatron.core.ops.moe.routing import balance_sums, best, choose_experts, count_experts
 from megatron.core.ops.moe.weighted_activation import weighted_activation
 from megatron.core.ops.norm import layer_norm, layer_norm_with_residual, rms_norm, rms_norm_with_residual
+from megatron.core.ops.normed_rope import normed_rope
 from megatron.core.ops.rope import apply_rope
 from megatron.core.ops.split_heads import split_heads, split_rotated_heads
 from megatron.core.ops.transformer_engine.attention import with_engine_attention
@@ -100,6 +101,8 @@ class Backend:
     split_heads: Callable[..., tuple[Tensor, ...]] = split_heads
     split_rotated_heads: Callable[..., tuple[Tensor, ...]] | None = None
     """`split_heads` and `apply_rope` as one operation; None: they are two."""
+    normed_rope: Callable[..., Tensor] | None = None
+    """`rms_norm` of heads and `apply_rope` as one operation; None: they are two."""
     keep_rows: Callable[..., Tensor] = keep_rows
     bias_dropout_add: Callable[..., Tensor] = bias_dropout_add
     causal_conv: Callable[..., Tensor] = causal_conv
@@ -187,7 +190,7 @@ class Backend:
 
 
 _NOT_LISTED = (
-    *("name", "attention", "attention_blocks", "split_rotated_heads"),
+    *("name", "attention", "attention_blocks", "split_rotated_heads", "normed_rope"),
     *("sum_rows", "fp8_kernels", "fp8", "engine", "tokens_group"),
 )
 """Fields of a backend that its line in the log leaves out."""
@@ -294,6 +297,8 @@ def triton_backend() -> Backend | None:
             rms_norm_triton,
             rms_norm_with_residual_triton,
         )
+        from megatron.core.ops.normed_rope_triton import IN_USE as NORMED_ROPE_IN_USE
+        from megatron.core.ops.normed_rope_triton import normed_rope_triton
         from megatron.core.ops.rope_triton import apply_rope_triton
         from megatron.core.ops.split_heads_triton import (
             split_heads_triton,
@@ -331,6 +336,7 @@ def triton_backend() -> Backend | None:
         apply_rope=ByDevice(cpu=apply_rope, cuda=apply_rope_triton),
         split_heads=ByDevice(cpu=split_heads, cuda=split_heads_triton),
         split_rotated_heads=ByDevice(cpu=split_rotated_heads, cuda=split_rotated_heads_triton),
+        normed_rope=ByDevice(cpu=normed_rope, cuda=normed_rope_triton) if NORMED_ROPE_IN_USE else None,
         embedding=ByDevice(cpu=embedding, cuda=functools.partial(embedding, accumulate_rows=accumulate_rows_triton)),
         best=ByDevice(cpu=best, cuda=best_triton),
         choose_experts=ByDevice(cpu=choose_experts, cuda=choose_experts_triton),
@@ -387,6 +393,7 @@ def engine_backend(engine: Engine) -> Backend:
         attention=with_engine_attention(engine, base.attention),
         layer_norm=norms.layer_norm,
         rms_norm=norms.rms_norm,
+        normed_rope=None,
         layer_norm_with_residual=norms.layer_norm_with_residual,
         rms_norm_with_residual=norms.rms_norm_with_residual,
         grouped_linear=grouped_linear,  # Transformer Engine needs the numbers of rows on the host, like the plain loop

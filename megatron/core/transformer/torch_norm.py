@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from megatron.core.backends import Backend, choose_backend
 from megatron.core.initializers import Constant
+from megatron.core.ops.rope import Rotation
 from megatron.core.tensor_parallel.storage import new_parameter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -44,6 +45,18 @@ class WrappedTorchNorm(nn.Module):
             self.weight = new_parameter(config, (hidden_size,), one, **facts)
         if config.normalization == "LayerNorm" and config.norm_affine and config.norm_bias:
             self.bias = new_parameter(config, (hidden_size,), Constant(0.0), **facts)
+
+    @property
+    def can_rotate(self) -> bool:
+        """Whether `rotated` computes norm and rotation as one operation. Hooks of scripts need the norm by itself."""
+        has_hooks = bool(self._forward_hooks or self._forward_pre_hooks or self._backward_hooks)
+        is_plain = type(self) is WrappedTorchNorm and self.normalization == "RMSNorm" and self.weight is not None
+        return is_plain and not has_hooks and self.backend.normed_rope is not None
+
+    def rotated(self, heads: Tensor, rotation: Rotation) -> Tensor:
+        """Returns the normed heads [s, b, ..., d], rotated. Only if `can_rotate`."""
+        assert self.backend.normed_rope is not None
+        return self.backend.normed_rope(heads, self.weight, self.eps, self.zero_centered, rotation)
 
     def forward(self, x: Tensor, with_residual: bool = False) -> Any:
         """Returns the normed tensor [..., hidden_size], in the type of the model's weights. `with_residual`: returns
