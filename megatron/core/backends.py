@@ -211,7 +211,7 @@ _SUBJECTS = {
 """Names of operations in the log; operations that are not listed keep their field's name."""
 
 _OF_ENGINE = (
-    "norms, attention and grouped experts; ours: head and loss (no whole logits), rotary positions, activations, "
+    "norms, attention and grouped experts; ours: head and loss, rotary positions, activations, "
     "dropout, routing, experts one by one, attention under context parallelism, the optimizer (one kernel for all)"
 )
 """The log's text about the operations that Transformer Engine computes, and those that our code computes."""

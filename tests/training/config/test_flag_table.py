@@ -49,6 +49,7 @@ OURS = {
     "--memory-snapshot-path",
     "--hang-timeout-seconds",
     "--latent-layernorm-epsilon",
+    "--loss-chunk-size",
     "--moe-local-token-overlap",
     "--moe-flex-transport",
     "--bert-num-tokentypes",

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.runs import Outcome, differences, train
+from support.runs import Outcome, differences, train, train_on_ranks
 
 from megatron.core import attention_plan
 from megatron.core.transformer.module import Float16Module
@@ -80,6 +80,23 @@ def test_the_number_format_of_weights_and_gradients(corpus, precision, dtype):
     assert found["wrapped"] == (dtype in (torch.bfloat16, torch.float16))
     assert found["weights"] == {dtype}
     assert found["gradients"] == {torch.promote_types(dtype, torch.float32)}
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [
+        ("", 1),
+        ("--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer --overlap-grad-reduce", 4),
+        ("--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1 --decoder-first-pipeline-num-layers 1", 2),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --overlap-param-gather", 2),
+    ],
+)
+def test_losses_in_chunks_change_memory_only(corpus, layout: str, ranks: int) -> None:
+    """13 does not divide the tokens of a rank. The flag saves logits, and the numbers are the same to rounding."""
+    command = f"{RUN} --data-path {corpus} --fp64 --micro-batch-size 2 --global-batch-size 4"
+    plain = train(command)
+    found = train_on_ranks(f"{command} --loss-chunk-size 13 {layout}", ranks)
+    assert plain.losses and found[-1].losses == pytest.approx(plain.losses, rel=1e-11)
 
 
 @pytest.mark.parametrize("flags", ["flash --fp64 --attention-dropout 0.1", "fused --attn-logit-softcapping 5"])

@@ -43,8 +43,8 @@ class LanguageModelHead(ColumnParallelLinear):
         """Returns (logits [s, b, vocabulary], None) for hidden states [s, b, h]; with several ranks and without
         gathering, logits [s, b, stored rows]. With `labels` [s, b]: (the loss of each token [s, b] in float32 at least,
         None), the same on every rank. Under sequence parallelism hidden states are this rank's part, [s / ranks, b,
-        h]. Without `trains_weight` the weight gets no gradient. The config's `logit_dtype` is the type of the
-        logits."""
+        h]. Without `trains_weight` the weight gets no gradient. The config's `logit_dtype` is the type of the logits,
+        and `loss_chunk_size` the number of tokens whose logits exist at a time if there are labels."""
         weight = self.weight if weight is None else weight
         if self.config.logit_scale != 1.0:
             input_ = input_ * self.config.logit_scale
@@ -63,6 +63,7 @@ class LanguageModelHead(ColumnParallelLinear):
                 self.output_size,
                 self.gradient_group,
                 cap=cap,
+                chunk=self.config.loss_chunk_size,
                 **product,
             )
             return loss.view(labels.shape), None

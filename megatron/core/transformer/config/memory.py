@@ -35,6 +35,10 @@ class MemoryConfig:
     """With --recompute-granularity selective: parts of a layer to recompute, any of core_attn, layernorm, mlp,
     mlp_act (of a layer without experts), mla_up_proj, moe, moe_act, shared_experts. Default: core_attn."""
 
+    loss_chunk_size: int | None = None
+    """Compute logits and loss for this many tokens of a rank at a time, and the logits again in backward. Saves the
+    memory of the other logits (2 bytes for each token and entry of the vocabulary) for one more product of the head."""
+
     distribute_saved_activations: bool | None = flag(False, only_with="tensor_model_parallel_size")
     """With full recomputation: distribute the kept layer inputs over tensor parallel ranks."""
 
@@ -95,7 +99,7 @@ class MemoryConfig:
 
 def validate(config: Any) -> Iterator[str]:
     """Yields a problem for each impossible value of `MemoryConfig`; `config` has the fields of TransformerConfig."""
-    yield from too_small(config, ("recompute_num_layers", "cuda_graph_warmup_steps"), 1)
+    yield from too_small(config, ("recompute_num_layers", "loss_chunk_size", "cuda_graph_warmup_steps"), 1)
     yield from _graph_part_problems(config)
     if config.recompute_granularity == "full":
         missing = []
