@@ -51,14 +51,15 @@ class KernelPlan(Generic[Kernel]):
 
     choices: Mapping[Situation, KernelChoice[Kernel]]
 
-    def kernel_of(self, situation: Situation, call: AttentionCall) -> Kernel:
-        """Returns the kernel of a call. Some attention masks and query positions need another kernel than the planned
-        one, especially together with packed documents. A warning says so if it is the unfused one."""
+    def kernel_of(self, situation: Situation, call: AttentionCall, queries: int) -> Kernel:
+        """Returns the kernel of a call with so many queries in a row. Short rows, some attention masks and query
+        positions need another kernel than the planned one, especially together with packed documents. A warning says so
+        if it is the unfused one."""
         planned = self.choices[situation].kernel
-        if not isinstance(planned, AttentionKernel) or planned.takes(call):
+        if not isinstance(planned, AttentionKernel) or planned.takes(call, queries):
             return planned
         for kernel in self.choices[situation].further:
-            if kernel is not UNFUSED and kernel.takes(call):  # type: ignore[attr-defined]  # all are of one kind
+            if kernel is not UNFUSED and kernel.takes(call, queries):  # type: ignore[attr-defined]  # all are of one kind
                 return kernel
         what = "an attention mask" if call.mask is not None else "a cache of keys"
         packed = call.cu_seqlens is not None
@@ -136,13 +137,18 @@ def _choose_kernel(
         "--bf16": (variant, dataclasses.replace(situation, dtype=_HALF)),
     }
     remedies = tuple(
-        flag
-        for flag, changed in changes.items()
-        if others and _first_usable(candidates, *changed)[0].name != kernel.name
+        flag for flag, changed in changes.items() if others and _first_usable(candidates, *changed)[0] is not kernel
     )
     later = candidates[candidates.index(kernel) + 1 :]
     further = tuple(k for k in later if k.serves(situation) and k.refusal(variant, situation) is None)
-    return KernelChoice(kernel, others, _remark(kernel, variant), remedies, further)
+    return KernelChoice(kernel, others, _remark(kernel, variant) + _short_rows(kernel, further), remedies, further)
+
+
+def _short_rows(kernel: AttentionKernel | BlockKernel, further: Sequence[AttentionKernel | BlockKernel]) -> str:
+    """Returns the log's remark on rows that are too short for a kernel; empty if none is."""
+    if not isinstance(kernel, AttentionKernel) or not kernel.least_queries:
+        return ""
+    return f" (rows of fewer than {kernel.least_queries:,} tokens: {further[0].name})"
 
 
 def _first_usable(

@@ -256,6 +256,7 @@ def triton_backend() -> Backend | None:
             flash_attention_triton,
             flash_block_attention_backward_triton,
             flash_block_attention_triton,
+            has_specialized_warps,
         )
         from megatron.core.ops.attention.max_logits_triton import max_attention_logits_triton
         from megatron.core.ops.attention.merge_triton import merge_block_triton
@@ -326,7 +327,7 @@ def triton_backend() -> Backend | None:
     return dataclasses.replace(
         LOCAL,
         name="triton",
-        attention=with_own_flash(CANDIDATES, whole_rows),
+        attention=with_own_flash(CANDIDATES, whole_rows, has_specialized_warps),
         attention_blocks=before_unfused(BLOCK_CANDIDATES, blocks),
         linear=ByDevice(cpu=linear, cuda=functools.partial(linear, sum_rows=sum_rows_triton)),
         layer_norm=ByDevice(cpu=layer_norm, cuda=layer_norm_triton),

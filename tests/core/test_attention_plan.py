@@ -80,9 +80,9 @@ def test_a_call_that_the_kernel_cannot_compute_takes_the_unfused_one() -> None:
     choices = plan([kernel("plain")], AttentionVariant(1.0, True))
     situation = Situation("cpu", torch.float32, True, True)
     documents = torch.tensor([0, 2, 4])
-    assert choices.kernel_of(situation, AttentionCall(cu_seqlens=documents)).name == "plain"
+    assert choices.kernel_of(situation, AttentionCall(cu_seqlens=documents), 8).name == "plain"
     masked = AttentionCall(cu_seqlens=documents, mask=torch.zeros(1, 1, 4, 4, dtype=torch.bool))
-    assert choices.kernel_of(situation, masked) is UNFUSED
+    assert choices.kernel_of(situation, masked, 8) is UNFUSED
 
 
 def test_a_kernel_is_no_reason_for_its_own_use() -> None:

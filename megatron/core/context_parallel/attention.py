@@ -203,7 +203,7 @@ class ContextAttention:
             key, value = (gather_whole_rows(tensor, self._kv_group(), rows.part.size) for tensor in (key, value))
             positions = of_tokens.expand(query.shape[1], -1)  # [b, s]
         call = dataclasses.replace(call, query_positions=positions, mask=rows.mask, dropout=dropout)
-        compute = self.plan.kernel_of(situation, call).compute
+        compute = self.plan.kernel_of(situation, call, query.shape[0]).compute
         return compute(query, key, value, self.variant, call)
 
 

@@ -172,7 +172,7 @@ class DotProductAttention(MegatronModule):
         if self.context is not None:
             self._check_part(tokens)
             return self.context(query, key, value, call, situation).flatten(2)
-        compute = self.plan.kernel_of(situation, call).compute
+        compute = self.plan.kernel_of(situation, call, query.shape[0]).compute
         return compute(query, key, value, self.variant, call).flatten(2)  # [s, b, a * d]
 
     @torch.no_grad()

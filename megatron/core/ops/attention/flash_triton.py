@@ -1,5 +1,5 @@
-"""Our own flash attention on a GPU, for what cuDNN's and torch's kernels cannot compute: our dropout masks, soft caps,
-softmax sinks, ALiBi, relative position biases, and packed documents with any of these.
+"""Our own flash attention on a GPU, for what cuDNN's and torch's kernels cannot compute (our dropout masks, soft caps,
+softmax sinks, ALiBi, relative position biases), and for packed documents and long rows, where it is faster.
 docs/decisions/own-flash-attention.md says how it works.
 """
 
@@ -16,6 +16,7 @@ from megatron.core.ops.attention.flash_backward_triton import flash_backward_tri
 from megatron.core.ops.attention.flash_forward_triton import LOG2_E, Scores, Sight, TileSize, flash_forward_triton
 from megatron.core.ops.attention.unfused import AttentionCall, AttentionVariant, document_of
 from megatron.core.ops.dropout.keep_bits_triton import WORD, SeenKeys, keep_bits_triton
+from megatron.core.ops.gluon import gluon_kernel
 
 _LARGEST_BITS = 1 << 29
 """Bytes of dropout bits that forward keeps for backward. A call with more computes some heads at a time, and backward
@@ -38,6 +39,13 @@ _BACKWARD_TILES_WITH_DROPOUT = {
     128: TileSize(64, 128, 8, 3),
 }
 """Tiles that replace the ones above in calls with dropout."""
+
+
+def has_specialized_warps() -> bool:
+    """Returns whether this GPU computes plain layers by the kernels with specialised warps (Hopper)."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        return False
+    return all(gluon_kernel(f"attention.flash_{name}_specialized_triton") for name in ("forward", "backward"))
 
 
 def flash_attention_triton(

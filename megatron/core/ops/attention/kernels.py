@@ -77,8 +77,13 @@ class AttentionKernel:
     """True if `attention_backend` does not ask for this kernel. The next kernel may then compute the calls that this
     one cannot."""
 
-    def takes(self, call: AttentionCall) -> bool:
-        """Whether the kernel can compute a call of a layer that it serves."""
+    least_queries: int = 0
+    """Calls with fewer queries in a row belong to the next kernel that can compute them."""
+
+    def takes(self, call: AttentionCall, queries: int) -> bool:
+        """Whether the kernel computes a call with so many queries in a row, of a layer that it serves."""
+        if queries < self.least_queries:
+            return False
         if self.takes_no_mask:
             return call.query_positions is None and call.mask is None
         if self.masks_keys_only:
@@ -196,6 +201,14 @@ def _own_flash_documents_refusal(variant: AttentionVariant, situation: Situation
     return _own_flash_refusal(variant, situation)
 
 
+def _long_row_refusal(variant: AttentionVariant, situation: Situation) -> Refusal:
+    drops = situation.training and variant.dropout
+    plain = variant.causal and variant.window is None and variant.chunk is None and not (drops or variant.padded)
+    if not plain or variant.widths not in ((64, 64), (128, 128)) or _score_refusal(variant) or variant.sink:
+        return "is faster for plain causal attention with heads of 64 or 128 channels only"
+    return _own_flash_refusal(variant, situation)
+
+
 def _masked_window_refusal(variant: AttentionVariant, situation: Situation) -> Refusal:
     if variant.window is not None and _own_flash_documents_refusal(variant, situation) is None:
         return "computes a window as a mask of all pairs of queries and keys, which is slower"
@@ -229,6 +242,9 @@ OWN_FLASH_FOR_DOCUMENTS = True
 """Whether our own flash attention is preferred for packed documents that other kernels can compute too. It skips tiles
 outside a document and has no copy of keys for each query head."""
 _WITHOUT_CUDNN: Fills = "where cuDNN does not take them"
+LONG_ROW = 2048
+"""Tokens of a row from which on our own flash attention with specialised warps is faster than cuDNN
+(docs/benchmarks.md). With 1,024 tokens its backward is slower."""
 
 SDPA_CUDA = AttentionKernel(
     "SDPA (cuDNN, flash, efficient, math)", sdpa_attention_cuda, _on_cuda, _fused_refusal, _WITHOUT_CUDNN
@@ -313,11 +329,21 @@ def own_flash_kernels(
 
 
 def with_own_flash(
-    candidates: Mapping[AttnBackend, tuple[AttentionKernel, ...]], kernel: AttentionKernel
+    candidates: Mapping[AttnBackend, tuple[AttentionKernel, ...]],
+    kernel: AttentionKernel,
+    has_specialized_warps: Callable[[], bool],
 ) -> dict[AttnBackend, tuple[AttentionKernel, ...]]:
     """Returns the candidates with our own flash attention added. It is the last choice before the unfused kernel. With
     `auto` it comes before SDPA for windows, which SDPA computes as masks, and with `OWN_FLASH_FOR_DOCUMENTS` it is the
-    first choice for packed documents. With `flash` it comes before kernels that are not flash attention."""
+    first choice for packed documents. Where it has specialised warps, it is also the first choice for long rows of
+    plain causal layers. With `flash` it comes before kernels that are not flash attention."""
+    for_long_rows = dataclasses.replace(
+        kernel,
+        serves=lambda situation: _on_cuda(situation) and has_specialized_warps(),
+        refusal=_long_row_refusal,
+        takes_no_mask=True,
+        least_queries=LONG_ROW,
+    )
     for_documents = dataclasses.replace(
         kernel,
         serves=lambda situation: OWN_FLASH_FOR_DOCUMENTS and _on_cuda_packed(situation),
@@ -329,7 +355,7 @@ def with_own_flash(
     flash = [other for other in candidates[AttnBackend.flash] if other in (SDPA_FLASH, VARLEN)]
     others = [other for other in candidates[AttnBackend.flash] if other not in flash]
     return found | {
-        AttnBackend.auto: (for_documents, *auto[:-1], SDPA_CUDA, auto[-1]),
+        AttnBackend.auto: (for_documents, for_long_rows, *auto[:-1], SDPA_CUDA, auto[-1]),
         AttnBackend.flash: (*flash, kernel, *others),
     }
 

@@ -77,7 +77,7 @@ def test_calls_with_a_mask_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     config = TransformerConfig(**sizes, params_dtype=torch.bfloat16, attention_backend=AttnBackend.flash)
     plan = plan_attention(choose_backend(config), AttentionVariant(1.0, True), config)
     calls = AttentionCall(), AttentionCall(mask=torch.zeros(1, 1, 4, 4)), AttentionCall(query_positions=torch.zeros(1))
-    found = [plan.kernel_of(Situation("cuda", torch.bfloat16, True, False), call).name for call in calls]
+    found = [plan.kernel_of(Situation("cuda", torch.bfloat16, True, False), call, 8).name for call in calls]
     assert found == ["FlashAttention-3", SDPA_CUDA.name, SDPA_CUDA.name]
 
 

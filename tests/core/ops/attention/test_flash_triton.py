@@ -11,7 +11,7 @@ from megatron.core.attention_plan import plan_attention
 from megatron.core.backends import triton_backend
 from megatron.core.ops.attention import flash_backward_triton, flash_forward_triton, flash_triton, kernels
 from megatron.core.ops.attention.flash_forward_triton import TileSize
-from megatron.core.ops.attention.kernels import VARLEN, Situation
+from megatron.core.ops.attention.kernels import SDPA_CUDA, VARLEN, Situation
 from megatron.core.ops.attention.unfused import AttentionCall, AttentionVariant
 from megatron.core.transformer.enums import AttnBackend
 
@@ -72,10 +72,12 @@ class TestChoice:
 
     DROPPED = AttentionVariant(1.0, True, dropout=0.1, widths=(64, 64))
 
-    def kernel(self, variant: AttentionVariant, situation: Situation, call: AttentionCall | None = None) -> str:
+    def kernel(
+        self, variant: AttentionVariant, situation: Situation, call: AttentionCall | None = None, queries: int = 8
+    ) -> str:
         backend, config = triton_backend(), SimpleNamespace(params_dtype=situation.dtype, attention_backend=AUTO)
         assert backend is not None
-        return plan_attention(backend, variant, config).kernel_of(situation, call or AttentionCall()).name
+        return plan_attention(backend, variant, config).kernel_of(situation, call or AttentionCall(), queries).name
 
     @pytest.mark.parametrize("packed", [False, True])
     def test_layers_that_drop_cap_or_have_sinks_get_it(self, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,6 +99,38 @@ class TestChoice:
         assert self.kernel(variant, packed) == VARLEN.name
         monkeypatch.setattr(kernels, "OWN_FLASH_FOR_DOCUMENTS", False)
         assert self.kernel(variant, packed) == VARLEN.name
+
+    def pretend_hopper(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
+        monkeypatch.setattr(flash_triton, "gluon_kernel", lambda name: flash_triton)
+
+    def test_long_rows_of_plain_layers_get_it_where_it_has_specialised_warps(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        plain, situation = replace(self.DROPPED, dropout=0.0), Situation("cuda", torch.bfloat16, True, False)
+        assert self.kernel(plain, situation, queries=4096) == SDPA_CUDA.name
+        self.pretend_hopper(monkeypatch)
+        assert self.kernel(plain, situation, queries=2048) == OURS
+        assert self.kernel(plain, situation, queries=2047) == SDPA_CUDA.name
+        assert self.kernel(replace(plain, widths=(128, 128)), situation, queries=4096) == OURS
+        masked = AttentionCall(mask=torch.zeros(2, 1, 1, 4096, dtype=torch.bool))
+        assert self.kernel(plain, situation, masked, queries=4096) == SDPA_CUDA.name
+        for change in ({"causal": False}, {"widths": (96, 96)}, {"widths": (128, 64)}, {"padded": True}):
+            assert self.kernel(replace(plain, **change), situation, queries=4096) == SDPA_CUDA.name
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (10, 0))
+        assert self.kernel(plain, situation, queries=4096) == SDPA_CUDA.name
+
+    def test_what_computes_short_rows_is_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.pretend_hopper(monkeypatch)
+        backend, config = triton_backend(), SimpleNamespace(params_dtype=torch.bfloat16, attention_backend=AUTO)
+        assert backend is not None
+        for dropout, told in (
+            (0.0, f"{OURS} (rows of fewer than 2,048 tokens: {SDPA_CUDA.name})"),
+            (0.1, "(--attention-dropout 0 is faster)"),
+        ):
+            plan = plan_attention(backend, replace(self.DROPPED, dropout=dropout), config)
+            assert told in plan.describe("cuda"), dropout
 
     def test_layers_with_relative_positions_get_it(self) -> None:
         variant = replace(self.DROPPED, adds_bias=True, padded=True)

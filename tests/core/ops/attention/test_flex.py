@@ -66,9 +66,9 @@ def test_it_is_used_on_a_gpu_if_it_is_named() -> None:
     plan = plan_attention(LOCAL, AttentionVariant(1.0, True, cap=3.0), config)
     for packed in (False, True):
         assert plan.choices[Situation("cuda", torch.float32, True, packed)].kernel is FLEX
-    assert plan.kernel_of(Situation("cuda", torch.float32, True, False), AttentionCall(mask=MASK)) is FLEX
+    assert plan.kernel_of(Situation("cuda", torch.float32, True, False), AttentionCall(mask=MASK), 8) is FLEX
     positions = AttentionCall(query_positions=torch.zeros(1, 4, dtype=torch.int64))
-    assert plan.kernel_of(Situation("cuda", torch.float32, True, False), positions) is UNFUSED
+    assert plan.kernel_of(Situation("cuda", torch.float32, True, False), positions, 8) is UNFUSED
     dropped = plan_attention(LOCAL, AttentionVariant(1.0, True, dropout=0.1), config).describe("cuda")
     assert "flex_attention cannot draw the masks of attention dropout 0.1" in dropped
     assert "flex" not in plan.describe("cpu")

@@ -27,7 +27,7 @@ def test_a_mask_with_packed_documents_takes_the_unfused_kernel_and_says_so_once(
     plan = plan_attention(LOCAL, AttentionVariant(1.0, True), config)
     call = AttentionCall(mask=MASK if masked else None, cu_seqlens=EDGES if packed else None)
     with caplog.at_level(logging.WARNING):
-        kernels = [plan.kernel_of(Situation("cpu", torch.float32, True, packed), call) for _ in range(2)]
+        kernels = [plan.kernel_of(Situation("cpu", torch.float32, True, packed), call, 8) for _ in range(2)]
     expected = UNFUSED if packed and masked else SDPA_CPU
     assert kernels == [expected, expected]
     said = [record.getMessage() for record in caplog.records]
@@ -86,7 +86,7 @@ def test_windows_are_computed_by_ours_from_hopper_on(monkeypatch: pytest.MonkeyP
     assert backend is not None
 
     def kernel(call: AttentionCall | None = None, variant: AttentionVariant = variant) -> str:
-        return plan_attention(backend, variant, config).kernel_of(situation, call or AttentionCall()).name
+        return plan_attention(backend, variant, config).kernel_of(situation, call or AttentionCall(), 8).name
 
     assert kernel() == "our flash attention" and kernel(None, AttentionVariant(1.0, True)) == SDPA_CUDA.name
     generating = AttentionCall(query_positions=torch.zeros(1, 4, dtype=torch.int64))
