@@ -14,6 +14,7 @@ from megatron.core.ops.transformer_engine.engine import find_engine, unused_line
 from megatron.core.pipeline_parallel.stages import virtual_stages
 from megatron.core.tensor_parallel.overlap import cuts_products
 from megatron.core.transformer.config.heterogeneous import HETEROGENEOUS, encoded_layers
+from megatron.core.transformer.config.memory import captures_micro_batches
 from megatron.core.transformer.layer_patterns import (
     PREDICTION_BORDER,
     evenly_mixed,
@@ -380,6 +381,13 @@ def _kernels(s: Settings) -> str | None:
     return f"{compared} as fast: on one H200 {speed}"
 
 
+def _graphs(s: Settings) -> str | None:
+    if not captures_micro_batches(s) or "full_iteration" not in s.cuda_graph_scope:
+        return None
+    update = "" if s.optimizer_cuda_graph else "; --optimizer-cuda-graph captures the update in another one"
+    return f"--cuda-graph-scope full_iteration: one graph is replayed for each micro-batch of an iteration{update}"
+
+
 def _torch_compile(s: Settings) -> str | None:
     if not s.torch_compile:
         return None
@@ -430,5 +438,6 @@ _DERIVATIONS: tuple[Callable[[Settings], str | None], ...] = (
     _checkpoint_format,
     _recomputation,
     _kernels,
+    _graphs,
     _torch_compile,
 )

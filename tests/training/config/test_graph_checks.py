@@ -108,3 +108,13 @@ def test_what_goes_with_graphs(flags: str) -> None:
     data = "--lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 100 --global-batch-size 4"
     config = configured(f"{flags} {GRAPHS}", base=f"{base} {data}")
     assert config.transformer.cuda_graph_impl == "local"
+
+
+def test_what_a_graph_of_an_iteration_holds_is_said() -> None:
+    def said(flags: str) -> list[str]:
+        return [note for note in configured(f"{GRAPHS} {flags}").notes if note.startswith("--cuda-graph-scope full_it")]
+
+    (plain,) = said("--cuda-graph-scope full_iteration")
+    assert "replayed for each micro-batch" in plain and "--optimizer-cuda-graph captures the update" in plain
+    assert "captures the update" not in said("--cuda-graph-scope full_iteration --optimizer-cuda-graph")[0]
+    assert not said("") and not said("--cuda-graph-scope attn")
