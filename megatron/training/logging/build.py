@@ -71,12 +71,7 @@ def build_log(
         ),
         peak_tflops=peak,
         log_throughput=config.logging.log_throughput,
-        layers=LayerReports(
-            model,
-            groups,
-            environment.device,
-            stages_report=transformer.num_moe_experts is not None or bool(transformer.mtp_num_layers),
-        ),
+        layers=LayerReports(model, groups, environment.device),
         per_layer=transformer.moe_per_layer_logging,
         timers=timers,
         reports_memory=on_gpu and first_replica,

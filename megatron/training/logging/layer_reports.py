@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from megatron.core.collectives import all_gather, all_reduce
+from megatron.core.collectives import all_gather, all_reduce, numbers_of_ranks
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.layer_metrics import EXPERT_LOAD, take_layer_metrics
+from megatron.core.transformer.layer_metrics import EXPERT_LOAD, layer_metrics_of, take_layer_metrics
 from megatron.training.logging.metrics import synchronization_allowed
 
 Key = tuple[str, int]
@@ -58,13 +58,13 @@ class LayerNumbers:
 class LayerReports:
     """Reads the reports of this rank's model chunks. Every rank makes the same calls."""
 
-    def __init__(
-        self, chunks: Iterable[nn.Module], groups: ProcessGroupCollection, device: torch.device, *, stages_report: bool
-    ) -> None:
-        """With `stages_report`, pipeline stages exchange reports, because the config has layers that report. Without
-        it, only modules of a user's own report, and only without pipeline parallelism."""
+    def __init__(self, chunks: Iterable[nn.Module], groups: ProcessGroupCollection, device: torch.device) -> None:
+        """Pipeline stages exchange reports if a module of any stage has metrics by now. All ranks of the run construct
+        it together, and wait for each other."""
         self._chunks, self._groups, self._device = tuple(chunks), groups, device
-        self._stages_tell = stages_report and groups.size("pp") > 1
+        self._stages_tell = groups.size("pp") > 1 and any(
+            number for (number,) in numbers_of_ranks([len(layer_metrics_of(self._chunks))])
+        )
         self._since_line: Sums = {}
 
     def collect(self, *, reset: bool) -> tuple[LayerNumbers, LayerNumbers]:

@@ -6,15 +6,18 @@ from typing import Any
 
 import pytest
 import torch
+from support.processes import run_on_ranks
 from support.runs import logger_of, train, train_on_ranks
 from torch import Tensor, nn
 
+import pretrain_gpt
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rank_grid import RankGrid
 from megatron.core.transformer.layer_metrics import LayerMetrics
 from megatron.training.logging.console_line import format_line
 from megatron.training.logging.jsonl import read_metrics
 from megatron.training.logging.layer_reports import LayerNumbers, LayerReports, load_numbers
+from megatron.training.providers import Providers
 
 EXPERTS = (
     "--mock-data --train-iters 4 --log-interval 2 --fp64 --layout-invariant --num-layers 4 --swiglu "
@@ -48,7 +51,7 @@ def counts(*numbers: float) -> Tensor:
 
 def test_numbers_are_means_over_what_was_added() -> None:
     model = nn.ModuleList([Layer(2), Layer(5)])
-    reports = LayerReports([model], one_process(), torch.device("cpu"), stages_report=True)
+    reports = LayerReports([model], one_process(), torch.device("cpu"))
     for value in (1.0, 3.0):
         model[0].metrics.add("z_loss", torch.tensor(value), 1)
         model[0].metrics.add_load(counts(value, 1, 0, 0))
@@ -70,7 +73,7 @@ def test_numbers_are_means_over_what_was_added() -> None:
 
 def test_a_save_between_two_lines_loses_nothing() -> None:
     model = nn.ModuleList([Layer(1)])
-    reports = LayerReports([model], one_process(), torch.device("cpu"), stages_report=False)
+    reports = LayerReports([model], one_process(), torch.device("cpu"))
     model[0].metrics.add("z_loss", torch.tensor(1.0), 1)
     reports.collect(reset=False)
     model[0].metrics.add("z_loss", torch.tensor(4.0), 2)
@@ -127,3 +130,24 @@ def test_the_layout_does_not_change_them(alone: Any, layout: str) -> None:
         found = {name: value for name, value in step.reported.items() if not name.startswith("moe/")}
         assert found == pytest.approx(expected.reported, rel=1e-9)
     assert outcome.steps[-1].reported
+
+
+def measured_model(context: Any, stage: Any) -> Any:
+    """A dense GPT whose MLPs report a value of their own, as the script of docs/extending.md does."""
+    model = pretrain_gpt.build_model(context, stage)
+    for layer in model.decoder.layers:
+        layer.mlp.metrics = LayerMetrics(layer.layer_number)
+        layer.mlp.register_forward_hook(
+            lambda mlp, inputs, output: mlp.metrics.add("mlp_norm", output[0].norm() * mlp.metrics.layer, 1)
+        )
+    return model
+
+
+def test_modules_of_a_script_report_from_all_stages() -> None:
+    flags = "--mock-data --train-iters 2 --log-interval 1 --fp64 --layout-invariant"
+    providers = Providers(measured_model, pretrain_gpt.build_datasets, pretrain_gpt.build_forward_step)
+    alone = train(flags, providers)
+    outcome = logger_of(run_on_ranks(train, 2, f"{flags} --pipeline-model-parallel-size 2", providers))
+    for line, expected in zip(outcome.lines, alone.lines, strict=True):
+        assert expected.losses["mlp_norm"] > 0.0
+        assert line.losses == pytest.approx(expected.losses, rel=1e-9)
