@@ -7,7 +7,14 @@ import pytest
 import torch
 from support import flash_agreement
 
-from megatron.core.ops.attention import flash_backward_specialized_triton, flash_backward_triton, flash_triton
+from megatron.core.ops.attention import (
+    flash_backward_specialized_triton,
+    flash_backward_triton,
+    flash_forward_specialized_triton,
+    flash_forward_triton,
+    flash_triton,
+)
+from megatron.core.ops.attention.blocks import BlockCall, BlockOffsets, block_attention
 from megatron.core.ops.attention.flash_forward_triton import TileSize
 from megatron.core.ops.attention.flash_triton import flash_attention_triton
 from megatron.core.ops.attention.flex import flex_attention_cuda
@@ -21,19 +28,20 @@ def test_dropout_bits_are_those_of_the_definition() -> None:
 
 
 @pytest.fixture(params=["specialised warps", "plain Triton"])
-def backward(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Backward with the kernel for Hopper where it applies, and without it."""
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward with the kernels for Hopper where they apply, and without them."""
     if request.param == "plain Triton":
-        monkeypatch.setattr(flash_backward_triton, "gluon_kernel", lambda name: None)
+        for module in (flash_forward_triton, flash_backward_triton):
+            monkeypatch.setattr(module, "gluon_kernel", lambda name: None)
 
 
-@pytest.mark.usefixtures("backward")
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("name", flash_agreement.CASES)
 def test_outputs_and_gradients_are_those_of_the_definition(name: str) -> None:
     flash_agreement.attention_of(name)
 
 
-@pytest.mark.usefixtures("backward")
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("kind", ["single tokens", "one", "many, some empty", "tail"])
 def test_odd_documents(kind: str) -> None:
     flash_agreement.documents(kind)
@@ -68,7 +76,7 @@ def test_heads_that_are_computed_in_turns_give_the_same_numbers(monkeypatch: pyt
     flash_agreement.heads_in_turns(monkeypatch)
 
 
-@pytest.mark.usefixtures("backward")
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("drops", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
 def test_blocks_merge_to_whole_rows(packed: bool, drops: bool) -> None:
@@ -114,6 +122,57 @@ def test_specialised_warps_take_heads_at_any_place(width: int, dtype: torch.dtyp
             found.append(torch.autograd.grad(function(*leaves, variant, call), leaves, gradient.to(type_)))
         for exact, ours in zip(*found, strict=True):
             assert (ours.double() - exact).abs().max() < flash_agreement.TOLERANCE * exact.abs().max()
+
+
+OFFSETS = {
+    "causal": BlockOffsets(0, 0, None, 0),
+    "all keys": BlockOffsets(0, 0, None, None),
+    "window": BlockOffsets(0, 0, 150, 0),
+    "window on both sides": BlockOffsets(0, 0, 20, 300),
+    "first queries see nothing": BlockOffsets(0, 0, None, -140),
+    "last queries see nothing": BlockOffsets(0, 0, -400, None),
+    "a block behind its keys": BlockOffsets(1100, 100, None, None),
+}
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", OFFSETS)
+def test_specialised_warps_give_outputs_and_lse_of_the_definition_and_the_same_bits_at_every_run(
+    name: str, packed: bool, width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def counted(*args: Any) -> Any:
+        calls.append(args)
+        return compute(*args)
+
+    compute = flash_forward_specialized_triton.forward_specialized
+    monkeypatch.setattr(flash_forward_specialized_triton, "forward_specialized", counted)
+    # A program computes several tiles.
+    monkeypatch.setattr(flash_forward_specialized_triton, "num_multiprocessors", lambda device: 5)
+    monkeypatch.setattr(flash_forward_specialized_triton, "_CACHED", 1 << 18)  # two heads at a time, of six
+    sq, sk, b = 700, 900, 1 if packed else 2
+    generator = torch.Generator("cuda").manual_seed(1)
+    query, key, value = (
+        torch.randn(length, b, heads, width + 8, device="cuda", generator=generator).to(dtype)[..., :width]
+        for length, heads in ((sq, 6), (sk, 3), (sk, 3))
+    )
+    cuts = torch.tensor([0, 1, 130, 256, 256, 500, 1000, 1111, 1800], dtype=torch.int32, device="cuda")
+    call = BlockCall(cuts if packed else None, 689)
+    variant = AttentionVariant(0.125, False)
+    output, lse = flash_triton.flash_block_attention_triton(query, key, value, OFFSETS[name], variant, call)
+    exact, exact_lse = block_attention(query.double(), key.double(), value.double(), OFFSETS[name], variant, call)
+    assert output.dtype is dtype and lse.dtype is torch.float32 and torch.equal(lse.isinf(), exact_lse.isinf())
+    assert (output.double() - exact).abs().max() < 4e-3 * exact.abs().max()
+    known = ~exact_lse.isinf()
+    assert (lse.double() - exact_lse)[known].abs().max() < 2e-6 * exact_lse[known].abs().max()
+    for _ in range(20):
+        again = flash_triton.flash_block_attention_triton(query, key, value, OFFSETS[name], variant, call)
+        assert torch.equal(again[0], output) and torch.equal(again[1], lse)
+    assert len(calls) == 21
 
 
 def test_a_cuda_graph_repeats_forward_and_backward() -> None:

@@ -85,13 +85,17 @@ def pretend() -> None:
     from support import flash_agreement
 
     from megatron.core.ops import sum_rows_triton
-    from megatron.core.ops.attention import flash_backward_triton, flash_forward_triton
+    from megatron.core.ops.attention import (
+        flash_backward_triton,
+        flash_forward_specialized_triton,
+        flash_forward_triton,
+    )
     from megatron.core.ops.fp8 import grouped_product_triton
 
     flash_agreement.ON_GPU, flash_agreement.DTYPE = True, torch.bfloat16
     for module in (flash_forward_triton, flash_backward_triton):
         module.copies_tiles = lambda device: True
-    for module in (sum_rows_triton, grouped_product_triton):
+    for module in (sum_rows_triton, grouped_product_triton, flash_forward_specialized_triton):
         module.num_multiprocessors = lambda device: 132
 
 

@@ -212,6 +212,15 @@ def heads_in_turns(patch: pytest.MonkeyPatch) -> None:
         assert (whole.double() - in_turns.double()).abs().max() < 1e-2 * whole.double().abs().max()
 
 
+def specialized_forward() -> None:
+    """Calls of the forward with specialised warps, which Triton's interpreter does not run."""
+    cuts = torch.tensor([0, 100, 256], dtype=torch.int32, device=DEVICE)
+    for width, left, call in ((64, None, BlockCall()), (128, None, BlockCall()), (128, 50, BlockCall(cuts, 156))):
+        query, key = (torch.randn(256, 1, heads, width, device=DEVICE, dtype=DTYPE) for heads in (4, 2))
+        offsets = BlockOffsets(0, 0, left, 0)
+        flash_block_attention_triton(query, key, key, offsets, AttentionVariant(SCALE, True), call)
+
+
 def blocks(packed: bool, drops: bool) -> None:
     """Blocks of queries and keys merge to the attention of whole rows, and their gradients add up."""
     case = CASES["packed, dropped" if packed else "causal, dropped"]

@@ -61,6 +61,14 @@ def test_products_of_the_backward_with_specialised_warps_need_not_wait_for_each_
     assert all(kernel["stack"] <= 256 for kernel in kernels), kernels
 
 
+def test_products_of_the_forward_with_specialised_warps_need_not_wait_for_each_other(tmp_path: Path) -> None:
+    found = compiled(["flash_agreement.specialized_forward"], tmp_path)
+    assert [kernel["kernel"] for kernel in found] == 3 * ["_forward_specialized_kernel"]
+    assert all(kernel["waits"] < 0.5 for kernel in found), found
+    # Registers hold all scores, weights and sums. With packed documents some positions are on the stack.
+    assert [kernel["stack"] for kernel in found[:2]] == [0, 0] and found[2]["stack"] <= 64, found
+
+
 @pytest.mark.slow
 def test_every_kernel_compiles(tmp_path: Path) -> None:
     from support import flash_agreement

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron.core.ops.dropout.keep_bits_triton import bit_of_key, byte_of_key
+from megatron.core.ops.gluon import gluon_kernel
 
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -297,6 +298,9 @@ def flash_forward_triton(
     """Returns output [sq, b, a, dv] and lse [b, a, sq] (float32, with the sink) of query [sq, b, a, d], key [sk, b, g,
     d] and value [sk, b, g, dv]. `bits` are `keep_bits_triton`'s; None: nothing is dropped."""
     query, key, value = (with_neighbouring_channels(heads) for heads in (query, key, value))
+    specialized = gluon_kernel("attention.flash_forward_specialized_triton")
+    if specialized is not None and specialized.takes(query, key, value, sink, scores, sight, bits):
+        return specialized.forward_specialized(query, key, value, scores.scale, sight)
     sq, b, a, width = query.shape
     sk, _, groups, value_width = value.shape
     output = query.new_empty(sq, b, a, value_width)
