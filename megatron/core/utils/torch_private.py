@@ -6,6 +6,7 @@ of megatron/ or tools/ uses a private name.
 """
 
 import contextlib
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, BinaryIO
@@ -177,6 +178,7 @@ class DistFolderWriter:
 
 def import_compiler() -> None:
     """Imports torch's compiler, which takes a second, so that forks of this process have it."""
+    importlib.import_module("torch._dynamo")
 
 
 def raise_recompile_limit(variants: int) -> None:

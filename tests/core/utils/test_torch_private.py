@@ -2,6 +2,8 @@
 
 import ast
 import inspect
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,6 +50,11 @@ def test_the_name_exists(name: str) -> None:
     found: object = torch
     for word in name.split("."):
         found = getattr(found, word)  # AttributeError: this release of torch has no such name
+
+
+def test_the_compiler_is_imported() -> None:
+    code = "import sys; from megatron.core.utils import torch_private as names; names.import_compiler(); "
+    subprocess.run([sys.executable, "-c", f"{code}assert 'torch._dynamo' in sys.modules"], check=True, cwd=ROOT)
 
 
 def test_the_number_of_compiled_variants_can_be_raised_but_not_lowered() -> None:
