@@ -22,7 +22,7 @@ from megatron.training.config import file_checks, graph_checks, model_families, 
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.data import DataConfig
 from megatron.training.config.logging import LoggingConfig
-from megatron.training.config.model import ModelConfig
+from megatron.training.config.model import ACTIVATIONS, ModelConfig
 from megatron.training.config.parallel import ParallelConfig
 from megatron.training.config.records import FaultInjectorConfig, RecordsConfig
 from megatron.training.config.resilience import ResilienceConfig
@@ -153,11 +153,12 @@ def _multi_token_prediction(s: Settings) -> Iterator[str]:
 
 
 def _gated_mlp(s: Settings) -> Iterator[str]:
-    if not (s.swiglu or s.quick_geglu or s.geglu):
+    gates = [name for name, activation in ACTIVATIONS.items() if activation.gated]
+    if not any(getattr(s, name) for name in gates):
         for field, none in (("glu_linear_offset", 0.0), ("activation_func_clamp_value", None)):
             if getattr(s, field) != none:
-                gates = "{swiglu:name}, {geglu:name} or {quick_geglu:name}"
-                yield f"{{{field}}} is for an MLP with a gate; add {gates}"
+                *first, last = (f"{{{name}:name}}" for name in gates)
+                yield f"{{{field}}} is for an MLP with a gate; add {', '.join(first)} or {last}"
 
 
 def _widths(s: Settings) -> Iterator[str]:

@@ -1,13 +1,34 @@
 """The model's settings that are not fields of TransformerConfig: positions, activations by name, vocabulary."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
+
+from torch import Tensor
+from torch.nn.functional import relu, silu
 
 from megatron.core.config_fields import flag, not_a_flag, not_yet, too_small
+from megatron.core.ops.activation import gelu_tanh, quick_gelu, squared_relu
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-_ACTIVATIONS = ("swiglu", "squared_relu", "relu", "quick_geglu", "geglu", "openai_gelu")
+
+class NamedActivation(NamedTuple):
+    """The activation that a switch of `ModelConfig` chooses."""
+
+    function: Callable[[Tensor], Tensor]
+    gated: bool
+
+
+ACTIVATIONS: Mapping[str, NamedActivation] = {
+    "swiglu": NamedActivation(silu, gated=True),
+    "geglu": NamedActivation(gelu_tanh, gated=True),
+    "quick_geglu": NamedActivation(quick_gelu, gated=True),
+    "squared_relu": NamedActivation(squared_relu, gated=False),
+    "relu": NamedActivation(relu, gated=False),
+    "openai_gelu": NamedActivation(gelu_tanh, gated=False),
+}
+"""Activations by the switch that chooses them. Without a switch it is GELU."""
+
 _ONE_KERNEL = "the backend of a layer chooses its kernels when the layer is built"
 
 _ROPE_SCALED = "give --position-embedding-type rope --rope-scaling-type "
@@ -183,6 +204,6 @@ class ModelConfig:
         yield from too_small(self, shares, 0)
         if self.hybrid_attention_ratio + self.hybrid_mlp_ratio > 1.0:
             yield "{hybrid_attention_ratio} and {hybrid_mlp_ratio} are shares of the layers; together at most 1 works"
-        given = [f"{{{field}}}" for field in _ACTIVATIONS if getattr(self, field)]
+        given = [f"{{{field}}}" for field in ACTIVATIONS if getattr(self, field)]
         if len(given) > 1:
             yield f"{' and '.join(given)} choose different activations; give one"

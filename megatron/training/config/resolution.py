@@ -5,13 +5,12 @@ from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from torch.nn.functional import gelu, relu, silu
+from torch.nn.functional import gelu
 
 from megatron.core.config_fields import declaration_of, describe_problem, fields_of_problem, literal_text, value_text
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.exceptions import UserError
 from megatron.core.initializers import XavierUniform
-from megatron.core.ops.activation import gelu_tanh, quick_gelu, squared_relu
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.training.config.checkpoint import CheckpointConfig
@@ -22,7 +21,7 @@ from megatron.training.config.derived_values import derive_values
 from megatron.training.config.flag_table import flag_table, spelling_of
 from megatron.training.config.ineffective_flags import is_read, notes_on_ineffective_flags
 from megatron.training.config.logging import LoggingConfig
-from megatron.training.config.model import ModelConfig
+from megatron.training.config.model import ACTIVATIONS, ModelConfig
 from megatron.training.config.parallel import ParallelConfig
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.records import FaultInjectorConfig, RecordsConfig
@@ -184,8 +183,9 @@ def transformer_fields(config_class: type[TransformerConfig], values: Mapping[st
     fields |= {name: values[name] for name in _SET_BY_OTHERS if name in values}
     if not app.group_query_attention:
         fields.pop("num_query_groups", None)
-    fields["gated_linear_unit"] = app.swiglu or app.quick_geglu or app.geglu
-    fields["activation_func"] = _activation(app)
+    chosen = [activation for name, activation in ACTIVATIONS.items() if getattr(app, name)]
+    fields["gated_linear_unit"] = any(activation.gated for activation in chosen)
+    fields["activation_func"] = chosen[0].function if chosen else gelu
     fused_gelu = app.bias_gelu_fusion and fields.get("add_bias_linear", True)
     fields["bias_activation_fusion"] = app.bias_swiglu_fusion if fields["gated_linear_unit"] else fused_gelu
     fields["batch_p2p_comm"] = not fields.get("overlap_p2p_comm", False)
@@ -200,26 +200,9 @@ _SET_BY_OTHERS = ("virtual_pipeline_model_parallel_size", "num_encoder_layers")
 
 APP_SWITCHES: dict[str, Any] = {
     "group_query_attention": False,
-    "swiglu": False,
-    "squared_relu": False,
-    "relu": False,
-    "quick_geglu": False,
-    "geglu": False,
-    "openai_gelu": False,
+    **dict.fromkeys(ACTIVATIONS, False),
     "bias_gelu_fusion": True,
     "bias_swiglu_fusion": True,
     "init_method_xavier_uniform": False,
 }
 """Switches of the app that set fields of TransformerConfig, and their defaults."""
-
-
-def _activation(app: SimpleNamespace) -> Any:
-    if app.swiglu:
-        return silu
-    if app.quick_geglu:
-        return quick_gelu
-    if app.squared_relu:
-        return squared_relu
-    if app.relu:
-        return relu
-    return gelu_tanh if app.openai_gelu or app.geglu else gelu

@@ -8,12 +8,13 @@ from megatron.core.exceptions import UserError
 from megatron.core.transformer.config.router import listed
 from megatron.core.transformer.layer_patterns import has_mixer
 from megatron.training.config.flag_table import flag_table
+from megatron.training.config.model import ACTIVATIONS
 from megatron.training.config.model_families import NAMES
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.conversion.config_rules import Values
 from megatron.training.conversion.families import FAMILIES, family_of
 from megatron.training.conversion.family import Family
-from megatron.training.conversion.spellings import ACTIVATIONS, in_spelling_of, run_of
+from megatron.training.conversion.spellings import in_spelling_of, run_of
 from megatron.training.inspection.run_description import (
     ARCHITECTURE,
     MODEL_OPTIONS,

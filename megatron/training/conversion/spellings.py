@@ -11,11 +11,9 @@ from typing import Any
 from megatron.core.transformer.config.hybrid import mamba_heads
 from megatron.core.transformer.layer_patterns import has_experts, hybrid_letters, is_windowed, layer_parts
 from megatron.training.config.flag_table import flag_table
+from megatron.training.config.model import ACTIVATIONS
 
 Values = Mapping[str, Any]
-
-ACTIVATIONS = ("swiglu", "squared_relu", "relu", "quick_geglu", "geglu", "openai_gelu")
-"""Switches of activations; without one it is GELU."""
 
 _DENSE_BIASES = ("attention_output_bias", "mlp_bias")
 _EXPERT_BIASES = ("moe_router_bias", "moe_expert_mlp_bias")
@@ -196,7 +194,7 @@ def _layers(values: Values, holds: Callable[[Any, int], bool]) -> list[bool]:
 _SPELLINGS: tuple[tuple[tuple[str, ...], Callable[[Values], Any]], ...] = (
     (_OF_HYBRIDS, lambda values: hybrid_letters(run_of(values))),
     (("num_attention_heads", "group_query_attention", "num_query_groups", "kv_channels"), _of_attention),
-    (ACTIVATIONS, _activation),
+    ((*ACTIVATIONS,), _activation),
     (("mamba_num_heads", *_OF_MAMBA), _mamba),
     (("linear_attention_freq",), _delta_nets),
     (("add_bias_linear", "add_qkv_bias", *_DENSE_BIASES, *_EXPERT_BIASES), bias_places),

@@ -10,6 +10,7 @@ from megatron.core.config_fields import value_text
 from megatron.core.exceptions import UserError
 from megatron.training.config.command_line import read_command_line
 from megatron.training.config.flag_table import Flag, flag_table, parent_of, spelling_of
+from megatron.training.config.model import ACTIVATIONS
 from megatron.training.config.pretrain_config import PretrainConfig
 
 ARCHITECTURE = (
@@ -324,7 +325,7 @@ def _called(field: str) -> str:
     return _WITHOUT_A_FLAG.get(field, spelling_of(field))
 
 
-_ACTIVATIONS = "(--swiglu, --geglu, --quick-geglu, --squared-relu, --relu, --openai-gelu or none)"
+_ACTIVATIONS = f"({', '.join(map(spelling_of, ACTIVATIONS))} or none)"
 _WITHOUT_A_FLAG = {
     "activation_func": f"the activation {_ACTIVATIONS}",
     "gated_linear_unit": f"the MLP's gate {_ACTIVATIONS}",
