@@ -1,6 +1,7 @@
 """T5: an encoder that reads a text, and a decoder that writes one and attends to the encoder's output (Raffel et al.
 2020, "Exploring the limits of transfer learning with a unified text-to-text transformer")."""
 
+import copy
 import dataclasses
 from typing import Literal
 
@@ -305,7 +306,10 @@ def _stack(
         layers = dataclasses.replace(layers, layer_specs=[specs[number - 1] for number in numbers])
     elif all(one == specs[0] for one in specs[1:]):
         layers = dataclasses.replace(layers, layer_specs=specs[:1] * len(numbers))
-    config = dataclasses.replace(config, relative_bias=relative)  # for the layers only: their attention adds the bias
+    # A copy for the layers only: their attention adds the bias. `dataclasses.replace` would drop attributes that a script
+    # has added to its config, and call the constructor of a script's own config class.
+    config = copy.copy(config)
+    config.relative_bias = relative
     return TransformerBlock(config, layers, post_process=ends, pg_collection=groups, layer_numbers=numbers)
 
 

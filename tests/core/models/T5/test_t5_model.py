@@ -65,6 +65,21 @@ def t5(encoder_layers: int = 2, made_of: TransformerConfig | None = None, **opti
     return T5Model(decoder, encoder, *specs, 37, 12, **options)
 
 
+class ScriptConfig(TransformerConfig):
+    """A script's own config, with another constructor and an attribute that is no field."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__(**vars(config()))
+        self.script_scale = scale
+
+
+def test_layers_keep_a_script_s_config() -> None:
+    model = t5(made_of=ScriptConfig(0.5))
+    for stack in (model.encoder, model.decoder):
+        assert stack is not None
+        assert stack.layers[0].config.script_scale == 0.5
+
+
 def test_names_are_those_of_megatron_lm() -> None:
     tied = t5(share_embeddings_and_output_weights=True).state_dict()
     assert "lm_head.output_layer.bias" in tied and "lm_head.output_layer.weight" not in tied
