@@ -273,7 +273,7 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
         total = total * rescale + tl.exp2(extra - higher)
         context = context * rescale[:, None]
         top = higher
-    known = tl.maximum(total, 1.0e-38)
+    known = tl.maximum(total, 1.0e-37)  # Triton makes constants below 2^-126 float64
     context *= (keep_scale / known)[:, None]
     sums = tl.where(total > 0.0, (top + tl.log2(known)) * 0.6931471805599453, float("-inf"))
     tl.store(lse + pair * queries + i, sums, mask=i < queries)

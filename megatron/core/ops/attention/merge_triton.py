@@ -28,7 +28,7 @@ def _merge_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluate anno
     top = tl.maximum(tl.maximum(old, new), -3.0e38)  # if both are -inf, the weights are 0, not NaN
     old_weight, new_weight = tl.exp(old - top), tl.exp(new - top)
     weight = old_weight + new_weight
-    share = tl.where(weight > 0.0, 1.0 / tl.maximum(weight, 1.0e-38), 0.0)
+    share = tl.where(weight > 0.0, 1.0 / tl.maximum(weight, 1.0e-37), 0.0)
     inside = valid[:, None] & (column < width)[None, :]
     total_at = total + batch * total_batch + head * total_head + row[:, None] * total_row + column[None, :]
     output_at = output + batch * output_batch + head * output_head + row[:, None] * output_row + column[None, :]
