@@ -36,6 +36,15 @@ def pytest_sessionstart() -> None:
 
 
 @pytest.fixture(autouse=True)
+def no_warning_was_given_before() -> None:
+    """Forgets which warnings earlier tests of this process have caused or printed themselves."""
+    warn = sys.modules.get("megatron.core.utils.warn")
+    if warn is not None:
+        warn.leave_out(())
+        warn._warn_once.cache_clear()
+
+
+@pytest.fixture(autouse=True)
 def nothing_distributed_is_left() -> Iterator[None]:
     """Ends the run and the groups that a test made by Megatron-LM's functions, so that the next test can make its own.
     A process group of torch.distributed that is left over is an error of the test."""

@@ -19,7 +19,9 @@ _left_out: set[str] = set()
 
 
 def leave_out(messages: Iterable[str]) -> None:
-    """Keeps `warn_on_first_rank` from logging these messages, because the caller prints them."""
+    """Keeps `warn_on_first_rank` from logging these messages, because the caller prints them. An earlier run of this
+    process may have left out others, which are logged again."""
+    _left_out.clear()
     _left_out.update(messages)
 
 

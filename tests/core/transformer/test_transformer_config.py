@@ -39,6 +39,7 @@ OURS = {"seed", "fp64", "pipeline_schedule", "num_encoder_layers", "pipeline_mod
     "lion_beta1",
     "lion_beta2",
     "main_grads_dtype",
+    "loss_chunk_size",
     # newer than the releases
     "activation_offload_fraction",
     "cuda_graph_modules",

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from megatron.core.utils.warn import is_first_rank, log_single_rank, warn_on_first_rank
+from megatron.core.utils.warn import is_first_rank, leave_out, log_single_rank, warn_on_first_rank
 
 
 def test_a_warning_is_logged_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -32,3 +32,12 @@ def test_one_rank_of_the_world_logs(caplog: pytest.LogCaptureFixture) -> None:
     logger = logging.getLogger("megatron.core.test_warn")
     log_single_rank(logger, logging.WARNING, "%s of one rank", "a line")
     assert [record.getMessage() for record in caplog.records] == ["a line of one rank"]
+
+
+def test_what_one_run_prints_itself_is_logged_in_the_next(caplog: pytest.LogCaptureFixture) -> None:
+    leave_out(["a line of the first run"])
+    warn_on_first_rank("a line of the first run")
+    assert not caplog.records
+    leave_out(["a line of the second run"])
+    warn_on_first_rank("a line of the first run")
+    assert [record.getMessage() for record in caplog.records] == ["a line of the first run"]

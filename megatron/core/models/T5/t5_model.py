@@ -306,8 +306,8 @@ def _stack(
         layers = dataclasses.replace(layers, layer_specs=[specs[number - 1] for number in numbers])
     elif all(one == specs[0] for one in specs[1:]):
         layers = dataclasses.replace(layers, layer_specs=specs[:1] * len(numbers))
-    # A copy for the layers only: their attention adds the bias. `dataclasses.replace` would drop attributes that a script
-    # has added to its config, and call the constructor of a script's own config class.
+    # A copy for the layers only: their attention adds the bias. `dataclasses.replace` would drop attributes that a
+    # script has added to its config, and call the constructor of a script's own config class.
     config = copy.copy(config)
     config.relative_bias = relative
     return TransformerBlock(config, layers, post_process=ends, pg_collection=groups, layer_numbers=numbers)

@@ -11,7 +11,6 @@ from megatron.core.backends import LOCAL, triton_backend
 from megatron.core.ops.attention.kernels import SDPA_CPU, SDPA_CUDA, UNFUSED, Situation
 from megatron.core.ops.attention.unfused import AttentionCall, AttentionVariant
 from megatron.core.transformer.enums import AttnBackend
-from megatron.core.utils import warn
 
 MASK = torch.zeros(1, 1, 7, 7, dtype=torch.bool)
 EDGES = torch.tensor([0, 3, 7], dtype=torch.int32)
@@ -22,7 +21,6 @@ EDGES = torch.tensor([0, 3, 7], dtype=torch.int32)
 def test_a_mask_with_packed_documents_takes_the_unfused_kernel_and_says_so_once(
     packed: bool, masked: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    warn._warn_once.cache_clear()
     config = SimpleNamespace(params_dtype=torch.float32, attention_backend=AttnBackend.auto)
     plan = plan_attention(LOCAL, AttentionVariant(1.0, True), config)
     call = AttentionCall(mask=MASK if masked else None, cu_seqlens=EDGES if packed else None)

@@ -11,7 +11,6 @@ from megatron.core.ops.fp8.product import (
     product_cuda,
 )
 from megatron.core.ops.fp8.quantize import Quantized, dequantize, quantize_blocks
-from megatron.core.utils.warn import _warn_once
 
 
 def test_an_emulated_product_is_that_of_the_dequantised_values() -> None:
@@ -35,7 +34,6 @@ def test_a_gpu_that_emulates_says_so(
 ) -> None:
     """Without a word a run would be slow; in float64 nobody expects fp8 units."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    _warn_once.cache_clear()
     odd = quantize_blocks(torch.randn(6, 300), torch.float8_e4m3fn, 0, square=False, rows=True, columns=False).rows
     assert odd is not None
     assert torch.equal(product_cuda(odd, odd, dtype), emulated_product(odd, odd, dtype))
