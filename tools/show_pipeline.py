@@ -24,7 +24,7 @@ from megatron.core.exceptions import UserError
 from megatron.core.pipeline_parallel.action_lists import rank_actions
 from megatron.core.pipeline_parallel.actions import format_actions
 from megatron.core.pipeline_parallel.drawing import as_svg, as_text, summary
-from megatron.core.pipeline_parallel.orders import SCHEDULES, Schedule, schedule_name
+from megatron.core.pipeline_parallel.orders import ONE_CHUNK_ORDERS, SCHEDULES, Schedule, schedule_name
 from megatron.core.pipeline_parallel.simulator import Costs, simulate
 from megatron.core.pipeline_parallel.stages import Pipeline
 
@@ -75,7 +75,7 @@ def schedule_of(args: argparse.Namespace) -> Schedule:
         raise UserError(
             f"--num-virtual-stages-per-pipeline-rank {chunks}: zb-v has 2 chunks a rank; leave the flag out"
         )
-    if name in ("1f1b", "zb-h1") and (chunks or 1) > 1:
+    if name in ONE_CHUNK_ORDERS and (chunks or 1) > 1:
         raise UserError(
             f"--num-virtual-stages-per-pipeline-rank {chunks}: {name} has one chunk a rank; use interleaved"
         )

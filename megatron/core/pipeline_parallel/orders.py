@@ -3,7 +3,7 @@
 `action_lists` adds the communication with other ranks to these orders.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from megatron.core.pipeline_parallel.actions import Action, ActionKind, pair
@@ -157,6 +157,13 @@ def zero_bubble_v(pipeline: Pipeline, count: int, forward_only: bool = False) ->
     return order
 
 
+ONE_CHUNK_ORDERS: Mapping[str, Callable[[int, int, int], Iterable[Action]]] = {
+    "1f1b": one_forward_one_backward,
+    "zb-h1": zero_bubble_h1,
+}
+"""Schedules with one model chunk on each rank: the order of (number of ranks, number of micro-batches, rank)."""
+
+
 def compute_orders(schedule: Schedule) -> list[list[Action]]:
     """Returns the computations of each rank, in order."""
     pipeline, count = schedule.pipeline, schedule.num_microbatches
@@ -168,7 +175,7 @@ def compute_orders(schedule: Schedule) -> list[list[Action]]:
         return [list(_by_groups(ActionKind.FORWARD, pipeline.chunks, count, group)) for _ in ranks]
     if schedule.name == "interleaved" or schedule.pairs:
         return [list(interleaved(pipeline, count, rank, group, schedule.pairs)) for rank in ranks]
-    order = zero_bubble_h1 if schedule.name == "zb-h1" else one_forward_one_backward
+    order = ONE_CHUNK_ORDERS[schedule.name]
     return [list(order(pipeline.pipeline_size, count, rank)) for rank in ranks]
 
 
@@ -178,4 +185,4 @@ def schedule_name(requested: str | None, pipeline: Pipeline) -> str:
         return "zb-v"
     if pipeline.chunks > 1:
         return "interleaved"
-    return requested if requested in ("1f1b", "zb-h1") else "1f1b"
+    return requested if requested is not None and requested in ONE_CHUNK_ORDERS else "1f1b"

@@ -8,6 +8,7 @@ from megatron.core.config_fields import refuse
 from megatron.core.exceptions import UserError
 from megatron.core.flag_grammars import MOST_LAYERS
 from megatron.core.pipeline_parallel.encoder_decoder import encoder_decoder_problems
+from megatron.core.pipeline_parallel.orders import ONE_CHUNK_ORDERS
 from megatron.core.pipeline_parallel.stages import (
     AUTO,
     Pipeline,
@@ -129,7 +130,7 @@ def _schedule_problems(config: Any) -> Iterator[str]:
     schedule, chunks = config.pipeline_schedule, config.virtual_pipeline_model_parallel_size or 1
     if schedule == "zb-v" and chunks not in (1, 2):
         yield "{pipeline_schedule} has two chunks a rank; leave {virtual_pipeline_model_parallel_size} out"
-    if schedule in ("1f1b", "zb-h1") and chunks > 1:
+    if schedule in ONE_CHUNK_ORDERS and chunks > 1:
         yield (
             "{pipeline_schedule} has one chunk a rank, {virtual_pipeline_model_parallel_size} asks for more; "
             "{pipeline_schedule:name} interleaved runs them"

@@ -5,9 +5,10 @@ import dataclasses
 import pytest
 from core.pipeline_parallel.small_schedules import COUNTS, SIZES, paired, schedules
 
+from megatron.core.pipeline_parallel import orders
 from megatron.core.pipeline_parallel.action_lists import all_rank_actions, one_stage
-from megatron.core.pipeline_parallel.actions import COMPUTES, ActionKind, format_actions
-from megatron.core.pipeline_parallel.orders import Schedule, compute_orders
+from megatron.core.pipeline_parallel.actions import COMPUTES, Action, ActionKind, format_actions
+from megatron.core.pipeline_parallel.orders import ONE_CHUNK_ORDERS, Schedule, compute_orders, schedule_name
 from megatron.core.pipeline_parallel.simulator import Costs, simulate
 from megatron.core.pipeline_parallel.stages import Pipeline
 
@@ -118,3 +119,14 @@ def test_bubbles_are_those_of_the_papers(size: int) -> None:
     assert waiting("zb-h1", size, count) == pytest.approx(size - 1)
     # The time until the last rank has something to do, and no more.
     assert waiting("zb-v", size, count, 2) == pytest.approx((size - 1) / 2)
+
+
+def test_a_row_of_the_table_is_a_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way to add one in docs/extending.md: here all forwards, then all backwards."""
+    kinds = (ActionKind.FORWARD, ActionKind.BACKWARD)
+    gpipe = [Action(kind, number) for kind in kinds for number in range(3)]
+    monkeypatch.setattr(orders, "SCHEDULES", (*orders.SCHEDULES, "gpipe"))
+    monkeypatch.setitem(ONE_CHUNK_ORDERS, "gpipe", lambda size, count, rank: gpipe)  # type: ignore[arg-type]
+    assert schedule_name("gpipe", Pipeline(2)) == "gpipe" and schedule_name("gpipe", Pipeline(2, 2)) == "interleaved"
+    assert compute_orders(Schedule("gpipe", Pipeline(2), 3)) == [gpipe, gpipe]
+    assert schedule_name(None, Pipeline(2)) == "1f1b"
