@@ -77,16 +77,17 @@ def _mask_of(variant: AttentionVariant, call: AttentionCall, sq: int, sk: int, d
     if call.mask is not None:
         return _build_mask(reach, sq, sk, device, call.cu_seqlens, call.mask)
     assert call.cu_seqlens is not None
-    key = reach, sq, sk
+    key, version = (reach, sq, sk), call.cu_seqlens._version  # scripts may reuse a tensor for other boundaries
     last = _LAST.get(key)
-    if last is None or last[0]() is not call.cu_seqlens:  # all layers of a micro-batch have the same boundaries
-        last = weakref.ref(call.cu_seqlens), _build_mask(reach, sq, sk, device, call.cu_seqlens, None)
+    if last is None or last[0]() is not call.cu_seqlens or last[1] != version:
+        last = weakref.ref(call.cu_seqlens), version, _build_mask(reach, sq, sk, device, call.cu_seqlens, None)
         _LAST[key] = last
-    return last[1]
+    return last[2]
 
 
-_LAST: dict[Any, tuple[weakref.ref[Tensor], Any]] = {}
-"""The last mask of packed documents, by reach and sizes."""
+_LAST: dict[Any, tuple[weakref.ref[Tensor], int, Any]] = {}
+"""The last mask of packed documents, by reach and sizes, with the boundaries and their version. All layers of a
+micro-batch have the same boundaries."""
 
 
 @functools.lru_cache(maxsize=16)

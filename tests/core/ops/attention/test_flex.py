@@ -58,6 +58,11 @@ def test_a_mask_belongs_to_its_boundaries() -> None:
         torch.testing.assert_close(flex_attention_cuda(*given, variant, call), attention(*given, variant, call))
         del call
     assert len(flex._LAST) <= 8
+    call = AttentionCall(cu_seqlens=torch.tensor([0, 5, 37]))
+    for cut in (5, 20):  # a script may write the next boundaries into the same tensor
+        assert call.cu_seqlens is not None
+        call.cu_seqlens[1] = cut
+        torch.testing.assert_close(flex_attention_cuda(*given, variant, call), attention(*given, variant, call))
 
 
 def test_it_is_used_on_a_gpu_if_it_is_named() -> None:
