@@ -137,12 +137,15 @@ class WeightHooks:
         has_backward = reader.shards_weights and reader.reads_weights_in_backward
         calls = _Calls()
 
-        def before(module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        def before(module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, Any]:
             call = object()
             calls.running.append(call)
             self._unshard(number)
             if has_backward and torch.is_grad_enabled():
+                inputs = tuple(_own_view(value) for value in inputs)
+                keywords = {name: _own_view(value) for name, value in keywords.items()}
                 self._after_backward(call, _differentiable((inputs, keywords)))
+            return inputs, keywords
 
         def after(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
             call, backward_follows = calls.running.pop(), has_backward and torch.is_grad_enabled()
@@ -203,28 +206,17 @@ class WeightHooks:
     # Around a reader's backward --------------------------------------------------------------------------------------
 
     def _before_backward(self, number: int, call: object, outputs: Sequence[Tensor]) -> None:
-        consumers: list[object] = []
-
         def begin(gradient: Tensor) -> None:
             self._backward_end.expect()
-            for consumer in consumers:
-                self._end_backward(consumer)
             if call not in self._in_backward:
                 self._in_backward[call] = number
                 self._unshard(number)
 
         if outputs:
             register_multi_grad_hook(outputs, begin, mode="any")
-        if len(outputs) == 1:
-            outputs[0].consumers = consumers  # type: ignore[attr-defined]
 
     def _after_backward(self, call: object, inputs: Sequence[Tensor]) -> None:
-        consumers = getattr(inputs[0], "consumers", None) if len(inputs) == 1 else None
-        if consumers is not None:
-            # The input is another reader's output: when that reader's backward starts, this one has ended and frees its
-            # units first.
-            consumers.append(call)
-        elif inputs:
+        if inputs:
             register_multi_grad_hook(inputs, lambda gradients: self._end_backward(call), mode="all")
 
     def _end_backward(self, call: object) -> None:
@@ -243,6 +235,16 @@ class WeightHooks:
         for unit, uses in self._num_uses.items():
             if not uses:
                 unit.reshard()
+
+
+def _own_view(value: Any) -> Any:
+    """Returns a view of an activation with a gradient, and any other value as it is.
+
+    The gradient of the view is that of one call, and autograd computes it before it goes on to the module that made the
+    activation. The activation's own gradient may come much later: if other modules read it too, or if it was made long
+    before the call.
+    """
+    return value.view_as(value) if isinstance(value, Tensor) and _differentiable(value) else value
 
 
 def _differentiable(value: Any) -> list[Tensor]:

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from types import SimpleNamespace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.core.distributed.weight_hooks import WeightHooks, WeightReader, backward_order, weight_readers
 
@@ -72,6 +72,48 @@ def test_with_prefetch_the_next_weights_are_gathered_before_the_use() -> None:
     loss.backward()
     assert log == ["gather 1", "use 2", "free 2", "gather 0", "use 1", "free 1", "use 0", "free 0"]
     assert not any(unit.is_whole for unit in units)
+
+
+class Joined(nn.Module):
+    """Reads the states of the layer before and a table's rows, as a layer of multi-token prediction does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.product = nn.Linear(4, 2)
+
+    def forward(self, states: Tensor, rows: Tensor) -> Tensor:
+        return self.product(torch.cat([states, rows], -1))
+
+
+class Predicting(nn.Module):
+    """Layers in a chain, and a head that reads a view of what each of them returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Joined() for _ in range(3))
+        self.head = nn.Linear(2, 1)
+
+    def forward(self, states: Tensor, rows: Tensor) -> Tensor:
+        found = []
+        for layer in self.layers:
+            states = layer(states, rows=rows)
+            found.append(states.view(states.shape))
+        return sum((self.head(view) for view in found), torch.zeros(1)).sum()
+
+
+def test_each_use_in_backward_ends_before_that_of_the_layer_before_it_begins() -> None:
+    """Although all layers read the same rows, and the head reads views that are older than the next layer's output."""
+    model, log = Predicting(), []
+    modules = {"0": model.layers[0], "1": model.layers[1], "2": model.layers[2], "h": model.head}
+    units = [Recorded(name, module.parameters(), log) for name, module in modules.items()]
+    WeightHooks(model, units, prefetch=False).enable()  # type: ignore[arg-type]
+    loss = model(torch.ones(1, 2, requires_grad=True), torch.ones(1, 2, requires_grad=True))
+    log.clear()
+    loss.backward()
+    assert [event for event in log if not event.startswith("use")] == [
+        *("free h", "gather h", "free h", "gather h", "free h"),
+        *("gather 2", "free 2", "gather 1", "free 1", "gather 0", "free 0"),
+    ]
 
 
 def test_without_a_gradient_nothing_stays_gathered() -> None:

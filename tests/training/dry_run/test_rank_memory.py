@@ -192,6 +192,7 @@ PASSING = [
     "--use-torch-fsdp2 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --overlap-grad-reduce",
     "--use-torch-fsdp2 --pipeline-model-parallel-size 2 --pipeline-schedule zb-v --overlap-param-gather",
     "--use-torch-fsdp2 --pipeline-model-parallel-size 2 --overlap-param-gather --mtp-num-layers 2",
+    "--use-torch-fsdp2 --pipeline-model-parallel-size 2 --mtp-num-layers 3",
     "--use-torch-fsdp2 --num-experts 8 --expert-model-parallel-size 2",
     "--use-torch-fsdp2 --num-experts 8 --expert-model-parallel-size 2 --overlap-param-gather --overlap-grad-reduce",
 ]
