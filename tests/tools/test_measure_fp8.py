@@ -1,7 +1,6 @@
 """tools/measure_fp8.py runs anywhere and compares every recipe with float32 and with Transformer Engine."""
 
 import dataclasses
-import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ from support import fake_transformer_engine as fake
 
 from megatron.core import backends
 from tools import measure_fp8
-from tools.measure_fp8 import Errors, Pass, compare, passes, verdict
+from tools.measure_fp8 import Curves, Errors, Pass, apart, compare, passes, verdict
 
 MODEL = (
     "--num-layers 1 --hidden-size 64 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32 "
@@ -29,23 +28,22 @@ def test_it_compares_gradients_and_losses(capsys: pytest.CaptureFixture[str]) ->
         assert "mean of the last ten" in losses
 
 
-def test_curves_of_several_parts_are_averaged_and_those_of_float32_are_kept(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    kept = tmp_path / "float32.json"
-    words = f"{MODEL} --recipes tensorwise --tokens 32 --vocabulary 256 --curve 2 --text {Path(measure_fp8.__file__)}"
+def test_float32s_curves_of_several_parts_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, flags = tmp_path / "float32.json", MODEL.split()
+    text = torch.frombuffer(bytearray(Path(measure_fp8.__file__).read_bytes()), dtype=torch.uint8).long()
+    curves = Curves(vocabulary=256, text=text, length=32, steps=2, parts=2)
+    losses = curves.kept(flags, kept)
+    assert len({tuple(part) for part in losses}) == 2 and all(len(part) == 2 for part in losses)
+    monkeypatch.setattr(Curves, "losses", lambda self, flags: [["computed"]] * self.parts)
+    assert curves.kept(flags, kept) == losses
+    for other in (curves.kept([*flags, "--bf16"], kept), dataclasses.replace(curves, parts=3).kept(flags, kept)):
+        assert other[0] == ["computed"]
 
-    def lines() -> list[str]:
-        measure_fp8.main([*words.split(), "--curves", "3", "--keep", str(kept)])
-        return [line for line in capsys.readouterr().out.splitlines() if "loss " in line or "losses" in line][-3:]
 
-    first = lines()
-    (losses,) = json.loads(kept.read_text()).values()
-    assert len(losses) == 3 and len({one for (one, _) in losses}) == 3, "parts have other tokens"
-    assert "+-" in first[1] and f"{sum(last for _, last in losses) / 3:.4f}" in first[0]
-    assert lines() == first
-    kept.write_text(kept.read_text().replace(str(losses[0][1]), "99.0"))
-    assert lines() != first, "the second call reads the file"
+def test_means_of_curves_have_their_standard_error() -> None:
+    said = apart([[3.0, 2.0], [3.5, 2.2]], [[3.0, 1.9], [3.0, 2.0]])
+    assert said == "last loss 2.1000, at most 0.5000 apart, mean of the last ten +0.2000 +- 0.1500"
+    assert "+-" not in apart([[2.0]], [[1.0]])
 
 
 def test_transformer_engine_computes_the_same_micro_batches(
