@@ -242,9 +242,13 @@ def _own_view(value: Any) -> Any:
 
     The gradient of the view is that of one call, and autograd computes it before it goes on to the module that made the
     activation. The activation's own gradient may come much later: if other modules read it too, or if it was made long
-    before the call.
+    before the call. The view has the activation's attributes: fp8 products read the largest value there.
     """
-    return value.view_as(value) if isinstance(value, Tensor) and _differentiable(value) else value
+    if not isinstance(value, Tensor) or not _differentiable(value):
+        return value
+    view = value.view_as(value)
+    vars(view).update(vars(value))
+    return view
 
 
 def _differentiable(value: Any) -> list[Tensor]:

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 
-from megatron.core.distributed.weight_hooks import WeightHooks, WeightReader, backward_order, weight_readers
+from megatron.core.distributed.weight_hooks import WeightHooks, WeightReader, _own_view, backward_order, weight_readers
+from megatron.core.ops.fp8.quantize import note_largest, noted_largest
 
 
 class Layer(nn.Module):
@@ -143,3 +144,11 @@ def test_a_unit_is_read_by_the_smallest_module_that_holds_it_and_by_borrowers() 
         (layer.experts, ["experts"]),
         (model.head, ["embedding"]),
     ]
+
+
+def test_an_input_keeps_what_was_noted_about_it() -> None:
+    """fp8 products read the largest value of their input there, and would otherwise read the whole input for it."""
+    hidden = torch.ones(3, requires_grad=True) * 2
+    note_largest(hidden, torch.tensor(2.0))
+    view = _own_view(hidden)
+    assert view is not hidden and noted_largest(view) is noted_largest(hidden) is not None
