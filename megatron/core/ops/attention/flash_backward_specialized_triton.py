@@ -49,8 +49,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from megatron.core.ops.attention.flash_forward_triton import LOG2_E, Scores, Sight, row_length
-from megatron.core.ops.gluon_copies import add_bulk, load_bulk, store_bulk
+from megatron.core.ops.attention.flash_forward_triton import LOG2_E, Sight, begin_at_16_bytes, row_length
+from megatron.core.ops.gluon_copies import add_bulk, head_tiles, load_bulk, store_bulk
 
 KEYS = gl.constexpr(64)
 """Keys of a warp group."""
@@ -299,26 +299,9 @@ def _round_kernel(  # type: ignore[no-untyped-def]
         tl.store(at, sums.to(output.dtype.element_ty), mask=(i < queries)[:, None])
 
 
-def _tiles(heads: Tensor, rows: int) -> TensorDescriptor:
-    """Returns heads [s, b, a, d] as [b, a, s, d] in tiles [1, 1, rows, d] for the copy engine."""
-    if heads.data_ptr() % 16 or any(stride % 8 or not stride for stride in heads.stride()[:3]):
-        heads = heads.clone(memory_format=torch.contiguous_format)  # rows must begin at multiples of 16 bytes
-    swizzled = gl.NVMMASharedLayout(128, 16, 4)
-    return TensorDescriptor.from_tensor(heads.permute(1, 2, 0, 3), [1, 1, rows, heads.shape[3]], swizzled)
-
-
-def takes(query: Tensor, key: Tensor, value: Tensor, scores: Scores, sight: Sight, bits: Tensor | None) -> bool:
-    """Returns whether the kernel can compute the gradients of a call of `flash_backward_triton`."""
-    return (
-        query.is_cuda
-        and query.dtype in (torch.bfloat16, torch.float16)
-        and torch.cuda.get_device_capability(query.device) == (9, 0)
-        and query.shape[3] == value.shape[3]
-        and query.shape[3] in _QUERIES
-        and (scores.cap, scores.slopes, scores.bias, sight.hidden, bits) == 5 * (None,)
-        and query.shape[0] > 0
-        and key.shape[0] > 0
-    )
+def _copied(heads: Tensor, rows: int) -> TensorDescriptor:
+    """Returns tiles of heads, or of a copy that the copy engine can read."""
+    return head_tiles(heads if begin_at_16_bytes(heads) else heads.clone(memory_format=torch.contiguous_format), rows)
 
 
 def backward_specialized(
@@ -332,7 +315,7 @@ def backward_specialized(
     order: Tensor | None,
     query_type: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of query (in `query_type`), key and value of calls that `takes` accepts.
+    """Returns the gradients of query (in `query_type`), key and value of calls that `is_plain_on_hopper` accepts.
 
     `statistics` is float32 [b, a, rounded sq, 2]: for each query the negated lse in units of log 2, and the negated sum
     of output times gradient. Queries without keys and those behind the last one have -inf as negated lse. `order` has
@@ -347,8 +330,9 @@ def backward_specialized(
     key_gradient, value_gradient = key.new_empty(key.shape), value.new_empty(value.shape)
     _backward_specialized_kernel[(b * groups, triton.cdiv(key.shape[0], TILE_KEYS))](
         TensorDescriptor.from_tensor(parts, [128, 32], gl.NVMMASharedLayout(128, 32, 2)),
-        _tiles(query, size), _tiles(gradient, size),
-        *(_tiles(heads, KEYS.value) for heads in (key, value, key_gradient, value_gradient)),
+        _copied(query, size), _copied(gradient, size),
+        _copied(key, KEYS.value), _copied(value, KEYS.value),
+        head_tiles(key_gradient, KEYS.value), head_tiles(value_gradient, KEYS.value),
         statistics, sight.edges, order, groups, a // groups, row_length(sight), sq, statistics.shape[2], key.shape[0],
         sight.query_start, sight.key_start, sight.left or 0, sight.right or 0, num_tiles, scale, scale * LOG2_E,
         HAS_LEFT=sight.left is not None, HAS_RIGHT=sight.right is not None, PACKED=sight.edges is not None,

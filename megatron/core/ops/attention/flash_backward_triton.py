@@ -19,6 +19,7 @@ from megatron.core.ops.attention.flash_forward_triton import (
     copies_tiles,
     factors,
     find_seen,
+    is_plain_on_hopper,
     load_bias,
     padded_width,
     row_length,
@@ -332,7 +333,7 @@ def flash_backward_triton(
     full = padded == (width, value_width) and sq % tile.queries == 0
     keep_scale = 1.0 if bits is None else 1.0 / (1.0 - probability)
     specialized = gluon_kernel("attention.flash_backward_specialized_triton")
-    if specialized is not None and not specialized.takes(query, key, value, scores, sight, bits):
+    if specialized is not None and not is_plain_on_hopper(query, key, value, scores, sight, bits):
         specialized = None
     folds = tile.folds and bits is None and scores.cap is None and specialized is None
     statistics = query.new_empty(b, a, rounded, 2, dtype=torch.float32)

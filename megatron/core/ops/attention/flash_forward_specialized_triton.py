@@ -46,10 +46,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from megatron.core.ops.attention.flash_forward_triton import LOG2_E, Scores, Sight, row_length
-from megatron.core.ops.gluon_copies import load_bulk, store_bulk
+from megatron.core.ops.attention.flash_forward_triton import (
+    LOG2_E,
+    Scores,
+    Sight,
+    begin_at_16_bytes,
+    is_plain_on_hopper,
+    row_length,
+)
+from megatron.core.ops.gluon_copies import head_tiles, load_bulk, store_bulk
 from megatron.core.ops.sum_rows_triton import num_multiprocessors
 
 ROWS = gl.constexpr(64)
@@ -382,36 +388,12 @@ def _forward_specialized_kernel(  # type: ignore[no-untyped-def]
     )  # fmt: skip
 
 
-def _tiles(heads: Tensor, rows: int) -> TensorDescriptor:
-    """Returns heads [s, b, a, d] as [b, a, s, d] in tiles [1, 1, rows, d] for the copy engine."""
-    swizzled = gl.NVMMASharedLayout(128, 16, 4)
-    return TensorDescriptor.from_tensor(heads.permute(1, 2, 0, 3), [1, 1, rows, heads.shape[3]], swizzled)
-
-
-def _is_copied(heads: Tensor) -> bool:
-    """Returns whether the copy engine can read heads: rows begin at multiples of 16 bytes."""
-    return (
-        heads.stride(3) == 1
-        and heads.data_ptr() % 16 == 0
-        and all(step and step % 8 == 0 for step in heads.stride()[:3])
-    )
-
-
 def takes(
     query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, scores: Scores, sight: Sight, bits: Tensor | None
 ) -> bool:
     """Returns whether the kernel can compute a call of `flash_forward_triton`."""
-    return (
-        query.is_cuda
-        and query.dtype in (torch.bfloat16, torch.float16)
-        and torch.cuda.get_device_capability(query.device) == (9, 0)
-        and query.shape[3] == value.shape[3]
-        and query.shape[3] in _STAGES
-        and (sink, scores.cap, scores.slopes, scores.bias, sight.hidden, bits) == 6 * (None,)
-        and query.numel() > 0
-        and key.shape[0] > 0
-        and all(_is_copied(heads) for heads in (query, key, value))
-    )
+    plain = sink is None and is_plain_on_hopper(query, key, value, scores, sight, bits)
+    return plain and all(begin_at_16_bytes(heads) for heads in (query, key, value))
 
 
 def forward_specialized(query: Tensor, key: Tensor, value: Tensor, scale: float, sight: Sight) -> tuple[Tensor, Tensor]:
@@ -424,7 +406,8 @@ def forward_specialized(query: Tensor, key: Tensor, value: Tensor, scale: float,
     cached = _CACHED if sight.edges is None else _CACHED_PACKED
     at_once = a // groups * max(1, cached // (sk * width * 4))
     _forward_specialized_kernel[(min(tiles * b * a, num_multiprocessors(query.device)),)](
-        _tiles(output, ROWS.value), lse, _tiles(query, ROWS.value), _tiles(key, KEYS.value), _tiles(value, KEYS.value),
+        head_tiles(output, ROWS.value), lse, head_tiles(query, ROWS.value),
+        head_tiles(key, KEYS.value), head_tiles(value, KEYS.value),
         sight.edges, counter, tiles * b * a, tiles, b * a, at_once, a, a // groups, sq, sk, row_length(sight),
         sight.query_start, sight.key_start, sight.left or 0, sight.right or 0, scale * LOG2_E,
         HAS_LEFT=sight.left is not None, HAS_RIGHT=sight.right is not None, PACKED=sight.edges is not None,

@@ -339,11 +339,34 @@ def copies_tiles(device: torch.device) -> bool:
     return TensorDescriptor is not None and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
+def begin_at_16_bytes(heads: Tensor) -> bool:
+    """Returns whether the engine that copies tiles can read heads [s, b, a, d]: none repeats another, and all begin at
+    multiples of 16 bytes."""
+    aligned = all(stride and stride * heads.element_size() % 16 == 0 for stride in heads.stride()[:3])
+    return aligned and heads.data_ptr() % 16 == 0
+
+
+def is_plain_on_hopper(
+    query: Tensor, key: Tensor, value: Tensor, scores: Scores, sight: Sight, bits: Tensor | None
+) -> bool:
+    """Returns whether a call has what the kernels with specialised warps need: a GPU of capability 9.0, half precision,
+    heads of 64 or 128 channels, and nothing that changes scores or drops probabilities."""
+    return (
+        query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and torch.cuda.get_device_capability(query.device) == (9, 0)
+        and query.shape[3] == value.shape[3]
+        and query.shape[3] in (64, 128)
+        and (scores.cap, scores.slopes, scores.bias, sight.hidden, bits) == 5 * (None,)
+        and query.numel() > 0
+        and key.shape[0] > 0
+    )
+
+
 def tiles_of_rows(heads: Tensor, rows: int) -> Any:
     """Returns heads [s, b, a, d] as [b, a, s, d] in tiles [1, 1, rows, d] for the engine that copies tiles; None if it
-    cannot read them, because rows do not begin at multiples of 16 bytes."""
-    aligned = all(stride * heads.element_size() % 16 == 0 for stride in heads.stride()[:3])
-    if not aligned or heads.data_ptr() % 16:
+    cannot read them."""
+    if not begin_at_16_bytes(heads):
         return None
     return TensorDescriptor.from_tensor(heads.permute(1, 2, 0, 3), [1, 1, rows, heads.shape[3]])
 

@@ -2,38 +2,12 @@
 tests/gpu/test_attention_on_gpu.py compares it with its definition, and tests/core/ops/test_compiled_kernels.py compiles
 it."""
 
-from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 from megatron.core.ops.attention import flash_backward_specialized_triton
-from megatron.core.ops.attention.flash_backward_specialized_triton import _round_kernel, takes
-from megatron.core.ops.attention.flash_forward_triton import Scores, Sight
-
-
-def heads(width: int = 64, **changes: Any) -> Any:
-    found = {"is_cuda": True, "dtype": torch.bfloat16, "device": "cuda", "shape": (256, 1, 2, width)}
-    return SimpleNamespace(**(found | changes))
-
-
-def taken(q: Any, v: Any = None, scores: Scores | None = None, sight: Sight | None = None, bits: Any = None) -> bool:
-    return takes(q, q, v or q, scores or Scores(0.1), sight or Sight(0, 0, None, 0), bits)
-
-
-def test_it_takes_plain_calls_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    capability = (9, 0)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert all(taken(heads(width, dtype=dtype)) for width in (64, 128) for dtype in (torch.bfloat16, torch.float16))
-    assert taken(heads(), sight=Sight(3, 5, 20, 0))
-    assert not taken(heads(96)) and not taken(heads(64), heads(128)) and not taken(heads(dtype=torch.float32))
-    assert not taken(heads(is_cuda=False)) and not taken(heads(shape=(0, 1, 2, 64)))
-    assert not taken(heads(), scores=replace(Scores(0.1), cap=30.0)) and not taken(heads(), bits=object())
-    capability = (10, 0)
-    assert not taken(heads())
+from megatron.core.ops.attention.flash_backward_specialized_triton import _round_kernel
 
 
 def as_threads_hold(block: Tensor) -> Tensor:
@@ -67,5 +41,5 @@ def test_tiles_begin_at_multiples_of_16_bytes() -> None:
     whole = torch.randn(40, 1, 2, 65)[..., 1:].bfloat16()
     odd = torch.randn(40, 1, 2, 65).bfloat16()[..., 1:]
     for given in (whole, odd):
-        tiles = flash_backward_specialized_triton._tiles(given, 64)
+        tiles = flash_backward_specialized_triton._copied(given, 64)
         assert tiles.base.data_ptr() % 16 == 0 and torch.equal(tiles.base, given.permute(1, 2, 0, 3))

@@ -18,7 +18,7 @@ from megatron.core.ops.attention.flash_forward_triton import Scores, Sight
 def heads(width: int = 64, more: int = 0, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Any:
     """Heads that seem to be on a GPU; `more` channels are between them."""
     tensor = torch.empty(256, 1, 2, width + more, dtype=dtype)[..., :width]
-    names = "dtype", "shape", "numel", "stride", "data_ptr"
+    names = "dtype", "shape", "numel", "stride", "data_ptr", "element_size"
     found = {name: getattr(tensor, name) for name in names} | {"is_cuda": True, "device": "cuda"}
     return SimpleNamespace(**(found | changes))
 
