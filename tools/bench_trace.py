@@ -18,19 +18,25 @@ from tools.show_timeline import report
 
 _KINDS = {
     "products": r"nvjet|gemm|cutlass|cublas|_accumulate_kernel|_product_kernel|_weight_kernel",
-    "attention": r"sdpa|flash|fmha|cudnn|_merge",
+    "attention": r"sdpa|flash|fmha|cudnn|_merge|^_(for|back)ward_(specialized_)?kernel|_round_kernel|_max_logits",
     "communication": r"nccl",
     "norms": r"_norm_|layer_norm",
     "activations": r"_activation_",
     "rotary positions, packed gradients": r"_rope|_join",
+    "dropout": r"_apply_kernel|_keep_",
     "loss": r"_statistics|_gradient_kernel",
     "update and gradient norm": r"_adam|LpNorm|FusedAdam",
     "fp8 casts and scales": r"_cast_kernel|_cast_both|_largest|_blocks_kernel",
-    "dispatch of experts": r"_rows_kernel|_spread_kernel|_tokens_kernel|_count_kernel|_place_kernel|scatter|[sS]ort",
-    "sums, biases, residuals": r"CUDAFunctor_add|_add_kernel|_sum_rows",
+    "routing and dispatch": r"^_(rows|spread|tokens|place)_|_count_|_best_|_balance_|_choice_|scatter|[sS]ort",
+    "sums, biases, residuals": r"CUDAFunctor_add|^_add_|_sum_rows",
 }
 """Kinds of kernels, by their names; the first that fits counts."""
 _PARTS = ("step", "computing", "exposed_communication", "exposed_copies", "idle", "communicating")
+
+
+def kind_of(kernel: str) -> str:
+    """Returns the kind of a kernel with this name, or "other"."""
+    return next((kind for kind, names in _KINDS.items() if re.search(names, kernel)), "other")
 
 
 class StepTrace:
@@ -61,8 +67,7 @@ class StepTrace:
         names: collections.Counter[str] = collections.Counter()
         for event in self._profiler.key_averages():
             if event.device_type == DeviceType.CUDA:
-                kind = next((kind for kind, names in _KINDS.items() if re.search(names, event.key)), "other")
-                kinds[kind] += event.self_device_time_total / 1000
+                kinds[kind_of(event.key)] += event.self_device_time_total / 1000
                 names[f"{event.count:5d} x {event.key[:110]}"] += event.self_device_time_total / 1000
         if kinds:
             yield f"{sum(kinds.values()):10.2f} ms of kernels in one step"

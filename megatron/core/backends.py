@@ -298,7 +298,6 @@ def triton_backend() -> Backend | None:
             rms_norm_triton,
             rms_norm_with_residual_triton,
         )
-        from megatron.core.ops.normed_rope_triton import IN_USE as NORMED_ROPE_IN_USE
         from megatron.core.ops.normed_rope_triton import normed_rope_triton
         from megatron.core.ops.rope_triton import apply_rope_triton
         from megatron.core.ops.split_heads_triton import (
@@ -337,7 +336,7 @@ def triton_backend() -> Backend | None:
         apply_rope=ByDevice(cpu=apply_rope, cuda=apply_rope_triton),
         split_heads=ByDevice(cpu=split_heads, cuda=split_heads_triton),
         split_rotated_heads=ByDevice(cpu=split_rotated_heads, cuda=split_rotated_heads_triton),
-        normed_rope=ByDevice(cpu=normed_rope, cuda=normed_rope_triton) if NORMED_ROPE_IN_USE else None,
+        normed_rope=ByDevice(cpu=normed_rope, cuda=normed_rope_triton),
         embedding=ByDevice(cpu=embedding, cuda=functools.partial(embedding, accumulate_rows=accumulate_rows_triton)),
         best=ByDevice(cpu=best, cuda=best_triton),
         choose_experts=ByDevice(cpu=choose_experts, cuda=choose_experts_triton),

@@ -1,6 +1,7 @@
 """tools/bench.py measures any run; its cells are valid command lines; benchmarks/ compares it with an anchor's log."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from megatron.training.arguments import configure
 from megatron.training.tokenizer.build import build_tokenizer
 from tools.bench import RandomDocuments, main, read_options
 from tools.bench_cells import CELLS
-from tools.bench_trace import timeline_lines, timeline_of
+from tools.bench_trace import kind_of, timeline_lines, timeline_of
 
 TINY = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 "
@@ -129,6 +130,17 @@ def test_the_timeline_is_that_of_the_rank_with_most_exposed_communication(capsys
     print(*timeline_lines(timeline), sep="\n")
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "GPU of rank 1, one step" and lines[-2].split() == ["1", "60.00", "25.00", "15.00"]
+
+
+def test_each_of_our_kernels_has_a_kind() -> None:
+    folder = Path(__file__).parents[2] / "megatron"
+    kernel = re.compile(r"^@(?:triton|gluon)\.jit.*\ndef (\w+_kernel)\(", re.MULTILINE)
+    names = {name for file in folder.rglob("*_triton.py") for name in kernel.findall(file.read_text())}
+    assert len(names) > 40
+    assert not [name for name in names if kind_of(name) == "other"]
+    kinds = {"_backward_specialized_kernel": "attention", "_activation_backward_kernel": "activations"}
+    assert {name: kind_of(name) for name in kinds} == kinds
+    assert kind_of("nccl_all_gather") == "communication" and kind_of("memset") == "other"
 
 
 def test_a_row_without_an_anchor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

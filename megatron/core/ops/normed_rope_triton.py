@@ -12,12 +12,9 @@ from torch.autograd.function import once_differentiable
 
 from megatron.core.ops.normed_rope import normed_rope
 from megatron.core.ops.rope import Rotation
-from megatron.core.ops.rope_triton import angle_stride, last_contiguous
+from megatron.core.ops.rope_triton import last_contiguous, strides_of_angles, strides_of_heads
 from megatron.core.ops.sum_rows_triton import num_multiprocessors, sum_rows_triton
 
-IN_USE = False
-"""Whether layers use the kernel. It agrees with its definition in Triton's interpreter and compiles for Hopper; it has
-not been run on a GPU yet."""
 _TILE = 4096
 """Elements of a program's tile."""
 _PROGRAMS = 4
@@ -177,7 +174,17 @@ class _NormedRope(torch.autograd.Function):
         output = torch.empty(heads.shape, dtype=weight.dtype, device=heads.device)
         sizes, tile = _sizes(heads, cos, first), _tile(heads, cos, interleaved, zero_centered)
         _normed_rope_kernel[(s * b, triton.cdiv(math.prod(counts), tile["HEADS"]))](
-            output, heads, weight, cos, sin, b, *sizes, epsilon, *_strides(heads), *_strides_of_angles(cos, sin), **tile
+            output,
+            heads,
+            weight,
+            cos,
+            sin,
+            b,
+            *sizes,
+            epsilon,
+            *strides_of_heads(heads),
+            *strides_of_angles(cos, sin),
+            **tile,
         )
         return output
 
@@ -194,7 +201,7 @@ class _NormedRope(torch.autograd.Function):
         parts = torch.empty(programs * blocks, width, dtype=torch.float32, device=heads.device)
         _normed_rope_backward_kernel[(programs, blocks)](
             heads_gradient, parts, gradient, heads, ctx.weight, cos, sin, s * b, b, *sizes, ctx.epsilon,
-            *_strides(gradient), *_strides(heads), *_strides_of_angles(cos, sin), **tile,
+            *strides_of_heads(gradient), *strides_of_heads(heads), *strides_of_angles(cos, sin), **tile,
         )  # fmt: skip
         weight_gradient = sum_rows_triton(parts, ctx.weight.dtype) if ctx.needs_input_grad[1] else None
         return heads_gradient, weight_gradient, None, None, None, None, None, None
@@ -204,15 +211,6 @@ def _sizes(heads: Tensor, cos: Tensor, first: int) -> tuple[int, ...]:
     """Returns the number of heads, of heads in a group, of channels, and of pairs, and the first rotated channel."""
     counts = heads.shape[2:-1]
     return math.prod(counts), counts[-1], heads.shape[-1], cos.shape[-1], first
-
-
-def _strides(heads: Tensor) -> tuple[int, ...]:
-    s, b, *strides, _ = heads.stride()
-    return s, b, strides[0] if len(strides) > 1 else 0, strides[-1]
-
-
-def _strides_of_angles(cos: Tensor, sin: Tensor) -> tuple[int, ...]:
-    return cos.stride(0), angle_stride(cos), sin.stride(0), angle_stride(sin)
 
 
 def _tile(heads: Tensor, cos: Tensor, interleaved: bool, zero_centered: bool) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def rotate_triton(heads: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, fi
     if heads.stride(-1) != 1:
         heads = heads.contiguous()
     cos, sin = (last_contiguous(angles) for angles in (cos, sin))
-    (s, b, *counts, width), (heads_s, heads_b, *strides, _) = heads.shape, heads.stride()
+    s, b, *counts, width = heads.shape
     count, per_group = math.prod(counts), counts[-1]
     half = cos.shape[-1]
     end = first + 2 * half
@@ -85,8 +85,7 @@ def rotate_triton(heads: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, fi
         at_once = max(1, min(triton.next_power_of_2(count), _TILE // pairs))
         _rope_kernel[(s * b, triton.cdiv(count, at_once))](
             rotated, heads, cos, sin, b, count, per_group, width, half, first, end,
-            heads_s, heads_b, strides[0] if len(strides) > 1 else 0, strides[-1],
-            cos.stride(0), angle_stride(cos), sin.stride(0), angle_stride(sin),
+            *strides_of_heads(heads), *strides_of_angles(cos, sin),
             INTERLEAVED=interleaved, INVERSE=inverse, COPIES_REST=2 * half < width,
             HEADS=at_once, HALF=pairs, WIDTH=triton.next_power_of_2(width),
         )  # fmt: skip
@@ -98,6 +97,13 @@ def last_contiguous(angles: Tensor) -> Tensor:
     return angles if angles.stride(-1) == 1 else angles.contiguous()
 
 
-def angle_stride(angles: Tensor) -> int:
-    """Returns the stride between the rows of a batch: 0 if all rows have the same angles."""
-    return 0 if angles.shape[1] == 1 else angles.stride(1)
+def strides_of_heads(heads: Tensor) -> tuple[int, int, int, int]:
+    """Returns the strides of positions, rows, groups of heads (0 without groups) and heads of `heads`."""
+    s, b, *strides, _ = heads.stride()
+    return s, b, strides[0] if len(strides) > 1 else 0, strides[-1]
+
+
+def strides_of_angles(cos: Tensor, sin: Tensor) -> tuple[int, int, int, int]:
+    """Returns the strides of positions and rows of `cos`, then of `sin`; 0 for rows that have the same angles."""
+    cos_b, sin_b = (0 if angles.shape[1] == 1 else angles.stride(1) for angles in (cos, sin))
+    return cos.stride(0), cos_b, sin.stride(0), sin_b

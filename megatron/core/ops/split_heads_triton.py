@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.ops.rope import Rotation, apply_rope
-from megatron.core.ops.rope_triton import angle_stride, apply_rope_triton, last_contiguous, rotate_triton
+from megatron.core.ops.rope_triton import apply_rope_triton, last_contiguous, rotate_triton, strides_of_angles
 
 
 @triton.jit
@@ -162,16 +162,7 @@ def _joined(gradients: Sequence[Tensor], sizes: tuple[int, ...], rotation: Rotat
             half = 1
         else:
             cos, sin, half = rotation.cos, rotation.sin, rotation.cos.shape[-1]
-            angles = (
-                cos,
-                sin,
-                cos.stride(0),
-                angle_stride(cos),
-                sin.stride(0),
-                angle_stride(sin),
-                rotation.first,
-                half,
-            )
+            angles = (cos, sin, *strides_of_angles(cos, sin), rotation.first, half)
         _join_kernel[(s * b,)](
             packed, *parts, *[packed] * missing, *strides, *[0] * 4 * missing,
             b, groups, sum(sizes), width, *sizes, *angles, *tiles, triton.next_power_of_2(width),
