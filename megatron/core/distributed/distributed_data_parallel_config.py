@@ -66,7 +66,8 @@ class DistributedDataParallelConfig:
     """With --grad-reduce-in-bf16: send gradients in the model's type, but sum them in float32."""
 
     average_in_collective: bool = flag(False, on="--ddp-average-in-collective")
-    """Let the collective average over ranks, instead of scaling gradients before it."""
+    """Let the collective average over ranks, instead of scaling gradients before it. NCCL averages without this flag
+    where that gives the same bits."""
 
     fp8_param_gather: bool = flag(
         False,

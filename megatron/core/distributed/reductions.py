@@ -40,7 +40,8 @@ class Reduction:
     scale: float = 1.0
     """Factor of the gradients before the sum."""
     average_in_collective: bool = False
-    """Whether the collective applies the factor 1 / (size of the group), if the backend can average."""
+    """Whether the collective applies the factor 1 / (size of the group), if the backend can average. It always does so
+    where that gives the same bits and leaves nothing to scale, because scaling reads and writes all gradients."""
     sum_in_main_dtype: bool = False
     """Whether shards are summed in float32 (or the gradients' own type, if it is wider) even if they are sent in a
     narrower type. Each rank then receives all addends of its shard by an all-to-all, instead of sums that are rounded
@@ -75,7 +76,9 @@ class Reduction:
         reduction operation."""
         ranks, scale = group_size(self.group), self.scale
         other = wire_dtype != gradients.dtype and ranks > 1
-        averaging = self.average_in_collective and averages_in_collective(gradients, self.group)
+        # NCCL multiplies each addend by 1 / ranks, in the type that is sent.
+        is_same = wire_dtype == gradients.dtype and scale * ranks == 1.0
+        averaging = (self.average_in_collective or is_same) and averages_in_collective(gradients, self.group)
         averaging = averaging and not (wire_dtype.itemsize < 4 and self.sum_in_main_dtype)
         if averaging:
             scale *= ranks

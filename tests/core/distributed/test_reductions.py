@@ -73,13 +73,32 @@ def test_addends_of_a_narrow_wire_can_be_summed_without_rounding(monkeypatch: py
         assert shard.float().tolist() == [expected] * 2 and other.wire_types == [torch.bfloat16]
 
 
-def test_a_collective_that_averages_gets_gradients_without_the_factor(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("scale", "wire", "flag", "factor"),
+    [
+        (0.5, torch.float64, True, 1.0),
+        (0.5, torch.float64, False, 1.0),  # the same bits, without a pass over the gradients
+        (0.25, torch.float64, False, 0.25),  # there would be something left to scale
+        (0.25, torch.float64, True, 0.5),
+        (0.5, torch.float32, False, 0.5),  # other bits: the type that is sent is narrower
+        (0.5, torch.float32, True, 1.0),
+    ],
+)
+def test_a_collective_that_averages_gets_gradients_without_the_factor(
+    monkeypatch: pytest.MonkeyPatch, scale: float, wire: torch.dtype, flag: bool, factor: float
+) -> None:
     monkeypatch.setattr(reductions, "averages_in_collective", lambda tensor, group: True)
-    other_rank(monkeypatch)
-    for average in (False, True):
-        other_rank(monkeypatch, scale=1.0 if average else 0.5)
-        reduction = Reduction(GROUP, 0.5, average_in_collective=average)
-        assert torch.equal(reduction.start_all_reduce(MINE.clone(), torch.float64).wait(), (MINE + OTHERS) / 2)
+    averages = factor != scale
+    sent: list[tuple[Tensor, ReduceOp.RedOpType]] = []
+
+    def all_reduce(wire: Tensor, group: Group, op: ReduceOp.RedOpType) -> Pending:
+        sent.append((wire.clone(), op))
+        return Pending(wire, None)
+
+    monkeypatch.setattr(reductions, "start_all_reduce", all_reduce)
+    Reduction(GROUP, scale, average_in_collective=flag).start_all_reduce(MINE.clone(), wire)
+    ((addend, op),) = sent
+    assert torch.equal(addend, (MINE * factor).to(wire)) and op == (ReduceOp.AVG if averages else ReduceOp.SUM)
 
 
 def test_one_rank_scales_and_neither_sends_nor_rounds() -> None:
