@@ -120,6 +120,8 @@ class _PendingCollective:
     turn: CooperativeTurn | None
     wanted: list[bool] = field(default_factory=list)
     """Which tensors need a gradient from the exchange of backward."""
+    has_yielded: bool = False
+    """Whether another micro-batch has already had its turn between start and finish of forward."""
     pending: list[PendingResult] = field(default_factory=list)
     returning: list[PendingResult | None] = field(default_factory=list)
 
@@ -135,6 +137,12 @@ class AsyncCollective:
     def __init__(self, route: Route, turn: CooperativeTurn | None, *rows: Tensor) -> None:
         self._exchange = _PendingCollective(route, turn)
         self._rows = _Start.apply(self._exchange, *rows)
+
+    def yield_turn(self) -> None:
+        """Lets another micro-batch compute now, and not in `finish`. The caller may then wait on the host, or compute
+        until the rows have arrived."""
+        self._exchange.yield_turn()
+        self._exchange.has_yielded = True
 
     def finish(self) -> tuple[Tensor, ...]:
         """Waits for the exchange and returns the received tensors, one for each sent. Another micro-batch may compute
@@ -163,7 +171,8 @@ class _Finish(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: _PendingCollective, *rows: Tensor) -> tuple[Tensor, ...]:
         ctx.exchange, ctx.shapes = exchange, [tensor.shape for tensor in rows]
-        exchange.yield_turn()
+        if not exchange.has_yielded:
+            exchange.yield_turn()
         pending, exchange.pending = exchange.pending, []
         return tuple(one.wait() for one in pending)
 

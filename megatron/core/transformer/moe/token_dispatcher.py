@@ -246,27 +246,33 @@ class _AllGatherDispatchCombine(DispatchCombine):
 
     def finish_dispatch(self) -> ExpertRows:
         at = self.at
+        if self._exchange is not None:
+            self._exchange.yield_turn()
+        # The device orders the rows while they are gathered.
+        count = self.experts.numel() if self.all_are_here else sum(self._sizes() or ())
+        here = None if self.all_are_here else self.here
+        self.copies, choice = at.backend.copies_by_group(self.experts, here, count, at.num_local_experts)
+        # Only products in fp8 distinguish the rows' sources.
+        has_sources = at.backend.fp8 is not None and at.ep_size * at.etp_size > 1
+        by_source = self._counts_by_source() if has_sources else None
         hidden, weights = self.rows, self.weights
         del self.rows, self.weights
         if self._exchange is not None:
             hidden, weights = self._exchange.finish()
         if at.etp_size > 1:
             hidden, weights = AsyncCollective(gather_route(at.etp_group), self.turn, hidden, weights).finish()
-        count = self.experts.numel() if self.all_are_here else sum(self._sizes() or ())
-        here = None if self.all_are_here else self.here
-        self.copies, choice = at.backend.copies_by_group(self.experts, here, count, at.num_local_experts)
         rows = at.backend.permute(hidden, self.copies)
         weights = at.weights_of(Routing(self.experts, weights), self.copies, choice)
-        by_source = self._counts_by_source() if at.ep_size * at.etp_size > 1 else None
         return ExpertRows(rows, weights, RowGroups(self.counts, self._sizes(), by_source))
 
     def _counts_by_source(self) -> Tensor:
         """Returns the number of rows of each local expert from each rank, int64 [local experts, ranks]."""
         at = self.at
-        ranks = at.ep_size * at.etp_size
-        number = torch.where(self.here, self.experts, at.num_local_experts).view(ranks, -1)
-        counts = self.counts.new_zeros(ranks, at.num_local_experts + 1)
-        return counts.scatter_add_(1, number, torch.ones_like(number))[:, :-1].t()
+        ranks, local = at.ep_size * at.etp_size, at.num_local_experts
+        first = torch.arange(0, ranks * local, local, device=self.experts.device)[:, None, None]
+        numbers = self.experts.clamp(0, local - 1).view(ranks, -1, self.experts.shape[1]) + first
+        counts = at.backend.count_experts(numbers.flatten(0, 1), ranks * local, self.here)
+        return counts.view(ranks, local).t()
 
     def _sizes(self) -> list[int] | None:
         """Returns `counts` on the host; None if they are not needed there."""

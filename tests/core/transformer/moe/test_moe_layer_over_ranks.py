@@ -11,6 +11,7 @@ from support.boxes import error, part_of
 from support.pool import Pool
 from torch import Tensor, nn
 
+from megatron.core.backends import backend_of_layer, choose_backend
 from megatron.core.parameters import info_of, initialize_parameters, name_parameters
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rank_grid import RankGrid
@@ -18,7 +19,8 @@ from megatron.core.tokens import Tokens
 from megatron.core.traffic import recorded
 from megatron.core.transformer.layer_inputs import LayerInputs
 from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
-from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_layer import DISPATCHERS, MoELayer, MoESubmodules
+from megatron.core.transformer.moe.routing import Routing
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 TOLERANCE, HIDDEN, LENGTH, ROWS = 1e-11, 8, 6, 2
@@ -166,6 +168,32 @@ def assert_equals_one_rank(
         for rank, errors in enumerate(pool.run(on_a_rank, layout["world"], layout, settings, grouped, expected)):
             wrong = {name: value for name, value in errors.items() if not value < TOLERANCE}
             assert len(errors) >= 5 and not wrong, (grouped, rank, wrong)
+
+
+def sources(dispatcher: str, precision: dict[str, Any], etp: int) -> tuple[list[int], list[list[int]] | None]:
+    """Returns the rows of each expert of this rank, and how many of them each source sent, if the experts are told."""
+    groups = ProcessGroupCollection.from_grid(RankGrid(4, expert=4 // etp, expert_tensor=etp), dist.get_rank())
+    config = TransformerConfig(
+        num_layers=1, hidden_size=16, num_attention_heads=2, num_moe_experts=8, moe_token_dispatcher_type=dispatcher,
+        moe_router_topk=2, bf16=True, expert_model_parallel_size=4 // etp, **precision,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    experts = torch.rand(24, 8, generator=generator).topk(2).indices
+    backend = backend_of_layer(choose_backend(config), config, 1, groups)
+    exchange = DISPATCHERS[dispatcher](config, groups, backend).plan(Routing(experts, torch.ones(24, 2)))
+    exchange.start_dispatch(torch.zeros(24, 16, dtype=torch.bfloat16))
+    rows = exchange.finish_dispatch().groups
+    return list(rows.host_sizes), None if rows.by_source is None else rows.by_source.tolist()
+
+
+@pytest.mark.parametrize("etp", [1, 2])
+def test_experts_in_fp8_know_which_ranks_their_rows_are_from(etp: int, pool: Pool) -> None:
+    fp8 = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
+    expected = pool.run(sources, 4, "alltoall", fp8, etp)
+    assert any(sizes != [12] * len(sizes) for sizes, _ in expected)
+    assert pool.run(sources, 4, "allgather", fp8, etp) == expected
+    # Others do not need it, and it takes time.
+    assert [told for _, told in pool.run(sources, 4, "allgather", {}, etp)] == [None] * 4
 
 
 def drawn(layout: dict[str, int], grouped: bool, values: dict[str, Tensor]) -> bool:
