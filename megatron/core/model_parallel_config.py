@@ -216,9 +216,9 @@ class ModelParallelConfig:
     micro-batch (with virtual pipeline stages, of one more chunk). Results do not change. A pipeline needs virtual
     stages."""
 
-    delay_wgrad_compute: bool = flag(False, only_with="overlap_moe_expert_parallel_comm")
-    """With --overlap-moe-expert-parallel-comm: compute the weight gradients of a backward during its own communication,
-    before the other micro-batch takes its turn."""
+    delay_wgrad_compute: bool = flag(False, only_with="num_moe_experts")
+    """Compute the weight gradients of a backward while it waits for its own exchanges of tokens between experts, with
+    --overlap-moe-expert-parallel-comm before the other micro-batch takes its turn. Results do not change."""
 
     ep_overlap_early_attn_memory_release: bool = flag(
         False, no_effect="backward frees each activation as soon as it is no longer needed"

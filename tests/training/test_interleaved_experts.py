@@ -2,12 +2,14 @@
 
 from collections import Counter
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from support.processes import run_on_ranks
 from support.runs import TensorSlice, differences, train
 
+from megatron.core.distributed.main_grad import WeightGradientQueue
 from megatron.core.traffic import recorded
 
 EXPERTS = (
@@ -15,6 +17,7 @@ EXPERTS = (
     "--moe-ffn-hidden-size 24 --moe-aux-loss-coeff 0.01 --hidden-dropout 0.1 --attention-dropout 0.1 "
 )
 TURNS = "--overlap-moe-expert-parallel-comm"
+LATE = "--delay-wgrad-compute"
 
 
 def run_recorded(flags: str) -> dict[str, Any]:
@@ -41,14 +44,14 @@ def run_all(flags: list[str]) -> list[dict[str, Any]]:
 
 def check(world: int, layout: str, flags: list[str]) -> None:
     for alone, *others in run_on_ranks(run_all, world, [layout, *(f"{layout} {more}" for more in flags)]):
-        for paired in others:
+        for paired, given in zip(others, flags, strict=True):
             assert paired["losses"] == alone["losses"] and paired["norms"] == alone["norms"]
             assert alone["state"] and differences(alone["state"], paired["state"]) == []
             # The same is sent, in another order: forwards' and backwards' exchanges take turns. (Whose weights are
             # gathered once for a backward that follows its forward differs.)
             exchanges = {"all_to_all"} if "shard" in layout else {"all_to_all", "all_gather", "reduce_scatter"}
             ours, theirs = ([s for s in run["sent"] if s[0] in exchanges] for run in (alone, paired))
-            assert Counter(ours) == Counter(theirs) and ours != theirs
+            assert Counter(ours) == Counter(theirs) and (ours != theirs or TURNS not in given)
 
 
 QUICK = "--expert-model-parallel-size 2 --moe-shared-expert-intermediate-size 16 --moe-token-dispatcher-type alltoall"
@@ -99,13 +102,39 @@ LAYOUTS = {
 
 
 def test_a_run_whose_micro_batches_take_turns_is_bit_equal() -> None:
-    check(2, QUICK, [f"{TURNS} --delay-wgrad-compute"])
+    check(2, QUICK, [f"{TURNS} {LATE}", LATE])
+
+
+def products_during_exchanges(flags: str) -> list[int]:
+    """Trains, and returns how many weight gradients each backward exchange of tokens was hidden behind."""
+    compute, hidden = WeightGradientQueue.compute_deferred, list[int]()
+
+    def counted(queue: WeightGradientQueue) -> None:
+        hidden.append(sum(map(len, queue._waiting.values())))
+        compute(queue)
+
+    with patch.object(WeightGradientQueue, "compute_deferred", counted):
+        train(f"{EXPERTS} {flags} --num-layers 2 --train-iters 1 --global-batch-size 2")
+    return hidden
+
+
+def test_a_backward_alone_computes_weight_gradients_during_its_exchanges() -> None:
+    for layout in ("alltoall", "allgather", "flex"):
+        flags = f"--expert-model-parallel-size 2 --moe-token-dispatcher-type {layout}"
+        none, hidden = run_on_ranks(in_turn, 2, [flags, f"{flags} {LATE}"])[0]
+        assert none == []
+        # Each layer's combine waits behind the layer after it, its dispatch behind its own experts; then the end.
+        assert len(hidden) == 5 and hidden[1] == hidden[3] == 2 and all(hidden), hidden
+
+
+def in_turn(flags: list[str]) -> list[list[int]]:
+    return [products_during_exchanges(each) for each in flags]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_more_runs_are_bit_equal(name: str) -> None:
-    check(*LAYOUTS[name], [TURNS, f"{TURNS} --delay-wgrad-compute"])
+    check(*LAYOUTS[name], [TURNS, f"{TURNS} {LATE}", LATE])
 
 
 def test_where_there_is_nothing_to_hide_that_is_said(capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,7 +85,7 @@ class Runner:
         self._outgoing: dict[tuple[ActionKind, int, int], Tensor] = {}
         """The tensors of sends that have not started, by kind, micro-batch and chunk of the send."""
         self._turns: dict[MicroBatchKey, MicroBatchTurn] = {}
-        """The turns of the micro-batches, if the actions have pairs."""
+        """The turns of the micro-batches, if the actions have pairs or backward delays weight gradients."""
         self._interleaver = Interleaver()
         self._no_sync: list[contextlib.ExitStack] = []
         """For each chunk, the context that delays the reduction of its gradients."""
@@ -100,7 +100,7 @@ class Runner:
         backward = (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT)
         members = [member for action in actions for member in action.members]
         self._trained = {(member.micro_batch, member.chunk) for member in members if member.kind in backward}
-        if any(action.kind is ActionKind.PAIR for action in actions):
+        if self._delays_weight_gradients or any(action.kind is ActionKind.PAIR for action in actions):
             self._turns = {key: MicroBatchTurn() for key in self._trained}
         if self._trained:
             self._auxiliary_scales = [self._auxiliary_scale(chunk) for chunk in range(len(self.task.chunks))]
@@ -139,6 +139,12 @@ class Runner:
         assert not any((self._forwards, self._hidden, self._gradients, self._outgoing)), (
             "the action list left tensors that no action uses"
         )
+
+    @property
+    def _delays_weight_gradients(self) -> bool:
+        """Whether a backward computes its weight gradients while it exchanges tokens between experts."""
+        sends = self.task.groups.size("ep") * self.task.groups.size("expt_tp") > 1
+        return sends and getattr(self.task.config, "delay_wgrad_compute", False)
 
     def _auxiliary_scale(self, chunk: int) -> Tensor | None:
         """Returns the gradient of auxiliary losses of a chunk's layers; None if the chunk takes no `MicroBatch`
@@ -216,7 +222,7 @@ class Runner:
     def _backward(self, action: Action) -> None:
         turn = self._turns.get((action.micro_batch, action.chunk))
         defer = find_method(self.task.chunks[action.chunk], "deferred_weight_gradients")
-        if turn is None or defer is None or not getattr(self.task.config, "delay_wgrad_compute", False):
+        if turn is None or defer is None or not self._delays_weight_gradients:
             return self._run_backward(action)
         with defer() as compute_deferred, turn.own_work_first(compute_deferred):
             return self._run_backward(action)
@@ -244,7 +250,7 @@ class Runner:
     def _input_gradient(self, action: Action) -> None:
         defer = find_method(self.task.chunks[action.chunk], "defer_weight_gradients")
         with contextlib.nullcontext() if defer is None else defer(action.micro_batch):
-            self._backward(action)
+            self._run_backward(action)
 
     def _pair(self, action: Action) -> None:
         forward, backward = action.members

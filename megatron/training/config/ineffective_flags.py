@@ -168,7 +168,11 @@ def _expert_overlap(s: Settings) -> Iterator[str]:
         yield f"{{moe_shared_expert_overlap}}: {nothing_to_hide}"
     if s.moe_local_token_overlap:
         yield f"{{moe_local_token_overlap}}: {nothing_to_hide}"
-    if s.overlap_moe_expert_parallel_comm and (s.expert_tensor_parallel_size or s.tensor_model_parallel_size) == 1:
+    if (s.expert_tensor_parallel_size or s.tensor_model_parallel_size) > 1:
+        return
+    if s.delay_wgrad_compute:
+        yield f"{{delay_wgrad_compute}}: {nothing_to_hide}"
+    if s.overlap_moe_expert_parallel_comm:
         yield (
             f"{{overlap_moe_expert_parallel_comm}}: {nothing_to_hide}, and one more micro-batch's activations are kept"
         )
