@@ -24,6 +24,7 @@ _ZERO3 = "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_para
 _BOTH = "--overlap-grad-reduce --overlap-param-gather"
 _FLEX = "--moe-token-dispatcher-type flex --moe-local-token-overlap --moe-flex-transport symmetric-memory"
 _TURNS = "--overlap-moe-expert-parallel-comm"
+_GATHERED = "--moe-token-dispatcher-type allgather --delay-wgrad-compute"
 _FP8 = "--fp8-format hybrid --fp8-recipe tensorwise"
 _FSDP_OF_ANCHOR = (
     f"{_ZERO3} {_BOTH} --use-distributed-optimizer --no-gradient-accumulation-fusion --calculate-per-token-loss "
@@ -66,6 +67,7 @@ def _expert_layouts(gpus: int) -> dict[str, Layout]:
     return {
         plain: _expert_parallel(gpus),
         f"{plain}-flex": _expert_parallel(gpus, _FLEX, reference=plain),
+        f"{plain}-allgather": _expert_parallel(gpus, _GATHERED, reference=plain),
         f"{plain}-overlap": _expert_parallel(gpus, f"{_TURNS} --delay-wgrad-compute", _TURNS, connections=32),
         f"{plain}-flex-overlap": _expert_parallel(
             gpus,
@@ -97,7 +99,11 @@ LAYOUTS: Mapping[str, Layout] = {
     **{f"tp{gpus}": _tensor_parallel(gpus, gpus) for gpus in (2, 4)},
     "tp2dp2": _tensor_parallel(4, 2, _BOTH),
     "tp4dp2": _tensor_parallel(8, 4, _BOTH),
-    "pp2": Layout(2, "--pipeline-model-parallel-size 2"),
+    "pp2": Layout(
+        2,
+        "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --pipeline-model-parallel-layout auto",
+        "--pipeline-model-parallel-size 2",
+    ),
     **_chunked(4),
     "pp4tp2": Layout(
         8,
