@@ -26,7 +26,7 @@ _KINDS = {
     "dropout": r"_apply_kernel|_keep_",
     "loss": r"_statistics|_gradient_kernel",
     "update and gradient norm": r"_adam|LpNorm|FusedAdam",
-    "fp8 casts and scales": r"_cast_kernel|_cast_both|_largest|_blocks_kernel",
+    "fp8 casts and scales": r"_cast_(kernel|both|groups|tiles)|_largest|_blocks_kernel|_transpose_kernel",
     "routing and dispatch": r"^_(rows|spread|tokens|place)_|_count_|_best_|_balance_|_choice_|scatter|[sS]ort",
     "sums, biases, residuals": r"CUDAFunctor_add|^_add_|_sum_rows",
 }

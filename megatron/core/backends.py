@@ -60,6 +60,7 @@ from megatron.core.ops.fp8.product import (
 )
 from megatron.core.ops.fp8.quantize import Quantized, cast_scaled, largest_of_lines, largest_value, quantize_blocks
 from megatron.core.ops.fp8.recipes import Fp8Kernels, Fp8Settings, LinearSplit
+from megatron.core.ops.fp8.weight_blocks import WeightKernels, cast_blocks, largest_of_blocks, transposed_codes
 from megatron.core.ops.head_loss import head_loss
 from megatron.core.ops.linear import linear, sum_rows
 from megatron.core.ops.moe.grouped_linear import accumulate_grouped_product, grouped_bias, grouped_linear
@@ -279,6 +280,11 @@ def triton_backend() -> Backend | None:
             largest_value_triton,
             quantize_blocks_triton,
         )
+        from megatron.core.ops.fp8.weight_blocks_triton import (
+            cast_blocks_triton,
+            largest_of_blocks_triton,
+            transposed_codes_triton,
+        )
         from megatron.core.ops.moe.grouped_linear_triton import (
             accumulate_grouped_product_triton,
             grouped_bias_cuda,
@@ -373,6 +379,11 @@ def triton_backend() -> Backend | None:
                 )
             },
             grouped,
+            WeightKernels(
+                ByDevice(cpu=largest_of_blocks, cuda=largest_of_blocks_triton),
+                ByDevice(cpu=cast_blocks, cuda=cast_blocks_triton),
+                ByDevice(cpu=transposed_codes, cuda=transposed_codes_triton),
+            ),
         ),
     )
 

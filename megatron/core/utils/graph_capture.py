@@ -149,7 +149,8 @@ def fill_nested(target: Any, value: Any) -> None:
 def _fill(targets: Sequence[Tensor], value: Any) -> None:
     given = [leaf for _, leaf in leaves(value) if isinstance(leaf, Tensor)]
     for target, tensor in zip(targets, given, strict=True):
-        target.copy_(tensor, non_blocking=True)
+        if target.data_ptr() != tensor.data_ptr():
+            target.copy_(tensor, non_blocking=True)
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -5,12 +5,13 @@ gradient in float32.
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.core.ops.fp8.formats import BLOCK
 from megatron.core.ops.fp8.grouped import QuantizedGroups, QuantizedGroupsPair, Segments
 from megatron.core.ops.fp8.grouped_recipes import AnyGroupScaling, MicroBatches, build_group_scaling
 from megatron.core.ops.fp8.linear import QuantizedWeights
@@ -50,6 +51,19 @@ class Fp8GroupedLinear(QuantizedWeights[QuantizedGroupsPair]):
         segments = Segments.of_weight(stacked)
         matrix = stacked.reshape(-1, stacked.shape[-1])
         return self.scaling.quantize_groups(matrix, segments, Role.WEIGHTS, rows=rows, columns=columns, records=True)
+
+    def _pair_of(self, codes: Tensor, scales: Tensor, columns: bool) -> QuantizedGroupsPair:
+        stacked = codes if codes.dim() == 3 else codes[None]
+        matrix, factors = stacked.reshape(-1, stacked.shape[-1]), 1.0 / scales
+        scope: Literal["all", "segments", "squares"] = "all"
+        if factors.dim():
+            scope = "segments" if self.scaling.weight_block == (0, 0) else "squares"
+            factors = factors.flatten() if scope == "segments" else factors.flatten(0, 1)
+        transposed = None
+        if columns:
+            values = self.settings.kernels.weights.transposed_codes(stacked, BLOCK)
+            transposed = QuantizedGroups(values, factors.t().contiguous(), scope)
+        return QuantizedGroupsPair(QuantizedGroups(matrix, factors, scope), transposed)
 
 
 class Fp8ExpertLinear(Fp8GroupedLinear):

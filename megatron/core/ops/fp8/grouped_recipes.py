@@ -17,10 +17,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.collectives import Group, all_reduce
-from megatron.core.ops.fp8.formats import scale_for
+from megatron.core.ops.fp8.formats import BLOCK, scale_for
 from megatron.core.ops.fp8.grouped import QuantizedGroups, QuantizedGroupsPair, Segments
 from megatron.core.ops.fp8.quantize import noted_largest_of_rows
-from megatron.core.ops.fp8.recipes import DelayedScaling, Fp8Settings, LinearSplit, Role, Scaling, largest_over
+from megatron.core.ops.fp8.recipes import (
+    DelayedScaling,
+    Fp8Settings,
+    LinearSplit,
+    Role,
+    Scaling,
+    dividing_groups,
+    largest_over,
+)
 
 
 @dataclass(frozen=True)
@@ -73,14 +81,19 @@ class GroupScaling(Scaling):
 class TensorwiseGroupScaling(GroupScaling):
     """One scale for each segment, from the largest value of its expert and micro-batch."""
 
+    weight_block = (0, 0)
+
+    def weight_groups(self) -> Sequence[Group]:
+        """Returns the groups that divide the weight."""
+        return dividing_groups(self.split, Role.WEIGHTS)
+
     def quantize_groups(
         self, matrix: Tensor, segments: Segments, role: Role, *, rows: bool, columns: bool, records: bool
     ) -> QuantizedGroupsPair:
         """Casts by the scale of each segment's largest value, over the ranks that divide it."""
         of_rows = noted_largest_of_rows(matrix)
         amax = self.settings.kernels.grouped.largest(matrix if of_rows is None else of_rows[:, None], segments)
-        for groups in self.split.groups(role):
-            amax = largest_over(amax, groups)
+        amax = largest_over(amax, dividing_groups(self.split, role))
         if role is not Role.WEIGHTS:
             amax = self.micro_batches.largest(amax)
         dtype = self.settings.dtype(role)
@@ -135,6 +148,8 @@ class RowwiseGroupScaling(GroupScaling):
 
 class BlockwiseGroupScaling(GroupScaling):
     """A scale for each 1 x 128 block of rows and columns, and for each 128 x 128 block of weights."""
+
+    weight_block = (BLOCK, BLOCK)
 
     def quantize_groups(
         self, matrix: Tensor, segments: Segments, role: Role, *, rows: bool, columns: bool, records: bool

@@ -8,7 +8,7 @@ optimizer updates, and those in a checkpoint, are never rounded.
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from megatron.core.collectives import Group, gather_rows, start_all_reduce, star
 from megatron.core.exceptions import UserError
 from megatron.core.ops.fp8.quantize import Quantized, QuantizedPair
 from megatron.core.ops.fp8.recipes import Fp8Settings, LinearSplit, Role, build_scaling
+from megatron.core.ops.fp8.weight_blocks import WeightBlocks
 from megatron.core.ops.linear import SequenceShard, product, sum_rows
 from megatron.core.parameters import main_grad_accumulator
 from megatron.core.utils.graph_capture import fill_nested
@@ -28,6 +29,14 @@ _MULTIPLE = 16
 
 Pair = TypeVar("Pair", bound=Any)
 """A quantised weight in two layouts: an object with `rows` and `columns`."""
+
+
+class GatheredWeight(Protocol):
+    """A weight whose only whole copy is in fp8, in memory of a data parallel wrapper."""
+
+    def gathered(self) -> tuple[int, Tensor, Tensor]:
+        """Returns a number that changes with the weight, the weight in fp8, shaped as the parameter, and its scales:
+        float32 [groups, blocks down, blocks across] or a scalar. Gathers the weight if it is not whole."""
 
 
 class QuantizedWeights(nn.Module, Generic[Pair]):
@@ -54,6 +63,26 @@ class QuantizedWeights(nn.Module, Generic[Pair]):
         self._has_fixed_storage = False
         self._last_weight: tuple[Tensor] | None = None
         """The weight that was quantised last. In a tuple, so that it is no parameter of this module."""
+        self._own_weight = (weight,)
+        self._gathered: GatheredWeight | None = None
+
+    @property
+    def own_weight(self) -> Tensor:
+        """The weight that the layer was built for."""
+        return self._own_weight[0]
+
+    @property
+    def can_gather_weight(self) -> bool:
+        """Whether the layer can compute with a weight that exists only in fp8."""
+        return self.scaling.weight_block is not None
+
+    def weight_blocks(self) -> WeightBlocks:
+        """Returns the blocks of the layer's weight that have one scale each."""
+        return WeightBlocks.of(self.own_weight.shape, self.scaling.weight_block)
+
+    def take_gathered_weight(self, weight: GatheredWeight) -> None:
+        """From now on the layer reads its weight in fp8 here, and no values of its parameter."""
+        self._gathered = weight
 
     def adapt_to_data_parallel(self, gradient_share: float, shards_weights: bool) -> None:
         """Takes what a data parallel wrapper decides.
@@ -93,10 +122,14 @@ class QuantizedWeights(nn.Module, Generic[Pair]):
 
     def _quantized_weight(self, weight: Tensor, rows: bool = False, columns: bool = False) -> Pair:
         """Returns the weight in at least these layouts; in both, if they are kept."""
-        key = weight.data_ptr(), weight._version
+        gathered = self._gathered.gathered() if self._gathered is not None and weight is self.own_weight else None
+        key = gathered[:1] if gathered is not None else (weight.data_ptr(), weight._version)
         if self._kept is not None and self._kept[0] == key:
             return self._kept[1]
-        pair = self._quantize(weight, rows or self._keeps_weights, columns or self._keeps_weights)
+        if gathered is not None:
+            pair = self._pair_of(*gathered[1:], columns or self._keeps_weights)
+        else:
+            pair = self._quantize(weight, rows or self._keeps_weights, columns or self._keeps_weights)
         if self._keeps_weights:
             if self._has_fixed_storage:
                 pair, self._last_weight = self._stored(pair), (weight,)
@@ -112,6 +145,10 @@ class QuantizedWeights(nn.Module, Generic[Pair]):
         return self._storage
 
     def _quantize(self, weight: Tensor, rows: bool, columns: bool) -> Pair:
+        raise NotImplementedError
+
+    def _pair_of(self, codes: Tensor, scales: Tensor, columns: bool) -> Pair:
+        """Returns a weight that is in fp8 already, in the memory of `codes`, and transposed (`columns`)."""
         raise NotImplementedError
 
     def forget_weights(self) -> None:
@@ -165,6 +202,15 @@ class Fp8Linear(QuantizedWeights[QuantizedPair]):
 
     def _quantize(self, weight: Tensor, rows: bool, columns: bool) -> QuantizedPair:
         return self.scaling.quantize(weight.detach(), Role.WEIGHTS, rows=rows, columns=columns, records=True)
+
+    def _pair_of(self, codes: Tensor, scales: Tensor, columns: bool) -> QuantizedPair:
+        factors = 1.0 / scales
+        factors = factors.view(()) if factors.numel() == 1 and self.scaling.weight_block == (0, 0) else factors[0]
+        transposed = None
+        if columns:
+            values = self.settings.kernels.weights.transposed_codes(codes[None], 1)
+            transposed = Quantized(values, factors.t().contiguous())
+        return QuantizedPair(Quantized(codes, factors), transposed)
 
 
 class _Fp8Linear(torch.autograd.Function):

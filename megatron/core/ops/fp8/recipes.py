@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from megatron.core.collectives import Group, all_reduce
 from megatron.core.initializers import Constant
-from megatron.core.ops.fp8.formats import Fp8Formats, scale_for
+from megatron.core.ops.fp8.formats import BLOCK, Fp8Formats, scale_for
 from megatron.core.ops.fp8.grouped import GroupedKernels
 from megatron.core.ops.fp8.product import accumulate_product, emulated_product
 from megatron.core.ops.fp8.quantize import (
@@ -35,6 +35,7 @@ from megatron.core.ops.fp8.quantize import (
     noted_largest,
     quantize_blocks,
 )
+from megatron.core.ops.fp8.weight_blocks import WeightKernels
 from megatron.core.parameters import declare
 
 
@@ -64,6 +65,8 @@ class Fp8Kernels:
     Layers with tensorwise scaling use them."""
     grouped: GroupedKernels = field(default_factory=GroupedKernels)
     """Those of experts."""
+    weights: WeightKernels = field(default_factory=WeightKernels)
+    """Those of weights whose only whole copy is in fp8."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,10 @@ class LinearSplit:
 class Scaling(nn.Module):
     """Quantises the matrices of one linear layer."""
 
+    weight_block: tuple[int, int] | None = None
+    """Rows and columns of the blocks of a weight that have one scale each, 0 for all rows or columns. None: the
+    transposed weight has other scales, so it does not follow from the quantised weight."""
+
     def __init__(self, settings: Fp8Settings, split: LinearSplit) -> None:
         super().__init__()
         self.settings, self.split, self.kernels = settings, split, settings.kernels
@@ -120,6 +127,15 @@ class Scaling(nn.Module):
         training step."""
         raise NotImplementedError
 
+    def weight_groups(self) -> Sequence[Group]:
+        """Returns the groups of ranks over which the largest values of a weight's blocks are taken."""
+        return ()
+
+    def weight_scales(self, amax: Tensor) -> Tensor:
+        """Returns the scales of a weight from the largest values of its blocks over all ranks: of the same shape, or a
+        scalar for all blocks."""
+        return scale_for(amax, self.settings.dtype(Role.WEIGHTS), self.settings.margin)
+
     def forget(self) -> None:
         """Drops what was derived from saved state, because that may have been loaded."""
 
@@ -131,13 +147,18 @@ class Scaling(nn.Module):
 class TensorwiseScaling(Scaling):
     """One scale for a tensor, from its own largest value ("current scaling")."""
 
+    weight_block = (0, 0)
+
+    def weight_groups(self) -> Sequence[Group]:
+        """Returns the groups that divide the weight."""
+        return dividing_groups(self.split, Role.WEIGHTS)
+
     def quantize(self, matrix: Tensor, role: Role, *, rows: bool, columns: bool, records: bool) -> QuantizedPair:
         """Casts by the scale of the largest value of the whole matrix, over the ranks that divide it."""
         amax = noted_largest(matrix)
         if amax is None:
             amax = self.kernels.largest_value(matrix)
-        for groups in self.split.groups(role):
-            amax = largest_over(amax, groups)
+        amax = largest_over(amax, dividing_groups(self.split, role))
         dtype = self.settings.dtype(role)
         return cast_pair(self.kernels, matrix, dtype, scale_for(amax, dtype, self.settings.margin), rows, columns)
 
@@ -150,6 +171,8 @@ class DelayedScaling(Scaling):
     batch's, so that the history does not depend on the number of data parallel ranks. As long as all are zero, the
     scales are those of `TensorwiseScaling`.
     """
+
+    weight_block = (0, 0)
 
     def __init__(self, settings: Fp8Settings, split: LinearSplit, device: torch.device) -> None:
         super().__init__(settings, split)
@@ -174,6 +197,17 @@ class DelayedScaling(Scaling):
                 seen.copy_(torch.maximum(seen, self.kernels.largest_value(matrix)))
             return self._first.quantize(matrix, role, rows=rows, columns=columns, records=records)
         return cast_pair(self.kernels, matrix, dtype, scale, rows, columns, seen)
+
+    def weight_groups(self) -> Sequence[Group]:
+        """Returns the groups that divide the weight."""
+        return dividing_groups(self.split, Role.WEIGHTS)
+
+    def weight_scales(self, amax: Tensor) -> Tensor:
+        """Returns the scale of earlier steps, or those of the largest values before the first step; keeps the largest
+        value for later steps."""
+        scale, seen = self.scale_of(Role.WEIGHTS), self.seen_of(Role.WEIGHTS)
+        seen.copy_(torch.maximum(seen, amax.amax()))
+        return super().weight_scales(amax) if scale is None else scale
 
     def scale_of(self, role: Role) -> Tensor | None:
         """Returns the scale from earlier steps; None before the first step."""
@@ -258,6 +292,8 @@ class BlockwiseScaling(Scaling):
     """A scale for each 1 x 128 block of inputs and gradients and each 128 x 128 block of weights (DeepSeek-AI 2024,
     arXiv:2412.19437)."""
 
+    weight_block = (BLOCK, BLOCK)
+
     def quantize(self, matrix: Tensor, role: Role, *, rows: bool, columns: bool, records: bool) -> QuantizedPair:
         """Casts each block by the scale of its own largest value."""
         return self.kernels.quantize_blocks(
@@ -299,6 +335,11 @@ def cast_pair(
 
 def _with_lines(values: Tensor | None, scale: Tensor | None) -> Quantized | None:
     return None if values is None or scale is None else Quantized(values, (1.0 / scale)[:, None])
+
+
+def dividing_groups(split: LinearSplit, role: Role) -> Sequence[Group]:
+    """Returns the groups of ranks that divide a matrix."""
+    return [group for groups in split.groups(role) for group in groups if group is not None]
 
 
 def largest_over(amax: Tensor, groups: Sequence[Group]) -> Tensor:

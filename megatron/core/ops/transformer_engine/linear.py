@@ -238,6 +238,9 @@ class _NoScaling:
 
     gradient_share = 1.0
 
+    weight_block = None
+    """Its layers quantise weights themselves, and keep them."""
+
     def forget(self) -> None:
         """Does nothing: there is no state to drop."""
 
