@@ -1,7 +1,7 @@
 """Estimates the peak memory of a cell of compare.sh, without a GPU:   python benchmarks/peak_memory.py LLAMA8B/dp4
 
-The state (weights, gradients, optimizer) is that of `--dry-run`, which builds each rank's part of the model.
-Activations are counted per token and layer: what the layers of Llama's and MOE64's kind keep for backward.
+The state (weights, quantised weights, gradients, optimizer) is that of `--dry-run`, which builds each rank's part of
+the model. Activations are counted per token and layer: what the layers of Llama's and MOE64's kind keep for backward.
 tests/tools/test_layouts.py compares the estimate with measured peaks.
 """
 
@@ -63,7 +63,6 @@ def peak_memory(config: PretrainConfig) -> int:
             + int(
                 tokens * bytes_of_token(transformer) * layers_of(rank) * (timeline.peak_activations(place) + overlapped)
             )
-            + quantised_bytes(rank, transformer)
             for place, rank in first.items()
         )
         + OTHER_BYTES
@@ -87,15 +86,6 @@ def bytes_of_token(config: TransformerConfig) -> float:
         mlp = config.moe_router_topk * (hidden + 3.0 * (config.moe_ffn_hidden_size or 0))
         mlp *= _UNEVEN if config.expert_model_parallel_size > 1 else 1.0
     return 2.0 * ((2 + norms) * hidden + attention + mlp)
-
-
-def quantised_bytes(rank: RankMemory, config: TransformerConfig) -> int:
-    """Returns the bytes of fp8 weights in both layouts, which stay during a step; 0 without fp8."""
-    if config.fp8 is None or not config.fp8_weight_cache:
-        return 0
-    return 2 * sum(
-        info.box.numel for info in rank.shard.infos if ".layers." in info.name and len(info.global_shape) > 1
-    )
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -136,11 +136,10 @@ def _measured(step: ForwardStep, kept: list[int]) -> ForwardStep:
 def memory_of(trainer: Trainer, kept: Sequence[int]) -> dict[str, int]:
     """Returns the bytes of this rank's buffers between steps, and of the activations of a micro-batch."""
     units = [unit for chunk in trainer.model for unit in chunk.units]
-    weights = sum(unit.weight_shard.nbytes if unit.shards_weights else unit.param_buffer.nbytes for unit in units)
     storages = {unit.grad_buffer.untyped_storage().data_ptr(): unit.grad_buffer.untyped_storage() for unit in units}
     storages |= {u.gradient_shard.untyped_storage().data_ptr(): u.gradient_shard.untyped_storage() for u in units}
     return {
-        "weights": weights,
+        "weights": sum(unit.weight_bytes for unit in units),
         "gradients": sum(storage.nbytes() for storage in storages.values()),
         "optimizer": sum(chunk.flat.nbytes for chunk in trainer.optimizer.state_chunks()),
         "activations": sum(kept),

@@ -1,10 +1,12 @@
 """fp8 on a GPU: kernels equal their definitions bit for bit, products equal emulated ones, and a step does not wait."""
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
-from support import fp8_kernels
+from support import fp8_kernels, fp8_weights
+from support.runs import differences, state_at_end, train
 from torch import nn
 
 from megatron.core.backends import LOCAL, Backend, triton_backend
@@ -23,6 +25,35 @@ RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise")
 @pytest.mark.parametrize("check", ["largest_values", "casts", "blocks", "values_that_are_not_finite"])
 def test_kernels_equal_their_definitions(check: str) -> None:
     getattr(fp8_kernels, check)()
+
+
+@pytest.mark.parametrize("check", fp8_weights.CHECKS)
+def test_kernels_of_gathered_weights_equal_their_definitions(check: Callable[[], None]) -> None:
+    check()
+
+
+GRAPHS = "--cuda-graph-warmup-steps 2 --no-check-for-nan-in-loss-and-grad"
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        "",
+        "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 256 --moe-grouped-gemm",
+        f"--cuda-graph-impl local --cuda-graph-scope full_iteration {GRAPHS}",
+        f"--optimizer-cuda-graph {GRAPHS}",
+    ],
+)
+def test_weights_only_in_fp8_change_no_bit(recipe: str, more: str) -> None:
+    flags = (
+        "--mock-data --hidden-size 256 --ffn-hidden-size 512 --seq-length 128 --max-position-embeddings 128 --swiglu "
+        "--attention-dropout 0 --hidden-dropout 0 --disable-bias-linear --bf16 --deterministic-mode --train-iters 6 "
+        f"--fp8-format hybrid --fp8-recipe {recipe} {more}"
+    )
+    plain, gathered = (train(f"{flags} {flag}") for flag in ("", "--fp8-param-gather"))
+    assert plain.losses == gathered.losses
+    assert differences(state_at_end([plain]), state_at_end([gathered])) == []
 
 
 def gradients(backend: Backend, recipe: str, name: str, tokens: int) -> list[torch.Tensor]:

@@ -123,7 +123,9 @@ class _Recorder(Hook, LogWriter):
 
 def everything(run: Trainer) -> dict[str, Any]:
     """Returns all state of a run by name: weights, optimizer, schedule, counts. To compare layouts use `slices`."""
-    weights = {f"weight {chunk.name}": chunk.flat.clone() for chunk in weight_chunks(run.model, run.environment.groups)}
+    weights = {
+        f"weight {chunk.name}": chunk.values().clone() for chunk in weight_chunks(run.model, run.environment.groups)
+    }
     optimizer = run.optimizer.state_dict()
     rest = {"state": run.state.to_json(), "scheduler": run.scheduler.state_dict(), "optimizer": optimizer["common"]}
     return weights | optimizer["state"] | rest
@@ -134,7 +136,7 @@ def slices(run: Trainer) -> list[TensorSlice]:
     held = [(f"weight {chunk.name}", chunk) for chunk in weight_chunks(run.model, run.environment.groups)]
     held += [(chunk.name, chunk) for chunk in run.optimizer.state_chunks()]
     return [
-        TensorSlice(name, chunk.global_shape, chunk.box, chunk.range[0], chunk.flat.clone()) for name, chunk in held
+        TensorSlice(name, chunk.global_shape, chunk.box, chunk.range[0], chunk.values().clone()) for name, chunk in held
     ]
 
 

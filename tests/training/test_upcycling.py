@@ -34,6 +34,18 @@ def test_a_run_begins_as_the_dense_one_and_goes_on(corpus, tmp_path, capsys):
     assert "NOTE" not in printed and "WARNING" not in printed
 
 
+def test_weights_that_are_gathered_in_fp8_begin_and_go_on_like_others(tmp_path):
+    dense = tmp_path / "dense"
+    data = "--mock-data --bf16 --train-iters 2"
+    train(f"{data} --save {dense}", base=f"{DENSE} --ffn-hidden-size 64")
+    upcycle = f"{data} {HALVES} --moe-ffn-hidden-size 32 --load {dense} --use-distributed-optimizer --fp8-format hybrid"
+    without, gathered = (
+        logger_of(train_on_ranks(f"{upcycle} {flag}", 2, base=f"{DENSE} --ffn-hidden-size 64"))
+        for flag in ("", "--fp8-param-gather")
+    )
+    assert without.losses == gathered.losses and len(gathered.losses) == 2
+
+
 def test_folders_that_do_not_fit_are_named():
     (problem,) = problems_of(f"{HALVES} --swiglu --ffn-hidden-size 48")
     assert "--moe-use-upcycling needs --load: the folder of the dense checkpoint that becomes experts" in problem

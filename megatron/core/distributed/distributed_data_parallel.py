@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.collectives import Group, broadcast
-from megatron.core.dist_checkpointing.chunk import Chunk, parameter_chunk
+from megatron.core.dist_checkpointing.chunk import Chunk, EncodedTensor, parameter_chunk
 from megatron.core.distributed.buckets import BucketQueue, TwoLevelReduction, make_buckets, wire_dtype_of
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import Unit
+from megatron.core.distributed.fp8_unit import Fp8Unit, ShardWeights, quantize_units
 from megatron.core.distributed.main_grad import WeightGradientQueue
 from megatron.core.distributed.meta_init import materialize, materialize_rest
 from megatron.core.distributed.reduce_scatter_gradients import ReduceScatterGradients
@@ -62,6 +63,9 @@ class DistributedDataParallel(nn.Module):
         self.shardings = shardings(ddp_config, self.pg_collection)
         shards = {grid: sharding.shards for grid, sharding in self.shardings.items()}
         plans = plan_units(module, shards, ddp_config.main_grads_dtype)
+        self._quantized = [layer for layer in module.modules() if isinstance(layer, QuantizedWeights)]
+        """Linear layers that keep quantised weights between micro-batches."""
+        self._fp8_units: list[Fp8Unit] = []
         self.units = [self._unit(plan, device or _default_device()) for plan in plans]
         materialize_rest(module, device or _default_device(), config)
         reductions = {grid: self._reduction(grid) for grid in {plan.grid for plan in plans}}
@@ -77,8 +81,6 @@ class DistributedDataParallel(nn.Module):
         self._hooks = WeightHooks(module, gathered, prefetch=ddp_config.overlap_param_gather)
         self._hooks.enable()
         self._offloaded: list[Tensor] = []
-        self._quantized = [layer for layer in module.modules() if isinstance(layer, QuantizedWeights)]
-        """Linear layers that keep quantised weights between micro-batches."""
         surrounding = [layer.around_forward for layer in self._quantized if layer.surrounds_forward]
         self._around_forward: Callable[[], AbstractContextManager[Any]] = (
             surrounding[0] if surrounding else contextlib.nullcontext
@@ -105,7 +107,16 @@ class DistributedDataParallel(nn.Module):
         for slot in plan.slots:
             materialize(slot.parameter, device, self.config)
         sharding = self.shardings[plan.grid]
-        return Unit(plan, self.shardings, self._group(sharding.shard_group) if sharding.shards > 1 else None)
+        group = self._group(sharding.shard_group) if sharding.shards > 1 else None
+        if not (self.ddp_config.fp8_param_gather and plan.gathers_in_fp8):
+            return Unit(plan, self.shardings, group)
+        layers = {layer.own_weight: layer for layer in self._quantized}
+        self._fp8_units.append(Fp8Unit(plan, self.shardings, group, layers, self._quantize_weights))
+        return self._fp8_units[-1]
+
+    def _quantize_weights(self) -> None:
+        """Quantises the shards of weights that are gathered in fp8, if they have changed."""
+        quantize_units([unit for unit in self._fp8_units if unit.is_changed])
 
     def _bucket_elements(self) -> int:
         """Returns the default bucket size: large enough for a ring over all ranks, small enough to start early."""
@@ -142,7 +153,7 @@ class DistributedDataParallel(nn.Module):
         ranks must call this together."""
         with self.whole_weights():
             state = self.module.state_dict(*args, **kwargs)
-            if any(unit.shards_weights for unit in self.units):
+            if any(unit.frees_parameters for unit in self.units):
                 state.update({key: value.clone() for key, value in state.items() if isinstance(value, Tensor)})
         return state
 
@@ -151,10 +162,12 @@ class DistributedDataParallel(nn.Module):
         return self.state_dict(*args, **kwargs)
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Returns the wrapped model's sharded state dict. Raises UserError with sharded parameters, because the model
-        does not have the whole ones; `megatron.training.checkpointing.save_checkpoint` saves them."""
-        if any(unit.shards_weights for unit in self.units):
-            raise UserError("sharded_state_dict(): not with sharded parameters; save_checkpoint() saves them")
+        """Returns the wrapped model's sharded state dict. Raises UserError if parameters are sharded or exist only in
+        fp8: the model does not have the whole ones. `megatron.training.checkpointing.save_checkpoint` saves them."""
+        if any(unit.frees_parameters for unit in self.units):
+            raise UserError(
+                "sharded_state_dict(): not with sharded parameters or --fp8-param-gather; save_checkpoint() saves them"
+            )
         return self.module.sharded_state_dict(*args, **kwargs)  # type: ignore[operator]
 
     @torch.no_grad()
@@ -171,15 +184,20 @@ class DistributedDataParallel(nn.Module):
 
     @contextlib.contextmanager
     def whole_weights(self) -> Iterator[None]:
-        """All parameters can be read inside the context, even sharded ones. With sharded parameters all ranks must
-        enter it together, and each rank needs memory for the whole chunk. Values that are written to sharded parameters
-        are lost."""
+        """All parameters can be read inside the context, even sharded ones and those that exist only in fp8. With such
+        parameters all ranks must enter it together, and each rank needs memory for the whole chunk. Values that are
+        written to such parameters are lost."""
         for unit in self.units:
-            unit.start_all_gather()
+            if isinstance(unit, Fp8Unit):
+                unit.gather_model_weights()
+            else:
+                unit.start_all_gather()
         self.finish_param_sync()
         try:
             yield
         finally:
+            for in_fp8 in self._fp8_units:
+                in_fp8.free_model_weights()
             self._hooks.reshard_unused()
 
     # Gradients -------------------------------------------------------------------------------------------------------
@@ -271,23 +289,38 @@ class DistributedDataParallel(nn.Module):
 
     def weight_chunks(self) -> Iterator[Chunk]:
         """Yields the model's weights on this rank as checkpoint chunks that share its memory: whole boxes, or this
-        rank's shards of sharded parameters."""
+        rank's shards of sharded parameters and of those that exist only in fp8. The latter are encoded, unless
+        `hold_weight_shards` was called or the optimizer needs them in memory."""
         self.finish_param_sync()
         self._hooks.reshard_unused()  # values loaded into shards do not reach whole weights
         for layer in self._quantized:
             layer.forget()  # the caller may write to the chunks
+        for in_fp8 in self._fp8_units:
+            in_fp8.mark_updated()  # on all ranks, also on those that the caller gives no chunk to write
         for unit in self.units:
-            for parameter_slice in unit.parameter_slices if unit.shards_weights else ():
-                yield self._chunk(parameter_slice, parameter_slice.view_in(unit.weight_shard), unit)
-        sharded = {s.parameter for u in self.units if u.shards_weights for s in u.slots}
+            for parameter_slice in unit.parameter_slices if unit.frees_parameters else ():
+                if isinstance(unit, Fp8Unit) and not unit.holds_shard:
+                    meta = parameter_slice.view_in(unit.weight_shard.to("meta"))
+                    yield self._chunk(parameter_slice, meta, unit, ShardWeights(unit, parameter_slice))
+                else:
+                    yield self._chunk(parameter_slice, parameter_slice.view_in(unit.weight_shard), unit)
+        sharded = {s.parameter for u in self.units if u.frees_parameters for s in u.slots}
         for parameter, info in named_infos(self.module):
             if parameter not in sharded:
                 yield parameter_chunk(parameter, replica_ranks(info, self.pg_collection))
 
-    def _chunk(self, parameter_slice: ParameterSlice, tensor: Tensor, unit: Unit) -> Chunk:
+    def hold_weight_shards(self) -> None:
+        """Gives this rank's shards of weights that exist only in fp8 memory in the model's type, until the weights are
+        used. Call it before `weight_chunks` to write to the chunks' tensors."""
+        for unit in self._fp8_units:
+            unit.hold_shard()
+
+    def _chunk(
+        self, parameter_slice: ParameterSlice, tensor: Tensor, unit: Unit, encoded: EncodedTensor | None = None
+    ) -> Chunk:
         info = parameter_slice.info
         holders = replica_ranks(info, self.pg_collection, unit.sharding)
-        return Chunk(info.name, info.global_shape, info.box, parameter_slice.flat_range, tensor, holders)
+        return Chunk(info.name, info.global_shape, info.box, parameter_slice.flat_range, tensor, holders, encoded)
 
     @torch.no_grad()
     def broadcast_params(self) -> None:
@@ -296,9 +329,10 @@ class DistributedDataParallel(nn.Module):
         for unit in self.units:
             group = self._group(unit.sharding.data_group)
             if group is not None:
-                if unit.shards_weights:
+                if unit.frees_parameters:
                     raise UserError(
-                        "broadcast_params: parameters are sharded; make ranks equal before they are wrapped"
+                        "broadcast_params: parameters are sharded, or exist only in fp8; make ranks equal before they "
+                        "are wrapped"
                     )
                 broadcast(unit.param_buffer, group)
         for layer in self._quantized:
@@ -312,6 +346,7 @@ class DistributedDataParallel(nn.Module):
         """
         for layer in self._quantized:
             layer.forget_weights()
+        self._quantize_weights()
         for unit in self.units:
             if not unit.shards_weights:
                 unit.start_all_gather()

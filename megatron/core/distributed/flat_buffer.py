@@ -38,12 +38,13 @@ class Unit:
         self.weight_shard = self._shard_of(self.param_buffer)
         """[shard] in the model's type: the weights that this rank updates."""
         self._nbytes = self.param_buffer.untyped_storage().nbytes()
-        self._shard_group = shard_group
+        self.shard_group = shard_group
+        """The ranks that shard the unit."""
         self._gather: Pending | None = None
         self._is_stale = False
-        if self.shards_weights:
+        if self.frees_parameters:
             self.weight_shard = self.weight_shard.clone()
-            self.reshard()
+            self._free_parameters()
         self.grad_buffer = torch.empty(0, dtype=plan.grad_dtype, device=self.device)
         """[numel] in the gradients' type: the whole gradients that this rank accumulates."""
         self.gradient_shard = self.grad_buffer
@@ -65,9 +66,31 @@ class Unit:
         return self.sharding.strategy.shards_weights
 
     @property
+    def frees_parameters(self) -> bool:
+        """Whether parameters have no memory at most times."""
+        return self.shards_weights
+
+    gathers_after_all_updates = False
+    """Whether the all-gather needs the updated weights of other units too."""
+
+    @property
+    def derives_shard(self) -> bool:
+        """Whether the model's weights of the shard follow from the main weights, so that no update writes them."""
+        return False
+
+    def model_shard(self) -> Tensor:
+        """Returns the weights that this rank updates, [shard] in the model's type, for reading."""
+        return self.weight_shard
+
+    @property
     def has_whole_weights(self) -> bool:
         """Whether the whole weights have memory. During an all-gather they do not yet have their values."""
         return self.param_buffer.untyped_storage().nbytes() > 0
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights between steps."""
+        return self.weight_shard.nbytes if self.shards_weights else self.param_buffer.nbytes
 
     def mark_updated(self) -> None:
         """Call it after the optimizer has written new values to `weight_shard`: the whole weights are out of date."""
@@ -82,7 +105,7 @@ class Unit:
         if not self.has_whole_weights:
             self.param_buffer.untyped_storage().resize_(self._nbytes)
         self._is_stale = False
-        self._gather = start_gather_rows(self.weight_shard, self._shard_group, out=self.param_buffer)
+        self._gather = start_gather_rows(self.weight_shard, self.shard_group, out=self.param_buffer)
 
     def finish_all_gather(self) -> None:
         """Waits for a running all-gather; on CUDA, later kernels wait."""
@@ -99,8 +122,11 @@ class Unit:
         if not self.shards_weights or not self.has_whole_weights:
             return
         self.finish_all_gather()  # it writes to this memory
+        self._free_parameters()
+
+    def _free_parameters(self, why: str | None = None) -> None:
         for slot in self.slots:
-            mark_freed(slot.parameter)
+            mark_freed(slot.parameter, why)
         self.param_buffer.untyped_storage().resize_(0)
 
     def copy_to_shard(self) -> None:
@@ -131,7 +157,7 @@ class Unit:
     def all_gather_gradients(self) -> None:
         """Gathers the summed gradients of all shards into the whole gradients."""
         if self.sharding.shards > 1:
-            start_gather_rows(self.gradient_shard, self._shard_group, out=self.grad_buffer).wait()
+            start_gather_rows(self.gradient_shard, self.shard_group, out=self.grad_buffer).wait()
 
     def __repr__(self) -> str:
         return f"Unit({self.plan.name}, {self.plan.grid}, {self.plan.dtype}, {self.plan.numel} elements)"

@@ -24,6 +24,12 @@ _HARMLESS = frozenset(
 """Attributes and functions that do not read the values of a parameter."""
 
 
+_SHARDED = (
+    "sharded parameters have values only while the module that holds them runs, forward or backward. A module that "
+    "reads a parameter of another must list it in its attribute `borrowed_parameters`"
+)
+
+
 class FreedParameter(nn.Parameter):
     """A parameter of a sharded unit while its whole weights are not gathered."""
 
@@ -42,19 +48,18 @@ class FreedParameter(nn.Parameter):
             with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         which = next((info_of(a).name for a in _flat(args, kwargs) if isinstance(a, FreedParameter)), "a parameter")
-        raise RuntimeError(
-            f"{which} is read ({name}) while its weights are not gathered: sharded parameters have values only while "
-            "the module that holds them runs, forward or backward. A module that reads a parameter of another must "
-            "list it in its attribute `borrowed_parameters`"
-        )
+        why = next(vars(a).get("why_freed", _SHARDED) for a in _flat(args, kwargs) if isinstance(a, FreedParameter))
+        raise RuntimeError(f"{which} is read ({name}) while its weights are not gathered: {why}")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"FreedParameter({info_of(self).name}, shape={tuple(self.shape)})"
 
 
-def mark_freed(parameter: nn.Parameter) -> None:
-    """Makes every read of the parameter's values an error."""
+def mark_freed(parameter: nn.Parameter, why: str | None = None) -> None:
+    """Makes every read of the parameter's values an error, which says why; by default that parameters are sharded."""
     assert type(parameter) is nn.Parameter, type(parameter)
+    if why is not None:
+        parameter.why_freed = why  # type: ignore[attr-defined]
     parameter.__class__ = FreedParameter
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron.core.collectives import all_gather
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.flat_buffer import Unit
+from megatron.core.distributed.fp8_unit import Fp8Unit
 
 _PIECE = 1 << 22
 """Elements that are summed at once, so that a checksum needs little memory."""
@@ -61,7 +62,14 @@ def _copies(
             group = sharding.replica_group if unit.shards_weights else sharding.data_group
             is_alone = sharding.instances == 1 if unit.shards_weights else chunk.pg_collection.size(group) == 1
             if not is_alone:
-                yield chunk, unit, group, unit.weight_shard if unit.shards_weights else unit.param_buffer
+                yield chunk, unit, group, _held(unit)
+
+
+def _held(unit: Unit) -> Tensor:
+    """Returns the weights of which the ranks of a group have copies."""
+    if unit.shards_weights:
+        return unit.model_shard()
+    return unit.codes if isinstance(unit, Fp8Unit) else unit.param_buffer
 
 
 @torch.no_grad()

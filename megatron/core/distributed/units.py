@@ -1,4 +1,5 @@
-"""Plans units. A unit holds those parameters of a layer, the embedding or the head that share a grid and a type.
+"""Plans units. A unit holds those parameters of a layer, the embedding or the head that share a grid and a type. The
+weights of fp8 layers have units of their own.
 
 The weights of a unit's parameters are concatenated in one flat buffer, and their gradients, in the same order, in
 another one. The parameters and their main gradients are views of these buffers: reductions, the optimizer and
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from megatron.core.ops.fp8.linear import QuantizedWeights
 from megatron.core.parameters import ParameterInfo, canonical_names, info_of
 
 ALIGNMENT = 64
@@ -82,6 +84,10 @@ class UnitPlan:
     slots: tuple[ParameterSlot, ...]
     numel: int
     """Elements of each whole buffer: the parameters, their alignment, and padding that makes all shards equal."""
+    in_fp8: bool = False
+    """Whether the parameters are weights that fp8 layers quantise."""
+    gathers_in_fp8: bool = False
+    """Whether these layers can read weights that exist only in fp8."""
     narrow_gradients: bool = False
     """Whether gradients are accumulated in the model's type although it is narrower than float32."""
 
@@ -120,18 +126,27 @@ def plan_units(
 
     The parameters of a unit share their name up to its first number (`decoder.layers.3`) or, without a number, its
     first word (`embedding`). A weight that another stage holds too is a unit of its own, so that both stages shard it
-    in the same way. In a unit, parameters with weight decay come first, so that weight decay acts on one range.
+    in the same way. The weights of fp8 layers are a unit of their own, so that they can be gathered in fp8, also in a
+    run that does not, so that its sums over shards are equal. In a unit, parameters with weight decay come first, so
+    that weight decay acts on one range.
     `shards` is the number of equal shards of each grid's units (default 1). Parameters of the type `main_grads_dtype`,
     if it is not float32, accumulate their gradients in it.
     """
-    members: dict[tuple[str, str, torch.dtype], list[tuple[nn.Parameter, ParameterInfo]]] = {}
+    layers = {layer.own_weight: layer for layer in module.modules() if isinstance(layer, QuantizedWeights)}
+    members: dict[tuple[str, str, torch.dtype, bool], list[tuple[nn.Parameter, ParameterInfo]]] = {}
     for parameter, info in named_infos(module):
         if parameter.requires_grad:
-            members.setdefault((unit_name(info), info.grid, parameter.dtype), []).append((parameter, info))
+            key = unit_name(info), info.grid, parameter.dtype, parameter in layers
+            members.setdefault(key, []).append((parameter, info))
     plans = [_plan(*key, parameters, (shards or {}).get(key[1], 1)) for key, parameters in members.items()]
-    if main_grads_dtype is torch.float32:
-        return plans
-    return [dataclasses.replace(plan, narrow_gradients=plan.dtype is main_grads_dtype) for plan in plans]
+    return [
+        dataclasses.replace(
+            plan,
+            gathers_in_fp8=plan.in_fp8 and all(layers[slot.parameter].can_gather_weight for slot in plan.slots),
+            narrow_gradients=plan.dtype is main_grads_dtype and main_grads_dtype is not torch.float32,
+        )
+        for plan in plans
+    ]
 
 
 def unit_name(info: ParameterInfo) -> str:
@@ -153,13 +168,18 @@ def named_infos(module: nn.Module) -> Iterable[tuple[nn.Parameter, ParameterInfo
 
 
 def _plan(
-    name: str, grid: str, dtype: torch.dtype, parameters: list[tuple[nn.Parameter, ParameterInfo]], shards: int
+    name: str,
+    grid: str,
+    dtype: torch.dtype,
+    in_fp8: bool,
+    parameters: list[tuple[nn.Parameter, ParameterInfo]],
+    shards: int,
 ) -> UnitPlan:
     slots, end = [], 0
     for parameter, info in sorted(parameters, key=lambda member: (not member[1].decays, member[1].embedding_or_output)):
         slots.append(ParameterSlot(parameter, info, end))
         end = _round_up(end + parameter.numel(), ALIGNMENT)
-    return UnitPlan(name, grid, dtype, tuple(slots), _round_up(end, ALIGNMENT * shards))
+    return UnitPlan(name, grid, dtype, tuple(slots), _round_up(end, ALIGNMENT * shards), in_fp8)
 
 
 def _round_up(count: int, multiple: int) -> int:

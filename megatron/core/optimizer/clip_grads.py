@@ -26,7 +26,7 @@ def _gradients(unit: Unit) -> Tensor:
 
 
 def _weights(unit: Unit) -> Tensor:
-    return unit.weight_shard
+    return unit.model_shard()
 
 
 def counted_gradients(

@@ -54,6 +54,11 @@ class ExternalOptimizer(MegatronOptimizer):
                 f"({sharding_strategy_of(wrapped[0].ddp_config).value}): leave out --use-distributed-optimizer and "
                 "full sharding, or use --optimizer"
             )
+        if any(unit.frees_parameters for unit in self.units):
+            raise UserError(
+                f"the script's own {name} updates weights that --fp8-param-gather keeps only in fp8: leave the flag "
+                "out, or use --optimizer"
+            )
         self.device = self.units[0].device
         self._allowed = torch.ones((), dtype=torch.bool, device=self.device)
         self._slots = {slot.parameter: (unit, slot) for unit in self.units for slot in unit.slots}

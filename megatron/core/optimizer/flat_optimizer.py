@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from megatron.core.dist_checkpointing.chunk import MASTER, Chunk, optimizer_state_chunk
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.flat_buffer import Unit
+from megatron.core.distributed.fp8_unit import Fp8Unit
 from megatron.core.distributed.sharding_strategy import replica_ranks
 from megatron.core.distributed.units import ParameterSlot
 from megatron.core.exceptions import UserError
@@ -37,6 +38,7 @@ from megatron.core.optimizer.state_storage import (
     moment_ranges,
     new_moment,
     new_weights,
+    rounds_to_model_weights,
 )
 from megatron.core.optimizer.update_rules import Adam, UpdateRule, build_update_rule, update_stored
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -69,6 +71,8 @@ class UnitState:
             moments = {name: in_host_memory(moment, config.pin_cpu_params) for name, moment in moments.items()}
             if unit.plan.needs_main_weights:
                 weights = in_host_memory(weights, config.pin_cpu_params)
+        if isinstance(unit, Fp8Unit) and rounds_to_model_weights(unit.plan, config, is_offloaded):
+            unit.derive_shard_from(weights.decode())
         return cls(unit, weights, moments, ranges, is_offloaded)
 
     def moment(self, name: str, start: int, stop: int) -> StateTensor:
@@ -79,18 +83,19 @@ class UnitState:
     def segment(self, start: int, stop: int, rule: UpdateRule) -> StateSegment:
         """Returns the elements [start, stop) of the shard."""
         has_main = self.unit.plan.needs_main_weights
+        writes_model = has_main and not self.unit.derives_shard
         return StateSegment(
             self.weights.part(start, stop),
             self.unit.gradient_shard[start:stop],
             {name: self.moment(name, start, stop) for name in rule.moments},
-            self.unit.weight_shard[start:stop] if has_main else None,
+            self.unit.weight_shard[start:stop] if writes_model else None,
             has_main,
         )
 
     def reload(self) -> None:
         """Copies the model's weights to the main weights."""
         if self.unit.plan.needs_main_weights:
-            self.weights.encode(self.unit.weight_shard.to(self.weights.main))
+            self.weights.encode(self.unit.model_shard().to(self.weights.main))
 
 
 @dataclass(frozen=True)
@@ -180,7 +185,8 @@ class FlatOptimizer(MegatronOptimizer):
         for place, state in enumerate(self.states):
             own = [(number, [each for each in members if each.unit == place]) for number, members in others]
             segments = [(number, part) for number, members in own for part in self._segments_of(members)]
-            yield UpdateRound(segments, None if clips or state.is_offloaded else state.unit)
+            waits = clips or state.is_offloaded or state.unit.gathers_after_all_updates
+            yield UpdateRound(segments, None if waits else state.unit)
 
     def _segments_of(self, ranges: Sequence[ParameterRange]) -> list[FlatSegments | StoredSegments]:
         """Returns the parts of a group's ranges in this rank's shards, as one list of tensors for each type."""
@@ -227,7 +233,8 @@ class FlatOptimizer(MegatronOptimizer):
         part = slice(start, stop)
         weights = state.weights.part(start, stop).decode()
         momentum = state.moment(MOMENTUM, start, stop).decode() if start < stop else torch.empty_like(weights)
-        model_weights = unit.weight_shard[part] if unit.plan.needs_main_weights else None
+        writes_model = unit.plan.needs_main_weights and not unit.derives_shard
+        model_weights = unit.weight_shard[part] if writes_model else None
         gradients = unit.gradient_shard[part]
         return MuonSegment(
             unit, members.start, members.stop, first + start, weights, momentum, gradients, model_weights

@@ -52,7 +52,8 @@ class QKClip:
                 first = part.flat_range[0] if part.flat_range is not None else 0
                 scale_rows(values, rows, first, part.info.box.numel // len(rows))
                 weights.encode(values)
-                if state.unit.plan.needs_main_weights and not isinstance(weights, WithRemainder):
+                stores_model = state.unit.plan.needs_main_weights and not state.unit.derives_shard
+                if stores_model and not isinstance(weights, WithRemainder):
                     model_weights = part.view_in(state.unit.weight_shard)
                     as_stored = like_stored and model_weights.dtype is torch.bfloat16
                     model_weights.copy_(split_float32(values)[0] if as_stored else values)

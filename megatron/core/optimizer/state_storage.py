@@ -268,6 +268,12 @@ def new_weights(plan: UnitPlan, model_weights: Tensor, config: OptimizerConfig) 
     return made
 
 
+def rounds_to_model_weights(plan: UnitPlan, config: OptimizerConfig, is_offloaded: bool) -> bool:
+    """Whether a shard's main weights are plain numbers on the device that torch rounds to the model's weights. Then the
+    model's weights of a shard need no memory, if layers do not read them."""
+    return plan.needs_main_weights and not config.use_precision_aware_optimizer and not is_offloaded
+
+
 def _zeros(numel: int, dtype: torch.dtype, main: torch.dtype, device: torch.device, is_root: bool) -> StateTensor:
     codes = torch.zeros(numel, dtype=dtype, device=device)
     if dtype not in (torch.float16, torch.float8_e4m3fn):

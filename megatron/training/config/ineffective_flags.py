@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from megatron.core.config_fields import value_text
 from megatron.core.datasets.utils import parse_split
+from megatron.core.ops.transformer_engine.engine import uses_engine
 from megatron.core.transformer.config.memory import captured_parts, captures_micro_batches, why_no_part_is_captured
 from megatron.core.transformer.config.router import BALANCE_LOSSES, listed
 from megatron.core.transformer.layer_patterns import layer_parts
@@ -20,6 +21,7 @@ def notes_on_ineffective_flags(s: Settings) -> Iterator[str]:
     for rule in (
         _communicators,
         _tensor_overlap,
+        _gathers_in_fp8,
         _attention,
         _graphs,
         _experts,
@@ -98,6 +100,27 @@ def _tensor_overlap(s: Settings) -> Iterator[str]:
         yield (
             "{tp_comm_overlap}: products in fp8 are not cut, since a scale needs the largest value of all rows; layers "
             "in other formats are"
+        )
+
+
+def _gathers_in_fp8(s: Settings) -> Iterator[str]:
+    if not s.fp8_param_gather or s.fp8 is None:
+        return
+    if s.fp8_recipe == "rowwise":
+        yield (
+            "{fp8_param_gather}: has no effect with {fp8_recipe}, whose transposed weights have other scales; weights "
+            "stay in the model's type too"
+        )
+    elif s.transformer_impl == "transformer_engine" and uses_engine(s):
+        yield (
+            "{fp8_param_gather}: has no effect with {transformer_impl}, whose layers quantise weights of the model's "
+            "type; results are the same"
+        )
+    elif s.use_precision_aware_optimizer or s.optimizer_cpu_offload:
+        other = "use_precision_aware_optimizer" if s.use_precision_aware_optimizer else "optimizer_cpu_offload"
+        yield (
+            f"{{fp8_param_gather}}: with {{{other}}} a rank also keeps its shard of these weights in the model's type, "
+            "so on one data parallel rank they take no fewer bytes"
         )
 
 

@@ -6,16 +6,17 @@ coordinates (context parallel ranks included) hold the same part of the model: i
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.sharding_strategy import Sharding, shardings
 from megatron.core.distributed.units import UnitPlan, plan_units
 from megatron.core.exceptions import UserError
 from megatron.core.optimizer.host_state import choose_offloaded
-from megatron.core.optimizer.state_storage import state_bytes
+from megatron.core.optimizer.state_storage import rounds_to_model_weights, state_bytes
 from megatron.core.optimizer.update_rules import build_update_rule
 from megatron.core.parameters import Box, ParameterInfo
 from megatron.core.pipeline_parallel.stage_map import StageModules, stage_map
@@ -40,11 +41,13 @@ class MemoryBytes:
     optimizer: int
     gathered: int = 0
     """Largest amount at any time of a step for whole weights and gradients of units that are otherwise sharded."""
+    quantized: int = 0
+    """Quantised copies of weights that fp8 layers keep until the weights change."""
 
     @property
     def total(self) -> int:
         """Sum of all kinds."""
-        return self.weights + self.gradients + self.optimizer + self.gathered
+        return self.weights + self.gradients + self.optimizer + self.gathered + self.quantized
 
 
 @dataclass(frozen=True)
@@ -125,46 +128,54 @@ def build_shard(
 
 def memory_of_shard(shard: ModelShard, config: PretrainConfig) -> MemoryBytes:
     """Returns the bytes of the flat buffers of a shard's units, without optimizer state in host memory."""
-    weights = gradients = optimizer = 0
+    weights = gradients = optimizer = quantized = 0
     moments = build_update_rule(config.optimizer).moments
     plans = [plan for plans in shard.plans for plan in plans]
     fraction = config.optimizer.optimizer_offload_fraction if config.optimizer.optimizer_cpu_offload else 0.0
     for plan, is_offloaded in zip(plans, choose_offloaded([plan.numel for plan in plans], fraction), strict=True):
         sharding = shard.shardings[plan.grid]
         owned, strategy = plan.numel // sharding.shards, sharding.strategy
-        weights += plan.dtype.itemsize * (owned if strategy.shards_weights else plan.numel)
+        whole = owned if strategy.shards_weights else plan.numel
+        gathers_in_fp8 = config.ddp.fp8_param_gather and plan.gathers_in_fp8
+        weights += whole if gathers_in_fp8 else plan.dtype.itemsize * whole
+        if gathers_in_fp8 and not rounds_to_model_weights(plan, config.optimizer, is_offloaded):
+            weights += plan.dtype.itemsize * owned
+        if plan.in_fp8 and config.transformer.fp8_weight_cache and not strategy.shards_weights:
+            quantized += plan.numel * (1 if gathers_in_fp8 else 2)
         gradients += plan.grad_dtype.itemsize * (owned if strategy.shards_gradients else plan.numel)
         ends = {0, sharding.shards - 1}  # with Muon, the first shards have other moments than the last
         ranges = [(index * owned, (index + 1) * owned) for index in ends]
         if not is_offloaded:
             optimizer += max(state_bytes(plan, shard, moments, config.optimizer) for shard in ranges)
-    return MemoryBytes(weights, gradients, optimizer, _gathered_bytes(shard, config))
+    return MemoryBytes(weights, gradients, optimizer, _gathered_bytes(shard, config), quantized)
 
 
 def _gathered_bytes(shard: ModelShard, config: PretrainConfig) -> int:
     """Returns the largest number of bytes of sharded weights and gradients that are whole at one time."""
     late = config.transformer.pipeline_schedule in ("zb-h1", "zb-v")
-    return _gathered_weights(shard, config.ddp.overlap_param_gather) + (
+    return _gathered_weights(shard, config.ddp) + (
         sum(sum(_opened(shard, chunk)) for chunk in range(len(shard.plans)))  # all, from first to last product
         if late
         else _gathered_gradients(shard, config.ddp.overlap_grad_reduce)
     )
 
 
-def _gathered_weights(shard: ModelShard, overlap: bool) -> int:
+def _gathered_weights(shard: ModelShard, config: DistributedDataParallelConfig) -> int:
     """Returns the largest number of bytes of gathered weights. One unit is gathered at a time (a layer stays while its
     experts are); with overlap the next unit too. The last unit stays after forward, for the backward that often
     follows, until the chunk is used again."""
-    chunks = [
-        [p.numel * p.dtype.itemsize * shard.shardings[p.grid].strategy.shards_weights for p in plans]
-        for plans in shard.plans
-    ]
+
+    def bytes_of(plan: UnitPlan) -> int:
+        itemsize = 1 if config.fp8_param_gather and plan.gathers_in_fp8 else plan.dtype.itemsize
+        return plan.numel * itemsize * shard.shardings[plan.grid].strategy.shards_weights
+
+    chunks = [_read_together(plans, bytes_of) for plans in shard.plans]
     most = 0
     for chunk, sizes in enumerate(chunks):
         again = sizes[:1] if _head_is_tied(shard, chunk) else []  # the head uses the embedding's
         others = sum(sum(other[-1:]) for other in chunks) - sum(sizes[-1:])
         around = _around(shard.plans[chunk], sizes)
-        most = max(most, _largest_run(sizes + again, 2 if overlap else 1, around) + others)
+        most = max(most, _largest_run(sizes + again, 2 if config.overlap_param_gather else 1, around) + others)
     return most
 
 
@@ -184,8 +195,19 @@ def _gathered_gradients(shard: ModelShard, overlap: bool) -> int:
 
 def _opened(shard: ModelShard, chunk: int) -> list[int]:
     """Returns the bytes of the whole gradients of each unit of a chunk, 0 for units that keep them anyway."""
-    plans = shard.plans[chunk]
-    return [p.numel * p.grad_dtype.itemsize * shard.shardings[p.grid].strategy.shards_gradients for p in plans]
+    return _read_together(
+        shard.plans[chunk],
+        lambda plan: plan.numel * plan.grad_dtype.itemsize * shard.shardings[plan.grid].strategy.shards_gradients,
+    )
+
+
+def _read_together(plans: Sequence[UnitPlan], bytes_of: Callable[[UnitPlan], int]) -> list[int]:
+    """Returns the bytes of units. Those that differ only in fp8 have the same module and are one entry."""
+    sizes: dict[tuple[str, str, torch.dtype], int] = {}
+    for plan in plans:
+        key = plan.name, plan.grid, plan.dtype
+        sizes[key] = sizes.get(key, 0) + bytes_of(plan)
+    return list(sizes.values())
 
 
 def _head_is_tied(shard: ModelShard, chunk: int) -> bool:
@@ -195,11 +217,10 @@ def _head_is_tied(shard: ModelShard, chunk: int) -> bool:
 
 
 def _around(plans: Sequence[UnitPlan], sizes: Sequence[int]) -> list[int]:
-    """Returns for each unit the bytes of the unit that contains it: of the layer for a unit of its experts."""
-    return [
-        sum(sizes[other] for other in range(place) if plans[other].name == plan.name)
-        for place, plan in enumerate(plans)
-    ]
+    """Returns for each entry of `_read_together` the bytes of those that contain it: of the layer for a unit of its
+    experts."""
+    names = [name for name, _, _ in dict.fromkeys((plan.name, plan.grid, plan.dtype) for plan in plans)]
+    return [sum(sizes[other] for other in range(place) if names[other] == name) for place, name in enumerate(names)]
 
 
 def _largest_run(sizes: Sequence[int], length: int, around: Sequence[int]) -> int:

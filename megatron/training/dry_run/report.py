@@ -76,6 +76,7 @@ def _run_lines(config: PretrainConfig, run: DryRun) -> Iterator[str]:
         yield f"data        {epochs}{passes.tokens:,} tokens of {passes.name}"
     memory = run.memory
     gathered = f", {size_text(memory.gathered)} for gathered units" if memory.gathered else ""
+    gathered += f", {size_text(memory.quantized)} for quantised weights" if memory.quantized else ""
     where = "on each rank" if len({entry.memory for entry in run.ranks}) == 1 else "on the ranks that need most"
     yield (
         f"memory      {size_text(memory.total)} {where}: weights {size_text(memory.weights)}, gradients "
@@ -112,13 +113,14 @@ def _rank_lines(ranks: Sequence[RankMemory]) -> Iterator[str]:
     )
     gathered = any(entry.memory.gathered for entry in ranks)
     titles = ["rank", "tp", "pp", "cp", "dp", "parameters", "weights", "gradients", "optimizer"]
-    titles += ["gathered units"] * gathered + ["total", "layers"]
+    quantized = any(entry.memory.quantized for entry in ranks)
+    titles += ["gathered units"] * gathered + ["quantised"] * quantized + ["total", "layers"]
     rows = []
     for entry in ranks:
         memory = entry.memory
         numbers = [entry.rank, *(entry.place[axis] for axis in ("tp", "pp", "cp", "dp")), entry.shard.parameters]
         numbers += [memory.weights, memory.gradients, memory.optimizer]
-        numbers += [memory.gathered] * gathered + [memory.total]
+        numbers += [memory.gathered] * gathered + [memory.quantized] * quantized + [memory.total]
         rows.append([*(f"{number:,}" for number in numbers), stages_text(entry.shard.stages)])
     yield from _table([titles, *rows], last_left=True)
 

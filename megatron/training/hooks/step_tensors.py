@@ -101,7 +101,7 @@ class StepTensors(Hook):
             end()
         self._ends = []
         if self.is_due("params"):
-            self._found["params"] = dict(self._shards(lambda unit: unit.weight_shard))
+            self._found["params"] = dict(self._shards(lambda unit: unit.model_shard()))
         for kind, tensors in self._found.items():
             self._write(kind, iteration, tensors)
         self._found.clear()

@@ -145,7 +145,7 @@ def _add_chunks(trace: LayoutTrace, kind: str, chunks: Iterable[Chunk]) -> None:
     for chunk in chunks:
         begin, end = chunk.range
         info = ParameterInfo(chunk.global_shape, chunk.box, Constant(0.0))
-        trace.add(kind, chunk.name, canonical_index(info, begin, end - begin), chunk.flat)
+        trace.add(kind, chunk.name, canonical_index(info, begin, end - begin), chunk.values())
 
 
 class _ModuleRecorder:

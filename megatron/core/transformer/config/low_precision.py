@@ -23,7 +23,7 @@ class LowPrecisionConfig:
     weights; its result depends on the layout if the layout cuts tokens or weights between multiples of 128."""
 
     fp8_param: bool = not_a_flag(False)
-    """Keep weights in fp8; --fp8-param-gather sets it."""
+    """Has no effect: `DistributedDataParallelConfig.fp8_param_gather` keeps weights in fp8."""
 
     fp8_quantizer_factory: str | None = not_yet(None)
     """With --fp8-recipe custom: function that creates the quantizers."""
