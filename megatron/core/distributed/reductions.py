@@ -76,8 +76,8 @@ class Reduction:
         reduction operation."""
         ranks, scale = group_size(self.group), self.scale
         other = wire_dtype != gradients.dtype and ranks > 1
-        # NCCL multiplies each addend by 1 / ranks, in the type that is sent.
-        is_same = wire_dtype == gradients.dtype and scale * ranks == 1.0
+        # NCCL multiplies each addend by 1 / ranks, which it rounds to the type that is sent.
+        is_same = wire_dtype == gradients.dtype and wire_dtype.itemsize >= 4 and scale * ranks == 1.0
         averaging = (self.average_in_collective or is_same) and averages_in_collective(gradients, self.group)
         averaging = averaging and not (wire_dtype.itemsize < 4 and self.sum_in_main_dtype)
         if averaging:

@@ -74,18 +74,20 @@ def test_addends_of_a_narrow_wire_can_be_summed_without_rounding(monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("scale", "wire", "flag", "factor"),
+    ("scale", "kept", "wire", "flag", "factor"),
     [
-        (0.5, torch.float64, True, 1.0),
-        (0.5, torch.float64, False, 1.0),  # the same bits, without a pass over the gradients
-        (0.25, torch.float64, False, 0.25),  # there would be something left to scale
-        (0.25, torch.float64, True, 0.5),
-        (0.5, torch.float32, False, 0.5),  # other bits: the type that is sent is narrower
-        (0.5, torch.float32, True, 1.0),
+        (0.5, torch.float64, torch.float64, True, 1.0),
+        (0.5, torch.float64, torch.float64, False, 1.0),  # the same bits, without a pass over the gradients
+        (0.25, torch.float64, torch.float64, False, 0.25),  # there would be something left to scale
+        (0.25, torch.float64, torch.float64, True, 0.5),
+        (0.5, torch.float64, torch.float32, False, 0.5),  # other bits: the type that is sent is narrower
+        (0.5, torch.float64, torch.float32, True, 1.0),
+        (0.5, torch.bfloat16, torch.bfloat16, False, 0.5),  # NCCL would round a factor such as 1/3 to bfloat16
+        (0.5, torch.bfloat16, torch.bfloat16, True, 1.0),
     ],
 )
 def test_a_collective_that_averages_gets_gradients_without_the_factor(
-    monkeypatch: pytest.MonkeyPatch, scale: float, wire: torch.dtype, flag: bool, factor: float
+    monkeypatch: pytest.MonkeyPatch, scale: float, kept: torch.dtype, wire: torch.dtype, flag: bool, factor: float
 ) -> None:
     monkeypatch.setattr(reductions, "averages_in_collective", lambda tensor, group: True)
     averages = factor != scale
@@ -96,7 +98,7 @@ def test_a_collective_that_averages_gets_gradients_without_the_factor(
         return Pending(wire, None)
 
     monkeypatch.setattr(reductions, "start_all_reduce", all_reduce)
-    Reduction(GROUP, scale, average_in_collective=flag).start_all_reduce(MINE.clone(), wire)
+    Reduction(GROUP, scale, average_in_collective=flag).start_all_reduce(MINE.to(kept, copy=True), wire)
     ((addend, op),) = sent
     assert torch.equal(addend, (MINE * factor).to(wire)) and op == (ReduceOp.AVG if averages else ReduceOp.SUM)
 
