@@ -11,6 +11,7 @@ from support.runs import Outcome, differences, logger_of, state_at_end, state_at
 
 from megatron.core.distributed.fp8_unit import Fp8Unit
 from megatron.core.exceptions import UserError
+from megatron.core.ops.fp8.linear import QuantizedWeights
 from megatron.core.optimizer.external import ExternalOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.traffic import recorded
@@ -153,15 +154,19 @@ def weights(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: value for name, value in state.items() if name.startswith("weight ") and "history" not in name}
 
 
-def whole_model(flags: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Returns the state dict of a trained model, and the state dict after it was loaded with doubled weights."""
+def whole_model(flags: str) -> tuple[dict[str, torch.Tensor], ...]:
+    """Returns the state dict of a trained model, after it was loaded with negated weights, and the fp8
+    weights after another update."""
     found: list[Trainer] = []
     train(f"{flags} --train-iters 2", before=found.append)
     (chunk,) = found[0].model
     before = {name: value.clone() for name, value in chunk.state_dict().items() if isinstance(value, torch.Tensor)}
-    chunk.load_state_dict({name: value * 2 for name, value in before.items()}, strict=False)
+    chunk.load_state_dict({name: -value for name, value in before.items()}, strict=False)
     after = {name: value.clone() for name, value in chunk.state_dict().items() if isinstance(value, torch.Tensor)}
-    return before, after
+    found[0].optimizer.step_on_device()  # which starts from the main weights
+    layers = [layer for layer in chunk.modules() if isinstance(layer, QuantizedWeights)]
+    rows = [layer.weight_rows(layer.own_weight).values.view(torch.uint8).clone() for layer in layers]
+    return before, after, {str(number): codes for number, codes in enumerate(rows)}
 
 
 def test_whole_weights_can_be_read_and_loaded() -> None:

@@ -296,7 +296,7 @@ class DistributedDataParallel(nn.Module):
         for layer in self._quantized:
             layer.forget()  # the caller may write to the chunks
         for in_fp8 in self._fp8_units:
-            in_fp8.mark_updated()  # on all ranks, also on those that the caller gives no chunk to write
+            in_fp8.mark_changed()  # on all ranks, also on those that the caller gives no chunk to write
         for unit in self.units:
             for parameter_slice in unit.parameter_slices if unit.frees_parameters else ():
                 if isinstance(unit, Fp8Unit) and not unit.holds_shard:

@@ -70,7 +70,7 @@ class Fp8Unit(Unit):
     def derive_shard_from(self, main_weights: Tensor) -> None:
         """From now on the shard in the model's type is `main_weights` [shard], rounded. Frees its memory."""
         self._source = main_weights
-        self.weight_shard.untyped_storage().resize_(0)
+        self._drop_shard()
 
     @property
     def derives_shard(self) -> bool:
@@ -99,7 +99,7 @@ class Fp8Unit(Unit):
         if not self.holds_shard:
             self.weight_shard.untyped_storage().resize_(self.weight_shard.numel() * self.plan.dtype.itemsize)
             self.weight_shard.copy_(self._source)  # type: ignore[arg-type]
-        self.mark_updated()
+        self.mark_changed()
 
     def write_shard(self, start: int, values: Tensor) -> None:
         """Replaces the elements of the shard from `start` on; see `hold_shard`."""
@@ -113,18 +113,27 @@ class Fp8Unit(Unit):
     # Quantisation ----------------------------------------------------------------------------------------------------
 
     def mark_updated(self) -> None:
-        """Call it after the weights of the shard have changed: the weights in fp8 are out of date."""
+        """Call it after the optimizer has updated the shard: the weights in fp8 are out of date, and so is a shard that
+        follows from the main weights."""
+        self._drop_shard()
+        self.mark_changed()
+
+    def mark_changed(self) -> None:
+        """Call it when the shard may have changed: the weights in fp8 are out of date."""
         self.finish_all_gather()
         self.is_changed, self._is_whole = True, False
         self.reshard()
+
+    def _drop_shard(self) -> None:
+        if self.derives_shard:
+            self.weight_shard.untyped_storage().resize_(0)
 
     def quantized(self) -> None:
         """Call it after `code_shard` has been written."""
         self.is_changed = False
         self._is_whole = self.sharding.shards == 1
         self._gathers += 1
-        if self.derives_shard:
-            self.weight_shard.untyped_storage().resize_(0)
+        self._drop_shard()
 
     # Gathering -------------------------------------------------------------------------------------------------------
 
