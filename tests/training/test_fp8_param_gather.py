@@ -6,12 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import fake_transformer_engine as fake
 from support.processes import run_on_ranks
 from support.runs import Outcome, differences, logger_of, state_at_end, state_at_start, train
 
+from megatron.core import backends
 from megatron.core.distributed.fp8_unit import Fp8Unit
 from megatron.core.exceptions import UserError
 from megatron.core.ops.fp8.linear import QuantizedWeights
+from megatron.core.ops.transformer_engine import engine
 from megatron.core.optimizer.external import ExternalOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.traffic import recorded
@@ -202,3 +205,18 @@ def test_a_flag_without_effect_is_said(flags: str, sentence: str, capsys: pytest
     with_flag, without = measured([f"{flags} {GATHER} --train-iters 2", f"{flags} --train-iters 2"])
     assert sentence in capsys.readouterr().out
     assert with_flag.fp8_elements == 0 and with_flag.outcome.losses == without.outcome.losses
+
+
+def test_what_takes_part_of_the_effect_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run,) = measured([f"{TENSORWISE} {GATHER} --use-precision-aware-optimizer --train-iters 1"])
+    said = "--fp8-param-gather: with --use-precision-aware-optimizer a rank also keeps its shard of these weights"
+    assert said in capsys.readouterr().out and run.weight_bytes > 3 * run.fp8_elements
+    for module in (backends, engine):
+        monkeypatch.setattr(module, "find_engine", lambda: fake.FAKE)
+    (run,) = measured(
+        [f"{DELAYED.replace('--bf16', '--fp64')} {GATHER} --transformer-impl transformer_engine --train-iters 1"]
+    )
+    said = "--fp8-param-gather: has no effect with --transformer-impl transformer_engine"
+    assert said in capsys.readouterr().out and run.fp8_elements == 0
