@@ -11,6 +11,7 @@ import pytest
 _ALONE = (
     "tests/docs/test_commands.py",
     "tests/gpu/test_attention_on_gpu.py",
+    "tests/gpu/test_fp8_on_gpu.py",
     "tests/scripts/test_scripts.py",
     "tests/parity/test_mutations.py::test_a_planted_bug_is_caught",
 )

@@ -145,17 +145,14 @@ def gathered(held: Iterable[Sequence[TensorSlice]]) -> dict[str, Tensor]:
     whole: dict[str, Tensor] = {}
     filled: dict[str, Tensor] = {}
     for tensor_slice in (tensor_slice for slices_of_rank in held for tensor_slice in slices_of_rank):
-        tensor = whole.setdefault(
-            tensor_slice.name, torch.zeros(tensor_slice.global_shape, dtype=tensor_slice.values.dtype)
-        )
+        values = tensor_slice.values.cpu()
+        tensor = whole.setdefault(tensor_slice.name, torch.zeros(tensor_slice.global_shape, dtype=values.dtype))
         known = filled.setdefault(tensor_slice.name, torch.zeros(tensor.numel(), dtype=torch.bool))
         info = ParameterInfo(tensor_slice.global_shape, tensor_slice.box, Constant(0.0))
-        index = canonical_index(info, tensor_slice.start, tensor_slice.values.numel())
+        index = canonical_index(info, tensor_slice.start, values.numel())
         again = known[index]
-        assert torch.equal(tensor.view(-1)[index[again]], tensor_slice.values[again]), (
-            f"copies of {tensor_slice.name} differ"
-        )
-        tensor.view(-1)[index] = tensor_slice.values
+        assert torch.equal(tensor.view(-1)[index[again]], values[again]), f"copies of {tensor_slice.name} differ"
+        tensor.view(-1)[index] = values
         known[index] = True
     missing = [name for name, known in filled.items() if not known.all()]
     assert not missing, f"no rank holds all of {missing}"

@@ -12,11 +12,7 @@ from support.runs import Outcome, differences, logger_of, state_at_end, state_at
 
 from megatron.core import backends
 from megatron.core.distributed.fp8_unit import Fp8Unit
-from megatron.core.exceptions import UserError
-from megatron.core.ops.fp8.linear import QuantizedWeights
 from megatron.core.ops.transformer_engine import engine
-from megatron.core.optimizer.external import ExternalOptimizer
-from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.traffic import recorded
 from megatron.training.trainer import Trainer
 
@@ -155,43 +151,6 @@ def test_a_run_resumes_with_and_without_the_flag(flags: str, tmp_path: Path) -> 
 
 def weights(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: value for name, value in state.items() if name.startswith("weight ") and "history" not in name}
-
-
-def whole_model(flags: str) -> tuple[dict[str, torch.Tensor], ...]:
-    """Returns the state dict of a trained model, after it was loaded with negated weights, and the fp8
-    weights after another update."""
-    found: list[Trainer] = []
-    train(f"{flags} --train-iters 2", before=found.append)
-    (chunk,) = found[0].model
-    before = {name: value.clone() for name, value in chunk.state_dict().items() if isinstance(value, torch.Tensor)}
-    chunk.load_state_dict({name: -value for name, value in before.items()}, strict=False)
-    after = {name: value.clone() for name, value in chunk.state_dict().items() if isinstance(value, torch.Tensor)}
-    found[0].optimizer.step_on_device()  # which starts from the main weights
-    layers = [layer for layer in chunk.modules() if isinstance(layer, QuantizedWeights)]
-    rows = [layer.weight_rows(layer.own_weight).values.view(torch.uint8).clone() for layer in layers]
-    return before, after, {str(number): codes for number, codes in enumerate(rows)}
-
-
-def test_whole_weights_can_be_read_and_loaded() -> None:
-    for plain, gathered in zip(
-        run_on_ranks(whole_model, 2, f"{TENSORWISE} {SHARDED}"),
-        run_on_ranks(whole_model, 2, f"{TENSORWISE} {SHARDED} {GATHER}"),
-        strict=True,
-    ):
-        for exact, ours in zip(plain, gathered, strict=True):
-            assert exact.keys() == ours.keys() and all(torch.equal(exact[name], ours[name]) for name in exact)
-
-
-def test_a_weight_without_values_says_why() -> None:
-    found: list[Trainer] = []
-    train(f"{TENSORWISE} {GATHER} --train-iters 1", before=found.append)
-    (chunk,) = found[0].model
-    (weight,) = (p for name, p in chunk.named_parameters() if name.endswith("layers.0.mlp.linear_fc1.weight"))
-    assert weight.untyped_storage().nbytes() == 0
-    with pytest.raises(RuntimeError, match=r"mlp\.linear_fc1\.weight is read .* with --fp8-param-gather the weight"):
-        weight.sum()
-    with pytest.raises(UserError, match="the script's own SGD updates weights that --fp8-param-gather keeps only in"):
-        ExternalOptimizer(OptimizerConfig(), torch.optim.SGD(chunk.parameters(), lr=0.1), [chunk])
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,9 @@
-"""Quantisation of flat parts of weights: kernels in Triton's interpreter, and layers that read a gathered weight."""
+"""Quantisation of flat parts of weights: layers that read a gathered weight."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from support import fp8_weights
 from torch import Tensor, nn
 
 from megatron.core.ops.fp8.formats import FORMATS
@@ -15,11 +13,6 @@ from megatron.core.ops.fp8.recipes import Fp8Settings, LinearSplit
 from megatron.core.ops.fp8.weight_blocks import cast_blocks, largest_of_blocks
 
 E4M3 = torch.float8_e4m3fn
-
-
-@pytest.mark.parametrize("check", fp8_weights.CHECKS)
-def test_the_kernel_agrees_with_its_definition(check: Callable[[], None]) -> None:
-    check()
 
 
 class Gathered:
