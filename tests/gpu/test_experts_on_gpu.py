@@ -35,7 +35,7 @@ def exact_float32() -> None:
 @pytest.mark.parametrize(
     "check",
     [
-        *("places", "places_in_parts", "choices", "weights_of_choices", "routers", "sums_of_scores", "counts"),
+        *("places", "choices", "weights_of_choices", "routers", "sums_of_scores", "counts"),
         *("moves", "activations", "products", "accumulations", "linears", "biases"),
     ],
 )

@@ -13,7 +13,6 @@ from triton.runtime.interpreter import InterpreterBuilder
 from megatron.core.backends import LOCAL
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.ops.activation import Activation, gelu_erf, gelu_tanh, quick_gelu, squared_relu
-from megatron.core.ops.moe import permute_triton as permute_kernels
 from megatron.core.ops.moe.grouped_linear import RowGroups, grouped_bias, grouped_linear
 from megatron.core.ops.moe.grouped_linear_triton import (
     ACCUMULATIONS,
@@ -73,7 +72,7 @@ def moves() -> None:
 
 
 def places() -> None:
-    """Checks more choices than one program handles, groups without choices, and dropped choices."""
+    """Checks more choices and more groups than one program counts at once, groups without choices, dropped choices."""
     for tokens, k, groups, share in ((9, 3, 6, 1.0), (250, 4, 40, 0.5), (300, 1, 3, 1.0), (300, 2, 300, 0.0)):
         generator = torch.Generator().manual_seed(tokens)
         numbers = torch.rand(tokens, groups, generator=generator).argsort(1)[:, :k].to(DEVICE)
@@ -358,16 +357,6 @@ def accumulated(way: Accumulation, sizes: tuple[int, ...], out_width: int, in_wi
         errors = (found - exact).norm(dim=1) / exact.norm(dim=1)
         assert errors.max() < 1e-5, (way, sizes, float(errors.max()))
     return total
-
-
-def places_in_parts() -> None:
-    """Checks the rows of copies with few comparisons at once."""
-    before = permute_kernels._COMPARED
-    try:
-        permute_kernels._COMPARED = 32
-        places()
-    finally:
-        permute_kernels._COMPARED = before
 
 
 def linears() -> None:

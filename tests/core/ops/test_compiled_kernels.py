@@ -26,7 +26,7 @@ CHECKS = {
     "triton_agreement": "masks bias_dropout_residual losses merged_blocks largest_logits",
     "elementwise_kernels": "norms norms_of_views norms_with_residual positions normed_positions parts_of_heads "
     "rotated_parts_of_heads sums table_rows biases updates stored_updates",
-    "expert_kernels": "moves places places_in_parts choices weights_of_choices sums_of_scores counts activations "
+    "expert_kernels": "moves places choices weights_of_choices sums_of_scores counts activations "
     "products accumulations linears biases",
     "fp8_kernels": "largest_values noted_values noted_rows casts blocks",
     "fp8_grouped_kernels": "largest_values casts blocks products weight_gradients",
