@@ -92,16 +92,18 @@ def hopper() -> None:
 @pytest.mark.usefixtures("hopper")
 def test_specialised_warps_compute_heads_of_64_and_128_channels(monkeypatch: pytest.MonkeyPatch) -> None:
     widths: list[int] = []
-    plain = flash_backward_specialized_triton.backward_specialized
+    compute = flash_backward_specialized_triton.backward_specialized
 
     def noted(*arguments: Any) -> Any:
         widths.append(arguments[1].shape[3])
-        return plain(*arguments)
+        return compute(*arguments)
 
     monkeypatch.setattr(flash_backward_specialized_triton, "backward_specialized", noted)
-    for name in ("causal", "causal, wide", "window, packed, wide", "causal, dropped", "window, capped"):
+    plain = ("causal", "causal, wide", "window, packed, wide")
+    dropped = ("causal, dropped", "causal, wide, dropped", "window, packed, dropped")
+    for name in (*plain, *dropped, "window, capped"):
         flash_agreement.attention_of(name)
-    assert widths == [64, 128, 128]
+    assert widths == [64, 128, 128, 64, 128, 64]
 
 
 @pytest.mark.usefixtures("hopper")

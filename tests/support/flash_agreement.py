@@ -3,7 +3,7 @@ small tiles and float32, or on a GPU, in its tiles and bfloat16."""
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from megatron.core.ops.attention.flash_triton import (
 )
 from megatron.core.ops.attention.unfused import AttentionCall, AttentionVariant, attention
 from megatron.core.ops.dropout.dropout import Draw, DropoutRngPosition, dropout_tokens, keep_rows
-from megatron.core.ops.dropout.keep_bits_triton import SeenKeys, keep_bits_triton
+from megatron.core.ops.dropout.keep_bits_triton import KeepBits, SeenKeys, keep_bits_triton
 from megatron.core.ops.relative_position import relative_position_bias
 from megatron.core.tokens import RngPosition, Tokens
 
@@ -59,6 +59,10 @@ CASES = {
     "wide keys, more keys than queries": Case(AttentionVariant(SCALE, True), 33, more_keys=31, widths=(24, 16)),
     "bidirectional, dropped": Case(AttentionVariant(SCALE, False, dropout=0.3), 41, heads=(2, 2)),
     "causal, dropped": Case(AttentionVariant(SCALE, True, dropout=0.3), 64, batch=1),
+    "causal, wide, dropped": Case(AttentionVariant(SCALE, True, dropout=0.3), 70, widths=(32, 32), heads=(4, 1)),
+    "window, packed, dropped": Case(
+        AttentionVariant(SCALE, True, window=(20, 0), dropout=0.2), 70, batch=1, packed=True
+    ),
     "packed, dropped": Case(AttentionVariant(SCALE, True, dropout=0.1), 67, batch=1, packed=True, widths=(20, 12)),
     "padding": Case(AttentionVariant(SCALE, False, dropout=0.1), 40, hides=True, heads=(2, 1)),
     "window, capped": Case(AttentionVariant(SCALE, True, window=(20, 0), cap=1.5), 70, batch=1, heads=(2, 1)),
@@ -74,7 +78,10 @@ CASES = {
 }
 
 
-def reference_bits(draw: Draw, query: Tensor, first_key: Tensor, num_keys: int, heads: range, seen: SeenKeys) -> Tensor:
+def reference_bits(
+    draw: Draw, query: Tensor, first_key: Tensor, num_keys: int, heads: range, seen: SeenKeys, by_query: bool,
+    by_key: bool,
+) -> KeepBits:  # fmt: skip
     """The definition of `keep_bits_triton`, for pairs that are seen."""
     rows = [
         keep_rows(draw, query[:, b], torch.full_like(query[:, b], head), first_key[b].expand(len(query)), num_keys)
@@ -86,24 +93,39 @@ def reference_bits(draw: Draw, query: Tensor, first_key: Tensor, num_keys: int, 
         kept = kept & (place <= seen.right)
     if seen.left is not None:
         kept = kept & (place >= -seen.left)
-    kept = torch.nn.functional.pad(kept, (0, -num_keys % 32)).unflatten(2, (-1, 32))
-    key = torch.arange(32, device=query.device)
-    words = (kept.long() << (((key >> 1) & 3) * 8 + ((key >> 3) & 3) * 2 + (key & 1))).sum(3)
-    words = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
-    return words.transpose(1, 2).unflatten(0, (query.shape[1], len(heads))).contiguous()
+    kept = torch.nn.functional.pad(kept, (0, -num_keys % 128, 0, -len(query) % 128))
+
+    def words(kept: Tensor) -> Tensor:
+        """[b * heads, m, n] to [b, heads, m, n / 128, 4]."""
+        bits = kept.long().unflatten(2, (-1, 8, 2, 4, 2))  # a key is 16 * i + 8 * j + 2 * word + k
+        i, j, k = (torch.arange(size, device=query.device) for size in (8, 2, 2))
+        found = (bits << (i[:, None, None, None] + 8 * j[:, None, None] + 16 * k)).sum((3, 4, 6))
+        return torch.where(found >= 2**31, found - 2**32, found).to(torch.int32).unflatten(0, (-1, len(heads)))
+
+    return KeepBits(
+        words(kept).transpose(2, 3).contiguous() if by_query else None,
+        words(kept.transpose(1, 2)).permute(0, 1, 3, 4, 2).contiguous() if by_key else None,
+    )
 
 
 def bits() -> None:
     draw = Draw((3123456789, 3987654321), torch.tensor(2**33 + 7, device=DEVICE), 0.37, bits=16)
-    for queries, keys, seen in ((6, 70, SeenKeys(None, None)), (37, 37, SeenKeys(20, 3)), (32, 32, SeenKeys(None, 0))):
+    for queries, keys, seen in (
+        (6, 170, SeenKeys(None, None)),
+        (137, 137, SeenKeys(20, 3)),
+        (32, 32, SeenKeys(None, 0)),
+    ):
         query = torch.arange(queries, device=DEVICE)[:, None] + torch.tensor([2**33], device=DEVICE)
         first_key = query[0] - queries % 32
-        found, expected = (
-            function(draw, query, first_key, keys, range(5, 6), seen) for function in (keep_bits_triton, reference_bits)
-        )
-        every = replace(draw, probability=0.0)
-        in_sight = reference_bits(every, query, first_key, keys, range(5, 6), seen)
-        assert in_sight.any() and torch.equal(found & in_sight, expected), (queries, keys, seen)
+        call = query, first_key, keys, range(5, 6), seen
+        expected = reference_bits(draw, *call, True, True)
+        in_sight = reference_bits(replace(draw, probability=0.0), *call, True, True)
+        for orders in ((True, True), (True, False), (False, True)):
+            found = keep_bits_triton(draw, *call, *orders)
+            for asked, *bits in zip(orders, *map(astuple, (found, in_sight, expected)), strict=True):
+                assert (bits[0] is not None) == asked
+                if asked:
+                    assert bits[1].any() and torch.equal(bits[0] & bits[1], bits[2]), (queries, keys, seen)
 
 
 def problem(case: Case) -> tuple[list[Tensor], AttentionCall]:
@@ -214,11 +236,19 @@ def heads_in_turns(patch: pytest.MonkeyPatch) -> None:
 
 def specialized_forward() -> None:
     """Calls of the forward with specialised warps, which Triton's interpreter does not run."""
+    tokens = dropout_tokens(Tokens(256, 1, sample_length=256), DEVICE)
+    dropped = BlockCall(dropout=DropoutRngPosition(tokens, 3, "attention"), row_start=tokens.index[:1])
     cuts = torch.tensor([0, 100, 256], dtype=torch.int32, device=DEVICE)
-    for width, left, call in ((64, None, BlockCall()), (128, None, BlockCall()), (128, 50, BlockCall(cuts, 156))):
+    for width, left, dropout, call in (
+        (64, None, 0.0, BlockCall()),
+        (128, None, 0.0, BlockCall()),
+        (64, None, 0.1, dropped),
+        (128, None, 0.1, dropped),
+        (128, 50, 0.0, BlockCall(cuts, 156)),
+    ):
         query, key = (torch.randn(256, 1, heads, width, device=DEVICE, dtype=DTYPE) for heads in (4, 2))
-        offsets = BlockOffsets(0, 0, left, 0)
-        flash_block_attention_triton(query, key, key, offsets, AttentionVariant(SCALE, True), call)
+        offsets, variant = BlockOffsets(0, 0, left, 0), AttentionVariant(SCALE, True, dropout=dropout)
+        flash_block_attention_triton(query, key, key, offsets, variant, call)
 
 
 def blocks(packed: bool, drops: bool) -> None:

@@ -17,6 +17,10 @@ These sums are in blocks of 64 queries and 64 channels. A block has its numbers 
 so that threads write them to shared memory 16 bytes at a time and without bank conflicts. `_round_kernel` restores the
 order.
 
+Dropout needs no barrier: a thread of a warp group loads the bits of its own probabilities (`KeepBits.by_key`). Rounded
+probabilities are dropped for dV. For dS, dP is dropped after the wait for it: dropped probabilities in float32 would
+need more registers than there are.
+
 Barriers order the tasks:
 
 - `keys_there`: keys and values are loaded.
@@ -49,7 +53,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from megatron.core.ops.attention.flash_forward_specialized_triton import round_pairs
 from megatron.core.ops.attention.flash_forward_triton import LOG2_E, Sight, begin_at_16_bytes, row_length
+from megatron.core.ops.dropout.keep_bits_gluon import drop_pairs, find_kept, load_words
+from megatron.core.ops.dropout.keep_bits_triton import BLOCK
 from megatron.core.ops.gluon_copies import add_bulk, head_tiles, load_bulk, store_bulk
 
 KEYS = gl.constexpr(64)
@@ -128,11 +135,21 @@ def _load_tiles(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
+def _load_words(bits, pair, m, queries, keys, M: gl.constexpr, SCORES: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Returns the words of the tile of queries from m on. `bits` are those of the warp group's first key."""
+    row, blocks = gl.cdiv(keys, BLOCK) * BLOCK, gl.cdiv(queries, BLOCK)
+    # Where no query sees the keys, m may be behind the last query.
+    block = pair * blocks + gl.minimum(m // BLOCK, blocks - 1)
+    return load_words(bits + block * (4 * row), 1, row, M, SCORES)
+
+
+@gluon.jit
 def _compute_tiles(  # type: ignore[no-untyped-def]
-    part_tiles, key_gradient_tiles, value_gradient_tiles, edges, q_ring, dy_ring, k_tile, v_tile, ds_ring, sums, deltas,
-    staging, keys_there, full, empty, exchanged, batch, group, n, first, count, whole, whole_end, groups, shared,
-    row_length, queries, keys, query_start, key_start, left, right, num_tiles, scale, factor, HAS_LEFT: gl.constexpr,
-    HAS_RIGHT: gl.constexpr, PACKED: gl.constexpr, M: gl.constexpr, WIDTH: gl.constexpr, WHICH: gl.constexpr,
+    part_tiles, key_gradient_tiles, value_gradient_tiles, bits, edges, q_ring, dy_ring, k_tile, v_tile, ds_ring, sums,
+    deltas, staging, keys_there, full, empty, exchanged, batch, group, n, first, count, whole, whole_end, groups,
+    shared, row_length, queries, keys, query_start, key_start, left, right, num_tiles, scale, factor, keep_scale,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, PACKED: gl.constexpr, DROPS: gl.constexpr, M: gl.constexpr,
+    WIDTH: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """Computes the gradients of KEYS keys and values, the first (WHICH is 0) or the last ones of the program, and adds
     half of each tile's gradients of queries to the parts."""
@@ -159,10 +176,14 @@ def _compute_tiles(  # type: ignore[no-untyped-def]
     key_total = gl.zeros([KEYS, WIDTH], gl.float32, TOTAL)
     value_total = gl.zeros([KEYS, WIDTH], gl.float32, TOTAL)
     total, last = shared * count, first + count * M
+    m, head = first, 0
+    if DROPS:
+        first_pair = ((batch * groups + group) * shared).to(gl.int64)
+        bits += n + WHICH * KEYS
+        words = _load_words(bits, first_pair, m, queries, keys, M, SCORES)
     mbarrier.wait(keys_there, 0)
     mbarrier.wait(full.index(0), 0, pred=total > 0)
     scores = warpgroup_mma(k, q_ring.index(0).reshape([M, WIDTH]).permute((1, 0)), no_scores, use_acc=False)
-    m = first
     # Blocks of 64 x 64 numbers: two for each tile of queries of each head.
     block = ((batch * groups + group) * shared * num_tiles + first // M) * 2 + WHICH
     for t in range(total):
@@ -175,8 +196,17 @@ def _compute_tiles(  # type: ignore[no-untyped-def]
             query = m + i
             seen = (query[None, :] >= start[:, None]) & (query[None, :] < end[:, None])
             weight = gl.where(seen, weight, 0.0)
-        rounded_weight = gl.convert_layout(weight.to(dtype), FACTOR)
+        if DROPS:
+            kept = words
+            if M < BLOCK:
+                kept = words >> m % BLOCK // 16
+            rounded_weight = drop_pairs(round_pairs(weight, dtype), kept, M, SCORES)
+            rounded_weight = gl.convert_layout(rounded_weight, FACTOR)
+        else:
+            rounded_weight = gl.convert_layout(weight.to(dtype), FACTOR)
         weight_gradient = warpgroup_mma_wait(0, deps=[flying])
+        if DROPS:
+            weight_gradient = gl.where(find_kept(kept, M, SCORES), weight_gradient, 0.0)
         delta = deltas.index(step).load(gl.SliceLayout(0, SCORES))
         score_gradient = (weight * (weight_gradient + delta[None, :])).to(dtype)
         # This product could begin before the wait for dP, but that is slower: 5.53 instead of 5.29 ms at width 128.
@@ -202,6 +232,11 @@ def _compute_tiles(  # type: ignore[no-untyped-def]
         mbarrier.wait(full.index(following), (t + 1) // STAGES & 1, pred=t + 1 < total)
         next_q = q_ring.index(following).reshape([M, WIDTH])
         flying = warpgroup_mma(k, next_q.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        head_ends = m + M >= last
+        m = gl.where(head_ends, first, m + M)
+        if DROPS:  # the words of the next tile come from memory until they are used
+            head = gl.minimum(gl.where(head_ends, head + 1, head), shared - 1)
+            words = _load_words(bits, first_pair + head, m, queries, keys, M, SCORES)
         part = warpgroup_mma_wait(1, deps=[flying_part])
         mbarrier.arrive(empty.index(step), count=1)
         # Four neighbours in memory are four registers of a thread: columns c and c + 1 of rows r and r + 8.
@@ -210,15 +245,13 @@ def _compute_tiles(  # type: ignore[no-untyped-def]
         staging.index(t % BUFFERS).store(part)
         fence_async_shared()
         add_bulk(part_tiles, [block * 128, 0], staging.index(t % BUFFERS))
-        head_ends = m + M >= last
-        m = gl.where(head_ends, first, m + M)
         block += gl.where(head_ends, (num_tiles - count) * 2 + 2, 2)
         # Waits in the pass that began the product: if it still ran at the start of the next pass, ptxas would run all
         # products one after the other.
         scores = warpgroup_mma_wait(0, deps=[flying])
     # Both gradients leave through the memory of the values, which this warp group alone reads.
     at = [batch, group, n + WHICH * KEYS, 0]
-    v.store(value_total.to(dtype))
+    v.store((value_total * keep_scale).to(dtype))
     fence_async_shared()
     store_bulk(value_gradient_tiles, at, v_tile.index(WHICH))
     tma.store_wait(0)
@@ -231,9 +264,9 @@ def _compute_tiles(  # type: ignore[no-untyped-def]
 @gluon.jit(do_not_specialize=["query_start", "key_start", "left", "right"])
 def _backward_specialized_kernel(  # type: ignore[no-untyped-def]
     part_tiles, query_tiles, gradient_tiles, key_tiles, value_tiles, key_gradient_tiles, value_gradient_tiles,
-    statistics, edges, order, groups, shared, row_length, queries, rounded, keys, query_start, key_start, left,
-    right, num_tiles, scale, factor, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, PACKED: gl.constexpr,
-    ORDERED: gl.constexpr, M: gl.constexpr, WIDTH: gl.constexpr,
+    statistics, bits, edges, order, groups, shared, row_length, queries, rounded, keys, query_start, key_start, left,
+    right, num_tiles, scale, factor, keep_scale, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    PACKED: gl.constexpr, DROPS: gl.constexpr, ORDERED: gl.constexpr, M: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
     batch, group, n = _place(groups, order, ORDERED)
     first, count, whole, whole_end = _find_walk(
@@ -264,14 +297,14 @@ def _backward_specialized_kernel(  # type: ignore[no-untyped-def]
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_compute_tiles, (part_tiles, key_gradient_tiles, value_gradient_tiles, edges, q_ring, dy_ring, k_tile,
-             v_tile, ds_ring, sums, deltas, upper, keys_there, full, empty, exchanged, batch, group, n, first, count,
-             whole, whole_end, groups, shared, row_length, queries, keys, query_start, key_start, left, right,
-             num_tiles, scale, factor, HAS_LEFT, HAS_RIGHT, PACKED, M, WIDTH, 0)),
-            (_compute_tiles, (part_tiles, key_gradient_tiles, value_gradient_tiles, edges, q_ring, dy_ring, k_tile,
-             v_tile, ds_ring, sums, deltas, lower, keys_there, full, empty, exchanged, batch, group, n, first, count,
-             whole, whole_end, groups, shared, row_length, queries, keys, query_start, key_start, left, right,
-             num_tiles, scale, factor, HAS_LEFT, HAS_RIGHT, PACKED, M, WIDTH, 1)),
+            (_compute_tiles, (part_tiles, key_gradient_tiles, value_gradient_tiles, bits, edges, q_ring, dy_ring,
+             k_tile, v_tile, ds_ring, sums, deltas, upper, keys_there, full, empty, exchanged, batch, group, n, first,
+             count, whole, whole_end, groups, shared, row_length, queries, keys, query_start, key_start, left, right,
+             num_tiles, scale, factor, keep_scale, HAS_LEFT, HAS_RIGHT, PACKED, DROPS, M, WIDTH, 0)),
+            (_compute_tiles, (part_tiles, key_gradient_tiles, value_gradient_tiles, bits, edges, q_ring, dy_ring,
+             k_tile, v_tile, ds_ring, sums, deltas, lower, keys_there, full, empty, exchanged, batch, group, n, first,
+             count, whole, whole_end, groups, shared, row_length, queries, keys, query_start, key_start, left, right,
+             num_tiles, scale, factor, keep_scale, HAS_LEFT, HAS_RIGHT, PACKED, DROPS, M, WIDTH, 1)),
             (_load_tiles, (query_tiles, gradient_tiles, key_tiles, value_tiles, statistics, q_ring, dy_ring, k_tile,
              v_tile, sums, deltas, keys_there, full, empty, batch, group, n, first, count, groups, shared, rounded,
              M, WIDTH)),
@@ -314,6 +347,8 @@ def backward_specialized(
     sight: Sight,
     order: Tensor | None,
     query_type: torch.dtype,
+    bits: Tensor | None,
+    keep_scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of query (in `query_type`), key and value of calls that `is_plain_on_hopper` accepts.
 
@@ -333,12 +368,13 @@ def backward_specialized(
         _copied(query, size), _copied(gradient, size),
         _copied(key, KEYS.value), _copied(value, KEYS.value),
         head_tiles(key_gradient, KEYS.value), head_tiles(value_gradient, KEYS.value),
-        statistics, sight.edges, order, groups, a // groups, row_length(sight), sq, statistics.shape[2], key.shape[0],
-        sight.query_start, sight.key_start, sight.left or 0, sight.right or 0, num_tiles, scale, scale * LOG2_E,
+        statistics, bits, sight.edges, order, groups, a // groups, row_length(sight), sq, statistics.shape[2],
+        key.shape[0], sight.query_start, sight.key_start, sight.left or 0, sight.right or 0, num_tiles,
+        scale * keep_scale, scale * LOG2_E, keep_scale,
         HAS_LEFT=sight.left is not None, HAS_RIGHT=sight.right is not None, PACKED=sight.edges is not None,
-        ORDERED=order is not None, M=size, WIDTH=width, num_warps=4,
+        DROPS=bits is not None, ORDERED=order is not None, M=size, WIDTH=width, num_warps=4,
     )  # fmt: skip
     _round_kernel[(num_tiles * size // 64, b * a)](
-        query_gradient, parts, sq, a, blocks, scale, *query_gradient.stride()[:3], WIDTH=width
+        query_gradient, parts, sq, a, blocks, scale * keep_scale, *query_gradient.stride()[:3], WIDTH=width
     )
     return query_gradient, key_gradient, value_gradient

@@ -4,6 +4,8 @@ Gradients of keys and values stay in registers. Those of queries are added to fl
 that differs from run to run: from Hopper on by the engine that copies tiles, elsewhere by atomic additions.
 """
 
+from types import ModuleType
+
 import torch
 import triton
 import triton.language as tl
@@ -18,6 +20,7 @@ from megatron.core.ops.attention.flash_forward_triton import (
     bias_strides,
     copies_tiles,
     factors,
+    find_kept,
     find_seen,
     is_plain_on_hopper,
     load_bias,
@@ -27,8 +30,9 @@ from megatron.core.ops.attention.flash_forward_triton import (
     switches,
     tiles_of_rows,
     with_neighbouring_channels,
+    words_of_head,
 )
-from megatron.core.ops.dropout.keep_bits_triton import bit_of_key, byte_of_key
+from megatron.core.ops.dropout.keep_bits_triton import KeepBits
 from megatron.core.ops.gluon import gluon_kernel
 
 _ROWS = 64
@@ -143,18 +147,7 @@ def _walk(  # type: ignore[no-untyped-def]
                 weight_gradient = tl.dot(v, tl.trans(dy), tl.broadcast_to(delta, (N, M)), input_precision="ieee")
         kept_weight = weight
         if DROPS:
-            if BY_QUERY:
-                at = bits + m + tl.arange(0, N // 32)[None, :] * queries + tl.arange(0, M)[:, None]
-                words = tl.load(at, mask=(i < queries)[:, None], other=0)
-                words = tl.reshape(tl.broadcast_to(words[:, :, None], (M, N // 32, 32)), (M, N))
-                line = tl.arange(0, N)[None, :]
-                kept = ((words >> byte_of_key(line)) & (1 << bit_of_key(line))) != 0
-            else:
-                at = bits + m + tl.arange(0, N // 32)[:, None] * queries + tl.arange(0, M)[None, :]
-                words = tl.load(at, mask=(i < queries)[None, :], other=0)
-                words = tl.reshape(tl.broadcast_to(words[:, None, :], (N // 32, 32, M)), (N, M))
-                line = tl.arange(0, N)[:, None]
-                kept = (words & (1 << (byte_of_key(line) + bit_of_key(line)))) != 0
+            kept = find_kept(bits, m, n, queries, M, N, BY_QUERY)
             kept_weight = tl.where(kept, weight, keep_scale - keep_scale)  # see flash_forward_triton
             score_gradient = kept_weight * weight_gradient + weight * delta
         elif FOLDS:
@@ -189,7 +182,7 @@ def _walk(  # type: ignore[no-untyped-def]
 def _backward_kernel(  # type: ignore[no-untyped-def]
     query_gradient, query_gradient_tiles, query_tiles, gradient_tiles, key_gradient, value_gradient, bias_gradient,
     gradient, query, key, value, statistics, bits, slopes, bias, edges, hidden, order, queries, rounded, keys, heads,
-    shared, words, row_length, query_start, key_start, left, right, width, value_width,
+    shared, row_length, query_start, key_start, left, right, width, value_width,
     query_row, query_batch, query_head, key_row, key_batch, key_head, value_row, value_batch, value_head,
     gradient_row, gradient_batch, gradient_head,
     query_gradient_row, query_gradient_batch, query_gradient_head,
@@ -259,7 +252,7 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
         if BIAS_LEARNS:
             bias_part_at = bias_gradient + batch * bias_gradient_batch + head * bias_gradient_head
         if DROPS:
-            bits_at = bits + (pair * words + n // 32) * queries
+            bits_at = bits + pair * words_of_head(queries, keys)
         query_at = query + batch * query_batch + head * query_head
         gradient_at = gradient + batch * gradient_batch + head * gradient_head
         batch_index, head_index = batch.to(tl.int32), head.to(tl.int32)
@@ -302,6 +295,17 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
     tl.store(at, (value_total * keep_scale).to(value_gradient.dtype.element_ty), mask=value_inside)
 
 
+def _specialized(query: Tensor, key: Tensor, value: Tensor, scores: Scores, sight: Sight) -> ModuleType | None:
+    """Returns the kernel with specialised warps, if it can compute a call."""
+    kernel = gluon_kernel("attention.flash_backward_specialized_triton")
+    return kernel if kernel is not None and is_plain_on_hopper(query, key, value, scores, sight) else None
+
+
+def reads_bits_by_key(query: Tensor, key: Tensor, value: Tensor, scores: Scores, sight: Sight) -> bool:
+    """Returns whether the backward of a call reads `KeepBits.by_key`, instead of `by_query`."""
+    return _specialized(query, key, value, scores, sight) is not None
+
+
 def flash_backward_triton(
     gradient: Tensor,
     query: Tensor,
@@ -311,14 +315,15 @@ def flash_backward_triton(
     lse: Tensor,
     scores: Scores,
     sight: Sight,
-    bits: Tensor | None,
+    bits: KeepBits | None,
     probability: float,
     tile: TileSize,
     query_type: torch.dtype,
     bias_gradient: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns the gradients of query (in `query_type`), key and value, and the products of output and its gradient [b,
-    a, sq]. `output` and `lse` may cover more keys than `key`; see `blocks.block_attention_backward`.
+    a, sq]. `output` and `lse` may cover more keys than `key`; see `blocks.block_attention_backward`. `bits` may have
+    one order: see `reads_bits_by_key`.
 
     Adds the gradient of `scores.bias`, without dropout's factor 1 / (1 - probability), to `bias_gradient`: float32 [b,
     a, sq, sk], with stride 0 where it repeats.
@@ -332,9 +337,7 @@ def flash_backward_triton(
     padded = padded_width(width), padded_width(value_width)
     full = padded == (width, value_width) and sq % tile.queries == 0
     keep_scale = 1.0 if bits is None else 1.0 / (1.0 - probability)
-    specialized = gluon_kernel("attention.flash_backward_specialized_triton")
-    if specialized is not None and not is_plain_on_hopper(query, key, value, scores, sight, bits):
-        specialized = None
+    specialized = _specialized(query, key, value, scores, sight)
     folds = tile.folds and bits is None and scores.cap is None and specialized is None
     statistics = query.new_empty(b, a, rounded, 2, dtype=torch.float32)
     _statistics_kernel[(rounded // _ROWS, b * a)](
@@ -347,8 +350,10 @@ def flash_backward_triton(
         gradients = specialized.backward_specialized(
             gradient, query, key, value, statistics, scores.scale, sight,
             _longest_first(sight, triton.cdiv(sk, size), size, sk), query_type,
+            None if bits is None else bits.by_key, keep_scale,
         )  # fmt: skip
-        return *gradients, -statistics[:, :, :sq, 1]
+        return *gradients, statistics[:, :, :sq, 1] * -keep_scale
+    by_query = None if bits is None else bits.by_query
     copies = copies_tiles(query.device)
     bulk = copies and query.is_cuda  # Triton's interpreter copies tiles but adds none
     total = query.new_zeros(sq, b, a, padded[0] if bulk else width, dtype=torch.float32)
@@ -363,14 +368,14 @@ def flash_backward_triton(
     order = _longest_first(sight, num_tiles, tile.keys, sk) if tile.heads_first else None
     _backward_kernel[(b * groups, num_tiles) if tile.heads_first else (num_tiles, b * groups)](
         query_gradient, tiles, query_tiles, gradient_tiles, key_gradient, value_gradient, bias_gradient,
-        gradient, query, key, value, statistics, bits, scores.slopes, scores.bias, sight.edges, sight.hidden, order,
-        sq, rounded, sk, a, a // groups, 0 if bits is None else bits.shape[2], row_length(sight), sight.query_start,
-        sight.key_start, sight.left or 0, sight.right or 0, width, value_width,
+        gradient, query, key, value, statistics, by_query, scores.slopes, scores.bias, sight.edges, sight.hidden, order,
+        sq, rounded, sk, a, a // groups, row_length(sight), sight.query_start, sight.key_start,
+        sight.left or 0, sight.right or 0, width, value_width,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *gradient.stride()[:3],
         *query_gradient.stride()[:3], *key_gradient.stride()[:3], *value_gradient.stride()[:3],
         *bias_strides(scores.bias), *bias_strides(bias_gradient),
         scores.scale * keep_scale, *factors(scores), keep_scale,
-        **switches(scores, sight, bits), BIAS_LEARNS=bias_gradient is not None, FULL=full, BULK=bulk,
+        **switches(scores, sight), DROPS=bits is not None, BIAS_LEARNS=bias_gradient is not None, FULL=full, BULK=bulk,
         BULK_LOADS=bulk_loads, BY_QUERY=tile.by_query, FOLDS=folds, HEADS_FIRST=tile.heads_first,
         ORDERED=order is not None, M=tile.queries, N=tile.keys, WIDTH=padded[0], VALUE_WIDTH=padded[1],
         num_warps=tile.num_warps, num_stages=tile.num_stages,

@@ -16,6 +16,9 @@ A stage holds keys of one tile and values of the tile before, which are used at 
 of queries has no values and the last one no keys. Tiles of keys come last to first, because the last ones need
 comparisons of positions.
 
+Dropout needs no barrier: a thread of a warp group loads the bits of its own scores (`KeepBits.by_query`) before it
+waits for a stage, and drops weights after the exponentials, when the bits have come from memory.
+
 Barriers order the tasks:
 
 - `asked` of a warp group: its queries and `plan` are there. `plan` says which tile of queries it is, how many tiles of
@@ -55,6 +58,7 @@ from megatron.core.ops.attention.flash_forward_triton import (
     is_plain_on_hopper,
     row_length,
 )
+from megatron.core.ops.dropout.keep_bits_gluon import drop_pairs, load_words
 from megatron.core.ops.gluon_copies import head_tiles, load_bulk, store_bulk
 from megatron.core.ops.sum_rows_triton import num_multiprocessors
 
@@ -189,7 +193,7 @@ def _exp2(x):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _rounded(x, dtype: gl.constexpr):  # type: ignore[no-untyped-def]
+def round_pairs(x, dtype: gl.constexpr):  # type: ignore[no-untyped-def]
     """Returns x.to(dtype), two numbers at a time. One at a time, they are moved between halves of registers."""
     if dtype == gl.bfloat16:
         return gl.inline_asm_elementwise(
@@ -226,13 +230,33 @@ def _softmax(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
+def _load_words(bits, n, queries, SCORES: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Returns the words of tile n of keys. `bits` are those of the warp group's first query and of the first keys."""
+    block = gl.cdiv(queries, QUERIES) * (QUERIES * 4)
+    return load_words(bits + n.to(gl.int64) * block, 4, 1, KEYS, SCORES)
+
+
+@gluon.jit
+def _as_factor(weight, words, dtype: gl.constexpr, DROPS: gl.constexpr, CONTEXT: gl.constexpr):  # type: ignore
+    """Returns weights as a factor of the product with values, with 0 for those that dropout does not keep."""
+    rounded = round_pairs(weight, dtype)
+    if DROPS:
+        SCORES: gl.constexpr = weight.type.layout
+        rounded = drop_pairs(rounded, words, KEYS, SCORES)
+    return gl.convert_layout(rounded, gl.DotOperandLayout(0, CONTEXT, 2))
+
+
+@gluon.jit
 def _add_tile(  # type: ignore[no-untyped-def]
-    context, weight, top, total, n, count, low, high, factor, q, k, v, full, empty,
-    COMPARES_HIGH: gl.constexpr, COMPARES_LOW: gl.constexpr, STAGES: gl.constexpr,
+    context, weight, top, total, n, count, low, high, factor, q, k, v, full, empty, bits, queries,
+    COMPARES_HIGH: gl.constexpr, COMPARES_LOW: gl.constexpr, DROPS: gl.constexpr, STAGES: gl.constexpr,
     SCORES: gl.constexpr, CONTEXT: gl.constexpr,
 ):  # fmt: skip
     """Adds the values of a tile, whose weights are given, to the context, and computes the weights of tile n."""
     stage, phase = count % STAGES, count // STAGES & 1
+    words = 0
+    if DROPS:
+        words = _load_words(bits, n, queries, SCORES)
     mbarrier.wait(full.index(stage), phase)
     none = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
     multiplying = warpgroup_mma(q, k.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
@@ -247,16 +271,16 @@ def _add_tile(  # type: ignore[no-untyped-def]
     context, total, rescale = warpgroup_mma_wait(0, deps=[adding, total, rescale])
     mbarrier.arrive(empty.index(stage), count=1)
     context = context * gl.convert_layout(rescale, gl.SliceLayout(1, CONTEXT))[:, None]
-    weight = gl.convert_layout(_rounded(weight, v.dtype), gl.DotOperandLayout(0, CONTEXT, 2))
+    weight = _as_factor(weight, words, v.dtype, DROPS, CONTEXT)
     return context, weight, top, total
 
 
 @gluon.jit
 def _compute_tiles(  # type: ignore[no-untyped-def]
-    output_tiles, lse, edges, plan, q, k, v, staging, asked, answered, full, empty,
-    heads, queries, keys, row_length, query_start, key_start, left, right, factor,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, PACKED: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
-    WHICH: gl.constexpr,
+    output_tiles, lse, bits, edges, plan, q, k, v, staging, asked, answered, full, empty,
+    heads, queries, keys, row_length, query_start, key_start, left, right, factor, keep_scale,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, PACKED: gl.constexpr, DROPS: gl.constexpr, WIDTH: gl.constexpr,
+    STAGES: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """Computes the first (WHICH is 0) or the last ROWS queries of each tile."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16])
@@ -282,6 +306,12 @@ def _compute_tiles(  # type: ignore[no-untyped-def]
         total = gl.zeros([ROWS], gl.float32, ROW)
         context = gl.zeros([ROWS, WIDTH], gl.float32, CONTEXT)
         n = _ask(plan, LAST_TILE)
+        tile_bits, words = bits, 0
+        if DROPS:
+            pair = (_ask(plan, BATCH) * heads + _ask(plan, HEAD)).to(gl.int64)
+            rows = gl.cdiv(queries, QUERIES) * QUERIES
+            tile_bits = bits + (pair * gl.cdiv(keys, KEYS) * rows + (m + WHICH * ROWS)) * 4
+            words = _load_words(tile_bits, n, queries, SCORES)
         stage = count % STAGES
         mbarrier.wait(full.index(stage), count // STAGES & 1)
         none = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
@@ -290,28 +320,27 @@ def _compute_tiles(  # type: ignore[no-untyped-def]
         mbarrier.arrive(empty.index(stage), count=1)
         count += 1
         weight, _, top, total = _softmax(product, top, total, n, low, high, factor, True, HAS_LOW, SCORES)
-        weight = gl.convert_layout(_rounded(weight, v.dtype), gl.DotOperandLayout(0, CONTEXT, 2))
+        weight = _as_factor(weight, words, v.dtype, DROPS, CONTEXT)
         for _ in range(_ask(plan, LATE)):
             n -= 1
             context, weight, top, total = _add_tile(
-                context, weight, top, total, n, count, low, high, factor, q, k, v, full, empty,
-                True, HAS_LOW, STAGES, SCORES, CONTEXT,
+                context, weight, top, total, n, count, low, high, factor, q, k, v, full, empty, tile_bits, queries,
+                True, HAS_LOW, DROPS, STAGES, SCORES, CONTEXT,
             )  # fmt: skip
             count += 1
-        seen = _ask(plan, SEEN)
-        for _ in range(seen):
+        for _ in range(_ask(plan, SEEN)):
+            n -= 1
             context, weight, top, total = _add_tile(
-                context, weight, top, total, n, count, low, high, factor, q, k, v, full, empty,
-                False, False, STAGES, SCORES, CONTEXT,
+                context, weight, top, total, n, count, low, high, factor, q, k, v, full, empty, tile_bits, queries,
+                False, False, DROPS, STAGES, SCORES, CONTEXT,
             )  # fmt: skip
             count += 1
         if HAS_LOW:
-            n -= seen
             for _ in range(_ask(plan, EARLY)):
                 n -= 1
                 context, weight, top, total = _add_tile(
-                    context, weight, top, total, n, count, low, high, factor, q, k, v, full, empty,
-                    False, True, STAGES, SCORES, CONTEXT,
+                    context, weight, top, total, n, count, low, high, factor, q, k, v, full, empty, tile_bits, queries,
+                    False, True, DROPS, STAGES, SCORES, CONTEXT,
                 )  # fmt: skip
                 count += 1
         batch, head, m = _ask(plan, BATCH), _ask(plan, HEAD), _ask(plan, FIRST_QUERY) + WHICH * ROWS
@@ -326,9 +355,9 @@ def _compute_tiles(  # type: ignore[no-untyped-def]
         context = warpgroup_mma_wait(0, deps=[context])
         mbarrier.arrive(empty.index(stage), count=1)
         count += 1
-        context = context * gl.convert_layout(1.0 / known, gl.SliceLayout(1, CONTEXT))[:, None]
+        context = context * gl.convert_layout(keep_scale / known, gl.SliceLayout(1, CONTEXT))[:, None]
         tma.store_wait(0)
-        staging.store(_rounded(context, v.dtype))
+        staging.store(round_pairs(context, v.dtype))
         fence_async_shared()
         store_bulk(output_tiles, [batch, head, m, 0], staging)
         turn += 1
@@ -342,9 +371,10 @@ _COUNTS = "all_tiles tiles pairs at_once heads shared queries keys row_length qu
 
 @gluon.jit(do_not_specialize=_COUNTS.split())
 def _forward_specialized_kernel(  # type: ignore[no-untyped-def]
-    output_tiles, lse, query_tiles, key_tiles, value_tiles, edges, counter, all_tiles, tiles, pairs, at_once, heads,
-    shared, queries, keys, row_length, query_start, key_start, left, right, factor,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, PACKED: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
+    output_tiles, lse, query_tiles, key_tiles, value_tiles, bits, edges, counter, all_tiles, tiles, pairs, at_once,
+    heads, shared, queries, keys, row_length, query_start, key_start, left, right, factor, keep_scale,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, PACKED: gl.constexpr, DROPS: gl.constexpr, WIDTH: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = query_tiles.dtype
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -368,14 +398,14 @@ def _forward_specialized_kernel(  # type: ignore[no-untyped-def]
     gl.warp_specialize(
         [
             (_compute_tiles, (
-                output_tiles, lse, edges, plan, q.index(0), k, v, staging.index(0), asked.index(0), answered.index(0),
-                full, empty, heads, queries, keys, row_length, query_start, key_start, left, right, factor,
-                HAS_LEFT, HAS_RIGHT, PACKED, WIDTH, STAGES, 0,
+                output_tiles, lse, bits, edges, plan, q.index(0), k, v, staging.index(0), asked.index(0),
+                answered.index(0), full, empty, heads, queries, keys, row_length, query_start, key_start, left, right,
+                factor, keep_scale, HAS_LEFT, HAS_RIGHT, PACKED, DROPS, WIDTH, STAGES, 0,
             )),
             (_compute_tiles, (
-                output_tiles, lse, edges, plan, q.index(1), k, v, staging.index(1), asked.index(1), answered.index(1),
-                full, empty, heads, queries, keys, row_length, query_start, key_start, left, right, factor,
-                HAS_LEFT, HAS_RIGHT, PACKED, WIDTH, STAGES, 1,
+                output_tiles, lse, bits, edges, plan, q.index(1), k, v, staging.index(1), asked.index(1),
+                answered.index(1), full, empty, heads, queries, keys, row_length, query_start, key_start, left, right,
+                factor, keep_scale, HAS_LEFT, HAS_RIGHT, PACKED, DROPS, WIDTH, STAGES, 1,
             )),
             (_load_tiles, (
                 query_tiles, key_tiles, value_tiles, edges, counter, plan, q, k, v, asked, answered, full, empty,
@@ -388,16 +418,17 @@ def _forward_specialized_kernel(  # type: ignore[no-untyped-def]
     )  # fmt: skip
 
 
-def takes(
-    query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, scores: Scores, sight: Sight, bits: Tensor | None
-) -> bool:
+def takes(query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, scores: Scores, sight: Sight) -> bool:
     """Returns whether the kernel can compute a call of `flash_forward_triton`."""
-    plain = sink is None and is_plain_on_hopper(query, key, value, scores, sight, bits)
+    plain = sink is None and is_plain_on_hopper(query, key, value, scores, sight)
     return plain and all(begin_at_16_bytes(heads) for heads in (query, key, value))
 
 
-def forward_specialized(query: Tensor, key: Tensor, value: Tensor, scale: float, sight: Sight) -> tuple[Tensor, Tensor]:
-    """Computes `flash_forward_triton` for calls that `takes` accepts."""
+def forward_specialized(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, sight: Sight, bits: Tensor | None, keep_scale: float
+) -> tuple[Tensor, Tensor]:
+    """Computes `flash_forward_triton` for calls that `takes` accepts. `bits` are `KeepBits.by_query`, and the
+    probabilities that are kept are multiplied by `keep_scale`."""
     sq, b, a, width = query.shape
     sk, _, groups, _ = key.shape
     output, lse = query.new_empty(query.shape), query.new_empty(b, a, sq, dtype=torch.float32)
@@ -408,9 +439,10 @@ def forward_specialized(query: Tensor, key: Tensor, value: Tensor, scale: float,
     _forward_specialized_kernel[(min(tiles * b * a, num_multiprocessors(query.device)),)](
         head_tiles(output, ROWS.value), lse, head_tiles(query, ROWS.value),
         head_tiles(key, KEYS.value), head_tiles(value, KEYS.value),
-        sight.edges, counter, tiles * b * a, tiles, b * a, at_once, a, a // groups, sq, sk, row_length(sight),
+        bits, sight.edges, counter, tiles * b * a, tiles, b * a, at_once, a, a // groups, sq, sk, row_length(sight),
         sight.query_start, sight.key_start, sight.left or 0, sight.right or 0, scale * LOG2_E,
+        keep_scale,
         HAS_LEFT=sight.left is not None, HAS_RIGHT=sight.right is not None, PACKED=sight.edges is not None,
-        WIDTH=width, STAGES=_STAGES[width], num_warps=4,
+        DROPS=bits is not None, WIDTH=width, STAGES=_STAGES[width], num_warps=4,
     )  # fmt: skip
     return output, lse

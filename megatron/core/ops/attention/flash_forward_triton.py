@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron.core.ops.dropout.keep_bits_triton import bit_of_key, byte_of_key
+from megatron.core.ops.dropout.keep_bits_triton import KeepBits, bit_of
 from megatron.core.ops.gluon import gluon_kernel
 
 try:
@@ -113,8 +113,34 @@ def find_seen(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def words_of_head(queries, keys):  # type: ignore[no-untyped-def]
+    """Returns the number of words of a head in `KeepBits`."""
+    return (queries + 127) // 128 * 128 * ((keys + 127) // 128) * 4
+
+
+@triton.jit
+def find_kept(  # type: ignore[no-untyped-def]
+    bits, m, n, queries, M: tl.constexpr, N: tl.constexpr, BY_QUERY: tl.constexpr
+):
+    """Returns which pairs of the queries from m and the keys from n on dropout keeps, [M, N] or [N, M]. `bits` are
+    `KeepBits.by_query` of a head."""
+    rows = (queries + 127) // 128 * 128
+    bits += (tl.cast(n // 128, tl.int64) * rows + m) * 4
+    later = n % 128 // 16
+    if BY_QUERY:
+        words = tl.load(bits + tl.arange(0, M)[:, None] * 4 + tl.arange(0, 4)[None, :]) >> later
+        words = tl.reshape(tl.broadcast_to(words[:, None, :, None], (M, N // 8, 4, 2)), (M, N))
+        key = tl.arange(0, N)[None, :]
+    else:
+        words = tl.load(bits + tl.arange(0, 4)[:, None] + tl.arange(0, M)[None, :] * 4) >> later
+        words = tl.reshape(tl.broadcast_to(words[None, :, None, :], (N // 8, 4, 2, M)), (N, M))
+        key = tl.arange(0, N)[:, None]
+    return (words & (1 << bit_of(key))) != 0
+
+
+@triton.jit
 def _walk(  # type: ignore[no-untyped-def]
-    context, top, total, query, key_tiles, value_tiles, batch, group, key, value, bits, hidden, bias, first, last, i,
+    context, top, total, query, key_tiles, value_tiles, batch, group, key, value, bits, hidden, bias, first, last, m, i,
     start, end, place, slope, queries, keys,
     key_row, value_row, bias_row, bias_key, width, value_width, left, right, factor, cap, keep_scale,
     COMPARES: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PACKED: tl.constexpr, HIDES: tl.constexpr,
@@ -166,11 +192,7 @@ def _walk(  # type: ignore[no-untyped-def]
         context = context * rescale[:, None]
         top = higher
         if DROPS:
-            at = bits + tl.cast(n // 32, tl.int64) * queries + tl.arange(0, N // 32)[None, :] * queries + i[:, None]
-            words = tl.load(at, mask=(i < queries)[:, None], other=0)
-            words = tl.reshape(tl.broadcast_to(words[:, :, None], (M, N // 32, 32)), (M, N))
-            column = tl.arange(0, N)[None, :]
-            kept = ((words >> byte_of_key(column)) & (1 << bit_of_key(column))) != 0
+            kept = find_kept(bits, m, n, queries, M, N, True)
             # With a constant 0, LLVM selects after the rounding, among unpacked halves: twice the instructions.
             weight = tl.where(kept, weight, keep_scale - keep_scale)
         if BULK_LOADS:
@@ -186,7 +208,7 @@ def _walk(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["query_start", "key_start", "left", "right"])
 def _forward_kernel(  # type: ignore[no-untyped-def]
     output, lse, query, key_tiles, value_tiles, key, value, bits, sink, slopes, bias, edges, hidden,
-    queries, keys, heads, shared, words, row_length, query_start, key_start, left, right, width, value_width,
+    queries, keys, heads, shared, row_length, query_start, key_start, left, right, width, value_width,
     query_row, query_batch, query_head, key_row, key_batch, key_head, value_row, value_batch, value_head,
     bias_batch, bias_head, bias_row, bias_key, output_row, output_batch, output_head, factor, cap, keep_scale,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PACKED: tl.constexpr, HIDES: tl.constexpr, HAS_CAP: tl.constexpr,
@@ -205,7 +227,7 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
     key += batch * key_batch + head // shared * key_head
     value += batch * value_batch + head // shared * value_head
     if DROPS:
-        bits += pair * words * queries
+        bits += pair * words_of_head(queries, keys)
     if HIDES:
         hidden += batch * keys
     if HAS_BIAS:
@@ -247,21 +269,21 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
     if HAS_LEFT or PACKED:
         context, top, total = _walk(
             context, top, total, q, key_tiles, value_tiles, batch_index, group_index, key, value, bits, hidden, bias,
-            first, whole, i, start, end, place, slope, queries, keys, key_row, value_row, bias_row, bias_key,
+            first, whole, m, i, start, end, place, slope, queries, keys, key_row, value_row, bias_row, bias_key,
             width, value_width, left, right, factor, cap, keep_scale,
             True, HAS_LEFT, HAS_RIGHT, PACKED, HIDES, HAS_CAP, HAS_SLOPES, HAS_BIAS, DROPS, FULL,
             BULK_LOADS, M, N, WIDTH, VALUE_WIDTH,
         )  # fmt: skip
     context, top, total = _walk(
         context, top, total, q, key_tiles, value_tiles, batch_index, group_index, key, value, bits, hidden, bias,
-        whole, whole_end, i, start, end, place, slope, queries, keys, key_row, value_row, bias_row, bias_key,
+        whole, whole_end, m, i, start, end, place, slope, queries, keys, key_row, value_row, bias_row, bias_key,
         width, value_width, left, right, factor, cap, keep_scale,
         False, HAS_LEFT, HAS_RIGHT, PACKED, HIDES, HAS_CAP, HAS_SLOPES, HAS_BIAS, DROPS, FULL,
         BULK_LOADS, M, N, WIDTH, VALUE_WIDTH,
     )  # fmt: skip
     context, top, total = _walk(
         context, top, total, q, key_tiles, value_tiles, batch_index, group_index, key, value, bits, hidden, bias,
-        whole_end, last, i, start, end, place, slope, queries, keys, key_row, value_row, bias_row, bias_key,
+        whole_end, last, m, i, start, end, place, slope, queries, keys, key_row, value_row, bias_row, bias_key,
         width, value_width, left, right, factor, cap, keep_scale,
         True, HAS_LEFT, HAS_RIGHT, PACKED, HIDES, HAS_CAP, HAS_SLOPES, HAS_BIAS, DROPS, FULL,
         BULK_LOADS, M, N, WIDTH, VALUE_WIDTH,
@@ -291,16 +313,18 @@ def flash_forward_triton(
     sink: Tensor | None,
     scores: Scores,
     sight: Sight,
-    bits: Tensor | None,
+    bits: KeepBits | None,
     probability: float,
     tile: TileSize,
 ) -> tuple[Tensor, Tensor]:
     """Returns output [sq, b, a, dv] and lse [b, a, sq] (float32, with the sink) of query [sq, b, a, d], key [sk, b, g,
-    d] and value [sk, b, g, dv]. `bits` are `keep_bits_triton`'s; None: nothing is dropped."""
+    d] and value [sk, b, g, dv]. Reads `bits.by_query`; None: nothing is dropped."""
     query, key, value = (with_neighbouring_channels(heads) for heads in (query, key, value))
     specialized = gluon_kernel("attention.flash_forward_specialized_triton")
-    if specialized is not None and specialized.takes(query, key, value, sink, scores, sight, bits):
-        return specialized.forward_specialized(query, key, value, scores.scale, sight)
+    by_query = None if bits is None else bits.by_query
+    keep_scale = 1.0 if bits is None else 1.0 / (1.0 - probability)
+    if specialized is not None and specialized.takes(query, key, value, sink, scores, sight):
+        return specialized.forward_specialized(query, key, value, scores.scale, sight, by_query, keep_scale)
     sq, b, a, width = query.shape
     sk, _, groups, value_width = value.shape
     output = query.new_empty(sq, b, a, value_width)
@@ -312,13 +336,13 @@ def flash_forward_triton(
     value_tiles = tiles_of_rows(value, tile.keys) if bulk_loads else None
     bulk_loads = key_tiles is not None and value_tiles is not None
     _forward_kernel[(triton.cdiv(sq, tile.queries), b * a)](
-        output, lse, query, key_tiles, value_tiles, key, value, bits, sink, scores.slopes, scores.bias, sight.edges,
-        sight.hidden, sq, sk, a, a // groups, 0 if bits is None else bits.shape[2], row_length(sight),
+        output, lse, query, key_tiles, value_tiles, key, value, by_query, sink, scores.slopes, scores.bias, sight.edges,
+        sight.hidden, sq, sk, a, a // groups, row_length(sight),
         sight.query_start, sight.key_start, sight.left or 0, sight.right or 0, width, value_width,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
         *bias_strides(scores.bias), *output.stride()[:3], *factors(scores),
-        1.0 if bits is None else 1.0 / (1.0 - probability),
-        **switches(scores, sight, bits), HAS_SINK=sink is not None, FULL=full, BULK_LOADS=bulk_loads,
+        keep_scale,
+        **switches(scores, sight), DROPS=bits is not None, HAS_SINK=sink is not None, FULL=full, BULK_LOADS=bulk_loads,
         M=tile.queries, N=tile.keys, WIDTH=padded[0], VALUE_WIDTH=padded[1],
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
@@ -346,18 +370,16 @@ def begin_at_16_bytes(heads: Tensor) -> bool:
     return aligned and heads.data_ptr() % 16 == 0
 
 
-def is_plain_on_hopper(
-    query: Tensor, key: Tensor, value: Tensor, scores: Scores, sight: Sight, bits: Tensor | None
-) -> bool:
+def is_plain_on_hopper(query: Tensor, key: Tensor, value: Tensor, scores: Scores, sight: Sight) -> bool:
     """Returns whether a call has what the kernels with specialised warps need: a GPU of capability 9.0, half precision,
-    heads of 64 or 128 channels, and nothing that changes scores or drops probabilities."""
+    heads of 64 or 128 channels, and nothing that changes scores."""
     return (
         query.is_cuda
         and query.dtype in (torch.bfloat16, torch.float16)
         and torch.cuda.get_device_capability(query.device) == (9, 0)
         and query.shape[3] == value.shape[3]
         and query.shape[3] in (64, 128)
-        and (scores.cap, scores.slopes, scores.bias, sight.hidden, bits) == 5 * (None,)
+        and (scores.cap, scores.slopes, scores.bias, sight.hidden) == 4 * (None,)
         and query.numel() > 0
         and key.shape[0] > 0
     )
@@ -393,7 +415,7 @@ def factors(scores: Scores) -> tuple[float, float]:
     return 2.0 * scores.scale / scores.cap, scores.cap * LOG2_E
 
 
-def switches(scores: Scores, sight: Sight, bits: Tensor | None) -> dict[str, bool]:
+def switches(scores: Scores, sight: Sight) -> dict[str, bool]:
     """Returns what a compiled kernel computes."""
     return {
         "HAS_LEFT": sight.left is not None,
@@ -403,5 +425,4 @@ def switches(scores: Scores, sight: Sight, bits: Tensor | None) -> dict[str, boo
         "HAS_CAP": scores.cap is not None,
         "HAS_SLOPES": scores.slopes is not None,
         "HAS_BIAS": scores.bias is not None,
-        "DROPS": bits is not None,
     }

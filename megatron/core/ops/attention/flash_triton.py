@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.ops.attention.blocks import BlockCall, BlockOffsets
-from megatron.core.ops.attention.flash_backward_triton import flash_backward_triton
+from megatron.core.ops.attention.flash_backward_triton import flash_backward_triton, reads_bits_by_key
 from megatron.core.ops.attention.flash_forward_triton import LOG2_E, Scores, Sight, TileSize, flash_forward_triton
 from megatron.core.ops.attention.unfused import AttentionCall, AttentionVariant, document_of
-from megatron.core.ops.dropout.keep_bits_triton import WORD, SeenKeys, keep_bits_triton
+from megatron.core.ops.dropout.keep_bits_triton import BLOCK, KeepBits, SeenKeys, keep_bits_triton
 from megatron.core.ops.gluon import gluon_kernel
 
 _LARGEST_BITS = 1 << 29
@@ -58,8 +58,9 @@ def flash_attention_triton(
     """
     assert call.query_positions is None
     drops = call.dropout is not None and variant.dropout > 0.0
-    bytes_of_bits = 4 * query.shape[1] * query.shape[2] * query.shape[0] * -(-key.shape[0] // WORD) if drops else 0
-    pieces, groups = -(-bytes_of_bits // _LARGEST_BITS), key.shape[2]
+    size, groups = BLOCK.value, key.shape[2]
+    blocks = query.shape[1] * query.shape[2] * -(-query.shape[0] // size) * -(-key.shape[0] // size) if drops else 0
+    pieces = -(-blocks * size * size // 8 // _LARGEST_BITS)
     if pieces <= 1:
         return _FlashAttention.apply(query, key, value, call.sink, call.bias, variant, call, True)
     at_once, shared = max(1, groups // pieces), query.shape[2] // groups
@@ -90,22 +91,28 @@ class _FlashAttention(torch.autograd.Function):
         call: AttentionCall,
         keeps_bits: bool,
     ) -> Tensor:
-        sight, bits = _sight_of_rows(query, key, variant, call), _bits_of_rows(query, key, variant, call)
-        scores = _scores_of(variant, call.first_head, query)
+        sight, scores = _sight_of_rows(query, key, variant, call), _scores_of(variant, call.first_head, query)
+        biased = _with_bias(scores, bias, query, key)
+        by_key = reads_bits_by_key(query, key, value, biased, sight)
+        bits = _bits_of_rows(query, key, variant, call, True, by_key and keeps_bits)
         output, lse = flash_forward_triton(
-            query, key, value, sink, _with_bias(scores, bias, query, key), sight, bits, variant.dropout,
-            _forward_tile(query, value, bits),
-        )  # fmt: skip
-        ctx.save_for_backward(query, key, value, sink, bias, output, lse, bits if keeps_bits else None)
-        ctx.variant, ctx.call, ctx.scores, ctx.sight = variant, call, scores, sight
+            query, key, value, sink, biased, sight, bits, variant.dropout, _forward_tile(query, value, bits)
+        )
+        kept = None
+        if bits is not None and keeps_bits:
+            kept = bits.by_key if by_key else bits.by_query
+        ctx.save_for_backward(query, key, value, sink, bias, output, lse, kept)
+        ctx.variant, ctx.call, ctx.scores, ctx.sight, ctx.by_key = variant, call, scores, sight, by_key
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        query, key, value, sink, bias, output, lse, bits = ctx.saved_tensors
-        if bits is None:
-            bits = _bits_of_rows(query, key, ctx.variant, ctx.call)
+        query, key, value, sink, bias, output, lse, kept = ctx.saved_tensors
+        if kept is not None:
+            bits: KeepBits | None = KeepBits(None, kept) if ctx.by_key else KeepBits(kept, None)
+        else:
+            bits = _bits_of_rows(query, key, ctx.variant, ctx.call, not ctx.by_key, ctx.by_key)
         bias_gradient = bias_parts = None
         if bias is not None and ctx.needs_input_grad[4]:
             bias_gradient = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
@@ -129,7 +136,7 @@ def flash_block_attention_triton(
     query: Tensor, key: Tensor, value: Tensor, offsets: BlockOffsets, variant: AttentionVariant, call: BlockCall
 ) -> tuple[Tensor, Tensor]:
     """Computes `blocks.block_attention` for heads of at most 256 channels."""
-    bits = _bits_of_block(query, key, offsets, variant, call)
+    bits = _bits_of_block(query, key, offsets, variant, call, by_key=False)
     return flash_forward_triton(
         query, key, value, None, _scores_of(variant, call.first_head, query),
         _sight_of_block(query, key, offsets, call), bits, variant.dropout, _forward_tile(query, value, bits),
@@ -148,10 +155,10 @@ def flash_block_attention_backward_triton(
     call: BlockCall,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes `blocks.block_attention_backward`. The gradient of the query is float32."""
-    bits = _bits_of_block(query, key, offsets, variant, call)
+    scores, sight = _scores_of(variant, call.first_head, query), _sight_of_block(query, key, offsets, call)
+    bits = _bits_of_block(query, key, offsets, variant, call, reads_bits_by_key(query, key, value, scores, sight))
     return flash_backward_triton(
-        gradient, query, key, value, output, lse, _scores_of(variant, call.first_head, query),
-        _sight_of_block(query, key, offsets, call), bits, variant.dropout,
+        gradient, query, key, value, output, lse, scores, sight, bits, variant.dropout,
         _backward_tile(query, value, bits), torch.float32,
     )[:3]  # fmt: skip
 
@@ -160,11 +167,11 @@ def flash_block_attention_backward_triton(
 # From calls to the kernels' arguments
 
 
-def _forward_tile(query: Tensor, value: Tensor, bits: Tensor | None) -> TileSize:
+def _forward_tile(query: Tensor, value: Tensor, bits: KeepBits | None) -> TileSize:
     return _tile(_FORWARD_TILES if bits is None else _FORWARD_TILES | _FORWARD_TILES_WITH_DROPOUT, query, value)
 
 
-def _backward_tile(query: Tensor, value: Tensor, bits: Tensor | None) -> TileSize:
+def _backward_tile(query: Tensor, value: Tensor, bits: KeepBits | None) -> TileSize:
     return _tile(_BACKWARD_TILES if bits is None else _BACKWARD_TILES | _BACKWARD_TILES_WITH_DROPOUT, query, value)
 
 
@@ -217,7 +224,9 @@ def edges_of_documents(cu_seqlens: Tensor, length: int) -> Tensor:
     return torch.stack([bounds[document], bounds[document + 1]])
 
 
-def _bits_of_rows(query: Tensor, key: Tensor, variant: AttentionVariant, call: AttentionCall) -> Tensor | None:
+def _bits_of_rows(
+    query: Tensor, key: Tensor, variant: AttentionVariant, call: AttentionCall, by_query: bool, by_key: bool
+) -> KeepBits | None:
     if call.dropout is None or not variant.dropout:
         return None
     index = call.dropout.tokens.index.view(query.shape[0], -1)  # [sq, b]
@@ -225,12 +234,12 @@ def _bits_of_rows(query: Tensor, key: Tensor, variant: AttentionVariant, call: A
     first_key = index[0] if call.key_start is None else call.key_start
     heads = range(call.first_head, call.first_head + query.shape[2])
     draw = call.dropout.draw_attention(variant.dropout)
-    return keep_bits_triton(draw, index, first_key, key.shape[0], heads, SeenKeys(*variant.reach))
+    return keep_bits_triton(draw, index, first_key, key.shape[0], heads, SeenKeys(*variant.reach), by_query, by_key)
 
 
 def _bits_of_block(
-    query: Tensor, key: Tensor, offsets: BlockOffsets, variant: AttentionVariant, call: BlockCall
-) -> Tensor | None:
+    query: Tensor, key: Tensor, offsets: BlockOffsets, variant: AttentionVariant, call: BlockCall, by_key: bool
+) -> KeepBits | None:
     if call.dropout is None or not variant.dropout:
         return None
     assert call.row_start is not None
@@ -238,4 +247,5 @@ def _bits_of_block(
     heads = range(call.first_head, call.first_head + query.shape[2])
     draw, seen = call.dropout.draw_attention(variant.dropout), SeenKeys(offsets.left, offsets.right)
     first_key = call.row_start + offsets.key_start
-    return keep_bits_triton(draw, rows[:, None] + call.row_start, first_key, key.shape[0], heads, seen)
+    index = rows[:, None] + call.row_start
+    return keep_bits_triton(draw, index, first_key, key.shape[0], heads, seen, not by_key, by_key)

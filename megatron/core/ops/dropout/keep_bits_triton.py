@@ -2,6 +2,10 @@
 
 An attention kernel that drew its own masks would draw each mask two or three times. Here the bits are drawn once, at
 the speed of integer arithmetic, and read in forward and backward.
+
+There are two orders of the bits, because a row of scores is a query in some kernels and a key in others. In both, a
+word has every fourth pair of the 128 columns of a row. A thread of a matrix product has the scores of these columns in
+its registers, so that it reads no bits of other threads.
 """
 
 from dataclasses import dataclass
@@ -13,12 +17,10 @@ from torch import Tensor
 
 from megatron.core.ops.dropout.dropout import Draw
 
-WORD = 32
-"""Keys whose bits share a word."""
-_ROWS = 128
-"""Queries of a program."""
-_WORDS = 32
-"""Most words of a query that a program draws."""
+BLOCK = tl.constexpr(128)
+"""Queries, and keys, of a block of bits."""
+_BLOCKS = 8
+"""Most blocks of keys that a program draws."""
 
 
 @dataclass(frozen=True)
@@ -31,17 +33,22 @@ class SeenKeys:
     """Query i sees key j only if also j <= i + right; None: no limit."""
 
 
-@triton.jit
-def byte_of_key(key):  # type: ignore[no-untyped-def]  # Triton would evaluate annotations
-    """Returns the position in a word of the byte that holds a key's bit, in bits. One thread of a matrix product has
-    the eight keys of a byte in its registers."""
-    return ((key >> 1) & 3) * 8
+@dataclass(frozen=True)
+class KeepBits:
+    """Which pairs of queries and keys are kept. Numbers of queries and keys are rounded up to blocks of 128.
+
+    A block has four words. Word w has the bits of the places p with p // 2 % 4 = w; see `bit_of`."""
+
+    by_query: Tensor | None
+    """int32 [b, heads, blocks of keys, queries, 4]: the words of a query and a block of keys."""
+    by_key: Tensor | None
+    """int32 [b, heads, blocks of queries, 4, keys]: the words of a key and a block of queries."""
 
 
 @triton.jit
-def bit_of_key(key):  # type: ignore[no-untyped-def]
-    """Returns the position of a key's bit in its byte."""
-    return ((key >> 3) & 3) * 2 + (key & 1)
+def bit_of(place):  # type: ignore[no-untyped-def]  # Triton would evaluate annotations
+    """Returns the position of a key or query of a block in its word. Neighbours are 16 bits apart."""
+    return ((place & 1) << 4) | (place & 8) | ((place >> 4) & 7)
 
 
 @triton.jit
@@ -78,60 +85,136 @@ def _refined(found, word, threshold, BIT: tl.constexpr):  # type: ignore[no-unty
     return (found & word) | ((found | word) & ~has)
 
 
+@triton.jit
+def _drawn(before, number, token, first, step, head, k0, k1, least):  # type: ignore[no-untyped-def]
+    """Returns which of the keys from 32 `number` on are kept, a bit for each of 32, and the last group that was drawn.
+    If the first key of the row is not the first of a group, the result joins parts of the groups `before` and next."""
+    shift = (first & 31).to(tl.uint32)
+    group = ((first >> 5) + number + tl.where(shift > 0, 1, 0)).to(tl.uint32)
+    drawn = keep_columns(token, group * 4, step, head, k0, k1, least)
+    found = drawn
+    if shift > 0:
+        found = (before >> shift) | (drawn << (32 - shift))
+    return found, drawn
+
+
+@triton.jit
+def _exchanged(x, y, mask, SHIFT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Exchanges the bits of x under `mask << SHIFT` and those of y under `mask`."""
+    return (x & mask) | ((y & mask) << SHIFT), ((x >> SHIFT) & mask) | (y & (mask << SHIFT))
+
+
+@triton.jit
+def _ordered(word):  # type: ignore[no-untyped-def]
+    """Exchanges bits whose positions have 0 as highest and 1 as lowest digit with those of 1 and 0."""
+    moved = (word ^ (word >> 15)) & 0xAAAA
+    return word ^ moved ^ (moved << 15)
+
+
+@triton.jit
+def _transposed(words):  # type: ignore[no-untyped-def]
+    """Returns words of which each 32 are the columns of the given 32 (Warren, Hacker's Delight, 7-3): bit i of word j
+    is bit j of word i. A warp has 32 words in its threads."""
+    columns = words.reshape(words.numel // 32, 32)
+    lane = tl.broadcast_to(tl.arange(0, 32)[None, :], columns.shape)
+    columns = _half_transposed(columns, lane, 16, 0x0000FFFF)
+    columns = _half_transposed(columns, lane, 8, 0x00FF00FF)
+    columns = _half_transposed(columns, lane, 4, 0x0F0F0F0F)
+    columns = _half_transposed(columns, lane, 2, 0x33333333)
+    columns = _half_transposed(columns, lane, 1, 0x55555555)
+    return columns.reshape(words.shape)
+
+
+@triton.jit
+def _half_transposed(word, lane, DISTANCE: tl.constexpr, LOW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Exchanges bits under the complement of LOW with bits under LOW of the column that is DISTANCE behind."""
+    behind = (lane & DISTANCE) != 0
+    keeps = tl.where(behind, ~LOW, LOW).to(tl.uint32)
+    turn = tl.where(behind, 32 - DISTANCE, DISTANCE).to(tl.uint32)
+    other = tl.gather(word.to(tl.int32, bitcast=True), lane ^ DISTANCE, 1).to(tl.uint32, bitcast=True)
+    other = (other << turn) | (other >> (32 - turn))
+    return (word & keeps) | (other & ~keeps)
+
+
 @triton.jit(do_not_specialize=["first_head", "left", "right", "key_0", "key_1", "threshold"])
 def _keep_bits_kernel(  # type: ignore[no-untyped-def]
-    bits, query, first_key, iteration, rows, words, batch, heads, first_head, left, right, key_0, key_1, threshold,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
+    by_query, by_key, query, first_key, iteration, rows, blocks, batch, heads, first_head, left, right, key_0, key_1,
+    threshold, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BY_QUERY: tl.constexpr, BY_KEY: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    pair = tl.program_id(2).to(tl.int64)
+    pair, tiles = tl.program_id(2).to(tl.int64), tl.num_programs(0)
     batch_index, head = pair // heads, (pair % heads + first_head).to(tl.uint32)
-    start = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS  # the longest rows of a causal mask come first
-    row = start + tl.arange(0, ROWS)
+    tile = tiles - 1 - tl.program_id(0)  # the longest rows of a causal mask come first
+    # A warp has the queries of one word, and each of its threads has the query whose bit is the thread's number.
+    thread = tl.arange(0, BLOCK)
+    warp, lane = thread >> 5, thread & 31
+    row = tile * BLOCK + (lane & 7) * 16 + (lane & 8) + warp * 2 + (lane >> 4)
     token = tl.load(query + row.to(tl.int64) * batch + batch_index, mask=row < rows, other=0).to(tl.uint32)
     first = tl.load(first_key + batch_index)
-    shift = (first & 31).to(tl.uint32)
-    word = tl.program_id(1) * WORDS
-    end = tl.minimum(word + WORDS, words)
+    block = tl.program_id(1) * BLOCKS
+    end = tl.minimum(block + BLOCKS, blocks)
     if HAS_RIGHT:
-        end = tl.minimum(end, (tl.maximum(start + ROWS - 1 + right, -1) + 32) // 32)
+        end = tl.minimum(end, (tl.maximum(tile * BLOCK + BLOCK - 1 + right, -1) + BLOCK) // BLOCK)
     if HAS_LEFT:
-        word = tl.maximum(word, tl.maximum(start - left, 0) // 32)
+        block = tl.maximum(block, tl.maximum(tile * BLOCK - left, 0) // BLOCK)
     step, least = tl.load(iteration).to(tl.uint32), threshold.to(tl.uint32)
     k0, k1 = key_0.to(tl.uint32), key_1.to(tl.uint32)
-    packed = tl.zeros((ROWS,), tl.uint32)
-    # If the first key is not the first of a group of 32, each result joins parts of two drawn words: draws one more.
-    last = tl.where(shift == 0, end, end + 1)
-    for number in range(word, tl.where(end > word, last, word)):
-        block = ((first >> 5) + number).to(tl.uint32) * 4
-        before = packed
-        packed = keep_columns(token, block, step, head, k0, k1, least)
-        whole, place = packed, number
-        if shift > 0:
-            whole, place = (before >> shift) | (packed << (32 - shift)), number - 1
-        moved = (whole ^ (whole >> 12)) & 0xF0F0  # exchanges groups of four bits, then of two: see `bit_of_key`
-        whole ^= moved ^ (moved << 12)
-        moved = (whole ^ (whole >> 6)) & 0xCC00CC
-        whole ^= moved ^ (moved << 6)
-        if place >= word:
-            tl.store(bits + (pair * words + place) * rows + row, whole.to(tl.int32, bitcast=True), mask=row < rows)
+    last = tl.zeros((BLOCK,), tl.uint32)
+    if ((first & 31) > 0) & (end > block):
+        last = keep_columns(token, ((first >> 5) + block * 4).to(tl.uint32) * 4, step, head, k0, k1, least)
+    for number in range(block, end):
+        w0, last = _drawn(last, number * 4, token, first, step, head, k0, k1, least)
+        w1, last = _drawn(last, number * 4 + 1, token, first, step, head, k0, k1, least)
+        w2, last = _drawn(last, number * 4 + 2, token, first, step, head, k0, k1, least)
+        w3, last = _drawn(last, number * 4 + 3, token, first, step, head, k0, k1, least)
+        if BY_KEY:
+            at = by_key + ((pair * tiles + tile) * 4 + warp) * (blocks * BLOCK) + number * BLOCK + lane
+            tl.store(at, _transposed(w0).to(tl.int32, bitcast=True))
+            tl.store(at + 32, _transposed(w1).to(tl.int32, bitcast=True))
+            tl.store(at + 64, _transposed(w2).to(tl.int32, bitcast=True))
+            tl.store(at + 96, _transposed(w3).to(tl.int32, bitcast=True))
+        if BY_QUERY:
+            # The words of 32 neighbours become those of every fourth pair.
+            w0, w2 = _exchanged(w0, w2, 0x0F0F0F0F, 4)
+            w1, w3 = _exchanged(w1, w3, 0x0F0F0F0F, 4)
+            w0, w1 = _exchanged(w0, w1, 0x33333333, 2)
+            w2, w3 = _exchanged(w2, w3, 0x33333333, 2)
+            found = tl.join(tl.join(_ordered(w0), _ordered(w2)), tl.join(_ordered(w1), _ordered(w3)))
+            place = ((pair * blocks + number) * (tiles * BLOCK) + row) * 4
+            at = by_query + place[:, None] + tl.arange(0, 4)[None, :]
+            tl.store(at, found.reshape(BLOCK, 4).to(tl.int32, bitcast=True))
 
 
 def keep_bits_triton(
-    draw: Draw, query: Tensor, first_key: Tensor, num_keys: int, heads: range, seen: SeenKeys
-) -> Tensor:
-    """Returns `dropout.keep_attention` as bits: int32 [b, heads, num_keys / 32 rounded up, sq]. Word w tells which of
-    the keys 32 w to 32 w + 31 are kept; `byte_of_key` and `bit_of_key` say where.
+    draw: Draw,
+    query: Tensor,
+    first_key: Tensor,
+    num_keys: int,
+    heads: range,
+    seen: SeenKeys,
+    by_query: bool,
+    by_key: bool,
+) -> KeepBits:
+    """Returns `dropout.keep_attention` as bits, in the orders that are asked for.
 
     `query` is int64 [sq, b], the global token index of each query; `first_key` int64 [b], that of each row's first key,
     which the others follow; `heads` are indices over the whole model.
     """
     sq, b = query.shape
-    words = triton.cdiv(num_keys, WORD)
-    bits = torch.empty((b, len(heads), words, sq), dtype=torch.int32, device=query.device)
+    size = BLOCK.value
+    tiles, blocks = triton.cdiv(sq, size), triton.cdiv(num_keys, size)
     assert draw.bits == 16 and 0 <= draw.threshold < 2**16
-    _keep_bits_kernel[(triton.cdiv(sq, _ROWS), triton.cdiv(words, _WORDS), b * len(heads))](
-        bits, query.contiguous(), first_key.contiguous(), draw.iteration, sq, words, b, len(heads), heads.start,
-        seen.left or 0, seen.right or 0, *draw.key, draw.threshold,
-        HAS_LEFT=seen.left is not None, HAS_RIGHT=seen.right is not None, ROWS=_ROWS, WORDS=_WORDS, num_warps=4,
+
+    def bits(*shape: int) -> Tensor:
+        return torch.empty((b, len(heads), *shape), dtype=torch.int32, device=query.device)
+
+    found = KeepBits(
+        bits(blocks, tiles * size, 4) if by_query else None, bits(tiles, 4, blocks * size) if by_key else None
+    )
+    _keep_bits_kernel[(tiles, triton.cdiv(blocks, _BLOCKS), b * len(heads))](
+        found.by_query, found.by_key, query.contiguous(), first_key.contiguous(), draw.iteration, sq, blocks, b,
+        len(heads), heads.start, seen.left or 0, seen.right or 0, *draw.key, draw.threshold,
+        HAS_LEFT=seen.left is not None, HAS_RIGHT=seen.right is not None, BY_QUERY=by_query, BY_KEY=by_key,
+        BLOCKS=_BLOCKS, num_warps=4,
     )  # fmt: skip
-    return bits
+    return found

@@ -23,10 +23,8 @@ def heads(width: int = 64, more: int = 0, dtype: torch.dtype = torch.bfloat16, *
     return SimpleNamespace(**(found | changes))
 
 
-def taken(
-    q: Any, v: Any = None, sink: Any = None, scores: Scores | None = None, sight: Sight | None = None, bits: Any = None
-) -> bool:
-    return kernel.takes(q, q, v or q, sink, scores or Scores(0.1), sight or Sight(0, 0, None, 0), bits)
+def taken(q: Any, v: Any = None, sink: Any = None, scores: Scores | None = None, sight: Sight | None = None) -> bool:
+    return kernel.takes(q, q, v or q, sink, scores or Scores(0.1), sight or Sight(0, 0, None, 0))
 
 
 def test_it_takes_plain_calls_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,7 +35,7 @@ def test_it_takes_plain_calls_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None
     assert not taken(heads(96)) and not taken(heads(64), heads(128)) and not taken(heads(dtype=torch.float32))
     assert not taken(heads(is_cuda=False)) and not taken(heads(numel=lambda: 0))
     assert not taken(heads(more=1)) and not taken(heads(data_ptr=lambda: 8))  # rows begin at multiples of 16 bytes
-    assert not taken(heads(), sink=object()) and not taken(heads(), bits=object())
+    assert not taken(heads(), sink=object())
     assert not taken(heads(), scores=replace(Scores(0.1), cap=30.0))
     assert not taken(heads(), sight=replace(Sight(0, 0, None, 0), hidden=torch.zeros(1)))
     capability = (10, 0)
