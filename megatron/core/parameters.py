@@ -162,14 +162,14 @@ def has_initial_value(info: ParameterInfo) -> bool:
 # Names
 
 
-def canonical_names(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Parameter]]:
+def canonical_names(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yields names and parameters of a module, each parameter once, with global numbers for numbered children.
 
     A child of a ModuleList with an attribute `canonical_index` (number of a layer in the whole model, from 0; global
     number of an expert) is named by that number instead of its local index.
     """
     seen: set[nn.Parameter] = set()
-    for name, parameter in _walk(module, prefix):
+    for name, parameter in _walk(module, ""):
         if parameter not in seen:
             seen.add(parameter)
             yield name, parameter

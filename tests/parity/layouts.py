@@ -21,12 +21,8 @@ class Choice:
     """Fields of DistributedDataParallelConfig."""
     chunks: int = 1
     """Model chunks on each pipeline rank."""
-    groups_at_most: int = 64
-    """Largest number of key and value heads of a model."""
     levels: tuple[int, ...] | None = None
     """Sizes of hierarchical context parallelism."""
-    unpacked: bool = False
-    """Not with packed documents."""
 
     def __hash__(self) -> int:
         return hash(self.name)

@@ -95,15 +95,14 @@ def load_folder(
     folder: Path,
     chunks: Iterable[Chunk],
     *,
-    policy: MismatchPolicy = STRICT,
-    group: dist.ProcessGroup | None = None,
-    log: Log = print,
+    policy: MismatchPolicy,
+    log: Log,
 ) -> LoadResult:
     """Loads the chunks' tensors in place from one checkpoint folder. Otherwise like `load`.
 
     Raises BrokenCheckpoint (a UserError) on all ranks if the folder contains no checkpoint, or a broken one.
     """
-    loading = _Loading(RankCoordinator(group), list(chunks), policy, None, log, "another value of `strict` allows them")
+    loading = _Loading(RankCoordinator(), list(chunks), policy, None, log, "another value of `strict` allows them")
     return loading.load_from(folder)
 
 

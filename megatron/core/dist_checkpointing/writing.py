@@ -108,14 +108,12 @@ def save_folder(
     *,
     common: Mapping[str, Any],
     layout: Mapping[str, Any],
-    group: dist.ProcessGroup | None = None,
-    disk: Disk | None = None,
 ) -> SaveResult:
     """Writes a checkpoint into a single folder, without iteration and tracker file. Otherwise like `save`.
 
     The folder must be empty or not exist. `common` is taken from the first rank and not compared.
     """
-    ranks, disk, started = RankCoordinator(group), disk or Disk(), time.monotonic()
+    ranks, disk, started = RankCoordinator(), Disk(), time.monotonic()
     begun = ranks.run_on_first(lambda: _create_temporary_for_folder(disk, folder))
     contents = _Contents(ranks.size, common, {}, layout)
     done = _write_and_publish(
@@ -136,14 +134,13 @@ def save_streamed(
     step: Step,
     common: Mapping[str, Any],
     config: Mapping[str, Any],
-    disk: Disk | None = None,
 ) -> SaveResult:
     """Writes a checkpoint of tensors that are not in memory, from this process alone. Otherwise like `save`.
 
     Each list of chunks becomes one data file. The chunks' tensors give only the type and may be on the meta device.
     `values_of` returns the elements of a chunk, one-dimensional, when they are written; they are freed afterwards.
     """
-    disk, started = disk or Disk(), time.monotonic()
+    disk, started = Disk(), time.monotonic()
     begun = _create_temporary(disk, root, step)
     temporary, count = root / begun["temporary"], 0
     try:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 
-def warn_on_first_rank(message: str, logger: str = "megatron.core") -> None:
+def warn_on_first_rank(message: str) -> None:
     """Logs a warning once in this process, on the first rank only. Messages of `leave_out` are not logged."""
     if message not in _left_out and is_first_rank():
-        _warn_once(message, logger)
+        _warn_once(message)
 
 
 _left_out: set[str] = set()
@@ -26,8 +26,8 @@ def leave_out(messages: Iterable[str]) -> None:
 
 
 @functools.cache
-def _warn_once(message: str, logger: str) -> None:
-    logging.getLogger(logger).warning(message)
+def _warn_once(message: str) -> None:
+    logging.getLogger("megatron.core").warning(message)
 
 
 def is_first_rank() -> bool:

@@ -15,11 +15,11 @@ from megatron.training.tokenizer.base import Tokenizer
 _WHOLE = 1 << 62
 
 
-def find_faults(path_prefix: str, tokenizer: Tokenizer | None = None, vocab_size: int | None = None) -> Iterator[str]:
+def find_faults(path_prefix: str, tokenizer: Tokenizer | None = None) -> Iterator[str]:
     """Yields each fault of a data set, with the file's name. Reads all bytes.
 
-    Checks the index, the sizes, the content against the manifest, the ids against the vocabulary (`vocab_size`, or
-    that of the tokenizer, or that of the manifest), and the tokenizer against that of the manifest.
+    Checks the index, the sizes, the content against the manifest, the ids against the vocabulary (that of
+    the tokenizer, or that of the manifest), and the tokenizer against that of the manifest.
     """
     dataset = manifest = None
     try:
@@ -36,10 +36,10 @@ def find_faults(path_prefix: str, tokenizer: Tokenizer | None = None, vocab_size
         yield from _faults_of_counts(path_prefix, manifest, dataset)
     if manifest is not None and tokenizer is not None:
         try:
-            check_manifest(path_prefix, tokenizer, vocab_size or tokenizer.vocab_size, lambda _: None, files=False)
+            check_manifest(path_prefix, tokenizer, tokenizer.vocab_size, lambda _: None, files=False)
         except UserError as error:
             yield str(error)
-    known = vocab_size or (tokenizer.vocab_size if tokenizer is not None else None)
+    known = tokenizer.vocab_size if tokenizer is not None else None
     known = known or (manifest.tokenizer.vocab_size if manifest is not None else None)
     if known is not None and dataset is not None:
         try:
