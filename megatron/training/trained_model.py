@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.core.dist_checkpointing.checkpoint_selection import Log, find_checkpoint
+from megatron.core.dist_checkpointing.checkpoint_selection import Log, open_newest
 from megatron.core.dist_checkpointing.chunk import SCALING_STATE, model_chunks, optimizer_state_name
 from megatron.core.dist_checkpointing.planning import MismatchPolicy
 from megatron.core.dist_checkpointing.reading import load
-from megatron.core.exceptions import UserError
 from megatron.training.arguments import configure
 from megatron.training.config.command_line import split_words
 from megatron.training.config.flag_table import Flag, flags_by_spelling
@@ -65,9 +64,7 @@ def load_trained_model(
 
     Raises UserError if there is no complete checkpoint, or if its flags, files or tensors do not make a model.
     """
-    checkpoint = find_checkpoint(Path(root), step, log)
-    if checkpoint is None:
-        raise UserError(f"--load {root} holds no checkpoint")
+    checkpoint = open_newest(Path(root), step, log)
     described = checkpoint.manifest.config
     config = config_for_one_process(described, changes, has_cuda=torch.cuda.is_available())
     check_architecture(config, described)

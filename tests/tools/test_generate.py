@@ -161,7 +161,7 @@ def test_the_tokenizer_may_have_moved(checkpoints: Path, tmp_path: Path, capsys:
     [
         ([], "--load is required"),
         (["--load", "nowhere"], "--prompt or --prompts-file is required"),
-        (["--load", "nowhere", "--prompt", "a"], "error: --load nowhere holds no checkpoint"),
+        (["--load", "nowhere", "--prompt", "a"], "error: --load nowhere: no such folder"),
         (["--load", "CHECKPOINTS", "--prompt", "a", "--ckpt-step", 7], "no checkpoint of iteration 7"),
         (["--load", "CHECKPOINTS", "--prompts-file", "none.txt"], "--prompts-file none.txt"),
         (["--load", "CHECKPOINTS", "--prompt", "a", "--top-k", "-1"], "error: --top-k -1 must be at least 0"),

@@ -25,7 +25,7 @@ if __name__ == "__main__":  # before the imports that take seconds
     exit_quietly()
 
 from megatron.core.dist_checkpointing.checkpoint import Checkpoint  # noqa: E402
-from megatron.core.dist_checkpointing.checkpoint_selection import find_checkpoint  # noqa: E402
+from megatron.core.dist_checkpointing.checkpoint_selection import open_newest  # noqa: E402
 from megatron.core.dist_checkpointing.chunk import is_optimizer_state  # noqa: E402
 from megatron.core.exceptions import UserError  # noqa: E402
 
@@ -50,9 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     try:
-        checkpoint = find_checkpoint(args.load, args.iteration)
-        if checkpoint is None:
-            raise UserError(f"--load {args.load} holds no checkpoint")
+        checkpoint = open_newest(args.load, args.iteration)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -24,7 +24,7 @@ if __name__ == "__main__":  # before the imports that take seconds
     exit_quietly()
 
 from megatron.core.dist_checkpointing.checkpoint import verify  # noqa: E402
-from megatron.core.dist_checkpointing.checkpoint_selection import select_folders  # noqa: E402
+from megatron.core.dist_checkpointing.checkpoint_selection import nothing_to_load, select_folders  # noqa: E402
 from megatron.core.dist_checkpointing.folders import Folder, candidates, is_foreign  # noqa: E402
 from megatron.core.exceptions import UserError  # noqa: E402
 
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         choice = select_folders(args.load, args.iteration)
         checked = [f for f in reversed(candidates(args.load)) if args.iteration in (None, f.step)]
         if not checked:
-            raise UserError(f"--load {args.load} holds no checkpoint")
+            raise nothing_to_load(args.load)
         whole = {folder.path.name: report(folder, not args.quick) for folder in checked}
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

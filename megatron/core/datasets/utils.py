@@ -55,7 +55,9 @@ def parse_split(split: str) -> list[float]:
     other = re.search(r"[^.0-9\s,;/'\"]+", split)
     if other and not other[0].startswith("-"):
         raise UserError(f"--split {split}: {other[0]!r} is not a number; expected shares such as {DEFAULT_SPLIT}")
-    if not 1 <= len(numbers) <= 3 or sum(numbers) <= 0 or other:
+    if numbers and not any(numbers):
+        raise UserError(f"--split {split}: all shares are 0; expected shares such as {DEFAULT_SPLIT}")
+    if not 1 <= len(numbers) <= 3 or other:
         raise UserError(f"--split {split}: expected up to three shares, none negative, such as {DEFAULT_SPLIT}")
     return normalize(numbers + [0.0] * (3 - len(numbers)))
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from megatron.core.dist_checkpointing import folders
 from megatron.core.dist_checkpointing.checkpoint import Checkpoint, check_files, open_checkpoint
@@ -10,6 +11,7 @@ from megatron.core.dist_checkpointing.folders import Folder, Step
 from megatron.core.dist_checkpointing.manifest import MANIFEST, BrokenCheckpoint, Manifest, OutdatedCheckpoint
 from megatron.core.exceptions import UserError
 
+T = TypeVar("T")
 Log = Callable[[str], object]
 """A function that receives sentences for the user, such as `print`."""
 
@@ -45,18 +47,30 @@ def select_folders(root: Path, step: Step | None = None) -> Selection:
     return Selection([folder.path.name for folder in chosen if folder not in foreign], notes)
 
 
-def broken_warning(folder: Path, error: BrokenCheckpoint) -> str:
-    """Returns the warning that a load skips a broken or outdated checkpoint."""
+def first_complete(root: Path, selection: Selection, use: Callable[[Path], T], log: Log) -> T | None:
+    """Returns `use` of the first selected folder for which it does not raise BrokenCheckpoint; None if nothing is
+    selected. Logs why folders are left out. Raises UserError if all are broken or outdated."""
+    for note in selection.notes:
+        log(note)
+    broken: list[BrokenCheckpoint] = []
+    for name in selection.folders:
+        try:
+            return use(root / name)
+        except BrokenCheckpoint as error:
+            log(_warning(root / name, error))
+            broken.append(error)
+    if not broken:
+        return None
+    reasons = "; ".join(map(str, broken))
+    if all(isinstance(error, OutdatedCheckpoint) for error in broken):
+        raise UserError(f"no checkpoint in {root} to continue from: {reasons}")
+    raise UserError(f"no complete checkpoint in {root}: {reasons}")
+
+
+def _warning(folder: Path, error: BrokenCheckpoint) -> str:
     if isinstance(error, OutdatedCheckpoint):
         return f"checkpoint {folder} is left out: {error.reason}"
     return f"WARNING: checkpoint {folder} is broken: {error}"
-
-
-def no_complete_checkpoint(root: Path, broken: Sequence[BrokenCheckpoint]) -> UserError:
-    """Returns the error of a load that finds only broken or outdated checkpoints."""
-    if all(isinstance(error, OutdatedCheckpoint) for error in broken):
-        return UserError(f"no checkpoint in {root} to continue from: " + "; ".join(map(str, broken)))
-    return UserError(f"no complete checkpoint in {root}: " + "; ".join(map(str, broken)))
 
 
 def find_checkpoint(
@@ -67,22 +81,27 @@ def find_checkpoint(
     For a single process that needs only the flags or the common state. `accept` raises OutdatedCheckpoint for a
     checkpoint to leave out. Raises UserError as `select_folders` does, and if all checkpoints are broken.
     """
-    choice = select_folders(root, step)
-    for note in choice.notes:
-        log(note)
-    broken = []
-    for name in choice.folders:
-        try:
-            checkpoint = open_checkpoint(root / name)
-            check_files(checkpoint)
-            accept(checkpoint.manifest)
-            return checkpoint
-        except BrokenCheckpoint as error:
-            log(broken_warning(root / name, error))
-            broken.append(error)
-    if broken:
-        raise no_complete_checkpoint(root, broken)
-    return None
+
+    def opened(folder: Path) -> Checkpoint:
+        checkpoint = open_checkpoint(folder)
+        check_files(checkpoint)
+        accept(checkpoint.manifest)
+        return checkpoint
+
+    return first_complete(root, select_folders(root, step), opened, log)
+
+
+def open_newest(root: Path, step: Step | None = None, log: Log = print) -> Checkpoint:
+    """Returns what `find_checkpoint` returns. Raises UserError that names --load if there is none."""
+    checkpoint = find_checkpoint(root, step, log)
+    if checkpoint is None:
+        raise nothing_to_load(root)
+    return checkpoint
+
+
+def nothing_to_load(root: Path) -> UserError:
+    """Returns the error of a tool whose --load names a folder without checkpoints."""
+    return UserError(f"--load {root} holds no checkpoint" if root.exists() else f"--load {root}: no such folder")
 
 
 def newest_iteration(root: Path, accept: Callable[[Manifest], None] = lambda manifest: None) -> int:

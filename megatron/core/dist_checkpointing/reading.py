@@ -13,15 +13,14 @@ from megatron.core.dist_checkpointing.checkpoint import Checkpoint, check_files,
 from megatron.core.dist_checkpointing.checkpoint_selection import (
     Log,
     Selection,
-    broken_warning,
-    no_complete_checkpoint,
+    first_complete,
     select_folders,
 )
 from megatron.core.dist_checkpointing.chunk import Chunk
 from megatron.core.dist_checkpointing.coordination import RankCoordinator
 from megatron.core.dist_checkpointing.data_file import BlockReader
 from megatron.core.dist_checkpointing.folders import Step
-from megatron.core.dist_checkpointing.manifest import BrokenCheckpoint, Manifest
+from megatron.core.dist_checkpointing.manifest import Manifest
 from megatron.core.dist_checkpointing.planning import (
     BlockRead,
     Matching,
@@ -76,19 +75,8 @@ def load(
     """
     ranks = RankCoordinator(group)
     choice = Selection(**ranks.run_on_first(lambda: asdict(select_folders(root, step))))
-    for note in choice.notes:
-        log(note)
     loading = _Loading(ranks, list(chunks), policy, accept, log)
-    broken: list[BrokenCheckpoint] = []
-    for name in choice.folders:
-        try:
-            return loading.load_from(root / name)
-        except BrokenCheckpoint as error:
-            log(broken_warning(root / name, error))
-            broken.append(error)
-    if broken:
-        raise no_complete_checkpoint(root, broken)
-    return None
+    return first_complete(root, choice, loading.load_from, log)
 
 
 def load_folder(

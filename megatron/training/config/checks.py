@@ -355,7 +355,7 @@ RULES: tuple[Rule, ...] = (
     file_checks.files_exist,
     file_checks.settings_of_communicators,
     file_checks.data_in_object_stores,
-    file_checks.checkpoint_folders_are_folders,
+    file_checks.folders_are_folders,
     file_checks.save_can_be_written,
     file_checks.checkpoint_folders_exist,
     file_checks.checkpoint_can_be_selected,

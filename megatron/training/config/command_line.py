@@ -196,9 +196,10 @@ def unknown_flag(spelling: str, known: Iterable[str]) -> str:
     underscores = spelling.replace("_", "-")
     if underscores in known:
         return f"{spelling}: unknown flag; did you mean {underscores}?"
-    close = difflib.get_close_matches(spelling, known, n=3, cutoff=0.6)
+    names = [candidate.removeprefix("--") for candidate in known]  # without the dashes, which make all flags similar
+    close = difflib.get_close_matches(spelling.removeprefix("--"), names, n=3, cutoff=0.6)
     if close:
-        return f"{spelling}: unknown flag; did you mean {_either(close)}?"
+        return f"{spelling}: unknown flag; did you mean {_either([f'--{name}' for name in close])}?"
     return f"{spelling}: unknown flag; --help all lists all"
 
 
@@ -227,7 +228,7 @@ def take_flag(line: CommandLine, flag: Flag, occurrence: Occurrence) -> None:
         try:
             values.append(flag.parse(word))
         except ValueError as error:
-            problem = f"{spelling} {word}: {(flag.declaration.hints or {}).get(word, error)}"
+            problem = f"{spelling} {word or repr(word)}: {(flag.declaration.hints or {}).get(word, error)}"
             break
     if problem is not None:
         line.problems.append(problem)

@@ -153,7 +153,8 @@ def validation_sets(s: Settings) -> Iterator[str]:
 
 def _data_set_exists(source: str, prefix: str) -> Iterator[str]:
     """Both files of a data set exist. A problem begins with `source`, the flag or file that gives the prefix. If both
-    are missing, it offers prefixes with similar names; for the name of one of the files, their prefix."""
+    are missing, it offers prefixes with similar names; for the name of one of the files, their prefix; for a text file,
+    the tool that prepares it."""
     if is_url(prefix):
         try:
             missing = [suffix for suffix in (".idx", ".bin") if not exists(prefix + suffix)]
@@ -168,7 +169,12 @@ def _data_set_exists(source: str, prefix: str) -> Iterator[str]:
         folder, name = Path(prefix).parent, Path(prefix).name
         near = sorted(str(path.with_suffix("")) for path in folder.glob("*.idx") if path.name.startswith(name))
         hint = f"; there is {' and '.join(near[:3])}" if near and len(missing) == 2 else _other_half(prefix, missing)
-        if Path(name).suffix in (".bin", ".idx") and Path(prefix).is_file():
+        if Path(prefix).is_file() and Path(name).suffix not in (".bin", ".idx"):
+            yield source + literal_text(
+                f"{prefix} is not prepared data; run tools/preprocess_data.py on it and give the prefix that it writes"
+            )
+            return
+        if Path(prefix).is_file():
             hint = f"; give the prefix of both files, {folder / Path(name).stem}"
         elif re.fullmatch(r"[.0-9]+", prefix):
             hint = "; give prefixes alone, or a weight before each: WEIGHT PREFIX WEIGHT PREFIX"
@@ -176,9 +182,9 @@ def _data_set_exists(source: str, prefix: str) -> Iterator[str]:
 
 
 def _other_half(prefix: str, missing: Sequence[str]) -> str:
-    """Returns the end of a sentence about a data set of which one file is missing; "" if both are."""
+    """Returns the end of a sentence about a data set of which one or both files are missing."""
     if len(missing) == 2:
-        return ""
+        return "; give the prefix of the .bin and .idx files that tools/preprocess_data.py wrote"
     present = ".bin" if missing[0] == ".idx" else ".idx"
     return f", but {prefix}{present} exists; tools/preprocess_data.py writes both: copy both, or run it again"
 
@@ -216,10 +222,14 @@ PATHS = (
 """Fields that name files and folders."""
 
 
-def checkpoint_folders_are_folders(s: Settings) -> Iterator[str]:
-    """Each folder of checkpoints is neither a file nor one of the checkpoints in it."""
+def folders_are_folders(s: Settings) -> Iterator[str]:
+    """No folder is a file, and no folder of checkpoints is one of the checkpoints in it."""
     if not s.launch_environment.looks_at_files:
         return
+    for field in ("tensorboard_dir", "wandb_save_dir", "data_cache_path", "nonfinite_dump_dir"):
+        path = getattr(s, field)
+        if path and Path(path).is_file():
+            yield f"{{{field}}} is a file; give a folder"
     for field in ("save", "load", "pretrained_checkpoint"):
         path = getattr(s, field)
         if not path or not Path(path).exists():

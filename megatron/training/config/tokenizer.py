@@ -194,7 +194,8 @@ class TokenizerConfig:
         if family == "GPT2BPETokenizer":
             if self.vocab_file is None or self.merge_file is None:
                 also = "" if self.tokenizer_model is None else ", not {tokenizer_model}"
-                yield f"{{vocab_file:name}} and {{merge_file:name}}: GPT2BPETokenizer needs both{also}"
+                other = "; {tokenizer_type:name} selects another tokenizer" if self.tokenizer_type is None else ""
+                yield f"{{vocab_file:name}} and {{merge_file:name}}: GPT2BPETokenizer needs both{also}{other}"
         elif family in _FILES:
             if self.tokenizer_model is None:
                 yield f"{{tokenizer_model:name}}: {family} needs {_FILES[family]}"

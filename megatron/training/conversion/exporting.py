@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.checkpoint import Checkpoint
-from megatron.core.dist_checkpointing.checkpoint_selection import Log, find_checkpoint
+from megatron.core.dist_checkpointing.checkpoint_selection import Log, open_newest
 from megatron.core.dist_checkpointing.chunk import Chunk, is_weight
 from megatron.core.dist_checkpointing.data_file import LazyTensor, TensorEntry, write_data_file
 from megatron.core.dist_checkpointing.disk import Disk
@@ -82,9 +82,7 @@ def export_model(
         raise UserError(f"{target} is not empty; name a folder that is empty or does not exist")
     if verify:
         import_transformers()
-    checkpoint = find_checkpoint(root, step, log)
-    if checkpoint is None:
-        raise UserError(f"--load {root} holds no checkpoint")
+    checkpoint = open_newest(root, step, log)
     config = config_for_one_process(checkpoint.manifest.config, [], has_cuda=False)
     _check_flags(checkpoint, config)
     family = choose_family(config, architecture, families)

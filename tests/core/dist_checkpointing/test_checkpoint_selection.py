@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from support.checkpoints import make_chunk, save_as
 
-from megatron.core.dist_checkpointing.checkpoint_selection import find_checkpoint, select_folders
+from megatron.core.dist_checkpointing.checkpoint_selection import find_checkpoint, open_newest, select_folders
 from megatron.core.dist_checkpointing.folders import TRACKER
 from megatron.core.dist_checkpointing.manifest import MANIFEST
 from megatron.core.exceptions import UserError
@@ -36,6 +36,10 @@ def test_newest_first_without_a_word(root: Path) -> None:
 def test_an_empty_directory_selects_nothing(tmp_path: Path) -> None:
     assert select_folders(tmp_path).folders == [] == select_folders(tmp_path / "missing").folders
     assert find_checkpoint(tmp_path) is None
+    with pytest.raises(UserError, match=f"^--load {tmp_path} holds no checkpoint$"):
+        open_newest(tmp_path)
+    with pytest.raises(UserError, match=f"^--load {tmp_path}/missing: no such folder$"):
+        open_newest(tmp_path / "missing")
 
 
 def test_a_tracker_that_was_set_back_leaves_newer_folders_out(root: Path) -> None:

@@ -62,7 +62,7 @@ def test_a_tracker_that_is_wrong_is_told(root, capsys):
 
 def test_wrong_use(root, tmp_path, capsys):
     assert main(["--load", str(tmp_path / "nowhere")]) == 2
-    assert capsys.readouterr().err == f"error: --load {tmp_path / 'nowhere'} holds no checkpoint\n"
+    assert capsys.readouterr().err == f"error: --load {tmp_path / 'nowhere'}: no such folder\n"
     assert main(["--load", str(root), "--iteration", "15"]) == 2
     assert capsys.readouterr().err == f"error: {root} has no checkpoint of iteration 15; it has: 10, 20\n"
     with pytest.raises(SystemExit, match="2"):

@@ -166,7 +166,7 @@ def test_what_full_recomputation_lacks_is_one_line() -> None:
 
 
 def test_a_split_without_shares_is_refused_whatever_the_data() -> None:
-    assert problems_of("--split 0,0,0")[0].startswith("--split 0,0,0: expected up to three shares")
+    assert problems_of("--split 0,0,0")[0].startswith("--split 0,0,0: all shares are 0")
     assert problems_of("--split {}") != []
 
 

@@ -68,6 +68,10 @@ def test_made_up_data_replaces_the_data_sets_before_it(tmp_path: Path) -> None:
     assert from_file.warnings == ["--mock-data replaces --data-path of the config file"]
 
 
+def test_an_empty_word_is_shown_in_quotes() -> None:
+    assert read_command_line(["--lr", ""]).problems == ["--lr '': expected a number"]
+
+
 def test_quotes_that_a_shell_left_in_a_word_reach_the_value() -> None:
     assert read("--split '99,1,0'")["split"] == "'99,1,0'"
 
@@ -123,6 +127,7 @@ def test_a_wrong_value_names_flag_value_and_what_works(words: str, message: str)
         ("--micro-batch", "--micro-batch: flags are not shortened here; did you mean --micro-batch-size?"),
         ("--rl-profile", "--rl-profile: reinforcement learning is out of scope"),
         ("--xyzzy", "--xyzzy: unknown flag; --help all lists all"),
+        ("--foo", "--foo: unknown flag; --help all lists all"),  # only its dashes are like those of --sft
     ],
 )
 def test_an_unknown_flag_gets_a_suggestion(flag: str, message: str) -> None:

@@ -71,6 +71,14 @@ def test_a_load_that_would_find_nothing(tmp_path: Path) -> None:
         assert problems_of(f"{SMALL} {flag} {checkpoint}") == [one + " and --ckpt-step 20" * (flag == "--load")]
 
 
+@pytest.mark.parametrize("flag", ["--tensorboard-dir", "--wandb-save-dir", "--data-cache-path", "--nonfinite-dump-dir"])
+def test_a_file_in_place_of_a_folder(tmp_path: Path, flag: str) -> None:
+    (tmp_path / "file").touch()
+    assert problems_of(f"{SMALL} {flag} {tmp_path}/file") == [f"{flag} {tmp_path}/file is a file; give a folder"]
+    assert not problems_of(f"{SMALL} {flag} {tmp_path}/file", looks=False)
+    assert not problems_of(f"{SMALL} {flag} {tmp_path}/new")
+
+
 def test_files_that_are_not_there(tmp_path: Path) -> None:
     (tmp_path / "corpus_text_document.idx").touch()
     (tmp_path / "half.idx").touch()
@@ -114,6 +122,23 @@ def test_a_file_in_place_of_the_prefix(tmp_path: Path, suffix: str) -> None:
     words = f"{without('--mock-data')} --data-path {path}"
     assert problems_of(words) == [
         f"--data-path {path}.idx: no such file; give the prefix of both files, {tmp_path}/corpus"
+    ]
+
+
+def test_a_text_in_place_of_prepared_data(tmp_path: Path) -> None:
+    (tmp_path / "corpus.jsonl").touch()
+    (tmp_path / "corpus.jsonl_text_document.idx").touch()
+    words = f"{without('--mock-data')} --data-path {tmp_path}/corpus.jsonl"
+    assert problems_of(words) == [
+        f"--data-path {tmp_path}/corpus.jsonl is not prepared data; run tools/preprocess_data.py on it and give the "
+        "prefix that it writes"
+    ]
+
+
+def test_data_that_is_nowhere(tmp_path: Path) -> None:
+    assert problems_of(f"{without('--mock-data')} --data-path {tmp_path}/no/data") == [
+        f"--data-path {tmp_path}/no/data.idx: no such file; give the prefix of the .bin and .idx files that "
+        "tools/preprocess_data.py wrote"
     ]
 
 

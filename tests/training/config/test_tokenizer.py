@@ -9,7 +9,7 @@ from megatron.training.config.tokenizer import TokenizerConfig
 @pytest.mark.parametrize(
     ("values", "problem"),
     [
-        ({"tokenizer_type": None}, "--vocab-file and --merge-file: GPT2BPETokenizer needs both"),
+        ({"tokenizer_type": None}, "--vocab-file and --merge-file: GPT2BPETokenizer needs both; --tokenizer-type selects"),
         (
             {"tokenizer_type": "HuggingFaceTokenizer"},
             "--tokenizer-model: HuggingFaceTokenizer needs a tokenizer.json, or a folder with one",

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.checkpoint import Checkpoint
-from megatron.core.dist_checkpointing.checkpoint_selection import Log, find_checkpoint
+from megatron.core.dist_checkpointing.checkpoint_selection import Log, open_newest
 from megatron.core.dist_checkpointing.chunk import MASTER, Chunk, is_optimizer_state, is_weight, optimizer_state_name
 from megatron.core.dist_checkpointing.disk import Disk
 from megatron.core.dist_checkpointing.folders import RELEASE, Step, folder_name, sibling_name, write_tracker
@@ -58,9 +58,7 @@ def export_run(root: Path, target: Path, *, step: Step | None = None, log: Log =
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} is not empty; name a folder that is empty or does not exist")
-    checkpoint = find_checkpoint(root, step, log)
-    if checkpoint is None:
-        raise UserError(f"--load {root} holds no checkpoint")
+    checkpoint = open_newest(root, step, log)
     config = config_for_one_process(checkpoint.manifest.config, [], has_cuda=False)
     _check_model(config)
     if config.optimizer.optimizer not in ("adam", "sgd"):
