@@ -8,6 +8,7 @@ from torch import nn
 from megatron.core.dist_checkpointing.chunk import MASTER, Chunk, model_chunks, optimizer_state_name
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.sharding_strategy import replica_ranks
+from megatron.core.distributed.units import named_infos
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -35,6 +36,19 @@ def weight_chunks(model: Sequence[nn.Module], groups: ProcessGroupCollection) ->
             yield from part.weight_chunks()
         else:
             yield from model_chunks(part, lambda info: replica_ranks(info, groups))
+
+
+def checkpoint_bytes(parts: SavedParts, groups: ProcessGroupCollection, with_optimizer: bool) -> float:
+    """Returns this rank's share of the bytes of a checkpoint's tensors: ranks that hold the same tensor share it
+    equally. Changes nothing. Weights that exist only in fp8 count with one byte per element, although files store them
+    in the model's type."""
+    weights = (
+        info.box.numel * parameter.element_size() / len(replica_ranks(info, groups))
+        for part in parts.model
+        for parameter, info in named_infos(part)
+    )
+    states = parts.optimizer.state_chunks() if with_optimizer else ()
+    return sum(weights) + sum(chunk.tensor.nbytes / max(len(chunk.holders), 1) for chunk in states)
 
 
 def optimizer_chunks_to_load(optimizer: MegatronOptimizer, with_optimizer: bool) -> Iterator[Chunk]:

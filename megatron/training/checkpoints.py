@@ -10,6 +10,7 @@ from megatron.core.dist_checkpointing.async_saving import PendingSave, StagingMe
 from megatron.core.dist_checkpointing.checkpoint_selection import newest_iteration
 from megatron.core.dist_checkpointing.chunk import Chunk
 from megatron.core.dist_checkpointing.coordination import RankCoordinator
+from megatron.core.dist_checkpointing.disk import check_room
 from megatron.core.dist_checkpointing.manifest import Manifest
 from megatron.core.dist_checkpointing.reading import LoadResult, load
 from megatron.core.dist_checkpointing.writing import SaveResult, save
@@ -21,7 +22,12 @@ from megatron.core.transformer.config.router import listed
 from megatron.core.transformer.moe.router import routing_rule
 from megatron.core.transformer.moe.upcycling import dense_chunks, enlarge_second_products
 from megatron.training.checkpoint_checks import check_dense_manifest, check_manifest, mismatch_policy
-from megatron.training.checkpoint_contents import SavedParts, optimizer_chunks_to_load, weight_chunks
+from megatron.training.checkpoint_contents import (
+    SavedParts,
+    checkpoint_bytes,
+    optimizer_chunks_to_load,
+    weight_chunks,
+)
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.digests import data_differences
@@ -76,6 +82,16 @@ class Checkpoints:
         self._report_saved(parts.state.iteration, root, save(root, chunks, **facts))
         if not temporary:
             self.last_saved = parts.state.iteration
+
+    def check_room(self, parts: SavedParts, with_optimizer: bool = True) -> None:
+        """Raises UserError, the same on all ranks, if a checkpoint of this state does not fit under --save. Collective.
+        `with_optimizer` is False for an optimizer that has no state before its first step."""
+        if self.flags.save is None:
+            return
+        ranks, root = RankCoordinator(), Path(self.flags.save)
+        mine = checkpoint_bytes(parts, self.groups, with_optimizer and not self.flags.no_save_optim)
+        needed = sum(ranks.gather(mine))
+        ranks.run_on_first(lambda: check_room(root, needed))
 
     def save_copy(self, root: Path, parts: SavedParts) -> None:
         """Writes a checkpoint under another folder than --save. No later save deletes it. Raises UserError like

@@ -1,9 +1,14 @@
 """The tensors that a checkpoint keeps of a run."""
 
+from pathlib import Path
+
+import pytest
 import torch
+from support.processes import run_on_ranks
 from support.small_run import PRECISIONS, SmallRun
 
-from megatron.training.checkpoint_contents import optimizer_chunks_to_load, weight_chunks
+from megatron.core.dist_checkpointing.checkpoint_selection import open_newest
+from megatron.training.checkpoint_contents import checkpoint_bytes, optimizer_chunks_to_load, weight_chunks
 
 
 def test_weights_with_and_without_the_wrapper_are_the_same_chunks_over_live_memory():
@@ -23,3 +28,19 @@ def test_main_weights_are_loaded_without_optimizer_state_too():
     masters = [chunk.name for chunk in optimizer_chunks_to_load(run.optimizer, False)]
     assert 0 < len(masters) < len(every) and set(masters) < set(every)
     assert len(masters) == len(list(weight_chunks([run.model], run.checkpoints.groups)))
+
+
+def bytes_of_rank(folder: str, precision: str, flags: str) -> float:
+    run = SmallRun.make(f"--save {folder} {flags}", **PRECISIONS[precision]).train(1)
+    run.save()
+    return checkpoint_bytes(run.parts, run.checkpoints.groups, not run.checkpoints.flags.no_save_optim)
+
+
+@pytest.mark.parametrize("precision", [*PRECISIONS])
+def test_bytes_are_those_of_the_stored_tensors(tmp_path: Path, precision: str) -> None:
+    for ranks, flags in ((1, ""), (2, ""), (1, "--no-save-optim")):
+        folder = tmp_path / f"{ranks}{flags}"
+        shares = run_on_ranks(bytes_of_rank, ranks, str(folder), precision, flags)
+        stored = open_newest(folder).catalogue.values()
+        sizes = [part.chunk.nbytes for parts in stored for part in parts]
+        assert sum(shares) == sum(sizes) and len(set(shares)) == 1

@@ -17,6 +17,19 @@ def _no_hook(operation: str, path: Path) -> None:
     pass
 
 
+def check_room(folder: Path, nbytes: float) -> None:
+    """Raises UserError if the file system of a folder, which may not exist yet, has less than `nbytes` free. File
+    systems that report no size pass."""
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    usage = shutil.disk_usage(existing)
+    room = usage.total - usage.used  # not usage.free, which leaves out what only root can write
+    if usage.total and room < nbytes:
+        raise UserError(
+            f"--save {folder}: a checkpoint takes {nbytes / 1e6:,.1f} MB, and {room / 1e6:,.1f} MB are free there; "
+            "free space or give another path"
+        )
+
+
 class Disk:
     """File system access of one rank. Calls `before(operation, path)` before each change. All methods raise OSError."""
 

@@ -160,7 +160,7 @@ def match(chunks: Iterable[Chunk], catalogue: Catalogue) -> Matching:
         if stored.global_shape != chunk.global_shape:
             raise UserError(
                 f"{chunk.name} has shape {list(chunk.global_shape)} in this run and {list(stored.global_shape)} in the "
-                "checkpoint: give the model flags of the checkpoint (--finetune, too, loads only weights of equal shapes)"
+                "checkpoint: give the flags of the checkpoint's model; --finetune, too, loads only equal shapes"
             )
         if stored.dtype != chunk.tensor.dtype:
             kinds = (str(dtype).removeprefix("torch.") for dtype in (stored.dtype, chunk.tensor.dtype))

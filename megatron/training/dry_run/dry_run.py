@@ -10,6 +10,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import Blend, normalize, parse_split
 from megatron.core.num_microbatches_calculator import BatchSchedule
 from megatron.core.transformer.layer_costs import training_flops
+from megatron.training.checkpoint_checks import check_before_build, check_vocabulary
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.sources import blends
 from megatron.training.dry_run.rank_memory import MemoryBytes, RankMemory, parameters_of_model, rank_memory
@@ -55,15 +56,19 @@ class DryRun:
 
 
 def dry_run(config: PretrainConfig, providers: Providers) -> DryRun:
-    """Computes the properties of a run. Raises UserError if its tokenizer, model or data cannot be built."""
+    """Computes the properties of a run. Raises UserError if its tokenizer, model or data cannot be built, or if a
+    checkpoint under --load has another model or schedule. The dry run may be on a machine without the checkpoint."""
     tokenizer = build_tokenizer(config.tokenizer)
     training, length = config.training, config.data.seq_length
     padded = vocabulary_rows(config, tokenizer)
     config, notes = resolve_auto_layout(config, padded)
+    vocab_size = config.tokenizer.model_vocab_size(tokenizer.vocab_size)
+    check_before_build(config, schedule_of_flags=providers.build_scheduler is None)
+    check_vocabulary(config, (vocab_size, padded))
     ranks = rank_memory(config, providers, tokenizer, padded)
     return DryRun(
         parameters=parameters_of_model(entry.shard for entry in ranks),
-        vocab_size=config.tokenizer.model_vocab_size(tokenizer.vocab_size),
+        vocab_size=vocab_size,
         padded_vocab_size=padded,
         ranks=tuple(ranks),
         tokens_per_step=training.global_batch_size * length,

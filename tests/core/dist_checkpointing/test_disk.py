@@ -1,10 +1,13 @@
 """Changes on disk, each announced before it happens."""
 
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from megatron.core.dist_checkpointing.disk import Disk, cannot_write
+from megatron.core.dist_checkpointing.disk import Disk, cannot_write, check_room
+from megatron.core.exceptions import UserError
 
 
 def test_replacing_a_file_announces_every_step(tmp_path: Path) -> None:
@@ -34,3 +37,19 @@ def test_files_are_created_new(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError):
         Disk().write_file(tmp_path / "a", b"two")
     assert "a: no" in str(cannot_write(tmp_path / "a", OSError("no")))
+
+
+def test_a_disk_with_too_little_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Path] = []
+
+    def usage(total: int, used: int, free: int) -> None:
+        found = SimpleNamespace(total=total, used=used, free=free)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: asked.append(path) or found)
+
+    usage(10_000_000, 8_000_000, 1_000_000)  # root may write a million bytes more
+    check_room(tmp_path / "not/yet", 2e6)
+    with pytest.raises(UserError, match=r"^--save .*/not/yet: a checkpoint takes 2\.1 MB, and 2\.0 MB are free there;"):
+        check_room(tmp_path / "not/yet", 2.1e6)
+    assert asked == [tmp_path, tmp_path]
+    usage(0, 0, 0)  # a file system without a size
+    check_room(tmp_path, 2e6)

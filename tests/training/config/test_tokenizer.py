@@ -9,7 +9,10 @@ from megatron.training.config.tokenizer import TokenizerConfig
 @pytest.mark.parametrize(
     ("values", "problem"),
     [
-        ({"tokenizer_type": None}, "--vocab-file and --merge-file: GPT2BPETokenizer needs both; --tokenizer-type selects"),
+        (
+            {"tokenizer_type": None},
+            "--vocab-file and --merge-file: GPT2BPETokenizer needs both; --tokenizer-type",
+        ),
         (
             {"tokenizer_type": "HuggingFaceTokenizer"},
             "--tokenizer-model: HuggingFaceTokenizer needs a tokenizer.json, or a folder with one",

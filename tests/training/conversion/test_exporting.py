@@ -190,7 +190,7 @@ def test_the_target_must_be_free_and_a_failure_leaves_nothing(
     (tmp_path / "theirs" / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match="theirs is not empty; name a folder that is empty or does not exist"):
         export_model(llama, tmp_path / "theirs", build_model, log=quiet)
-    with pytest.raises(UserError, match="--load .*nothing: no such folder"):
+    with pytest.raises(UserError, match=r"--load .*nothing: no such folder"):
         export_model(tmp_path / "nothing", tmp_path / "b", build_model, log=quiet)
 
     def full(*args: object) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from support.command_lines import SMALL, configured
 from support.programs import python
+from support.runs import TINY, train
 
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.exceptions import UserError
@@ -65,6 +66,21 @@ def test_data_and_tokenizers_that_are_not_there(capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit) as caught:
         print_dry_run(config, PROVIDERS)
     assert caught.value.code == 2 and capsys.readouterr().err.startswith("error: ")
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    """On a machine without the checkpoint nothing is compared."""
+    train(f"--mock-data --train-iters 1 --eval-iters 0 --save {tmp_path}")
+    flags = f"{TINY} --mock-data --train-iters 1 --load"
+    same = dry_run(configured(str(tmp_path), base=flags), PROVIDERS)
+    for other, message in (
+        (f"{tmp_path} --num-layers 3", "--num-layers is 3 in this run and 2 in the checkpoint"),
+        (f"{tmp_path} --min-lr 1e-4", "--min-lr is 0.0001 in this run and 0.0 in the checkpoint"),
+        (f"{tmp_path} --vocab-size 50", "gives a vocabulary of 51 ids in this run, but the checkpoint"),
+    ):
+        with pytest.raises(UserError, match=message):
+            dry_run(configured(other, base=flags), PROVIDERS)
+    assert dry_run(configured(f"{tmp_path}/elsewhere", base=flags), PROVIDERS).parameters == same.parameters
 
 
 @pytest.mark.parametrize(("flags", "code"), [("", 0), (" --tensor-model-parallel-size 3", 2), (" --print-config", 0)])

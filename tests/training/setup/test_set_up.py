@@ -1,12 +1,16 @@
 """What set-up derives from the flags, without building a run."""
 
 import logging
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from support.runs import TINY, train
 from torch import nn
 
+from megatron.core.exceptions import UserError
 from megatron.training.arguments import configure
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.settings import LaunchEnvironment
@@ -71,3 +75,14 @@ def test_an_injected_error_is_found_and_changes_nothing(capfd: pytest.CaptureFix
     assert "lm loss is rejected, injected as transient_error" in capfd.readouterr().out
     with pytest.raises(RuntimeError, match=r"injected as persistent_error .* computed again: the same again"):
         train(f"{flags} --error-injection-rate 1 --error-injection-type persistent_error")
+
+
+def test_a_full_disk_is_found_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that has nothing left to train saves nothing, so it needs no room."""
+    flags = f"--mock-data --train-iters 1 --eval-iters 0 --save {tmp_path}"
+    train(flags)
+    full = SimpleNamespace(total=10_000_000, used=9_999_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
+    with pytest.raises(UserError, match=r"--save .*: a checkpoint takes .* MB, and 0\.0 MB are free there"):
+        train(flags)
+    train(f"{flags} --load {tmp_path}")

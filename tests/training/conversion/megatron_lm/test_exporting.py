@@ -86,7 +86,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     (tmp_path / "full" / "x").mkdir(parents=True)
     with pytest.raises(UserError, match="full is not empty"):
         export_run(tmp_path, tmp_path / "full")
-    with pytest.raises(UserError, match="--load .*none: no such folder"):
+    with pytest.raises(UserError, match=r"--load .*none: no such folder"):
         export_run(tmp_path / "none", tmp_path / "theirs")
     save_checkpoint("--mtp-num-layers 1", tmp_path / "mtp")
     with pytest.raises(UserError, match="not yet for --mtp-num-layers"):
