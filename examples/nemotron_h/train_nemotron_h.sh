@@ -15,7 +15,7 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../arguments.sh" # CHECKPOINTS, TOKENIZER, DATA
 
-SCRIPT=pretrain_mamba.py VOCABULARY=131072 EXPERTS=()
+SCRIPT=pretrain_mamba.py VOCABULARY=131072 DECAY=20000 EXPERTS=()
 case ${SIZE:-8b} in
 8b)
     MODEL=(
@@ -41,7 +41,7 @@ tiny | tiny-moe)
         --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --num-query-groups 2 --kv-channels 16
         --mamba-num-heads 8 --mamba-head-dim 16 --mamba-num-groups 4 --mamba-state-dim 16
     )
-    VOCABULARY=512
+    VOCABULARY=512 DECAY=4
     : "${SEQ_LENGTH:=64}" "${BATCH:=8}" "${GPUS_PER_NODE:=2}"
     if [ "$SIZE" = tiny-moe ]; then
         MODEL+=(--hybrid-layer-pattern "MEM*E")
@@ -86,7 +86,7 @@ if [ ${#EXPERTS[@]} -gt 0 ]; then
 fi
 TRAINING=(
     --bf16 --micro-batch-size "${MICRO_BATCH:-1}" --global-batch-size "$BATCH" --train-iters 100000
-    --lr 8e-4 --min-lr 8e-6 --lr-decay-style WSD --lr-wsd-decay-style minus_sqrt --lr-wsd-decay-iters 20000
+    --lr 8e-4 --min-lr 8e-6 --lr-decay-style WSD --lr-wsd-decay-style minus_sqrt --lr-wsd-decay-iters "$DECAY"
     --lr-warmup-fraction 0.005 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --clip-grad 1.0
     --eval-interval 1000 --eval-iters 10 --log-interval 10 --log-throughput
     --save "$CHECKPOINTS" --load "$CHECKPOINTS" --save-interval 500 --keep-last 3
