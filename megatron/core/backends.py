@@ -48,6 +48,7 @@ from megatron.core.ops.fp8.grouped import (
     largest_of_segments,
     product_of_groups,
     quantize_segment_blocks,
+    quantize_segments_by_largest,
 )
 from megatron.core.ops.fp8.grouped_linear import Fp8ExpertLinear, Fp8GroupedLinear
 from megatron.core.ops.fp8.grouped_recipes import MicroBatches
@@ -58,7 +59,14 @@ from megatron.core.ops.fp8.product import (
     emulated_product,
     product_cuda,
 )
-from megatron.core.ops.fp8.quantize import Quantized, cast_scaled, largest_of_lines, largest_value, quantize_blocks
+from megatron.core.ops.fp8.quantize import (
+    Quantized,
+    cast_scaled,
+    largest_of_lines,
+    largest_value,
+    quantize_blocks,
+    quantize_by_largest,
+)
 from megatron.core.ops.fp8.recipes import Fp8Kernels, Fp8Settings, LinearSplit
 from megatron.core.ops.fp8.weight_blocks import WeightKernels, cast_blocks, largest_of_blocks, transposed_codes
 from megatron.core.ops.head_loss import head_loss
@@ -273,12 +281,14 @@ def triton_backend() -> Backend | None:
             largest_of_segment_lines_triton,
             largest_of_segments_triton,
             quantize_segment_blocks_triton,
+            quantize_segments_by_largest_triton,
         )
         from megatron.core.ops.fp8.quantize_triton import (
             cast_scaled_triton,
             largest_of_lines_triton,
             largest_value_triton,
             quantize_blocks_triton,
+            quantize_by_largest_triton,
         )
         from megatron.core.ops.fp8.weight_blocks_triton import (
             cast_blocks_triton,
@@ -323,6 +333,7 @@ def triton_backend() -> Backend | None:
         largest_of_lines=ByDevice(cpu=largest_of_segment_lines, cuda=largest_of_segment_lines_triton),
         cast=ByDevice(cpu=cast_segments, cuda=cast_segments_triton),
         quantize_blocks=ByDevice(cpu=quantize_segment_blocks, cuda=quantize_segment_blocks_triton),
+        quantize_by_largest=ByDevice(cpu=quantize_segments_by_largest, cuda=quantize_segments_by_largest_triton),
         product=product_of_groups_cuda,
         accumulate=ByDevice(cpu=accumulate_product_of_groups, cuda=accumulate_product_of_groups_triton),
     )
@@ -366,6 +377,7 @@ def triton_backend() -> Backend | None:
             ByDevice(cpu=largest_of_lines, cuda=largest_of_lines_triton),
             ByDevice(cpu=cast_scaled, cuda=cast_scaled_triton),
             ByDevice(cpu=quantize_blocks, cuda=quantize_blocks_triton),
+            ByDevice(cpu=quantize_by_largest, cuda=quantize_by_largest_triton),
             _scaled_product,
             ByDevice(cpu=accumulate_product, cuda=accumulate_product_cuda),
             {

@@ -28,8 +28,8 @@ CHECKS = {
     "rotated_parts_of_heads sums table_rows biases updates stored_updates",
     "expert_kernels": "moves places choices weights_of_choices sums_of_scores counts activations "
     "products accumulations linears biases",
-    "fp8_kernels": "largest_values noted_values noted_rows casts blocks",
-    "fp8_grouped_kernels": "largest_values casts blocks products weight_gradients",
+    "fp8_kernels": "largest_values noted_values noted_rows casts by_largest blocks",
+    "fp8_grouped_kernels": "largest_values casts by_largest blocks products weight_gradients",
     "fp8_tiles": "tiles",
 }
 

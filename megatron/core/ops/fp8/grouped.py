@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron.core.ops.fp8.formats import BLOCK
+from megatron.core.ops.fp8.formats import BLOCK, scale_for
 from megatron.core.ops.fp8.quantize import (
     cast_scaled,
     largest_of_lines,
@@ -195,6 +195,25 @@ def cast_segments(
     return rows, columns
 
 
+def quantize_segments_by_largest(
+    matrix: Tensor, dtype: torch.dtype, segments: Segments, margin: int, largest: Tensor, *, rows: bool, columns: bool
+) -> QuantizedGroupsPair:
+    """Returns [n, k] with one scale for each segment, which follows from its largest absolute value, float32
+    [segments]; see `cast_segments`."""
+    scale = scale_for(largest, dtype, margin)
+    values, transposed = cast_segments(matrix, dtype, segments, scale if rows else None, scale if columns else None)
+    return pair_of_segments(values, transposed, 1.0 / scale)
+
+
+def pair_of_segments(values: Tensor | None, transposed: Tensor | None, factors: Tensor) -> QuantizedGroupsPair:
+    """Returns the layouts that there are of a matrix with one factor, or with one for each segment."""
+    scope: Literal["all", "segments"] = "segments" if factors.dim() else "all"
+    return QuantizedGroupsPair(
+        None if values is None else QuantizedGroups(values, factors, scope),
+        None if transposed is None else QuantizedGroups(transposed, factors, scope),
+    )
+
+
 def _scale_of(scale: Tensor | None, number: int, rows: slice | None = None) -> Tensor | None:
     """Returns the scales of a segment: a scalar, or a scale for each of its lines."""
     if scale is None or scale.dim() == 0:
@@ -336,6 +355,7 @@ class GroupedKernels:
     largest_of_lines: Callable[..., tuple[Tensor, Tensor]] = largest_of_segment_lines
     cast: Callable[..., tuple[Tensor | None, Tensor | None]] = cast_segments
     quantize_blocks: Callable[..., QuantizedGroupsPair] = quantize_segment_blocks
+    quantize_by_largest: Callable[..., QuantizedGroupsPair] = quantize_segments_by_largest
     product: Callable[..., Tensor] = product_of_groups
     accumulate: Callable[..., None] = accumulate_product_of_groups
     accumulate_rows: Callable[..., None] = accumulate_grouped_product

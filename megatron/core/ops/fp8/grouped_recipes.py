@@ -10,7 +10,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from megatron.core.collectives import Group, all_reduce
 from megatron.core.ops.fp8.formats import BLOCK, scale_for
-from megatron.core.ops.fp8.grouped import QuantizedGroups, QuantizedGroupsPair, Segments
+from megatron.core.ops.fp8.grouped import QuantizedGroups, QuantizedGroupsPair, Segments, pair_of_segments
 from megatron.core.ops.fp8.quantize import noted_largest_of_rows
 from megatron.core.ops.fp8.recipes import (
     DelayedScaling,
@@ -96,9 +95,9 @@ class TensorwiseGroupScaling(GroupScaling):
         amax = largest_over(amax, dividing_groups(self.split, role))
         if role is not Role.WEIGHTS:
             amax = self.micro_batches.largest(amax)
-        dtype = self.settings.dtype(role)
-        scale = scale_for(amax, dtype, self.settings.margin)
-        return _cast(self.settings, matrix, dtype, segments, scale, rows, columns)
+        dtype, margin = self.settings.dtype(role), self.settings.margin
+        quantize = self.settings.kernels.grouped.quantize_by_largest
+        return quantize(matrix, dtype, segments, margin, amax, rows=rows, columns=columns)
 
 
 class DelayedGroupScaling(DelayedScaling):
@@ -122,7 +121,9 @@ class DelayedGroupScaling(DelayedScaling):
             return self._first_groups.quantize_groups(
                 matrix, segments, role, rows=rows, columns=columns, records=records
             )
-        return _cast(self.settings, matrix, self.settings.dtype(role), segments, scale, rows, columns, seen)
+        scales = scale if rows else None, scale if columns else None
+        cast, dtype = self.settings.kernels.grouped.cast, self.settings.dtype(role)
+        return pair_of_segments(*cast(matrix, dtype, segments, *scales, seen), 1.0 / scale)
 
 
 class RowwiseGroupScaling(GroupScaling):
@@ -143,7 +144,7 @@ class RowwiseGroupScaling(GroupScaling):
                 of_columns = self.micro_batches.largest(of_columns)
             column_scale = scale_for(of_columns, dtype, margin)
         values, transposed = self.settings.kernels.grouped.cast(matrix, dtype, segments, row_scale, column_scale)
-        return _pair(values, row_scale, transposed, column_scale, "lines")
+        return QuantizedGroupsPair(_with_lines(values, row_scale), _with_lines(transposed, column_scale))
 
 
 class BlockwiseGroupScaling(GroupScaling):
@@ -183,32 +184,5 @@ def build_group_scaling(
     return kinds[settings.recipe](settings, split, micro_batches)
 
 
-def _cast(
-    settings: Fp8Settings,
-    matrix: Tensor,
-    dtype: torch.dtype,
-    segments: Segments,
-    scale: Tensor,
-    rows: bool,
-    columns: bool,
-    seen: Tensor | None = None,
-) -> QuantizedGroupsPair:
-    scales = scale if rows else None, scale if columns else None
-    values, transposed = settings.kernels.grouped.cast(matrix, dtype, segments, *scales, seen)
-    return _pair(values, scales[0], transposed, scales[1], "segments" if scale.dim() else "all")
-
-
-def _pair(
-    values: Tensor | None,
-    row_scale: Tensor | None,
-    transposed: Tensor | None,
-    column_scale: Tensor | None,
-    scope: Literal["all", "segments", "lines"],
-) -> QuantizedGroupsPair:
-    return QuantizedGroupsPair(_with_factors(values, row_scale, scope), _with_factors(transposed, column_scale, scope))
-
-
-def _with_factors(
-    values: Tensor | None, scale: Tensor | None, scope: Literal["all", "segments", "lines"]
-) -> QuantizedGroups | None:
-    return None if values is None or scale is None else QuantizedGroups(values, 1.0 / scale, scope)
+def _with_lines(values: Tensor | None, scale: Tensor | None) -> QuantizedGroups | None:
+    return None if values is None or scale is None else QuantizedGroups(values, 1.0 / scale, "lines")

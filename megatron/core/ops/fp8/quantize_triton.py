@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron.core.ops.fp8 import quantize
 from megatron.core.ops.fp8.formats import BLOCK, largest_finite
-from megatron.core.ops.fp8.quantize import Quantized, QuantizedPair
+from megatron.core.ops.fp8.quantize import Quantized, QuantizedPair, whole_pair
 from megatron.core.ops.sum_rows_triton import num_multiprocessors
 
 _KERNEL_TYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -77,8 +77,28 @@ def _largest_of_lines_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def scale_of(size, reach):  # type: ignore[no-untyped-def]
+    """Returns the scale of values of which `size` is the largest absolute one, as `formats.scale_for`."""
+    scale = tl.div_rn(reach, size)
+    scale = tl.where(scale == float("inf"), 3.4028234663852886e38, scale)
+    return tl.where(size == 0.0, 1.0, scale)
+
+
+@triton.jit
+def _scale_of_whole(scale, factor, reach):  # type: ignore[no-untyped-def]
+    """Returns the scale of a whole matrix. With `factor`, `scale` has its largest absolute value, and the first program
+    writes the factor that gives values back."""
+    found = tl.load(scale)
+    if factor is not None:
+        found = scale_of(found, reach)
+        if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+            tl.store(factor, tl.div_rn(tl.full((), 1.0, tl.float32), found))
+    return found
+
+
+@triton.jit
 def _cast_kernel(  # type: ignore[no-untyped-def]
-    rows, columns, seen, matrix, row_scale, column_scale, m, k, stride, limit,
+    rows, columns, seen, factor, matrix, row_scale, column_scale, m, k, stride, limit, reach,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, SEEN: tl.constexpr, BY_LINE: tl.constexpr, E5M2: tl.constexpr,
     TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
@@ -102,7 +122,7 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
             to = columns + column.to(tl.int64)[:, None] * m + row[None, :]
             tl.store(to, transposed, mask=(column < k)[:, None] & (row < m)[None, :])
     else:
-        fp8 = as_fp8(x * tl.load(row_scale), limit, E5M2)
+        fp8 = as_fp8(x * _scale_of_whole(row_scale, factor, reach), limit, E5M2)
         if ROWS:
             tl.store(rows + row[:, None] * k + column[None, :], fp8, mask=valid)
         if COLUMNS:
@@ -112,7 +132,7 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _cast_both_kernel(  # type: ignore[no-untyped-def]
-    rows, words, seen, matrix, row_scale, column_scale, m, k, stride, limit,
+    rows, words, seen, factor, matrix, row_scale, column_scale, m, k, stride, limit, reach,
     SEEN: tl.constexpr, BY_LINE: tl.constexpr, E5M2: tl.constexpr, GROUPS: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     """Casts groups of four rows, whose bytes make the 32-bit words of the transposed matrix: words move through shared
@@ -122,6 +142,8 @@ def _cast_both_kernel(  # type: ignore[no-untyped-def]
     valid = (group * 4 < m)[:, None] & (column < k)[None, :]
     if SEEN:
         before = tl.load(seen)
+    if not BY_LINE:
+        scale = _scale_of_whole(row_scale, factor, reach)
     size = tl.zeros((GROUPS, TILE_K), tl.int32)
     word = tl.zeros((GROUPS, TILE_K), tl.uint32)
     for number in tl.static_range(4):
@@ -135,7 +157,7 @@ def _cast_both_kernel(  # type: ignore[no-untyped-def]
             scaled = x * tl.load(column_scale + column, mask=column < k, other=1.0)[None, :]
             fp8 = as_fp8(scaled, limit, E5M2)
         else:
-            fp8 = as_fp8(x * tl.load(row_scale), limit, E5M2)
+            fp8 = as_fp8(x * scale, limit, E5M2)
             tl.store(rows + row[:, None] * k + column[None, :], fp8, mask=valid)
         word |= fp8.to(tl.uint32) << (8 * number)
     transposed = tl.trans(word.to(tl.int32, bitcast=True))
@@ -145,14 +167,6 @@ def _cast_both_kernel(  # type: ignore[no-untyped-def]
         largest = tl.max(tl.max(size, 1), 0)
         if largest > before:  # for few tiles: atomic operations on one address are slow
             tl.atomic_max(seen, largest)
-
-
-@triton.jit
-def scale_of(size, reach):  # type: ignore[no-untyped-def]
-    """Returns the scale of a block with the largest absolute value `size`, as `formats.scale_for`."""
-    scale = tl.div_rn(reach, size)
-    scale = tl.where(scale == float("inf"), 3.4028234663852886e38, scale)
-    return tl.where(size == 0.0, 1.0, scale)
 
 
 @triton.jit
@@ -227,6 +241,34 @@ def cast_scaled_triton(
     definition."""
     if not has_kernel(matrix):
         return quantize.cast_scaled(matrix, dtype, row_scale, column_scale, seen)
+    return _cast(matrix, dtype, row_scale, column_scale, seen, None, 0.0)
+
+
+def quantize_by_largest_triton(
+    matrix: Tensor, dtype: torch.dtype, margin: int, largest: Tensor, *, rows: bool, columns: bool
+) -> QuantizedPair:
+    """Does `quantize.quantize_by_largest` in one kernel; leaves float64 to the definition."""
+    if not has_kernel(matrix):
+        return quantize.quantize_by_largest(matrix, dtype, margin, largest, rows=rows, columns=columns)
+    factor = torch.empty((), dtype=torch.float32, device=matrix.device)
+    reach = largest_finite(dtype) * 2.0**-margin
+    values, transposed = _cast(
+        matrix, dtype, largest if rows else None, largest if columns else None, None, factor, reach
+    )
+    return whole_pair(values, transposed, factor)
+
+
+def _cast(
+    matrix: Tensor,
+    dtype: torch.dtype,
+    row_scale: Tensor | None,
+    column_scale: Tensor | None,
+    seen: Tensor | None,
+    factor: Tensor | None,
+    reach: float,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Casts by scales. With `factor` the scales are the largest value of the matrix, from which the scale of the range
+    `reach` follows; its inverse is written to `factor`."""
     matrix = with_plain_rows(matrix)
     m, k = matrix.shape
     given = row_scale if row_scale is not None else column_scale
@@ -238,6 +280,7 @@ def cast_scaled_triton(
             rows.view(torch.uint8),
             columns.view(torch.int32),
             given if seen is None else seen.view(torch.int32),
+            factor,
             matrix,
             row_scale,
             column_scale,
@@ -245,6 +288,7 @@ def cast_scaled_triton(
             k,
             matrix.stride(0),
             largest_finite(dtype),
+            reach,
             SEEN=seen is not None,
             BY_LINE=given.dim() > 0,
             E5M2=dtype is torch.float8_e5m2,
@@ -259,6 +303,7 @@ def cast_scaled_triton(
         _bytes(rows, matrix),
         _bytes(columns, matrix),
         given if seen is None else seen.view(torch.int32),
+        factor,
         matrix,
         given if row_scale is None else row_scale,
         given if column_scale is None else column_scale,
@@ -266,6 +311,7 @@ def cast_scaled_triton(
         k,
         matrix.stride(0),
         largest_finite(dtype),
+        reach,
         ROWS=rows is not None,
         COLUMNS=columns is not None,
         SEEN=seen is not None,

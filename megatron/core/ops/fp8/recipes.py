@@ -34,6 +34,8 @@ from megatron.core.ops.fp8.quantize import (
     largest_value,
     noted_largest,
     quantize_blocks,
+    quantize_by_largest,
+    whole_pair,
 )
 from megatron.core.ops.fp8.weight_blocks import WeightKernels
 from megatron.core.parameters import declare
@@ -58,6 +60,7 @@ class Fp8Kernels:
     largest_of_lines: Callable[..., tuple[Tensor, Tensor]] = largest_of_lines
     cast_scaled: Callable[..., tuple[Tensor | None, Tensor | None]] = cast_scaled
     quantize_blocks: Callable[..., QuantizedPair] = quantize_blocks
+    quantize_by_largest: Callable[..., QuantizedPair] = quantize_by_largest
     product: Callable[..., Tensor] = emulated_product
     accumulate_product: Callable[..., None] = accumulate_product
     noting: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
@@ -159,8 +162,8 @@ class TensorwiseScaling(Scaling):
         if amax is None:
             amax = self.kernels.largest_value(matrix)
         amax = largest_over(amax, dividing_groups(self.split, role))
-        dtype = self.settings.dtype(role)
-        return cast_pair(self.kernels, matrix, dtype, scale_for(amax, dtype, self.settings.margin), rows, columns)
+        dtype, margin = self.settings.dtype(role), self.settings.margin
+        return self.kernels.quantize_by_largest(matrix, dtype, margin, amax, rows=rows, columns=columns)
 
 
 class DelayedScaling(Scaling):
@@ -196,7 +199,9 @@ class DelayedScaling(Scaling):
             if seen is not None:
                 seen.copy_(torch.maximum(seen, self.kernels.largest_value(matrix)))
             return self._first.quantize(matrix, role, rows=rows, columns=columns, records=records)
-        return cast_pair(self.kernels, matrix, dtype, scale, rows, columns, seen)
+        scales = scale if rows else None, scale if columns else None
+        values, transposed = self.kernels.cast_scaled(matrix, dtype, *scales, seen)
+        return whole_pair(values, transposed, 1.0 / scale)
 
     def weight_groups(self) -> Sequence[Group]:
         """Returns the groups that divide the weight."""
@@ -312,25 +317,6 @@ def build_scaling(settings: Fp8Settings, split: LinearSplit, device: torch.devic
         return DelayedScaling(settings, split, device)
     kinds = {"tensorwise": TensorwiseScaling, "rowwise": RowwiseScaling, "blockwise": BlockwiseScaling}
     return kinds[settings.recipe](settings, split)
-
-
-def cast_pair(
-    kernels: Fp8Kernels,
-    matrix: Tensor,
-    dtype: torch.dtype,
-    scale: Tensor,
-    rows: bool,
-    columns: bool,
-    seen: Tensor | None = None,
-) -> QuantizedPair:
-    """Returns a matrix with one scale in the layouts that are asked for."""
-    scales = scale if rows else None, scale if columns else None
-    values, transposed = kernels.cast_scaled(matrix, dtype, *scales, seen)
-    factors = 1.0 / scale
-    return QuantizedPair(
-        None if values is None else Quantized(values, factors),
-        None if transposed is None else Quantized(transposed, factors),
-    )
 
 
 def _with_lines(values: Tensor | None, scale: Tensor | None) -> Quantized | None:

@@ -4,6 +4,6 @@ import pytest
 from support import fp8_grouped_kernels
 
 
-@pytest.mark.parametrize("check", ["largest_values", "casts", "blocks"])
+@pytest.mark.parametrize("check", ["largest_values", "casts", "by_largest", "blocks"])
 def test_the_kernel_agrees_with_its_definition(check: str) -> None:
     getattr(fp8_grouped_kernels, check)()
