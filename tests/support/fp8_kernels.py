@@ -134,9 +134,7 @@ def by_largest() -> None:
             compare_by_largest(x, TYPES[0], 0, torch.full((), largest, device=DEVICE), True, columns)
 
 
-def compare_by_largest(
-    x: Tensor, dtype: torch.dtype, margin: int, largest: Tensor, rows: bool, columns: bool
-) -> None:
+def compare_by_largest(x: Tensor, dtype: torch.dtype, margin: int, largest: Tensor, rows: bool, columns: bool) -> None:
     ours = quantize_by_largest_triton(x, dtype, margin, largest, rows=rows, columns=columns)
     exact = quantize.quantize_by_largest(x, dtype, margin, largest, rows=rows, columns=columns)
     what = (x.shape, dtype, margin, largest, rows, columns)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.ops.sum_rows_triton import sum_rows_triton
+from megatron.core.ops.tiles import cdiv, next_power_of_2
 
 _TILE = 2048
 """Elements that a program adds."""
@@ -43,9 +44,9 @@ class _BiasAdd(torch.autograd.Function):
         dtype = inputs.dtype if residual is None else torch.promote_types(inputs.dtype, residual.dtype)
         output = torch.empty(rows, width, dtype=dtype, device=inputs.device)
         if output.numel():
-            columns = min(_TILE, triton.next_power_of_2(width))
+            columns = min(_TILE, next_power_of_2(width))
             at_once = max(1, _TILE // columns)
-            _add_kernel[(triton.cdiv(rows, at_once), triton.cdiv(width, columns))](
+            _add_kernel[(cdiv(rows, at_once), cdiv(width, columns))](
                 output, inputs.contiguous(), bias, None if residual is None else residual.contiguous(), rows, width,
                 HAS_RESIDUAL=residual is not None, ROWS=at_once, COLUMNS=columns,
             )  # fmt: skip

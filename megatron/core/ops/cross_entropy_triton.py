@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron.core.collectives import Group
 from megatron.core.ops.cross_entropy import SPENT, VocabularyPart, combine, cross_entropy, vocabulary_part
+from megatron.core.ops.tiles import cdiv
 
 _COLUMNS = 4096
 """Logits of one row that a program reads at once."""
@@ -106,7 +107,7 @@ class _CrossEntropy(torch.autograd.Function):
         gradient = logits if ctx.overwrite else torch.empty_like(logits)
         ctx.spent = ctx.overwrite
         rows, columns = logits.shape
-        _gradient_kernel[(rows, triton.cdiv(columns, _COLUMNS))](
+        _gradient_kernel[(rows, cdiv(columns, _COLUMNS))](
             gradient, logits, labels, log_sum, loss_gradient.contiguous(), columns, ctx.part.first, ctx.part.count,
             COLUMNS=_COLUMNS, num_warps=8,
         )  # fmt: skip

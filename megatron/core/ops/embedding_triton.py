@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron.core.ops.tiles import cdiv, next_power_of_2
+
 _ROWS = 32
 """Sorted rows of a part."""
 _COLUMNS = 512
@@ -94,15 +96,15 @@ def accumulate_rows_triton(table: Tensor, index: Tensor, rows: Tensor) -> None:
     rows = rows.detach().contiguous()
     index, order = index.to(torch.int32).sort(stable=True)
     double = torch.float64 in (table.dtype, rows.dtype)
-    parts = triton.cdiv(count, _ROWS)
+    parts = cdiv(count, _ROWS)
     sums = torch.empty(2, parts, width, dtype=torch.float64 if double else torch.float32, device=rows.device)
-    columns = min(_COLUMNS, triton.next_power_of_2(width))
+    columns = min(_COLUMNS, next_power_of_2(width))
     wide = tl.float64 if double else tl.float32
-    _add_parts_kernel[(parts, triton.cdiv(width, columns))](
+    _add_parts_kernel[(parts, cdiv(width, columns))](
         table, sums[0], sums[1], rows, index, order, count, width, ROWS=_ROWS, COLUMNS=columns, WIDE=wide
     )
     if parts > 1:
         columns = min(64, columns)
-        _add_partial_sums_kernel[(parts, triton.cdiv(width, columns))](
+        _add_partial_sums_kernel[(parts, cdiv(width, columns))](
             table, sums[0], sums[1], index, count, width, ROWS=_ROWS, COLUMNS=columns, PARTS=_PARTS, WIDE=wide
         )

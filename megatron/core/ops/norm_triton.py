@@ -16,6 +16,7 @@ from megatron.core.ops.fp8.quantize import note_largest
 from megatron.core.ops.fp8.quantize_triton import bits_of_size, raise_largest
 from megatron.core.ops.norm import layer_norm, layer_norm_with_residual, rms_norm, rms_norm_with_residual
 from megatron.core.ops.sum_rows_triton import num_multiprocessors, sum_rows_triton
+from megatron.core.ops.tiles import cdiv, next_power_of_2
 
 _WIDEST = 16384
 """Channels of a row that fit into one program's registers."""
@@ -212,7 +213,7 @@ def _forward(
     if output.numel():
         tile = _tile(width)
         largest = torch.zeros((), dtype=torch.int32, device=x.device) if notes_largest else None
-        _norm_forward_kernel[(triton.cdiv(x.shape[0], tile["ROWS"]),)](
+        _norm_forward_kernel[(cdiv(x.shape[0], tile["ROWS"]),)](
             output, largest, means, inverses, x, weight, bias, x.shape[0], width, x.stride(0), epsilon,
             CENTERED=centered, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
             ZERO_CENTERED=zero_centered, NOTES=largest is not None, **tile,
@@ -231,7 +232,7 @@ def _backward(ctx: Any, output_gradient: Tensor, residual_gradient: Tensor | Non
     inputs_gradient = torch.empty(inputs.shape, dtype=inputs.dtype, device=inputs.device)
     read = [tensor for tensor in (x, dy, residual) if tensor is not None]
     tile = _backward_tile(width, sum(tensor.element_size() for tensor in read))
-    programs = max(1, min(triton.cdiv(x.shape[0], tile["ROWS"]), _PROGRAMS * num_multiprocessors(x.device)))
+    programs = max(1, min(cdiv(x.shape[0], tile["ROWS"]), _PROGRAMS * num_multiprocessors(x.device)))
     sums = [
         torch.empty(programs, width, dtype=torch.float32, device=x.device) if needed else None
         for needed in (needs_weight, needs_bias)
@@ -257,7 +258,7 @@ def _as_rows(tensor: Tensor, width: int) -> Tensor:
 
 def _tile(width: int) -> dict[str, int]:
     """Returns the rows and channels of a program; the fastest of those tried on an H200."""
-    channels = triton.next_power_of_2(width)
+    channels = next_power_of_2(width)
     rows = 1 if channels >= 2048 else 4096 // channels
     return {"ROWS": rows, "WIDTH": channels, "num_warps": max(4, min(16, channels // 1024))}
 
@@ -267,7 +268,7 @@ def _backward_tile(width: int, element_bytes: int) -> dict[str, int]:
 
     `element_bytes`: bytes of one element of each tensor that it reads, added up. Three stages, if they leave shared
     memory for several programs."""
-    channels = triton.next_power_of_2(width)
+    channels = next_power_of_2(width)
     if channels <= 256:
         return {"ROWS": 4096 // channels, "WIDTH": channels, "STAGES": 1, "num_warps": 8}
     rows = max(1, 2048 // channels)

@@ -14,6 +14,7 @@ from megatron.core.ops.normed_rope import normed_rope
 from megatron.core.ops.rope import Rotation
 from megatron.core.ops.rope_triton import last_contiguous, strides_of_angles, strides_of_heads
 from megatron.core.ops.sum_rows_triton import num_multiprocessors, sum_rows_triton
+from megatron.core.ops.tiles import cdiv, next_power_of_2
 
 _TILE = 4096
 """Elements of a program's tile."""
@@ -173,7 +174,7 @@ class _NormedRope(torch.autograd.Function):
         s, b, *counts, _ = heads.shape
         output = torch.empty(heads.shape, dtype=weight.dtype, device=heads.device)
         sizes, tile = _sizes(heads, cos, first), _tile(heads, cos, interleaved, zero_centered)
-        _normed_rope_kernel[(s * b, triton.cdiv(math.prod(counts), tile["HEADS"]))](
+        _normed_rope_kernel[(s * b, cdiv(math.prod(counts), tile["HEADS"]))](
             output,
             heads,
             weight,
@@ -196,7 +197,7 @@ class _NormedRope(torch.autograd.Function):
         s, b, *counts, width = heads.shape
         heads_gradient = torch.empty(heads.shape, dtype=heads.dtype, device=heads.device)
         sizes, tile = _sizes(heads, cos, ctx.first), _tile(heads, cos, ctx.interleaved, ctx.zero_centered)
-        blocks = triton.cdiv(math.prod(counts), tile["HEADS"])
+        blocks = cdiv(math.prod(counts), tile["HEADS"])
         programs = max(1, min(s * b, _PROGRAMS * num_multiprocessors(heads.device) // blocks))
         parts = torch.empty(programs * blocks, width, dtype=torch.float32, device=heads.device)
         _normed_rope_backward_kernel[(programs, blocks)](
@@ -215,12 +216,12 @@ def _sizes(heads: Tensor, cos: Tensor, first: int) -> tuple[int, ...]:
 
 def _tile(heads: Tensor, cos: Tensor, interleaved: bool, zero_centered: bool) -> dict[str, Any]:
     width, half = heads.shape[-1], cos.shape[-1]
-    count, widest = triton.next_power_of_2(math.prod(heads.shape[2:-1])), triton.next_power_of_2(width)
+    count, widest = next_power_of_2(math.prod(heads.shape[2:-1])), next_power_of_2(width)
     return {
         "INTERLEAVED": interleaved,
         "ZERO_CENTERED": zero_centered,
         "HAS_REST": 2 * half < width,
         "HEADS": max(1, min(count, _TILE // widest)),
-        "HALF": triton.next_power_of_2(half),
+        "HALF": next_power_of_2(half),
         "WIDTH": widest,
     }

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.ops.rope import Rotation, apply_rope
+from megatron.core.ops.tiles import cdiv, next_power_of_2
 
 _TILE = 2048
 """Pairs of channels that a program rotates at once."""
@@ -81,13 +82,13 @@ def rotate_triton(heads: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, fi
     end = first + 2 * half
     rotated = torch.empty(heads.shape, dtype=heads.dtype, device=heads.device)
     if rotated.numel():
-        pairs = triton.next_power_of_2(half)
-        at_once = max(1, min(triton.next_power_of_2(count), _TILE // pairs))
-        _rope_kernel[(s * b, triton.cdiv(count, at_once))](
+        pairs = next_power_of_2(half)
+        at_once = max(1, min(next_power_of_2(count), _TILE // pairs))
+        _rope_kernel[(s * b, cdiv(count, at_once))](
             rotated, heads, cos, sin, b, count, per_group, width, half, first, end,
             *strides_of_heads(heads), *strides_of_angles(cos, sin),
             INTERLEAVED=interleaved, INVERSE=inverse, COPIES_REST=2 * half < width,
-            HEADS=at_once, HALF=pairs, WIDTH=triton.next_power_of_2(width),
+            HEADS=at_once, HALF=pairs, WIDTH=next_power_of_2(width),
         )  # fmt: skip
     return rotated
 

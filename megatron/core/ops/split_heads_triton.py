@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron.core.ops.rope import Rotation, apply_rope
 from megatron.core.ops.rope_triton import apply_rope_triton, last_contiguous, rotate_triton, strides_of_angles
+from megatron.core.ops.tiles import next_power_of_2
 
 
 @triton.jit
@@ -156,7 +157,7 @@ def _joined(gradients: Sequence[Tensor], sizes: tuple[int, ...], rotation: Rotat
         missing = 4 - len(parts)
         strides = [stride for part in parts for stride in part.stride()[:4]]
         sizes = (*sizes, *[0] * missing)
-        tiles = [triton.next_power_of_2(groups * size) if size else 0 for size in sizes]
+        tiles = [next_power_of_2(groups * size) if size else 0 for size in sizes]
         if rotation is None:
             angles: tuple[Any, ...] = (packed, packed, 0, 0, 0, 0, 0, 0)
             half = 1
@@ -165,8 +166,8 @@ def _joined(gradients: Sequence[Tensor], sizes: tuple[int, ...], rotation: Rotat
             angles = (cos, sin, *strides_of_angles(cos, sin), rotation.first, half)
         _join_kernel[(s * b,)](
             packed, *parts, *[packed] * missing, *strides, *[0] * 4 * missing,
-            b, groups, sum(sizes), width, *sizes, *angles, *tiles, triton.next_power_of_2(width),
-            ROTATES=rotation is not None, HALF=triton.next_power_of_2(half),
+            b, groups, sum(sizes), width, *sizes, *angles, *tiles, next_power_of_2(width),
+            ROTATES=rotation is not None, HALF=next_power_of_2(half),
             INTERLEAVED=rotation is not None and rotation.interleaved, COPIES_REST=2 * half < width,
         )  # fmt: skip
     return packed

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron.core.ops.tiles import cdiv
+
 _ROWS = 64
 """Rows that a program adds up at once."""
 _COLUMNS = 64
@@ -45,7 +47,7 @@ def sum_rows_triton(rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     parts = 1
     if count >= _MANY_ROWS:
         programs = _PROGRAMS * num_multiprocessors(rows.device)
-        parts = max(1, min(programs // triton.cdiv(width, _COLUMNS), count // (8 * _ROWS)))
+        parts = max(1, min(programs // cdiv(width, _COLUMNS), count // (8 * _ROWS)))
     if parts > 1:
         partial = torch.empty(parts, width, dtype=torch.float32, device=rows.device)
         _launch(partial, rows, parts)
@@ -57,9 +59,9 @@ def sum_rows_triton(rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 def _launch(totals: Tensor, rows: Tensor, parts: int) -> None:
     count, width = rows.shape
-    per_program = triton.cdiv(triton.cdiv(count, parts), _ROWS) * _ROWS
+    per_program = cdiv(cdiv(count, parts), _ROWS) * _ROWS
     columns = _COLUMNS if parts > 1 else 32  # a final sum has few blocks: more programs with fewer columns each
-    grid = (triton.cdiv(width, columns), parts)
+    grid = (cdiv(width, columns), parts)
     _sum_rows_kernel[grid](totals, rows, count, width, per_program, ROWS=_ROWS if parts > 1 else 128, COLUMNS=columns)
 
 

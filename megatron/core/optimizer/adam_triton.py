@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron.core.ops.tiles import cdiv
 from megatron.core.optimizer.segments import StepInputs
 
 _BLOCK = 1024
@@ -82,7 +83,7 @@ def adam_triton(
     given = [weights, gradients, exp_avg, exp_avg_sq, *(() if model_weights is None else (model_weights,))]
     assert all(t.is_contiguous() and t.numel() == size for t in given)
     on_device = isinstance(weight_decay, Tensor)
-    _adam_kernel[(triton.cdiv(size, _BLOCK),)](
+    _adam_kernel[(cdiv(size, _BLOCK),)](
         *given[:4], model_weights, step.count, lr, step.divisor, step.skip.view(torch.uint8), weight_decay, size,
         *constants(betas, eps),
         DECOUPLED=decoupled, DECAY_ON_DEVICE=on_device, ROUNDS=model_weights is not None, BLOCK=_BLOCK,

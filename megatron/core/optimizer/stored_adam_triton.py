@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron.core.ops.tiles import cdiv
 from megatron.core.optimizer.adam_triton import adam_update, constants
 from megatron.core.optimizer.segments import StepInputs
 from megatron.core.optimizer.state_storage import SCALE_BLOCK, Plain, Scaled, StateTensor, WithRemainder, smallest
@@ -137,7 +138,7 @@ def stored_adam_triton(
     (w, w_scales, w_scaled, w_limit), (m, m_scales, m_scaled, m_limit), (v, v_scales, v_scaled, v_limit) = arguments
     rounded = model_weights.view(torch.int16) if model_weights is not None and is_bf16 else model_weights
     least = smallest(exp_avg_sq.codes.dtype) if isinstance(exp_avg_sq, Scaled) else 0.0
-    _stored_adam_kernel[(triton.cdiv(size, _BLOCK),)](
+    _stored_adam_kernel[(cdiv(size, _BLOCK),)](
         w, w_scales, gradients, m, m_scales, v, v_scales, rounded,
         step.count, lr, step.divisor, step.skip.view(torch.uint8), weight_decay, size,
         *constants(betas, eps), w_limit, m_limit, v_limit, least,

@@ -58,6 +58,7 @@ from megatron.core.ops.attention.flash_forward_triton import LOG2_E, Sight, begi
 from megatron.core.ops.dropout.keep_bits_gluon import drop_pairs, find_kept, load_words
 from megatron.core.ops.dropout.keep_bits_triton import BLOCK
 from megatron.core.ops.gluon_copies import add_bulk, head_tiles, load_bulk, store_bulk
+from megatron.core.ops.tiles import cdiv
 
 KEYS = gl.constexpr(64)
 """Keys of a warp group."""
@@ -358,12 +359,12 @@ def backward_specialized(
     """
     sq, b, a, width = query.shape
     groups, size = value.shape[2], _QUERIES[width]
-    num_tiles = triton.cdiv(sq, size)
+    num_tiles = cdiv(sq, size)
     blocks = num_tiles * size * width // 4096
     parts = query.new_zeros(b * a * blocks * 128, 32, dtype=torch.float32)
     query_gradient = torch.empty_like(query, dtype=query_type, memory_format=torch.contiguous_format)
     key_gradient, value_gradient = key.new_empty(key.shape), value.new_empty(value.shape)
-    _backward_specialized_kernel[(b * groups, triton.cdiv(key.shape[0], TILE_KEYS))](
+    _backward_specialized_kernel[(b * groups, cdiv(key.shape[0], TILE_KEYS))](
         TensorDescriptor.from_tensor(parts, [128, 32], gl.NVMMASharedLayout(128, 32, 2)),
         _copied(query, size), _copied(gradient, size),
         _copied(key, KEYS.value), _copied(value, KEYS.value),

@@ -34,6 +34,7 @@ from megatron.core.ops.attention.flash_forward_triton import (
 )
 from megatron.core.ops.dropout.keep_bits_triton import KeepBits
 from megatron.core.ops.gluon import gluon_kernel
+from megatron.core.ops.tiles import cdiv
 
 _ROWS = 64
 """Queries of a program of `_statistics_kernel`."""
@@ -333,7 +334,7 @@ def flash_backward_triton(
     )
     sq, b, a, width = query.shape
     sk, _, groups, value_width = value.shape
-    rounded = triton.cdiv(sq, _ROUNDED) * _ROUNDED
+    rounded = cdiv(sq, _ROUNDED) * _ROUNDED
     padded = padded_width(width), padded_width(value_width)
     full = padded == (width, value_width) and sq % tile.queries == 0
     keep_scale = 1.0 if bits is None else 1.0 / (1.0 - probability)
@@ -349,7 +350,7 @@ def flash_backward_triton(
         size = specialized.TILE_KEYS
         gradients = specialized.backward_specialized(
             gradient, query, key, value, statistics, scores.scale, sight,
-            _longest_first(sight, triton.cdiv(sk, size), size, sk), query_type,
+            _longest_first(sight, cdiv(sk, size), size, sk), query_type,
             None if bits is None else bits.by_key, keep_scale,
         )  # fmt: skip
         return *gradients, statistics[:, :, :sq, 1] * -keep_scale
@@ -364,7 +365,7 @@ def flash_backward_triton(
     gradient_tiles = tiles_of_rows(gradient, tile.queries) if bulk_loads else None
     bulk_loads = query_tiles is not None and gradient_tiles is not None
     key_gradient, value_gradient = key.new_empty(sk, b, groups, width), value.new_empty(value.shape)
-    num_tiles = triton.cdiv(sk, tile.keys)
+    num_tiles = cdiv(sk, tile.keys)
     order = _longest_first(sight, num_tiles, tile.keys, sk) if tile.heads_first else None
     _backward_kernel[(b * groups, num_tiles) if tile.heads_first else (num_tiles, b * groups)](
         query_gradient, tiles, query_tiles, gradient_tiles, key_gradient, value_gradient, bias_gradient,

@@ -38,7 +38,6 @@ with explicit layouts and barriers. Triton's interpreter does not run it.
 """
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -61,6 +60,7 @@ from megatron.core.ops.attention.flash_forward_triton import (
 from megatron.core.ops.dropout.keep_bits_gluon import drop_pairs, load_words
 from megatron.core.ops.gluon_copies import head_tiles, load_bulk, store_bulk
 from megatron.core.ops.sum_rows_triton import num_multiprocessors
+from megatron.core.ops.tiles import cdiv
 
 ROWS = gl.constexpr(64)
 """Queries of a warp group."""
@@ -433,7 +433,7 @@ def forward_specialized(
     sk, _, groups, _ = key.shape
     output, lse = query.new_empty(query.shape), query.new_empty(b, a, sq, dtype=torch.float32)
     counter = torch.zeros(1, dtype=torch.int32, device=query.device)
-    tiles = triton.cdiv(sq, QUERIES.value)
+    tiles = cdiv(sq, QUERIES.value)
     cached = _CACHED if sight.edges is None else _CACHED_PACKED
     at_once = a // groups * max(1, cached // (sk * width * 4))
     _forward_specialized_kernel[(min(tiles * b * a, num_multiprocessors(query.device)),)](

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron.core.ops.dropout.keep_bits_triton import KeepBits, bit_of
 from megatron.core.ops.gluon import gluon_kernel
+from megatron.core.ops.tiles import cdiv, next_power_of_2
 
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -335,7 +336,7 @@ def flash_forward_triton(
     key_tiles = tiles_of_rows(key, tile.keys) if bulk_loads else None
     value_tiles = tiles_of_rows(value, tile.keys) if bulk_loads else None
     bulk_loads = key_tiles is not None and value_tiles is not None
-    _forward_kernel[(triton.cdiv(sq, tile.queries), b * a)](
+    _forward_kernel[(cdiv(sq, tile.queries), b * a)](
         output, lse, query, key_tiles, value_tiles, key, value, by_query, sink, scores.slopes, scores.bias, sight.edges,
         sight.hidden, sq, sk, a, a // groups, row_length(sight),
         sight.query_start, sight.key_start, sight.left or 0, sight.right or 0, width, value_width,
@@ -395,7 +396,7 @@ def tiles_of_rows(heads: Tensor, rows: int) -> Any:
 
 def padded_width(width: int) -> int:
     """Returns the channels that a kernel computes for a head: a power of 2, and at least what a product needs."""
-    return max(16, triton.next_power_of_2(width))
+    return max(16, next_power_of_2(width))
 
 
 def row_length(sight: Sight) -> int:

@@ -14,6 +14,7 @@ from megatron.core.ops.attention.flash_forward_triton import (
 from megatron.core.ops.attention.flash_triton import edges_of_documents
 from megatron.core.ops.attention.max_logits import max_attention_logits
 from megatron.core.ops.attention.unfused import AttentionCall, AttentionVariant
+from megatron.core.ops.tiles import cdiv
 
 _TILES = {128: TileSize(128, 128, 8, 3), 512: TileSize(64, 64, 4, 2)}
 """Tiles for heads of at most so many 16-bit channels."""
@@ -131,7 +132,7 @@ def max_attention_logits_triton(query: Tensor, key: Tensor, variant: AttentionVa
     hidden = None if call.mask is None else call.mask.expand(b, 1, 1, sk)[:, 0, 0].to(torch.int8).contiguous()
     left, right = variant.reach
     padded = padded_width(width)
-    largest = torch.empty(b, a, triton.cdiv(sq, tile.queries), dtype=torch.float32, device=query.device)
+    largest = torch.empty(b, a, cdiv(sq, tile.queries), dtype=torch.float32, device=query.device)
     _max_logits_kernel[(largest.shape[2], b * a)](
         largest, query, key, positions, edges, hidden, sq, sk, a, a // g, sk - sq, left or 0, right or 0, width,
         *query.stride()[:3], *key.stride()[:3], sq,

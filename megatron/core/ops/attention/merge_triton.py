@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron.core.ops.attention.blocks import merge_block
+from megatron.core.ops.tiles import cdiv, next_power_of_2
 
 _ROWS = 16
 """Queries of one head that one program merges."""
@@ -46,8 +47,8 @@ def merge_block_triton(total: Tensor, total_lse: Tensor, output: Tensor, lse: Te
     s, b, a, width = total.shape
     output = output if output.stride(3) == 1 else output.contiguous()
     assert total.stride(3) == 1 and total_lse.stride(2) == 1
-    _merge_kernel[(triton.cdiv(s, _ROWS), b * a)](
+    _merge_kernel[(cdiv(s, _ROWS), b * a)](
         total, total_lse, output, lse, s, a, width,
         *total.stride()[:3], *total_lse.stride()[:2], *output.stride()[:3], *lse.stride(),
-        ROWS=_ROWS, WIDTH=triton.next_power_of_2(width),
+        ROWS=_ROWS, WIDTH=next_power_of_2(width),
     )  # fmt: skip

@@ -15,6 +15,7 @@ from megatron.core.ops.bias_add_triton import bias_add_triton
 from megatron.core.ops.dropout.dropout import Draw, DropoutRngPosition, bias_dropout_add
 from megatron.core.ops.dropout.keep_bits_triton import keep_columns
 from megatron.core.ops.sum_rows_triton import sum_rows_triton
+from megatron.core.ops.tiles import cdiv, next_power_of_2
 
 _BLOCKS = 256
 """Philox blocks, of four elements each, that one program draws."""
@@ -71,12 +72,12 @@ def keep_rows_triton(draw: Draw, row: Tensor, extra: Tensor, first: Tensor, coun
     """Computes `dropout.keep_rows` for tensors on a GPU."""
     kept = torch.empty((row.shape[0], count), dtype=torch.bool, device=row.device)
     if draw.bits == 16:
-        _keep_columns_kernel[(row.shape[0], triton.cdiv(count + 31, 32 * _GROUPS))](
+        _keep_columns_kernel[(row.shape[0], cdiv(count + 31, 32 * _GROUPS))](
             kept, row.contiguous(), extra.contiguous(), first.contiguous(), draw.iteration, count, *draw.key,
             draw.threshold, GROUPS=_GROUPS,
         )  # fmt: skip
         return kept
-    grid = (row.shape[0], triton.cdiv(count + 3, 4 * _BLOCKS))
+    grid = (row.shape[0], cdiv(count + 3, 4 * _BLOCKS))
     _keep_rows_kernel[grid](
         kept, row.contiguous(), extra.contiguous(), first.contiguous(), draw.iteration, count, _seed(draw),
         draw.threshold, BLOCKS=_BLOCKS,
@@ -155,8 +156,8 @@ def _apply(
     rows, width = inputs.shape
     output = torch.empty((rows, width), dtype=output_type, device=inputs.device)
     draw = position.draw(probability)
-    blocks = min(_BLOCKS, triton.next_power_of_2(triton.cdiv(width, 4)))
-    _apply_kernel[(rows, triton.cdiv(width, 4 * blocks))](
+    blocks = min(_BLOCKS, next_power_of_2(cdiv(width, 4)))
+    _apply_kernel[(rows, cdiv(width, 4 * blocks))](
         output, inputs.contiguous(), bias, None if residual is None else residual.contiguous(), position.tokens.index,
         draw.iteration, width, _seed(draw), draw.threshold, draw.scale,
         HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, BLOCKS=blocks,

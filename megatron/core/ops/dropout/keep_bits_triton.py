@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron.core.ops.dropout.dropout import Draw
+from megatron.core.ops.tiles import cdiv
 
 BLOCK = tl.constexpr(128)
 """Queries, and keys, of a block of bits."""
@@ -202,7 +203,7 @@ def keep_bits_triton(
     """
     sq, b = query.shape
     size = BLOCK.value
-    tiles, blocks = triton.cdiv(sq, size), triton.cdiv(num_keys, size)
+    tiles, blocks = cdiv(sq, size), cdiv(num_keys, size)
     assert draw.bits == 16 and 0 <= draw.threshold < 2**16
 
     def bits(*shape: int) -> Tensor:
@@ -211,7 +212,7 @@ def keep_bits_triton(
     found = KeepBits(
         bits(blocks, tiles * size, 4) if by_query else None, bits(tiles, 4, blocks * size) if by_key else None
     )
-    _keep_bits_kernel[(tiles, triton.cdiv(blocks, _BLOCKS), b * len(heads))](
+    _keep_bits_kernel[(tiles, cdiv(blocks, _BLOCKS), b * len(heads))](
         found.by_query, found.by_key, query.contiguous(), first_key.contiguous(), draw.iteration, sq, blocks, b,
         len(heads), heads.start, seen.left or 0, seen.right or 0, *draw.key, draw.threshold,
         HAS_LEFT=seen.left is not None, HAS_RIGHT=seen.right is not None, BY_QUERY=by_query, BY_KEY=by_key,

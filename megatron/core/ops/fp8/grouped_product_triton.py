@@ -17,6 +17,7 @@ from megatron.core.ops.fp8.formats import BLOCK
 from megatron.core.ops.fp8.grouped import QuantizedGroups, Segments
 from megatron.core.ops.fp8.grouped_quantize_triton import place_of_block
 from megatron.core.ops.sum_rows_triton import num_multiprocessors
+from megatron.core.ops.tiles import cdiv
 
 _KERNEL_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -212,12 +213,12 @@ def product_of_groups_triton(
     scales = _SCALES[rows.scope], _SCALES[weight.scope]
     tile = tile or _tile_of_rows(3 in scales, precise, dtype)
     weight_factors = weight.factors
-    steps = (0, 0, 0, 0, 0)
+    steps: tuple[int, ...] = (0, 0, 0, 0, 0)
     if rows.scope == "blocks":
-        in_out, in_k = triton.cdiv(width, BLOCK), triton.cdiv(k, BLOCK)
+        in_out, in_k = cdiv(width, BLOCK), cdiv(k, BLOCK)
         row_steps, (line, block) = rows.factors.stride(), weight_factors.stride()
         steps = (*row_steps, in_k * block, line, block) if transposed else (*row_steps, in_out * line, line, block)
-    tiles = segments.blocks * triton.cdiv(width, tile.width)
+    tiles = segments.blocks * cdiv(width, tile.width)
     _product_kernel[(_programs(tiles, tile, output),)](
         output,
         TensorDescriptor.from_tensor(rows.values, [BLOCK, BLOCK]),
@@ -269,7 +270,7 @@ def accumulate_product_of_groups_triton(
     steps = (*left.factors.t().stride(), *right.factors.t().stride()) if left.scope == "blocks" else (0, 0, 0, 0)
     in_parts = left.scope in ("segments", "lines") and segments.per_group > 1
     tile = tile or (TILES.weight_parts if in_parts or left.scope == "blocks" else TILES.weight)
-    tiles = number * triton.cdiv(out_width, tile.height) * triton.cdiv(in_width, tile.width)
+    tiles = number * cdiv(out_width, tile.height) * cdiv(in_width, tile.width)
     _weight_kernel[(_programs(tiles, tile, total),)](
         total,
         TensorDescriptor.from_tensor(left.values, [tile.height, BLOCK]),

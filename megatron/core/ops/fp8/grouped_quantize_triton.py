@@ -13,6 +13,7 @@ from megatron.core.ops.fp8 import grouped
 from megatron.core.ops.fp8.formats import BLOCK, largest_finite
 from megatron.core.ops.fp8.grouped import QuantizedGroupsPair, Segments, pair_of_blocks, pair_of_segments
 from megatron.core.ops.fp8.quantize_triton import as_fp8, bits_of_size, has_kernel, scale_of, with_plain_rows
+from megatron.core.ops.tiles import cdiv, next_power_of_2
 
 _COLUMNS = 64
 """Columns of a program that casts."""
@@ -68,7 +69,8 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
     for a segment, 2 one for a line. With `factors`, `row_scale` has the largest absolute value of each segment, and
     the first program writes the factors that give values back."""
     if factors is not None:
-        if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        is_first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
+        if is_first:
             every = tl.arange(0, SEGMENTS)
             scales = scale_of(tl.load(row_scale + every, mask=every < number, other=0.0), reach)
             tl.store(factors + every, tl.div_rn(tl.full((SEGMENTS,), 1.0, tl.float32), scales), mask=every < number)
@@ -230,7 +232,7 @@ def _cast(
     device = matrix.device
     rows = None if row_scale is None else torch.empty(n, k, dtype=dtype, device=device)
     columns = None if column_scale is None else torch.empty(k, segments.padded_rows, dtype=dtype, device=device)
-    _cast_kernel[(segments.blocks, triton.cdiv(k, _COLUMNS))](
+    _cast_kernel[(segments.blocks, cdiv(k, _COLUMNS))](
         None if rows is None else rows.view(torch.uint8),
         None if columns is None else columns.view(torch.int32),
         None if seen is None else seen.view(torch.int32),
@@ -254,7 +256,7 @@ def _cast(
         E5M2=dtype is torch.float8_e5m2,
         BLOCK=BLOCK,
         TILE_K=_COLUMNS,
-        SEGMENTS=triton.next_power_of_2(segments.number),
+        SEGMENTS=next_power_of_2(segments.number),
         num_warps=4,
     )
     return rows, columns
@@ -275,7 +277,7 @@ def quantize_segment_blocks_triton(
     if not has_kernel(matrix):
         return grouped.quantize_segment_blocks(matrix, dtype, segments, margin, **wanted)
     matrix, (n, k) = with_plain_rows(matrix), matrix.shape
-    across, device = triton.cdiv(k, BLOCK), matrix.device
+    across, device = cdiv(k, BLOCK), matrix.device
     values = torch.empty(n, k, dtype=dtype, device=device)
     transposed = torch.empty(k, segments.padded_rows, dtype=dtype, device=device)
     shapes = ((segments.blocks, across), (across, segments.blocks)) if square else ((across, n), (segments.blocks, k))

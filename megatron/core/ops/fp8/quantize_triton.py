@@ -15,6 +15,7 @@ from megatron.core.ops.fp8 import quantize
 from megatron.core.ops.fp8.formats import BLOCK, largest_finite
 from megatron.core.ops.fp8.quantize import Quantized, QuantizedPair, whole_pair
 from megatron.core.ops.sum_rows_triton import num_multiprocessors
+from megatron.core.ops.tiles import cdiv
 
 _KERNEL_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 _TILE = 128
@@ -210,8 +211,8 @@ def largest_value_triton(matrix: Tensor) -> Tensor:
         return quantize.largest_value(matrix)
     matrix, count = matrix.contiguous(), matrix.numel()
     largest = torch.zeros((), dtype=torch.float32, device=matrix.device)
-    steps = triton.cdiv(count, _AT_ONCE * _PROGRAMS * num_multiprocessors(matrix.device))
-    grid = (triton.cdiv(count, _AT_ONCE * steps),)
+    steps = cdiv(count, _AT_ONCE * _PROGRAMS * num_multiprocessors(matrix.device))
+    grid = (cdiv(count, _AT_ONCE * steps),)
     _largest_kernel[grid](largest.view(torch.int32), matrix, count, steps, AT_ONCE=_AT_ONCE, num_warps=8)
     return largest
 
@@ -223,7 +224,7 @@ def largest_of_lines_triton(matrix: Tensor) -> tuple[Tensor, Tensor]:
     matrix = with_plain_rows(matrix)
     m, k = matrix.shape
     of_rows, of_columns = (torch.zeros(size, dtype=torch.float32, device=matrix.device) for size in (m, k))
-    grid = (triton.cdiv(m, _TILE), triton.cdiv(k, _TILE))
+    grid = (cdiv(m, _TILE), cdiv(k, _TILE))
     _largest_of_lines_kernel[grid](
         of_rows.view(torch.int32), of_columns.view(torch.int32), matrix, m, k, matrix.stride(0), TILE=_TILE, num_warps=8
     )
@@ -276,7 +277,7 @@ def _cast(
     rows = _empty_fp8(matrix, m, k, dtype) if row_scale is not None else None
     columns = _empty_fp8(matrix, k, m, dtype) if column_scale is not None else None
     if rows is not None and columns is not None and m % 4 == 0:
-        _cast_both_kernel[triton.cdiv(m, 4 * _GROUPS), triton.cdiv(k, _GROUP_COLUMNS)](
+        _cast_both_kernel[cdiv(m, 4 * _GROUPS), cdiv(k, _GROUP_COLUMNS)](
             rows.view(torch.uint8),
             columns.view(torch.int32),
             given if seen is None else seen.view(torch.int32),
@@ -298,7 +299,7 @@ def _cast(
         )
         return rows, columns
     tile_m, tile_k = _TRANSPOSED_TILE if columns is not None else _PLAIN_TILE
-    grid = (triton.cdiv(m, tile_m), triton.cdiv(k, tile_k))
+    grid = (cdiv(m, tile_m), cdiv(k, tile_k))
     _cast_kernel[grid](
         _bytes(rows, matrix),
         _bytes(columns, matrix),
@@ -332,7 +333,7 @@ def quantize_blocks_triton(
         return quantize.quantize_blocks(matrix, dtype, margin, square=square, rows=rows, columns=columns)
     matrix = with_plain_rows(matrix)
     m, k = matrix.shape
-    down, across = triton.cdiv(m, BLOCK), triton.cdiv(k, BLOCK)
+    down, across = cdiv(m, BLOCK), cdiv(k, BLOCK)
     values, transposed = (_empty_fp8(matrix, m, k, dtype), _empty_fp8(matrix, k, m, dtype))
     # cuBLAS reads the factors of blocks in rows with the longer side of the matrix contiguous.
     shapes = ((down, across), (across, down)) if square else ((across, m), (down, k))

@@ -10,6 +10,7 @@ from megatron.core.ops.fp8.formats import largest_finite
 from megatron.core.ops.fp8.quantize_triton import as_fp8, bits_of_size, has_kernel
 from megatron.core.ops.fp8.weight_blocks import WeightBlocks
 from megatron.core.ops.sum_rows_triton import num_multiprocessors
+from megatron.core.ops.tiles import cdiv
 
 _AT_ONCE = 4096
 """Elements that a program reads at once, if a block is a whole matrix."""
@@ -137,13 +138,13 @@ def largest_of_blocks_triton(
         size, count = blocks.height * blocks.width, values.numel()
         longest = min(size, count)
         programs = max(1, _PROGRAMS * num_multiprocessors(values.device) // number)
-        steps = triton.cdiv(longest, _AT_ONCE * programs)
-        _largest_of_groups_kernel[triton.cdiv(longest, _AT_ONCE * steps), number](
+        steps = cdiv(longest, _AT_ONCE * programs)
+        _largest_of_groups_kernel[cdiv(longest, _AT_ONCE * steps), number](
             bits, values, start, count, size, first, steps, MODEL=_MODEL[dtype], AT_ONCE=_AT_ONCE, num_warps=8
         )
         return
     _, down, across = blocks.shape
-    _largest_of_tiles_kernel[triton.cdiv(blocks.width, _TILE), triton.cdiv(blocks.height, _TILE), number](
+    _largest_of_tiles_kernel[cdiv(blocks.width, _TILE), cdiv(blocks.height, _TILE), number](
         bits,
         values,
         start,
@@ -172,7 +173,7 @@ def cast_blocks_triton(
     limit, is_e5m2 = largest_finite(out.dtype), out.dtype is torch.float8_e5m2
     if blocks.has_one_for_each_group or not scales.dim():
         size, count = blocks.height * blocks.width, values.numel()
-        _cast_groups_kernel[triton.cdiv(min(size, count), _AT_ONCE), number](
+        _cast_groups_kernel[cdiv(min(size, count), _AT_ONCE), number](
             out.view(torch.uint8),
             values,
             scales,
@@ -189,7 +190,7 @@ def cast_blocks_triton(
         )
         return
     _, down, across = blocks.shape
-    _cast_tiles_kernel[triton.cdiv(blocks.width, _TILE), triton.cdiv(blocks.height, _TILE), number](
+    _cast_tiles_kernel[cdiv(blocks.width, _TILE), cdiv(blocks.height, _TILE), number](
         out.view(torch.uint8),
         values,
         scales,
@@ -213,11 +214,11 @@ def cast_blocks_triton(
 def transposed_codes_triton(codes: Tensor, multiple: int) -> Tensor:
     """Does `weight_blocks.transposed_codes` in one kernel."""
     groups, height, width = codes.shape
-    padded = triton.cdiv(height, multiple) * multiple
+    padded = cdiv(height, multiple) * multiple
     if padded % 4 or codes.numel() == 0:
         return weight_blocks.transposed_codes(codes, multiple)
     out = torch.empty(width, groups * padded, dtype=codes.dtype, device=codes.device)
-    grid = triton.cdiv(padded, 4 * _GROUPS), triton.cdiv(width, _GROUP_COLUMNS), groups
+    grid = cdiv(padded, 4 * _GROUPS), cdiv(width, _GROUP_COLUMNS), groups
     _transpose_kernel[grid](
         out.view(torch.int32),
         codes.view(torch.uint8),
@@ -240,4 +241,4 @@ def _groups(values: Tensor, start: int, blocks: WeightBlocks) -> tuple[int, int]
     """Returns the first group that has some of the values, and the number of groups from there to the last one."""
     size = blocks.height * blocks.width
     first = start // size
-    return first, triton.cdiv(start + values.numel(), size) - first
+    return first, cdiv(start + values.numel(), size) - first

@@ -20,6 +20,7 @@ from megatron.core.ops.moe.grouped_linear import (
     grouped_product,
     is_one_product,
 )
+from megatron.core.ops.tiles import cdiv, next_power_of_2
 from megatron.core.utils.torch_private import grouped_mm
 
 _BULK_MULTIPLE = 8
@@ -120,7 +121,7 @@ def accumulate_grouped_product_triton(
     way = way or ACCUMULATIONS[ACCUMULATION_IN_USE if _capability(left)[0] in (9, 10) else ACCUMULATION_ON_SMALLER_GPUS]
     number, out_width, in_width = total.shape
     out_tile, in_tile, rows = _tile(out_width, in_width)
-    grid = (triton.cdiv(out_width, out_tile) * triton.cdiv(in_width, in_tile), number)
+    grid = (cdiv(out_width, out_tile) * cdiv(in_width, in_tile), number)
     tiles = [
         TensorDescriptor.from_tensor(factor, [rows, width]) if in_bulk else None
         for factor, width in ((left, out_tile), (right, in_tile))
@@ -149,8 +150,8 @@ def _capability(tensor: Tensor) -> tuple[int, int]:
 def _tile(out_width: int, in_width: int) -> tuple[int, int, int]:
     """Returns the outputs, inputs and rows of a program's tile."""
     return (
-        min(128, max(16, triton.next_power_of_2(out_width))),
-        min(256, max(16, triton.next_power_of_2(in_width))),
+        min(128, max(16, next_power_of_2(out_width))),
+        min(256, max(16, next_power_of_2(in_width))),
         64,
     )
 

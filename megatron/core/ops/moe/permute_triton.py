@@ -10,6 +10,7 @@ from torch import Tensor
 from megatron.core.ops.fp8.quantize import note_largest
 from megatron.core.ops.fp8.quantize_triton import bits_of_size
 from megatron.core.ops.moe.permute import Copies, Moves, permute, unpermute
+from megatron.core.ops.tiles import cdiv, next_power_of_2
 
 _TILE = 2048
 """Elements that one program moves."""
@@ -98,9 +99,9 @@ def tokens_of_rows_triton(rows: Tensor, copies: Copies) -> Tensor:
 
 
 def _tiles(count: int, width: int) -> tuple[tuple[int, int], dict[str, int]]:
-    columns = min(_TILE, triton.next_power_of_2(width))
+    columns = min(_TILE, next_power_of_2(width))
     rows = max(1, min(_TILE // columns, 256))
-    return (triton.cdiv(count, rows), triton.cdiv(width, columns)), {"ROWS": rows, "COLUMNS": columns}
+    return (cdiv(count, rows), cdiv(width, columns)), {"ROWS": rows, "COLUMNS": columns}
 
 
 @triton.jit
@@ -144,7 +145,7 @@ def copies_by_group_triton(groups: Tensor, kept: Tensor | None, rows: int, num_g
     """Computes `permute.copies_by_group` by counting: each choice counts earlier choices of its group within a block,
     and a running sum over groups and blocks gives the first row of each block's part of a group."""
     groups, number = groups.contiguous(), groups.numel()
-    blocks = triton.cdiv(number, _CHOICES)
+    blocks = cdiv(number, _CHOICES)
     places = torch.empty_like(groups)
     source, choice = groups.new_empty(rows), groups.new_empty(rows)
     if number:

@@ -18,6 +18,7 @@ from megatron.core.ops.moe.routing import (
     choose_experts,
     count_experts,
 )
+from megatron.core.ops.tiles import cdiv, next_power_of_2
 
 _SCORES = 2048
 """Scores that one program compares."""
@@ -120,9 +121,9 @@ class _Choice(torch.autograd.Function):
 
 
 def _tiles(tokens: int, width: int) -> tuple[tuple[int], dict[str, int]]:
-    columns = triton.next_power_of_2(width)
+    columns = next_power_of_2(width)
     at_once = max(1, min(_SCORES // columns, 256))
-    return (triton.cdiv(tokens, at_once),), {"TOKENS": at_once, "WIDTH": columns}
+    return (cdiv(tokens, at_once),), {"TOKENS": at_once, "WIDTH": columns}
 
 
 def best_triton(scores: Tensor, count: int) -> Tensor:
@@ -174,7 +175,7 @@ def count_experts_triton(experts: Tensor, num_experts: int, kept: Tensor | None 
     counts = torch.zeros(num_experts, dtype=torch.int64, device=experts.device)
     if number:
         mask = experts if kept is None else kept.contiguous().view(torch.uint8)
-        _count_experts_kernel[(triton.cdiv(number, _CHOICES),)](
+        _count_experts_kernel[(cdiv(number, _CHOICES),)](
             counts, experts, mask, number, experts.shape[-1], num_experts,
             PER_TOKEN=kept is not None and kept.dim() < experts.dim(), HAS_KEPT=kept is not None,
             CHOICES=_CHOICES, COUNTED=_COUNTED,

@@ -18,6 +18,7 @@ from megatron.core.ops.fp8.quantize import note_largest
 from megatron.core.ops.fp8.quantize_triton import bits_of_size, raise_largest
 from megatron.core.ops.moe.weighted_activation import weighted_activation
 from megatron.core.ops.sum_rows_triton import num_multiprocessors, sum_rows_triton
+from megatron.core.ops.tiles import cdiv, next_power_of_2
 
 _KINDS = {F.silu: 0, gelu_tanh: 1, gelu_erf: 2, F.gelu: 2, quick_gelu: 3, squared_relu: 4, F.relu: 5}
 _BLOCK = 1024
@@ -257,9 +258,9 @@ class _BiasedActivation(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         (product,), bias, ffn = ctx.saved_tensors, ctx.bias.detach(), gradient.shape[-1]
         product_gradient = torch.empty_like(product)
-        rows, blocks = gradient.numel() // ffn, triton.cdiv(ffn, _COLUMNS)
-        parts = max(1, min(_PROGRAMS * num_multiprocessors(gradient.device) // blocks, triton.cdiv(rows, _ROWS)))
-        per_program = triton.cdiv(triton.cdiv(rows, parts), _ROWS) * _ROWS
+        rows, blocks = gradient.numel() // ffn, cdiv(ffn, _COLUMNS)
+        parts = max(1, min(_PROGRAMS * num_multiprocessors(gradient.device) // blocks, cdiv(rows, _ROWS)))
+        per_program = cdiv(cdiv(rows, parts), _ROWS) * _ROWS
         bias_parts = torch.empty(parts, product.shape[-1], dtype=torch.float32, device=gradient.device)
         _biased_activation_backward_kernel[(blocks, parts)](
             product_gradient, bias_parts, gradient.contiguous(), product, bias, rows, ffn, per_program,
@@ -276,7 +277,7 @@ def _activated(
     if output.numel():
         block = _block(ffn)
         largest = _notes(product, weights) if notes_largest else None
-        _activation_forward_kernel[(output.numel() // ffn, triton.cdiv(ffn, block))](
+        _activation_forward_kernel[(output.numel() // ffn, cdiv(ffn, block))](
             output, largest, product, bias, weights, ffn, *_numbers(activation), **_facts(activation),
             BIASED=bias is not None, WEIGHTED=weights is not None, NOTES=_kind_of_notes(largest), BLOCK=block,
         )  # fmt: skip
@@ -297,7 +298,7 @@ def _kind_of_notes(largest: Tensor | None) -> int:
 
 
 def _block(ffn: int) -> int:
-    return min(_BLOCK, triton.next_power_of_2(ffn))
+    return min(_BLOCK, next_power_of_2(ffn))
 
 
 def _numbers(activation: Activation) -> tuple[float, float]:
