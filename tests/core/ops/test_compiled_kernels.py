@@ -30,6 +30,7 @@ CHECKS = {
     "products accumulations linears biases",
     "fp8_kernels": "largest_values noted_values noted_rows casts by_largest blocks",
     "fp8_grouped_kernels": "largest_values casts by_largest blocks products weight_gradients",
+    "fp8_weights": "quantised_parts transposed",
     "fp8_tiles": "tiles",
 }
 
