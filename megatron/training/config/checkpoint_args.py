@@ -24,7 +24,8 @@ def take_checkpoint_args(line: CommandLine) -> None:
 
     Flags of the tokenizer, whose files may have moved, are taken only where the command line does not give them. The
     checkpoint is that of --load (and --ckpt-step), otherwise that of --pretrained-checkpoint. Warnings list the flags
-    that are taken and replaced, or say that there is no checkpoint yet. An unreadable checkpoint adds a problem.
+    that are taken and replaced, or say that there is no checkpoint yet. An unreadable checkpoint adds a problem; so
+    does a missing one if the command line has no --hidden-size.
     """
     if not line.values["use_checkpoint_args"]:
         return
@@ -46,6 +47,10 @@ def take_checkpoint_args(line: CommandLine) -> None:
     named = " or ".join(str(root) for root, _ in folders if root is not None)
     if not named:
         line.problems.append("--use-checkpoint-args needs a checkpoint: --load or --pretrained-checkpoint names one")
+    elif "hidden_size" not in line.given:
+        line.problems.append(
+            f"--use-checkpoint-args: no checkpoint in {named}, and the command line does not describe the model"
+        )
     else:
         line.warnings.append(f"--use-checkpoint-args: no checkpoint in {named} yet: the given flags are used")
 

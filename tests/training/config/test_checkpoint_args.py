@@ -59,5 +59,8 @@ def test_without_a_checkpoint(tmp_path):
         config_of(TINY)
     config = config_of(f"{TINY} --load {tmp_path}")
     assert f"--use-checkpoint-args: no checkpoint in {tmp_path} yet: the given flags are used" in config.notes
+    missing = f"--use-checkpoint-args: no checkpoint in {tmp_path}, and the command line does not describe the model"
+    with pytest.raises(UserError, match=missing):
+        config_of(f"--mock-data --load {tmp_path}")
     with pytest.raises(UserError, match=f"--use-checkpoint-args: {tmp_path} has no checkpoint of iteration 7"):
         config_of(f"{TINY} --load {tmp_path} --ckpt-step 7")
