@@ -65,7 +65,7 @@ class KernelPlan(Generic[Kernel]):
         packed = call.cu_seqlens is not None
         warn_on_first_rank(
             f"attention: {planned.name} cannot combine {what} with packed documents or chunks, so plain "
-            "torch computes them, which is slower (packed documents do not see each other without a mask either)"
+            "torch computes them, which is slower; packed documents are kept apart without a mask, too"
             if packed
             else f"attention: {planned.name} cannot compute with {what}, so plain torch does, which is slower"
         )

@@ -245,7 +245,7 @@ class Checkpoints:
         source = Path(flags.load or flags.pretrained_checkpoint or "")
         if self._read(source, parts, weights_only=True, step=flags.ckpt_step, dense=True) is None:
             raise UserError(f"--moe-use-upcycling: {source} holds no checkpoint")
-        self._say(f"made {transformer.num_moe_experts} experts a layer of each MLP (--moe-use-upcycling)")
+        self._say(f"each MLP became {transformer.num_moe_experts} experts (--moe-use-upcycling)")
         sinkhorn = "sinkhorn" in listed(transformer.moe_router_load_balancing_type)
         if sinkhorn or not weights_sum_to_one(routing_rule(transformer)):
             self._say(
@@ -348,7 +348,7 @@ class Checkpoints:
 
 
 def print_on_first_rank(groups: ProcessGroupCollection, *sentences: str) -> None:
-    """Prints sentences, one a line, on global rank 0."""
+    """Prints sentences, one per line, on global rank 0."""
     if groups.global_rank == 0 and sentences:
         print("\n".join(sentences), flush=True)
 

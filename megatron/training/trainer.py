@@ -350,7 +350,7 @@ class Trainer:
             self.log.close_writers,
             self.splits.close,
         ):
-            with contextlib.suppress(Exception):  # the failure that brought us here is the one to show
+            with contextlib.suppress(Exception):  # a second failure must not hide the first
                 step()
         if crashed is not None:
             raise crashed from None

@@ -30,7 +30,7 @@ def test_a_run_begins_as_the_dense_one_and_goes_on(corpus, tmp_path, capsys):
     straight = train(f"{data} {HALVES} --load {dense} --train-iters 2", base=DENSE)
     assert straight.losses == pytest.approx([*expected, *again.losses], rel=1e-11)
     printed = capsys.readouterr().out
-    assert "made 8 experts a layer of each MLP (--moe-use-upcycling)" in printed
+    assert "each MLP became 8 experts (--moe-use-upcycling)" in printed
     assert "NOTE" not in printed and "WARNING" not in printed
 
 

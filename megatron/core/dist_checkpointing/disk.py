@@ -68,7 +68,7 @@ class Disk:
         os.replace(path, target)
 
     def remove_tree(self, path: Path) -> None:
-        """Deletes a directory with everything in it. Of a symbolic link to a directory, deletes the link alone."""
+        """Deletes a directory with everything in it. If the path is a symbolic link, deletes only the link."""
         self.before("remove_tree", path)
         if path.is_symlink():
             path.unlink()

@@ -28,7 +28,7 @@ COEFFICIENTS: dict[str, tuple[tuple[float, float, float], ...]] = {
 }
 """Coefficients (a, b, c) of p(x) = a x + b x^3 + c x^5 for each step; the last are repeated.
 
-simple: Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks"; quintic: one polynomial a step,
+simple: Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks"; quintic: one polynomial per step,
 as in the modded-nanogpt speed runs; polar_express: Amsel et al. 2025, arXiv:2505.16932.
 """
 

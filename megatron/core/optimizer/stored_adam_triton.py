@@ -16,7 +16,7 @@ from megatron.core.optimizer.state_storage import SCALE_BLOCK, Plain, Scaled, St
 _BLOCK = 1024
 """Elements that a program updates: a multiple of SCALE_BLOCK."""
 _SCALED = {torch.float16: 1, torch.float8_e4m3fn: 2}
-"""Numbers of the types that have scales, for the kernel."""
+"""Types that have scales, as numbers that the kernel's `..._SCALED` arguments take."""
 
 
 @triton.jit

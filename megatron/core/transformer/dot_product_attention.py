@@ -205,8 +205,8 @@ class DotProductAttention(MegatronModule):
             raise UserError(f"tokens.part is {tokens.part}, but this rank holds {self.context.part} of every row")
 
     def describe(self, device: torch.device, packed: bool = False) -> str:
-        """Returns the names of the kernels that compute this layer's attention on a device, on a GPU including the
-        kernel that torch selects."""
+        """Returns the names of the kernels that compute this layer's attention on a device; on a GPU also the kernel
+        that torch selects."""
         text = (self.context or self.plan).describe(device.type, packed)
         if device.type == "cuda" and SDPA_CUDA.name in text:
             config = self.config

@@ -36,7 +36,7 @@ class Call(NamedTuple):
 
 
 class Activity:
-    """Counts calls by channel. Costs less than a microsecond a call."""
+    """Counts calls by channel. Costs less than a microsecond per call."""
 
     def __init__(self) -> None:
         self.total = 0

@@ -279,7 +279,7 @@ def checkpoint_folders_exist(s: Settings) -> Iterator[str]:
 
 
 def _has_no_checkpoint(s: Settings) -> bool:
-    """Whether --load has neither checkpoints nor a tracker file, and no checkpoint can be elsewhere."""
+    """Whether the run finds no checkpoint: --load has none and no tracker file, and no other folder can have one."""
     root = Path(s.load)
     may_be_elsewhere = s.dry_run or s.moe_use_upcycling or s.non_persistent_save_interval is not None
     return not may_be_elsewhere and s.ckpt_step is None and not candidates(root) and not (root / TRACKER).exists()

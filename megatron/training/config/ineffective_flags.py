@@ -46,7 +46,7 @@ def is_read(flag: Flag, settings: Settings) -> bool:
 
 
 def _declared(settings: Settings) -> Iterator[str]:
-    """Flags whose declaration says that they have no effect, or none without another flag."""
+    """Flags that have no effect, or none without another flag, as their declarations say."""
     for field, flag in flag_table().items():
         value = getattr(settings, field)
         if not settings.is_given(field) or value == flag.default:

@@ -109,9 +109,9 @@ class RotaryPositionsByLayerType:
         return {**fields, **scaling_fields(key, full, config)}
 
     def keys(self, values: Values) -> dict[str, Json]:
-        """Returns the keys of older releases if they say everything, otherwise `rope_parameters`."""
+        """Returns the keys of older releases if they can express the values, otherwise `rope_parameters`."""
         base, local = float(values["rotary_base"]), values["rotary_base_local"]
-        if local is None:  # layers with a window have the others' base, and a scaling that cannot be said
+        if local is None:  # layers with a window have the others' base, and a scaling cannot be expressed for them
             local = base if rope_scaling_of(values) is None else self.local_base
         if self.local_key:
             return {"rope_theta": base, self.local_key: float(local), "rope_scaling": scaling_key(values)}

@@ -46,4 +46,4 @@ def _line(dataset: MegatronDataset, samples: int, seq_length: int) -> str:
     tokens = getattr(dataset, "tokens_per_epoch", None)
     if not tokens or dataset.dataset_path is None:
         return text
-    return f"{text}, {samples * seq_length:,} tokens, {samples * seq_length / tokens:.3g} epochs of {tokens:,}"
+    return f"{text}, {samples * seq_length:,} tokens, {samples * seq_length / tokens:.3g} epochs of its {tokens:,}"

@@ -49,10 +49,10 @@ def report_lines(config: PretrainConfig, run: DryRun) -> Iterator[str]:
 def _run_lines(config: PretrainConfig, run: DryRun) -> Iterator[str]:
     transformer, training, grid = config.transformer, config.training, config.grid
     further = f" and {transformer.mtp_num_layers} for multi-token prediction" if transformer.mtp_num_layers else ""
-    layers, tokens = f"{transformer.num_layers} layers{further}", f"{config.data.seq_length} tokens a sample"
+    layers, tokens = f"{transformer.num_layers} layers{further}", f"{config.data.seq_length} tokens per sample"
     if transformer.num_encoder_layers:
         layers = f"{transformer.num_encoder_layers} layers of the encoder, {transformer.num_layers} of the decoder"
-        tokens = f"{config.data.seq_length} and {config.data.decoder_seq_length} tokens a sample"
+        tokens = f"{config.data.seq_length} and {config.data.decoder_seq_length} tokens per sample"
     yield (
         f"model       {layers}, hidden size {transformer.hidden_size}, {transformer.num_attention_heads} heads, "
         f"{tokens}"

@@ -46,7 +46,7 @@ class ExitDecision:
 
 
 class ExitAgreement:
-    """Lets all ranks decide together, once a step, whether to exit.
+    """Lets all ranks decide together, once per step, whether to exit.
 
     Every rank calls `after_step` after each step and `poll` at the same places in between (evaluation). All ranks
     get a decision from the same call.

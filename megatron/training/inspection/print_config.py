@@ -14,7 +14,7 @@ from megatron.training.inspection.run_description import words_of
 
 
 def config_lines(config: PretrainConfig) -> Iterator[str]:
-    """Yields the settings by concern, a line each: name, value, and source (default, flag, derived, or script for a
+    """Yields the settings by concern, one per line: name, value, and source (default, flag, derived, or script for a
     user script). Lines of values that no flag gave are comments, so that --config reads the others."""
     values = config.flat()
     groups: dict[str, list[str]] = {}

@@ -48,7 +48,7 @@ class ShrunkRun:
     plain_words: list[str]
     """Command line of the run of one process."""
     notes: list[str] = field(default_factory=list)
-    """What is not as the user wrote it, a line each."""
+    """What differs from the user's flags, one sentence per line."""
 
 
 def flags_that_matter(flags: Sequence[str]) -> list[str]:

@@ -72,7 +72,7 @@ class LiveDisplay(LogWriter):
 
     The panel shows progress, recent losses, learning rate, speed, remaining time, the last validation and the last
     checkpoint; in the short style only progress. It is redrawn at log lines, and in between at most
-    `refreshes_per_second` times a second, from values on the host. Log lines are never wrapped or coloured, so that a
+    `refreshes_per_second` times per second, from values on the host. Log lines are never wrapped or coloured, so that a
     recorded terminal can be searched.
     """
 
@@ -183,7 +183,7 @@ class LiveDisplay(LogWriter):
             more = "" if decoupled is None else f", decoupled {decoupled:.3e}"
             facts.append(("learning rate", f"{record.learning_rate:.3e}{more}"))
         speed = record.speed
-        rate = f"{record.elapsed_ms_per_iteration:,.1f} ms an iteration"
+        rate = f"{record.elapsed_ms_per_iteration:,.1f} ms per iteration"
         if speed is not None and speed.tokens_per_second is not None:
             rate += f", {speed.tokens_per_second:,.0f} tokens/s"
         if speed is not None and speed.tflops_per_device is not None:

@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object a line, for programs to read.
+"""metrics.jsonl: one JSON object per line, for programs to read.
 
 Kinds of lines, recognised by their keys:
 

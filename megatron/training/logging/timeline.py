@@ -23,14 +23,14 @@ Intervals = list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class TimeShare:
-    """Time a step, in milliseconds, of one kind of communication among a set of ranks, or of one kernel."""
+    """Milliseconds per step of one kind of communication among a set of ranks, or of one kernel."""
 
     name: str
     """all_reduce, all_to_all, ..., or the name of the kernel."""
     ranks: str
     """Global ranks, as 0-3 or 0,4; empty if the trace does not contain them."""
     calls: float
-    """Calls a step."""
+    """Calls per step."""
     busy: float
     """Time during which at least one call runs."""
     exposed: float

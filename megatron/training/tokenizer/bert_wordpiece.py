@@ -213,6 +213,6 @@ def _read_vocab(path: Path) -> list[str]:
     if missing:
         raise UserError(
             f"--vocab-file {path}: no {', '.join(missing)} among its {len(tokens)} lines; a vocab.txt of BERT has one "
-            "token a line, and these must be there"
+            "token per line, and these must be there"
         )
     return tokens

@@ -24,7 +24,7 @@ def test_each_data_set_of_each_split_has_a_line(tmp_path: Path, capsys: pytest.C
         f"test data: 3 samples of {second}",
     ]
     tokens = int(lines[0].rpartition(" ")[2].replace(",", ""))
-    assert lines[0].endswith(f", 32 tokens, {32 / tokens:.3g} epochs of {tokens:,}") and tokens > 1000
+    assert lines[0].endswith(f", 32 tokens, {32 / tokens:.3g} epochs of its {tokens:,}") and tokens > 1000
     stages = tmp_path / "stages.json"
     content = [{"from_sample": 0, "data_path": [first]}, {"from_sample": 4, "data_path": ["50", first, "50", second]}]
     stages.write_text(json.dumps(content))
