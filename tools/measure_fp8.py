@@ -10,8 +10,9 @@ One micro-batch is one draw: `--micro-batches N` takes N of them, with different
 and experts, and a line for each recipe says whether ours are no worse.
 
 With `--curve N` it also trains the model's first two layers for N steps on the bytes of `--text` and prints how the
-losses differ. The learning rate rises during the first fifth of the steps. Single curves differ by chance, so
-`--curves M` takes M parts of the text and prints means. `--keep FILE` keeps float32's losses for later calls.
+losses differ. The learning rate rises to `--peak-lr` during the first fifth of the steps. Single curves differ by
+chance, most where losses jump because the rate is too high for the model, so `--curves M` takes M parts of the text and
+prints means. `--keep FILE` keeps float32's losses for later calls.
 """
 
 import argparse
@@ -40,6 +41,7 @@ from torch import Tensor
 from megatron.core import backends
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.exceptions import UserError
+from megatron.core.flag_grammars import layer_pattern
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.ops.transformer_engine.engine import why_layers_stay_ours
@@ -51,9 +53,8 @@ from megatron.training.launch.errors import exit_with_problems
 from tools.bench_cells import CELLS, COMMON
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-CURVE_LAYERS = ["--num-layers", "2"]
-PEAK_LR, WARMUP = 3e-4, 0.2
-"""The learning rate of curves, and the share of their steps in which it rises."""
+WARMUP = 0.2
+"""The share of a curve's steps in which the learning rate rises."""
 RECIPES: dict[str, tuple[str, ...]] = {
     recipe: ("--bf16", "--fp8-format", "hybrid", "--fp8-recipe", recipe)
     for recipe in ("tensorwise", "delayed", "rowwise", "blockwise")
@@ -101,6 +102,15 @@ class Errors:
         """1 - the smallest cosine, 1 - the mean cosine, and the largest difference of norms."""
         mean = statistics.fmean(self.cosines.values())
         return 1.0 - self.cosines[self.worst], 1.0 - mean, abs(self.norms[self.longest])
+
+
+def first_two_layers(flags: Sequence[str]) -> list[str]:
+    """Returns flags of the model's first two layers."""
+    pattern = []
+    if "--moe-layer-freq" in flags:
+        every = layer_pattern(flags[flags.index("--moe-layer-freq") + 1])
+        pattern = ["--moe-layer-freq", str(every if isinstance(every, int) else every[:2])]
+    return [*flags, "--num-layers", "2", *pattern]
 
 
 def build(flags: Sequence[str], vocabulary: int) -> DistributedDataParallel:
@@ -240,6 +250,7 @@ class Curves:
     """Tokens of a row; a step has two rows."""
     steps: int
     parts: int
+    peak_lr: float = 3e-4
 
     def losses(self, flags: Sequence[str]) -> list[list[float]]:
         """Returns the losses of the model that the flags describe, [parts, steps]."""
@@ -249,8 +260,8 @@ class Curves:
         """Returns `losses`, which `file` keeps."""
         if file is None:
             return self.losses(flags)
-        setting = (self.vocabulary, self.length, self.steps, PEAK_LR, WARMUP, str(DEVICE), torch.__version__)
-        about = repr((*flags, *CURVE_LAYERS, *setting))
+        setting = (self.vocabulary, self.length, self.steps, self.peak_lr, WARMUP, str(DEVICE), torch.__version__)
+        about = repr((*first_two_layers(flags), *setting))
         digest = hashlib.sha256(about.encode() + self.text.cpu().numpy().tobytes()).hexdigest()
         found = json.loads(file.read_text()) if file.exists() else {}
         if len(found.get(digest, [])) < self.parts:
@@ -259,14 +270,14 @@ class Curves:
         return found[digest][: self.parts]
 
     def _part(self, flags: Sequence[str], part: int) -> list[float]:
-        model = build([*flags, *CURVE_LAYERS], self.vocabulary)
+        model = build(first_two_layers(flags), self.vocabulary)
         bf16 = "--bf16" in flags
-        config = OptimizerConfig(lr=PEAK_LR, bf16=bf16, params_dtype=torch.bfloat16 if bf16 else torch.float32)
+        config = OptimizerConfig(lr=self.peak_lr, bf16=bf16, params_dtype=torch.bfloat16 if bf16 else torch.float32)
         optimizer = get_megatron_optimizer(config, [model])
         losses = []
         for step in range(self.steps):
             for group in optimizer.param_groups:
-                group["lr"] = PEAK_LR * min(1.0, (step + 1) / (WARMUP * self.steps))
+                group["lr"] = self.peak_lr * min(1.0, (step + 1) / (WARMUP * self.steps))
             model.zero_grad_buffer()
             losses.append(backward(model, self._rows(2 * (part * self.steps + step))))
             finalize_model_grads([model])
@@ -307,6 +318,7 @@ def main(words: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--curve", type=int, default=0, metavar="N", help="compare the losses of N steps too")
     parser.add_argument("--curves", type=int, default=1, metavar="M", help="parts of the text, a curve each")
+    parser.add_argument("--peak-lr", type=float, default=3e-4, help="largest learning rate of the curve")
     parser.add_argument("--keep", type=Path, metavar="FILE", help="keeps the curves of float32")
     parser.add_argument("--text", type=Path, help="file or folder whose bytes are the tokens of the curve")
     args, flags = parser.parse_known_args(words)
@@ -342,7 +354,7 @@ def main(words: Sequence[str] | None = None) -> None:
         data = b"".join(file.read_bytes() for file in files)
         text = torch.frombuffer(bytearray(data), dtype=torch.uint8).long().to(DEVICE)
         length = min(1024, args.tokens)
-        curves = Curves(args.vocabulary, text, length, args.curve, args.curves)
+        curves = Curves(args.vocabulary, text, length, args.curve, args.curves, args.peak_lr)
         reference = curves.kept(model, args.keep)
         first, last = (statistics.fmean(losses[step] for losses in reference) for step in (0, -1))
         print(f"float32: losses {first:.4f} to {last:.4f}, perplexity {math.exp(last):.2f}", flush=True)

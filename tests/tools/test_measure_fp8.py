@@ -9,7 +9,8 @@ from support import fake_transformer_engine as fake
 
 from megatron.core import backends
 from tools import measure_fp8
-from tools.measure_fp8 import Curves, Errors, Pass, apart, compare, passes, verdict
+from tools.bench_cells import CELLS
+from tools.measure_fp8 import Curves, Errors, Pass, apart, compare, first_two_layers, passes, verdict
 
 MODEL = (
     "--num-layers 1 --hidden-size 64 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32 "
@@ -38,6 +39,12 @@ def test_float32s_curves_of_several_parts_are_kept(tmp_path: Path, monkeypatch: 
     assert curves.kept(flags, kept) == losses
     for other in (curves.kept([*flags, "--bf16"], kept), dataclasses.replace(curves, parts=3).kept(flags, kept)):
         assert other[0] == ["computed"]
+
+
+def test_curves_train_the_first_two_layers() -> None:
+    assert first_two_layers(MODEL.split())[-2:] == ["--num-layers", "2"]
+    assert first_two_layers(CELLS["MLA"].split())[-2:] == ["--moe-layer-freq", "[0, 1]"]
+    assert first_two_layers(["--moe-layer-freq", "2"])[-2:] == ["--moe-layer-freq", "2"]
 
 
 def test_means_of_curves_have_their_standard_error() -> None:
