@@ -103,3 +103,11 @@ def test_a_preemption_is_left_to_slurm(job, tmp_path: Path) -> None:
     for rank in range(2):
         os.kill(int((tmp_path / f"pid-{rank}").read_text()), signal.SIGUSR2)
     assert running.wait(60) == 0 and not (tmp_path / "scontrol").exists()
+
+
+def test_outside_of_slurm_a_line_says_how_to_submit() -> None:
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    script = ROOT / "examples/train.slurm"
+    done = subprocess.run(["bash", script], env=variables, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode != 0 and "submit this file, sbatch examples/train.slurm EXAMPLE" in done.stderr
+    assert "unbound" not in done.stderr

@@ -110,7 +110,7 @@ def get_idx_path(path_prefix: str) -> str:
 def read_header(path: str | os.PathLike[str]) -> IndexHeader:
     """Reads and checks the header of an .idx file.
 
-    Raises UserError if the file does not exist, is not an index, has an unknown version or token type, or is shorter
+    Raises UserError if the file cannot be read, is not an index, has an unknown version or token type, or is shorter
     than its header says.
     """
     if is_url(path):
@@ -124,6 +124,8 @@ def read_header(path: str | os.PathLike[str]) -> IndexHeader:
                 size = os.fstat(file.fileno()).st_size
         except FileNotFoundError:
             raise UserError(f"{path}: no such index file; tools/preprocess_data.py writes it beside the .bin") from None
+        except OSError as error:
+            raise UserError(f"{path}: {error.strerror}") from error
     if len(head) < _HEADER.size or not head.startswith(MAGIC):
         raise UserError(f"{path}: not an index of tokens (it does not begin with {MAGIC!r})")
     _, version, code, num_sequences, num_document_indices = _HEADER.unpack(head)
@@ -135,7 +137,7 @@ def read_header(path: str | os.PathLike[str]) -> IndexHeader:
         raise UserError(f"{path}: unknown token type code {code}; known: {[d.value for d in DType]}") from None
     header = IndexHeader(dtype, num_sequences, num_document_indices)
     if size < header.modes_offset:
-        raise UserError(f"{path}: too short: {size} bytes, its header says {header.modes_offset}")
+        raise UserError(f"{path}: too short: {size} bytes, its header says {header.modes_offset}; copy it again")
     return header
 
 

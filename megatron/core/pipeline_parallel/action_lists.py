@@ -13,12 +13,6 @@ from megatron.core.pipeline_parallel.orders import Schedule, compute_orders
 from megatron.core.pipeline_parallel.stages import Pipeline
 
 
-def one_stage(num_microbatches: int, forward_only: bool = False, pairs: bool = False) -> tuple[Action, ...]:
-    """Returns the actions without pipeline parallelism: forward and backward of one micro-batch after the other. With
-    `pairs`, each backward takes turns with the next forward."""
-    return rank_actions(Schedule("1f1b", Pipeline(1), num_microbatches, forward_only, pairs=pairs), 0)
-
-
 def rank_actions(schedule: Schedule, rank: int) -> tuple[Action, ...]:
     """Returns the actions of one pipeline rank, in order."""
     return all_rank_actions(schedule)[rank]

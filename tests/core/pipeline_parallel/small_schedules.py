@@ -1,5 +1,7 @@
 """All kinds of schedules in small sizes, for tests of the lists of actions."""
 
+from megatron.core.pipeline_parallel.action_lists import rank_actions
+from megatron.core.pipeline_parallel.actions import Action
 from megatron.core.pipeline_parallel.orders import Schedule
 from megatron.core.pipeline_parallel.stages import Pipeline
 
@@ -32,3 +34,8 @@ def paired(ahead: int = 1) -> list[Schedule]:
         for group in (None, size + 1, size + 3)
     ]
     return [Schedule("1f1b", Pipeline(1), count, ahead=ahead, pairs=True) for count in COUNTS] + interleaved
+
+
+def one_stage(num_microbatches: int, forward_only: bool = False, pairs: bool = False) -> tuple[Action, ...]:
+    """The actions without pipeline parallelism."""
+    return rank_actions(Schedule("1f1b", Pipeline(1), num_microbatches, forward_only, pairs=pairs), 0)

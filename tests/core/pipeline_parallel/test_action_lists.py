@@ -1,8 +1,8 @@
 """The list of actions of each rank: sends, receives and SYNC between the computations. No communication."""
 
-from core.pipeline_parallel.small_schedules import schedules
+from core.pipeline_parallel.small_schedules import one_stage, schedules
 
-from megatron.core.pipeline_parallel.action_lists import all_rank_actions, one_stage, rank_actions
+from megatron.core.pipeline_parallel.action_lists import all_rank_actions, rank_actions
 from megatron.core.pipeline_parallel.actions import COMPUTES, ActionKind, format_actions
 from megatron.core.pipeline_parallel.orders import Schedule
 from megatron.core.pipeline_parallel.stages import Pipeline

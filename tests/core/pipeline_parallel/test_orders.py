@@ -3,10 +3,10 @@
 import dataclasses
 
 import pytest
-from core.pipeline_parallel.small_schedules import COUNTS, SIZES, paired, schedules
+from core.pipeline_parallel.small_schedules import COUNTS, SIZES, one_stage, paired, schedules
 
 from megatron.core.pipeline_parallel import orders
-from megatron.core.pipeline_parallel.action_lists import all_rank_actions, one_stage
+from megatron.core.pipeline_parallel.action_lists import all_rank_actions
 from megatron.core.pipeline_parallel.actions import COMPUTES, Action, ActionKind, format_actions
 from megatron.core.pipeline_parallel.orders import ONE_CHUNK_ORDERS, Schedule, compute_orders, schedule_name
 from megatron.core.pipeline_parallel.simulator import Costs, simulate

@@ -1,8 +1,9 @@
 """The simulator keeps time as the formulas say, and notices lists that cannot be executed."""
 
 import pytest
+from core.pipeline_parallel.small_schedules import one_stage
 
-from megatron.core.pipeline_parallel.action_lists import all_rank_actions, one_stage
+from megatron.core.pipeline_parallel.action_lists import all_rank_actions
 from megatron.core.pipeline_parallel.actions import Action, ActionKind, pair
 from megatron.core.pipeline_parallel.orders import Schedule
 from megatron.core.pipeline_parallel.simulator import Costs, simulate, simulate_actions

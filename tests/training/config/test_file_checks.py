@@ -1,11 +1,13 @@
 """Files and folders that flags name must exist."""
 
 import errno
+import os
 import shlex
 from pathlib import Path
 
 import pytest
 from support.command_lines import SMALL, configured, without
+from support.runs import write_documents
 
 from megatron.training.arguments import configure
 from megatron.training.config import file_checks
@@ -135,6 +137,23 @@ def test_a_text_in_place_of_prepared_data(tmp_path: Path) -> None:
     ]
 
 
+def test_an_index_that_was_cut_off(tmp_path: Path) -> None:
+    """Found before the model is built, which takes minutes if it is large."""
+    prefix = write_documents(tmp_path / "data", documents=3)
+    words = f"{without('--mock-data')} --data-path {prefix}"
+    assert not problems_of(words)
+    whole = Path(f"{prefix}.idx").read_bytes()
+    Path(f"{prefix}.idx").write_bytes(whole[:-1])
+    short = f"--data-path {prefix}.idx: too short: {len(whole) - 1} bytes, its header says {len(whole)}; copy it again"
+    assert problems_of(words) == [short]
+    assert not problems_of(words, looks=False)
+    Path(f"{prefix}.idx").write_bytes(b"")
+    assert problems_of(words)[0].startswith(f"--data-path {prefix}.idx: not an index of tokens")
+    Path(f"{prefix}.idx").chmod(0)
+    if not os.access(f"{prefix}.idx", os.R_OK):  # root may read it
+        assert problems_of(words) == [f"--data-path {prefix}.idx: Permission denied"]
+
+
 def test_data_that_is_nowhere(tmp_path: Path) -> None:
     assert problems_of(f"{without('--mock-data')} --data-path {tmp_path}/no/data") == [
         f"--data-path {tmp_path}/no/data.idx: no such file; give the prefix of the .bin and .idx files that "
@@ -144,8 +163,7 @@ def test_data_that_is_nowhere(tmp_path: Path) -> None:
 
 def test_a_weight_without_a_prefix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for end in (".bin", ".idx"):
-        (tmp_path / f"corpus{end}").touch()
+    write_documents(tmp_path / "corpus", documents=3)
     problem = (
         "--data-path 0.5.idx: no such file; give prefixes alone, or a weight before each: WEIGHT PREFIX WEIGHT PREFIX"
     )
