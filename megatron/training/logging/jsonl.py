@@ -25,6 +25,7 @@ lines for one iteration.
 import json
 import math
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -282,8 +283,6 @@ class MetricsHistory:
     validation: list[dict[str, Any]] = field(default_factory=list)
     """Evaluations of every split."""
     events: list[dict[str, Any]] = field(default_factory=list)
-    unreadable: int = 0
-    """Number of lines that are not a JSON object, for example because a kill or a full disk cut them off."""
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
         """Returns iterations and values of the training lines that have a finite value under `key`."""
@@ -295,12 +294,13 @@ class MetricsHistory:
 
 
 def read_metrics(path: str | os.PathLike[str]) -> MetricsHistory:
-    """Reads a metrics.jsonl. Raises UserError if it cannot be read."""
-    history = MetricsHistory()
+    """Reads a metrics.jsonl. Raises UserError if it cannot be read. Leaves out lines that a kill or a full disk cut
+    off, and prints their number to stderr."""
+    history, torn = MetricsHistory(), 0
     try:
         for line in _read_lines(path):
             if line is None:
-                history.unreadable += 1
+                torn += 1
             elif "event" in line:
                 history.events.append(line)
             elif "split" in line:
@@ -309,6 +309,8 @@ def read_metrics(path: str | os.PathLike[str]) -> MetricsHistory:
                 history.training.append(line)
     except OSError as error:
         raise UserError(f"{os.fspath(path)}: cannot read the metrics: {error.strerror or error}") from error
+    if torn:
+        print(f"warning: {os.fspath(path)}: {torn} lines are not JSON objects and are left out", file=sys.stderr)
     return history
 
 

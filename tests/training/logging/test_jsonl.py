@@ -82,17 +82,18 @@ def test_lines_beyond_the_checkpoint_are_superseded(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("keep", [1, 5, 30])
-def test_a_line_torn_by_a_kill_is_cut(tmp_path, keep):
+def test_a_line_torn_by_a_kill_is_cut(tmp_path, keep, capsys):
     path = tmp_path / "metrics.jsonl"
     write_run(path, 1, 3)
     whole = path.read_bytes()
     last = whole.rindex(b"\n", 0, -1) + 1
     path.write_bytes(whole[: last + keep])
-    assert read_metrics(path).unreadable == 1
+    assert read_metrics(path).series("lm loss")[0] == [1, 2]
+    assert capsys.readouterr().err == f"warning: {path}: 1 lines are not JSON objects and are left out\n"
     log = write_run(path, 3, 4, resumed=2)
     assert (log.superseded.lines, log.superseded.torn) == (1, True)
     history = read_metrics(path)
-    assert history.unreadable == 0
+    assert not capsys.readouterr().err
     assert history.series("lm loss")[0] == [1, 2, 3, 4]
 
 
@@ -137,7 +138,7 @@ def test_a_full_disk_drops_lines_but_not_the_run(tmp_path, monkeypatch, capsys):
     assert log.dropped == 2
     assert capsys.readouterr().out.count("No space left on device") == 1
     history = read_metrics(path)
-    assert (history.series("lm loss")[0], history.unreadable) == ([1, 4], 1)
+    assert history.series("lm loss")[0] == [1, 4] and ": 1 lines are not JSON" in capsys.readouterr().err
 
 
 def test_a_path_that_cannot_be_written_is_named(tmp_path):
