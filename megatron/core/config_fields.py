@@ -128,6 +128,19 @@ def too_small(config: Any, names: Iterable[str], least: int) -> Iterator[str]:
             yield f"{{{name}}} must be at least {least}"
 
 
+def pattern_problems(config: Any, name: str, chosen: str) -> Iterator[str]:
+    """Yields a problem unless the field is None, a number of at least 1, or a list with a 0 or a 1 for each layer.
+    `chosen` describes the layers with a 1, such as "with experts"."""
+    pattern, layers = getattr(config, name), config.num_layers
+    if pattern is None or isinstance(pattern, int):
+        yield from too_small(config, (name,), 1)
+        return
+    if layers is not None and len(pattern) != layers:
+        yield f"{{{name}:name}} has {len(pattern)} entries for {{num_layers:name}} {layers}; give one for each"
+    if set(pattern) - {0, 1}:
+        yield f"{{{name}}} has a 1 for a layer {chosen}, a 0 for any other, and nothing else"
+
+
 def fields_of_problem(problem: str) -> set[str]:
     """Returns the names of the fields in a problem."""
     return {field for _, field, _, _ in string.Formatter().parse(problem) if field is not None}

@@ -4,7 +4,6 @@ layer."""
 import copy
 from typing import Any, Literal, NamedTuple
 
-from megatron.core.exceptions import UserError
 from megatron.core.transformer.config.heterogeneous import DescribedLayer, described_layers
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -143,13 +142,6 @@ def _token_mixer(config: Any, layer_number: int) -> Literal["attention", "gated_
 # Patterns
 
 
-def layer_flags(name: str, pattern: list[int], config: Any) -> list[int]:
-    """Returns a list with a 0 or 1 for each layer, after checking its length."""
-    if len(pattern) != config.num_layers:
-        raise UserError(f"{name} has {len(pattern)} entries for {config.num_layers} layers (num_layers)")
-    return pattern
-
-
 def as_decoder_layer(config: Any, layer_number: int) -> int:
     """Returns the number of the decoder layer whose settings a layer has. Layers of multi-token prediction are numbered
     after the decoder's last layer and have its settings."""
@@ -183,7 +175,7 @@ def _holds(config: Any, layer_number: int, name: str, entry: int = 1) -> bool:
     layer_number = as_decoder_layer(config, layer_number)
     if isinstance(pattern, int):
         return layer_number % pattern != 0
-    return bool(layer_flags(name, pattern, config)[layer_number - 1]) == bool(entry)
+    return bool(pattern[layer_number - 1]) == bool(entry)
 
 
 def has_experts(config: Any, layer_number: int) -> bool:
@@ -197,4 +189,4 @@ def has_experts(config: Any, layer_number: int) -> bool:
     pattern = config.moe_layer_freq
     if isinstance(pattern, int):
         return (layer_number - 1) % pattern == 0
-    return bool(layer_flags("moe_layer_freq", pattern, config)[layer_number - 1])
+    return bool(pattern[layer_number - 1])

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from megatron.core.exceptions import UserError
 from megatron.core.transformer.config.heterogeneous import HETEROGENEOUS
 from megatron.core.transformer.layer_patterns import (
     LayerParts,
@@ -14,7 +13,6 @@ from megatron.core.transformer.layer_patterns import (
     has_rope,
     is_chunked,
     is_windowed,
-    layer_flags,
     layer_parts,
     stages_of_pattern,
 )
@@ -90,8 +88,3 @@ def test_shares_are_spread_as_in_a_published_model() -> None:
     assert evenly_mixed(56, 0.08, 0.5) == published
     assert evenly_mixed(3, 0.0, 0.0) == "MMM" and evenly_mixed(3, 1.0, 0.0) == "***" and evenly_mixed(2, 0, 1) == "--"
     assert evenly_mixed(4, 0.25, 0.5) in ("M-*-", "M*--")
-
-
-def test_a_list_has_an_entry_for_each_layer() -> None:
-    with pytest.raises(UserError, match="moe_layer_freq has 2 entries for 4 layers"):
-        layer_flags("moe_layer_freq", [0, 1], config())

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.core.config_fields import flag, not_yet, too_small
+from megatron.core.config_fields import flag, not_yet, pattern_problems, too_small
 from megatron.core.flag_grammars import layer_pattern, window
 from megatron.core.rank_grid import divisors
 from megatron.core.transformer.enums import AttnBackend
@@ -122,6 +122,9 @@ def validate(config: Any) -> Iterator[str]:
     yield from too_small(config, ("kv_channels", "num_query_groups", "attention_chunk_size"), 1)
     if not 0.0 <= config.attention_dropout < 1.0:
         yield "{attention_dropout} must be at least 0 and less than 1"
+    yield from pattern_problems(config, "no_rope_freq", "without rotary positions")
+    yield from pattern_problems(config, "window_attn_skip_freq", "with a window")
+    yield from pattern_problems(config, "attention_chunk_skip_freq", "with chunks")
     for name in ("attn_logit_softcapping", "clip_qkv", "softmax_scale"):
         value = getattr(config, name)
         if value is not None and not 0.0 < value < math.inf:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.core.config_fields import flag, too_small
+from megatron.core.config_fields import flag, pattern_problems, too_small
 from megatron.core.flag_grammars import layer_pattern
 from megatron.core.rank_grid import divisors, nearest_divisors
 
@@ -117,7 +117,7 @@ def validate(config: Any) -> Iterator[str]:
             yield "{moe_use_upcycling:name} makes experts of an MLP: it needs {num_moe_experts:name}"
         return
     yield from too_small(config, _EXPERT_SIZES, 1)
-    yield from _layer_problems(config)
+    yield from pattern_problems(config, "moe_layer_freq", "with experts")
     yield from _shares(config)
     if config.moe_use_upcycling:
         yield from _upcycling_problems(config)
@@ -156,18 +156,6 @@ def _upcycling_problems(config: Any) -> Iterator[str]:
     for name in ("moe_latent_size", "moe_shared_expert_intermediate_size"):
         if getattr(config, name) is not None:
             yield f"{{{name}}} does not go with {{moe_use_upcycling:name}}: a dense model has no such part"
-
-
-def _layer_problems(config: Any) -> Iterator[str]:
-    pattern, layers = config.moe_layer_freq, config.num_layers
-    if isinstance(pattern, int):
-        if pattern < 1:
-            yield "{moe_layer_freq} must be at least 1"
-        return
-    if layers is not None and len(pattern) != layers:
-        yield f"{{moe_layer_freq:name}} has {len(pattern)} entries for {{num_layers:name}} {layers}; give one for each"
-    if set(pattern) - {0, 1}:
-        yield "{moe_layer_freq} has a 1 for a layer with experts and a 0 for one without, and nothing else"
 
 
 def _shares(config: Any) -> Iterator[str]:

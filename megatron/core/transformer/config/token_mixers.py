@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.core.config_fields import flag, not_yet, too_small
+from megatron.core.config_fields import flag, not_yet, pattern_problems, too_small
 from megatron.core.flag_grammars import layer_pattern
 from megatron.core.rank_grid import divisors, nearest_divisors
 from megatron.core.transformer.layer_patterns import has_mixer
@@ -134,7 +134,7 @@ def _delta_problems(config: Any) -> Iterator[str]:
     missing = [name for name, size in sizes.items() if size is None]
     yield from (f"a gated delta net needs {{{name}:name}}" for name in missing)
     yield from too_small(config, sizes, 1)
-    yield from _frequency_problems(config)
+    yield from pattern_problems(config, "linear_attention_freq", "with linear attention")
     if missing or min(sizes.values()) < 1:
         return
     keys, values, tensor = config.linear_num_key_heads, config.linear_num_value_heads, config.tensor_model_parallel_size
@@ -153,17 +153,3 @@ def _delta_problems(config: Any) -> Iterator[str]:
             f"{{context_parallel_size}} does not divide the {own} key heads of a gated delta net "
             f"({{linear_num_key_heads:name}}) on a tensor parallel rank; use {below}"
         )
-
-
-def _frequency_problems(config: Any) -> Iterator[str]:
-    pattern, layers = config.linear_attention_freq, config.num_layers
-    if isinstance(pattern, int):
-        yield from too_small(config, ("linear_attention_freq",), 1)
-    elif pattern is not None:
-        if layers is not None and len(pattern) != layers:
-            yield (
-                f"{{linear_attention_freq:name}} has {len(pattern)} entries for {{num_layers:name}} {layers}; give one "
-                "for each"
-            )
-        if set(pattern) - {0, 1}:
-            yield "{linear_attention_freq} has a 1 for a layer with linear attention and a 0 for one without"

@@ -269,7 +269,7 @@ def test_refusals_name_the_value() -> None:
     ]:
         with pytest.raises(UserError, match=words):
             build({}, change)
-    with pytest.raises(UserError, match=r"no_rope_freq has 3 entries for 2 layers"):
+    with pytest.raises(UserError, match=r"no_rope_freq has 3 entries for num_layers 2"):
         build({"no_rope_freq": [0, 1, 0]}, ROPE)
     gpt, _ = build({}, {})
     with pytest.raises(UserError, match=r"17 tokens in a row, but the model has learned positions for 16"):

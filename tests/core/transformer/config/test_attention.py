@@ -24,6 +24,12 @@ SMALL: dict[str, Any] = {"num_layers": 2, "hidden_size": 64, "num_attention_head
             {"attention_backend": AttnBackend.fused, "deterministic_mode": True},
             "attention_backend fused: cuDNN sums gradients in an order that varies, so deterministic_mode forbids it",
         ),
+        ({"no_rope_freq": 0}, "no_rope_freq 0 must be at least 1"),
+        ({"no_rope_freq": [0, 1, 0]}, "no_rope_freq has 3 entries for num_layers 2; give one for each"),
+        ({"no_rope_freq": [0, 2]}, "has a 1 for a layer without rotary positions, a 0 for"),
+        ({"window_size": (3, 0), "window_attn_skip_freq": -2}, "window_attn_skip_freq -2 must be at least 1"),
+        ({"window_attn_skip_freq": [1]}, "window_attn_skip_freq has 1 entries for num_layers 2; give one for each"),
+        ({"attention_chunk_skip_freq": [1, 2]}, "attention_chunk_skip_freq 1 2 has a 1 for a layer with chunks"),
         ({"qk_layernorm": True, "qk_norm_scope": "full"}, "qk_norm_scope full is an RMSNorm; it does not go with"),
     ],
 )

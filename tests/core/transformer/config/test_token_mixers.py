@@ -22,7 +22,7 @@ DELTA = {"experimental_attention_variant": "gated_delta_net"}
         ({"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim 0 must be at least 1"),
         ({"linear_attention_freq": 0}, "linear_attention_freq 0 must be at least 1"),
         ({"linear_attention_freq": [1]}, "linear_attention_freq has 1 entries for num_layers 2; give one for each"),
-        ({"linear_attention_freq": [1, 2]}, "has a 1 for a layer with linear attention and a 0 for one without"),
+        ({"linear_attention_freq": [1, 2]}, "has a 1 for a layer with linear attention, a 0 for any other"),
         (
             {"linear_num_key_heads": 6, "linear_num_value_heads": 6, "tensor_model_parallel_size": 4},
             "tensor_model_parallel_size 4 does not divide linear_num_key_heads 6; use 3 or 6",
