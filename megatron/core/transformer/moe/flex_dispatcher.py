@@ -34,6 +34,7 @@ from megatron.core.transformer.moe.token_dispatcher import (
     DispatchCombine,
     ExpertRows,
     MoEAlltoAllTokenDispatcher,
+    first_rows,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils.recompute_cache import run_once_under_recompute
@@ -119,7 +120,7 @@ class _TokenDispatchCombine(AlltoAllDispatchCombine):
         if self.keeps_own:
             self.hidden = hidden
         sizes = self._sizes()[at.etp_rank, :, at.num_experts :]  # [from, to]
-        self.copies, choice = _first_rows(*self._sent, int(sizes[at.ep_rank].sum()))
+        self.copies, choice = first_rows(*self._sent, int(sizes[at.ep_rank].sum()))
         self.rows = at.backend.permute(hidden, self.copies)
         self.weights = at.backend.permute(routing.weights, self.copies)  # [n, k]
         if at.ep_size > 1:
@@ -141,7 +142,7 @@ class _TokenDispatchCombine(AlltoAllDispatchCombine):
         at, hidden = self.at, self.hidden
         del self.hidden
         sizes = self._copies_here()[0, at.ep_rank].tolist()
-        self._own = copies, choice = _first_rows(*self._own, sum(sizes))
+        self._own = copies, choice = first_rows(*self._own, sum(sizes))
         rows = at.backend.permute(hidden, copies)
         counts = torch.zeros_like(self.copy_counts[:, :, at.ep_rank])
         counts[0, at.ep_rank] = self.copy_counts[0, at.ep_rank, at.ep_rank]
@@ -182,8 +183,3 @@ class _TokenDispatchCombine(AlltoAllDispatchCombine):
         """Waits, and returns the sum of the results of each token's experts, [t, h]."""
         total = super().finish_combine()
         return self._own_sums + total if self.keeps_own else total
-
-
-def _first_rows(copies: Copies, choice: Tensor, count: int) -> tuple[Copies, Tensor]:
-    """Returns the first `count` rows of copies and their choices."""
-    return Copies(copies.source[:count], copies.places), choice[:count]

@@ -243,15 +243,19 @@ class _AllGatherDispatchCombine(DispatchCombine):
         self.rows, self.weights = hidden, self.routing.weights
         if self.at.ep_size > 1:
             self._exchange = AsyncCollective(gather_route(self.at.ep_group), self.turn, self.rows, self.weights)
+        # The device orders the rows while they are gathered, and while the host waits for their number.
+        here = None if self.all_are_here else self.here
+        self._order = self.at.backend.copies_by_group(
+            self.experts, here, self.experts.numel(), self.at.num_local_experts
+        )
 
     def finish_dispatch(self) -> ExpertRows:
         at = self.at
         if self._exchange is not None:
             self._exchange.yield_turn()
-        # The device orders the rows while they are gathered.
         count = self.experts.numel() if self.all_are_here else sum(self._sizes() or ())
-        here = None if self.all_are_here else self.here
-        self.copies, choice = at.backend.copies_by_group(self.experts, here, count, at.num_local_experts)
+        self.copies, choice = first_rows(*self._order, count)
+        del self._order
         # Only products in fp8 distinguish the rows' sources.
         has_sources = at.backend.fp8 is not None and at.ep_size * at.etp_size > 1
         by_source = self._counts_by_source() if has_sources else None
@@ -288,3 +292,8 @@ class _AllGatherDispatchCombine(DispatchCombine):
 
     def finish_combine(self) -> Tensor:
         return self.rows if self._exchange is None else self._exchange.finish()[0]
+
+
+def first_rows(copies: Copies, choice: Tensor, count: int) -> tuple[Copies, Tensor]:
+    """Returns the first `count` rows of copies and their choices."""
+    return Copies(copies.source[:count], copies.places), choice[:count]
