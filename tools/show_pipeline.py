@@ -49,7 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     print(*summary(schedule, timeline), sep="\n")
     if args.output is not None:
-        args.output.write_text(as_svg(schedule, timeline), encoding="utf-8")
+        try:
+            args.output.write_text(as_svg(schedule, timeline), encoding="utf-8")
+        except OSError as error:
+            print(f"error: --output {args.output} cannot be written: {error.strerror}", file=sys.stderr)
+            return 2
         print(args.output)
     elif args.actions:
         for rank in range(schedule.pipeline.pipeline_size):

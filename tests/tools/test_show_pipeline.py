@@ -100,3 +100,8 @@ def test_lists_of_actions(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_does_not_fit_is_said(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, *flags]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_picture_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--output", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"error: --output {tmp_path} cannot be written: Is a directory\n"

@@ -49,8 +49,8 @@ def plot_metrics(
             pale.
         against: the unit of the horizontal axis: "iteration", "tokens" or "consumed samples".
 
-    Raises UserError if matplotlib or a file is missing, if a run has no value of `loss` or of any panel, or if labels
-    do not fit.
+    Raises UserError if matplotlib or a file is missing, if `picture` cannot be written, if a run has no value of `loss`
+    or of any panel, or if labels do not fit.
     """
     try:
         from matplotlib.figure import Figure  # without pyplot: no window system and no global backend
@@ -70,9 +70,12 @@ def plot_metrics(
     axes[-1].set_xlabel(against)
     axes[0].set_title(title or (runs[0].label if len(runs) == 1 else f"{len(runs)} runs"))
     picture = Path(picture)
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    with open_atomically(picture) as file:
-        figure.savefig(file, format="png")
+    try:
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        with open_atomically(picture) as file:
+            figure.savefig(file, format="png")
+    except OSError as error:
+        raise UserError(f"{picture} cannot be written: {error.strerror}") from error
     return picture
 
 

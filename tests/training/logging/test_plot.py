@@ -98,3 +98,9 @@ def test_labels_and_panels_that_do_not_fit(metrics, tmp_path):
         plot_metrics(metrics, tmp_path / "loss.png", labels=["a", "b"])
     with pytest.raises(UserError, match="panel memory: no run has a value of 'peak device memory"):
         plot_metrics(metrics, tmp_path / "loss.png", panels=["memory"])
+
+
+def test_a_picture_that_cannot_be_written(metrics, tmp_path):
+    pytest.importorskip("matplotlib")
+    with pytest.raises(UserError, match=f"^{tmp_path} cannot be written: Is a directory$"):
+        plot_metrics(metrics, tmp_path)
