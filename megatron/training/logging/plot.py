@@ -70,6 +70,8 @@ def plot_metrics(
     axes[-1].set_xlabel(against)
     axes[0].set_title(title or (runs[0].label if len(runs) == 1 else f"{len(runs)} runs"))
     picture = Path(picture)
+    if picture.is_dir():
+        raise UserError(f"{picture} is a folder; name the picture to write")
     try:
         picture.parent.mkdir(parents=True, exist_ok=True)
         with open_atomically(picture) as file:

@@ -1,6 +1,7 @@
 """The loss picture."""
 
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -102,5 +103,9 @@ def test_labels_and_panels_that_do_not_fit(metrics, tmp_path):
 
 def test_a_picture_that_cannot_be_written(metrics, tmp_path):
     pytest.importorskip("matplotlib")
-    with pytest.raises(UserError, match=f"^{tmp_path} cannot be written: Is a directory$"):
-        plot_metrics(metrics, tmp_path)
+    for folder in (tmp_path, Path()):
+        with pytest.raises(UserError, match=f"^{folder} is a folder; name the picture to write$"):
+            plot_metrics(metrics, folder)
+    with pytest.raises(UserError, match=r"file/loss\.png cannot be written: File exists$"):
+        (tmp_path / "file").touch()
+        plot_metrics(metrics, tmp_path / "file/loss.png")
