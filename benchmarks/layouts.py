@@ -25,6 +25,7 @@ _BOTH = "--overlap-grad-reduce --overlap-param-gather"
 _FLEX = "--moe-token-dispatcher-type flex --moe-local-token-overlap --moe-flex-transport symmetric-memory"
 _TURNS = "--overlap-moe-expert-parallel-comm"
 _GATHERED = "--moe-token-dispatcher-type allgather --delay-wgrad-compute"
+_PLACED = "--moe-balanced-expert-placement"
 _FP8 = "--fp8-format hybrid --fp8-recipe tensorwise"
 _FSDP_OF_ANCHOR = (
     f"{_ZERO3} {_BOTH} --use-distributed-optimizer --no-gradient-accumulation-fusion --calculate-per-token-loss "
@@ -68,6 +69,7 @@ def _expert_layouts(gpus: int) -> dict[str, Layout]:
         plain: _expert_parallel(gpus),
         f"{plain}-flex": _expert_parallel(gpus, _FLEX, reference=plain),
         f"{plain}-allgather": _expert_parallel(gpus, _GATHERED, reference=plain),
+        f"{plain}-balanced": _expert_parallel(gpus, f"{_GATHERED} {_PLACED}", reference=plain),
         f"{plain}-overlap": _expert_parallel(gpus, f"{_TURNS} --delay-wgrad-compute", _TURNS, connections=32),
         f"{plain}-flex-overlap": _expert_parallel(
             gpus,

@@ -13,6 +13,7 @@ from megatron.core.collectives import Group, broadcast
 from megatron.core.dist_checkpointing.chunk import Chunk, EncodedTensor, parameter_chunk
 from megatron.core.distributed.buckets import BucketQueue, TwoLevelReduction, make_buckets, wire_dtype_of
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.expert_placement import PlacementSteps
 from megatron.core.distributed.flat_buffer import Unit
 from megatron.core.distributed.fp8_unit import Fp8Unit, ShardWeights, quantize_units
 from megatron.core.distributed.main_grad import WeightGradientQueue
@@ -88,6 +89,7 @@ class DistributedDataParallel(nn.Module):
         shards_weights = any(unit.shards_weights for unit in self.units)
         for layer in self._quantized:
             layer.adapt_to_data_parallel(self._gradient_scale, shards_weights)
+        self._placements = PlacementSteps.of(module)
         self._deferred_weight_gradients = WeightGradientQueue(
             slot.parameter for unit in self.units for slot in unit.slots
         )
@@ -239,6 +241,7 @@ class DistributedDataParallel(nn.Module):
         """
         self._queue.finish()
         self._sharded_gradients.finish()
+        self._placements.finish_step()
         if force_all_reduce:
             if self._sharded_gradients.units:
                 raise UserError(
@@ -251,6 +254,7 @@ class DistributedDataParallel(nn.Module):
         """Zeroes all gradients, at the start of a step."""
         self._queue.reset()
         self._sharded_gradients.reset()
+        self._placements.begin_step()
 
     def scale_gradients(self, scaling_factor: float | Tensor) -> None:
         """Multiplies all gradients by a number, or by a scalar tensor on their device."""

@@ -191,6 +191,8 @@ def _expert_overlap(s: Settings) -> Iterator[str]:
         yield f"{{moe_shared_expert_overlap}}: {nothing_to_hide}"
     if s.moe_local_token_overlap:
         yield f"{{moe_local_token_overlap}}: {nothing_to_hide}"
+    if s.moe_balanced_expert_placement:
+        yield "{moe_balanced_expert_placement}: has no effect with {expert_model_parallel_size}: nothing to swap"
     if (s.expert_tensor_parallel_size or s.tensor_model_parallel_size) > 1:
         return
     if s.delay_wgrad_compute:

@@ -36,6 +36,7 @@ OURS = {"seed", "fp64", "pipeline_schedule", "num_encoder_layers", "pipeline_mod
     "torch_compile",
     "torch_compile_backend",
     "moe_local_token_overlap",
+    "moe_balanced_expert_placement",
     "lion_beta1",
     "lion_beta2",
     "main_grads_dtype",

@@ -51,6 +51,7 @@ OURS = {
     "--latent-layernorm-epsilon",
     "--loss-chunk-size",
     "--moe-local-token-overlap",
+    "--moe-balanced-expert-placement",
     "--moe-flex-transport",
     "--bert-num-tokentypes",
     "--t5-no-head-bias",

@@ -12,6 +12,9 @@ def test_what_hides_exchanges_says_where_there_are_none() -> None:
     shared = "--moe-shared-expert-overlap"
     local = "--moe-local-token-overlap"
     assert said(f"{local} --moe-token-dispatcher-type flex") == [local]
+    placed = "--moe-balanced-expert-placement"
+    assert said(f"{placed} --moe-grouped-gemm") == [placed]
+    assert said(f"{placed} --moe-grouped-gemm --expert-model-parallel-size 2", ranks=2) == []
     both = f"--overlap-moe-expert-parallel-comm {shared} --moe-shared-expert-intermediate-size 64"
     assert said(both) == [shared, "--overlap-moe-expert-parallel-comm"]
     assert said(f"{both} --expert-model-parallel-size 2", ranks=2) == said("") == said(shared) == []

@@ -65,6 +65,12 @@ class MoEConfig:
     """With the flex dispatcher: a rank does not send tokens to its own experts, but computes them while the tokens of
     other ranks are sent, in forward and backward. Needs --expert-tensor-parallel-size 1."""
 
+    moe_balanced_expert_placement: bool = flag(False, only_with=_MOE)
+    """Ranks swap experts for the length of a step, so that they compute equally many rows; optimizer and checkpoints do
+    not change. Plans swaps from the tokens of two steps before. With allgather and flex, sums of a token then round
+    differently, and a resumed run agrees to rounding, not to the bit. Needs --moe-grouped-gemm, and an
+    --expert-model-parallel-size that leaves each expert on one rank."""
+
     moe_flex_transport: Literal["process-group", "symmetric-memory"] = flag(
         "process-group", only_with="moe_token_dispatcher_type=flex"
     )
@@ -126,10 +132,24 @@ def validate(config: Any) -> Iterator[str]:
             "{moe_local_token_overlap:name} does not go with experts whose channels are on several ranks, which all "
             "receive every token: set {expert_tensor_parallel_size:name} 1"
         )
+    if config.moe_balanced_expert_placement:
+        yield from _placement_problems(config)
     if config.moe_apply_probs_on_input and config.moe_router_topk != 1:
         yield (
             "{moe_apply_probs_on_input:name} multiplies the inputs of experts, which equals weighted outputs only "
             "if each token goes to one expert: it needs {moe_router_topk:name} 1"
+        )
+
+
+def _placement_problems(config: Any) -> Iterator[str]:
+    if not config.moe_grouped_gemm:
+        yield "{moe_balanced_expert_placement:name} swaps experts of stacked weights: it needs {moe_grouped_gemm:name}"
+    if config.fp8 is not None:
+        yield "{moe_balanced_expert_placement:name} does not go with {fp8} yet: quantised weights are not swapped"
+    if config.cuda_graph_impl != "none":
+        yield (
+            "{moe_balanced_expert_placement:name} does not go with {cuda_graph_impl}: a graph would replay the "
+            "placement of the step in which it was captured"
         )
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.backends import Backend, choose_backend
+from megatron.core.distributed.expert_placement import ExpertPlacement
 from megatron.core.exceptions import UserError
 from megatron.core.ops.moe.grouped_linear import RowGroups
 from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
@@ -16,10 +17,11 @@ from megatron.core.tokens import Tokens
 from megatron.core.transformer.layer_inputs import LayerInputs
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
 from megatron.core.transformer.moe.flex_dispatcher import MoEFlexTokenDispatcher
 from megatron.core.transformer.moe.micro_batch_share import whole_rows
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.routing import Routing
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.moe.token_dispatcher import (
     DispatchCombine,
@@ -30,6 +32,7 @@ from megatron.core.transformer.moe.token_dispatcher import (
 )
 from megatron.core.transformer.spec_utils import ModuleSpec, Spec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils.recompute_cache import run_once_under_recompute
 
 DISPATCHERS: dict[str, type[TokenDispatcher]] = {
     "allgather": MoEAllGatherTokenDispatcher,
@@ -86,6 +89,8 @@ class MoELayer(MegatronModule):
         )
         if not getattr(self.experts, "reads_sizes", True):
             self.token_dispatcher.leave_sizes_on_device()
+        self.expert_placement = self._placement(config, groups)
+        """Which experts this rank computes in a step; None: always those of its own."""
         self.fc1_latent_proj: ReplicatedLinear | None = None
         self.fc2_latent_proj: ReplicatedLinear | None = None
         if config.moe_latent_size:
@@ -116,7 +121,7 @@ class MoELayer(MegatronModule):
         self._refuse_shared_tokens()
         hidden = hidden_states.view(-1, hidden_states.shape[-1])  # [t, h]
         inputs = inputs or LayerInputs(self._whole_rows(hidden_states))
-        exchange = self.token_dispatcher.plan(self.router.route(hidden, inputs), inputs.turn)
+        exchange = self.token_dispatcher.plan(self._placed(self.router.route(hidden, inputs)), inputs.turn)
         exchange.start_dispatch(hidden if self.fc1_latent_proj is None else self.fc1_latent_proj(hidden)[0])
         shared = _Shared(self.shared_experts, hidden, self.config)
         shared.during_dispatch()
@@ -130,6 +135,33 @@ class MoELayer(MegatronModule):
             latent_output, bias = self.fc2_latent_proj(output)
             output = latent_output if bias is None else latent_output + bias
         return shared.added_to(output).view(hidden_states.shape), None
+
+    def _placement(self, config: TransformerConfig, groups: ProcessGroupCollection) -> ExpertPlacement | None:
+        at = self.token_dispatcher
+        if not config.moe_balanced_expert_placement or at.ep_size == 1:
+            return None
+        if groups.size("expt_dp") > 1:
+            raise UserError(
+                f"moe_balanced_expert_placement: {groups.size('expt_dp')} data parallel ranks share the gradients of "
+                "each expert; it needs an expert_model_parallel_size that leaves one"
+            )
+        if not isinstance(self.experts, GroupedMLP):
+            raise UserError(
+                f"moe_balanced_expert_placement swaps experts of stacked weights, which {type(self.experts).__name__} "
+                "does not have; use GroupedMLP"
+            )
+        return ExpertPlacement(self.experts, at.num_experts, at.ep_group, at.etp_group)
+
+    def _placed(self, routing: Routing) -> Routing:
+        """Returns the routing to the experts where they are in this step."""
+        placement = self.expert_placement
+        if placement is None:
+            return routing
+        if self.training and torch.is_grad_enabled():
+            counts = routing.tokens_per_expert(self.token_dispatcher.num_experts)
+            run_once_under_recompute((self, "tokens per expert"), lambda: placement.note(counts))
+        numbers = placement.renumbering()
+        return routing if numbers is None else routing.renumbered(numbers)
 
     def _results_of(self, received: ExpertRows) -> Tensor:
         """Runs the experts. The rows are freed before the results are sent."""

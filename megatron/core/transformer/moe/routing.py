@@ -1,11 +1,13 @@
 """The result of a router: the record that dispatcher and experts read."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from megatron.core.distributed.expert_placement import Renumbering
 from megatron.core.ops.moe.routing import count_experts
 
 
@@ -35,6 +37,12 @@ class Routing:
     def experts_with_room(self) -> Tensor:
         """Returns int64 [t, k]: `experts`, with -1 in place of experts that have no capacity left for the token."""
         return self.experts if self.kept is None else torch.where(self.kept, self.experts, -1)
+
+    def renumbered(self, numbers: Renumbering) -> "Routing":
+        """Returns this routing with the positions of experts as their numbers."""
+        experts = numbers.position[self.experts]
+        counts = None if self.counts is None else self.counts[numbers.expert]
+        return dataclasses.replace(self, experts=experts, counts=counts)
 
     def dense(self, num_experts: int) -> tuple[Tensor, Tensor]:
         """Returns Megatron-LM's form: weights [t, experts], zero for experts that a token is not sent to, and a bool

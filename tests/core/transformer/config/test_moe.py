@@ -26,6 +26,23 @@ SMALL: dict[str, Any] = {"num_layers": 2, "hidden_size": 64, "num_attention_head
             {"num_moe_experts": 4, "moe_local_token_overlap": True, "expert_tensor_parallel_size": 2},
             "moe_local_token_overlap does not go with experts whose channels are on several ranks",
         ),
+        (
+            {"num_moe_experts": 4, "moe_balanced_expert_placement": True},
+            "moe_balanced_expert_placement swaps experts of stacked weights: it needs moe_grouped_gemm",
+        ),
+        (
+            {"num_moe_experts": 4, "moe_balanced_expert_placement": True, "moe_grouped_gemm": True, "fp8": "hybrid"},
+            "moe_balanced_expert_placement does not go with fp8",
+        ),
+        (
+            {
+                "num_moe_experts": 4,
+                "moe_balanced_expert_placement": True,
+                "moe_grouped_gemm": True,
+                "cuda_graph_impl": "local",
+            },
+            "moe_balanced_expert_placement does not go with cuda_graph_impl local",
+        ),
     ],
 )
 def test_impossible_values_are_named(fields: dict[str, Any], message: str) -> None:

@@ -1,0 +1,206 @@
+"""Swapped experts: the planned swaps, and training steps with them against one process, in float64."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.pool import Pool
+from torch import Tensor, nn
+
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed.expert_placement import balanced_homes
+from megatron.core.exceptions import UserError
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.parameters import info_of
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.rank_grid import RankGrid
+from megatron.core.tokens import Tokens
+from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+LENGTH, VOCABULARY, EXPERTS, MICRO_BATCHES, STEPS = 16, 40, 8, 4, 5
+
+
+def loads(rows: list[list[int]], homes: list[list[int]]) -> list[int]:
+    return [sum(rows[home][slot] for slot, home in enumerate(own)) for own in homes]
+
+
+def test_the_fullest_rank_swaps_an_expert_with_the_emptiest() -> None:
+    rows = [[500, 300, 60, 20], [40, 30, 40, 10]]
+    homes = balanced_homes(rows)
+    assert homes == [[1, 0, 0, 0], [0, 1, 1, 1]]
+    assert loads(rows, homes) == [420, 580]
+
+
+def test_three_ranks_become_equal() -> None:
+    rows = [[600, 500, 400], [20, 30, 10], [50, 10, 30]]
+    homes = balanced_homes(rows)
+    for slot in range(3):  # only experts of the same slot are swapped
+        assert sorted(own[slot] for own in homes) == [0, 1, 2]
+    assert max(loads(rows, homes)) < 1.2 * sum(map(sum, rows)) / 3
+
+
+@pytest.mark.parametrize("rows", [[[5, 5], [5, 5]], [[0, 0], [0, 0]], [[1000, 1000], [995, 996]], [[7, 0], [0, 7]]])
+def test_nothing_is_swapped_without_a_gain(rows: list[list[int]]) -> None:
+    assert balanced_homes(rows) == [[0, 0], [1, 1]]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def build(groups: ProcessGroupCollection, dispatcher: str, **settings: Any) -> GPTModel:
+    sizes = groups.size("ep"), groups.size("expt_tp"), groups.size("tp")
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=16,
+        num_attention_heads=4,
+        num_moe_experts=EXPERTS,
+        moe_router_topk=2,
+        moe_ffn_hidden_size=12,
+        moe_grouped_gemm=True,
+        moe_aux_loss_coeff=0.01,
+        moe_token_dispatcher_type=dispatcher,
+        expert_model_parallel_size=sizes[0],
+        expert_tensor_parallel_size=sizes[1],
+        tensor_model_parallel_size=sizes[2],
+        sequence_parallel=sizes[2] > 1,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        fp64=True,
+        seed=5,
+        finalize_model_grads_func=finalize_model_grads,
+        **settings,
+    )
+    spec = get_gpt_layer_local_spec(num_experts=EXPERTS, moe_grouped_gemm=True)
+    model = GPTModel(config, spec, VOCABULARY, LENGTH, pg_collection=groups, vocab_padding_multiple=8)
+    for module in model.modules():
+        if isinstance(module, MoELayer):
+            with torch.no_grad():  # most tokens choose experts of the first half
+                module.router.weight[: EXPERTS // 2] *= 8.0
+    return model
+
+
+def losses_of(model: nn.Module, step: int, number: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + number)
+    ids = torch.randint(VOCABULARY, (2, LENGTH + 1), generator=generator)
+    losses: Tensor = model(ids[:, :-1], None, None, labels=ids[:, 1:], tokens=Tokens(LENGTH, 2))
+    return losses.mean()
+
+
+def train(
+    world: int, layout: dict[str, int], dispatcher: str, sharded: bool = False, **settings: Any
+) -> list[dict[str, Any]]:
+    """Returns for each step the weights, the rows that this rank's experts computed and the experts of other ranks."""
+    groups = ProcessGroupCollection.from_grid(RankGrid(world, **layout), dist.get_rank())
+    model = build(groups, dispatcher, **settings)
+    options = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, overlap_grad_reduce=True, use_distributed_optimizer=sharded
+    )
+    ddp = DistributedDataParallel(model.config, options, model, pg_collection=groups)
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.02, clip_grad=0.5), [ddp])
+    rows: list[int] = []
+    for module in model.modules():
+        if isinstance(module, MoELayer):
+            module.experts.register_forward_pre_hook(lambda experts, inputs: rows.append(inputs[0].shape[0]))
+    replicas, replica = groups.size("dp"), groups.rank("dp")
+
+    def forward_step(numbers: Iterator[int], chunk: nn.Module, step: int) -> tuple[Tensor, Any]:
+        loss = losses_of(chunk, step, next(numbers) * replicas + replica)
+        return loss, lambda output: (output, {"lm loss": output.detach()})
+
+    seen = []
+    for step in range(STEPS):
+        rows.clear()
+        ddp.zero_grad_buffer()
+        swapped = ddp._placements.num_swapped
+        get_forward_backward_func(pp_size=1)(
+            forward_step_func=partial(forward_step, step=step),
+            data_iterator=iter(range(MICRO_BATCHES)),
+            model=ddp,
+            num_microbatches=MICRO_BATCHES // replicas,
+        )
+        optimizer.step_on_device(torch.tensor(True))
+        with ddp.whole_weights():
+            weights = {info_of(p).name: (p.detach().clone(), info_of(p)) for p in ddp.parameters()}
+        seen.append({"weights": weights, "rows": sum(rows), "swapped": swapped})
+    return seen
+
+
+BALANCED = {"moe_balanced_expert_placement": True}
+CASES = {
+    "ep2, allgather": ({"expert": 2}, 2, "allgather", {}),
+    "ep2, alltoall, recomputed": (
+        {"expert": 2},
+        2,
+        "alltoall",
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    ),
+    "ep2, flex, turns": (
+        {"expert": 2},
+        2,
+        "flex",
+        {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": True},
+    ),
+    "ep4, allgather, late": ({"expert": 4}, 4, "allgather", {"delay_wgrad_compute": True}),
+    "ep2 etp2, alltoall": ({"tensor": 2, "expert": 2, "expert_tensor": 2}, 4, "alltoall", {}),
+}
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool(4) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def expected(pool: Pool) -> list[dict[str, Any]]:
+    return pool.run(train, 1, 1, {}, "allgather")[0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_steps_with_swapped_experts_equal_those_of_one_process(
+    name: str, pool: Pool, expected: list[dict[str, Any]]
+) -> None:
+    layout, world, dispatcher, settings = CASES[name]
+    sharded = "recomputed" not in name
+    ranks = pool.run(partial(train, **BALANCED, **settings), world, world, layout, dispatcher, sharded)
+    swapped = [sum(rank[step]["swapped"] for rank in ranks) for step in range(STEPS)]
+    assert swapped[:2] == [0, 0] and all(swapped[2:]), swapped
+    fullest = [max(rank[step]["rows"] for rank in ranks) for step in range(STEPS)]
+    assert fullest[-1] < 0.8 * fullest[0], fullest
+    for step, seen in enumerate(expected):
+        for rank in ranks:
+            for key, (weight, info) in rank[step]["weights"].items():
+                place = zip(info.box.start, info.box.shape, strict=True)
+                whole = seen["weights"][key][0].view(info.global_shape)
+                part = whole[tuple(slice(start, start + count) for start, count in place)]
+                difference = (weight.view(info.box.shape) - part).norm() / part.norm()
+                assert difference < 1e-11, (step, key, difference)
+
+
+def refusal(world: int, layout: dict[str, int], grouped: bool) -> str:
+    groups = ProcessGroupCollection.from_grid(RankGrid(world, **layout), dist.get_rank())
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=16,
+        num_attention_heads=4,
+        num_moe_experts=EXPERTS,
+        moe_grouped_gemm=True,
+        moe_balanced_expert_placement=True,
+        expert_model_parallel_size=2,
+    )
+    with pytest.raises(UserError) as caught:
+        MoELayer(config, MoESubmodules(experts=GroupedMLP if grouped else SequentialMLP), pg_collection=groups)
+    return str(caught.value)
+
+
+def test_what_cannot_be_swapped_is_refused(pool: Pool) -> None:
+    assert "2 data parallel ranks share the gradients" in pool.run(refusal, 4, 4, {"expert": 2}, True)[0]
+    assert "which SequentialMLP does not have" in pool.run(refusal, 2, 2, {"expert": 2}, False)[0]
