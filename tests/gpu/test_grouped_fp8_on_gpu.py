@@ -40,6 +40,13 @@ def test_each_tile_of_the_table_agrees_at_the_sizes_of_a_large_model(kind: str, 
         fp8_tiles.tile_of(kind, tile, sizes)
 
 
+@pytest.mark.parametrize("sizes", [fp8_tiles.SMALL, fp8_tiles.MOE64, fp8_tiles.MOE64_SECOND])
+def test_blocks_by_specialised_warps_agree(sizes: fp8_tiles.Sizes) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernels are for Hopper GPUs")
+    fp8_tiles.specialized_blocks(sizes)
+
+
 def few_bits(kind: str, tile: Tile, sizes: str, scope: str, transposed: bool) -> tuple[fp8_tiles.Operands, Tensor]:
     """Returns operands and what a tile computes with sums of few bits."""
     if torch.cuda.get_device_capability() != (9, 0):

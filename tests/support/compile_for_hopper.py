@@ -90,12 +90,17 @@ def pretend() -> None:
         flash_forward_specialized_triton,
         flash_forward_triton,
     )
-    from megatron.core.ops.fp8 import grouped_product_triton
+    from megatron.core.ops.fp8 import block_product_specialized_triton, grouped_product_triton
 
     flash_agreement.ON_GPU, flash_agreement.DTYPE = True, torch.bfloat16
     for module in (flash_forward_triton, flash_backward_triton):
         module.copies_tiles = lambda device: True
-    for module in (sum_rows_triton, grouped_product_triton, flash_forward_specialized_triton):
+    for module in (
+        sum_rows_triton,
+        grouped_product_triton,
+        block_product_specialized_triton,
+        flash_forward_specialized_triton,
+    ):
         module.num_multiprocessors = lambda device: 132
 
 
@@ -106,7 +111,7 @@ def waits(code: bytes) -> float:
         file.write(code)
         file.flush()
         shown = subprocess.run([NVDISASM, "-c", file.name], capture_output=True, text=True, check=True).stdout
-    products = [line for line in shown.splitlines() if "HGMMA" in line]
+    products = [line for line in shown.splitlines() if "GMMA" in line]
     return sum("gsb0" in line for line in products) / len(products)
 
 

@@ -18,6 +18,7 @@ from megatron.core.ops.fp8.grouped_product_triton import (
     Tiles,
     accumulate_product_of_groups_triton,
     product_of_groups_triton,
+    specialized_kernels,
 )
 from megatron.core.utils.torch_private import scaled_mm
 
@@ -143,7 +144,30 @@ def tile_of(kind: str, tile: Tile, sizes: Sizes) -> None:
                 assert torch.equal(ours, chosen.product(other, dtype, precise)), (kind, tile, scope, transposed)
 
 
-def gradients_by(tile: Tile, left: QuantizedGroups, right: QuantizedGroups, found: Segments, exact: Tensor) -> Tensor:
+def specialized_blocks(sizes: Sizes) -> None:
+    """Compares the kernels of blocks with specialised warps with the definition in float64, row by row. A second call
+    must compute the same bits."""
+    for transposed in (False, True):
+        chosen = operands(sizes, "blocks", transposed)
+        assert specialized_kernels(chosen.rows, chosen.weight) is not None
+        ours = chosen.product(None, torch.bfloat16, precise=False)
+        row_errors(ours, chosen.exact, 5e-3, (sizes, transposed))
+        assert torch.equal(ours, chosen.product(None, torch.bfloat16, precise=False)), (sizes, transposed)
+    for parts in (False, True):
+        given = gradient_operands(sizes, "blocks", parts)
+        exact = gradient_in_float64(*given)
+        ours = gradients_by(None, *given, exact)
+        row_errors(ours, exact, 2e-3, (sizes, parts))
+        assert torch.equal(ours, gradients_by(None, *given, exact)), (sizes, parts)
+
+
+def small_specialized_blocks() -> None:
+    specialized_blocks(SMALL)
+
+
+def gradients_by(
+    tile: Tile | None, left: QuantizedGroups, right: QuantizedGroups, found: Segments, exact: Tensor
+) -> Tensor:
     """Returns what a tile adds to a weight gradient, [experts * out, k]. Each row starts with values as large as those
     that are added (`exact`): float32 would round small rows to multiples of 2^-24 beside ones. Rows to which zeros are
     added start with ones."""

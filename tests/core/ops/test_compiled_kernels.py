@@ -31,7 +31,7 @@ CHECKS = {
     "fp8_kernels": "largest_values noted_values noted_rows casts by_largest blocks",
     "fp8_grouped_kernels": "largest_values casts by_largest blocks products weight_gradients",
     "fp8_weights": "quantised_parts transposed",
-    "fp8_tiles": "tiles",
+    "fp8_tiles": "tiles small_specialized_blocks",
 }
 
 
@@ -70,6 +70,13 @@ def test_products_of_the_forward_with_specialised_warps_need_not_wait_for_each_o
     assert len(found) == 5 and all(kernel["waits"] < 0.5 for kernel in found), found
     # Registers hold all scores, weights and sums. With packed documents some positions are on the stack.
     assert [kernel["stack"] for kernel in found[:4]] == 4 * [0] and found[4]["stack"] <= 64, found
+
+
+def test_products_of_blocks_keep_their_sums_in_registers(tmp_path: Path) -> None:
+    found = compiled(["fp8_tiles.small_specialized_blocks"], tmp_path)
+    names = {kernel["kernel"] for kernel in found}
+    assert names == {"_product_of_blocks_kernel", "_gradient_of_blocks_kernel"}
+    assert not any(kernel["stack"] for kernel in found), found
 
 
 @pytest.mark.slow

@@ -126,7 +126,7 @@ class QuantizedGroups:
     """fp8: rows [n, k], or columns [k, padded rows]. Contiguous."""
     factors: Tensor
     """float32: for `all` a scalar; for `segments` [segments]; for `lines` [n, 1] of rows and [segments, k] of columns;
-    for `blocks` [n, k / 128] and [k, blocks]; for `squares` [blocks, k / 128] and [k / 128, blocks]."""
+    for `blocks` [padded rows, k / 128] and [k, blocks]; for `squares` [blocks, k / 128] and [k / 128, blocks]."""
     scope: Literal["all", "segments", "lines", "blocks", "squares"]
     """Which values share a factor."""
 
@@ -233,19 +233,19 @@ def quantize_segment_blocks(
 ) -> QuantizedGroupsPair:
     """Returns [n, k] with a scale for each block, as `quantize.quantize_blocks` does for each segment.
 
-    Factors of rows are [n, k / 128], those of columns [k, blocks]. With `square` they are [blocks, k / 128] and
-    [k / 128, blocks].
+    Factors of rows are [padded rows, k / 128]: those of a segment begin at its first block. Those of columns are [k,
+    blocks]. With `square` they are [blocks, k / 128] and [k / 128, blocks]. Factors without rows are not defined.
     """
     (n, k), across, device = matrix.shape, -(-matrix.shape[1] // BLOCK), matrix.device
     values = torch.zeros(n, k, dtype=torch.uint8, device=device).view(dtype)
     transposed = torch.zeros(k, segments.padded_rows, dtype=torch.uint8, device=device).view(dtype)
-    row_factors = torch.ones(segments.blocks if square else n, across, device=device)
+    row_factors = torch.ones(segments.blocks if square else segments.padded_rows, across, device=device)
     column_factors = torch.ones(across if square else k, segments.blocks, device=device)
     for _, part, padded in segments.ranges():
         pair = quantize_blocks(matrix[part], dtype, margin, square=square, rows=rows, columns=columns)
         blocks = slice(padded.start // BLOCK, -(-padded.stop // BLOCK))
         if pair.rows is not None:
-            values[part], row_factors[blocks if square else part] = pair.rows.values, pair.rows.factors
+            values[part], row_factors[blocks if square else padded] = pair.rows.values, pair.rows.factors
         if pair.columns is not None:
             transposed[:, padded], column_factors[:, blocks] = pair.columns.values, pair.columns.factors
     return pair_of_blocks(values, row_factors, transposed, column_factors, square=square, rows=rows, columns=columns)
@@ -297,12 +297,12 @@ def product_of_groups(
         rows.values.shape[0], height if transposed else own_rows, dtype=dtype, device=rows.values.device
     )
     weight_of = _wide_columns if transposed else _wide_rows
-    for number, part, _ in segments.ranges():
+    for number, part, padded in segments.ranges():
         group = number // segments.per_group
         first = group * (-(-own_rows // BLOCK) * BLOCK if transposed else own_rows)
         first_block = group * -(-own_rows // BLOCK)
         matrix = weight_of(weight, slice(first, first + own_rows), group, first_block, wide)
-        output[part] = (_wide_rows(rows, part, number, 0, wide) @ matrix.t()).to(dtype)
+        output[part] = (_wide_rows(rows, part, number, padded.start // BLOCK, wide) @ matrix.t()).to(dtype)
     return output
 
 
@@ -320,8 +320,10 @@ def accumulate_product_of_groups(
 def _wide_rows(matrix: QuantizedGroups, rows: slice, number: int, block: int, dtype: torch.dtype) -> Tensor:
     """Returns the rows of the segment `number`, whose first block is `block`."""
     values, factors = matrix.values[rows].to(dtype), matrix.factors.to(dtype)
-    if matrix.scope in ("lines", "blocks"):
+    if matrix.scope == "lines":
         own = factors[rows]
+    elif matrix.scope == "blocks":
+        own = factors[block * BLOCK : block * BLOCK + values.shape[0]]
     elif matrix.scope == "squares":
         own = factors[block : block + -(-values.shape[0] // BLOCK)]
     else:

@@ -5,6 +5,7 @@ computed so, outputs are not, as in dense linear layers.
 """
 
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 import triton
@@ -16,6 +17,7 @@ from megatron.core.ops.fp8 import grouped
 from megatron.core.ops.fp8.formats import BLOCK
 from megatron.core.ops.fp8.grouped import QuantizedGroups, Segments
 from megatron.core.ops.fp8.grouped_quantize_triton import place_of_block
+from megatron.core.ops.gluon import gluon_kernel
 from megatron.core.ops.sum_rows_triton import num_multiprocessors
 from megatron.core.ops.tiles import cdiv
 
@@ -94,15 +96,14 @@ def _product_kernel(  # type: ignore[no-untyped-def]
         row, out = first + tl.arange(0, BLOCK), first_out + tl.arange(0, WIDTH)
         total = tl.zeros((BLOCK, WIDTH), tl.float32)
         if ROW_SCALE == 3:
+            of_rows = row_factors + (tile // tiles * BLOCK + tl.arange(0, BLOCK)) * row_stride
             of_line = weight_factors + group * group_step + tl.minimum(out, width - 1) // BLOCK * line_step
             for start in range(0, k, BLOCK):
                 left = rows.load([first, start])
                 right = weight.load(
                     [first_out, group * step + start] if TRANSPOSED else [group * step + first_out, start]
                 )
-                row_factor = tl.load(
-                    row_factors + row * row_stride + start // BLOCK * row_step, mask=row < end, other=0.0
-                )
+                row_factor = tl.load(of_rows + start // BLOCK * row_step, mask=row < end, other=0.0)
                 weight_factor = tl.load(of_line + start // BLOCK * block_step)
                 total += tl.dot(left, right.T) * (row_factor[:, None] * weight_factor[None, :])
         else:
@@ -210,6 +211,10 @@ def product_of_groups_triton(
     output = torch.empty(n, width, dtype=dtype, device=rows.values.device)
     if not n:
         return output
+    kernels = specialized_kernels(rows, weight) if tile is None and dtype is not torch.float32 else None
+    if kernels is not None:
+        product: Tensor = kernels.product_of_blocks(rows, weight, segments, dtype, transposed=transposed)
+        return product
     scales = _SCALES[rows.scope], _SCALES[weight.scope]
     tile = tile or _tile_of_rows(3 in scales, precise, dtype)
     weight_factors = weight.factors
@@ -264,6 +269,10 @@ def accumulate_product_of_groups_triton(
     assert total.is_contiguous()
     if not segments.rows:
         return
+    kernels = specialized_kernels(left, right) if tile is None else None
+    if kernels is not None:
+        kernels.accumulate_product_of_blocks(total, left, right, segments)
+        return
     number, out_width, in_width = total.shape
     if left.scope != right.scope:  # one of them has one factor for all
         left, right = _for_segments(left, segments), _for_segments(right, segments)
@@ -312,6 +321,17 @@ def _programs(tiles: int, tile: Tile, result: Tensor) -> int:
 
 def _for_segments(matrix: QuantizedGroups, segments: Segments) -> QuantizedGroups:
     return QuantizedGroups(matrix.values, matrix.factors.expand(segments.number).contiguous(), "segments")
+
+
+def specialized_kernels(left: QuantizedGroups, right: QuantizedGroups) -> ModuleType | None:
+    """Returns the kernels with specialised warps if they can compute a product: of blocks, on a Hopper GPU."""
+    if left.scope != "blocks" or not left.values.is_cuda:
+        return None
+    if torch.cuda.get_device_capability(left.values.device) != (9, 0):
+        return None
+    if max(left.factors.numel(), right.factors.numel()) >= 2**31:
+        return None
+    return gluon_kernel("fp8.block_product_specialized_triton")
 
 
 def _has_units(values: Tensor) -> bool:

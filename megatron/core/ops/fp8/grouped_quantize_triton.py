@@ -114,7 +114,7 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _blocks_kernel(  # type: ignore[no-untyped-def]
-    rows, row_factors, columns, column_factors, matrix, of_blocks, ends, block_ends, number, blocks, n, k, stride,
+    rows, row_factors, columns, column_factors, matrix, of_blocks, ends, block_ends, number, blocks, k, stride,
     limit, reach,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, SQUARE: tl.constexpr, E5M2: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -143,7 +143,8 @@ def _blocks_kernel(  # type: ignore[no-untyped-def]
             if ROWS:
                 scale = scale_of(tl.max(bits_of_size(x), 1).to(tl.float32, bitcast=True), reach)
                 tl.store(to_row, as_fp8(x * scale[:, None], limit, E5M2), mask=valid)
-                tl.store(row_factors + across * n + row, tl.div_rn(one, scale), mask=row < end)
+                of_line = row_factors + (across * blocks + block) * BLOCK + tl.arange(0, BLOCK)
+                tl.store(of_line, tl.div_rn(one, scale), mask=row < end)
             if COLUMNS:
                 scale = scale_of(tl.max(bits_of_size(x), 0).to(tl.float32, bitcast=True), reach)
                 transposed = tl.trans(as_fp8(x * scale[None, :], limit, E5M2))
@@ -280,7 +281,11 @@ def quantize_segment_blocks_triton(
     across, device = cdiv(k, BLOCK), matrix.device
     values = torch.empty(n, k, dtype=dtype, device=device)
     transposed = torch.empty(k, segments.padded_rows, dtype=dtype, device=device)
-    shapes = ((segments.blocks, across), (across, segments.blocks)) if square else ((across, n), (segments.blocks, k))
+    shapes = (
+        ((segments.blocks, across), (across, segments.blocks))
+        if square
+        else ((across, segments.padded_rows), (segments.blocks, k))
+    )
     factors, transposed_factors = (torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes)
     _blocks_kernel[(segments.blocks, across)](
         values.view(torch.uint8),
@@ -293,7 +298,6 @@ def quantize_segment_blocks_triton(
         segments.block_ends,
         segments.number,
         segments.blocks,
-        n,
         k,
         matrix.stride(0),
         largest_finite(dtype),

@@ -84,7 +84,7 @@ def test_blocks_do_not_cross_segments(square: bool) -> None:
         assert expected.rows is not None and expected.columns is not None
         blocks = slice(padded.start // 128, -(-padded.stop // 128))
         assert torch.equal(pair.rows.values[part].float(), expected.rows.values.float())
-        assert torch.equal(pair.rows.factors[blocks if square else part], expected.rows.factors)
+        assert torch.equal(pair.rows.factors[blocks if square else padded], expected.rows.factors)
         assert torch.equal(pair.columns.values[:, padded].float(), expected.columns.values.float())
         assert torch.equal(pair.columns.factors[:, blocks], expected.columns.factors)
 

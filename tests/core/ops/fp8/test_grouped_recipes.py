@@ -25,7 +25,10 @@ def test_sources_of_one_micro_batch_share_the_largest_value() -> None:
     assert columns.tolist() == [[2, 3], [2, 3], [4, 5], [8, 9], [8, 9], [10, 11]]
 
 
-@pytest.mark.parametrize(("recipe", "shape"), [("tensorwise", (6,)), ("rowwise", (13, 1)), ("blockwise", (13, 1))])
+@pytest.mark.parametrize(
+    ("recipe", "shape"),
+    [("tensorwise", (6,)), ("rowwise", (13, 1)), ("blockwise", (6 * 128, 1))],  # blocks: each segment has one, padded
+)
 def test_factors_of_rows(recipe: str, shape: tuple[int, ...]) -> None:
     x = torch.randn(13, 32)
     scaling = build_group_scaling(
