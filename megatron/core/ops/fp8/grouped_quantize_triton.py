@@ -12,7 +12,14 @@ from torch import Tensor
 from megatron.core.ops.fp8 import grouped
 from megatron.core.ops.fp8.formats import BLOCK, largest_finite
 from megatron.core.ops.fp8.grouped import QuantizedGroupsPair, Segments, pair_of_blocks, pair_of_segments
-from megatron.core.ops.fp8.quantize_triton import as_fp8, bits_of_size, has_kernel, scale_of, with_plain_rows
+from megatron.core.ops.fp8.quantize_triton import (
+    as_fp8,
+    bits_of_size,
+    has_kernel,
+    quantize_lines,
+    scale_of,
+    with_plain_rows,
+)
 from megatron.core.ops.tiles import cdiv, next_power_of_2
 
 _COLUMNS = 64
@@ -113,10 +120,24 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _blocks_kernel(  # type: ignore[no-untyped-def]
-    rows, row_factors, columns, column_factors, matrix, of_blocks, ends, block_ends, number, blocks, k, stride,
-    limit, reach,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SQUARE: tl.constexpr, E5M2: tl.constexpr, BLOCK: tl.constexpr,
+def _lines_kernel(  # type: ignore[no-untyped-def]
+    rows, row_factors, words, column_factors, matrix, of_blocks, ends, block_ends, number, blocks, k, stride, limit,
+    reach, ROWS: tl.constexpr, COLUMNS: tl.constexpr, E5M2: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    block, across = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    _, first, end = place_of_block(tl.program_id(0), of_blocks, ends, block_ends, number, BLOCK)
+    if first < end:
+        quantize_lines(
+            rows, row_factors + (across * blocks + block) * BLOCK, words + block * (BLOCK // 4),
+            column_factors + block * k + across * BLOCK, matrix, first, end, across * BLOCK, k, stride,
+            blocks * (BLOCK // 4), BLOCK // 4, limit, reach, ROWS, COLUMNS, E5M2, BLOCK,
+        )  # fmt: skip
+
+
+@triton.jit
+def _squares_kernel(  # type: ignore[no-untyped-def]
+    rows, row_factors, columns, column_factors, matrix, of_blocks, ends, block_ends, number, blocks, k, stride, limit,
+    reach, ROWS: tl.constexpr, COLUMNS: tl.constexpr, E5M2: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     block, across = tl.program_id(0).to(tl.int64), tl.program_id(1)
     _, first, end = place_of_block(tl.program_id(0), of_blocks, ends, block_ends, number, BLOCK)
@@ -125,31 +146,17 @@ def _blocks_kernel(  # type: ignore[no-untyped-def]
         column = across * BLOCK + tl.arange(0, BLOCK)
         valid = (row < end)[:, None] & (column < k)[None, :]
         x = tl.load(matrix + row[:, None] * stride + column[None, :], mask=valid, other=0.0).to(tl.float32)
-        to_row = rows + row[:, None] * k + column[None, :]
-        to_column = columns + column.to(tl.int64)[:, None] * (blocks * BLOCK) + block * BLOCK
-        to_column += tl.arange(0, BLOCK)[None, :]
-        if SQUARE:
-            scale = scale_of(tl.max(bits_of_size(x)).to(tl.float32, bitcast=True), reach)
-            fp8 = as_fp8(x * scale, limit, E5M2)
-            one = tl.full((), 1.0, tl.float32)
-            if ROWS:
-                tl.store(to_row, fp8, mask=valid)
-                tl.store(row_factors + block * tl.num_programs(1) + across, tl.div_rn(one, scale))
-            if COLUMNS:
-                tl.store(to_column, tl.trans(fp8), mask=(column < k)[:, None])
-                tl.store(column_factors + across * blocks + block, tl.div_rn(one, scale))
-        else:
-            one = tl.full((BLOCK,), 1.0, tl.float32)
-            if ROWS:
-                scale = scale_of(tl.max(bits_of_size(x), 1).to(tl.float32, bitcast=True), reach)
-                tl.store(to_row, as_fp8(x * scale[:, None], limit, E5M2), mask=valid)
-                of_line = row_factors + (across * blocks + block) * BLOCK + tl.arange(0, BLOCK)
-                tl.store(of_line, tl.div_rn(one, scale), mask=row < end)
-            if COLUMNS:
-                scale = scale_of(tl.max(bits_of_size(x), 0).to(tl.float32, bitcast=True), reach)
-                transposed = tl.trans(as_fp8(x * scale[None, :], limit, E5M2))
-                tl.store(to_column, transposed, mask=(column < k)[:, None])
-                tl.store(column_factors + block * k + column, tl.div_rn(one, scale), mask=column < k)
+        scale = scale_of(tl.max(bits_of_size(x)).to(tl.float32, bitcast=True), reach)
+        fp8 = as_fp8(x * scale, limit, E5M2)
+        one = tl.full((), 1.0, tl.float32)
+        if ROWS:
+            tl.store(rows + row[:, None] * k + column[None, :], fp8, mask=valid)
+            tl.store(row_factors + block * tl.num_programs(1) + across, tl.div_rn(one, scale))
+        if COLUMNS:
+            to_column = columns + column.to(tl.int64)[:, None] * (blocks * BLOCK) + block * BLOCK
+            to_column += tl.arange(0, BLOCK)[None, :]
+            tl.store(to_column, tl.trans(fp8), mask=(column < k)[:, None])
+            tl.store(column_factors + across * blocks + block, tl.div_rn(one, scale))
 
 
 def largest_of_segments_triton(matrix: Tensor, segments: Segments) -> Tensor:
@@ -287,10 +294,11 @@ def quantize_segment_blocks_triton(
         else ((across, segments.padded_rows), (segments.blocks, k))
     )
     factors, transposed_factors = (torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes)
-    _blocks_kernel[(segments.blocks, across)](
+    kernel = _squares_kernel if square else _lines_kernel
+    kernel[(segments.blocks, across)](
         values.view(torch.uint8),
         factors,
-        transposed.view(torch.uint8),
+        transposed.view(torch.uint8 if square else torch.int32),
         transposed_factors,
         matrix,
         segments.of_blocks,
@@ -304,7 +312,6 @@ def quantize_segment_blocks_triton(
         largest_finite(dtype) * 2.0**-margin,
         ROWS=rows,
         COLUMNS=columns,
-        SQUARE=square,
         E5M2=dtype is torch.float8_e5m2,
         BLOCK=BLOCK,
         num_warps=8,

@@ -171,38 +171,93 @@ def _cast_both_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _blocks_kernel(  # type: ignore[no-untyped-def]
+def _read_rows(matrix, row, column, end, k, stride):  # type: ignore[no-untyped-def]
+    """Returns rows [g] of the matrix in float32, [g, columns]; 0 behind `end` and k."""
+    inside = (row < end)[:, None] & (column < k)[None, :]
+    return tl.load(matrix + row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store_row(rows, row, column, end, k, x, scale, limit, E5M2: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Casts rows [g] of the matrix by their scales [g] and writes them."""
+    inside = (row < end)[:, None] & (column < k)[None, :]
+    tl.store(rows + row[:, None] * k + column[None, :], as_fp8(x * scale[:, None], limit, E5M2), mask=inside)
+
+
+@triton.jit
+def quantize_lines(  # type: ignore[no-untyped-def]
+    rows, row_factors, words, column_factors, matrix, first, end, first_column, k, stride, word_stride, num_words,
+    limit, reach, ROWS: tl.constexpr, COLUMNS: tl.constexpr, E5M2: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Quantises a block of BLOCK rows from `first` and columns from `first_column` by lines. `words` and the factors
+    are those of this block: words of the transposed block [columns, rows / 4], factors of rows and of columns.
+
+    Groups of four rows are read, whose bytes make the 32-bit words of the transposed matrix.
+    """
+    group, column, line = tl.arange(0, BLOCK // 4), first_column + tl.arange(0, BLOCK), tl.arange(0, BLOCK)
+    row = first.to(tl.int64) + group * 4
+    x0, x1 = _read_rows(matrix, row, column, end, k, stride), _read_rows(matrix, row + 1, column, end, k, stride)
+    x2, x3 = _read_rows(matrix, row + 2, column, end, k, stride), _read_rows(matrix, row + 3, column, end, k, stride)
+    one = tl.full((BLOCK,), 1.0, tl.float32)
+    # Many threads have the largest value of the same line. In one vector, each thread has one line to divide for.
+    if ROWS:
+        even = tl.join(tl.max(bits_of_size(x0), 1), tl.max(bits_of_size(x2), 1))
+        odd = tl.join(tl.max(bits_of_size(x1), 1), tl.max(bits_of_size(x3), 1))
+        sizes = tl.gather(tl.join(even, odd).reshape(BLOCK), line, 0)
+        scale = scale_of(sizes.to(tl.float32, bitcast=True), reach)
+        tl.store(row_factors + line, tl.div_rn(one, scale), mask=first + line < end)
+        _store_row(rows, row, column, end, k, x0, tl.gather(scale, group * 4, 0), limit, E5M2)
+        _store_row(rows, row + 1, column, end, k, x1, tl.gather(scale, group * 4 + 1, 0), limit, E5M2)
+        _store_row(rows, row + 2, column, end, k, x2, tl.gather(scale, group * 4 + 2, 0), limit, E5M2)
+        _store_row(rows, row + 3, column, end, k, x3, tl.gather(scale, group * 4 + 3, 0), limit, E5M2)
+    if COLUMNS:
+        even = tl.maximum(bits_of_size(x0), bits_of_size(x2))
+        size = tl.max(tl.maximum(even, tl.maximum(bits_of_size(x1), bits_of_size(x3))), 0)
+        scale = scale_of(tl.gather(size, line, 0).to(tl.float32, bitcast=True), reach)
+        tl.store(column_factors + line, tl.div_rn(one, scale), mask=column < k)
+        scale = tl.gather(scale, line, 0)[None, :]
+        word = as_fp8(x0 * scale, limit, E5M2).to(tl.uint32) | (as_fp8(x1 * scale, limit, E5M2).to(tl.uint32) << 8)
+        word |= as_fp8(x2 * scale, limit, E5M2).to(tl.uint32) << 16
+        word |= as_fp8(x3 * scale, limit, E5M2).to(tl.uint32) << 24
+        to_column = words + column.to(tl.int64)[:, None] * word_stride + group[None, :]
+        inside = (column < k)[:, None] & (group < num_words)[None, :]
+        tl.store(to_column, tl.trans(word.to(tl.int32, bitcast=True)), mask=inside)
+
+
+@triton.jit
+def _lines_kernel(  # type: ignore[no-untyped-def]
+    rows, row_factors, words, column_factors, matrix, m, k, stride, word_stride, limit, reach,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, E5M2: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    down, across = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    first = down * BLOCK
+    quantize_lines(
+        rows, row_factors + across * m + first, words + down * (BLOCK // 4), column_factors + down * k + across * BLOCK,
+        matrix, first, m, across * BLOCK, k, stride, word_stride, word_stride - down * (BLOCK // 4), limit, reach,
+        ROWS, COLUMNS, E5M2, BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit
+def _squares_kernel(  # type: ignore[no-untyped-def]
     rows, row_factors, columns, column_factors, matrix, m, k, stride, limit, reach,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SQUARE: tl.constexpr, E5M2: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, E5M2: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     block_row, block_column = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     row = block_row * BLOCK + tl.arange(0, BLOCK)
     column = block_column * BLOCK + tl.arange(0, BLOCK)
     valid = (row < m)[:, None] & (column < k)[None, :]
     x = tl.load(matrix + row[:, None] * stride + column[None, :], mask=valid, other=0.0).to(tl.float32)
-    to_row = rows + row[:, None] * k + column[None, :]
-    to_column = columns + column[:, None] * m + row[None, :]
-    if SQUARE:
-        scale = scale_of(tl.max(bits_of_size(x)).to(tl.float32, bitcast=True), reach)
-        fp8 = as_fp8(x * scale, limit, E5M2)
-        one = tl.full((), 1.0, tl.float32)
-        if ROWS:
-            tl.store(to_row, fp8, mask=valid)
-            tl.store(row_factors + block_row * tl.num_programs(1) + block_column, tl.div_rn(one, scale))
-        if COLUMNS:
-            tl.store(to_column, tl.trans(fp8), mask=(column < k)[:, None] & (row < m)[None, :])
-            tl.store(column_factors + block_column * tl.num_programs(0) + block_row, tl.div_rn(one, scale))
-    else:
-        one = tl.full((BLOCK,), 1.0, tl.float32)
-        if ROWS:
-            scale = scale_of(tl.max(bits_of_size(x), 1).to(tl.float32, bitcast=True), reach)
-            tl.store(to_row, as_fp8(x * scale[:, None], limit, E5M2), mask=valid)
-            tl.store(row_factors + block_column * m + row, tl.div_rn(one, scale), mask=row < m)
-        if COLUMNS:
-            scale = scale_of(tl.max(bits_of_size(x), 0).to(tl.float32, bitcast=True), reach)
-            transposed = tl.trans(as_fp8(x * scale[None, :], limit, E5M2))
-            tl.store(to_column, transposed, mask=(column < k)[:, None] & (row < m)[None, :])
-            tl.store(column_factors + block_row * k + column, tl.div_rn(one, scale), mask=column < k)
+    scale = scale_of(tl.max(bits_of_size(x)).to(tl.float32, bitcast=True), reach)
+    fp8 = as_fp8(x * scale, limit, E5M2)
+    one = tl.full((), 1.0, tl.float32)
+    if ROWS:
+        tl.store(rows + row[:, None] * k + column[None, :], fp8, mask=valid)
+        tl.store(row_factors + block_row * tl.num_programs(1) + block_column, tl.div_rn(one, scale))
+    if COLUMNS:
+        to_column = columns + column[:, None] * m + row[None, :]
+        tl.store(to_column, tl.trans(fp8), mask=(column < k)[:, None] & (row < m)[None, :])
+        tl.store(column_factors + block_column * tl.num_programs(0) + block_row, tl.div_rn(one, scale))
 
 
 def largest_value_triton(matrix: Tensor) -> Tensor:
@@ -333,30 +388,24 @@ def quantize_blocks_triton(
         return quantize.quantize_blocks(matrix, dtype, margin, square=square, rows=rows, columns=columns)
     matrix = with_plain_rows(matrix)
     m, k = matrix.shape
-    down, across = cdiv(m, BLOCK), cdiv(k, BLOCK)
-    values, transposed = (_empty_fp8(matrix, m, k, dtype), _empty_fp8(matrix, k, m, dtype))
+    down, across, device = cdiv(m, BLOCK), cdiv(k, BLOCK), matrix.device
+    types, limit = {"E5M2": dtype is torch.float8_e5m2, "BLOCK": BLOCK, "num_warps": 8}, largest_finite(dtype)
+    types |= {"ROWS": rows, "COLUMNS": columns}
+    values = _empty_fp8(matrix, m, k, dtype)
     # cuBLAS reads the factors of blocks in rows with the longer side of the matrix contiguous.
     shapes = ((down, across), (across, down)) if square else ((across, m), (down, k))
-    factors, transposed_factors = (torch.empty(shape, dtype=torch.float32, device=matrix.device) for shape in shapes)
-    _blocks_kernel[(down, across)](
-        _bytes(values, matrix),
-        factors,
-        _bytes(transposed, matrix),
-        transposed_factors,
-        matrix,
-        m,
-        k,
-        matrix.stride(0),
-        largest_finite(dtype),
-        largest_finite(dtype) * 2.0**-margin,
-        ROWS=rows,
-        COLUMNS=columns,
-        SQUARE=square,
-        E5M2=dtype is torch.float8_e5m2,
-        BLOCK=BLOCK,
-        num_warps=8,
-    )
-    if not square:
+    factors, transposed_factors = (torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes)
+    given = matrix, m, k, matrix.stride(0)
+    if square:
+        transposed = _empty_fp8(matrix, k, m, dtype)
+        to = _bytes(values, matrix), factors, _bytes(transposed, matrix), transposed_factors
+        _squares_kernel[(down, across)](*to, *given, limit, limit * 2.0**-margin, **types)
+    else:
+        words = cdiv(m, 4)
+        transposed = _empty_fp8(matrix, k, 4 * words, dtype)
+        to = _bytes(values, matrix), factors, transposed.view(torch.int32), transposed_factors
+        _lines_kernel[(down, across)](*to, *given, words, limit, limit * 2.0**-margin, **types)
+        transposed = transposed[:, :m].contiguous()
         factors, transposed_factors = factors.t(), transposed_factors.t()
     return QuantizedPair(
         Quantized(values, factors) if rows else None, Quantized(transposed, transposed_factors) if columns else None
