@@ -27,12 +27,18 @@ def test_dropout_bits_are_those_of_the_definition() -> None:
     flash_agreement.bits()
 
 
+@pytest.fixture
+def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward without the kernels for Hopper."""
+    for module in (flash_forward_triton, flash_backward_triton):
+        monkeypatch.setattr(module, "gluon_kernel", lambda name: None)
+
+
 @pytest.fixture(params=["specialised warps", "plain Triton"])
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def kernels(request: pytest.FixtureRequest) -> None:
     """Forward and backward with the kernels for Hopper where they apply, and without them."""
     if request.param == "plain Triton":
-        for module in (flash_forward_triton, flash_backward_triton):
-            monkeypatch.setattr(module, "gluon_kernel", lambda name: None)
+        request.getfixturevalue("plain_kernels")
 
 
 @pytest.mark.usefixtures("kernels")
@@ -63,6 +69,7 @@ FORMS = {
 }
 
 
+@pytest.mark.usefixtures("plain_kernels")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ["causal, dropped", "chunks", "packed, dropped", "relative bias, packed"])
 def test_forms_of_the_kernels(form: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
