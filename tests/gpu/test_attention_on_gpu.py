@@ -175,9 +175,11 @@ def test_specialised_warps_give_outputs_and_lse_of_the_definition_and_the_same_b
     output, lse = flash_triton.flash_block_attention_triton(query, key, value, OFFSETS[name], variant, call)
     exact, exact_lse = block_attention(query.double(), key.double(), value.double(), OFFSETS[name], variant, call)
     assert output.dtype is dtype and lse.dtype is torch.float32 and torch.equal(lse.isinf(), exact_lse.isinf())
-    assert (output.double() - exact).abs().max() < 4e-3 * exact.abs().max()
+    # In some calls with documents no query sees a key: all outputs are 0.
+    assert (output.double() - exact).abs().max() <= 4e-3 * exact.abs().max()
     known = ~exact_lse.isinf()
-    assert (lse.double() - exact_lse)[known].abs().max() < 2e-6 * exact_lse[known].abs().max()
+    if known.any():
+        assert (lse.double() - exact_lse)[known].abs().max() < 2e-6 * exact_lse[known].abs().max()
     for _ in range(20):
         again = flash_triton.flash_block_attention_triton(query, key, value, OFFSETS[name], variant, call)
         assert torch.equal(again[0], output) and torch.equal(again[1], lse)
