@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -186,3 +187,10 @@ def test_losses_of_every_micro_batch_count_and_none_are_finite() -> None:
     assert loop.losses_are_finite([{"a": one}, {"a": one}], cpu)
     assert not loop.losses_are_finite([{"a": one}, {"a": bad}], cpu)
     assert loop.losses_are_finite([], cpu)
+
+
+def test_a_step_that_is_computed_again_keeps_its_swaps_of_experts() -> None:
+    chunk, data = Mock(modules=list), Mock(rewind=lambda: True)
+    go_back_to_start = loop.mark_step_start([chunk], Mock(), data, None)
+    assert go_back_to_start()
+    chunk.zero_grad_buffer.assert_called_once_with(again=True)

@@ -198,6 +198,8 @@ class PlacementSteps:
         self.num_swapped = 0
         """Number of experts that this rank computes for other ranks in this step."""
         self._counts: deque[HostCopy] = deque()
+        self._counts_at_start: list[HostCopy] = []
+        """`_counts` when this step began."""
 
     @classmethod
     def of(cls, chunk: nn.Module) -> "PlacementSteps":
@@ -206,9 +208,12 @@ class PlacementSteps:
         return cls([placement for placement in found if isinstance(placement, ExpertPlacement)])
 
     @torch.no_grad()
-    def begin_step(self) -> None:
-        """Starts the swaps of a step."""
+    def begin_step(self, again: bool = False) -> None:
+        """Starts the swaps of a step. `again`: those of the last step, which is computed again."""
         self._go_home()
+        if again:
+            self._counts = deque(self._counts_at_start)
+        self._counts_at_start = list(self._counts)
         self.num_swapped = 0
         if len(self._counts) < _DELAY:
             return

@@ -185,6 +185,28 @@ def test_steps_with_swapped_experts_equal_those_of_one_process(
                 assert difference < 1e-11, (step, key, difference)
 
 
+def swaps_of_steps(repeated: int) -> list[list[list[int]]]:
+    """Returns for each step, and again for the one that is `repeated`, the expert in each position of both layers."""
+    groups = ProcessGroupCollection.from_grid(RankGrid(2, expert=2), dist.get_rank())
+    model = build(groups, "allgather", moe_balanced_expert_placement=True)
+    ddp = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model, pg_collection=groups)
+    found = []
+    for step in range(STEPS):
+        for again in (False, True) if step == repeated else (False,):
+            ddp.zero_grad_buffer(again)
+            numbers = [placement.renumbering() for placement in ddp._placements.placements]
+            found.append([[] if each is None else each.expert.tolist() for each in numbers])
+            losses_of(ddp, step, dist.get_rank()).backward()
+            ddp.finish_grad_sync()
+    return found
+
+
+def test_a_step_that_is_computed_again_has_the_same_swaps(pool: Pool) -> None:
+    once, repeated = (pool.run(swaps_of_steps, 2, step)[0] for step in (-1, 3))
+    assert once[3] != once[4] and once[2] != once[3]
+    assert repeated == [*once[:4], *once[3:]]
+
+
 def refusal(world: int, layout: dict[str, int], grouped: bool) -> str:
     groups = ProcessGroupCollection.from_grid(RankGrid(world, **layout), dist.get_rank())
     config = TransformerConfig(
