@@ -85,7 +85,7 @@ def set_up(
         loaded = checkpoints.load(parts)
         if not loaded and providers.load_first_weights is not None:
             providers.load_first_weights(context, model, optimizer)
-        if parts.state.iteration < config.training.train_iters:
+        if parts.state.iteration < config.training.train_iters and not config.evaluation.skip_train:
             checkpoints.check_room(parts, with_optimizer=providers.build_optimizer is None)
     with timed(timers, "train/valid/test-data-iterators-setup", 0):
         environment.progress.enter("building datasets")

@@ -78,7 +78,7 @@ def test_an_injected_error_is_found_and_changes_nothing(capfd: pytest.CaptureFix
 
 
 def test_a_full_disk_is_found_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that has nothing left to train saves nothing, so it needs no room."""
+    """A run that has nothing left to train, or only evaluates, saves nothing, so it needs no room."""
     flags = f"--mock-data --train-iters 1 --eval-iters 0 --save {tmp_path}"
     train(flags)
     full = SimpleNamespace(total=10_000_000, used=9_999_000)
@@ -86,3 +86,4 @@ def test_a_full_disk_is_found_before_training(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(UserError, match=r"--save .*: a checkpoint takes .* MB, and 0\.0 MB are free there"):
         train(flags)
     train(f"{flags} --load {tmp_path}")
+    train(f"{flags} --eval-iters 1 --skip-train")
