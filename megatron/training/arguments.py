@@ -54,7 +54,7 @@ def configure(
     line = read_command_line(argv, extra_args_provider, ignore_unknown_args)
     if take_flags is not None:
         take_flags(line)
-    take_checkpoint_args(line)
+    take_checkpoint_args(line, args_defaults or {})
     return resolve(line, args_defaults, launch_environment)
 
 

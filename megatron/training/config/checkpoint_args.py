@@ -1,6 +1,8 @@
 """--use-checkpoint-args: takes the model's flags from the command line that a checkpoint has recorded."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from megatron.core.config_fields import value_text
 from megatron.core.dist_checkpointing.checkpoint_selection import find_checkpoint
@@ -18,14 +20,15 @@ _NOT_TAKEN = ("attention_backend", "cp_comm_type", "moe_token_dispatcher_type", 
 """Fields of these sections that do not change the computed function."""
 
 
-def take_checkpoint_args(line: CommandLine) -> None:
+def take_checkpoint_args(line: CommandLine, defaults: Mapping[str, Any] | None = None) -> None:
     """Replaces the model's flags by those of a checkpoint, as Megatron-LM does. Does nothing without
     --use-checkpoint-args.
 
     Flags of the tokenizer, whose files may have moved, are taken only where the command line does not give them. The
     checkpoint is that of --load (and --ckpt-step), otherwise that of --pretrained-checkpoint. Warnings list the flags
     that are taken and replaced, or say that there is no checkpoint yet. An unreadable checkpoint adds a problem; so
-    does a missing one if the command line has no --hidden-size.
+    does a missing one if neither the command line nor `defaults`, those of the script, have a hidden size. Without
+    `defaults` the script may still set it.
     """
     if not line.values["use_checkpoint_args"]:
         return
@@ -47,7 +50,7 @@ def take_checkpoint_args(line: CommandLine) -> None:
     named = " or ".join(str(root) for root, _ in folders if root is not None)
     if not named:
         line.problems.append("--use-checkpoint-args needs a checkpoint: --load or --pretrained-checkpoint names one")
-    elif "hidden_size" not in line.given:
+    elif defaults is not None and "hidden_size" not in {*line.given, *defaults}:
         line.problems.append(
             f"--use-checkpoint-args: no checkpoint in {named}, and the command line does not describe the model"
         )

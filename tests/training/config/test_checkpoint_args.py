@@ -1,10 +1,12 @@
 """--use-checkpoint-args: a run whose model is that of a checkpoint, without saying what that is."""
 
+import sys
+
 import pytest
 from support.runs import TINY, train
 
 from megatron.core.exceptions import UserError
-from megatron.training.arguments import configure
+from megatron.training.arguments import configure, parse_args
 from megatron.training.config.settings import LaunchEnvironment
 from megatron.training.inspection.run_description import architecture_differences, describe_run
 
@@ -23,8 +25,9 @@ def saved(tmp_path_factory):
     return folder
 
 
-def config_of(words):
-    return configure(f"{RUN} --use-checkpoint-args {words}".split(), launch_environment=LaunchEnvironment(1, False))
+def config_of(words, defaults=None):
+    words = f"{RUN} --use-checkpoint-args {words}".split()
+    return configure(words, None, defaults, launch_environment=LaunchEnvironment(1, False))
 
 
 def test_the_model_of_the_checkpoint(saved):
@@ -64,3 +67,10 @@ def test_without_a_checkpoint(tmp_path):
         config_of(f"--mock-data --load {tmp_path}")
     with pytest.raises(UserError, match=f"--use-checkpoint-args: {tmp_path} has no checkpoint of iteration 7"):
         config_of(f"{TINY} --load {tmp_path} --ckpt-step 7")
+
+
+def test_a_script_may_describe_the_model_of_a_first_run(tmp_path, monkeypatch):
+    config = config_of(f"{TINY.replace('--hidden-size 32', '')} --load {tmp_path}", {"hidden_size": 48})
+    assert config.transformer.hidden_size == 48
+    monkeypatch.setattr(sys, "argv", f"script.py --use-checkpoint-args --load {tmp_path}".split())
+    assert parse_args().hidden_size is None
