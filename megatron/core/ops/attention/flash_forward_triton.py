@@ -115,8 +115,8 @@ def find_seen(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def words_of_head(queries, keys):  # type: ignore[no-untyped-def]
-    """Returns the number of words of a head in `KeepBits`."""
-    return (queries + 127) // 128 * 128 * ((keys + 127) // 128) * 4
+    """Returns the number of words of a head in `KeepBits`, int64: 2^31 for 2^18 queries and keys."""
+    return tl.cast((queries + 127) // 128, tl.int64) * ((keys + 127) // 128) * 512
 
 
 @triton.jit

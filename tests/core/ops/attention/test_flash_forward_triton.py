@@ -1,8 +1,18 @@
 """The forward kernel of our own flash attention, in Triton's interpreter."""
 
-import torch
+from typing import Any
 
-from megatron.core.ops.attention.flash_forward_triton import Scores, Sight, TileSize, flash_forward_triton
+import torch
+import triton
+import triton.language as tl
+
+from megatron.core.ops.attention.flash_forward_triton import (
+    Scores,
+    Sight,
+    TileSize,
+    flash_forward_triton,
+    words_of_head,
+)
 
 
 def test_the_lse_counts_the_sink_and_queries_without_keys_get_zeros() -> None:
@@ -23,3 +33,15 @@ def test_the_lse_counts_the_sink_and_queries_without_keys_get_zeros() -> None:
         assert (lse - expected).masked_fill(lse.isinf(), 0.0).abs().max() < 1e-6
         weights = torch.exp(scores - expected[..., None])[..., 6:, :]
         assert (output[6:] - torch.einsum("baij,jbad->ibad", weights, value)).abs().max() < 1e-6
+
+
+@triton.jit
+def _words_kernel(found: Any, queries: Any, keys: Any) -> None:
+    tl.store(found, words_of_head(queries, keys))
+
+
+def test_words_of_dropout_in_a_head_may_be_more_than_32_bits_count() -> None:
+    found = torch.zeros((), dtype=torch.int64)
+    for queries, keys, words in ((1, 129, 128 * 2 * 4), (2**18, 2**18, 2**31)):
+        _words_kernel[(1,)](found, queries, keys)
+        assert found.item() == words
