@@ -42,6 +42,11 @@ LAYOUTS = [
         "--moe-balanced-expert-placement needs the gradients of each expert on one rank, and 2 ranks share them with "
         "--expert-model-parallel-size 2; use 4, or leave the flag out",
     ),
+    (
+        8,
+        "--num-experts 4 --moe-grouped-gemm --expert-model-parallel-size 2 --moe-balanced-expert-placement",
+        "4 ranks share them with --expert-model-parallel-size 2; leave the flag out",
+    ),
     # the model
     (
         8,
