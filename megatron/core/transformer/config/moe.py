@@ -146,11 +146,9 @@ def _placement_problems(config: Any) -> Iterator[str]:
         yield "{moe_balanced_expert_placement:name} swaps experts of stacked weights: it needs {moe_grouped_gemm:name}"
     if config.fp8 is not None:
         yield "{moe_balanced_expert_placement:name} does not go with {fp8} yet: quantised weights are not swapped"
-    if config.cuda_graph_impl != "none":
-        yield (
-            "{moe_balanced_expert_placement:name} does not go with {cuda_graph_impl}: a graph would replay the "
-            "placement of the step in which it was captured"
-        )
+    for name in ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"):
+        if getattr(config, name) not in ("none", False):
+            yield f"{{moe_balanced_expert_placement:name}} does not go with {{{name}}} yet; drop one"
 
 
 def _upcycling_problems(config: Any) -> Iterator[str]:

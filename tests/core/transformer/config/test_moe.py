@@ -43,6 +43,15 @@ SMALL: dict[str, Any] = {"num_layers": 2, "hidden_size": 64, "num_attention_head
             },
             "moe_balanced_expert_placement does not go with cuda_graph_impl local",
         ),
+        (
+            {
+                "num_moe_experts": 4,
+                "moe_balanced_expert_placement": True,
+                "moe_grouped_gemm": True,
+                "enable_cuda_graph": True,
+            },
+            "moe_balanced_expert_placement does not go with enable_cuda_graph",
+        ),
     ],
 )
 def test_impossible_values_are_named(fields: dict[str, Any], message: str) -> None:
