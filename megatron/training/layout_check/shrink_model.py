@@ -158,7 +158,7 @@ class ShrunkFlags:
             per_group = min(2, max(1, transformer.moe_router_topk // transformer.moe_router_group_topk))
         topk = (2 * per_group) if groups else min(transformer.moe_router_topk, 3)
         words: dict[str, Any] = {
-            "num-experts": 8 * max(1, sizes.expert // 8),
+            "num-experts": math.lcm(8, sizes.expert),
             "moe-ffn-hidden-size": width,
             "moe-router-topk": topk,
         }
