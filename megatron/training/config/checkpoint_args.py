@@ -16,8 +16,16 @@ _GROUPS = (*_MODEL, _TOKENIZER)
 """Sections of the flags that define the model and the meaning of its ids."""
 _OTHER_FIELDS = ("seq_length",)
 """Fields of other sections that are taken too."""
-_NOT_TAKEN = ("attention_backend", "cp_comm_type", "moe_token_dispatcher_type", "moe_grouped_gemm")
-"""Fields of these sections that do not change the computed function."""
+_NOT_TAKEN = (
+    "attention_backend",
+    "cp_comm_type",
+    "moe_token_dispatcher_type",
+    "moe_local_token_overlap",
+    "moe_balanced_expert_placement",
+    "moe_flex_transport",
+    "moe_grouped_gemm",
+)
+"""Fields of these sections that do not change the computed function, and may not go with the run's layout."""
 
 
 def take_checkpoint_args(line: CommandLine, defaults: Mapping[str, Any] | None = None) -> None:

@@ -7,6 +7,8 @@ from support.runs import TINY, train
 
 from megatron.core.exceptions import UserError
 from megatron.training.arguments import configure, parse_args
+from megatron.training.config.checkpoint_args import take_model_flags
+from megatron.training.config.command_line import read_command_line
 from megatron.training.config.settings import LaunchEnvironment
 from megatron.training.inspection.run_description import architecture_differences, describe_run
 
@@ -50,6 +52,14 @@ def test_what_the_line_says(saved):
     assert config.transformer.hidden_size == 32
     assert config.tokenizer.vocab_size == 50 and config.data.seq_length == 8 and config.transformer.moe_grouped_gemm
     assert "--use-checkpoint-args replaces --hidden-size 64 with 32" in config.notes
+
+
+def test_what_only_makes_the_run_faster_is_not_taken():
+    """The run may have another layout, which these flags refuse."""
+    line = read_command_line([])
+    fast = "--moe-balanced-expert-placement --moe-local-token-overlap --moe-flex-transport symmetric-memory"
+    take_model_flags(line, f"--num-experts 4 --moe-grouped-gemm {fast}".split(), "folder", "--use-checkpoint-args")
+    assert line.given == {"num_moe_experts": "--num-experts"} and line.values["num_moe_experts"] == 4
 
 
 def test_a_run_goes_on_with_it(saved, tmp_path):
