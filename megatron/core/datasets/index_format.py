@@ -141,6 +141,21 @@ def read_header(path: str | os.PathLike[str]) -> IndexHeader:
     return header
 
 
+def check_bin_size(path_prefix: str) -> None:
+    """Compares the size of a local .bin file with the end of the last sequence in its .idx, of which it reads a few
+    bytes. Raises UserError, also for the reasons of `read_header`."""
+    idx_path, bin_path = get_idx_path(path_prefix), get_bin_path(path_prefix)
+    header, end = read_header(idx_path), 0
+    if header.num_sequences:
+        last = header.num_sequences - 1
+        (length,) = np.fromfile(idx_path, "<i4", 1, offset=header.lengths_offset + 4 * last)
+        (start,) = np.fromfile(idx_path, "<i8", 1, offset=header.pointers_offset + 8 * last)
+        end = int(start) + int(length) * DType.size(header.dtype)
+    size = os.path.getsize(bin_path)
+    if size != end:
+        raise UserError(f"{bin_path}: {size} bytes, {idx_path} says {end}; copy both again")
+
+
 def write_index(
     path: str | os.PathLike[str],
     dtype: DTypeLike,

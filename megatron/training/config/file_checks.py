@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 
 from megatron.core.config_fields import literal_text
 from megatron.core.datasets.blend_stages import prefixes_of, read_stages_file
-from megatron.core.datasets.index_format import read_header
+from megatron.core.datasets.index_format import check_bin_size
 from megatron.core.datasets.object_store import exists, is_url
 from megatron.core.datasets.utils import (
     Blend,
@@ -153,9 +153,9 @@ def validation_sets(s: Settings) -> Iterator[str]:
 
 
 def _data_set_exists(source: str, prefix: str) -> Iterator[str]:
-    """Both files of a data set exist, and the .idx has its whole length. A problem begins with `source`, the flag or
-    file that gives the prefix. If both are missing, it offers prefixes with similar names; for the name of one of the
-    files, their prefix; for a text file, the tool that prepares it."""
+    """Both files of a data set exist, and have their whole length unless they are objects in a store. A problem begins
+    with `source`, the flag or file that gives the prefix. If both are missing, it offers prefixes with similar names;
+    for the name of one of the files, their prefix; for a text file, the tool that prepares it."""
     if is_url(prefix):
         try:
             missing = [suffix for suffix in (".idx", ".bin") if not exists(prefix + suffix)]
@@ -182,7 +182,7 @@ def _data_set_exists(source: str, prefix: str) -> Iterator[str]:
         yield source + literal_text(f"{prefix}{missing[0]}: no such file{hint}")
         return
     try:
-        read_header(f"{prefix}.idx")
+        check_bin_size(prefix)
     except UserError as error:
         yield source + literal_text(str(error))
 

@@ -14,8 +14,8 @@ from megatron.training.tokenizer.base import Tokenizer
 
 
 def bert_dataset_config(config: PretrainConfig, tokenizer: Tokenizer) -> BERTMaskedWordPieceDatasetConfig:
-    """Returns the config of the run's data sets. Raises UserError if another tokenizer made the data, or if the
-    tokenizer lacks a special token of BERT."""
+    """Returns the config of the run's data sets. Raises UserError if the tokenizer lacks a special token
+    of BERT."""
     return BERTMaskedWordPieceDatasetConfig(
         **masked_fields(config, tokenizer),
         masking_max_ngram=3,

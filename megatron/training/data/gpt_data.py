@@ -11,7 +11,7 @@ from megatron.training.tokenizer.base import Tokenizer
 
 
 def gpt_dataset_config(config: PretrainConfig, tokenizer: Tokenizer) -> GPTDatasetConfig:
-    """Returns the config of the run's data sets. Raises UserError if another tokenizer made the data."""
+    """Returns the config of the run's data sets."""
     fields = shared_fields(config, tokenizer) | {
         "reset_position_ids": config.data.reset_position_ids,
         "reset_attention_mask": config.data.reset_attention_mask,

@@ -1,33 +1,22 @@
-"""Reads from the flags where a run's data is, for the config of its data sets, and checks the data against the
-tokenizer."""
+"""Reads from the flags where a run's data is, for the config of its data sets."""
 
-import sys
 from typing import Any
 
 from megatron.core.datasets.blend_stages import BlendStage, prefixes_of, read_stages_file
 from megatron.core.datasets.utils import Blend
 from megatron.core.exceptions import UserError
-from megatron.core.utils.warn import is_first_rank
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.data_preparation.checks import check_data
 from megatron.training.tokenizer.base import Tokenizer
 from megatron.training.utils import get_blend_and_blend_per_split
 
 
 def shared_fields(config: PretrainConfig, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Returns the fields of BlendedMegatronDatasetConfig, which the data of all models have, by name.
-
-    Raises UserError if another tokenizer made the data.
-    """
+    """Returns the fields of BlendedMegatronDatasetConfig, which the data of all models have, by name."""
     data = config.data
     blend, per_split = blends(config)
     stages = _stages(config)
-    prefixes = prefixes_of_run(config)
     if stages is not None and config.training.sft:
         raise UserError("--data-stages does not go with --sft; give the conversations by --data-path")
-    if is_first_rank() and not config.training.sft:  # conversations are encoded when they are read
-        for prefix in sorted(prefixes):
-            check_data(prefix, tokenizer, config.tokenizer.model_vocab_size(tokenizer.vocab_size), warn=_warn)
     return {
         "random_seed": config.seed,
         "sequence_length": data.seq_length,
@@ -47,8 +36,7 @@ def shared_fields(config: PretrainConfig, tokenizer: Tokenizer) -> dict[str, Any
 
 
 def masked_fields(config: PretrainConfig, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Returns the fields of MaskedWordPieceDatasetConfig, which the data of BERT and T5 have, by name. Raises UserError
-    like `shared_fields`."""
+    """Returns the fields of MaskedWordPieceDatasetConfig, which the data of BERT and T5 have, by name."""
     return shared_fields(config, tokenizer) | {
         "masking_probability": config.data.mask_prob,
         "short_sequence_probability": config.data.short_seq_prob,
@@ -73,7 +61,3 @@ def _stages(config: PretrainConfig) -> list[BlendStage] | None:
 def blends(config: PretrainConfig) -> tuple[Blend | None, list[Blend | None] | None]:
     """Returns the blend of the run and the blends of its splits. One of them is None; for mock data both are."""
     return (None, None) if config.data.mock_data else get_blend_and_blend_per_split(config.data)
-
-
-def _warn(message: str) -> None:
-    print(f"warning: {message}", file=sys.stderr, flush=True)

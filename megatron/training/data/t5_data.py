@@ -14,8 +14,8 @@ from megatron.training.tokenizer.base import Tokenizer
 
 
 def t5_dataset_config(config: PretrainConfig, tokenizer: Tokenizer) -> T5MaskedWordPieceDatasetConfig:
-    """Returns the config of the run's data sets. Raises UserError if another tokenizer made the data, or if the
-    tokenizer lacks a special token of T5 or has too few sentinels."""
+    """Returns the config of the run's data sets. Raises UserError if the tokenizer lacks a special token
+    of T5 or has too few sentinels."""
     return T5MaskedWordPieceDatasetConfig(
         **masked_fields(config, tokenizer),
         masking_max_ngram=10,

@@ -12,6 +12,7 @@ from megatron.core.num_microbatches_calculator import BatchSchedule
 from megatron.core.transformer.layer_costs import training_flops
 from megatron.training.checkpoint_checks import check_before_build, check_vocabulary
 from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.data.data_checks import check_data_of_run
 from megatron.training.data.sources import blends
 from megatron.training.dry_run.rank_memory import MemoryBytes, RankMemory, parameters_of_model, rank_memory
 from megatron.training.providers import Providers
@@ -56,8 +57,9 @@ class DryRun:
 
 
 def dry_run(config: PretrainConfig, providers: Providers) -> DryRun:
-    """Computes the properties of a run. Raises UserError if its tokenizer, model or data cannot be built, or if a
-    checkpoint under --load has another model or schedule. The dry run may be on a machine without the checkpoint."""
+    """Computes the properties of a run. Raises UserError if its tokenizer, model or data cannot be built or do not fit
+    together, or if a checkpoint under --load has another model or schedule. The dry run may be on a machine without the
+    checkpoint."""
     tokenizer = build_tokenizer(config.tokenizer)
     training, length = config.training, config.data.seq_length
     padded = vocabulary_rows(config, tokenizer)
@@ -65,6 +67,7 @@ def dry_run(config: PretrainConfig, providers: Providers) -> DryRun:
     vocab_size = config.tokenizer.model_vocab_size(tokenizer.vocab_size)
     check_before_build(config, schedule_of_flags=providers.build_scheduler is None)
     check_vocabulary(config, (vocab_size, padded))
+    check_data_of_run(config, tokenizer, reads_ids=False)
     ranks = rank_memory(config, providers, tokenizer, padded)
     return DryRun(
         parameters=parameters_of_model(entry.shard for entry in ranks),

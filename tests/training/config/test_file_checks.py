@@ -154,6 +154,18 @@ def test_an_index_that_was_cut_off(tmp_path: Path) -> None:
         assert problems_of(words) == [f"--data-path {prefix}.idx: Permission denied"]
 
 
+def test_tokens_that_are_not_as_many_as_the_index_says(tmp_path: Path) -> None:
+    prefix = write_documents(tmp_path / "data", documents=3)
+    words = f"{without('--mock-data')} --data-path {prefix}"
+    size = Path(f"{prefix}.bin").stat().st_size
+    os.truncate(f"{prefix}.bin", size - 2)
+    assert problems_of(words) == [
+        f"--data-path {prefix}.bin: {size - 2} bytes, {prefix}.idx says {size}; copy both again"
+    ]
+    assert not problems_of(words, looks=False)
+    assert not problems_of(f"{words.replace(prefix, write_documents(tmp_path / 'none', documents=0))}")
+
+
 def test_data_that_is_nowhere(tmp_path: Path) -> None:
     assert problems_of(f"{without('--mock-data')} --data-path {tmp_path}/no/data") == [
         f"--data-path {tmp_path}/no/data.idx: no such file; give the prefix of the .bin and .idx files that "

@@ -1,13 +1,11 @@
-"""Where a run's data is, for all kinds of data sets, and the check of the data against the tokenizer."""
+"""Where a run's data is, for all kinds of data sets."""
 
 from pathlib import Path
 
 import numpy as np
-import pytest
 from support.command_lines import configured
 
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-from megatron.core.exceptions import UserError
 from megatron.training.data.sources import blends, shared_fields
 from megatron.training.tokenizer.null import NullTokenizer
 
@@ -47,10 +45,3 @@ def test_data_of_each_split_replaces_the_split(tmp_path: Path) -> None:
     made = shared_fields(config, TOKENIZER)
     assert made["blend"] is None and made["split"] is None
     assert made["blend_per_split"] == [([train], None), ([valid], None), None]
-
-
-def test_every_prefix_is_checked_against_the_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    prefixes = [write(tmp_path / "good", 1, 100), write(tmp_path / "bad", 1, 300)]
-    with pytest.raises(UserError, match="bad"):
-        shared_fields(configured(f"--data-path {' '.join(prefixes)}", base=BASE), TOKENIZER)
-    assert "warning:" in capsys.readouterr().err  # neither has a manifest
