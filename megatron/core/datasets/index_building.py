@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron.core.exceptions import UserError
 from megatron.core.utils.compiled import compiled
 
 # The last epoch is shuffled separately if less than this fraction of its samples is used. Otherwise some documents of
@@ -20,6 +21,8 @@ _SEPARATE_BELOW = 0.80
 
 _DOCUMENTS_AT_ONCE = 1 << 20
 _WORDS_AT_ONCE = 1 << 20
+_MOST_DRAWN = 1 << 32
+"""A word of the random numbers chooses one of so many values at most."""
 
 
 @dataclass(frozen=True)
@@ -81,12 +84,25 @@ def build_indices(
 ) -> SampleIndices:
     """Builds the three indices of the split that consists of the sequences `sequence_ids`.
 
-    `sequence_lengths` has the lengths of all sequences of the dataset, by id.
+    `sequence_lengths` has the lengths of all sequences of the dataset, by id. Raises UserError if this machine's memory
+    is smaller than the indices.
     """
+    _refuse_beyond_memory(plan, len(sequence_ids))
     random = np.random.RandomState(seed)
     document_index = build_document_index(sequence_ids, plan, random)
     sample_index = build_sample_index(sequence_lengths, document_index, plan)
     return SampleIndices(document_index, sample_index, build_shuffle_index(plan, random))
+
+
+def _refuse_beyond_memory(plan: SamplePlan, sequences: int) -> None:
+    needed = 4 * plan.num_epochs * sequences + 12 * plan.num_samples
+    present = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > present:
+        raise UserError(
+            f"{plan.num_samples} samples in {plan.num_epochs} epochs: the indices of their order take "
+            f"{needed / 1e9:,.1f} GB, and this machine has {present / 1e9:,.1f} GB of memory; give a smaller "
+            "--train-iters, --train-samples or --eval-iters"
+        )
 
 
 def build_document_index(
@@ -139,11 +155,14 @@ def build_shuffle_index(plan: SamplePlan, random: np.random.RandomState) -> np.n
 
 def shuffle(values: np.ndarray, random: np.random.RandomState) -> None:
     """Shuffles `values` [n] in place. The result and the state of `random` afterwards equal those of `random.shuffle`,
-    bit for bit, but it takes less than half of the time. n is at most 2^32.
+    bit for bit, but it takes less than half of the time. More than 2^32 values are left to `random.shuffle`.
 
     The algorithm is Fisher-Yates from the last element down. For element i, numpy draws words of the Mersenne Twister,
     cut to the number of bits of i, until a word is at most i; this word is the position to swap with.
     """
+    if len(values) > _MOST_DRAWN:
+        random.shuffle(values)
+        return
     first = len(values) - 1
     while first > 0:
         before = random.get_state()

@@ -110,6 +110,35 @@ def _model_is_described(s: Settings) -> Iterator[str]:
             yield f"{{{field}:name}} is missing: {what}"
 
 
+def _sizes_are_possible(s: Settings) -> Iterator[str]:
+    """No size is one that only a mistake can give. The limits are far above those of any model that was trained; larger
+    values would let a run build objects for hours, or end in an error of an allocator."""
+    for field, most in _MOST.items():
+        value = getattr(s, field)
+        if value is not None and value > most:
+            yield f"{{{field}}} must be at most {most}"
+
+
+_MOST = {
+    "hidden_size": 1_000_000,
+    **dict.fromkeys(("num_moe_experts", "mtp_num_layers"), 100_000),
+    **dict.fromkeys(
+        (
+            *("num_attention_heads", "num_query_groups", "kv_channels"),
+            *("ffn_hidden_size", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_latent_size"),
+            *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+            *("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads"),
+        ),
+        10_000_000,
+    ),
+    **dict.fromkeys(
+        ("vocab_size", "make_vocab_size_divisible_by", "seq_length", "decoder_seq_length", "max_position_embeddings"),
+        2**31 - 1,
+    ),
+}
+"""For each of these fields the largest value that is accepted."""
+
+
 def _positions(s: Settings) -> Iterator[str]:
     positions = s.max_position_embeddings
     if s.seq_length is not None and positions is not None and 1 <= positions < s.seq_length:
@@ -321,6 +350,7 @@ def _upcycling(s: Settings) -> Iterator[str]:
 
 RULES: tuple[Rule, ...] = (
     _model_is_described,
+    _sizes_are_possible,
     _each_config,
     file_checks.split_has_training_data,
     file_checks.validation_sets,
@@ -346,6 +376,7 @@ RULES: tuple[Rule, ...] = (
     _conversations,
     _fill_in_the_middle,
     schedule_checks.length_of_training,
+    schedule_checks.samples_of_run,
     schedule_checks.one_unit_of_schedule,
     schedule_checks.warmup,
     schedule_checks.end_decay,

@@ -16,7 +16,8 @@ def global_batch(s: Settings) -> Iterator[str]:
     if s.rampup_batch_size is not None and min(s.rampup_batch_size) > 0:
         start, increment, _ = s.rampup_batch_size
         sizes += [
-            (f"the batch size {size} of {{rampup_batch_size:name}}", size) for size in range(start, total, increment)
+            (f"the batch size {size} of {{rampup_batch_size:name}}", size)
+            for size in range(start, total, increment)[:2]  # if both divide, all do
         ]
     steps = batch_steps(s)
     if steps is not None:
@@ -53,6 +54,21 @@ def length_of_training(s: Settings) -> Iterator[str]:
     """The length of training is given in one way."""
     if s.is_given("train_iters") and s.is_given("train_samples"):
         yield "{train_iters} and {train_samples} say how long to train in two ways; give one"
+
+
+_MOST_SAMPLES = 10**11
+
+
+def samples_of_run(s: Settings) -> Iterator[str]:
+    """The order of the samples, which is computed before training, fits into the memory of a large machine."""
+    batch = s.global_batch_size or 0
+    for samples, flags in (
+        (s.train_samples or 0, "{train_samples}"),
+        (0 if s.train_samples else (s.train_iters or 0) * batch, "{train_iters} x {global_batch_size}"),
+        ((s.eval_iters or 0) * (s.eval_global_batch_size or batch), "{eval_iters} x {global_batch_size}"),
+    ):
+        if samples > _MOST_SAMPLES:
+            yield f"{flags} are {samples} samples; at most {_MOST_SAMPLES} are possible"
 
 
 def one_unit_of_schedule(s: Settings) -> Iterator[str]:

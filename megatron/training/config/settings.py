@@ -15,6 +15,8 @@ Source = Literal["default", "flag", "derived", "script"]
 
 _Config = TypeVar("_Config")
 
+_MOST_RANKS = 1_000_000
+
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
@@ -34,10 +36,10 @@ class LaunchEnvironment:
     @classmethod
     def of_this_process(cls) -> "LaunchEnvironment":
         """Reads WORLD_SIZE and RANK, which torchrun sets, and looks for devices. Raises UserError if WORLD_SIZE is not
-        a positive number."""
+        a number from 1 to a million."""
         words = os.environ.get("WORLD_SIZE", "1")
-        if not words.isdecimal() or int(words) < 1:
-            raise UserError(f"WORLD_SIZE {words}: expected the number of ranks, such as 8")
+        if not words.isdecimal() or not 1 <= int(words) <= _MOST_RANKS:
+            raise UserError(f"WORLD_SIZE {words}: expected the number of ranks, such as 8, at most {_MOST_RANKS}")
         return cls(
             int(words),
             torch.cuda.is_available(),

@@ -7,13 +7,15 @@ megatron.core alone has recompute too.
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.exceptions import UserError
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer.external import ExternalOptimizer
 from megatron.core.transformer.module import Float16Module
@@ -49,6 +51,21 @@ def build_model(context: Context, build_chunk: Callable[[Context, Stage], nn.Mod
             chunk = build_chunk(context, stage)
         chunks.append(parallelize(chunk, config, environment))
     return chunks
+
+
+@contextlib.contextmanager
+def explains_lack_of_host_memory() -> Iterator[None]:
+    """Turns torch's error for a tensor that this machine has no memory for into a UserError."""
+    try:
+        yield
+    except RuntimeError as error:
+        asked = re.search(r"can't allocate memory: you tried to allocate (\d+) bytes", str(error))
+        if asked is None:
+            raise
+        raise UserError(
+            "the memory of this machine cannot hold this rank's part of the model: one tensor takes "
+            f"{int(asked[1]) / 1e9:,.1f} GB; --dry-run prints how much each rank would need"
+        ) from error
 
 
 def build_optimizer(

@@ -51,7 +51,12 @@ from megatron.training.lr_schedule import build_scheduler
 from megatron.training.providers import Context, ForwardStep, NonLossFunctions, Providers, SampleCounts
 from megatron.training.setup.graphs import capture_micro_batches, capture_update
 from megatron.training.setup.hooks import build_hooks
-from megatron.training.setup.model import build_model, build_optimizer, stops_on_nonfinite
+from megatron.training.setup.model import (
+    build_model,
+    build_optimizer,
+    explains_lack_of_host_memory,
+    stops_on_nonfinite,
+)
 from megatron.training.setup.notes import holding_notes, kernel_notes, run_notes
 from megatron.training.state import TrainState
 from megatron.training.tokenizer.base import Tokenizer
@@ -71,7 +76,7 @@ def set_up(
     check_before_build(config, schedule_of_flags=providers.build_scheduler is None)
     check_vocabulary(config, (context.vocab_size, vocabulary_rows(config, context.tokenizer)))
     check_data_of_run(config, context.tokenizer)
-    with timed(timers, "model-and-optimizer-setup", 0, barrier=True):
+    with timed(timers, "model-and-optimizer-setup", 0, barrier=True), explains_lack_of_host_memory():
         model = build_model(context, providers.build_model)
         parts_by_rank = holding_notes(model, environment.groups, config.transformer)
         if environment.is_first:

@@ -11,6 +11,7 @@ from megatron.core.datasets.index_building import (
     plan_samples,
     shuffle,
 )
+from megatron.core.exceptions import UserError
 
 
 def walk(lengths, document_index, sequence_length, extra, num_samples):
@@ -118,3 +119,19 @@ def test_a_shuffle_is_that_of_numpy_and_leaves_the_same_state(length, dtype, mon
     other.shuffle(expected)
     assert np.array_equal(values, expected) and values.dtype == dtype
     assert np.array_equal(random.randint(0, 1 << 32, 700, np.uint32), other.randint(0, 1 << 32, 700, np.uint32))
+
+
+def test_more_values_than_a_word_can_choose_from_are_shuffled_too(monkeypatch):
+    """With 2^32 values, the search for a mask of as many bits would never end."""
+    monkeypatch.setattr(index_building, "_MOST_DRAWN", 20)
+    monkeypatch.setattr(index_building, "_swap", None)
+    values, expected = np.arange(21), np.arange(21)
+    shuffle(values, np.random.RandomState(3))
+    np.random.RandomState(3).shuffle(expected)
+    assert np.array_equal(values, expected)
+
+
+def test_indices_that_no_memory_holds_are_refused():
+    plan = plan_samples(tokens_per_epoch=1000, num_samples=10**15, sequence_length=10, extra_tokens=1)
+    with pytest.raises(UserError, match=r"1000000000000099 samples in .* epochs: .* take .* GB, and this machine has"):
+        build_indices(range(3), np.array([400, 300, 300], np.int32), plan, seed=1)

@@ -57,6 +57,9 @@ RULES = [
     ("--activation-func-clamp-value 7", "--activation-func-clamp-value 7.0 is for an MLP with a gate"),
     ("--hidden-dropout 1", "--hidden-dropout 1.0 must be at least 0 and less than 1"),
     ("--seed 0", "--seed 0 must be larger than 0"),
+    ("--num-experts 100000000000", "--num-experts 100000000000 must be at most 100000"),
+    ("--hidden-size 100000000000", "--hidden-size 100000000000 must be at most 1000000"),
+    ("--seq-length 100000000000", "--seq-length 100000000000 must be at most 2147483647"),
     ("--expert-model-parallel-size 8", "--expert-model-parallel-size 8 spreads experts over ranks: it needs"),
     ("--num-experts 8 --expert-model-parallel-size 2", "1 rank (WORLD_SIZE) is not divisible by 2, which is"),
     (
@@ -156,6 +159,12 @@ def test_what_is_derived_is_called_by_what_it_is_derived_from() -> None:
 @pytest.mark.parametrize("number", ["0", "-1"])
 def test_a_size_below_one_is_one_line(flag: str, number: str) -> None:
     assert problems_of(f"{flag} {number}") == [f"{flag} {number} must be at least 1"]
+
+
+def test_the_largest_sizes_that_somebody_may_want() -> None:
+    sizes = "--num-layers 1000 --num-experts 1000 --hidden-size 65536 --ffn-hidden-size 1000000"
+    tokens = "--vocab-size 2000000 --seq-length 10000000 --max-position-embeddings 10000000 --train-samples 10000000000"
+    assert not problems_of(f"{sizes} {tokens}", base=without("--train-iters"))
 
 
 def test_what_full_recomputation_lacks_is_one_line() -> None:

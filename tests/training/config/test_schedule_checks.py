@@ -37,6 +37,15 @@ RULES = [
     ),
     ("--weight-decay-incr-style linear", "--weight-decay-incr-style linear needs --start-weight-decay"),
     ("--end-weight-decay 0.5", "--end-weight-decay 0.5 needs --weight-decay-incr-style linear or cosine"),
+    (
+        "--train-iters 100000000000 --global-batch-size 4",
+        "--train-iters 100000000000 x --global-batch-size 4 are 400000000000 samples; at most 100000000000 are",
+    ),
+    (
+        "--rampup-batch-size 2 2 10 --global-batch-size 100000000000",  # as many sizes as no list holds
+        "--train-iters 10 x --global-batch-size 100000000000 are 1000000000000 samples; at most 100000000000 are",
+    ),
+    ("--eval-iters 100000000000", "--eval-iters 100000000000 x --global-batch-size 2 are 200000000000 samples"),
     ("--lr-warmup-fraction 1", "--lr-warmup-fraction 1.0 must be at least 0 and less than 1"),
 ]
 

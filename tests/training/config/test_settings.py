@@ -28,7 +28,7 @@ def test_the_environment_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")
     environment = LaunchEnvironment.of_this_process()
     assert (environment.world_size, environment.world_size_is_given, environment.looks_at_files) == (8, True, False)
-    for word in ("many", "0", "-1"):
+    for word in ("many", "0", "-1", "100000000000"):
         monkeypatch.setenv("WORLD_SIZE", word)
         with pytest.raises(UserError, match=f"WORLD_SIZE {word}: expected the number of ranks"):
             LaunchEnvironment.of_this_process()

@@ -10,6 +10,7 @@ import torch
 from support.runs import Outcome, differences, train, train_on_ranks
 
 from megatron.core import attention_plan
+from megatron.core.exceptions import UserError
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import warn
 
@@ -36,6 +37,13 @@ def watched(flags: str) -> tuple[Outcome, Counter[int], list[list[torch.Tensor]]
         run.optimizer.step_on_device = keeping
 
     return train(f"{RUN} {flags}", before=watch), calls, gradients
+
+
+def test_a_model_that_the_memory_cannot_hold() -> None:
+    """The embedding is larger than the address space of a process, so no system promises the memory."""
+    sizes = "--hidden-size 800000 --vocab-size 2000000000"
+    with pytest.raises(UserError, match=r"one tensor takes 6,400,000\.\d GB; --dry-run prints"):
+        train(f"--mock-data {RUN} {sizes}")
 
 
 FULL = "--recompute-granularity full --recompute-method"
