@@ -21,7 +21,7 @@ from megatron.core.timers import timed
 from megatron.training.checkpoint_contents import SavedParts
 from megatron.training.checkpoints import Checkpoints
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.data.loaders import BUS_ERROR, WorkerCrashed
+from megatron.training.data.loaders import WorkerCrashed, WorkerStopped, error_of_worker
 from megatron.training.data.splits import Splits, ValidationSet
 from megatron.training.data.step_data import StepData
 from megatron.training.evaluate import EvaluationResult, evaluate, full_pass
@@ -332,10 +332,10 @@ class Trainer:
 
     def close_after_failure(self, error: BaseException) -> None:
         """Ends the run after an exception, without other ranks, which may be gone. Prints which rank failed, and in
-        which phase, unless heartbeats find that out. Raises WorkerCrashed in place of torch's error for a data worker
-        with a bus error: torch raises that one wherever the main thread is, so its traceback misleads."""
-        crashed = WorkerCrashed(BUS_ERROR) if "killed by signal: Bus error" in str(error) else None
-        error = crashed or error
+        which phase, unless heartbeats find that out. Raises the error of `error_of_worker` in place of torch's for a
+        data worker: torch raises its own wherever the main thread is, so its traceback misleads."""
+        gone = error if isinstance(error, WorkerStopped | WorkerCrashed) else error_of_worker(error)
+        error = gone or error
         if self.environment.heartbeat is not None:
             self.environment.heartbeat.report(error)
         elif isinstance(error, Exception) and not isinstance(error, UserError):  # which is printed with its rank later
@@ -343,7 +343,7 @@ class Trainer:
             where = f"in {self.phase}, after iteration {self.state.iteration}"
             text = f"rank {rank} of {ranks} failed {where}: {error}"
             print(text, file=sys.stderr, flush=True)
-            write_launcher_error_file(text if crashed is not None else f"{text}\n{traceback.format_exc()}")
+            write_launcher_error_file(text if gone is not None else f"{text}\n{traceback.format_exc()}")
         for step in (
             self.checkpoints.leave_save,
             lambda: self.hooks.on_exit(self.state.iteration),
@@ -352,5 +352,5 @@ class Trainer:
         ):
             with contextlib.suppress(Exception):  # a second failure must not hide the first
                 step()
-        if crashed is not None:
-            raise crashed from None
+        if gone is not None:
+            raise gone from None

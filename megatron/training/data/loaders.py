@@ -6,6 +6,7 @@ so the number of workers does not change the data.
 
 import contextlib
 import os
+import re
 import threading
 import time
 import warnings
@@ -46,6 +47,28 @@ class WorkerCrashed(RuntimeError):
     """A process that reads data was killed by a bus error."""
 
 
+_ended: set[int] = set()
+"""Process ids of workers that were ended because they were stopped."""
+
+
+def error_of_worker(error: BaseException) -> WorkerStopped | WorkerCrashed | None:
+    """Returns the error that says why a worker ended, in place of torch's error, which does not; None for other errors.
+
+    torch raises its error as soon as a worker ends, wherever the main thread is: a run may get it outside of the
+    iterator.
+    """
+    if "killed by signal: Bus error" in str(error):
+        return WorkerCrashed(BUS_ERROR)
+    named = re.search(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)", str(error))
+    stopped = _ended.intersection(map(int, named[1].split(","))) if named else ()
+    if not stopped:
+        return None
+    return WorkerStopped(
+        f"the data worker with process id {min(stopped)} was stopped by a signal (SIGSTOP or SIGTSTP) for more than "
+        f"{_LOOK_SECONDS:g} s"
+    )
+
+
 class SampleError(RuntimeError):
     """A sample cannot be read. The message names its id and the cause."""
 
@@ -61,8 +84,6 @@ class MicroBatchIterator(Iterator[Any]):
     def __init__(self, loader: "DataLoader[Any]") -> None:
         self._iterator: Iterator[Any] | None = iter(loader)
         self._workers: Sequence[Any] = getattr(self._iterator, "_workers", ())
-        self._stopped: int | None = None
-        """Process id of a worker that was stopped."""
         self._closed = threading.Event()
         if self._workers:
             threading.Thread(target=self._watch_workers, name="data-workers", daemon=True).start()
@@ -71,17 +92,24 @@ class MicroBatchIterator(Iterator[Any]):
         if self._iterator is None:
             raise StopIteration
         try:
-            return next(self._iterator)
+            return self._read(self._iterator)
         except DamagedSample as error:
             self.close()  # torch puts the traceback of a worker before the message
             raise DamagedSample(str(error).strip().rpartition(f"{DamagedSample.__name__}: ")[2]) from None
         except BaseException as error:
             self.close()
-            if self._stopped is not None and isinstance(error, Exception):
-                raise WorkerStopped(
-                    f"the data worker with process id {self._stopped} was stopped by a signal (SIGSTOP or SIGTSTP) for "
-                    f"more than {_LOOK_SECONDS:g} s"
-                ) from error
+            explained = error_of_worker(error)
+            if explained is not None:
+                raise explained from error
+            raise
+
+    def _read(self, iterator: Iterator[Any]) -> Any:
+        try:
+            return next(iterator)
+        except (OSError, EOFError):
+            # A worker that ends takes tensors with it that it has announced already. Its end is signalled a moment
+            # later, and torch raises the error that names it.
+            time.sleep(1.0)
             raise
 
     def _watch_workers(self) -> None:
@@ -91,7 +119,7 @@ class MicroBatchIterator(Iterator[Any]):
         while not self._closed.wait(_LOOK_SECONDS):
             stopped = {worker.pid for worker in self._workers if process_state(worker.pid) == "stopped"}
             for pid in stopped & before:
-                self._stopped = pid
+                _ended.add(pid)
                 kill_if_stopped(pid)
             before = stopped
 

@@ -3,6 +3,7 @@
 import itertools
 import multiprocessing.util
 import os
+import re
 import signal
 import time
 
@@ -12,7 +13,7 @@ import torch
 from megatron.core.datasets.object_store import StoreError
 from megatron.core.exceptions import UserError
 from megatron.training.data import loaders
-from megatron.training.data.loaders import DamagedSample, SampleError, build_data_iterator
+from megatron.training.data.loaders import DamagedSample, SampleError, build_data_iterator, error_of_worker
 from megatron.training.data.step_data import StepData
 from megatron.training.launch.process_state import process_state
 
@@ -217,10 +218,23 @@ def test_a_worker_that_is_gone_is_an_error(monkeypatch, number, said):
     others = set(multiprocessing.active_children())
     iterator = build_data_iterator(Patient(), micro_batch_size=1, num_workers=1, collate=torch.stack)
     worker = next(iterator).item()
-    with pytest.raises(RuntimeError, match=said):  # torch may raise as soon as the signal is sent
+    with pytest.raises(RuntimeError) as caught, iterator:  # torch may raise outside of the iterator, too
         os.kill(worker, number)
         list(iterator)
+    assert re.search(said, str(error_of_worker(caught.value) or caught.value))
     assert not set(multiprocessing.active_children()) - others
+
+
+def test_a_stopped_worker_is_named_also_outside_of_the_iterator(monkeypatch):
+    """A training step may be running when the worker is ended, and torch raises there."""
+    monkeypatch.setattr(loaders, "_LOOK_SECONDS", 0.2)
+    with build_data_iterator(Patient(), micro_batch_size=1, num_workers=1, collate=torch.stack) as iterator:
+        worker = next(iterator).item()
+        with pytest.raises(RuntimeError) as caught:
+            os.kill(worker, signal.SIGSTOP)
+            time.sleep(60)
+        assert str(error_of_worker(caught.value)).startswith(f"the data worker with process id {worker} was stopped by")
+    assert error_of_worker(RuntimeError(f"DataLoader worker (pid {worker + 1}) is killed by signal: Killed. ")) is None
 
 
 class Hanging(Patient):
