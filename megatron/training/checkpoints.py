@@ -84,14 +84,17 @@ class Checkpoints:
             self.last_saved = parts.state.iteration
 
     def check_room(self, parts: SavedParts, with_optimizer: bool = True) -> None:
-        """Raises UserError, the same on all ranks, if a checkpoint of this state does not fit under --save. Collective.
-        `with_optimizer` is False for an optimizer that has no state before its first step."""
+        """Raises UserError, the same on all ranks, if a checkpoint of this state can never fit under --save; prints a
+        warning if it does not fit now. Collective. `with_optimizer` is False for an optimizer that has no state before
+        its first step."""
         if self.flags.save is None:
             return
         ranks, root = RankCoordinator(), Path(self.flags.save)
         mine = checkpoint_bytes(parts, self.groups, with_optimizer and not self.flags.no_save_optim)
         needed = sum(ranks.gather(mine))
-        ranks.run_on_first(lambda: check_room(root, needed))
+        warning = ranks.run_on_first(lambda: check_room(root, needed))
+        if warning is not None:
+            self._say(f"WARNING: {warning}")
 
     def save_copy(self, root: Path, parts: SavedParts) -> None:
         """Writes a checkpoint under another folder than --save. No later save deletes it. Raises UserError like

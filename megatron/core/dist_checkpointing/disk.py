@@ -17,17 +17,19 @@ def _no_hook(operation: str, path: Path) -> None:
     pass
 
 
-def check_room(folder: Path, nbytes: float) -> None:
-    """Raises UserError if the file system of a folder, which may not exist yet, has less than `nbytes` free. File
-    systems that report no size pass."""
+def check_room(folder: Path, nbytes: float) -> str | None:
+    """Returns a warning if the file system of a folder, which may not exist yet, has less than `nbytes` free: something
+    else may free space until the save, or the file system may report its free space wrongly. Raises UserError if the
+    whole file system is smaller. Returns None if it has room, or if it reports no size."""
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     usage = shutil.disk_usage(existing)
     room = usage.total - usage.used  # not usage.free, which leaves out what only root can write
-    if usage.total and room < nbytes:
-        raise UserError(
-            f"--save {folder}: a checkpoint takes {nbytes / 1e6:,.1f} MB, and {room / 1e6:,.1f} MB are free there; "
-            "free space or give another path"
-        )
+    if not usage.total or room >= nbytes:
+        return None
+    takes = f"--save {folder}: a checkpoint takes {nbytes / 1e6:,.1f} MB, and "
+    if usage.total < nbytes:
+        raise UserError(f"{takes}the whole file system there has {usage.total / 1e6:,.1f} MB; give another path")
+    return f"{takes}{room / 1e6:,.1f} MB are free there; free space before the first save, which fails otherwise"
 
 
 class Disk:

@@ -47,9 +47,14 @@ def test_a_disk_with_too_little_room(tmp_path: Path, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(shutil, "disk_usage", lambda path: asked.append(path) or found)
 
     usage(10_000_000, 8_000_000, 1_000_000)  # root may write a million bytes more
-    check_room(tmp_path / "not/yet", 2e6)
-    with pytest.raises(UserError, match=r"^--save .*/not/yet: a checkpoint takes 2\.1 MB, and 2\.0 MB are free there;"):
-        check_room(tmp_path / "not/yet", 2.1e6)
-    assert asked == [tmp_path, tmp_path]
+    assert check_room(tmp_path / "not/yet", 2e6) is None
+    takes = f"--save {tmp_path}/not/yet: a checkpoint takes "
+    warning = check_room(tmp_path / "not/yet", 2.1e6)
+    assert warning is not None and warning.startswith(f"{takes}2.1 MB, and 2.0 MB are free there; free space")
+    with pytest.raises(
+        UserError, match=rf"^{takes}10\.1 MB, and the whole file system there has 10\.0 MB; give another"
+    ):
+        check_room(tmp_path / "not/yet", 1.01e7)
+    assert asked == [tmp_path] * 3
     usage(0, 0, 0)  # a file system without a size
-    check_room(tmp_path, 2e6)
+    assert check_room(tmp_path, 2e6) is None

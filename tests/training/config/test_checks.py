@@ -161,7 +161,7 @@ def test_a_size_below_one_is_one_line(flag: str, number: str) -> None:
     assert problems_of(f"{flag} {number}") == [f"{flag} {number} must be at least 1"]
 
 
-def test_the_largest_sizes_that_somebody_may_want() -> None:
+def test_the_largest_sizes_that_a_user_may_want() -> None:
     sizes = "--num-layers 1000 --num-experts 1000 --hidden-size 65536 --ffn-hidden-size 1000000"
     tokens = "--vocab-size 2000000 --seq-length 10000000 --max-position-embeddings 10000000 --train-samples 10000000000"
     assert not problems_of(f"{sizes} {tokens}", base=without("--train-iters"))
