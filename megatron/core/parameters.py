@@ -8,6 +8,7 @@ names them with `name_parameters` after it is built, and draws their initial val
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -304,6 +305,10 @@ class MainGrad(Protocol):
 
     def end_write(self) -> None:
         """Reports that the caller has added a micro-batch's gradient to `gradient`."""
+
+    def counted_once(self) -> AbstractContextManager[None]:
+        """Returns a context whose contributions are reported as one, at its end. Deferred products are reported one by
+        one, when they are computed."""
 
     def add_rows(self, index: Tensor, gradient: Tensor) -> None:
         """Accumulates rows of a table: `gradient` [t, h] into the rows `index` (int64 [t]), which may repeat."""

@@ -63,6 +63,17 @@ class BufferMainGrad:
         finally:
             self.on_accumulated = before
 
+    @contextlib.contextmanager
+    def counted_once(self) -> Iterator[None]:
+        """Contributions inside the context are reported as one, at its end. Deferred products are reported one by one,
+        when they are computed."""
+        if self.defers_weight_grad:
+            yield
+            return
+        with self.reporting_to(lambda parameter: None):
+            yield
+        self.on_accumulated(self.parameter)
+
     def add_product(self, output_gradient: Tensor, inputs: Tensor | InputsToGather) -> None:
         """Adds output_gradient^T @ inputs ([t, out], [t, in]) to the gradient, now or when the queue computes it."""
         self._add(output_gradient, inputs, accumulate_product)

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.core.distributed.main_grad import WeightGradientQueue, attach_main_grad
 from megatron.core.ops.cross_entropy import cross_entropy
 from megatron.core.ops.head_loss import head_loss
 
@@ -26,6 +27,31 @@ def test_loss_and_gradients(cap: float | None, chunk: int | None) -> None:
     gradients = [torch.autograd.grad(loss, (hidden, weight, bias), dy) for loss in (found, expected)]
     for ours, theirs in zip(*gradients, strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-11, atol=1e-13)
+
+
+def test_chunks_are_one_contribution_to_the_main_gradient() -> None:
+    """Rows of another length have another number of chunks. Overlapped reductions count contributions, and a reduction
+    that has begun cannot take another one."""
+    weight, expected, contributions = torch.nn.Parameter(torch.randn(9, 4)), torch.zeros(9, 4), []
+    attach_main_grad(weight, torch.zeros(9, 4), contributions.append)
+    queue = WeightGradientQueue([weight])
+    for number, tokens in enumerate((3, 6, 11)):
+        hidden, labels, plain = torch.randn(tokens, 4, requires_grad=True), torch.arange(tokens) % 9, weight.detach()
+        loss = head_loss(hidden, plain.requires_grad_(), None, labels, 9).sum()
+        of_hidden, of_weight = torch.autograd.grad(loss, (hidden, plain))
+        expected += of_weight
+        head_loss(hidden, weight, None, labels, 9, chunk=4).sum().backward()
+        assert len(contributions) == number + 1
+        assert torch.allclose(hidden.grad, of_hidden, atol=1e-6)  # type: ignore[arg-type]
+        assert torch.allclose(weight.main_grad, expected, atol=1e-6)  # type: ignore[arg-type]
+    with queue.defer(0):
+        head_loss(hidden, weight, None, labels, 9, chunk=4).sum().backward()
+    assert len(contributions) == 3
+    queue.compute(0)
+    assert len(contributions) == 6
+    assert torch.allclose(weight.main_grad, expected + of_weight, atol=1e-6)  # type: ignore[arg-type]
+    head_loss(hidden, weight, None, labels, 9, chunk=4, trains_weight=False).sum().backward()
+    assert len(contributions) == 6
 
 
 def test_chunks_keep_no_logits() -> None:
