@@ -8,14 +8,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core.collectives import Group, all_reduce
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.flat_buffer import Unit
 from megatron.core.exceptions import UserError
-from megatron.core.ops.fp8.recipes import DelayedScaling
+from megatron.core.ops.fp8.recipes import DelayedScaling, finish_step
 from megatron.core.parameters import ParameterInfo
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -148,10 +147,5 @@ def finish_delayed_scaling(chunks: Iterable[nn.Module], groups: ProcessGroupColl
     """Adds the largest values of this global batch to the histories of all linear layers with delayed fp8 scaling, with
     one all-reduce over the ranks that have a copy or a part of them."""
     layers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, DelayedScaling)]
-    if not layers:
-        return
-    amax = torch.stack([layer.take_seen() for layer in layers])  # [layers, 3]
-    if groups.size("tp_dp_cp") > 1:
-        all_reduce(amax, groups.tp_dp_cp, dist.ReduceOp.MAX)
-    for layer, latest in zip(layers, amax, strict=True):
-        layer.add_step(latest)
+    if layers:
+        finish_step(layers, groups.tp_dp_cp if groups.size("tp_dp_cp") > 1 else None)

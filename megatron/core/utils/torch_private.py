@@ -23,10 +23,13 @@ TRIED_RELEASES = ("2.11", "2.13")
 # ---------------------------------------------------------------------------------------------------------------------
 # Operations
 
+foreach_copy_ = torch._foreach_copy_
+"""Copies each tensor of a list to that of another list."""
 foreach_norm = torch._foreach_norm
 """Norms of a list of tensors."""
 foreach_mul_ = torch._foreach_mul_
 """Multiplies each tensor of a list in place."""
+foreach_zero_ = torch._foreach_zero_
 fused_adam_ = torch._fused_adam_
 fused_adamw_ = torch._fused_adamw_
 fused_sgd_ = torch._fused_sgd_

@@ -39,6 +39,7 @@ from megatron.core.ops.fp8.quantize import (
 )
 from megatron.core.ops.fp8.weight_blocks import WeightKernels
 from megatron.core.parameters import declare
+from megatron.core.utils.torch_private import foreach_copy_, foreach_zero_
 
 
 class Role(IntEnum):
@@ -172,7 +173,7 @@ class DelayedScaling(Scaling):
     `amax_history` [3, steps] has the largest absolute values of inputs, weights and gradients over all micro-batches
     and ranks of a step, the latest step first, and zeros before the first step. Gradients count as shares of the global
     batch's, so that the history does not depend on the number of data parallel ranks. As long as all are zero, the
-    scales are those of `TensorwiseScaling`.
+    scales are those of `TensorwiseScaling`. `finish_step` adds a step to the histories of all layers of a model.
     """
 
     weight_block = (0, 0)
@@ -184,7 +185,7 @@ class DelayedScaling(Scaling):
         self._seen: Tensor | None = None
         """[3]: largest values since the last step. They and the scales keep their addresses, for CUDA graphs."""
         self._scales: Tensor | None = None
-        """[3]; None: not computed yet."""
+        """[3]"""
         self._scales_are_current = False
         """Whether the scales follow from the present history."""
         self._is_cold: bool | None = None
@@ -212,13 +213,18 @@ class DelayedScaling(Scaling):
         value for later steps."""
         scale, seen = self.scale_of(Role.WEIGHTS), self.seen_of(Role.WEIGHTS)
         seen.copy_(torch.maximum(seen, amax.amax()))
-        return super().weight_scales(amax) if scale is None else scale
+        # A copy: the weight is kept for as long as it does not change, and the next step changes the scale.
+        return super().weight_scales(amax) if scale is None else scale.clone()
 
     def scale_of(self, role: Role) -> Tensor | None:
         """Returns the scale from earlier steps; None before the first step."""
         if self._is_cold is None:
             self._is_cold = not bool(self.amax_history.any())
-        return None if self._is_cold else self._scales_here[role]
+        if self._is_cold:
+            return None
+        if not self._scales_are_current:
+            _compute_scales([self], self.amax_history.detach()[None])
+        return self._scales_here[role]
 
     def seen_of(self, role: Role) -> Tensor:
         """Returns the largest value since the last step, which a cast raises."""
@@ -226,24 +232,19 @@ class DelayedScaling(Scaling):
 
     @property
     def _seen_here(self) -> Tensor:
-        if self._seen is None or self._seen.device != self.amax_history.device:
-            self._seen = torch.zeros(len(Role), dtype=torch.float32, device=self.amax_history.device)
+        self._seen = self._memory(self._seen)
         return self._seen
 
     @property
     def _scales_here(self) -> Tensor:
-        if self._scales is None or not self._scales_are_current:
-            history = self.amax_history.detach()
-            amax = history[:, 0] if self.settings.amax_algo == "most_recent" else history.amax(1)
-            margin = self.settings.margin
-            here = [amax[0], amax[1], amax[2] / self.gradient_share]
-            scales = torch.stack([scale_for(here[role], self.settings.dtype(role), margin) for role in Role])
-            if self._scales is None or self._scales.device != scales.device:
-                self._scales = scales
-            else:
-                self._scales.copy_(scales)
-            self._scales_are_current = True
+        self._scales = self._memory(self._scales)
         return self._scales
+
+    def _memory(self, present: Tensor | None) -> Tensor:
+        """Returns the present tensor, or a new one if the history has moved to another device since."""
+        if present is None or present.device != self.amax_history.device:
+            return torch.zeros(len(Role), dtype=torch.float32, device=self.amax_history.device)
+        return present
 
     def refresh(self) -> bool:
         """Computes the scales that follow from earlier steps. Returns whether there are any."""
@@ -252,18 +253,11 @@ class DelayedScaling(Scaling):
     def take_seen(self) -> Tensor:
         """Returns the largest values of this rank since the last call, as in the history, float32 [3]. A value that is
         not finite counts as 0: its step is not applied."""
-        seen = self._seen_here.clone()
-        self._seen_here.zero_()
-        seen[Role.GRADIENTS] *= self.gradient_share
-        return torch.where(seen.isfinite(), seen, torch.zeros_like(seen))
+        return _take_seen([self])[0]
 
-    @torch.no_grad()
     def add_step(self, amax: Tensor) -> None:
         """Puts the largest values of a step, [3], in front of the history. A value of 0 repeats the step before."""
-        history = self.amax_history
-        latest = torch.where(amax > 0, amax.to(history.dtype), history[:, 0])
-        history.copy_(torch.cat([latest[:, None], history[:, :-1]], 1))
-        self._scales_are_current, self._is_cold = False, False
+        _add_step([self], amax[None])
 
     def forget(self) -> None:
         """Computes the scales from the history again."""
@@ -277,6 +271,70 @@ class DelayedScaling(Scaling):
             self.amax_history.data = before.to(self.amax_history.device)
         self.forget()
         return self
+
+
+@torch.no_grad()
+def finish_step(layers: Sequence[DelayedScaling], group: Group = None) -> None:
+    """Adds the largest values since the last call to the histories of all these layers, and computes the scales that
+    follow. The number of operations does not grow with the number of layers.
+
+    `group`: ranks that have copies or parts of the same layers. They call this together, with equal lists. A step's
+    largest value is that of all of them.
+    """
+    batches = _alike(layers)
+    amax = torch.cat([_take_seen(batch) for batch in batches])  # [layers, 3]
+    all_reduce(amax, group, dist.ReduceOp.MAX)
+    for batch, latest in zip(batches, amax.split([len(batch) for batch in batches]), strict=True):
+        _add_step(batch, latest)
+
+
+def _alike(layers: Sequence[DelayedScaling]) -> list[list[DelayedScaling]]:
+    """Returns lists of layers whose scales follow from their histories in the same way: mostly one list."""
+    lists: dict[Any, list[DelayedScaling]] = {}
+    for layer in layers:
+        settings = layer.settings
+        kind = settings.history_len, settings.amax_algo, settings.margin, settings.formats, layer.gradient_share
+        lists.setdefault(kind, []).append(layer)
+    return list(lists.values())
+
+
+def _take_seen(layers: Sequence[DelayedScaling]) -> Tensor:
+    """`DelayedScaling.take_seen` of layers that are alike, [layers, 3]."""
+    here = [layer._seen_here for layer in layers]
+    seen = torch.stack(here)
+    foreach_zero_(here)
+    seen[:, Role.GRADIENTS].mul_(layers[0].gradient_share)
+    return torch.where(seen.isfinite(), seen, torch.zeros_like(seen))
+
+
+@torch.no_grad()
+def _add_step(layers: Sequence[DelayedScaling], amax: Tensor) -> None:
+    """`DelayedScaling.add_step` of layers that are alike: largest values [layers, 3]."""
+    histories: list[Tensor] = [layer.amax_history for layer in layers]
+    before = torch.stack(histories)  # [layers, 3, steps]
+    latest = torch.where(amax > 0, amax.float(), before[..., 0])
+    history = torch.cat([latest[..., None], before[..., :-1]], -1)
+    foreach_copy_(histories, history.unbind())
+    _compute_scales(layers, history)
+    for layer in layers:
+        layer._is_cold = False
+
+
+def _compute_scales(layers: Sequence[DelayedScaling], history: Tensor) -> None:
+    """Computes the scales of layers that are alike from their histories, [layers, 3, steps]."""
+    settings, share = layers[0].settings, layers[0].gradient_share
+    amax = history[..., 0] if settings.amax_algo == "most_recent" else history.amax(-1)  # [layers, 3]
+    operands, gradients = amax[:, : Role.GRADIENTS], amax[:, Role.GRADIENTS :] / share
+    scales = torch.cat(
+        [
+            scale_for(operands, settings.formats.inputs, settings.margin),
+            scale_for(gradients, settings.formats.gradients, settings.margin),
+        ],
+        1,
+    )
+    foreach_copy_([layer._scales_here for layer in layers], scales.unbind())
+    for layer in layers:
+        layer._scales_are_current = True
 
 
 class RowwiseScaling(Scaling):

@@ -1,15 +1,20 @@
 """Scales of the recipes, and the history of delayed scaling."""
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from support.processes import run_on_ranks
 from torch import Tensor
 
 from megatron.core.ops.fp8 import recipes
-from megatron.core.ops.fp8.formats import FORMATS
+from megatron.core.ops.fp8.formats import FORMATS, scale_for
+from megatron.core.ops.fp8.grouped_recipes import MicroBatches, build_group_scaling
 from megatron.core.ops.fp8.quantize import note_largest, noted_largest
-from megatron.core.ops.fp8.recipes import DelayedScaling, Fp8Settings, LinearSplit, Role, build_scaling
+from megatron.core.ops.fp8.recipes import DelayedScaling, Fp8Settings, LinearSplit, Role, build_scaling, finish_step
+from megatron.core.utils.torch_private import TorchDispatchMode
 
 CPU = torch.device("cpu")
 
@@ -97,3 +102,133 @@ def test_a_noted_value_stays_that_of_its_rank(monkeypatch: pytest.MonkeyPatch) -
     noted = noted_largest(x)
     assert noted is not None and noted == x.abs().max()
     assert pair.rows is not None and float(pair.rows.factors) == pytest.approx(4.0 * float(noted) / 448.0)
+
+
+KINDS = [
+    ("hybrid", 0, 3, "max", 1 / 3),
+    ("e4m3", 0, 3, "max", 1 / 3),
+    ("hybrid", 2, 3, "max", 1 / 3),
+    ("hybrid", 0, 1, "max", 1 / 3),
+    ("hybrid", 0, 3, "most_recent", 1 / 3),
+    ("hybrid", 0, 3, "max", 1.0),
+]
+"""Formats, margin, length of the history, how it gives a scale, and the share of a rank's gradients."""
+
+
+def layers_of(kinds: list[Any]) -> list[DelayedScaling]:
+    """Two layers of each kind: first all dense ones, then experts."""
+    layers: list[Any] = []
+    for formats, margin, length, algo, share in kinds:
+        settings = Fp8Settings("delayed", FORMATS[formats], margin, length, algo)
+        layers.append(build_scaling(settings, LinearSplit(), CPU))
+        layers.append(build_group_scaling(settings, LinearSplit(), MicroBatches(), CPU))
+        for layer in layers[-2:]:
+            layer.gradient_share = share
+    return layers[::2] + layers[1::2]
+
+
+def largest_values(layers: int, step: int, ranks: int = 1) -> Tensor:
+    """[ranks, layers, 3]: small, large, zero, and some that are not finite."""
+    values = torch.randn(ranks, layers, 3, generator=torch.Generator().manual_seed(step)).mul_(9.0).exp2_()
+    values.view(-1)[step::7] = (0.0, torch.inf, torch.nan, 1e-44)[step % 4]
+    return values
+
+
+def see(layers: list[DelayedScaling], values: Tensor) -> None:
+    for layer, of_roles in zip(layers, values, strict=True):
+        for role in Role:
+            layer.seen_of(role).copy_(of_roles[role])
+
+
+def expected_step(layer: DelayedScaling, history: list[list[Tensor]], seen: Tensor) -> tuple[list[list[Tensor]], Any]:
+    """The definition, for one layer and one value at a time: the next history [3][steps] and its scales."""
+    after, scales = [], []
+    for role in Role:
+        share = torch.tensor(layer.gradient_share if role is Role.GRADIENTS else 1.0)
+        found = [value * share for value in seen[:, role] if value.isfinite()]  # of all ranks
+        latest = max([torch.tensor(0.0), *found])
+        after.append([latest if latest > 0 else history[role][0], *history[role][:-1]])
+        amax = after[role][0] if layer.settings.amax_algo == "most_recent" else max(after[role])
+        scales.append(scale_for(amax / share, layer.settings.dtype(role), layer.settings.margin))
+    return after, torch.stack(scales)
+
+
+def addresses(layers: list[DelayedScaling]) -> list[int]:
+    """Those of largest values and scales, which CUDA graphs keep."""
+    return [tensor.data_ptr() for layer in layers for tensor in (layer.seen_of(Role.INPUTS), scales_of(layer))]
+
+
+def scales_of(layer: DelayedScaling) -> Tensor:
+    assert layer.refresh() and layer._scales is not None
+    return layer._scales
+
+
+def compare_steps_with_the_definition() -> None:
+    """Takes steps with layers of several kinds. Ranks see different values."""
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    layers, first_addresses = layers_of(KINDS), None
+    histories: list[Any] = [[[torch.tensor(0.0)] * layer.settings.history_len for _ in Role] for layer in layers]
+    for step in range(6):
+        values = largest_values(len(layers), step, ranks)
+        see(layers, values[rank])
+        finish_step(layers, dist.group.WORLD if ranks > 1 else None)
+        for number, layer in enumerate(layers):
+            histories[number], scales = expected_step(layer, histories[number], values[:, number])
+            assert torch.equal(layer.amax_history, torch.tensor(histories[number])), (step, number)
+            assert torch.equal(scales_of(layer), scales), (step, number)
+            alone = copy.deepcopy(layer)
+            alone.forget()  # as after a load: the scales from the history alone
+            assert torch.equal(scales_of(alone), scales), (step, number)
+            assert all(layer.seen_of(role) == 0.0 for role in Role)
+        first_addresses = first_addresses or addresses(layers)
+    assert first_addresses == addresses(layers)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_all_layers_take_a_step_as_each_alone(ranks: int) -> None:
+    if ranks == 1:
+        compare_steps_with_the_definition()
+    else:
+        run_on_ranks(compare_steps_with_the_definition, ranks)
+
+
+def test_layers_that_are_copied_or_loaded_take_their_own_steps() -> None:
+    layers = layers_of(KINDS)
+    see(layers, torch.full((len(layers), 3), 2.0))
+    finish_step(layers)
+    copies = copy.deepcopy(layers)
+    for layer in copies:
+        layer.load_state_dict({"amax_history": torch.full_like(layer.amax_history, 8.0)})
+        layer.forget()
+    see(layers, torch.full((len(layers), 3), 4.0))
+    finish_step(layers)
+    for layer, copied in zip(layers, copies, strict=True):
+        assert layer.scale_of(Role.INPUTS) == 2 * copied.scale_of(Role.INPUTS)  # type: ignore[operator]
+        assert (copied.amax_history == 8.0).all() and layer.amax_history[0, 0] == 4.0
+    finish_step(copies)
+    assert all((copied.amax_history == 8.0).all() for copied in copies)  # they saw nothing, which repeats a step
+
+
+class Operations(TorchDispatchMode):  # type: ignore[misc]
+    """Counts the operations inside the context."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_the_number_of_operations_of_a_step_does_not_grow_with_the_layers() -> None:
+    counts = []
+    for number in (1, 40):
+        layers = layers_of(KINDS[:1] * number)
+        see(layers, torch.ones(len(layers), 3))
+        finish_step(layers)  # the first one allocates
+        with Operations() as step:
+            finish_step(layers)
+        with Operations() as first_use:
+            assert all(layer.refresh() for layer in layers)
+        assert first_use.count == len(layers)  # views of the scales, which are there already
+        counts.append(step.count)
+    assert counts[0] == counts[1] > 0

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from megatron.core.ops.fp8.formats import FORMATS
 from megatron.core.ops.fp8.grouped_linear import Fp8GroupedLinear
 from megatron.core.ops.fp8.linear import Fp8Linear, QuantizedWeights
-from megatron.core.ops.fp8.recipes import Fp8Settings, LinearSplit
+from megatron.core.ops.fp8.recipes import Fp8Settings, LinearSplit, Role
 from megatron.core.ops.fp8.weight_blocks import cast_blocks, largest_of_blocks
 
 E4M3 = torch.float8_e4m3fn
@@ -79,6 +79,15 @@ def test_a_layer_reads_the_gathered_weight_at_fixed_addresses() -> None:
     assert [part.data_ptr() for part in bits(pair)] == addresses
     expected = layer._quantize((main * 2).bfloat16(), rows=True, columns=True)
     assert all(torch.equal(found, exact) for found, exact in zip(bits(pair), bits(expected), strict=True))
+
+
+def test_a_gathered_weight_keeps_its_scale_until_it_changes() -> None:
+    layer, _, main = made("delayed", (32, 64))
+    layer.scaling.add_step(torch.ones(3))
+    gathered = Gathered(layer, main)
+    assert gathered.scales == 448.0
+    layer.scaling.add_step(torch.full((3,), 2.0))
+    assert gathered.scales == 448.0 and layer.scaling.scale_of(Role.WEIGHTS) == 224.0
 
 
 def test_rowwise_weights_cannot_be_gathered() -> None:
