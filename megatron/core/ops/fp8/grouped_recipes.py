@@ -123,7 +123,7 @@ class DelayedGroupScaling(DelayedScaling):
             )
         scales = scale if rows else None, scale if columns else None
         cast, dtype = self.settings.kernels.grouped.cast, self.settings.dtype(role)
-        return pair_of_segments(*cast(matrix, dtype, segments, *scales, seen), 1.0 / scale)
+        return pair_of_segments(*cast(matrix, dtype, segments, *scales, seen), self.factor_of(role))
 
 
 class RowwiseGroupScaling(GroupScaling):

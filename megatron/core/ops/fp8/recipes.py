@@ -183,11 +183,13 @@ class DelayedScaling(Scaling):
         history = torch.zeros(len(Role), settings.history_len, dtype=torch.float32, device=device)
         self.amax_history = declare(nn.Parameter(history, requires_grad=False), Constant(0.0))
         self._seen: Tensor | None = None
-        """[3]: largest values since the last step. They and the scales keep their addresses, for CUDA graphs."""
+        """[3]: largest values since the last step. All these keep their addresses, for CUDA graphs."""
         self._scales: Tensor | None = None
         """[3]"""
+        self._factors: Tensor | None = None
+        """[3]: inverses of the scales."""
         self._scales_are_current = False
-        """Whether the scales follow from the present history."""
+        """Whether scales and factors follow from the present history."""
         self._is_cold: bool | None = None
         """Whether the history is empty; None: not known on the host."""
         self._first = TensorwiseScaling(settings, split)
@@ -202,7 +204,7 @@ class DelayedScaling(Scaling):
             return self._first.quantize(matrix, role, rows=rows, columns=columns, records=records)
         scales = scale if rows else None, scale if columns else None
         values, transposed = self.kernels.cast_scaled(matrix, dtype, *scales, seen)
-        return whole_pair(values, transposed, 1.0 / scale)
+        return whole_pair(values, transposed, self.factor_of(role))
 
     def weight_groups(self) -> Sequence[Group]:
         """Returns the groups that divide the weight."""
@@ -226,6 +228,12 @@ class DelayedScaling(Scaling):
             _compute_scales([self], self.amax_history.detach()[None])
         return self._scales_here[role]
 
+    def factor_of(self, role: Role) -> Tensor:
+        """Returns the inverse of the scale that `scale_of` has returned."""
+        factor = self._factors_here[role]
+        # The next step changes it in place, and a quantised weight is kept for as long as the weight does not change.
+        return factor.clone() if role is Role.WEIGHTS else factor
+
     def seen_of(self, role: Role) -> Tensor:
         """Returns the largest value since the last step, which a cast raises."""
         return self._seen_here[role]
@@ -239,6 +247,11 @@ class DelayedScaling(Scaling):
     def _scales_here(self) -> Tensor:
         self._scales = self._memory(self._scales)
         return self._scales
+
+    @property
+    def _factors_here(self) -> Tensor:
+        self._factors = self._memory(self._factors)
+        return self._factors
 
     def _memory(self, present: Tensor | None) -> Tensor:
         """Returns the present tensor, or a new one if the history has moved to another device since."""
@@ -332,7 +345,8 @@ def _compute_scales(layers: Sequence[DelayedScaling], history: Tensor) -> None:
         ],
         1,
     )
-    foreach_copy_([layer._scales_here for layer in layers], scales.unbind())
+    here = [layer._scales_here for layer in layers] + [layer._factors_here for layer in layers]
+    foreach_copy_(here, [*scales.unbind(), *(1.0 / scales).unbind()])
     for layer in layers:
         layer._scales_are_current = True
 

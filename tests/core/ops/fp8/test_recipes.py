@@ -11,7 +11,8 @@ from torch import Tensor
 
 from megatron.core.ops.fp8 import recipes
 from megatron.core.ops.fp8.formats import FORMATS, scale_for
-from megatron.core.ops.fp8.grouped_recipes import MicroBatches, build_group_scaling
+from megatron.core.ops.fp8.grouped import Segments
+from megatron.core.ops.fp8.grouped_recipes import DelayedGroupScaling, MicroBatches, build_group_scaling
 from megatron.core.ops.fp8.quantize import note_largest, noted_largest
 from megatron.core.ops.fp8.recipes import DelayedScaling, Fp8Settings, LinearSplit, Role, build_scaling, finish_step
 from megatron.core.utils.torch_private import TorchDispatchMode
@@ -154,8 +155,9 @@ def expected_step(layer: DelayedScaling, history: list[list[Tensor]], seen: Tens
 
 
 def addresses(layers: list[DelayedScaling]) -> list[int]:
-    """Those of largest values and scales, which CUDA graphs keep."""
-    return [tensor.data_ptr() for layer in layers for tensor in (layer.seen_of(Role.INPUTS), scales_of(layer))]
+    """Those of largest values, scales and factors, which CUDA graphs keep."""
+    inputs = Role.INPUTS
+    return [at.data_ptr() for each in layers for at in (each.seen_of(inputs), scales_of(each), each.factor_of(inputs))]
 
 
 def scales_of(layer: DelayedScaling) -> Tensor:
@@ -176,6 +178,7 @@ def compare_steps_with_the_definition() -> None:
             histories[number], scales = expected_step(layer, histories[number], values[:, number])
             assert torch.equal(layer.amax_history, torch.tensor(histories[number])), (step, number)
             assert torch.equal(scales_of(layer), scales), (step, number)
+            assert torch.equal(torch.stack([layer.factor_of(role) for role in Role]), 1.0 / scales), (step, number)
             alone = copy.deepcopy(layer)
             alone.forget()  # as after a load: the scales from the history alone
             assert torch.equal(scales_of(alone), scales), (step, number)
@@ -207,6 +210,20 @@ def test_layers_that_are_copied_or_loaded_take_their_own_steps() -> None:
         assert (copied.amax_history == 8.0).all() and layer.amax_history[0, 0] == 4.0
     finish_step(copies)
     assert all((copied.amax_history == 8.0).all() for copied in copies)  # they saw nothing, which repeats a step
+
+
+def test_a_quantised_weight_keeps_its_factor() -> None:
+    for layer in layers_of(KINDS[:1]):
+        layer.add_step(torch.full((3,), 448.0))
+        one, weights = torch.ones(16, 16), Role.WEIGHTS
+        if isinstance(layer, DelayedGroupScaling):
+            kept: Any = layer.quantize_groups(
+                one, Segments.of_weight(one[None]), weights, rows=True, columns=True, records=True
+            )
+        else:
+            kept = layer.quantize(one, weights, rows=True, columns=True, records=True)
+        layer.add_step(torch.full((3,), 2 * 448.0))
+        assert layer.factor_of(weights) == 2.0 and kept.rows.factors == kept.columns.factors == 1.0
 
 
 class Operations(TorchDispatchMode):  # type: ignore[misc]
