@@ -15,7 +15,7 @@ from megatron.core.ops.fp8.formats import FORMATS
 from megatron.core.ops.fp8.linear import Fp8Linear
 from megatron.core.ops.fp8.product import accumulate_product, accumulate_product_cuda, product_cuda
 from megatron.core.ops.fp8.quantize import Quantized
-from megatron.core.ops.fp8.recipes import Fp8Settings, LinearSplit
+from megatron.core.ops.fp8.recipes import DelayedScaling, Fp8Settings, LinearSplit, Role, finish_step
 
 pytestmark = pytest.mark.gpu
 
@@ -64,10 +64,43 @@ def gradients(backend: Backend, recipe: str, name: str, tokens: int) -> list[tor
     )
     weight, x = nn.Parameter(w), x.requires_grad_()
     layer = Fp8Linear(Fp8Settings(recipe, FORMATS[name], kernels=backend.fp8_kernels), LinearSplit(), weight)
-    output = layer(x, weight)
-    output.backward(dy)
+    for _ in range(2):  # the second is warm, for delayed scaling
+        x.grad = weight.grad = None
+        output = layer(x, weight)
+        output.backward(dy)
+        finish_step_of(layer)
     assert x.grad is not None and weight.grad is not None
     return [output.detach(), x.grad, weight.grad]
+
+
+def finish_step_of(layer: Fp8Linear) -> None:
+    if isinstance(layer.scaling, DelayedScaling):
+        finish_step([layer.scaling])
+
+
+def test_many_layers_take_a_step_as_each_alone() -> None:
+    settings = Fp8Settings("delayed", FORMATS["hybrid"], history_len=4, amax_algo="max")
+    together, alone = (
+        [DelayedScaling(settings, LinearSplit(), torch.device("cuda")) for _ in range(300)] for _ in range(2)
+    )
+    generator = torch.Generator("cuda").manual_seed(1)
+    for step in range(6):
+        values = torch.randn(300, 3, generator=generator, device="cuda").mul_(9.0).exp2_()
+        values.view(-1)[step::7] = (0.0, torch.inf, torch.nan)[step % 3]
+        for layers in (together, alone):
+            for layer, seen in zip(layers, values, strict=True):
+                layer.gradient_share = 1 / 3
+                for role in Role:
+                    layer.seen_of(role).copy_(seen[role])
+        finish_step(together)
+        for layer in alone:
+            layer.add_step(layer.take_seen())
+        for ours, exact in zip(together, alone, strict=True):
+            assert torch.equal(ours.amax_history, exact.amax_history)
+            for role in Role:
+                assert torch.equal(ours.factor_of(role), exact.factor_of(role))
+                scale = ours.scale_of(role)
+                assert scale is not None and torch.equal(ours.factor_of(role), 1.0 / scale)
 
 
 @pytest.mark.parametrize(("recipe", "name"), itertools.product(RECIPES, FORMATS))
@@ -108,9 +141,12 @@ def test_a_step_does_not_wait_for_the_host(recipe: str) -> None:
     weight = nn.Parameter(torch.randn(1024, 512, device="cuda", dtype=torch.bfloat16))
     x = torch.randn(512, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     layer = Fp8Linear(Fp8Settings(recipe, FORMATS["hybrid"], kernels=backend.fp8_kernels), LinearSplit(), weight)
-    layer(x, weight).sum().backward()
+    for _ in range(2):
+        layer(x, weight).sum().backward()
+        finish_step_of(layer)
     torch.cuda.set_sync_debug_mode("error")
     try:
         layer(x, weight).sum().backward()
+        finish_step_of(layer)
     finally:
         torch.cuda.set_sync_debug_mode("default")
