@@ -167,6 +167,10 @@ class TensorwiseScaling(Scaling):
         return self.kernels.quantize_by_largest(matrix, dtype, margin, amax, rows=rows, columns=columns)
 
 
+_ALIGNED = 4
+"""Numbers of four bytes in the 16 bytes that an address of a factor divides by."""
+
+
 class DelayedScaling(Scaling):
     """One scale for a tensor, from its largest values in earlier steps, so that one pass quantises it.
 
@@ -187,7 +191,7 @@ class DelayedScaling(Scaling):
         self._scales: Tensor | None = None
         """[3]"""
         self._factors: Tensor | None = None
-        """[3]: inverses of the scales."""
+        """[3, 4]: inverses of the scales, four times each, since cuBLAS wants addresses that divide by 16."""
         self._scales_are_current = False
         """Whether scales and factors follow from the present history."""
         self._is_cold: bool | None = None
@@ -230,7 +234,7 @@ class DelayedScaling(Scaling):
 
     def factor_of(self, role: Role) -> Tensor:
         """Returns the inverse of the scale that `scale_of` has returned."""
-        factor = self._factors_here[role]
+        factor = self._factors_here[role, 0]
         # The next step changes it in place, and a quantised weight is kept for as long as the weight does not change.
         return factor.clone() if role is Role.WEIGHTS else factor
 
@@ -240,23 +244,23 @@ class DelayedScaling(Scaling):
 
     @property
     def _seen_here(self) -> Tensor:
-        self._seen = self._memory(self._seen)
+        self._seen = self._memory(self._seen, len(Role))
         return self._seen
 
     @property
     def _scales_here(self) -> Tensor:
-        self._scales = self._memory(self._scales)
+        self._scales = self._memory(self._scales, len(Role))
         return self._scales
 
     @property
     def _factors_here(self) -> Tensor:
-        self._factors = self._memory(self._factors)
+        self._factors = self._memory(self._factors, len(Role), _ALIGNED)
         return self._factors
 
-    def _memory(self, present: Tensor | None) -> Tensor:
+    def _memory(self, present: Tensor | None, *shape: int) -> Tensor:
         """Returns the present tensor, or a new one if the history has moved to another device since."""
         if present is None or present.device != self.amax_history.device:
-            return torch.zeros(len(Role), dtype=torch.float32, device=self.amax_history.device)
+            return torch.zeros(shape, dtype=torch.float32, device=self.amax_history.device)
         return present
 
     def refresh(self) -> bool:
@@ -346,7 +350,8 @@ def _compute_scales(layers: Sequence[DelayedScaling], history: Tensor) -> None:
         1,
     )
     here = [layer._scales_here for layer in layers] + [layer._factors_here for layer in layers]
-    foreach_copy_(here, [*scales.unbind(), *(1.0 / scales).unbind()])
+    factors = (1.0 / scales)[..., None].repeat(1, 1, _ALIGNED)
+    foreach_copy_(here, [*scales.unbind(), *factors.unbind()])
     for layer in layers:
         layer._scales_are_current = True
 

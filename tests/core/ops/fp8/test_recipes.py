@@ -195,6 +195,14 @@ def test_all_layers_take_a_step_as_each_alone(ranks: int) -> None:
         run_on_ranks(compare_steps_with_the_definition, ranks)
 
 
+def test_factors_have_addresses_that_cublas_takes() -> None:
+    """On an H200 cuBLAS refuses factors at addresses that do not divide by 16."""
+    layers = layers_of(KINDS)
+    see(layers, torch.full((len(layers), 3), 2.0))
+    finish_step(layers)
+    assert all(layer.factor_of(role).data_ptr() % 16 == 0 for layer in layers for role in Role)
+
+
 def test_layers_that_are_copied_or_loaded_take_their_own_steps() -> None:
     layers = layers_of(KINDS)
     see(layers, torch.full((len(layers), 3), 2.0))
