@@ -10,7 +10,9 @@ from torch import Tensor
 
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.ops.moe.grouped_linear_triton import ACCUMULATIONS
+from megatron.core.ops.moe import grouped_product_specialized_triton
+from megatron.core.ops.moe.grouped_linear import RowGroups, grouped_linear, grouped_product
+from megatron.core.ops.moe.grouped_linear_triton import ACCUMULATIONS, grouped_linear_cuda, grouped_product_cuda
 from megatron.core.tokens import RngPosition, Tokens
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -41,6 +43,69 @@ def exact_float32() -> None:
 )
 def test_kernels_equal_their_definitions(check: str) -> None:
     getattr(expert_kernels, check)()
+
+
+@pytest.fixture
+def hopper() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernel is for Hopper")
+
+
+@pytest.mark.usefixtures("hopper")
+def test_products_with_specialised_warps_agree_with_float64() -> None:
+    expert_kernels.specialized_products()
+
+
+@pytest.mark.usefixtures("hopper")
+def test_specialised_warps_compute_products_of_whole_stages_of_channels(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, bool]] = []
+    compute = grouped_product_specialized_triton.grouped_product_specialized
+
+    def noted(rows: Tensor, weight: Tensor, groups: RowGroups, transposed: bool) -> Tensor:
+        calls.append((rows.shape[1], transposed))
+        return compute(rows, weight, groups, transposed)
+
+    monkeypatch.setattr(grouped_product_specialized_triton, "grouped_product_specialized", noted)
+    sizes = [70, 0, 1, 130]
+    for channels, width, dtype in ((128, 192, torch.bfloat16), (192, 96, torch.bfloat16), (128, 128, torch.float16)):
+        groups = RowGroups(torch.tensor(sizes, device="cuda"))
+        rows = expert_kernels.values(201, channels, dtype=dtype).requires_grad_()
+        weight = expert_kernels.values(4, width, channels, dtype=dtype, seed=1).requires_grad_()
+        gradient = expert_kernels.values(201, width, dtype=dtype, seed=2)
+        output = grouped_linear_cuda(rows, weight, groups)
+        found = [output, *torch.autograd.grad(output, [rows, weight], gradient)]
+        exact_rows, exact_weight = (tensor.detach().double().requires_grad_() for tensor in (rows, weight))
+        exact = grouped_linear(exact_rows, exact_weight, groups)
+        expected = [exact, *torch.autograd.grad(exact, [exact_rows, exact_weight], gradient.double())]
+        for one, other in zip(found, expected, strict=True):
+            assert (one.double() - other).abs().max() <= 2**-8 * other.abs().max(), (channels, width, dtype)
+    assert calls == [(128, True), (192, False), (192, True)]
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("sizes", [expert_kernels.LARGE, (0,) * 63 + (301,), (0,) * 64], ids=["large", "last", "none"])
+@pytest.mark.parametrize("transposed", [True, False])
+def test_specialised_warps_give_the_same_bits_at_every_run(transposed: bool, sizes: tuple[int, ...]) -> None:
+    first, again = (expert_kernels.multiplied(sizes, 1024, 1024, transposed, behind=37) for _ in range(2))
+    assert torch.equal(first, again)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_captured_product_takes_other_numbers_of_rows() -> None:
+    counts = torch.tensor([70, 0, 1, 130], device="cuda")
+    rows = expert_kernels.values(201, 128, dtype=torch.bfloat16)
+    weight = expert_kernels.values(4, 320, 128, dtype=torch.bfloat16, seed=1)
+    grouped_product_cuda(rows, weight, RowGroups(counts), True)  # compiles the kernel
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = grouped_product_cuda(rows, weight, RowGroups(counts), True)
+    for _ in range(2):
+        counts.copy_(counts.flip(0))
+        found.zero_()
+        graph.replay()
+        assert torch.equal(found, grouped_product_cuda(rows, weight, RowGroups(counts), True))
+        agrees = grouped_product(rows.double(), weight.double(), RowGroups(counts), True)
+        assert (found.double() - agrees).abs().max() <= 2**-8 * agrees.abs().max()
 
 
 @pytest.mark.parametrize("widths", [(2048, 2048), (2048, 1024)])

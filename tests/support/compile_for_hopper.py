@@ -91,6 +91,7 @@ def pretend() -> None:
         flash_forward_triton,
     )
     from megatron.core.ops.fp8 import block_product_specialized_triton, grouped_product_triton
+    from megatron.core.ops.moe import grouped_product_specialized_triton
 
     flash_agreement.ON_GPU, flash_agreement.DTYPE = True, torch.bfloat16
     for module in (flash_forward_triton, flash_backward_triton):
@@ -100,6 +101,7 @@ def pretend() -> None:
         grouped_product_triton,
         block_product_specialized_triton,
         flash_forward_specialized_triton,
+        grouped_product_specialized_triton,
     ):
         module.num_multiprocessors = lambda device: 132
 

@@ -309,6 +309,35 @@ def products() -> None:
         assert torch.equal(total[[1, 4]], before[[1, 4]])
 
 
+def specialized_products() -> None:
+    """Checks products by warps with different tasks: tiles whose last rows belong to the next expert, experts without
+    rows, rows of no expert, columns behind the last one, many experts."""
+    for transposed in (True, False):
+        multiplied((1, 0, 129, 128, 65, 300, 0), 192, 328, transposed, behind=3)
+    multiplied((3, 0, 200) * 80, 64, 256, True)
+
+
+def multiplied(sizes: tuple[int, ...], channels: int, width: int, transposed: bool, behind: int = 0) -> Tensor:
+    """Compares a product of the kernel with specialised warps with float64, number by number. The rows behind those of
+    the experts are NaN. Returns the product."""
+    from megatron.core.ops.moe import grouped_product_specialized_triton as specialized
+
+    groups, number = RowGroups(torch.tensor(sizes, device=DEVICE)), sum(sizes)
+    rows = values(number + behind, channels, dtype=torch.bfloat16)
+    rows[number:] = float("nan")
+    shape = (width, channels) if transposed else (channels, width)
+    weight = values(len(sizes), *shape, dtype=torch.bfloat16, seed=1)
+    assert specialized.takes(rows, weight)
+    found = specialized.grouped_product_specialized(rows, weight, groups, transposed)
+    assert found.dtype is torch.bfloat16 and found.shape == (number + behind, width)
+    for part, left, right in zip(found[:number].split(sizes), rows[:number].split(sizes), weight, strict=True):
+        exact = left.double() @ (right.t() if transposed else right).double()
+        # Rounding to bf16, and sums in float32 that are rounded less than their numbers are large.
+        allowed = exact.abs() * 2**-8 + channels**0.5 * 2**-12
+        assert bool(((part.double() - exact).abs() <= allowed).all()), (sizes, channels, width, transposed)
+    return found[:number]
+
+
 def _add_in_bulk(builder: Any, kind: Any, tiles: Any, value: Any, indices: Any) -> None:
     """Adds a tile, as the copy engine does."""
     defaults = len(inspect.signature(builder.create_descriptor_load).parameters) - 2

@@ -8,7 +8,12 @@ import triton
 
 from megatron.core.ops.gluon import gluon_kernel
 
-KERNELS = ("attention.flash_forward_specialized_triton", "attention.flash_backward_specialized_triton")
+KERNELS = (
+    "attention.flash_forward_specialized_triton",
+    "attention.flash_backward_specialized_triton",
+    "fp8.block_product_specialized_triton",
+    "moe.grouped_product_specialized_triton",
+)
 
 
 @pytest.fixture(autouse=True)

@@ -59,6 +59,7 @@ from megatron.core.ops.attention.flash_forward_triton import (
 )
 from megatron.core.ops.dropout.keep_bits_gluon import drop_pairs, load_words
 from megatron.core.ops.gluon_copies import head_tiles, load_bulk, store_bulk
+from megatron.core.ops.gluon_ring import ask, tell
 from megatron.core.ops.sum_rows_triton import num_multiprocessors
 from megatron.core.ops.tiles import cdiv
 
@@ -79,18 +80,6 @@ BATCH, HEAD, FIRST_QUERY, LAST_TILE, LATE, SEEN, EARLY = (gl.constexpr(place) fo
 for some queries, with keys that all queries see, and with keys that are too early for some queries."""
 DONE = gl.constexpr(-1)
 """First query of a plan that says that no tile is left."""
-
-
-@gluon.jit
-def _tell(plan, place: gl.constexpr, value):  # type: ignore[no-untyped-def]
-    """Writes a number of the plan; called by the loading warp."""
-    plan.index(place).store(gl.full([1], value, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-
-
-@gluon.jit
-def _ask(plan, place: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Returns a number of the plan; called by a warp group."""
-    return gl.sum(plan.index(place).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
@@ -154,13 +143,13 @@ def _load_tiles(  # type: ignore[no-untyped-def]
         late = last - 1 - gl.minimum(whole_end, last - 1)
         for half in gl.static_range(2):
             mbarrier.wait(answered.index(half), turn & 1 ^ 1)
-        _tell(plan, BATCH, batch)
-        _tell(plan, HEAD, head)
-        _tell(plan, FIRST_QUERY, m)
-        _tell(plan, LAST_TILE, last - 1)
-        _tell(plan, LATE, late)
-        _tell(plan, SEEN, last - 1 - late - whole)
-        _tell(plan, EARLY, whole - first)
+        tell(plan, BATCH, batch)
+        tell(plan, HEAD, head)
+        tell(plan, FIRST_QUERY, m)
+        tell(plan, LAST_TILE, last - 1)
+        tell(plan, LATE, late)
+        tell(plan, SEEN, last - 1 - late - whole)
+        tell(plan, EARLY, whole - first)
         for half in gl.static_range(2):
             mbarrier.expect(asked.index(half), ROWS * WIDTH * 2)
             load_bulk(query_tiles, [batch, head, m + half * ROWS, 0], asked.index(half), q.index(half))
@@ -181,7 +170,7 @@ def _load_tiles(  # type: ignore[no-untyped-def]
             count += 1
     for half in gl.static_range(2):
         mbarrier.wait(answered.index(half), turn & 1 ^ 1)
-    _tell(plan, FIRST_QUERY, DONE)
+    tell(plan, FIRST_QUERY, DONE)
     for half in gl.static_range(2):
         mbarrier.arrive(asked.index(half), count=1)
 
@@ -289,7 +278,7 @@ def _compute_tiles(  # type: ignore[no-untyped-def]
     HAS_LOW: gl.constexpr = HAS_LEFT or PACKED
     count, turn = 0, 0
     mbarrier.wait(asked, 0)
-    m = _ask(plan, FIRST_QUERY)
+    m = ask(plan, FIRST_QUERY)
     while m != DONE:
         # A query sees keys from `low` to before `high`.
         i = m + WHICH * ROWS + gl.arange(0, ROWS, ROW)
@@ -305,10 +294,10 @@ def _compute_tiles(  # type: ignore[no-untyped-def]
         top = gl.full([ROWS], -1.0e30, gl.float32, ROW)  # finite, so that rows which see no key yet give no NaN
         total = gl.zeros([ROWS], gl.float32, ROW)
         context = gl.zeros([ROWS, WIDTH], gl.float32, CONTEXT)
-        n = _ask(plan, LAST_TILE)
+        n = ask(plan, LAST_TILE)
         tile_bits, words = bits, 0
         if DROPS:
-            pair = (_ask(plan, BATCH) * heads + _ask(plan, HEAD)).to(gl.int64)
+            pair = (ask(plan, BATCH) * heads + ask(plan, HEAD)).to(gl.int64)
             rows = gl.cdiv(queries, QUERIES) * QUERIES
             tile_bits = bits + (pair * gl.cdiv(keys, KEYS) * rows + (m + WHICH * ROWS)) * 4
             words = _load_words(tile_bits, n, queries, SCORES)
@@ -321,14 +310,14 @@ def _compute_tiles(  # type: ignore[no-untyped-def]
         count += 1
         weight, _, top, total = _softmax(product, top, total, n, low, high, factor, True, HAS_LOW, SCORES)
         weight = _as_factor(weight, words, v.dtype, DROPS, CONTEXT)
-        for _ in range(_ask(plan, LATE)):
+        for _ in range(ask(plan, LATE)):
             n -= 1
             context, weight, top, total = _add_tile(
                 context, weight, top, total, n, count, low, high, factor, q, k, v, full, empty, tile_bits, queries,
                 True, HAS_LOW, DROPS, STAGES, SCORES, CONTEXT,
             )  # fmt: skip
             count += 1
-        for _ in range(_ask(plan, SEEN)):
+        for _ in range(ask(plan, SEEN)):
             n -= 1
             context, weight, top, total = _add_tile(
                 context, weight, top, total, n, count, low, high, factor, q, k, v, full, empty, tile_bits, queries,
@@ -336,14 +325,14 @@ def _compute_tiles(  # type: ignore[no-untyped-def]
             )  # fmt: skip
             count += 1
         if HAS_LOW:
-            for _ in range(_ask(plan, EARLY)):
+            for _ in range(ask(plan, EARLY)):
                 n -= 1
                 context, weight, top, total = _add_tile(
                     context, weight, top, total, n, count, low, high, factor, q, k, v, full, empty, tile_bits, queries,
                     False, True, DROPS, STAGES, SCORES, CONTEXT,
                 )  # fmt: skip
                 count += 1
-        batch, head, m = _ask(plan, BATCH), _ask(plan, HEAD), _ask(plan, FIRST_QUERY) + WHICH * ROWS
+        batch, head, m = ask(plan, BATCH), ask(plan, HEAD), ask(plan, FIRST_QUERY) + WHICH * ROWS
         mbarrier.arrive(answered, count=1)
         stage = count % STAGES
         mbarrier.wait(full.index(stage), count // STAGES & 1)
@@ -362,7 +351,7 @@ def _compute_tiles(  # type: ignore[no-untyped-def]
         store_bulk(output_tiles, [batch, head, m, 0], staging)
         turn += 1
         mbarrier.wait(asked, turn & 1)
-        m = _ask(plan, FIRST_QUERY)
+        m = ask(plan, FIRST_QUERY)
     tma.store_wait(0)
 
 

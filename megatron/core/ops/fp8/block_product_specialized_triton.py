@@ -11,15 +11,7 @@ tiles of 128 x 128 outputs, one after the other. Its warps have two tasks:
 - Two warp groups of four warps compute. Each has 64 rows of the tile and keeps their sums in registers. The warp groups
   are not in step: while one scales and adds its product, or stores a tile, the products of the other run.
 
-Barriers order the tasks:
-
-- `full` of a stage: its block is there, and with the first block of a tile `plan`, which says which tile it is. The
-  copy engine completes it.
-- `empty` of a stage: it may be overwritten. Both warp groups arrive when they no longer read it.
-
-A barrier alternates between phases 0 and 1, and a wait names the phase whose end it waits for. A new barrier is in
-phase 0, and the phase before it counts as ended: warp groups start with phase 0 of `full`, the loading warp with phase
-1 of `empty`.
+Barriers `full` and `empty` of each stage order the tasks (`gluon_ring`).
 
 The order of the additions to a number does not depend on which program computes it, so results are the same at every
 run. Nothing waits on the host, so CUDA graphs can capture the kernels. They are written in Gluon, Triton's language
@@ -42,6 +34,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from megatron.core.ops.fp8.grouped import QuantizedGroups, Segments
 from megatron.core.ops.gluon_copies import add_bulk, load_bulk, store_bulk
+from megatron.core.ops.gluon_ring import DONE, ask, place_in_band, tell, tell_done
 from megatron.core.ops.sum_rows_triton import num_multiprocessors
 from megatron.core.ops.tiles import cdiv
 
@@ -51,32 +44,6 @@ HALF = gl.constexpr(64)
 """Rows of a warp group."""
 ROW_STAGES, WEIGHT_STAGES = 5, 4
 """Stages of the rings; shared memory has no room for more."""
-BAND = gl.constexpr(8)
-"""Rows of tiles that are computed together, so that neighbouring programs share inputs in the cache."""
-DONE = gl.constexpr(-1)
-"""First number of a plan that says that no tile is left."""
-
-
-@gluon.jit
-def _tell(plan, place, value):  # type: ignore[no-untyped-def]
-    """Writes a number of the plan; called by the loading warp."""
-    plan.index(place).store(gl.full([1], value, plan.dtype, gl.BlockedLayout([1], [32], [1], [0])))
-
-
-@gluon.jit
-def _ask(plan, place):  # type: ignore[no-untyped-def]
-    """Returns a number of the plan; called by a warp group."""
-    return gl.sum(plan.index(place).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-
-
-@gluon.jit
-def _place_in_band(tile, down, across):  # type: ignore[no-untyped-def]
-    """Returns the row and the column of a tile among down x across tiles. They are in order of bands of BAND rows, and
-    of columns within a band."""
-    band = tile // (BAND * across)
-    height = gl.minimum(down - band * BAND, BAND)
-    inside = tile % (BAND * across)
-    return band * BAND + inside % height, inside // height
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -92,7 +59,7 @@ def _load_rows(  # type: ignore[no-untyped-def]
     count = 0
     last = gl.load(block_ends + number - 1)
     for tile in range(gl.program_id(0), last * tiles, gl.num_programs(0)):
-        row_block, out = _place_in_band(tile, last, tiles)
+        row_block, out = place_in_band(tile, last, tiles)
         segment = gl.load(of_blocks + row_block)
         start = gl.load(ends + segment - 1, mask=segment > 0, other=0)
         first_block = gl.load(block_ends + segment - 1, mask=segment > 0, other=0)
@@ -105,10 +72,10 @@ def _load_rows(  # type: ignore[no-untyped-def]
             stage = count % STAGES
             mbarrier.wait(empty.index(stage), count // STAGES & 1 ^ 1)
             if block == 0:
-                _tell(plan, stage, first)
-                _tell(plan, STAGES + stage, end)
-                _tell(plan, 2 * STAGES + stage, out)
-            _tell(weights, stage, factor)
+                tell(plan, stage, first)
+                tell(plan, STAGES + stage, end)
+                tell(plan, 2 * STAGES + stage, out)
+            tell(weights, stage, factor)
             mbarrier.expect(full.index(stage), 2 * BLOCK * BLOCK + BLOCK * 4)
             load_bulk(row_tiles, [first, block * BLOCK], full.index(stage), a.index(stage))
             if TRANSPOSED:
@@ -120,10 +87,7 @@ def _load_rows(  # type: ignore[no-untyped-def]
             of_weight += block_step
             factor = gl.load(of_weight, mask=block + 1 < blocks, other=0.0)
             count += 1
-    stage = count % STAGES
-    mbarrier.wait(empty.index(stage), count // STAGES & 1 ^ 1)
-    _tell(plan, stage, DONE)
-    mbarrier.arrive(full.index(stage), count=1)
+    tell_done(plan, full, empty, count, STAGES)
 
 
 @gluon.jit
@@ -135,11 +99,11 @@ def _multiply_rows(  # type: ignore[no-untyped-def]
     SUMS: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK, 32])
     count = 0
     mbarrier.wait(full.index(0), 0)
-    first = _ask(plan, 0)
+    first = ask(plan, 0)
     while first != DONE:
         stage = count % STAGES
         first += WHICH * HALF
-        end, out = _ask(plan, STAGES + stage), _ask(plan, 2 * STAGES + stage) * BLOCK
+        end, out = ask(plan, STAGES + stage), ask(plan, 2 * STAGES + stage) * BLOCK
         total = gl.zeros([HALF, BLOCK], gl.float32, SUMS)
         none = gl.zeros([HALF, BLOCK], gl.float32, SUMS)
         for _ in range(blocks):
@@ -148,7 +112,7 @@ def _multiply_rows(  # type: ignore[no-untyped-def]
             left, right = a.index(stage).slice(WHICH * HALF, HALF, 0), b.index(stage).permute((1, 0))
             product = warpgroup_mma(left, right, none, use_acc=False, is_async=True)
             factor = factors.index(stage).slice(WHICH * HALF, HALF, 0).load(gl.SliceLayout(1, SUMS))
-            factor *= _ask(weights, stage)
+            factor *= ask(weights, stage)
             product = warpgroup_mma_wait(0, deps=[product])
             mbarrier.arrive(empty.index(stage), count=1)
             total += product * factor[:, None]
@@ -166,7 +130,7 @@ def _multiply_rows(  # type: ignore[no-untyped-def]
             gl.store(at, rounded, mask=(row < end)[:, None] & (column < width)[None, :])
         stage = count % STAGES
         mbarrier.wait(full.index(stage), count // STAGES & 1)
-        first = _ask(plan, stage)
+        first = ask(plan, stage)
     tma.store_wait(0)
 
 
@@ -219,7 +183,7 @@ def _load_columns(  # type: ignore[no-untyped-def]
     while tile < groups * of_group:
         following = gl.num_programs(0) + gl.atomic_add(counter, 1)
         group, inside_group = tile // of_group, tile % of_group
-        row_tile, column_tile = _place_in_band(inside_group, tiles_out, tiles_in)
+        row_tile, column_tile = place_in_band(inside_group, tiles_out, tiles_in)
         out, into = row_tile * BLOCK, column_tile * BLOCK
         segment = group * per_group
         block = gl.load(block_ends + segment - 1, mask=segment > 0, other=0)
@@ -228,10 +192,10 @@ def _load_columns(  # type: ignore[no-untyped-def]
             stage = count % STAGES
             mbarrier.wait(empty.index(stage), count // STAGES & 1 ^ 1)
             if number == block:
-                _tell(plan, stage, group)
-                _tell(plan, STAGES + stage, out)
-                _tell(plan, 2 * STAGES + stage, into)
-                _tell(plan, 3 * STAGES + stage, last - block)
+                tell(plan, stage, group)
+                tell(plan, STAGES + stage, out)
+                tell(plan, 2 * STAGES + stage, into)
+                tell(plan, 3 * STAGES + stage, last - block)
             mbarrier.expect(full.index(stage), 2 * BLOCK * BLOCK + 2 * BLOCK * 4)
             load_bulk(left_tiles, [out, number * BLOCK], full.index(stage), a.index(stage))
             load_bulk(right_tiles, [into, number * BLOCK], full.index(stage), b.index(stage))
@@ -239,10 +203,7 @@ def _load_columns(  # type: ignore[no-untyped-def]
             load_bulk(right_factor_tiles, [number * right_step + into], full.index(stage), right_factors.index(stage))
             count += 1
         tile = following
-    stage = count % STAGES
-    mbarrier.wait(empty.index(stage), count // STAGES & 1 ^ 1)
-    _tell(plan, stage, DONE)
-    mbarrier.arrive(full.index(stage), count=1)
+    tell_done(plan, full, empty, count, STAGES)
 
 
 @gluon.jit
@@ -254,11 +215,11 @@ def _multiply_columns(  # type: ignore[no-untyped-def]
     SUMS: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK, 32])
     count = 0
     mbarrier.wait(full.index(0), 0)
-    group = _ask(plan, 0)
+    group = ask(plan, 0)
     while group != DONE:
         stage = count % STAGES
-        out, into = _ask(plan, STAGES + stage), _ask(plan, 2 * STAGES + stage)
-        blocks = _ask(plan, 3 * STAGES + stage)
+        out, into = ask(plan, STAGES + stage), ask(plan, 2 * STAGES + stage)
+        blocks = ask(plan, 3 * STAGES + stage)
         total = gl.zeros([HALF, BLOCK], gl.float32, SUMS)
         none = gl.zeros([HALF, BLOCK], gl.float32, SUMS)
         for _ in range(blocks):
@@ -278,7 +239,7 @@ def _multiply_columns(  # type: ignore[no-untyped-def]
         add_bulk(total_tiles, [group, out + WHICH * HALF, into], staging)
         stage = count % STAGES
         mbarrier.wait(full.index(stage), count // STAGES & 1)
-        group = _ask(plan, stage)
+        group = ask(plan, stage)
     tma.store_wait(0)
 
 

@@ -1,6 +1,7 @@
-"""Grouped products of experts on a GPU: torch's kernel for outputs and input gradients, our own for weight gradients.
+"""Grouped products of experts on a GPU. Outputs and input gradients: a kernel with specialised warps on Hopper, torch's
+elsewhere. Weight gradients: our own kernel, which accumulates into the float32 main gradient.
 
-Our kernel accumulates into the float32 main gradient. None of the kernels needs the groups' sizes on the host.
+None of the kernels needs the groups' sizes on the host.
 """
 
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from megatron.core.ops.gluon import gluon_kernel
 from megatron.core.ops.moe.grouped_linear import (
     GroupedProducts,
     RowGroups,
@@ -48,12 +50,18 @@ needs 112 KB, with bulk copies 144 KB, and capabilities 8.6, 8.9 and 12 have 99 
 
 
 def grouped_product_cuda(rows: Tensor, weight: Tensor, groups: RowGroups, transposed: bool) -> Tensor:
-    """Computes `grouped_linear.grouped_product`. Types other than bfloat16 and odd widths use the reference."""
+    """Computes `grouped_linear.grouped_product`. Types other than bfloat16 and odd widths use the reference. Outputs of
+    rows behind the last group are not written."""
     if not is_one_product(rows.dtype, *weight.shape[1:]) or not rows.is_cuda:
         return grouped_product(rows, weight, groups, transposed)
     if not rows.shape[0]:
         return rows.new_empty(0, weight.shape[1 if transposed else 2])
-    return grouped_mm(rows.contiguous(), weight.transpose(1, 2) if transposed else weight, offs=groups.ends)
+    rows = rows.contiguous()
+    kernel = gluon_kernel("moe.grouped_product_specialized_triton")
+    if kernel is not None and kernel.takes(rows, weight):
+        product: Tensor = kernel.grouped_product_specialized(rows, weight, groups, transposed)
+        return product
+    return grouped_mm(rows, weight.transpose(1, 2) if transposed else weight, offs=groups.ends)
 
 
 @triton.jit
