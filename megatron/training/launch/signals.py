@@ -149,19 +149,13 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def shield_worker(grace: int = 60) -> None:
+def shield_worker() -> None:
     """Keeps a process that loads data alive when a signal goes to the whole process group.
 
-    Launchers and terminals signal the group, and the training process needs its data workers until all ranks stop.
-    The other signals that end a run are ignored; after SIGTERM the worker lives for `grace` seconds, or until a second
-    SIGTERM.
+    Launchers and terminals signal the group, and the training process needs its data workers until all ranks stop,
+    which may take long: a step, an evaluation or a save comes before. The other signals that end a run are ignored; a
+    second SIGTERM ends the worker.
     """
     for number in set(DEFAULT_SIGNALS) - {signal.SIGTERM}:
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-
-    def terminate(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.alarm(grace)
-
-    signal.signal(signal.SIGTERM, terminate)
+    signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
