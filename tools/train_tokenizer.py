@@ -39,6 +39,7 @@ from megatron.training.tokenizer.gpt2_bpe import END_OF_TEXT
 USAGE = "python tools/train_tokenizer.py --input FILE ... --vocab-size N --output-dir DIR [flags]"
 ABOUT = "Trains a tokenizer on the text of .jsonl files. The same input gives the same files."
 SMALLEST_VOCAB = 257  # the bytes and the end of text
+LARGEST_VOCAB = 10_000_000  # the trainers allocate memory for all of it
 BERT_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 LONGEST_LINE = 256 << 20
 
@@ -86,6 +87,8 @@ def problems_of(config: TokenizerTrainingConfig) -> Iterator[str]:
     if config.vocab_size < smallest:
         what = "the special tokens" if config.tokenizer_type.startswith("Bert") else "the bytes and the end of text"
         yield f"{{vocab_size}} must be at least {smallest}, for {what}"
+    if config.vocab_size > LARGEST_VOCAB:
+        yield f"{{vocab_size}} must be at most {LARGEST_VOCAB}"
     if config.max_bytes is not None and config.max_bytes < 1:
         yield "{max_bytes} must be at least 1"
     if config.min_frequency < 1:

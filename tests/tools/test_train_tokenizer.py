@@ -124,6 +124,10 @@ def test_a_small_text_gives_fewer_tokens(tmp_path, train):
         (["--input", "none", "--output-dir", "x"], ["--input none: no such file"]),
         (["--input", CORPUS, "--output-dir", "x", "--vocab-size", 100], ["--vocab-size 100 must be at least 257"]),
         (
+            ["--input", CORPUS, "--output-dir", "x", "--vocab-size", 10**11],
+            ["--vocab-size 100000000000 must be at most 10000000"],
+        ),
+        (
             ["--input", CORPUS, "--output-dir", "x", "--vocab-size", 4, "--tokenizer-type", "BertWordPieceCase"],
             ["--vocab-size 4 must be at least 5, for the special tokens"],
         ),
