@@ -387,7 +387,7 @@ RULES: tuple[Rule, ...] = (
     file_checks.settings_of_communicators,
     file_checks.data_in_object_stores,
     file_checks.folders_are_folders,
-    file_checks.save_can_be_written,
+    file_checks.folders_can_be_written,
     file_checks.checkpoint_folders_exist,
     file_checks.checkpoint_can_be_selected,
     graph_checks.micro_batch_graphs,

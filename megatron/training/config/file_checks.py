@@ -249,22 +249,40 @@ def folders_are_folders(s: Settings) -> Iterator[str]:
             yield f"{{{field}}} is one checkpoint; give the folder that it is in: {parent}{step}"
 
 
-def save_can_be_written(s: Settings) -> Iterator[str]:
-    """The folder of --save can be made or written to. Not checked in a dry run, which writes nothing there."""
-    if not s.save or s.dry_run or not s.launch_environment.looks_at_files or Path(s.save).is_file():
+def folders_can_be_written(s: Settings) -> Iterator[str]:
+    """The folders of --save and of the log can be made or written to. Not checked in a dry run, which writes nothing.
+
+    The last pipeline stage writes the log, perhaps on a machine with other folders, so the log's are checked only if
+    there is one stage.
+    """
+    if s.dry_run or not s.launch_environment.looks_at_files:
         return
-    existing = next(folder for folder in (Path(s.save), *Path(s.save).parents) if os.path.exists(folder))
+    folders = {"save": s.save}
+    if s.pipeline_model_parallel_size == 1:
+        folders["tensorboard_dir"] = s.tensorboard_dir
+        folders["wandb_save_dir"] = s.wandb_save_dir if s.wandb_project else None
+        if s.is_given("metrics_path") and s.metrics_path:
+            folders["metrics_path"] = os.path.dirname(s.metrics_path) or "."
+            if Path(s.metrics_path).is_dir():
+                yield "{metrics_path} is a folder; give a file"
+    for field, folder in folders.items():
+        if folder and not Path(folder).is_file():  # which is the problem of `folders_are_folders`
+            yield from _can_be_written(field, Path(folder))
+
+
+def _can_be_written(field: str, folder: Path) -> Iterator[str]:
+    existing = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     if not existing.is_dir():
-        yield "{save}: " + literal_text(f"{existing} is a file, not a folder; give another path")
+        yield f"{{{field}}}: " + literal_text(f"{existing} is a file, not a folder; give another path")
     elif not os.access(existing, os.W_OK | os.X_OK):
-        yield "{save}: " + literal_text(f"no permission to write in {existing.absolute()}; give another path")
+        yield f"{{{field}}}: " + literal_text(f"no permission to write in {existing.absolute()}; give another path")
     else:
         try:  # os.access allows root everything, in /proc and /sys too
             with TemporaryDirectory(prefix=".try-", dir=existing):
                 pass
         except OSError as error:
             reason = f"no folder can be made in {existing.absolute()} ({error.strerror}); give another path"
-            yield "{save}: " + literal_text(reason)
+            yield f"{{{field}}}: " + literal_text(reason)
 
 
 def checkpoint_folders_exist(s: Settings) -> Iterator[str]:

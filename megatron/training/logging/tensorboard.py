@@ -223,8 +223,8 @@ def wandb_log(
     world_size: int = 1,
     device: torch.device | None = None,
 ) -> ScalarLog:
-    """Returns a writer that sends the same scalars to Weights & Biases. Raises UserError without the wandb package, and
-    if the service cannot be reached or refuses the login.
+    """Returns a writer that sends the same scalars to Weights & Biases. Raises UserError without the wandb package,
+    if `save_dir` cannot be made, and if the service cannot be reached or refuses the login.
 
     Steps must increase there, so the tags "vs samples" are left out.
     """
@@ -234,8 +234,11 @@ def wandb_log(
         raise UserError(
             f"--wandb-project {project} needs the package wandb: pip install wandb, or drop the flag"
         ) from error
-    if save_dir is not None:
-        Path(save_dir).mkdir(parents=True, exist_ok=True)
+    try:
+        if save_dir is not None:
+            Path(save_dir).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--wandb-save-dir {save_dir} cannot be written: {error.strerror or error}") from error
     try:
         run: Any = wandb.init(project=project, name=name, entity=entity, dir=save_dir, config=config)
     except wandb.Error as error:

@@ -194,6 +194,29 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     assert problems_of(f"{SMALL} --save {tmp_path}/runs/a") == [problem]
 
 
+@pytest.mark.parametrize(
+    ("flags", "folder"),
+    [
+        ("--tensorboard-dir {}", "{}"),
+        ("--metrics-path {}/m.jsonl", "{}/m.jsonl"),
+        ("--wandb-project a --wandb-exp-name b --wandb-save-dir {}", "{}"),
+    ],
+)
+def test_a_log_that_cannot_be_written(tmp_path: Path, flags: str, folder: str) -> None:
+    (tmp_path / "file").touch()
+    words = f"{SMALL} {flags.format(tmp_path / 'runs')}"
+    assert not problems_of(words)
+    words = f"{SMALL} {flags.format(tmp_path / 'file/runs')}"
+    flag = flags.split()[-2]
+    says = f"{flag} {folder.format(tmp_path / 'file/runs')}: {tmp_path}/file is a file, not a folder; give another path"
+    assert problems_of(words) == [says]
+    assert not problems_of(f"{words} --dry-run") and not problems_of(words, looks=False)
+
+
+def test_a_folder_in_place_of_the_file_of_metrics(tmp_path: Path) -> None:
+    assert problems_of(f"{SMALL} --metrics-path {tmp_path}") == [f"--metrics-path {tmp_path} is a folder; give a file"]
+
+
 def test_a_folder_that_permissions_allow_and_the_file_system_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

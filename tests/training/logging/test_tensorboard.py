@@ -4,6 +4,7 @@ import errno
 import os
 import subprocess
 import sys
+from types import ModuleType
 
 import pytest
 from support.programs import python
@@ -111,6 +112,13 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match=r"--wandb-project mine .* package wandb"):
         wandb_log("mine", TagChoices(), name="run")
+
+
+def test_a_folder_of_wandb_that_cannot_be_made(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setitem(sys.modules, "wandb", ModuleType("wandb"))
+    with pytest.raises(UserError, match=r"--wandb-save-dir .*/file/runs cannot be written: Not a directory"):
+        wandb_log("mine", TagChoices(), name="run", save_dir=str(tmp_path / "file/runs"))
 
 
 def test_wandb_gets_growing_steps(monkeypatch):
