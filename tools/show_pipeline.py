@@ -63,6 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+_MOST_PASSES = 1_000_000
+
+
 def schedule_of(args: argparse.Namespace) -> Schedule:
     """Returns the schedule of the flags. Raises UserError for flags that do not go together."""
     size, chunks, name = (
@@ -75,6 +78,11 @@ def schedule_of(args: argparse.Namespace) -> Schedule:
         value = getattr(args, flag)
         if value is not None and value < 1:
             raise UserError(f"--{flag.replace('_', '-')} {value} must be at least 1")
+    if size * (chunks or 1) * args.num_microbatches > _MOST_PASSES:
+        raise UserError(
+            f"--pipeline-model-parallel-size {size} x --num-virtual-stages-per-pipeline-rank {chunks or 1} x "
+            f"--num-microbatches {args.num_microbatches} is too much for a picture; at most {_MOST_PASSES} works"
+        )
     if name == "zb-v" and chunks not in (None, 2):
         raise UserError(
             f"--num-virtual-stages-per-pipeline-rank {chunks}: zb-v has 2 chunks a rank; leave the flag out"

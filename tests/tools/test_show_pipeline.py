@@ -91,6 +91,7 @@ def test_lists_of_actions(capsys: pytest.CaptureFixture[str]) -> None:
         (["--pipeline-schedule", "1f1b", "--num-virtual-stages-per-pipeline-rank", "2"], "use interleaved"),
         (["--overlap-moe-expert-parallel-comm"], "give --num-virtual-stages-per-pipeline-rank of 2 or more"),
         (["--num-microbatches", "0"], "--num-microbatches 0 must be at least 1"),
+        (["--num-microbatches", "100000000000"], "--num-microbatches 100000000000 is too much for a picture"),
         (
             ["--num-virtual-stages-per-pipeline-rank", "2", "--microbatch-group-size-per-virtual-pipeline-stage", "2"],
             "less than the 3 ranks; 3 works",
