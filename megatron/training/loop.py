@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.ops.fp8.recipes import DelayedScaling
 from megatron.core.optimizer import MegatronOptimizer, StepUpdate
 from megatron.core.optimizer.clip_grads import weight_norm
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -171,13 +172,15 @@ def run_step(
 def mark_step_start(
     model: Sequence[Any], optimizer: MegatronOptimizer, data: StepData | None, probe: GradientProbe | None
 ) -> Callable[[], bool]:
-    """Marks the start of a step. Returns a function that restores data, gradients and the biases of experts as they are
-    now. That function returns False if the data is a script's own iterator, which cannot go back."""
+    """Marks the start of a step. Returns a function that restores data, gradients, the biases of experts and the
+    histories of delayed fp8 scaling as they are now. That function returns False if the data is a script's own
+    iterator, which cannot go back."""
     if data is not None:
         data.keep_step()
     modules = [module for chunk in model for module in chunk.modules()]
     routers = [module for module in modules if getattr(module, "expert_bias", None) is not None]
     biases = [router.expert_bias.detach().clone() for router in routers]
+    histories = [module.mark_step_start() for module in modules if isinstance(module, DelayedScaling)]
 
     def go_back_to_start() -> bool:
         if data is None or not data.rewind():
@@ -188,6 +191,8 @@ def mark_step_start(
         for router, bias in zip(routers, biases, strict=True):
             router.expert_bias.copy_(bias)
             router.take_tokens_per_expert()
+        for restore_history in histories:
+            restore_history()
         if probe is not None:
             probe.take()
         return True

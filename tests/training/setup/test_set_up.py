@@ -68,8 +68,9 @@ def test_an_automatic_layout_is_resolved_into_a_new_config() -> None:
     assert config.transformer.pipeline_model_parallel_layout == "auto"
 
 
-def test_an_injected_error_is_found_and_changes_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    flags = "--mock-data --train-iters 2 --eval-iters 0"
+@pytest.mark.parametrize("fp8", ["", "--bf16 --fp8-format hybrid --fp8-recipe delayed"])
+def test_an_injected_error_is_found_and_changes_nothing(fp8: str, capfd: pytest.CaptureFixture[str]) -> None:
+    flags = f"--mock-data --train-iters 2 --eval-iters 0 {fp8}"
     plain = train(flags).losses
     assert train(f"{flags} --error-injection-rate 3").losses == plain
     assert "lm loss is rejected, injected as transient_error" in capfd.readouterr().out

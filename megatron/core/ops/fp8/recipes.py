@@ -276,6 +276,20 @@ class DelayedScaling(Scaling):
         """Puts the largest values of a step, [3], in front of the history. A value of 0 repeats the step before."""
         _add_step([self], amax[None])
 
+    @torch.no_grad()
+    def mark_step_start(self) -> Callable[[], None]:
+        """Returns a function that puts back the present history after a step, which is then computed again."""
+        before, was_cold = self.amax_history.detach().clone(), self._is_cold
+
+        @torch.no_grad()
+        def go_back_to_start() -> None:
+            # A weight that is kept in fp8 is not read again, so its largest value is that of the first computation.
+            self.seen_of(Role.WEIGHTS).copy_(self.amax_history[Role.WEIGHTS, 0])
+            self.amax_history.copy_(before)
+            self._scales_are_current, self._is_cold = False, was_cold
+
+        return go_back_to_start
+
     def forget(self) -> None:
         """Computes the scales from the history again."""
         self._scales_are_current, self._is_cold = False, None
