@@ -307,8 +307,7 @@ class MainGrad(Protocol):
         """Reports that the caller has added a micro-batch's gradient to `gradient`."""
 
     def counted_once(self) -> AbstractContextManager[None]:
-        """Returns a context whose contributions are reported as one, at its end. Deferred products are reported one by
-        one, when they are computed."""
+        """Returns a context whose contributions are reported as one, at its end. No product inside it is deferred."""
 
     def add_rows(self, index: Tensor, gradient: Tensor) -> None:
         """Accumulates rows of a table: `gradient` [t, h] into the rows `index` (int64 [t]), which may repeat."""

@@ -65,13 +65,14 @@ class BufferMainGrad:
 
     @contextlib.contextmanager
     def counted_once(self) -> Iterator[None]:
-        """Contributions inside the context are reported as one, at its end. Deferred products are reported one by one,
-        when they are computed."""
-        if self.defers_weight_grad:
-            yield
-            return
-        with self.reporting_to(lambda parameter: None):
-            yield
+        """Contributions inside the context are reported as one, at its end. No product inside it is deferred: the
+        queue would keep the factors of all of them."""
+        queue, self._queue = self._queue, None
+        try:
+            with self.reporting_to(lambda parameter: None):
+                yield
+        finally:
+            self._queue = queue
         self.on_accumulated(self.parameter)
 
     def add_product(self, output_gradient: Tensor, inputs: Tensor | InputsToGather) -> None:
