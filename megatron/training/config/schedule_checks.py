@@ -60,7 +60,10 @@ _MOST_SAMPLES = 10**11
 
 
 def samples_of_run(s: Settings) -> Iterator[str]:
-    """The order of the samples, which is computed before training, fits into the memory of a large machine."""
+    """The order of the samples, which is computed before training, fits into the memory of a large machine. Data sets
+    of a script may have none."""
+    if s.datasets_of_script or s.dataloader_type == "external":
+        return
     batch = s.global_batch_size or 0
     for samples, flags in (
         (s.train_samples or 0, "{train_samples}"),

@@ -268,6 +268,7 @@ def test_batch_sizes_that_change_and_those_of_evaluation() -> None:
 
 def test_a_script_with_data_sets_of_its_own_needs_no_files() -> None:
     words, defaults = without("--mock-data").split(), {"datasets_of_script": True}
+    words += ["--train-iters", "100000000000"]  # until a user stops the run; no order of samples is computed
     config = configure(words, args_defaults=defaults, launch_environment=LaunchEnvironment(1, False))
     assert config.data.data_path is None and config.data.datasets_of_script
 
