@@ -17,13 +17,14 @@ _DATASET_CONFIGS = {"gpt": gpt_dataset_config, "bert": bert_dataset_config, "t5"
 """For each model family: the function that makes the config of its data sets, which checks the tokenizer."""
 
 
-def check_data_of_run(config: PretrainConfig, tokenizer: Tokenizer, *, reads_ids: bool = True) -> None:
+def check_data_of_run(config: PretrainConfig, tokenizer: Tokenizer, *, reads_data: bool = True) -> None:
     """Raises UserError, the same on all ranks, if another tokenizer made the data of the run, or if the tokenizer lacks
-    a special token that samples of the model's family need. Leaves out data that a script builds; with `reads_ids`
-    False also data without a manifest, of which all ids are read otherwise. Collective."""
+    a special token that samples of the model's family need. Leaves out data that a script builds. Without `reads_data`
+    only manifests are compared with the tokenizer; otherwise files are compared with their manifests, and all ids are
+    read where there is none. Collective."""
     if not config.data.datasets_of_script and config.data.sources():
         RankCoordinator().run_on_first(
-            partial(_check_data, config, tokenizer, check_data if reads_ids else check_manifest)
+            partial(_check_data, config, tokenizer, check_data if reads_data else partial(check_manifest, files=False))
         )
 
 

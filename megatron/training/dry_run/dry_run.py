@@ -67,7 +67,7 @@ def dry_run(config: PretrainConfig, providers: Providers) -> DryRun:
     vocab_size = config.tokenizer.model_vocab_size(tokenizer.vocab_size)
     check_before_build(config, schedule_of_flags=providers.build_scheduler is None)
     check_vocabulary(config, (vocab_size, padded))
-    check_data_of_run(config, tokenizer, reads_ids=False)
+    check_data_of_run(config, tokenizer, reads_data=False)
     ranks = rank_memory(config, providers, tokenizer, padded)
     return DryRun(
         parameters=parameters_of_model(entry.shard for entry in ranks),

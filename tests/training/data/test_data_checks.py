@@ -1,9 +1,12 @@
 """Data sets and tokenizers that do not fit are refused before the model is built."""
 
+import io
+import json
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+from rich.console import Console
 from support.runs import TINY, train, write_documents
 
 import pretrain_bert
@@ -12,6 +15,8 @@ import pretrain_t5
 from megatron.core.exceptions import UserError
 from megatron.training.arguments import configure
 from megatron.training.data.data_checks import check_data_of_run
+from megatron.training.data_preparation.config import PreparationConfig
+from megatron.training.data_preparation.prepare import prepare
 from megatron.training.dry_run.dry_run import dry_run
 from megatron.training.providers import Providers
 from megatron.training.tokenizer.null import NullTokenizer
@@ -46,3 +51,19 @@ def test_special_tokens_of_the_family_are_missing(script: Any) -> None:
 def test_data_of_a_script_is_not_looked_at() -> None:
     config = configure(FLAGS.split(), args_defaults={"model_family": "bert", "datasets_of_script": True})
     check_data_of_run(config, NullTokenizer(40))
+
+
+def test_a_dry_run_compares_manifests_and_reads_no_tokens(tmp_path: Path) -> None:
+    """A blend may have thousands of files."""
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": f"{n} 7 8"}) + "\n" for n in range(30)))
+    sources = PreparationConfig(input=[str(tmp_path / "in.jsonl")], output_prefix=str(tmp_path / "x"), workers=1)
+    prepare(sources, NullTokenizer(40), Console(file=io.StringIO()), lambda _: None)
+    tokens = tmp_path / "x_text_document.bin"
+    tokens.write_bytes(tokens.read_bytes()[::-1])
+    flags = f"{FLAGS} --data-path {tmp_path / 'x_text_document'} --tokenizer-type NullTokenizer --vocab-size"
+    providers = Providers(pretrain_gpt.build_model, pretrain_gpt.build_datasets, pretrain_gpt.build_forward_step)
+    assert dry_run(configure(f"{flags} 40".split()), providers).parameters
+    with pytest.raises(UserError, match="its content differs"):
+        train(f"{flags} 40", providers, base="")
+    with pytest.raises(UserError, match="made with the NullTokenizer of 41 ids, but the model has 31"):
+        dry_run(configure(f"{flags} 30".split()), providers)
