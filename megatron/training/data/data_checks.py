@@ -22,7 +22,8 @@ def check_data_of_run(config: PretrainConfig, tokenizer: Tokenizer, *, reads_dat
     a special token that samples of the model's family need. Leaves out data that a script builds. Without `reads_data`
     only manifests are compared with the tokenizer; otherwise files are compared with their manifests, and all ids are
     read where there is none. Collective."""
-    if not config.data.datasets_of_script and config.data.sources():
+    of_script = config.data.datasets_of_script or config.data.dataloader_type == "external"
+    if not of_script and config.data.sources():
         RankCoordinator().run_on_first(
             partial(_check_data, config, tokenizer, check_data if reads_data else partial(check_manifest, files=False))
         )

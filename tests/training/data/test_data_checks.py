@@ -48,8 +48,11 @@ def test_special_tokens_of_the_family_are_missing(script: Any) -> None:
         dry_run(configure(flags.split(), None, script.DEFAULTS), providers)
 
 
-def test_data_of_a_script_is_not_looked_at() -> None:
-    config = configure(FLAGS.split(), args_defaults={"model_family": "bert", "datasets_of_script": True})
+@pytest.mark.parametrize(
+    ("flags", "defaults"), [("", {"datasets_of_script": True}), ("--mock-data --dataloader-type external", {})]
+)
+def test_data_of_a_script_is_not_looked_at(flags: str, defaults: dict[str, Any]) -> None:
+    config = configure(f"{FLAGS} {flags}".split(), args_defaults={"model_family": "bert", **defaults})
     check_data_of_run(config, NullTokenizer(40))
 
 
