@@ -195,8 +195,6 @@ class PlacementSteps:
 
     def __init__(self, placements: Sequence[ExpertPlacement]) -> None:
         self.placements = list(placements)
-        self.num_swapped = 0
-        """Number of experts that this rank computes for other ranks in this step."""
         self._counts: deque[HostCopy] = deque()
         self._counts_at_start: list[HostCopy] = []
         """`_counts` when this step began."""
@@ -214,7 +212,6 @@ class PlacementSteps:
         if again:
             self._counts = deque(self._counts_at_start)
         self._counts_at_start = list(self._counts)
-        self.num_swapped = 0
         if len(self._counts) < _DELAY:
             return
         counts = self._counts.popleft().wait()
@@ -229,7 +226,6 @@ class PlacementSteps:
         for placement, homes, (position, expert) in zip(self.placements, layers, numbers, strict=True):
             if any(home != rank for rank, own in enumerate(homes) for home in own):
                 placement.start_swap(homes, Renumbering(position, expert))
-                self.num_swapped += sum(home != placement.rank for home in homes[placement.rank])
 
     @torch.no_grad()
     def finish_step(self) -> None:

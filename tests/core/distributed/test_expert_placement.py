@@ -119,7 +119,7 @@ def train(
     for step in range(STEPS):
         rows.clear()
         ddp.zero_grad_buffer()
-        swapped = ddp._placements.num_swapped
+        swapped = sum(placement.is_swapped for placement in ddp._placements.placements)
         get_forward_backward_func(pp_size=1)(
             forward_step_func=partial(forward_step, step=step),
             data_iterator=iter(range(MICRO_BATCHES)),
