@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.expert_placement import PlacementSteps
 from megatron.core.distributed.sharding_strategy import Sharding, shardings
 from megatron.core.distributed.units import UnitPlan, plan_units
 from megatron.core.exceptions import UserError
@@ -43,10 +45,13 @@ class MemoryBytes:
     """Largest amount at any time of a step for whole weights and gradients of units that are otherwise sharded."""
     quantized: int = 0
     """Quantised copies of weights that fp8 layers keep until the weights change."""
+    swapped: int = 0
+    """Largest amount for swapped experts, if a rank swaps all of its experts. The data decides how many it swaps,
+    mostly few, so this is no part of `total`."""
 
     @property
     def total(self) -> int:
-        """Sum of all kinds."""
+        """Sum of all kinds but `swapped`."""
         return self.weights + self.gradients + self.optimizer + self.gathered + self.quantized
 
 
@@ -57,6 +62,8 @@ class ModelShard:
     stages: tuple[StageModules, ...]
     plans: tuple[tuple[UnitPlan, ...], ...]
     shardings: Mapping[str, Sharding]
+    swappable: tuple[tuple[nn.Parameter, ...], ...]
+    """The weights of each chunk's experts that ranks swap for the length of a step."""
 
     @property
     def infos(self) -> list[ParameterInfo]:
@@ -119,6 +126,12 @@ def build_shard(
         tuple(stages.stage_at(pipeline_rank, number) for number in range(stages.chunks)),
         tuple(tuple(plan_units(chunk, shards, config.ddp.main_grads_dtype)) for chunk in chunks),
         shared,
+        tuple(
+            tuple(
+                weight for placement in PlacementSteps.of(chunk).placements for weight in placement.experts.parameters()
+            )
+            for chunk in chunks
+        ),
     )
 
 
@@ -147,7 +160,21 @@ def memory_of_shard(shard: ModelShard, config: PretrainConfig) -> MemoryBytes:
         ranges = [(index * owned, (index + 1) * owned) for index in ends]
         if not is_offloaded:
             optimizer += max(state_bytes(plan, shard, moments, config.optimizer) for shard in ranges)
-    return MemoryBytes(weights, gradients, optimizer, _gathered_bytes(shard, config), quantized)
+    gathered = _gathered_bytes(shard, config)
+    return MemoryBytes(weights, gradients, optimizer, gathered, quantized, _swapped_bytes(shard))
+
+
+def _swapped_bytes(shard: ModelShard) -> int:
+    """Returns the largest number of bytes of the experts that a rank sends and receives, if it swaps all of them. All
+    weights are on their way when a step begins. Those that were sent are kept until their chunk returns gradients."""
+    plan_of = {slot.parameter: plan for plans in shard.plans for plan in plans for slot in plan.slots}
+    weights = [sum(weight.nbytes for weight in chunk) for chunk in shard.swappable]
+    gradients = [
+        sum(weight.numel() * plan_of[weight].grad_dtype.itemsize for weight in chunk if weight in plan_of)
+        for chunk in shard.swappable
+    ]
+    returning = (2 * gradients[chunk] + sum(weights[chunk + 1 :]) for chunk in range(len(gradients)))
+    return max(2 * sum(weights), *returning)
 
 
 def _gathered_bytes(shard: ModelShard, config: PretrainConfig) -> int:
