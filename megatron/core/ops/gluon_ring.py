@@ -13,12 +13,24 @@ phase 0, and the phase before it counts as ended: warp groups start with phase 0
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 BAND = gl.constexpr(8)
 """Rows of tiles that are computed together, so that neighbouring programs share inputs in the cache."""
 DONE = gl.constexpr(-1)
 """First number of a plan that says that no tile is left."""
+
+
+@gluon.jit
+def ring_barriers(STAGES: gl.constexpr, WARP_GROUPS: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Returns `full` and `empty` of a ring, from which WARP_GROUPS warp groups read."""
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=WARP_GROUPS)
+    fence_async_shared()
+    return full, empty
 
 
 @gluon.jit

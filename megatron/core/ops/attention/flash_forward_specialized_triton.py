@@ -59,7 +59,7 @@ from megatron.core.ops.attention.flash_forward_triton import (
 )
 from megatron.core.ops.dropout.keep_bits_gluon import drop_pairs, load_words
 from megatron.core.ops.gluon_copies import head_tiles, load_bulk, store_bulk
-from megatron.core.ops.gluon_ring import ask, tell
+from megatron.core.ops.gluon_ring import DONE, ask, tell
 from megatron.core.ops.sum_rows_triton import num_multiprocessors
 from megatron.core.ops.tiles import cdiv
 
@@ -78,8 +78,6 @@ _CACHED_PACKED = 1 << 26
 BATCH, HEAD, FIRST_QUERY, LAST_TILE, LATE, SEEN, EARLY = (gl.constexpr(place) for place in range(7))
 """Places in `plan`: the tile of queries, the last tile of keys, and how many tiles follow with keys that are too late
 for some queries, with keys that all queries see, and with keys that are too early for some queries."""
-DONE = gl.constexpr(-1)
-"""First query of a plan that says that no tile is left."""
 
 
 @gluon.jit

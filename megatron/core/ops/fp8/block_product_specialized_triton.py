@@ -34,7 +34,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from megatron.core.ops.fp8.grouped import QuantizedGroups, Segments
 from megatron.core.ops.gluon_copies import add_bulk, load_bulk, store_bulk
-from megatron.core.ops.gluon_ring import DONE, ask, place_in_band, tell, tell_done
+from megatron.core.ops.gluon_ring import DONE, ask, place_in_band, ring_barriers, tell, tell_done
 from megatron.core.ops.sum_rows_triton import num_multiprocessors
 from megatron.core.ops.tiles import cdiv
 
@@ -147,12 +147,7 @@ def _product_of_blocks_kernel(  # type: ignore[no-untyped-def]
     factors = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], factor_tiles.layout)
     plan = gl.allocate_shared_memory(gl.int32, [3 * STAGES, 1], VECTOR)
     weights = gl.allocate_shared_memory(gl.float32, [STAGES, 1], VECTOR)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)
-    fence_async_shared()
+    full, empty = ring_barriers(STAGES, 2)
     gl.warp_specialize(
         [
             (_multiply_rows, (output_tiles, output, plan, weights, a, b, factors, staging.index(0), full, empty, width,
@@ -255,12 +250,7 @@ def _gradient_of_blocks_kernel(  # type: ignore[no-untyped-def]
     left_factors = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], left_factor_tiles.layout)
     right_factors = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], right_factor_tiles.layout)
     plan = gl.allocate_shared_memory(gl.int32, [4 * STAGES, 1], VECTOR)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)
-    fence_async_shared()
+    full, empty = ring_barriers(STAGES, 2)
     gl.warp_specialize(
         [
             (_multiply_columns, (total_tiles, plan, a, b, left_factors, right_factors, staging.index(0), full, empty,

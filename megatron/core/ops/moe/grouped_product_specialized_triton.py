@@ -37,7 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from megatron.core.ops.gluon_copies import load_bulk, store_bulk
-from megatron.core.ops.gluon_ring import DONE, ask, place_in_band, tell, tell_done
+from megatron.core.ops.gluon_ring import DONE, ask, place_in_band, ring_barriers, tell, tell_done
 from megatron.core.ops.moe.grouped_linear import RowGroups
 from megatron.core.ops.sum_rows_triton import num_multiprocessors
 from megatron.core.ops.tiles import cdiv, next_power_of_2
@@ -182,12 +182,7 @@ def _grouped_product_kernel(  # type: ignore[no-untyped-def]
     b = gl.allocate_shared_memory(weight_tiles.dtype, b_shape, weight_tiles.layout)
     staging = gl.allocate_shared_memory(output_tiles.dtype, [2 * BUFFERS, ROWS, PIECE], output_tiles.layout)
     plan = gl.allocate_shared_memory(gl.int32, [3 * STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)
-    fence_async_shared()
+    full, empty = ring_barriers(STAGES, 2)
     gl.warp_specialize(
         [
             (_multiply, (output_tiles, output, plan, a, b, staging, full, empty, width, blocks, TRANSPOSED, 0)),
