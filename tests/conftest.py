@@ -61,6 +61,15 @@ def nothing_distributed_is_left() -> Iterator[None]:
         pytest.fail("the test left a process group of torch.distributed, which later tests would find")
 
 
+@pytest.fixture(autouse=True)
+def torch_varies_again() -> Iterator[None]:
+    """Ends the deterministic mode of a run in this process: later tests expect the kernels of other runs."""
+    yield
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(False)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: distribution.place_of(item.nodeid))
     if config.getoption("--quick"):
