@@ -80,6 +80,10 @@ class BlendedMegatronDatasetConfig:
     defer_npy_index_mmap: bool = False
     """Accepted without effect: index arrays are always mapped, and read at the first access."""
 
+    num_ids: int | None = None
+    """Number of ids that the model knows. A sample with another id raises UserError, which names the file. None: not
+    checked."""
+
     renormalize_blend_weights: bool = False
     """Accepted without effect, for scripts of release 0.9: weights are always divided by their sum."""
 

@@ -153,7 +153,9 @@ class GPTDataset(MegatronDataset):
         assert dataset_path is not None
         expected = getattr(config, "token_dtype_code", None)
         copies = config.index_copies if isinstance(config, GPTDatasetConfig) else None
-        return IndexedDataset(dataset_path, False, config.mmap_bin_files, copies, dtype_code=expected)
+        return IndexedDataset(
+            dataset_path, False, config.mmap_bin_files, copies, dtype_code=expected, num_ids=config.num_ids
+        )
 
     @classmethod
     def is_empty(cls, low_level_dataset: Any, indices: Sequence[int] | np.ndarray, config: Any, split: Split) -> bool:

@@ -45,6 +45,7 @@ class IndexedDataset(torch.utils.data.Dataset):
             `path_to_idx_cache`; None: it is read into memory.
         dtype_code, sequences_per_dataset: expected token type, and expected numbers of sequences and of document
             indices. They are compared with the file.
+        num_ids: reading an id that is not in [0, num_ids) raises UserError; None: any id is read.
 
     Copies made by fork or pickle open the files themselves.
 
@@ -62,8 +63,10 @@ class IndexedDataset(torch.utils.data.Dataset):
         fast_cache_load: bool = False,
         sequences_per_dataset: tuple[int, int] | None = None,
         dtype_code: int | None = None,
+        num_ids: int | None = None,
     ) -> None:
         super().__init__()
+        self._num_ids = num_ids
         storage = object_storage_config if object_storage_config is not None else s3_config
         self.initialize(path_prefix, multimodal, mmap, storage, fast_cache_load, sequences_per_dataset, dtype_code)
 
@@ -184,7 +187,20 @@ class IndexedDataset(torch.utils.data.Dataset):
         start = int(self._pointers[idx]) + offset * self.dtype.itemsize
         if not 0 <= start <= self._bin_size() - count * self.dtype.itemsize:
             raise UserError(f"{get_idx_path(self.path_prefix)}: corrupt: sequence {idx} is outside the .bin file")
-        return self._tokens.read(start, count, self.dtype)
+        tokens = self._tokens.read(start, count, self.dtype)
+        if self._num_ids is not None and count:
+            self._check_ids(tokens, self._num_ids, idx, offset)
+        return tokens
+
+    def _check_ids(self, tokens: np.ndarray, num_ids: int, idx: int, offset: int) -> None:
+        # On a GPU an unknown id ends the process without a word about the data.
+        signed = tokens.dtype.kind != "u"
+        if np.maximum.reduce(tokens) >= num_ids or (signed and np.minimum.reduce(tokens) < 0):
+            wrong = int(np.argmax((tokens < 0) | (tokens >= num_ids)))
+            raise UserError(
+                f"{get_bin_path(self.path_prefix)}: id {tokens[wrong]} at sequence {idx}, offset {offset + wrong}, but "
+                f"the model has ids 0 to {num_ids - 1}; use the tokenizer that made the data, or prepare the data again"
+            )
 
     def _open(self) -> None:
         header, idx_path = self._header, self._idx_path
@@ -250,9 +266,10 @@ class IndexedDataset(torch.utils.data.Dataset):
     def __getstate__(self) -> dict[str, Any]:
         arguments = {"path_prefix": self.path_prefix, "multimodal": self.multimodal, "mmap": self.mmap}
         arguments["object_storage_config"] = self._storage
-        return {"arguments": arguments, "replaced_documents": self._replaced_documents}
+        return {"arguments": arguments, "num_ids": self._num_ids, "replaced_documents": self._replaced_documents}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        self._num_ids = state["num_ids"]
         self.initialize(**state["arguments"])
         if state["replaced_documents"] is not None:
             self.set_document_indices(state["replaced_documents"])

@@ -201,7 +201,7 @@ class MaskedWordPieceDataset(MegatronDataset):
         """Opens the .bin and .idx files of a prefix, or makes up documents."""
         if dataset_path is None:
             return MockSentences(config.tokenizer)
-        return IndexedDataset(dataset_path, multimodal=False, mmap=config.mmap_bin_files)
+        return IndexedDataset(dataset_path, multimodal=False, mmap=config.mmap_bin_files, num_ids=config.num_ids)
 
     def __len__(self) -> int:
         return len(self.sample_index)

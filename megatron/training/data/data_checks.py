@@ -10,7 +10,8 @@ from megatron.training.data.bert_data import bert_dataset_config
 from megatron.training.data.gpt_data import gpt_dataset_config
 from megatron.training.data.sources import prefixes_of_run
 from megatron.training.data.t5_data import t5_dataset_config
-from megatron.training.data_preparation.checks import check_data, check_manifest
+from megatron.training.data_preparation.checks import bytes_to_read, check_data, check_manifest
+from megatron.training.data_preparation.manifest import DataManifest, get_manifest_path
 from megatron.training.tokenizer.base import Tokenizer
 
 _DATASET_CONFIGS = {"gpt": gpt_dataset_config, "bert": bert_dataset_config, "t5": t5_dataset_config}
@@ -20,23 +21,29 @@ _DATASET_CONFIGS = {"gpt": gpt_dataset_config, "bert": bert_dataset_config, "t5"
 def check_data_of_run(config: PretrainConfig, tokenizer: Tokenizer, *, reads_data: bool = True) -> None:
     """Raises UserError, the same on all ranks, if another tokenizer made the data of the run, or if the tokenizer lacks
     a special token that samples of the model's family need. Leaves out data that a script builds. Without `reads_data`
-    only manifests are compared with the tokenizer; otherwise files are compared with their manifests, and all ids are
-    read where there is none. Collective."""
+    only manifests are compared with the tokenizer; otherwise files are compared with their manifests, and ids are read
+    where there is none, as far as that takes seconds. Collective."""
     of_script = config.data.datasets_of_script or config.data.dataloader_type == "external"
     if not of_script and config.data.sources():
-        RankCoordinator().run_on_first(
-            partial(_check_data, config, tokenizer, check_data if reads_data else partial(check_manifest, files=False))
-        )
+        check = check_data if reads_data else partial(check_manifest, files=False)
+        RankCoordinator().run_on_first(partial(_check_data, config, tokenizer, check))
 
 
-def _check_data(config: PretrainConfig, tokenizer: Tokenizer, check: Callable[..., object]) -> None:
+def _check_data(config: PretrainConfig, tokenizer: Tokenizer, check: Callable[..., DataManifest | None]) -> None:
     if config.model.model_family is not None:
         _DATASET_CONFIGS[config.model.model_family](config, tokenizer)
     if config.training.sft:  # conversations are encoded when they are read
         return
     vocab_size = config.tokenizer.model_vocab_size(tokenizer.vocab_size)
-    for prefix in sorted(prefixes_of_run(config)):
-        check(prefix, tokenizer, vocab_size, _warn)
+    prefixes = sorted(prefixes_of_run(config))
+    most_bytes = bytes_to_read(len(prefixes))
+    unknown = [prefix for prefix in prefixes if check(prefix, tokenizer, vocab_size, _warn, most_bytes) is None]
+    if unknown:
+        others = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+        _warn(
+            f"{get_manifest_path(unknown[0])}{others}: no manifest, so the tokenizer of these ids is unknown; they are "
+            "compared with the vocabulary when they are read (tools/preprocess_data.py writes manifests)"
+        )
 
 
 def _warn(message: str) -> None:

@@ -30,6 +30,7 @@ def shared_fields(config: PretrainConfig, tokenizer: Tokenizer) -> dict[str, Any
         "mmap_bin_files": data.mmap_bin_files,
         "mock": data.mock_data,
         "tokenizer": tokenizer,
+        "num_ids": config.tokenizer.model_vocab_size(tokenizer.vocab_size),
         "mid_level_dataset_surplus": data.mid_level_dataset_surplus,
         "allow_ambiguous_pad_tokens": data.allow_ambiguous_pad_tokens,
     }

@@ -13,40 +13,51 @@ from megatron.core.utils.files import sha256_of_file
 from megatron.training.data_preparation.manifest import DataManifest, get_manifest_path, read_manifest
 from megatron.training.tokenizer.base import Tokenizer
 
-_HASHED_BYTES = 256 << 20
-"""Files up to this size are compared by SHA-256, which takes less than a second; larger ones by size only."""
+_READ_BYTES = 256 << 20
+"""Most bytes of a file that a run reads before it starts, which takes less than a second."""
 
-_SCANNED_IDS = 1 << 22
+_READ_BYTES_OF_RUN = 2 << 30
+"""Most bytes that a run reads of all its data sets before it starts: a blend may have thousands."""
+
+_SCANNED_IDS = 1 << 18
+
+
+def bytes_to_read(data_sets: int) -> int:
+    """Returns how many bytes of each of its data sets a run reads before it starts."""
+    return min(_READ_BYTES, _READ_BYTES_OF_RUN // max(data_sets, 1))
 
 
 def check_data(
-    path_prefix: str, tokenizer: Tokenizer, vocab_size: int, warn: Callable[[str], None]
+    path_prefix: str,
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    warn: Callable[[str], None],
+    most_bytes: int = _READ_BYTES,
 ) -> DataManifest | None:
-    """Checks that all ids of a data set are below `vocab_size`, and that `tokenizer` made them.
+    """Checks that the ids of a data set are below `vocab_size`, and that `tokenizer` made them. One process of a run is
+    enough.
 
-    Uses the manifest if there is one. Otherwise warns and reads all ids. One process of a run is enough. Returns the
-    manifest. Raises UserError that names the file and the remedy.
+    Uses the manifest if there is one; files of more than `most_bytes` are then compared by size only. Otherwise reads
+    the ids: of a larger file, parts of `most_bytes` in all. Ids of object stores are not read. Returns the manifest.
+    Raises UserError that names the file and the remedy.
     """
-    manifest = check_manifest(path_prefix, tokenizer, vocab_size, warn)
-    if manifest is None and is_url(path_prefix):
-        warn(
-            f"{get_manifest_path(path_prefix)}: no manifest, so the tokenizer of these ids is unknown, and they are "
-            "not compared with the vocabulary (tools/preprocess_data.py writes manifests)"
-        )
-    elif manifest is None:
-        warn(
-            f"{get_manifest_path(path_prefix)}: no manifest, so the tokenizer of these ids is unknown; "
-            f"checking all ids (tools/preprocess_data.py writes manifests)"
-        )
-        check_token_ids(path_prefix, vocab_size)
+    manifest = check_manifest(path_prefix, tokenizer, vocab_size, warn, most_bytes)
+    if manifest is None and not is_url(path_prefix):
+        check_token_ids(path_prefix, vocab_size, most_bytes)
     return manifest
 
 
 def check_manifest(
-    path_prefix: str, tokenizer: Tokenizer, vocab_size: int, warn: Callable[[str], None], files: bool = True
+    path_prefix: str,
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    warn: Callable[[str], None],
+    most_bytes: int = _READ_BYTES,
+    files: bool = True,
 ) -> DataManifest | None:
     """Compares a data set's manifest with its files (unless `files` is False) and with the run's tokenizer and
-    vocabulary. Returns None if it has no manifest. Raises UserError."""
+    vocabulary. The content of files up to `most_bytes` is compared by SHA-256. Returns None if the data set has no
+    manifest. Raises UserError."""
     manifest = read_manifest(path_prefix)
     if manifest is None:
         return None
@@ -77,28 +88,27 @@ def check_manifest(
                     "the data set again"
                 )
             continue
-        check_file(Path(f"{path_prefix}.{suffix}"), record.bytes, record.sha256, path)
+        check_file(Path(f"{path_prefix}.{suffix}"), record.bytes, record.sha256, path, most_bytes)
     return manifest
 
 
-def check_file(path: Path, size: int, sha256: str, manifest: str, hashed_bytes: int | None = None) -> None:
-    """Compares a file with its record in a manifest. Reads its content if it has up to `hashed_bytes` (None: 256 MiB).
+def check_file(path: Path, size: int, sha256: str, manifest: str, most_bytes: int) -> None:
+    """Compares a file with its record in a manifest. Reads its content if it has up to `most_bytes`.
 
     Raises UserError if it is missing, of another size or of other content.
     """
-    limit = _HASHED_BYTES if hashed_bytes is None else hashed_bytes
     try:
         found = path.stat().st_size
     except FileNotFoundError:
         raise UserError(f"{path}: missing, but {manifest} lists it") from None
-    if found != size or (size <= limit and sha256_of_file(path) != sha256):
+    if found != size or (size <= most_bytes and sha256_of_file(path) != sha256):
         what = f"{found} bytes, not {size}" if found != size else "its content differs"
         raise UserError(f"{path}: not the file that {manifest} lists: {what}; prepare the data again")
 
 
-def check_token_ids(path_prefix: str, vocab_size: int) -> None:
-    """Reads all ids of a data set. Raises UserError, naming document and offset, for the first outside [0,
-    vocab_size)."""
+def check_token_ids(path_prefix: str, vocab_size: int, most_bytes: int | None = None) -> None:
+    """Reads the ids of a data set; of a file with more than `most_bytes`, as many bytes in evenly spread parts. Raises
+    UserError, naming document and offset, for the first id outside [0, vocab_size)."""
     header = read_header(get_idx_path(path_prefix))
     path = get_bin_path(path_prefix)
     try:
@@ -113,7 +123,11 @@ def check_token_ids(path_prefix: str, vocab_size: int) -> None:
     if size == 0:
         return
     ids = np.memmap(path, np.dtype(header.dtype).newbyteorder("<"), mode="r")
-    for start in range(0, ids.size, _SCANNED_IDS):
+    starts = np.arange(0, ids.size, _SCANNED_IDS)
+    if most_bytes is not None and size > most_bytes:
+        parts = max(1, most_bytes // (_SCANNED_IDS * ids.itemsize))
+        starts = np.linspace(0, max(ids.size - _SCANNED_IDS, 0), parts, dtype=np.int64)
+    for start in starts.tolist():
         chunk = ids[start : start + _SCANNED_IDS]
         if int(chunk.max()) >= vocab_size or int(chunk.min()) < 0:
             wrong = start + int(np.argmax((chunk < 0) | (chunk >= vocab_size)))

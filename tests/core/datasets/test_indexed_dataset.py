@@ -55,6 +55,19 @@ def test_reads_beyond_a_sequence_are_refused(dataset, arguments):
         dataset.get(*arguments)
 
 
+@pytest.mark.parametrize(("wrong", "dtype"), [(12, np.uint16), (-1, np.int32), (2**31 - 1, np.int32)])
+def test_ids_beyond_the_vocabulary_are_refused(tmp_path, wrong, dtype):
+    with IndexedDatasetBuilder(str(tmp_path / "x.bin"), dtype=dtype) as builder:
+        builder.add_document([0, 11, 5], [3])
+        builder.add_document([1, 2, wrong, 3], [4])
+        builder.finalize(str(tmp_path / "x.idx"))
+    dataset = pickle.loads(pickle.dumps(IndexedDataset(str(tmp_path / "x"), num_ids=12)))
+    assert dataset[0].tolist() == [0, 11, 5] and dataset.get(1, 3).tolist() == [3] and dataset.get(1, 4).tolist() == []
+    with pytest.raises(UserError, match=rf"x.bin: id {wrong} at sequence 1, offset 2, but the model has ids 0 to 11"):
+        dataset.get(1, 1)
+    assert wrong in IndexedDataset(str(tmp_path / "x"))[1]
+
+
 def test_exists(prefix, tmp_path):
     assert IndexedDataset.exists(prefix)
     assert not IndexedDataset.exists(str(tmp_path / "other"))

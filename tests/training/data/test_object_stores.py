@@ -33,6 +33,17 @@ def test_the_samples_are_those_of_files(prefix: str, tmp_path: Path, capsys: pyt
     assert "memory://runs/corpus.manifest.json: no manifest" in capsys.readouterr().err
 
 
+def test_ids_are_compared_with_the_vocabulary_when_they_are_read(prefix: str, tmp_path: Path) -> None:
+    local = write_documents(tmp_path / "large", vocabulary=90)
+    for suffix in ("bin", "idx"):
+        fsspec.filesystem("memory").pipe_file(f"/runs/large.{suffix}", Path(f"{local}.{suffix}").read_bytes())
+    flags = f"--train-iters 9 --eval-iters 0 --data-cache-path {tmp_path / 'cache'} --data-path memory://runs/large"
+    message = r"sample \d+: memory://runs/large.bin: id \d+ at sequence \d+, offset \d+, but the model has ids 0 to 40"
+    for workers in ("0", "1"):
+        with pytest.raises(UserError, match=message):
+            train(f"{flags} --num-workers {workers}")
+
+
 def test_flags_that_must_fit(prefix: str, tmp_path: Path) -> None:
     (problem,) = problems_of("--data-path memory://runs/corpus", base=NO_DATA)
     assert problem == (

@@ -10,7 +10,7 @@ import pytest
 from megatron.core.datasets.index_format import write_index
 from megatron.core.exceptions import UserError
 from megatron.training.data_preparation import checks
-from megatron.training.data_preparation.checks import check_data, check_manifest, check_token_ids
+from megatron.training.data_preparation.checks import bytes_to_read, check_data, check_manifest, check_token_ids
 from megatron.training.data_preparation.manifest import DataManifest, FileRecord, TokenizerRecord, read_manifest
 from megatron.training.tokenizer.null import NullTokenizer
 
@@ -106,13 +106,26 @@ def test_a_broken_manifest_is_named(prefix, content):
 
 def test_without_a_manifest_every_id_is_looked_at(prefix):
     Path(f"{prefix}.manifest.json").unlink()
-    warnings = []
-    assert check_data(prefix, TOKENIZER, 100, warnings.append) is None
-    assert "no manifest" in warnings[0] and len(warnings) == 1
+    assert check_data(prefix, TOKENIZER, 100, print) is None
     with pytest.raises(
         UserError, match=r"x_text_document.bin: id 99 at document 0, offset 3, but the model has ids 0 to 98"
     ):
-        check_data(prefix, TOKENIZER, 99, warnings.append)
+        check_data(prefix, TOKENIZER, 99, print)
+
+
+def test_a_run_reads_large_files_in_part(prefix, monkeypatch):
+    """A run must start within seconds, however much data it has."""
+    Path(f"{prefix}.bin").write_bytes(Path(f"{prefix}.bin").read_bytes()[::-1])
+    assert check_data(prefix, TOKENIZER, 100, print, most_bytes=11)  # only sizes are compared
+    Path(f"{prefix}.manifest.json").unlink()
+    monkeypatch.setattr(checks, "_SCANNED_IDS", 2)
+    write_data(prefix, [*range(18), 500, 19, 20, 900], [22], [0, 1])
+    check_data(prefix, TOKENIZER, 901, print, most_bytes=8)
+    with pytest.raises(UserError, match="id 900 at document 0, offset 21"):  # the first two and the last two
+        check_data(prefix, TOKENIZER, 100, print, most_bytes=8)
+    with pytest.raises(UserError, match="id 500 at document 0, offset 18"):
+        check_data(prefix, TOKENIZER, 100, print, most_bytes=44)
+    assert bytes_to_read(3) == 256 * 2**20 and 1000 * bytes_to_read(1000) <= 2 * 2**30
 
 
 @pytest.mark.parametrize("scanned", [1, 3, 1000])
