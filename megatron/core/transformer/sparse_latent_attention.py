@@ -180,13 +180,13 @@ class SparseLatentAttention(MLASelfAttention):
         inputs: LayerInputs,
     ) -> Tensor:
         attention = query.detach(), self._whole_rows(key.detach()), self.score_scale
-        relu, coefficient, count = self.config.dsa_indexer_scoring_relu, self.config.dsa_indexer_loss_coeff, 1
+        relu, coefficient = self.config.dsa_indexer_scoring_relu, self.config.dsa_indexer_loss_coeff
         assert coefficient
-        loss = indexer_loss(index, attention, hidden, relu, self.tp_group) / inputs.tokens.count
-        self.metrics.add("indexer_loss", loss, 1.0)
-        if self.config.calculate_per_token_loss:  # gradients are divided by tokens in the end
-            count = inputs.tokens.count
-        return attach_loss(attended, loss * (coefficient * count), inputs.auxiliary_scale)
+        summed, count = indexer_loss(index, attention, hidden, relu, self.tp_group), inputs.tokens.count
+        self.metrics.add("indexer_loss", summed / count, 1.0)
+        # The losses of context parallel ranks are added. With a loss per token gradients are divided by tokens later.
+        share = summed if self.config.calculate_per_token_loss else summed / (count * self.cp_size)
+        return attach_loss(attended, share * coefficient, inputs.auxiliary_scale)
 
     def _whole_rows(self, rows: Tensor) -> Tensor:
         """Returns whole rows of keys [sk, b, ...] for this rank's part of them [s, b, ...]."""

@@ -53,4 +53,12 @@ MIXERS = [
         "gather_whole_rows(rows.detach(), self.cp_group, self.cp_size)",
         "dsa/cp2-p2p/per-token",
     ),
+    Mutation(
+        "indexer-loss-per-part",
+        "each context parallel rank adds the mean of the indexer's loss over its own tokens, as if it had the whole row",
+        "core/transformer/sparse_latent_attention.py",
+        "summed / (count * self.cp_size)",
+        "summed / count",
+        "dsa/cp2-p2p/default",
+    ),
 ]
