@@ -83,8 +83,8 @@ def _two_stack_layout_problems(config: Any) -> Iterator[str]:
     split = config.pipeline_model_parallel_split_rank
     if split not in (None, starts[1]):
         yield f"{{pipeline_model_parallel_split_rank}}: {complaint} begins the decoder on stage {starts[1]}"
-    if letters.count("L") != 1 or not letters.endswith("L"):
-        yield f"{complaint} must end with L, the loss, and contain no other L"
+    if letters.count("L") != 1 or not stages[-1].endswith("L"):
+        yield f"{complaint} must end with L, the loss, on its last stage and contain no other L"
     encoder = "".join(stages[: starts[1]]).count("t")
     for stack, found, wanted in (
         ("encoder", encoder, num_encoder_layers(config)),

@@ -195,10 +195,11 @@ def _layout_problems(config: Any) -> Iterator[str]:
         yield f"{complaint} has {len(stages)} stages for {{pipeline_model_parallel_size}}; give {near} stages"
     elif (v_shaped or chunks > 1) and len(stages) != expected:
         yield f"{complaint} has {len(stages)} stages, {size} ranks of {expected // size} chunks have {expected}"
-    if letters.count("E") != 1 or not letters.startswith("E"):
-        yield f"{complaint} must begin with E, the embedding, and contain no other E"
-    if letters.count("L") != 1 or not letters.endswith("L"):
-        yield f"{complaint} must end with L, the loss, and contain no other L"
+    # The first stage reads tokens and the last one computes the loss, so neither can be empty.
+    if letters.count("E") != 1 or not stages[0].startswith("E"):
+        yield f"{complaint} must begin with E, the embedding, on its first stage and contain no other E"
+    if letters.count("L") != 1 or not stages[-1].endswith("L"):
+        yield f"{complaint} must end with L, the loss, on its last stage and contain no other L"
     if letters.count("t") != config.num_layers:
         yield f"{complaint} has {letters.count('t')} layers, {{num_layers}}"
     yield from _prediction_problems(config, stages)

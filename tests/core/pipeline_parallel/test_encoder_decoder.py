@@ -124,6 +124,7 @@ def test_both_lengths_are_needed_and_divide() -> None:
         (2, {"pipeline_model_parallel_layout": "Ettt|EtttttL"}, "3 layers of the encoder, which has 4"),
         (2, {"pipeline_model_parallel_layout": "Etttt|Ett|ttL"}, "has 3 stages"),
         (2, {"pipeline_model_parallel_layout": "Etttt|Etttt"}, "must end with L"),
+        (3, {"pipeline_model_parallel_layout": "Etttt|EttttL|"}, "must end with L, the loss, on its last stage"),
         (2, {"pipeline_model_parallel_layout": "Etttt|EttttmL"}, "multi-token prediction"),
         (2, {"pipeline_model_parallel_layout": "Etttt?"}, "out of place"),
         (

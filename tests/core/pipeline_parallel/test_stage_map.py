@@ -103,6 +103,8 @@ def test_layers_per_virtual_stage_say_how_many_chunks() -> None:
         ((8, 2), {"pipeline_model_parallel_layout": "Et*4|t*5L"}, r"has 9 layers, num_layers 8"),
         ((8, 2), {"pipeline_model_parallel_layout": "t*4|Et*4L"}, r"must begin with E"),
         ((8, 2), {"pipeline_model_parallel_layout": "Et*4|Lt*4"}, r"must end with L"),
+        ((8, 2), {"pipeline_model_parallel_layout": "|Et*8L"}, r"must begin with E, the embedding, on its first"),
+        ((8, 2), {"pipeline_model_parallel_layout": "Et*8L|"}, r"must end with L, the loss, on its last stage"),
         ((8, 2), {"pipeline_model_parallel_layout": "Et*4|t*2|t*2L"}, r"has 3 stages .* give 2 or 4 stages"),
         ((8, 2), {"pipeline_model_parallel_layout": "Et*4|t*4mL"}, r"has 1 multi-token prediction layers"),
         ((8, 2), {"pipeline_model_parallel_layout": "Et*4|{x}"}, r"'x' is out of place"),
