@@ -145,15 +145,18 @@ class OptimizerParamScheduler:
         self.decoupled_lr, self.decoupled_min_lr = decoupled_lr, decoupled_min_lr
         self.use_checkpoint_opt_param_scheduler = use_checkpoint_opt_param_scheduler
         self.override_opt_param_scheduler = override_opt_param_scheduler
-        problems = self._problems()
-        if problems:
-            raise UserError("; ".join(problems))
+        self._refuse_problems()
         self._count = torch.zeros((), dtype=torch.float64, device=getattr(optimizer, "device", "cpu"))
         self.learning_rate: Tensor
         """Current rate of groups without their own settings: a float64 scalar tensor, a new one at each step."""
         self.decoupled_learning_rate: Tensor | None = None
         """Current rate of embedding and output layer if `decoupled_lr` is given, even on ranks that hold neither."""
         self._apply()
+
+    def _refuse_problems(self) -> None:
+        problems = self._problems()
+        if problems:
+            raise UserError("; ".join(problems))
 
     def _problems(self) -> list[str]:
         rules = (
@@ -282,8 +285,8 @@ class OptimizerParamScheduler:
 
         For settings that differ from this run's, `override_opt_param_scheduler` keeps this run's, otherwise
         `use_checkpoint_opt_param_scheduler` takes the checkpoint's; `log` is called with each line. Without
-        either, raises UserError naming all differences. `spelling` returns the name of a setting in messages, such as
-        its flag.
+        either, raises UserError naming all differences. Raises it too if the checkpoint's settings need others that
+        this run lacks. `spelling` returns the name of a setting in messages, such as its flag.
         """
         differing = [name for name in STATE_NAMES if self._differs(name, state_dict)]
         refused = []
@@ -301,6 +304,7 @@ class OptimizerParamScheduler:
                 f"{'; '.join(refused)}: give the same, or --override-opt-param-scheduler to use this run's values, or "
                 "--use-checkpoint-opt-param-scheduler to use the checkpoint's"
             )
+        self._refuse_problems()
         self._count.fill_(state_dict["num_steps"])
         self._apply()
 

@@ -130,6 +130,15 @@ def test_another_schedule_than_the_checkpoints_is_chosen_aloud(
     assert "lr_decay_steps" in caplog.text
 
 
+def test_the_checkpoints_style_needs_settings_that_are_not_in_a_checkpoint() -> None:
+    """The length of the annealing of WSD is not saved, as in Megatron-LM."""
+    annealed = COSINE | {"lr_decay_style": "WSD", "wsd_decay_steps": 20, "lr_wsd_decay_style": "linear"}
+    state = OptimizerParamScheduler(fake_optimizer(True), **annealed).state_dict()
+    other = OptimizerParamScheduler(fake_optimizer(True), **COSINE)
+    with pytest.raises(UserError, match="WSD needs wsd_decay_steps: --lr-wsd-decay-iters"):
+        other.load_state_dict(state)
+
+
 def test_another_schedule_than_the_checkpoints_is_refused_without_a_choice() -> None:
     state = OptimizerParamScheduler(fake_optimizer(True), **COSINE).state_dict()
     other = OptimizerParamScheduler(
