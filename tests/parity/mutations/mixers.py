@@ -55,7 +55,7 @@ MIXERS = [
     ),
     Mutation(
         "indexer-loss-per-part",
-        "each context parallel rank adds the mean of the indexer's loss over its own tokens, as if it had the whole row",
+        "each context parallel rank adds the mean loss of the indexer over its part as if it had the whole row",
         "core/transformer/sparse_latent_attention.py",
         "summed / (count * self.cp_size)",
         "summed / count",
