@@ -86,18 +86,21 @@ class ProcessGroupCollection:
         decoder_ranks: EmbeddingRanks = all_ranks,
         timeout: timedelta | None = None,
         nccl_settings: CommunicatorSettings | None = None,
+        planned: bool = False,
     ) -> "ProcessGroupCollection":
         """Returns the frozen collection of one rank of a grid. Makes no torch group yet. Each function takes the ranks
         of a pipeline and returns those with the word embedding or the head (`embd`), with position embeddings
         (`pos_embd`), with layers of an encoder (`encoder_pp`) and with layers of a decoder (`decoder_pp`).
         `nccl_settings`: settings of NCCL by group name. Groups of the same ranks share a communicator with the settings
-        of the first of these groups; a warning names groups with other settings."""
+        of the first of these groups; a warning names groups with other settings. With `planned` it never makes torch
+        groups, as if torch.distributed were not initialized."""
         collection = cls()
         collection.grid = grid
         collection.__dict__.update(
             _rank=rank,
             _timeout=timeout,
             _nccl_settings=nccl_settings or {},
+            _planned=planned,
             _made={},
             _own={},  # ranks of this rank's groups that were asked for
             _hierarchical_sizes=hierarchical_context_sizes,
@@ -193,7 +196,7 @@ class ProcessGroupCollection:
         this rank is no member."""
         if self._rank not in ranks:
             return None
-        if not dist.is_initialized():
+        if self._planned or not dist.is_initialized():
             return PlannedGroup(ranks, ranks.index(self._rank)) if len(ranks) > 1 else None
         options = self._nccl_options(ranks)
         if len(ranks) == dist.get_world_size() and options is None:

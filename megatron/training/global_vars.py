@@ -4,8 +4,9 @@ The module keeps the run that was set up last, as megatron.core.parallel_state k
 takes its settings as arguments and does not call these functions.
 """
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron.core.config_fields import value_text
@@ -151,6 +152,18 @@ def set_current_run(context: "Context", **facts: Any) -> None:
     _current.arguments = LiveArguments(context.config, context.state, **facts)
     _current.timers, _current.tokenizer = context.timers, context.tokenizer
     _current.record = None
+
+
+@contextlib.contextmanager
+def run_for_now(context: "Context", **facts: Any) -> Iterator[None]:
+    """Inside the context, this run is the current one. At the end the run before is, if there was one."""
+    before = dict(vars(_current))
+    set_current_run(context, **facts)
+    try:
+        yield
+    finally:
+        vars(_current).clear()
+        vars(_current).update(before)
 
 
 def clear_current_run() -> None:

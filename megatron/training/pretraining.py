@@ -16,6 +16,7 @@ from megatron.training import loop
 from megatron.training.arguments import config_of_command_line
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.conversion.hub_run import take_hub_args, with_hub_folders
+from megatron.training.device_memory import explains_lack_of_gpu_memory
 from megatron.training.dry_run.report import print_dry_run
 from megatron.training.hooks.exit import ExitDecision
 from megatron.training.launch.environment import Environment, process_environment
@@ -129,14 +130,15 @@ def set_up_and_train(
 ) -> ExitDecision | None:
     """Runs the part of `run_pretraining` inside the process groups."""
     decision = None
-    trainer = set_up(config, providers, environment, signals, started)
+    with explains_lack_of_gpu_memory(config, providers, environment):
+        trainer = set_up(config, providers, environment, signals, started)
     if environment.heartbeat is not None:
         environment.heartbeat.call_before_end(trainer.checkpoints.leave_save)
     line = startup_line()
     if line is not None and environment.is_first:
         print(line, flush=True)
     try:
-        with signals.training():
+        with signals.training(), explains_lack_of_gpu_memory(config, providers, environment):
             if not config.evaluation.skip_train:
                 decision = loop.train(trainer)
             if decision is not None:

@@ -108,20 +108,21 @@ def rank_memory(
 def build_shard(
     config: PretrainConfig, providers: Providers, tokenizer: Tokenizer, padded_vocab: int, rank: int
 ) -> ModelShard:
-    """Builds a rank's chunks on the meta device and plans their units."""
-    groups = groups_of_rank(config, rank)
+    """Builds a rank's chunks on the meta device and plans their units. Communicates with no other rank, and leaves a
+    current run as it is."""
+    groups = groups_of_rank(config, rank, planned=True)
     pipeline = pipeline_of(config.transformer)
     environment = Environment(rank, config.world_size, torch.device("meta"), groups, pipeline.loss_rank)
     context = Context(config, environment, tokenizer, TrainState())
     shared = shardings(config.ddp, groups)
     shards = {grid: sharding.shards for grid, sharding in shared.items()}
     stages, pipeline_rank = stage_map(config.transformer), groups.rank("pp")
-    global_vars.set_current_run(context, padded_vocab_size=padded_vocab)  # which Megatron-LM's providers read
-    try:
-        with torch.device("meta"), default_groups(groups, pipeline):
-            chunks = [providers.build_model(context, stage) for stage in stages_of_rank(config, pipeline_rank)]
-    finally:
-        global_vars.clear_current_run()
+    with (
+        global_vars.run_for_now(context, padded_vocab_size=padded_vocab),  # which Megatron-LM's providers read
+        torch.device("meta"),
+        default_groups(groups, pipeline),
+    ):
+        chunks = [providers.build_model(context, stage) for stage in stages_of_rank(config, pipeline_rank)]
     return ModelShard(
         tuple(stages.stage_at(pipeline_rank, number) for number in range(stages.chunks)),
         tuple(tuple(plan_units(chunk, shards, config.ddp.main_grads_dtype)) for chunk in chunks),

@@ -163,11 +163,13 @@ def _check_same_flags_first(config: PretrainConfig, heartbeat: Heartbeat | None)
         raise
 
 
-def groups_of_rank(config: PretrainConfig, rank: int, timeout: timedelta | None = None) -> ProcessGroupCollection:
+def groups_of_rank(
+    config: PretrainConfig, rank: int, timeout: timedelta | None = None, planned: bool = False
+) -> ProcessGroupCollection:
     """Returns the process groups of one rank of the run. The layout of the stages decides which ranks of a pipeline
     hold the word embedding or the head, and so share the group `embd`: in a V-shaped pipeline one rank holds both.
     Stages with multi-token prediction layers hold copies of both embeddings, and so does the first stage of the decoder
-    of an encoder-decoder model."""
+    of an encoder-decoder model. `planned` groups only know their ranks."""
     transformer = config.transformer
     # Without such copies Megatron-LM's group has the rank of the head even if the weights are not tied.
     copied = transformer.mtp_num_layers or transformer.num_encoder_layers
@@ -187,6 +189,7 @@ def groups_of_rank(config: PretrainConfig, rank: int, timeout: timedelta | None 
         decoder_ranks=lambda ranks: [ranks[place] for place in writers],
         timeout=timeout,
         nccl_settings=None if path is None else read_communicator_settings(path, GROUPS_WITH_SETTINGS),
+        planned=planned,
     )
 
 
