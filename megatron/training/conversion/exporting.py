@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,11 +26,11 @@ from megatron.training.conversion.families import FAMILIES
 from megatron.training.conversion.family import Family
 from megatron.training.conversion.family_choice import choose_family
 from megatron.training.conversion.model import BuildModel, canonical_shapes, vocab_size_of
-from megatron.training.conversion.model_folder import CONFIG, INDEX, ONE_FILE, TOKENIZER, copy_tokenizer, index_of
+from megatron.training.conversion.model_folder import CONFIG, INDEX, ONE_FILE, index_of
 from megatron.training.conversion.tensor_mapping import HubTensor, hub_tensors, split_into_files
+from megatron.training.conversion.tokenizer_files import special_ids, writer_of_tokenizer
 from megatron.training.conversion.verification import Comparison, check_finite, compare_logits, import_transformers
 from megatron.training.inspection.run_description import architecture_differences
-from megatron.training.tokenizer.huggingface import HuggingFaceTokenizer
 from megatron.training.trained_model import config_for_one_process
 
 _READ_AT_ONCE = 256 << 20
@@ -95,11 +95,11 @@ def export_model(
     _check_names(checkpoint, shapes, stored)
     tensors = hub_tensors(family.tensors_of(config.flat()), shapes)
     dtypes = {name: dtype or chunk.dtype for name, chunk in stored.items()}
-    tokenizer = tokenizer or _tokenizer_of(config)
     keys = family.config_of(config.flat()) | {"vocab_size": vocab_size, "torch_dtype": _main_dtype(dtypes)}
-    keys |= _special_ids(tokenizer, vocab_size)
+    keys |= special_ids(config, tokenizer, vocab_size, log)
+    write_tokenizer = writer_of_tokenizer(config.tokenizer, tokenizer, log)
     writer = _Writer(checkpoint, build_model, tensors, dtypes, shard_bytes, verify)
-    return writer.write(target, keys, tokenizer)
+    return writer.write(target, keys, write_tokenizer)
 
 
 def _main_dtype(dtypes: Mapping[str, torch.dtype]) -> str:
@@ -177,15 +177,14 @@ class _Writer:
     shard_bytes: int
     verify: bool
 
-    def write(self, target: Path, keys: Mapping[str, Any], tokenizer: Path | None) -> Exported:
+    def write(self, target: Path, keys: Mapping[str, Any], write_tokenizer: Callable[[Path], object]) -> Exported:
         """Writes all files into a temporary folder beside `target`, and renames that at the end."""
         disk, aside = Disk(), sibling_name(target, "tmp")
         try:
             disk.make_directory(aside)
             files, nbytes = self._write_tensors(disk, aside)
             disk.write_file(aside / CONFIG, json.dumps(keys, indent=2, sort_keys=True).encode() + b"\n")
-            if tokenizer is not None:
-                copy_tokenizer(tokenizer, aside)
+            write_tokenizer(aside)
             comparison = self._compare(aside, target) if self.verify else None
             disk.sync_directory(aside)
             disk.rename(aside, target)  # an empty folder may be there already
@@ -224,28 +223,3 @@ class _Writer:
         return TensorEntry(
             tensor.name, tensor.shape, LazyTensor(self._dtype(tensor), tensor.numel, partial(reader.take, tensor))
         )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Tokenizer
-
-
-def _special_ids(tokenizer: Path | None, vocab_size: int) -> dict[str, int]:
-    """Returns the ids that begin and end a text, as keys of config.json, from a tokenizer's folder."""
-    if tokenizer is None or not (tokenizer / TOKENIZER).is_file():
-        return {}
-    try:
-        known = HuggingFaceTokenizer(str(tokenizer), False)
-        ids = {"bos_token_id": known.bos, "eos_token_id": known.eod}
-    except UserError:  # the tokenizer has no id that ends a text
-        return {}
-    return {key: number for key, number in ids.items() if number is not None and number < vocab_size}
-
-
-def _tokenizer_of(config: PretrainConfig) -> Path | None:
-    """Returns the folder of the run's tokenizer if transformers can read it and it still exists."""
-    model = config.tokenizer.tokenizer_model
-    if config.tokenizer.family != "HuggingFaceTokenizer" or model is None:
-        return None
-    path = Path(model)
-    return path if path.is_dir() else path.parent if path.is_file() else None

@@ -27,16 +27,14 @@ from megatron.training.conversion.family import PREDICTION_LAYERS, Family
 from megatron.training.conversion.model import BuildModel, canonical_shapes
 from megatron.training.conversion.model_folder import (
     CONFIG,
-    TOKENIZER,
     ModelFolder,
-    copy_tokenizer,
     open_folder,
     read_config,
 )
 from megatron.training.conversion.tensor_mapping import HubTensor, hub_tensors, split_into_files
+from megatron.training.conversion.tokenizer_files import copy_tokenizer, tokenizer_flags
 from megatron.training.conversion.verification import Comparison, check_finite, compare_logits, import_transformers
 from megatron.training.inspection.run_description import describe_run, words_of
-from megatron.training.tokenizer.huggingface import HuggingFaceTokenizer
 from megatron.training.trained_model import config_for_one_process
 
 FLAGS = "flags.txt"
@@ -163,7 +161,7 @@ def open_hub_model(
     fields = family.fields_of(keys, ignored_keys, file)
     vocab_size: int = keys["vocab_size"]
     flags = [word for name, value in fields.items() for word in words_of(flag_table()[name], value)]
-    flags += _tokenizer_flags(folder, vocab_size, tokenizer, log)
+    flags += tokenizer_flags(folder.path, vocab_size, tokenizer, log)
     return HubModel(family, folder, vocab_size, flags, fields.get("max_position_embeddings", _ANY_LENGTH))
 
 
@@ -188,20 +186,6 @@ def write_flags(root: Path, words: Sequence[str]) -> None:
     there, so only a word that has whitespace, quotes or a backslash, or is empty, is quoted."""
     texts = [shlex.quote(word) if not word or re.search(r"[\s'\"\\]", word) else word for word in words]
     write_atomically(root / FLAGS, " ".join(texts) + "\n")
-
-
-def _tokenizer_flags(folder: ModelFolder, vocab_size: int, place: Path, log: Log) -> list[str]:
-    """Returns the flags of the folder's tokenizer; those of NullTokenizer if there is none that can be used."""
-    null = ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(vocab_size - 1)]
-    if not (folder.path / TOKENIZER).is_file():
-        log(f"{folder.path} has no {TOKENIZER}: the flags name NullTokenizer, for which text is token ids")
-        return null
-    ids = HuggingFaceTokenizer(str(folder.path), False).vocab_size
-    if ids > vocab_size:
-        log(f"{folder.path / TOKENIZER} has {ids} ids but the model has {vocab_size}: the flags name NullTokenizer")
-        return null
-    more = ["--vocab-size", str(vocab_size)] if vocab_size > ids else []
-    return ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(place), *more]
 
 
 def _check_tensors(

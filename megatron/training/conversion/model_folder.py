@@ -1,7 +1,6 @@
-"""Folders of Hugging Face models: config.json, safetensors files with or without an index, files of the tokenizer."""
+"""Folders of Hugging Face models: config.json, safetensors files with or without an index."""
 
 import json
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,19 +12,6 @@ from megatron.core.utils.files import parse_json
 
 CONFIG = "config.json"
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
-TOKENIZER = "tokenizer.json"
-
-_TOKENIZER_FILES = (
-    TOKENIZER,
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-)
-_COPIED_WITH_TOKENIZER = ("generation_config.json",)
 
 
 @dataclass(frozen=True)
@@ -100,17 +86,6 @@ def _no_weights(path: Path) -> str:
         f"{path / pickled[0]}: pickled weights are refused, because reading them can run code; load the model where "
         f"you trust it and save it as safetensors (`save_pretrained` of transformers does)"
     )
-
-
-def copy_tokenizer(source: Path, target: Path) -> list[str]:
-    """Copies the files of a tokenizer into a folder, which is created if there are any. Returns their names."""
-    names = [name for name in _TOKENIZER_FILES if (source / name).is_file()]
-    names += [name for name in _COPIED_WITH_TOKENIZER if names and (source / name).is_file()]
-    if names and source.resolve() != target.resolve():
-        target.mkdir(parents=True, exist_ok=True)
-        for name in names:
-            shutil.copyfile(source / name, target / name)
-    return names
 
 
 def index_of(files: Mapping[str, str], nbytes: int) -> bytes:

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from megatron.core.exceptions import UserError
-from megatron.training.conversion.model_folder import copy_tokenizer, index_of, open_folder, read_config
+from megatron.training.conversion.model_folder import index_of, open_folder, read_config
 
 
 @pytest.fixture
@@ -82,12 +82,3 @@ def test_tensors_that_overlap_in_their_file(folder: Path) -> None:
     path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(12))
     begin = 8 + len(text)
     refused(folder, f"model.safetensors: a ends at byte {begin + 8}, but b begins at byte {begin + 4}: they overlap")
-
-
-def test_files_of_a_tokenizer_are_copied(folder: Path, tmp_path: Path) -> None:
-    target = tmp_path / "copy"
-    (folder / "generation_config.json").write_text("{}")
-    assert copy_tokenizer(folder, target) == [] and not target.exists()
-    (folder / "tokenizer.json").write_text("{}")
-    assert copy_tokenizer(folder, target) == ["tokenizer.json", "generation_config.json"]
-    assert sorted(path.name for path in target.iterdir()) == ["generation_config.json", "tokenizer.json"]

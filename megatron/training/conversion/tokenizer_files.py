@@ -1,0 +1,151 @@
+"""The tokenizer of a converted model: its files in the folder, its ids in config.json, and the flags that name it."""
+
+import json
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from megatron.core.dist_checkpointing.checkpoint_selection import Log
+from megatron.core.exceptions import UserError
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.config.tokenizer import TokenizerConfig
+from megatron.training.conversion.model_folder import read_json
+from megatron.training.tokenizer.build import build_tokenizer
+from megatron.training.tokenizer.gpt2_bpe import END_OF_TEXT, GPT2BPETokenizer
+from megatron.training.tokenizer.huggingface import HuggingFaceTokenizer
+
+TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+VOCAB, MERGES = "vocab.json", "merges.txt"
+_GPT2_CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast")
+"""Classes of transformers for the files of GPT-2's tokenizer."""
+
+_TOKENIZER_FILES = (
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    VOCAB,
+    MERGES,
+    "tokenizer.model",
+    "chat_template.jinja",
+)
+_COPIED_WITH_TOKENIZER = ("generation_config.json",)
+
+
+def names_of_files(folder: Path) -> list[str]:
+    """Returns the names of the files of a tokenizer in a folder."""
+    return [name for name in _TOKENIZER_FILES if (folder / name).is_file()]
+
+
+def copy_tokenizer(source: Path, target: Path) -> list[str]:
+    """Copies the files of a tokenizer into a folder, which is created if there are any. Returns their names."""
+    names = names_of_files(source)
+    names += [name for name in _COPIED_WITH_TOKENIZER if names and (source / name).is_file()]
+    if names and source.resolve() != target.resolve():
+        target.mkdir(parents=True, exist_ok=True)
+        for name in names:
+            shutil.copyfile(source / name, target / name)
+    return names
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Import
+
+
+def tokenizer_flags(folder: Path, vocab_size: int, place: Path, log: Log) -> list[str]:
+    """Returns the flags of the folder's tokenizer; those of NullTokenizer if there is none that can be used."""
+    null = ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(vocab_size - 1)]
+    if (folder / TOKENIZER).is_file():
+        file, ids = TOKENIZER, HuggingFaceTokenizer(str(folder), False).vocab_size
+        words = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(place)]
+    elif _has_gpt2_tokenizer(folder):
+        file, ids = VOCAB, GPT2BPETokenizer(str(folder / VOCAB), str(folder / MERGES)).vocab_size
+        words = ["--tokenizer-type", "GPT2BPETokenizer"]
+        words += ["--vocab-file", str(place / VOCAB), "--merge-file", str(place / MERGES)]
+    else:
+        log(f"{folder} has no {TOKENIZER}: the flags name NullTokenizer, for which text is token ids")
+        return null
+    if ids > vocab_size:
+        log(f"{folder / file} has {ids} ids but the model has {vocab_size}: the flags name NullTokenizer")
+        return null
+    return [*words, *(["--vocab-size", str(vocab_size)] if vocab_size > ids else [])]
+
+
+def _has_gpt2_tokenizer(folder: Path) -> bool:
+    """Whether a folder has the files of GPT-2's tokenizer, without a tokenizer.json, and says that they are its."""
+    if not all((folder / name).is_file() for name in (VOCAB, MERGES, TOKENIZER_CONFIG)):
+        return False
+    return read_json(folder / TOKENIZER_CONFIG).get("tokenizer_class") in _GPT2_CLASSES
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Export
+
+
+def special_ids(config: PretrainConfig, folder: Path | None, vocab_size: int, log: Log) -> dict[str, int | None]:
+    """Returns the ids that begin and end a text, as keys of config.json, from the tokenizer's folder that was given, or
+    from the run's tokenizer.
+
+    Unknown ids are null: transformers gives absent keys the ids of a published model, at which a generated text would
+    end. A NullTokenizer may stand in for any tokenizer, so its ids are unknown.
+    """
+    flags = config.tokenizer
+    ids: dict[str, int | None] = {"bos_token_id": None, "eos_token_id": None}
+    is_t5 = config.model.model_family == "t5"
+    if is_t5:
+        ids |= {"pad_token_id": None, "decoder_start_token_id": None}
+    if folder is not None:
+        flags = TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))
+    if flags.family == "NullTokenizer" or (folder is not None and not (folder / TOKENIZER).is_file()):
+        return ids
+    try:
+        known = build_tokenizer(flags)
+    except UserError as error:  # its files are gone, or it has no id that ends a text
+        log(f"config.json names no tokens that begin and end a text: {error}")
+        return ids
+    ids |= {"bos_token_id": known.bos, "eos_token_id": known.eod}
+    if is_t5:
+        ids |= {"pad_token_id": known.pad, "decoder_start_token_id": known.pad if known.bos is None else known.bos}
+    return {key: number if number is not None and 0 <= number < vocab_size else None for key, number in ids.items()}
+
+
+def writer_of_tokenizer(flags: TokenizerConfig, folder: Path | None, log: Log) -> Callable[[Path], object]:
+    """Returns the function that writes the tokenizer's files into a folder: those of the folder that was given, or
+    those of the run's tokenizer if transformers can read them and they still exist.
+
+    Raises UserError if the folder that was given has no such files.
+    """
+    if folder is not None:
+        if not names_of_files(folder):
+            raise UserError(f"--tokenizer-model {folder}: no folder with the files of a tokenizer, such as {TOKENIZER}")
+        return partial(copy_tokenizer, folder)
+    if flags.family in ("HuggingFaceTokenizer", "SFTTokenizer"):
+        path = Path(flags.tokenizer_model or "")
+        folder = path if path.is_dir() else path.parent
+        if names_of_files(folder):
+            return partial(copy_tokenizer, folder)
+    elif flags.family == "GPT2BPETokenizer":
+        vocab, merges = Path(flags.vocab_file or ""), Path(flags.merge_file or "")
+        if vocab.is_file() and merges.is_file():
+            return partial(_write_gpt2_tokenizer, vocab, merges)
+    if flags.family != "NullTokenizer":
+        log(
+            f"the files of the run's {flags.family} are gone, or transformers cannot read them: the export "
+            "has no tokenizer; --tokenizer-model names a folder to copy one from"
+        )
+    return _write_nothing
+
+
+def _write_nothing(folder: Path) -> None:
+    """Writes no tokenizer."""
+
+
+def _write_gpt2_tokenizer(vocab_file: Path, merge_file: Path, target: Path) -> None:
+    """Writes the files of a GPT2BPETokenizer into a folder, such that transformers reads them as GPT-2's tokenizer. It
+    matches the end-of-text token in texts, which ours does not."""
+    shutil.copyfile(vocab_file, target / VOCAB)
+    shutil.copyfile(merge_file, target / MERGES)
+    roles = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
+    content = {"tokenizer_class": _GPT2_CLASSES[0], **roles, "add_prefix_space": False}
+    (target / TOKENIZER_CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,93 @@
+"""The tokenizer of converted models: its files, its ids in config.json, and the flags of an import."""
+
+import json
+from pathlib import Path
+
+import pytest
+from training.conversion.saved_models import LLAMA, save_checkpoint
+from training.conversion.test_against_transformers import quiet
+from training.conversion.test_importing import TOKENIZER
+
+from megatron.core.exceptions import UserError
+from megatron.training.conversion.exporting import export_model
+from megatron.training.conversion.importing import import_model
+from megatron.training.conversion.tokenizer_files import copy_tokenizer, special_ids, tokenizer_flags
+from megatron.training.tokenizer.gpt2_bpe import GPT2BPETokenizer
+from megatron.training.trained_model import config_for_one_process
+from pretrain_gpt import build_model
+
+BPE = TOKENIZER.parent / "gpt2bpe"
+T5 = "--num-attention-heads 1 --max-position-embeddings 8 --tokenizer-type BertWordPieceLowerCase --vocab-file"
+TEXT = "It's 1,234 déjà-vu words.\n\n  ok"
+
+
+def test_files_of_a_tokenizer_are_copied(tmp_path: Path) -> None:
+    folder, target = tmp_path / "from", tmp_path / "copy"
+    folder.mkdir()
+    (folder / "generation_config.json").write_text("{}")
+    assert copy_tokenizer(folder, target) == [] and not target.exists()
+    (folder / "tokenizer.json").write_text("{}")
+    assert copy_tokenizer(folder, target) == ["tokenizer.json", "generation_config.json"]
+    assert sorted(path.name for path in target.iterdir()) == ["generation_config.json", "tokenizer.json"]
+
+
+def test_a_gpt2_tokenizer_goes_to_transformers_and_back(tmp_path: Path) -> None:
+    """The default tokenizer. transformers would otherwise begin and end texts with ids of the published Llama."""
+    files = f"--vocab-file {BPE / 'vocab.json'} --merge-file {BPE / 'merges.txt'}"
+    ours = GPT2BPETokenizer(str(BPE / "vocab.json"), str(BPE / "merges.txt"))
+    flags = f"{LLAMA} --tokenizer-type GPT2BPETokenizer {files} --vocab-size {ours.vocab_size}"
+    root = save_checkpoint(flags, tmp_path / "run", vocab_size=ours.vocab_size)
+    export_model(root, tmp_path / "theirs", build_model, log=quiet)
+    config = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    assert config["bos_token_id"] == config["eos_token_id"] == ours.eod
+
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "theirs")
+    assert theirs(TEXT).input_ids == ours.tokenize(TEXT) and theirs.eos_token_id == ours.eod
+
+    done = import_model(tmp_path / "theirs", tmp_path / "again", build_model, log=quiet)
+    again = tmp_path / "again" / "tokenizer"
+    words = ["GPT2BPETokenizer", "--vocab-file", str(again / "vocab.json"), "--merge-file", str(again / "merges.txt")]
+    assert done.flags[-5:] == words and (again / "merges.txt").is_file()
+
+
+def test_files_of_another_slow_tokenizer_are_not_read_as_gpt2s(tmp_path: Path) -> None:
+    """Its class cuts other words than GPT-2's, although the files have the same names."""
+    for name in ("vocab.json", "merges.txt"):
+        (tmp_path / name).write_bytes((BPE / name).read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
+    assert tokenizer_flags(tmp_path, 1000, tmp_path, quiet)[1] == "NullTokenizer"
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    root = save_checkpoint(LLAMA, tmp_path / "run")
+    with pytest.raises(UserError, match=f"--tokenizer-model {tmp_path / 'typo'}: no folder with the files"):
+        export_model(root, tmp_path / "theirs", build_model, tokenizer=tmp_path / "typo", log=quiet)
+    assert not (tmp_path / "theirs").exists()
+
+
+def test_unknown_ids_are_null(tmp_path: Path) -> None:
+    """An absent key would be 1 and 2 for a Llama, at which a generated text would end."""
+    root = save_checkpoint(LLAMA, tmp_path / "run")
+    export_model(root, tmp_path / "theirs", build_model, log=quiet)
+    config = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    assert config["bos_token_id"] is None and config["eos_token_id"] is None
+
+
+def test_an_export_without_the_files_of_the_tokenizer_says_so(tmp_path: Path) -> None:
+    said: list[str] = []
+    flags = "--tokenizer-type GPT2BPETokenizer --vocab-file gone.json --merge-file gone.txt"
+    root = save_checkpoint(f"{LLAMA} {flags}", tmp_path / "run")
+    export_model(root, tmp_path / "theirs", build_model, log=said.append)
+    assert "config.json names no tokens that begin and end a text: --vocab-file gone.json" in said[0]
+    assert said[1].startswith("the files of the run's GPT2BPETokenizer are gone")
+
+
+def test_a_t5_names_the_token_that_begins_the_decoders_text(tmp_path: Path) -> None:
+    vocab = tmp_path / "vocab.txt"
+    vocab.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a"]))
+    words = f"--micro-batch-size 1 --seq-length 8 --decoder-seq-length 8 --num-layers 1 --hidden-size 8 {T5} {vocab}"
+    config = config_for_one_process({"command_line": words.split(), "model_family": "t5"}, [], has_cuda=False)
+    ids = special_ids(config, None, 8, quiet)
+    assert ids == {"bos_token_id": 6, "eos_token_id": 7, "pad_token_id": 0, "decoder_start_token_id": 6}
+    assert special_ids(config, None, 7, quiet)["eos_token_id"] is None  # beyond the rows of the model
