@@ -30,6 +30,7 @@ from megatron.training.checkpoint_contents import (
 )
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.data.data_order import order_differences
 from megatron.training.data.digests import data_differences
 from megatron.training.global_vars import shared_record
 from megatron.training.inspection.run_description import describe_run, setting_differences
@@ -64,6 +65,10 @@ class Checkpoints:
         """Digests of the run's data, which every checkpoint stores."""
         self._saved_data: Mapping[str, str] = {}
         """Digests in the checkpoint that was loaded."""
+        self.data_order: Mapping[str, str] = {}
+        """What determines the order of the training samples, which every checkpoint stores."""
+        self._saved_order: Mapping[str, str] = {}
+        """What determined that order in the checkpoint that was loaded."""
         self.record = RewindRecord(self.flags, self._say) if record is None else record
         """Decisions to go back from loss spikes; part of every checkpoint."""
         self.memory = StagingMemory()
@@ -151,7 +156,8 @@ class Checkpoints:
         common |= {} if parts.spikes is None else {"loss_spikes": parts.spikes.state_dict()}
         common |= self.record.state_dict()
         layout = {name: self.groups.size(name) for name in ("tp", "pp", "cp", "dp", "ep", "expt_tp")}
-        description = describe_run(self.config) | ({"data": dict(self.data)} if self.data else {})
+        of_data = {"data": dict(self.data), "data_order": dict(self.data_order)}
+        description = describe_run(self.config) | {name: facts for name, facts in of_data.items() if facts}
         kept = (1, None) if temporary else (self.flags.keep_last, self.flags.save_retain_interval)
         facts = {"config": description, "layout": layout, "keep_last": kept[0], "keep_every": kept[1]}
         return chunks, {"step": parts.state.iteration, "common": common, **facts}
@@ -315,6 +321,7 @@ class Checkpoints:
             self.record.go_on_from(loaded.folder, loaded.manifest)
         self._say(*setting_differences(self.config, loaded.manifest.config))
         self._saved_data = loaded.manifest.config.get("data", {})
+        self._saved_order = loaded.manifest.config.get("data_order", {})
         parts.state.restore(TrainState.from_json(common["train_state"]))
         if not self.config.evaluation.skip_train:
             spelling = partial(schedule_flag, self.config)
@@ -334,12 +341,14 @@ class Checkpoints:
         state.consumed_train_samples = batches.samples_of(iteration)
         state.consumed_tokens = state.consumed_train_samples * (self.config.data.seq_length or 0)
 
-    def take_data(self, digests: Mapping[str, str]) -> None:
-        """Stores the digests of the run's data in later checkpoints, and prints what differs from the checkpoint that
-        was loaded."""
-        self.data = digests
+    def take_data(self, digests: Mapping[str, str], order: Mapping[str, str], consumed: int) -> None:
+        """Stores the digests of the run's data, and the order of its training samples, in later checkpoints. Prints
+        what differs from the checkpoint that was loaded, which had trained on `consumed` samples."""
+        self.data, self.data_order = digests, order
         if self._saved_data:
             self._say(*data_differences(digests, self._saved_data))
+        if not self.config.evaluation.skip_train:
+            self._say(*order_differences(order, self._saved_order, consumed))
 
     def _place(self) -> str:
         return "[ t {}/{}, p {}/{} ]".format(

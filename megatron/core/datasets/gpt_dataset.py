@@ -168,6 +168,12 @@ class GPTDataset(MegatronDataset):
         return self._plan.num_epochs
 
     @property
+    def shuffled_together(self) -> str:
+        """The epochs of the sample plan, in words."""
+        apart = "" if self._plan.samples_before_last_epoch is None else ", the last one on its own"
+        return f"shuffled over {self.num_epochs} epochs{apart}"
+
+    @property
     def tokens_per_epoch(self) -> int:
         """Number of tokens in the split."""
         return self._tokens_per_epoch

@@ -206,6 +206,11 @@ class MaskedWordPieceDataset(MegatronDataset):
     def __len__(self) -> int:
         return len(self.sample_index)
 
+    @property
+    def shuffled_together(self) -> str:
+        """The epochs of the sample map, in words."""
+        return f"shuffled over {self._num_epochs} epochs"
+
     def read_sentences(self, idx: int) -> tuple[list[np.ndarray], int]:
         """Returns the sentences of sample `idx`, and its target length in tokens."""
         if not 0 <= idx < len(self):
@@ -261,6 +266,7 @@ class MaskedWordPieceDataset(MegatronDataset):
             return rows.ndim == 2 and rows.shape[1] == 3 and rows.dtype.kind == "u" and counts.shape == (5,)
 
         arrays = self.load_or_build_indices(_INDICES, fits, build)
+        self._num_epochs = int(arrays["counts"][-1])
         self._log_use(*arrays["counts"].tolist())
         return arrays["sample_index"]
 

@@ -100,6 +100,12 @@ class MegatronDataset(ABC, torch.utils.data.Dataset):
         vars(self).update({name: load_array(v.path) if isinstance(v, _MappedFile) else v for name, v in state.items()})
 
     @property
+    def shuffled_together(self) -> str | None:
+        """Words for the epochs that are shuffled as a whole, if the order of the first samples depends on how many
+        samples are requested; otherwise None."""
+        return None
+
+    @property
     def unique_description(self) -> str:
         """The identifiers as text."""
         return json.dumps(self.unique_identifiers, indent=4, default=str)

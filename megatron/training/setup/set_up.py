@@ -32,6 +32,7 @@ from megatron.training.checkpoint_contents import SavedParts
 from megatron.training.checkpoints import Checkpoints
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.data_checks import check_data_of_run
+from megatron.training.data.data_order import order_of
 from megatron.training.data.data_plan import data_plan
 from megatron.training.data.digests import data_digests
 from megatron.training.data.source_losses import source_names
@@ -98,7 +99,8 @@ def set_up(
         environment.progress.enter("building datasets")
         datasets = providers.build_datasets(context, sample_counts(config))
         if environment.is_first:
-            checkpoints.take_data(data_digests(config))
+            order = order_of(datasets[0], config.data.dataloader_type or "single")
+            checkpoints.take_data(data_digests(config), order, context.state.consumed_train_samples)
             for line in data_plan(datasets, samples_to_read(config), config.data.seq_length or 0):
                 print(line, flush=True)
     hooks_of_script = () if providers.build_hooks is None else providers.build_hooks(context)

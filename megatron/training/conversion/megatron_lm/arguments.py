@@ -46,6 +46,11 @@ _FIELDS = (
     "eod_mask_loss",
     "reset_position_ids",
     "reset_attention_mask",
+    "fim_data",
+    "fim_rate",
+    "fim_spm_rate",
+    "mask_prob",
+    "short_seq_prob",
 )
 _LEFT = frozenset(
     "attention_backend cp_comm_type moe_token_dispatcher_type moe_grouped_gemm padded_vocab_size spec"  # noqa: SIM905

@@ -93,7 +93,15 @@ def test_settings_of_muon_come_along() -> None:
 
 def test_every_setting_of_the_function_comes_along() -> None:
     """What a resumed run is compared by, but for the place of the data, and types that a run of theirs cannot have."""
-    elsewhere = {"fp64", "mock_data", "data_stages", "num_encoder_layers", "gated_linear_unit", "activation_func"}
+    elsewhere = {
+        "fp64",
+        "mock_data",
+        "data_stages",
+        "sft",
+        "num_encoder_layers",
+        "gated_linear_unit",
+        "activation_func",
+    }
     wanted = {name for name in (*ARCHITECTURE, *MODEL_OPTIONS, *COMPARED) if not name.endswith("_path")} - elsewhere
     assert not {name for name in wanted if flag_table()[name].group not in _GROUPS} - {*_FIELDS}
     scaled = {"use_mup": True, "mup_base_hidden_size": 8, "mup_width_mult": 4.0, "reset_attention_mask": True}

@@ -1,0 +1,67 @@
+"""What determines the order of a run's training samples: words that checkpoints store and a resumed run compares.
+
+The number of epochs that a run needs is shuffled as a whole, so a run of another length may read other samples at the
+same position.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.megatron_dataset import MegatronDataset
+from megatron.core.datasets.staged_blend import StagedBlend
+
+_LOADER = "--dataloader-type"
+_STAGE = "stage from sample "
+_MOST_NAMED = 3
+
+
+def order_of(dataset: Any, dataloader_type: str) -> dict[str, str]:
+    """Returns words about each data set of the training data, by prefix, and about each stage. They change if the order
+    of the first samples changes, except for changes of the files and of flags that are compared elsewhere. Empty for a
+    data set of a script's own kind."""
+    if isinstance(dataset, StagedBlend):
+        stages = dataset.order.stages
+        found = {f"{_STAGE}{stage.first_sample}": _blend(stage.prefixes, stage.weights) for stage in stages}
+    elif isinstance(dataset, BlendedDataset):
+        lengths = [len(each) for each in dataset.datasets]
+        weights = dataset.weights or [length / sum(lengths) for length in lengths]
+        found = {}
+        for number, (each, weight) in enumerate(zip(dataset.datasets, weights, strict=True)):
+            name = _name(each) if _name(each) not in found else f"{_name(each)} (number {number + 1})"
+            found[name] = f"{100 * weight:.6g}% of the samples{_epochs(each, ', ')}"
+    elif isinstance(dataset, MegatronDataset):
+        found = {_name(dataset): _epochs(dataset)}
+    else:
+        return {}
+    is_cyclic = dataloader_type == "cyclic"
+    return found | {_LOADER: f"cyclic, {len(dataset)} samples a pass" if is_cyclic else dataloader_type}
+
+
+def order_differences(now: Mapping[str, str], before: Mapping[str, str], consumed: int) -> Iterator[str]:
+    """Yields a sentence if the order of the samples in this run is not that of the checkpoint. `consumed` is the number
+    of samples that the checkpoint has trained on; without any, and for stages after them, the order may change."""
+    if not (consumed and now and before):
+        return
+    names = [name for name in dict.fromkeys((*before, *now)) if now.get(name) != before.get(name)]
+    names = [name for name in names if not name.startswith(_STAGE) or int(name.removeprefix(_STAGE)) < consumed]
+    if not names:
+        return
+    changes = [f"{name}: {now.get(name, 'none')} (was {before.get(name, 'none')})" for name in names[:_MOST_NAMED]]
+    more = f"; and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    yield (
+        f"WARNING: the order of the training samples is not that of the checkpoint, so some of the {consumed} samples "
+        f"that it has trained on come again, and others are left out: {'; '.join(changes)}{more}"
+    )
+
+
+def _name(dataset: MegatronDataset) -> str:
+    return dataset.dataset_path or "made-up data"
+
+
+def _epochs(dataset: MegatronDataset, before: str = "") -> str:
+    return "" if dataset.shuffled_together is None else before + dataset.shuffled_together
+
+
+def _blend(prefixes: tuple[str, ...], weights: tuple[float, ...]) -> str:
+    return ", ".join(f"{100 * weight:.6g}% {prefix}" for prefix, weight in zip(prefixes, weights, strict=True))
