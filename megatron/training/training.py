@@ -98,7 +98,9 @@ def build_train_valid_test_data_iterators(
     With virtual pipeline stages each is a list with one iterator per model chunk."""
     run = global_vars.current_run()
     build_datasets = datasets_builder(build_train_valid_test_datasets_provider)
-    splits = build_splits(run.config, run.environment, run.state, build_datasets(run, sample_counts(run.config)))
+    splits = build_splits(
+        run.config, run.environment, run.state, build_datasets(run, sample_counts(run.config, run.state))
+    )
     close_with_run(splits.close)
     if splits.valid_sets:
         flags = "--multiple-validation-sets" if run.config.evaluation.multiple_validation_sets else "--full-validation"
@@ -132,7 +134,8 @@ def build_pretraining_data_loader(dataset: Any, consumed_samples: int) -> DataLo
 
 def get_train_valid_test_num_samples() -> tuple[int, int | None, int | None]:
     """Returns the numbers of samples that training, and all evaluations together, need of each split."""
-    counts = sample_counts(global_vars.current_run().config)
+    run = global_vars.current_run()
+    counts = sample_counts(run.config, run.state)
     return counts.train, counts.valid, counts.test
 
 
@@ -142,7 +145,7 @@ def build_train_valid_test_datasets(
 ) -> Sequence[Any]:
     """Returns the datasets that the provider builds for these numbers of samples, or for those that the run needs."""
     run = global_vars.current_run()
-    counts = sample_counts(run.config)
+    counts = sample_counts(run.config, run.state)
     if train_valid_test_num_samples is not None:
         train_samples, *others = train_valid_test_num_samples
         counts = SampleCounts(train_samples or 0, *others)

@@ -97,11 +97,12 @@ def set_up(
             checkpoints.check_room(parts, with_optimizer=providers.build_optimizer is None)
     with timed(timers, "train/valid/test-data-iterators-setup", 0):
         environment.progress.enter("building datasets")
-        datasets = providers.build_datasets(context, sample_counts(config))
+        counts = sample_counts(config, context.state)
+        datasets = providers.build_datasets(context, counts)
         if environment.is_first:
             order = order_of(datasets[0], config.data.dataloader_type or "single")
             checkpoints.take_data(data_digests(config), order, context.state.consumed_train_samples)
-            for line in data_plan(datasets, samples_to_read(config), config.data.seq_length or 0):
+            for line in data_plan(datasets, samples_to_read(config, counts), config.data.seq_length or 0):
                 print(line, flush=True)
     hooks_of_script = () if providers.build_hooks is None else providers.build_hooks(context)
     mix = mix_of(config, datasets[0])
@@ -326,20 +327,27 @@ def timed_forward_step(forward_step: ForwardStep, config: PretrainConfig, enviro
     return step
 
 
-def samples_to_read(config: PretrainConfig) -> tuple[int, int | None, int | None]:
+def samples_to_read(config: PretrainConfig, counts: SampleCounts) -> tuple[int, int | None, int | None]:
     """Returns the number of samples that the run reads of each split; None: all of them (--full-validation)."""
-    counts = sample_counts(config)
     return (
         (counts.train, None, None) if config.evaluation.full_validation else (counts.train, counts.valid, counts.test)
     )
 
 
-def sample_counts(config: PretrainConfig) -> SampleCounts:
-    """Returns the number of samples that training, and all evaluations together, need of each split."""
+def sample_counts(config: PretrainConfig, state: TrainState | None = None) -> SampleCounts:
+    """Returns the number of samples that training, and all evaluations together, need of each split.
+
+    `state` is that of the checkpoint from which the run continues. Its evaluations may have taken more samples than
+    they would with this run's flags. The evaluations that are left need samples after those.
+    """
     training, evaluation = config.training, config.evaluation
-    iterations = training.train_iters
-    rounds = iterations // evaluation.eval_interval + 1 if evaluation.eval_interval else 1
+    iterations, interval = training.train_iters, evaluation.eval_interval
+    rounds = 1 if evaluation.skip_train or not interval else iterations // interval + 1
     batches = BatchSchedule.from_config(training, config.grid.data, config.data.seq_length)
     train = training.train_samples or batches.samples_of(iterations)
     each = evaluation.eval_iters * evaluation.global_batch_size(training)
-    return SampleCounts(train, each if evaluation.skip_train else rounds * each, each)
+    valid, state = rounds * each, state or TrainState()
+    if state.consumed_valid_samples:
+        done = 0 if evaluation.skip_train or not interval else state.iteration // interval
+        valid = max(valid, state.consumed_valid_samples + max(1, rounds - done) * each)
+    return SampleCounts(train, valid, each)

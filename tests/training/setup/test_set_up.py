@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.runs import TINY, train
+from support.runs import TINY, train, write_documents
 from torch import nn
 
 from megatron.core.exceptions import UserError
@@ -16,6 +16,7 @@ from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.settings import LaunchEnvironment
 from megatron.training.providers import SampleCounts
 from megatron.training.setup.set_up import build_probe, resolve_auto_layout, sample_counts, set_torch
+from megatron.training.state import TrainState
 
 
 def config_of(flags: str, ranks: int = 1) -> PretrainConfig:
@@ -35,6 +36,33 @@ def config_of(flags: str, ranks: int = 1) -> PretrainConfig:
 )
 def test_samples_that_a_run_needs(flags: str, counts: tuple[int, int, int]) -> None:
     assert sample_counts(config_of(flags)) == SampleCounts(*counts)
+
+
+@pytest.mark.parametrize(
+    ("flags", "valid"),
+    [
+        ("--train-iters 10 --eval-interval 1", 44),  # the flags of the checkpoint
+        ("--train-iters 10 --eval-interval 4", 32),  # 24 are taken; left are those after 8 and at the end
+        ("--train-iters 10 --eval-interval 2", 36),  # left are those after 8 and 10, and the one at the end
+        ("--train-iters 10", 28),
+        ("--train-iters 10 --eval-interval 4 --skip-train", 28),
+        ("--train-iters 2 --eval-interval 1", 28),  # the checkpoint has more iterations than the run
+    ],
+)
+def test_a_resumed_run_needs_validation_samples_after_those_that_are_taken(flags: str, valid: int) -> None:
+    """The checkpoint of a run with an evaluation of 4 samples after each of 6 iterations."""
+    state = TrainState(iteration=6, consumed_valid_samples=24)
+    assert sample_counts(config_of(flags), state).valid == valid
+
+
+def test_a_blend_of_validation_data_lasts_for_a_run_with_fewer_evaluations(tmp_path: Path) -> None:
+    """A weighted blend has only the samples that are asked for. The first run has taken more than the others need."""
+    first, second = (write_documents(tmp_path / name, seed=seed) for seed, name in enumerate("ab"))
+    flags = f"--train-iters 8 --data-path 1 {first} 2 {second} --split 80,10,10"
+    train(f"{flags} --eval-interval 1 --exit-interval 6 --save {tmp_path / 'run'}")
+    resumed = f"{flags} --load {tmp_path / 'run'}"
+    assert len(train(f"{resumed} --eval-interval 8").validations) == 3  # after 8, and of both sets at the end
+    assert len(train(f"{resumed} --eval-interval 8 --skip-train").validations) == 2
 
 
 def test_global_options_of_torch_and_python(monkeypatch: pytest.MonkeyPatch) -> None:
