@@ -16,6 +16,7 @@ from megatron.training.providers import Providers
 from megatron.training.setup.set_up import resolve_auto_layout, vocabulary_rows
 from megatron.training.tokenizer.build import build_tokenizer
 
+_SIZE = r"([\d.]+ (?:bytes|[KMG]iB))"
 _SECONDS = 10.0
 """Time for the estimate of the state. The other ranks learn of the failure only afterwards."""
 
@@ -37,28 +38,30 @@ def explains_lack_of_gpu_memory(
 def lack_of_gpu_memory(
     text_of_torch: str, config: PretrainConfig, providers: Providers, environment: Environment
 ) -> str:
-    """Returns one sentence about a full GPU. `text_of_torch` says how much was asked for."""
-    asked = re.search(r"Tried to allocate ([\d.]+ \w+)", text_of_torch)
+    """Returns one sentence about a full GPU. `text_of_torch` says how much was asked for, and what was held then."""
+    asked = re.search(rf"Tried to allocate {_SIZE}", text_of_torch)
+    capacity = re.search(rf"total capacity of {_SIZE}", text_of_torch)
+    held = re.search(rf"{_SIZE} is allocated by PyTorch.*?, and {_SIZE} is reserved", text_of_torch)
     parts = ["out of GPU memory" + (f": no room for {asked[1]}" if asked else "")]
-    if environment.device.type == "cuda":
-        parts.append(_allocations(environment.device))
+    if capacity and held:
+        parts.append(
+            f"torch had allocated {held[1]} of {capacity[1]}, and kept {held[2]} in free pieces (if that is much: "
+            "PYTORCH_ALLOC_CONF=expandable_segments:True)"
+        )
     state = _state_bytes(config, providers, environment.rank)
     if state is not None:
         parts.append(
             f"weights, gradients and optimizer state of this rank take {short_size(state)} (--dry-run), activations "
             "are extra"
         )
-    return "; ".join([*parts, f"to take less: {', '.join(ways_to_take_less(config))}"])
+    state_fits = state is None or capacity is None or state < _bytes_of(capacity[1])
+    return "; ".join([*parts, f"to take less: {', '.join(ways_to_take_less(config, state_fits))}"])
 
 
-def _allocations(device: torch.device) -> str:
-    allocated, most = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
-    unused = torch.cuda.memory_reserved(device) - allocated
-    total = torch.cuda.get_device_properties(device).total_memory
-    return (
-        f"torch has allocated {short_size(allocated)} of {short_size(total)} (at most {short_size(most)} so far) and "
-        f"keeps {short_size(unused)} in free pieces (if that is much: PYTORCH_ALLOC_CONF=expandable_segments:True)"
-    )
+def _bytes_of(size: str) -> float:
+    """Returns the number of bytes of a size in torch's words, such as 79.18 GiB."""
+    number, unit = size.split()
+    return float(number) * 1024 ** ("bKMG".index(unit[0]))
 
 
 def _state_bytes(config: PretrainConfig, providers: Providers, rank: int) -> int | None:
@@ -79,8 +82,9 @@ def _state_bytes(config: PretrainConfig, providers: Providers, rank: int) -> int
     return found[0] if found else None
 
 
-def ways_to_take_less(config: PretrainConfig) -> list[str]:
-    """Returns flags that this run does not use yet and with which a rank needs less memory."""
+def ways_to_take_less(config: PretrainConfig, state_fits: bool = True) -> list[str]:
+    """Returns flags that this run does not use yet and with which a rank needs less memory. If the state alone does not
+    fit, less memory for activations does not help."""
     transformer, grid, found = config.transformer, config.grid, []
     if grid.data * grid.context > 1:
         strategy = sharding_strategy_of(config.ddp)
@@ -88,11 +92,15 @@ def ways_to_take_less(config: PretrainConfig) -> list[str]:
             found.append("--use-distributed-optimizer")
         if strategy is not ShardingStrategy.PARAMETERS:
             found.append("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params")
-    if transformer.recompute_granularity != "full":
+    if state_fits and transformer.recompute_granularity != "full":
         found.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
-    if config.training.micro_batch_size > 1:
+    if state_fits and config.training.micro_batch_size > 1:
         found.append("--micro-batch-size 1")
-    if transformer.loss_chunk_size is None:
+    if state_fits and transformer.loss_chunk_size is None:
         found.append("--loss-chunk-size 1024")
+    if transformer.bf16 and not config.optimizer.use_precision_aware_optimizer:
+        found.append("--use-precision-aware-optimizer")
+    if not config.optimizer.optimizer_cpu_offload:
+        found.append("--optimizer-cpu-offload --optimizer-offload-fraction 1.0")
     sizes = f"--tensor-model-parallel-size above {grid.tensor}", f"--pipeline-model-parallel-size above {grid.pipeline}"
     return [*found, *sizes]
