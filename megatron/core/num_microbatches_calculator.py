@@ -115,9 +115,10 @@ class BatchSchedule:
         """Number of samples in one micro-batch of all data parallel ranks."""
         return self.micro_batch_size * self.data_parallel_size
 
-    def samples_of(self, iterations: int) -> int:
-        """Returns the number of samples of the first `iterations` steps."""
-        consumed, final = 0, self._rounded_down(self.final_global_batch_size, check=False)
+    def samples_of(self, iterations: int, consumed: int = 0) -> int:
+        """Returns the number of samples of the first `iterations` steps; with `consumed`, the number after `iterations`
+        steps that begin after this many samples."""
+        final = self._rounded_down(self.final_global_batch_size, check=False)
         if isinstance(self.rampup, BatchSteps):
             for start, end in itertools.pairwise((*(start for start, _ in self.rampup.steps), None)):
                 size = self._rounded_down(self.rampup.size(start or 0, final), check=False)

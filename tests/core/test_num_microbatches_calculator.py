@@ -128,3 +128,11 @@ def test_samples_of_the_first_steps_are_those_that_the_steps_consume(growth: Ram
 
 def test_samples_of_a_batch_that_is_rounded_down() -> None:
     assert BatchSchedule(24, 4, 5, None, decrease_if_needed=True).samples_of(3) == 60
+
+
+@pytest.mark.parametrize("growth", [None, RampUp(2, 2, 40), BatchSteps(((0, 2), (10, 4), (30, 8)))])
+def test_samples_of_the_steps_after_others(growth: RampUp | BatchSteps | None) -> None:
+    schedule = BatchSchedule(8, 1, 1, growth)
+    for first in range(0, 25, 3):
+        assert schedule.samples_of(7, schedule.samples_of(first)) == schedule.samples_of(first + 7)
+    assert schedule.samples_of(3, 1000) == 1024

@@ -337,16 +337,20 @@ def samples_to_read(config: PretrainConfig, counts: SampleCounts) -> tuple[int, 
 def sample_counts(config: PretrainConfig, state: TrainState | None = None) -> SampleCounts:
     """Returns the number of samples that training, and all evaluations together, need of each split.
 
-    `state` is that of the checkpoint from which the run continues. Its evaluations may have taken more samples than
-    they would with this run's flags. The evaluations that are left need samples after those.
+    `state` is that of the checkpoint from which the run continues. Its steps and evaluations may have taken more
+    samples than they would with this run's flags. What is left of the run needs samples after those.
     """
+    state = state or TrainState()
     training, evaluation = config.training, config.evaluation
     iterations, interval = training.train_iters, evaluation.eval_interval
     rounds = 1 if evaluation.skip_train or not interval else iterations // interval + 1
     batches = BatchSchedule.from_config(training, config.grid.data, config.data.seq_length)
     train = training.train_samples or batches.samples_of(iterations)
+    if state.consumed_train_samples != batches.samples_of(state.iteration):
+        left = max(0, iterations - state.iteration)
+        train = max(train, batches.samples_of(left, state.consumed_train_samples))
     each = evaluation.eval_iters * evaluation.global_batch_size(training)
-    valid, state = rounds * each, state or TrainState()
+    valid = rounds * each
     if state.consumed_valid_samples:
         done = 0 if evaluation.skip_train or not interval else state.iteration // interval
         valid = max(valid, state.consumed_valid_samples + max(1, rounds - done) * each)

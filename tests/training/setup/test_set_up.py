@@ -55,6 +55,30 @@ def test_a_resumed_run_needs_validation_samples_after_those_that_are_taken(flags
     assert sample_counts(config_of(flags), state).valid == valid
 
 
+@pytest.mark.parametrize(
+    ("flags", "train"),
+    [
+        ("--train-iters 10 --global-batch-size 8", 80),  # the flags of the checkpoint
+        ("--train-iters 10", 64),  # 48 are taken; left are 4 steps of 4
+        ("--train-iters 10 --global-batch-size 16", 160),
+        ("--train-iters 10 --global-batch-size 6 --rampup-batch-size 2 2 60", 48 + 4 + 4 + 4 + 6),
+        ("--train-iters 2 --global-batch-size 4", 48),  # the checkpoint has more iterations than the run
+    ],
+)
+def test_a_resumed_run_needs_training_samples_after_those_that_are_taken(flags: str, train: int) -> None:
+    """The checkpoint of a run with a global batch size of 8, after 6 iterations."""
+    state = TrainState(iteration=6, consumed_train_samples=48)
+    assert sample_counts(config_of(flags), state).train == train
+
+
+def test_a_blend_lasts_for_a_run_that_goes_on_with_smaller_batches(tmp_path: Path) -> None:
+    first, second = (write_documents(tmp_path / name, seed=seed) for seed, name in enumerate("ab"))
+    flags = f"--train-iters 8 --eval-iters 0 --data-path 1 {first} 2 {second} --split 1"
+    train(f"{flags} --global-batch-size 8 --exit-interval 6 --save {tmp_path / 'run'}")
+    resumed = f"{flags} --global-batch-size 2 --load {tmp_path / 'run'} --override-opt-param-scheduler"
+    assert len(train(resumed).steps) == 2
+
+
 def test_a_blend_of_validation_data_lasts_for_a_run_with_fewer_evaluations(tmp_path: Path) -> None:
     """A weighted blend has only the samples that are asked for. The first run has taken more than the others need."""
     first, second = (write_documents(tmp_path / name, seed=seed) for seed, name in enumerate("ab"))
