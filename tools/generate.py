@@ -221,7 +221,8 @@ def read_prompts(config: GenerationConfig) -> list[str]:
     texts = list(config.prompt or [])
     if config.prompts_file is not None:
         try:
-            texts += Path(config.prompts_file).read_text(encoding="utf-8").splitlines()
+            with open(config.prompts_file, encoding="utf-8") as file:  # str.splitlines would cut at U+2028, too
+                texts += [line.removesuffix("\n") for line in file]
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"--prompts-file {config.prompts_file}: {error}") from error
     return texts

@@ -141,6 +141,13 @@ def test_prompts_in_batches_and_alone(checkpoints: Path, tmp_path: Path, capsys:
     assert all(text in together[1] for text in ("The ", "What is it", "Once upon a time"))
 
 
+def test_only_ends_of_lines_divide_prompts(tmp_path: Path) -> None:
+    """Not U+2028 or a form feed, at which str.splitlines cuts."""
+    (tmp_path / "prompts.txt").write_bytes("one\u2028and\x0cmore\r\n\ntwo".encode())
+    config = GENERATE.GenerationConfig(prompts_file=str(tmp_path / "prompts.txt"))
+    assert GENERATE.read_prompts(config) == ["one\u2028and\x0cmore", "", "two"]
+
+
 def test_an_empty_prompt_begins_a_document(checkpoints: Path, capsys: pytest.CaptureFixture) -> None:
     code, out, _ = run(capsys, "--load", checkpoints, "--prompt", "", "--max-new-tokens", 3)
     assert code == 0 and out.strip("\n")

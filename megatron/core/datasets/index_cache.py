@@ -110,7 +110,8 @@ class IndexCache:
         arrays = self.load(names)
         if arrays is not None and not valid(arrays):
             warn_on_first_rank(f"index cache {self._folder}/{self._stem}: damaged; building it again")
-            self._path("description.txt").unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # of a folder that others own; nothing can be saved there either
+                self._path("description.txt").unlink()
             return None
         return arrays
 

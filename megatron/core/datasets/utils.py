@@ -109,8 +109,9 @@ def check_weights(weights: Sequence[float]) -> list[float]:
     for weight in weights:
         if not math.isfinite(weight) or weight < 0:
             raise UserError(f"blend weight {weight}: expected a finite number, zero or more")
-    if not sum(weights) > 0:
-        raise UserError(f"blend weights {list(weights)}: at least one must be above zero")
+    if not 0 < sum(weights) < math.inf:
+        expected = "their sum must be finite" if sum(weights) else "at least one must be above zero"
+        raise UserError(f"blend weights {list(weights)}: {expected}")
     return [float(weight) for weight in weights]
 
 

@@ -217,3 +217,10 @@ def test_a_read_only_folder_is_said_once_and_serves_what_it_has(read_only, caplo
     assert len(caplog.records) == 1
     assert f"{read_only}: cannot be written (Permission denied)" in caplog.records[0].message
     assert len(list(read_only.iterdir())) == 3
+
+
+def test_a_damaged_entry_of_a_read_only_folder_is_built_in_memory(read_only):
+    IndexCache(read_only, "X", "there").save({"a": np.arange(3), "b": np.arange(7)})  # intact, but of other shapes
+    _lock_out(read_only)
+    found = IndexCache(read_only, "X", "there").load_or_build(NAMES, valid, arrays)
+    assert np.array_equal(found["a"], np.arange(300_000))

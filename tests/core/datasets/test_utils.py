@@ -63,6 +63,7 @@ def test_blend_words(words, blend):
         (["-1", "a", "2", "b"], "-1"),
         (["nan", "a", "2", "b"], "nan"),
         (["0", "a", "0", "b"], "above zero"),
+        (["1e308", "a", "1e308", "b"], "sum must be finite"),
     ],
 )
 def test_bad_blends_are_named(words, message):
