@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megatron.core.collectives import Group, all_reduce
 from megatron.core.exceptions import UserError
-from megatron.training.data.step_data import step_data_of
+from megatron.training.data.step_data import is_end_of_data, step_data_of
 from megatron.training.logging.metrics import synchronization_allowed
 from megatron.training.providers import NonLossFunctions
 
@@ -140,8 +140,7 @@ def _forward(
     try:
         return forward_backward_func(**arguments)
     except (StopIteration, RuntimeError) as error:
-        # A StopIteration that passes through a generator comes out as a RuntimeError.
-        if isinstance(error, StopIteration) or isinstance(error.__cause__, StopIteration):
+        if is_end_of_data(error):
             raise UserError(
                 f"the evaluation's data ended in iteration {iteration} of {planned}; "
                 f"lower --eval-iters to {iteration - 1} or give more data"

@@ -3,8 +3,9 @@
 `run_step` is the one training step of the app: Megatron-LM's `train_step` (megatron.training.training) calls it too.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.exceptions import UserError
 from megatron.core.ops.fp8.recipes import DelayedScaling
 from megatron.core.optimizer import MegatronOptimizer, StepUpdate
 from megatron.core.optimizer.clip_grads import weight_norm
@@ -19,7 +21,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel.chunk_hooks import accepts_argument
 from megatron.core.rerun_state_machine import RerunStateMachine
 from megatron.core.timers import Timers, timed
-from megatron.training.data.step_data import StepData, step_data_of
+from megatron.training.data.step_data import StepData, is_end_of_data, step_data_of
 from megatron.training.hooks.exit import ExitDecision, ExitReason
 from megatron.training.logging.finite import GradientProbe
 from megatron.training.logging.records import StepResult
@@ -60,31 +62,49 @@ def train(trainer: Trainer) -> ExitDecision | None:
 def train_step(trainer: Trainer) -> StepResult:
     """Runs one global batch forward and backward, then one update. Nothing here waits for the device."""
     num_microbatches = trainer.begin_step()
-    result = run_step(
-        trainer.forward_backward,
-        trainer.forward_step,
-        trainer.splits.train.iterators(len(trainer.model)),
-        trainer.model,
-        trainer.optimizer,
-        trainer.scheduler,
-        num_microbatches=num_microbatches,
-        micro_batch_size=trainer.config.training.micro_batch_size,
-        seq_length=trainer.config.data.seq_length,
-        decoder_seq_length=trainer.config.decoder_seq_length,
-        global_batch_size=trainer.batches.global_batch_size,
-        timers=trainer.log.timers,
-        results=trainer.results,
-        probe=trainer.probe,
-        update=trainer.update,
-        judge=None if trainer.spikes is None else partial(trainer.spikes.judge, iteration=trainer.state.iteration + 1),
-        **arguments_of_schedule(trainer.optimizer, trainer.splits.train),
-    )
+    with explains_end_of_data(trainer):
+        result = run_step(
+            trainer.forward_backward,
+            trainer.forward_step,
+            trainer.splits.train.iterators(len(trainer.model)),
+            trainer.model,
+            trainer.optimizer,
+            trainer.scheduler,
+            num_microbatches=num_microbatches,
+            micro_batch_size=trainer.config.training.micro_batch_size,
+            seq_length=trainer.config.data.seq_length,
+            decoder_seq_length=trainer.config.decoder_seq_length,
+            global_batch_size=trainer.batches.global_batch_size,
+            timers=trainer.log.timers,
+            results=trainer.results,
+            probe=trainer.probe,
+            update=trainer.update,
+            judge=None
+            if trainer.spikes is None
+            else partial(trainer.spikes.judge, iteration=trainer.state.iteration + 1),
+            **arguments_of_schedule(trainer.optimizer, trainer.splits.train),
+        )
     return dataclasses.replace(
         result,
         params_norm=norm_of_weights(trainer),
         sample_ids=trainer.splits.train.sample_ids,
         gradients_finite=[] if trainer.probe is None else trainer.probe.take(),
     )
+
+
+@contextlib.contextmanager
+def explains_end_of_data(trainer: Trainer) -> Iterator[None]:
+    """Turns the end of the training data within a step into a UserError: a script's own data may be too short."""
+    try:
+        yield
+    except (StopIteration, RuntimeError) as error:
+        if not is_end_of_data(error):
+            raise
+        done, planned = trainer.state.iteration, trainer.config.training.train_iters
+        raise UserError(
+            f"the training data ended in iteration {done + 1} of {planned}; lower --train-iters to {done} or give more "
+            "data"
+        ) from error
 
 
 def arguments_of_schedule(optimizer: MegatronOptimizer, data: StepData) -> dict[str, Any]:

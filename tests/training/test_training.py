@@ -1,5 +1,6 @@
 """Whole runs: what their results depend on, and the effect of flags."""
 
+import itertools
 import math
 import re
 from typing import Any
@@ -148,6 +149,26 @@ def test_samples_instead_of_iterations(corpus):
     by_samples = train(f"--data-path {corpus} --train-samples 40 --lr-warmup-samples 8 --eval-iters 0")
     assert by_samples.losses == by_iterations.losses
     assert differences(by_samples.at_end, by_iterations.at_end) == []
+
+
+@pytest.mark.parametrize("layout", ["", "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"])
+def test_data_that_ends_within_a_step_is_said(corpus, layout):
+    flags = f"--data-path {corpus} --train-iters 3 --eval-iters 0 --num-layers 4 {layout}"
+    said = "the training data ended in iteration 2 of 3; lower --train-iters to 1 or give more data"
+    if layout:
+        with pytest.raises(AssertionError, match=said):
+            run_on_ranks(train_on_six_samples, 2, flags)
+    else:
+        with pytest.raises(UserError, match=said):
+            train_on_six_samples(flags)
+
+
+def train_on_six_samples(flags: str) -> None:
+    def shorten(run: Trainer) -> None:
+        if run.splits.train.micro_batches is not None:
+            run.splits.train.micro_batches = itertools.islice(run.splits.train.micro_batches, 6)
+
+    train(flags, before=shorten)
 
 
 def test_a_growing_batch(tmp_path, corpus):

@@ -325,11 +325,13 @@ def iterations_of_samples(samples: int, global_batch_size: int, rampup: list[int
         if min(start, increment, over) < 1 or start >= global_batch_size:
             return samples // global_batch_size
         samples_per_size = over / ((global_batch_size - start) / increment)
-        while consumed <= min(over, samples):
+        while consumed <= over:
             size = min(start + int(consumed / samples_per_size) * increment, global_batch_size)
+            if consumed + size > samples:
+                return iterations
             consumed += size
             iterations += 1
-    return iterations + max(0, samples - consumed) // global_batch_size
+    return iterations + (samples - consumed) // global_batch_size
 
 
 def _data(s: Settings) -> str | None:

@@ -200,6 +200,12 @@ def _numbers(sample_ids: Tensor | Sequence[int] | None) -> list[int]:
     return sample_ids.tolist() if isinstance(sample_ids, Tensor) else list(sample_ids)
 
 
+def is_end_of_data(error: BaseException) -> bool:
+    """Whether a schedule raised this error because its data iterator ended. A StopIteration that passes through a
+    generator comes out as a RuntimeError."""
+    return isinstance(error, StopIteration) or isinstance(error.__cause__, StopIteration)
+
+
 def step_data_of(data: Any) -> StepData | None:
     """Returns the StepData that an iterator (or list) of `StepData.iterators` belongs to; None for a script's
     iterator."""

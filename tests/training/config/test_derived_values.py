@@ -126,7 +126,7 @@ def test_iterations_of_a_ramp_count_every_step() -> None:
         while True:
             per = over / ((size - start) / increment)
             batch = size if consumed > over else min(size, start + int(consumed / per) * increment)
-            if consumed + batch > samples and consumed > over:
+            if consumed + batch > samples:
                 return steps
             consumed += batch
             steps += 1
@@ -134,6 +134,9 @@ def test_iterations_of_a_ramp_count_every_step() -> None:
     assert iterations_of_samples(1000, 16, [4, 4, 100]) == simulated(1000, 16, 4, 4, 100)
     assert iterations_of_samples(5000, 64, [8, 8, 777]) == simulated(5000, 64, 8, 8, 777)
     assert iterations_of_samples(100, 10, None) == 10
+    for samples in (20, 22, 23, 24):  # that end within the ramp: no step reads samples that are not there
+        assert iterations_of_samples(samples, 12, [4, 4, 20]) == simulated(samples, 12, 4, 4, 20)
+    assert iterations_of_samples(23, 12, [4, 4, 16]) == 3  # 4 + 4 + 8; the next step has 12
 
 
 def test_the_split_and_the_metrics_file_have_defaults_that_are_said() -> None:
