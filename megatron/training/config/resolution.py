@@ -141,7 +141,8 @@ def build_config(settings: Settings, notes: Iterable[str], extra: Mapping[str, A
             OptimizerConfig,
             params_dtype=transformer.params_dtype,
             decoupled_weight_decay=True,
-            mup_width_mult=transformer.mup_width_mult,
+            # Without muP a value that was given has no effect, as its note says.
+            mup_width_mult=transformer.mup_width_mult if transformer.use_mup else 1.0,
         ),
         ddp=settings.build(
             DistributedDataParallelConfig, check_for_nan_in_grad=settings.check_for_nan_in_loss_and_grad
