@@ -5,8 +5,10 @@ As in `checks`, all rules must accept missing and impossible values.
 
 from collections.abc import Iterator
 
+from megatron.core.pipeline_parallel.captured_micro_batch import MOST_GRAPHS
 from megatron.core.transformer.config.memory import captured_parts, captures_micro_batches
 from megatron.core.transformer.config.router import listed
+from megatron.training.config.derived_values import batch_steps
 from megatron.training.config.settings import Settings
 
 
@@ -51,8 +53,25 @@ def micro_batch_graphs(s: Settings) -> Iterator[str]:
     for field in ("save_activations_interval", "save_dgrads_interval"):
         if getattr(s, field) is not None:
             yield f"{name}: {{{field}:name}} watches modules, which a graph does not call; leave one out"
+    flag, sizes = _batch_sizes(s)
+    if len(sizes) > MOST_GRAPHS:
+        yield (
+            f"{name}: each batch size has a graph, and {{{flag}:name}} has {len(sizes)} sizes; give at most "
+            f"{MOST_GRAPHS}"
+        )
     if s.log_straggler:
         yield f"{name}: {{log_straggler:name}} measures forward steps, which do not run one by one; leave one out"
+
+
+def _batch_sizes(s: Settings) -> tuple[str, set[int]]:
+    """Returns the flag that changes the batch size, and the numbers of micro-batches of its sizes."""
+    flag, sizes, steps = "rampup_batch_size", [], batch_steps(s)
+    if steps is not None:
+        flag, sizes = "step_batch_size_schedule", [size for _, size in steps.steps]
+    elif s.rampup_batch_size is not None and s.global_batch_size and min(s.rampup_batch_size) > 0:
+        start, increment, _ = s.rampup_batch_size
+        sizes = [*range(start, s.global_batch_size, increment), s.global_batch_size]
+    return flag, {size // max(1, (s.micro_batch_size or 1) * s.data_parallel_size) for size in sizes}
 
 
 def _experts(s: Settings) -> Iterator[str]:

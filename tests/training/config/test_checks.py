@@ -257,6 +257,11 @@ def test_batch_sizes_that_change_and_those_of_evaluation() -> None:
         "--eval-global-batch-size 6 of an evaluation is not divisible by --micro-batch-size 2 x 2 data parallel ranks; "
         "use 4 or 8"
     )
+    sizes = " ".join(f"{count}K:{2 * count + 2}" for count in range(9))
+    assert problems(sizes, "--cuda-graph-impl local") == [
+        "--cuda-graph-impl local: each batch size has a graph, and --step-batch-size-schedule has 9 sizes; give at "
+        "most 8"
+    ]
     assert problems("", "--iterations-to-skip 0 3") == ["--iterations-to-skip 0 3: the first iteration is 1"]
     assert problems("", "--iterations-to-skip 0-3") == ["--iterations-to-skip 0-3: the first iteration is 1"]
     assert problems("", "--iterations-to-skip 3-5 7") == []
@@ -280,3 +285,5 @@ def test_scales_that_follow_from_the_width() -> None:
     (problem,) = problems_of("--multi-latent-attention --use-mup")
     assert problem.startswith("--use-mup: not yet with --multi-latent-attention")
     assert configured("--use-mup --mup-base-hidden-size 16").optimizer.mup_width_mult == 4.0
+    without_mup = configured("--mup-width-mult 4")
+    assert without_mup.optimizer.mup_width_mult == 1.0 and any("--mup-width-mult" in note for note in without_mup.notes)

@@ -27,6 +27,11 @@ GROUPED = "--num-experts 4 --moe-grouped-gemm --bf16 --disable-bias-linear"
         (f"{GROUPED} --moe-router-load-balancing-type global_aux_loss", 1, "global_aux_loss counts micro-batches on"),
         ("--use-torch-fsdp2", 2, "frees memory between uses"),
         ("--reset-attention-mask", 1, "is not fixed with --reset-attention-mask; leave one out"),
+        (
+            "--rampup-batch-size 4 4 100 --global-batch-size 36",
+            1,
+            "each batch size has a graph, and --rampup-batch-size has 9 sizes; give at most 8",
+        ),
         ("--log-straggler", 1, "--log-straggler measures forward steps"),
         ("--cuda-graph-scope attn moe", 1, "--cuda-graph-scope moe: the number of rows of each expert differs"),
         (
