@@ -61,7 +61,8 @@ def train(trainer: Trainer) -> ExitDecision | None:
 
 def train_step(trainer: Trainer) -> StepResult:
     """Runs one global batch forward and backward, then one update. Nothing here waits for the device."""
-    num_microbatches = trainer.begin_step()
+    num_microbatches, spikes = trainer.begin_step(), trainer.spikes
+    judge = None if spikes is None else partial(spikes.judge, iteration=trainer.state.iteration + 1)
     with explains_end_of_data(trainer):
         result = run_step(
             trainer.forward_backward,
@@ -79,9 +80,7 @@ def train_step(trainer: Trainer) -> StepResult:
             results=trainer.results,
             probe=trainer.probe,
             update=trainer.update,
-            judge=None
-            if trainer.spikes is None
-            else partial(trainer.spikes.judge, iteration=trainer.state.iteration + 1),
+            judge=judge,
             **arguments_of_schedule(trainer.optimizer, trainer.splits.train),
         )
     return dataclasses.replace(
