@@ -1,7 +1,6 @@
 """Checks that the data sets of a run and its tokenizer fit together, before the model is built."""
 
 import sys
-from collections.abc import Callable
 from functools import partial
 
 from megatron.core.dist_checkpointing.coordination import RankCoordinator
@@ -11,7 +10,7 @@ from megatron.training.data.gpt_data import gpt_dataset_config
 from megatron.training.data.sources import prefixes_of_run
 from megatron.training.data.t5_data import t5_dataset_config
 from megatron.training.data_preparation.checks import bytes_to_read, check_data, check_manifest
-from megatron.training.data_preparation.manifest import DataManifest, get_manifest_path
+from megatron.training.data_preparation.manifest import get_manifest_path
 from megatron.training.tokenizer.base import Tokenizer
 
 _DATASET_CONFIGS = {"gpt": gpt_dataset_config, "bert": bert_dataset_config, "t5": t5_dataset_config}
@@ -25,19 +24,22 @@ def check_data_of_run(config: PretrainConfig, tokenizer: Tokenizer, *, reads_dat
     where there is none, as far as that takes seconds. Collective."""
     of_script = config.data.datasets_of_script or config.data.dataloader_type == "external"
     if not of_script and config.data.sources():
-        check = check_data if reads_data else partial(check_manifest, files=False)
-        RankCoordinator().run_on_first(partial(_check_data, config, tokenizer, check))
+        RankCoordinator().run_on_first(partial(_check_data, config, tokenizer, reads_data))
 
 
-def _check_data(config: PretrainConfig, tokenizer: Tokenizer, check: Callable[..., DataManifest | None]) -> None:
+def _check_data(config: PretrainConfig, tokenizer: Tokenizer, reads_data: bool) -> None:
     if config.model.model_family is not None:
         _DATASET_CONFIGS[config.model.model_family](config, tokenizer)
     if config.training.sft:  # conversations are encoded when they are read
         return
     vocab_size = config.tokenizer.model_vocab_size(tokenizer.vocab_size)
     prefixes = sorted(prefixes_of_run(config))
+    if not reads_data:
+        for prefix in prefixes:
+            check_manifest(prefix, tokenizer, vocab_size, _warn, files=False)
+        return
     most_bytes = bytes_to_read(len(prefixes))
-    unknown = [prefix for prefix in prefixes if check(prefix, tokenizer, vocab_size, _warn, most_bytes) is None]
+    unknown = [prefix for prefix in prefixes if check_data(prefix, tokenizer, vocab_size, _warn, most_bytes) is None]
     if unknown:
         others = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
         _warn(
