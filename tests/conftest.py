@@ -14,6 +14,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Hundreds of processes import the package, so its compiled files must be written.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+# Ranks of a world wait for each other all the time. The scheduler lets a batch process run on when another one wakes
+# up, which saves a fifth of the system time.
+if hasattr(os, "SCHED_BATCH"):
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+# Imports and collection make millions of objects that stay; looking for garbage among them takes seconds.
+gc.disable()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -83,6 +89,7 @@ def pytest_collection_finish() -> None:
     of this process cheap."""
     gc.collect()
     gc.freeze()
+    gc.enable()
     huge_pages.collapse()
 
 

@@ -24,6 +24,7 @@ MODULES = (
 
 
 def _preload() -> None:
+    gc.disable()  # until the end: nearly all objects stay
     sys.path[:0] = [str(_ROOT), str(_ROOT / "tests")]
     for name in MODULES:
         importlib.import_module(name)
@@ -40,6 +41,7 @@ def _preload() -> None:
     # Forked processes then do not copy the pages of these objects at their first collection.
     gc.collect()
     gc.freeze()
+    gc.enable()
     huge_pages.collapse()
     # A program need not take apart at its end what the server has made.
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
