@@ -1,6 +1,7 @@
 """Layouts of the parity tests: one value for each dimension, and the settings that it needs."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from parity.models import LENGTH, Model
@@ -208,11 +209,11 @@ class Layout:
     experts: Choice = DIMENSIONS["experts"][0]
     order: str = "tp-cp-ep-dp-pp"
 
-    @property
+    @cached_property
     def choices(self) -> tuple[Choice, ...]:
         return tuple(getattr(self, dimension) for dimension in DIMENSIONS)
 
-    @property
+    @cached_property
     def ranks(self) -> int:
         ranks = 1
         for choice in self.choices:
@@ -224,7 +225,7 @@ class Layout:
         split = [c.name for c in self.choices if c not in _NONE]
         return "+".join(split + (["pp-before-dp"] if self.order == PIPELINE_BEFORE_DATA else [])) or "one"
 
-    @property
+    @cached_property
     def settings(self) -> dict[str, Any]:
         """Fields of TransformerConfig."""
         return {name: value for choice in self.choices for name, value in choice.settings.items()}

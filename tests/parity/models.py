@@ -6,6 +6,7 @@ all layouts start from the same model.
 
 import dataclasses
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ class Model:
         """Number of multi-token prediction layers."""
         return self.settings.get("mtp_num_layers") or 0
 
-    @property
+    @cached_property
     def kinds_of_layers(self) -> int:
         """Number of layers after which their kinds repeat: 1 if layers differ only in their weights, 2 if two kinds
         take turns, and `LAYERS` for longer patterns."""
