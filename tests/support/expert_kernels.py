@@ -314,6 +314,10 @@ def specialized_products() -> None:
     rows, rows of no expert, columns behind the last one, many experts."""
     for transposed in (True, False):
         multiplied((1, 0, 129, 128, 65, 300, 0), 192, 328, transposed, behind=3)
+    specialized_product_of_many_experts()
+
+
+def specialized_product_of_many_experts() -> None:
     multiplied((3, 0, 200) * 80, 64, 256, True)
 
 

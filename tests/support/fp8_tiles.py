@@ -144,16 +144,16 @@ def tile_of(kind: str, tile: Tile, sizes: Sizes) -> None:
                 assert torch.equal(ours, chosen.product(other, dtype, precise)), (kind, tile, scope, transposed)
 
 
-def specialized_blocks(sizes: Sizes) -> None:
+def specialized_blocks(sizes: Sizes, variants: tuple[bool, ...] = (False, True)) -> None:
     """Compares the kernels of blocks with specialised warps with the definition in float64, row by row. A second call
-    must compute the same bits."""
-    for transposed in (False, True):
+    must compute the same bits. `variants`: whether weights are transposed, and whether experts have two segments."""
+    for transposed in variants:
         chosen = operands(sizes, "blocks", transposed)
         assert specialized_kernels(chosen.rows, chosen.weight) is not None
         ours = chosen.product(None, torch.bfloat16, precise=False)
         row_errors(ours, chosen.exact, 5e-3, (sizes, transposed))
         assert torch.equal(ours, chosen.product(None, torch.bfloat16, precise=False)), (sizes, transposed)
-    for parts in (False, True):
+    for parts in variants:
         given = gradient_operands(sizes, "blocks", parts)
         exact = gradient_in_float64(*given)
         ours = gradients_by(None, *given, exact)
@@ -163,6 +163,10 @@ def specialized_blocks(sizes: Sizes) -> None:
 
 def small_specialized_blocks() -> None:
     specialized_blocks(SMALL)
+
+
+def few_specialized_blocks() -> None:
+    specialized_blocks(SMALL, (True,))
 
 
 def gradients_by(
