@@ -156,9 +156,12 @@ def tool(name: str, *words: object, capture: bool = False) -> str:
 
 def python_sources() -> Iterator[str]:
     """Yields the .py files of Python's standard library, in a fixed order, without very long ones."""
-    library = Path(sysconfig.get_paths()["stdlib"])
-    for path in sorted(library.rglob("*.py")):
-        if "site-packages" in path.parts or "dist-packages" in path.parts or path.stat().st_size > LONGEST_FILE:
+    found: list[Path] = []
+    for folder, folders, names in os.walk(sysconfig.get_paths()["stdlib"]):
+        folders[:] = [name for name in folders if name not in ("site-packages", "dist-packages")]
+        found += [Path(folder, name) for name in names if name.endswith(".py")]
+    for path in sorted(found):
+        if path.stat().st_size > LONGEST_FILE:
             continue
         try:
             text = path.read_text(encoding="utf-8")

@@ -64,7 +64,7 @@ def _parameters_of(module: type) -> frozenset[str]:
     accepts the parameters of the next constructor in the order of bases."""
     names: set[str] = set()
     for base in module.__mro__:
-        if "__init__" not in vars(base):
+        if "__init__" not in vars(base) or base is object:  # that of object takes 10 ms to inspect
             continue
         parameters = inspect.signature(vars(base)["__init__"]).parameters
         names |= set(parameters)

@@ -101,13 +101,20 @@ def classes_of_code_points() -> np.ndarray:
     """Returns the class of each code point in the regular expressions of the `tokenizers` library, uint8 [0x110000]:
     LETTER, NUMBER, SPACE or OTHER."""
     tokenizers = load_library("tokenizers")
-    points = np.array([p for p in range(_LAST_CODE_POINT_OF_A_CLASS + 1) if not 0xD800 <= p < 0xE000], np.uint32)
-    text = points.tobytes().decode("utf-32-le")
-    mark = 0xF0000
+    points = np.r_[0:0xD800, 0xE000 : _LAST_CODE_POINT_OF_A_CLASS + 1].astype(np.uint32)
+    patterns = {LETTER: r"\p{L}", NUMBER: r"\p{N}", SPACE: r"\s"}
+    mark = 0xF0000  # and those after it are in no class
+    replace = tokenizers.normalizers.Sequence(
+        [
+            tokenizers.normalizers.Replace(tokenizers.Regex(pattern), chr(mark + kind))
+            for kind, pattern in patterns.items()
+        ]
+    )
+    marked = replace.normalize_str(points.tobytes().decode("utf-32-le"))
+    kinds = np.frombuffer(marked.encode("utf-32-le"), np.uint32)
     classes = np.zeros(0x110000, np.uint8)
-    for kind, pattern in ((LETTER, r"\p{L}"), (NUMBER, r"\p{N}"), (SPACE, r"\s")):
-        marked = tokenizers.normalizers.Replace(tokenizers.Regex(pattern), chr(mark)).normalize_str(text)
-        classes[points[np.frombuffer(marked.encode("utf-32-le"), np.uint32) == mark]] = kind
+    for kind in patterns:
+        classes[points[kinds == mark + kind]] = kind
     return classes
 
 
