@@ -1,8 +1,11 @@
 """Imports for the server of test processes (`support.forkserver`): each process of a test starts with these modules."""
 
 import atexit
+import contextlib
 import gc
 import importlib
+import inspect
+import io
 import os
 import sys
 import weakref
@@ -66,13 +69,21 @@ def _load_kernels() -> None:
 
 
 def _fill_caches() -> None:
-    """Reads a command line: its first reading collects all flags, which takes longer than all later ones."""
-    from support.runs import TINY
+    """Does what takes longer the first time: trains a tiny model, which collects all flags, among others; looks up the
+    classes of characters; lets `inspect`, which torchrun calls often, find the files of all modules."""
+    import torch
+    from support.runs import TINY, train
 
-    from megatron.training.arguments import configure
-    from megatron.training.config.settings import LaunchEnvironment
+    from megatron.core.utils import warn
+    from megatron.training.tokenizer.byte_level import classes_of_code_points
 
-    configure(f"{TINY} --mock-data --train-iters 1".split(), launch_environment=LaunchEnvironment(1, False))
+    printed = io.StringIO()
+    with torch.random.fork_rng(), contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        train("--mock-data --train-iters 1", base=TINY)
+    warn.leave_out(())
+    warn._warn_once.cache_clear()
+    classes_of_code_points()
+    inspect.stack()
 
 
 _preload()
