@@ -81,7 +81,8 @@ def test_commands_of_page_run(page: Path, checkout: Path) -> None:
 
 def test_torchrun_starts_new_interpreters(checkout: Path) -> None:
     """The other tests of this file run programs in processes that have imported the product before."""
-    flags = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --max-position-embeddings 8"
+    # Long samples: all mock data, which these processes shuffle, has fewer of them.
+    flags = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 256 --max-position-embeddings 256"
     flags += " --micro-batch-size 1 --global-batch-size 2 --train-iters 2 --log-interval 1 --lr 1e-3 --eval-iters 0"
     flags += " --mock-data --tokenizer-type NullTokenizer --vocab-size 20 --tensor-model-parallel-size 2"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
