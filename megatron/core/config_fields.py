@@ -70,6 +70,9 @@ class FlagDeclaration:
     """The words of the command line and their values, if the annotation is neither Literal nor Enum."""
 
 
+_BY_THE_RULE = FlagDeclaration()
+
+
 def flag(default: Any = dataclasses.MISSING, *, default_factory: Any = dataclasses.MISSING, **declaration: Any) -> Any:
     """Returns a dataclass field whose flag needs more than the default rule. Keywords are those of
     `FlagDeclaration`."""
@@ -97,7 +100,7 @@ def not_a_flag(default: Any = dataclasses.MISSING, *, default_factory: Any = dat
 
 def declaration_of(field: "dataclasses.Field[Any]") -> FlagDeclaration:
     """Returns the declaration of a field; the default rule for a field that was written without `flag`."""
-    return field.metadata.get(_METADATA_KEY, FlagDeclaration())
+    return field.metadata.get(_METADATA_KEY, _BY_THE_RULE)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -82,5 +82,5 @@ class Settings:
         """Returns an object of a config dataclass whose fields have the values of the same names. `fixed` gives or
         replaces single fields."""
         assert dataclasses.is_dataclass(config_class)
-        names = {field.name for field in dataclasses.fields(config_class)}
-        return config_class(**{name: value for name, value in self.values.items() if name in names} | fixed)
+        names = (field.name for field in dataclasses.fields(config_class))
+        return config_class(**{name: self.values[name] for name in names if name in self.values} | fixed)
