@@ -1,5 +1,6 @@
 """Settings, options and fixtures of all tests."""
 
+import contextlib
 import gc
 import os
 import sys
@@ -17,7 +18,8 @@ sys.dont_write_bytecode = False
 # Ranks of a world wait for each other all the time. The scheduler lets a batch process run on when another one wakes
 # up, which saves a fifth of the system time.
 if hasattr(os, "SCHED_BATCH"):
-    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    with contextlib.suppress(PermissionError):  # of a container
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 # Imports and collection make millions of objects that stay; looking for garbage among them takes seconds.
 gc.disable()
 
