@@ -148,6 +148,8 @@ class Stopwatch(Hook):
             if self.on_gpu:
                 torch.cuda.synchronize()
             self.trace = StepTrace(self.on_gpu)
+            if self.on_gpu:  # else the first communication of the step contains the wait for the slowest profiler
+                RankCoordinator().gather(None)
 
     def after_step(self, iteration: int) -> None:
         """Marks the time of a timed step, or ends the trace; after the last step gathers memory and times of ranks."""
