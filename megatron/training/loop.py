@@ -205,7 +205,7 @@ def mark_step_start(
         if data is None or not data.rewind():
             return False
         for chunk in model:
-            chunk.zero_grad_buffer(again=True)
+            chunk.zero_grad_buffer()
         optimizer.zero_grad()
         for router, bias in zip(routers, biases, strict=True):
             router.expert_bias.copy_(bias)

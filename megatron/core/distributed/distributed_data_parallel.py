@@ -250,12 +250,11 @@ class DistributedDataParallel(nn.Module):
             for unit in self.units:
                 unit.all_gather_gradients()
 
-    def zero_grad_buffer(self, again: bool = False) -> None:
-        """Zeroes all gradients, at the start of a step. `again` (our own keyword): the last step is computed again, and
-        ranks compute the same experts as before."""
+    def zero_grad_buffer(self) -> None:
+        """Zeroes all gradients, at the start of a step."""
         self._queue.reset()
         self._sharded_gradients.reset()
-        self._placements.begin_step(again)
+        self._placements.begin_step()
 
     def scale_gradients(self, scaling_factor: float | Tensor) -> None:
         """Multiplies all gradients by a number, or by a scalar tensor on their device."""

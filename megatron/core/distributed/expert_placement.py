@@ -7,16 +7,17 @@ the weights of such experts to other ranks. Here two ranks swap an expert, so th
 experts as before.
 
 An expert has a home: a rank, and a slot in the stacked weights of this rank. Only experts of the same slot are swapped,
-so that gradients and weights keep their place in a rank's buffers. A step goes like this:
+so that gradients and weights keep their place in a rank's buffers. In a step, a layer goes like this:
 
-- `begin_step` plans the swaps from the tokens that each expert took two steps earlier, which are on the host by then,
-  and starts to send the weights.
-- In forward, `renumbering` tells the router's result where the experts are.
-- `finish_step` returns the gradients to the homes of their experts and restores the weights there. Optimizer,
-  checkpoints and hooks always find experts at home.
+- In forward of the first micro-batch, when the router has chosen experts, `start_count` gathers how many tokens each
+  expert takes. `positions` waits for the counts, plans the swaps from them and returns where the experts are now, and
+  `start_swap` starts to send the weights. Later micro-batches of the step have the same weights, so their counts are
+  alike.
+- Before the experts compute, `finish_swap` puts the weights that have arrived into their slots.
+- After backward, `finish_step` returns the gradients to the homes of their experts and restores the weights there.
+  Optimizer, checkpoints and hooks always find experts at home.
 """
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,7 +28,7 @@ from megatron.core.collectives import (
     Group,
     HostCopy,
     Pending,
-    all_reduce,
+    gather_rows,
     group_rank,
     group_size,
     start_all_to_all_rows,
@@ -37,10 +38,6 @@ from megatron.core.parameters import main_grad_accumulator
 _LEAST_GAIN = 0.02
 """Share of a rank's mean rows that a swap must take from the fuller of two ranks. Sending an expert's weights and
 gradients can take as long as computing half of that."""
-_DELAY = 2
-"""Steps between the counts of tokens and the swaps that are planned from them. The counts of the step before are not on
-the host yet when the next step begins."""
-
 Homes = list[list[int]]
 """[ranks][slots]: the home rank of the expert that a rank computes in a slot."""
 
@@ -74,6 +71,44 @@ class Renumbering:
     """int64 [experts]: the position of each expert."""
     expert: Tensor
     """int64 [experts]: the expert in each position."""
+
+    @classmethod
+    def of(cls, homes: Homes) -> "Renumbering":
+        """Returns the numbers, on the host."""
+        slots = len(homes[0])
+        expert = torch.tensor([home * slots + slot for own in homes for slot, home in enumerate(own)])
+        return cls(expert.argsort(), expert)
+
+    def to(self, device: torch.device) -> "Renumbering":
+        """Returns the numbers on a device, without waiting for it."""
+        if device.type != "cuda":
+            return self
+        both = torch.stack([self.position, self.expert]).pin_memory().to(device, non_blocking=True)
+        return Renumbering(*both)
+
+
+@dataclass(frozen=True)
+class ExpertPositions:
+    """Where the experts of a layer are while a micro-batch is in it."""
+
+    numbers: Renumbering | None = None
+    """On the tokens' device; None: all experts are at home."""
+    of_ranks: tuple[Tensor, Tensor] | None = None
+    """int64 [ranks, experts], on the device and on the host: how many tokens of each rank the expert in each position
+    takes, by etp rank, then by ep rank. None: not counted."""
+
+    def of(self, experts: Tensor) -> Tensor:
+        """Returns the positions of experts, of any shape. -1 stays -1."""
+        if self.numbers is None:
+            return experts
+        return torch.where(experts < 0, experts, self.numbers.position[experts])
+
+
+class _RankCounts:
+    """How many tokens of each rank each expert takes, int64 [ranks, experts]."""
+
+    def __init__(self, counts: Tensor) -> None:
+        self.on_device, self.on_host = counts, HostCopy(counts)
 
 
 @dataclass(frozen=True)
@@ -120,55 +155,79 @@ class ExpertPlacement:
         self.experts, self.num_experts = experts, num_experts
         self.ep_group, self.etp_group = ep_group, etp_group
         self.ranks, self.rank = group_size(ep_group), group_rank(ep_group)
-        self._numbers: Renumbering | None = None
-        self._counts: Tensor | None = None
+        self.is_due = False
+        """Whether a step has begun whose swaps are not planned yet."""
+        self._counted: _RankCounts | None = None
+        """The counts from which the swaps of this step will be planned."""
+        self._planned: Homes | None = None
+        """The swaps that have not started yet."""
+        self._numbers: tuple[Renumbering, Renumbering] | None = None
+        """On the host and on the device; None if all experts are at home."""
         self._moves: _Moves | None = None
         self._arriving: list[tuple[Tensor, Pending]] = []
         self._home_weights: list[Tensor] = []
         """Copies of the weights that this rank has sent, for each parameter [n, ...]."""
 
-    def note(self, counts: Tensor) -> None:
-        """Adds the tokens of this rank that each expert takes in a micro-batch, int64 [experts]."""
-        self._counts = counts.clone() if self._counts is None else self._counts.add_(counts)
+    def start_count(self, counts: Tensor) -> _RankCounts | None:
+        """Starts to gather the counts of all ranks, given this rank's tokens that each expert takes, int64 [experts].
+        Returns None if the swaps of this step are planned already, or if no step has begun."""
+        if not self.is_due:
+            return None
+        self.is_due = False
+        self._counted = _RankCounts(gather_rows(gather_rows(counts[None], self.ep_group), self.etp_group))
+        return self._counted
 
-    def take_counts(self) -> Tensor | None:
-        """Returns the sum of the noted counts and resets it; None if nothing was noted."""
-        counts, self._counts = self._counts, None
-        return counts
+    def positions(self, counted: _RankCounts | None) -> ExpertPositions:
+        """Returns where the experts are for the micro-batch of which `start_count` has returned `counted`. Plans the
+        swaps of the step if it is the first one; the host then waits for the counts."""
+        if counted is not None and counted is self._counted:
+            self._counted = None
+            self._plan(counted)
+        if counted is None:
+            return ExpertPositions(None if self._numbers is None else self._numbers[1])
+        of_ranks = counted.on_device, counted.on_host.wait()
+        if self._numbers is None:
+            return ExpertPositions(None, of_ranks)
+        on_host, on_device = self._numbers
+        return ExpertPositions(on_device, (of_ranks[0][:, on_device.expert], of_ranks[1][:, on_host.expert]))
 
-    def renumbering(self) -> Renumbering | None:
-        """Returns where the experts are, or None if all are at home. Weights that this rank computes with are in its
-        memory for later kernels of the current stream."""
-        self._finish_arrival()
-        return self._numbers
+    def _plan(self, counted: _RankCounts) -> None:
+        rows = counted.on_host.wait().sum(0).view(self.ranks, -1)
+        homes = balanced_homes(rows.tolist())
+        if any(home != rank for rank, own in enumerate(homes) for home in own):
+            numbers = Renumbering.of(homes)
+            self._planned, self._numbers = homes, (numbers, numbers.to(counted.on_device.device))
+
+    def start_swap(self) -> None:
+        """Starts to send the weights of experts that other ranks compute, if the swaps have just been planned."""
+        if self._planned is None:
+            return
+        self._moves, self._planned = _Moves.of(self._planned, self.rank), None
+        with torch.no_grad():
+            for parameter in self.experts.parameters():
+                sent = self._moves.taken_from(parameter) if self._moves.sent else parameter.detach()[:0]
+                self._home_weights.append(sent)
+                self._arriving.append((parameter.detach(), self._moves.start(sent, self.ep_group)))
+
+    def finish_swap(self) -> None:
+        """Puts the weights that arrive into their slots. Later kernels of the current stream compute with them."""
+        arriving, self._arriving = self._arriving, []
+        with torch.no_grad():
+            for weight, pending in arriving:
+                rows = pending.wait()
+                assert self._moves is not None
+                self._moves.put_into(weight, rows)
 
     @property
     def is_swapped(self) -> bool:
         """Whether this rank computes experts of other homes."""
         return self._moves is not None
 
-    def start_swap(self, homes: Homes, numbers: Renumbering) -> None:
-        """Starts to send the weights of experts that other ranks compute."""
-        self._numbers = numbers
-        moves = _Moves.of(homes, self.rank)
-        self._moves = moves
-        for parameter in self.experts.parameters():
-            sent = moves.taken_from(parameter.detach()) if moves.sent else parameter.detach()[:0]
-            self._home_weights.append(sent)
-            self._arriving.append((parameter.detach(), moves.start(sent, self.ep_group)))
-
-    def _finish_arrival(self) -> None:
-        arriving, self._arriving = self._arriving, []
-        for weight, pending in arriving:
-            rows = pending.wait()
-            assert self._moves is not None
-            self._moves.put_into(weight, rows)
-
     def start_return(self) -> list[tuple[Tensor, Pending]]:
         """Starts to send the gradients of other homes' experts there, and restores the weights of this home. Returns
         the gradients with what arrives, for `finish_return`."""
         assert self._moves is not None
-        self._finish_arrival()
+        self.finish_swap()
         back, returning = self._moves.back(), []
         for parameter, weights in zip(self.experts.parameters(), self._home_weights, strict=True):
             main_grad = main_grad_accumulator(parameter)
@@ -195,9 +254,6 @@ class PlacementSteps:
 
     def __init__(self, placements: Sequence[ExpertPlacement]) -> None:
         self.placements = list(placements)
-        self._counts: deque[HostCopy] = deque()
-        self._counts_at_start: list[HostCopy] = []
-        """`_counts` when this step began."""
 
     @classmethod
     def of(cls, chunk: nn.Module) -> "PlacementSteps":
@@ -206,37 +262,17 @@ class PlacementSteps:
         return cls([placement for placement in found if isinstance(placement, ExpertPlacement)])
 
     @torch.no_grad()
-    def begin_step(self, again: bool = False) -> None:
-        """Starts the swaps of a step. `again`: those of the last step, which is computed again."""
+    def begin_step(self) -> None:
+        """Lets every layer plan its swaps in forward."""
         self._go_home()
-        if again:
-            self._counts = deque(self._counts_at_start)
-        self._counts_at_start = list(self._counts)
-        if len(self._counts) < _DELAY:
-            return
-        counts = self._counts.popleft().wait()
-        layers = [
-            balanced_homes(by_expert.view(placement.ranks, -1).tolist())
-            for placement, by_expert in zip(self.placements, counts, strict=True)
-        ]
-        device = next(self.placements[0].experts.parameters()).device
-        numbers = torch.tensor([_numbers(homes) for homes in layers])  # [layers, 2, experts]
-        if device.type == "cuda":
-            numbers = numbers.pin_memory().to(device, non_blocking=True)
-        for placement, homes, (position, expert) in zip(self.placements, layers, numbers, strict=True):
-            if any(home != rank for rank, own in enumerate(homes) for home in own):
-                placement.start_swap(homes, Renumbering(position, expert))
+        for placement in self.placements:
+            placement.is_due = True
 
     @torch.no_grad()
     def finish_step(self) -> None:
-        """Returns gradients and weights to their homes, after backward and all reductions. Starts to copy the counts of
-        this step to the host."""
-        counts = [placement.take_counts() for placement in self.placements]
-        noted = [of_layer for of_layer in counts if of_layer is not None]
-        if noted:
-            total = torch.stack([noted[0] * 0 if of_layer is None else of_layer for of_layer in counts])
-            total = all_reduce(all_reduce(total, self.placements[0].ep_group), self.placements[0].etp_group)
-            self._counts.append(HostCopy(total))
+        """Returns gradients and weights to their homes, after backward and all reductions."""
+        for placement in self.placements:
+            placement.is_due = False
         self._go_home()
 
     def _go_home(self) -> None:
@@ -244,13 +280,3 @@ class PlacementSteps:
         returning = [placement.start_return() for placement in swapped]
         for placement, gradients in zip(swapped, returning, strict=True):
             placement.finish_return(gradients)
-
-
-def _numbers(homes: Homes) -> tuple[list[int], list[int]]:
-    """Returns the position of each expert, and the expert in each position."""
-    slots = len(homes[0])
-    experts = [home * slots + slot for own in homes for slot, home in enumerate(own)]
-    positions = [0] * len(experts)
-    for position, expert in enumerate(experts):
-        positions[expert] = position
-    return positions, experts

@@ -8,6 +8,7 @@ coordinates (context parallel ranks included) hold the same part of the model: i
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import nn
@@ -62,8 +63,8 @@ class ModelShard:
     stages: tuple[StageModules, ...]
     plans: tuple[tuple[UnitPlan, ...], ...]
     shardings: Mapping[str, Sharding]
-    swappable: tuple[tuple[nn.Parameter, ...], ...]
-    """The weights of each chunk's experts that ranks swap for the length of a step."""
+    swappable: tuple[tuple[tuple[nn.Parameter, ...], ...], ...]
+    """The weights of the experts that ranks swap for the length of a step, by chunk and layer."""
 
     @property
     def infos(self) -> list[ParameterInfo]:
@@ -128,9 +129,7 @@ def build_shard(
         tuple(tuple(plan_units(chunk, shards, config.ddp.main_grads_dtype)) for chunk in chunks),
         shared,
         tuple(
-            tuple(
-                weight for placement in PlacementSteps.of(chunk).placements for weight in placement.experts.parameters()
-            )
+            tuple(tuple(placement.experts.parameters()) for placement in PlacementSteps.of(chunk).placements)
             for chunk in chunks
         ),
     )
@@ -166,16 +165,17 @@ def memory_of_shard(shard: ModelShard, config: PretrainConfig) -> MemoryBytes:
 
 
 def _swapped_bytes(shard: ModelShard) -> int:
-    """Returns the largest number of bytes of the experts that a rank sends and receives, if it swaps all of them. All
-    weights are on their way when a step begins. Those that were sent are kept until their chunk returns gradients."""
+    """Returns the largest number of bytes of the experts that a rank sends and receives, if it swaps all of them. The
+    weights that were sent are kept until their chunk returns gradients; those of one layer arrive at a time."""
     plan_of = {slot.parameter: plan for plans in shard.plans for plan in plans for slot in plan.slots}
-    weights = [sum(weight.nbytes for weight in chunk) for chunk in shard.swappable]
+    layers = [[sum(weight.nbytes for weight in layer) for layer in chunk] for chunk in shard.swappable]
+    weights = [sum(chunk) for chunk in layers]
     gradients = [
-        sum(weight.numel() * plan_of[weight].grad_dtype.itemsize for weight in chunk if weight in plan_of)
+        sum(plan_of[weight].grad_dtype.itemsize * weight.numel() for weight in chain(*chunk) if weight in plan_of)
         for chunk in shard.swappable
     ]
     returning = (2 * gradients[chunk] + sum(weights[chunk + 1 :]) for chunk in range(len(gradients)))
-    return max(2 * sum(weights), *returning)
+    return max(sum(weights) + max(chain(*layers), default=0), *returning)
 
 
 def _gathered_bytes(shard: ModelShard, config: PretrainConfig) -> int:

@@ -18,7 +18,7 @@ from torch import nn
 
 from megatron.core import parallel_state
 from megatron.core.collectives import Pending
-from megatron.core.distributed.expert_placement import ExpertPlacement, PlacementSteps, Renumbering
+from megatron.core.distributed.expert_placement import ExpertPlacement, PlacementSteps
 from megatron.core.distributed.flat_buffer import Unit
 from megatron.core.distributed.reduce_scatter_gradients import TransientGradients
 from megatron.core.exceptions import UserError
@@ -147,17 +147,19 @@ SWAPPED = (
 
 
 def bytes_of_swapped_experts(flags: str) -> list[int]:
-    """What the experts take while two ranks swap all of them: at the start of a step and at its end."""
+    """What the experts take while two ranks swap all of them: in forward and at the end of a step."""
     config, rank = configured(f"{SWAPPED} {flags}", ranks=2), dist.get_rank()
     environment = Environment(rank, 2, torch.device("cpu"), groups_of_rank(config, rank))
     context = Context(config, environment, build_tokenizer(config.tokenizer), TrainState())
     (stage,) = stages_of_rank(config, 0)
     model = parallelize(build_model(context, stage), config, environment)
-    numbers = Renumbering(torch.tensor([2, 3, 0, 1]), torch.tensor([2, 3, 0, 1]))
     placements = PlacementSteps.of(model).placements
+    at_start = 0
     for placement in placements:
-        placement.start_swap([[1, 1], [0, 0]], numbers)
-    at_start = bytes_of_swaps(placements, [placement._arriving for placement in placements])
+        placement._planned = [[1, 1], [0, 0]]
+        placement.start_swap()
+        at_start = max(at_start, bytes_of_swaps(placements, [placement._arriving for placement in placements]))
+        placement.finish_swap()
     returning = [placement.start_return() for placement in placements]
     at_end = bytes_of_swaps(placements, returning)
     for placement, gradients in zip(placements, returning, strict=True):

@@ -67,9 +67,9 @@ class MoEConfig:
 
     moe_balanced_expert_placement: bool = flag(False, only_with=_MOE)
     """Ranks swap experts for the length of a step, so that they compute equally many rows; optimizer and checkpoints do
-    not change. Plans swaps from the tokens of two steps before. With allgather and flex, sums of a token then round
-    differently, and a resumed run agrees to rounding, not to the bit. Needs --moe-grouped-gemm, and an
-    --expert-model-parallel-size that leaves each expert on one rank."""
+    not change. Plans swaps from the tokens of the step's first micro-batch. With allgather and flex, sums of a token
+    then round differently. Needs --moe-grouped-gemm, and an --expert-model-parallel-size that leaves each expert on one
+    rank."""
 
     moe_flex_transport: Literal["process-group", "symmetric-memory"] = flag(
         "process-group", only_with="moe_token_dispatcher_type=flex"

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron.core.backends import Backend
 from megatron.core.collectives import HostCopy
+from megatron.core.distributed.expert_placement import ExpertPositions
 from megatron.core.exceptions import UserError
 from megatron.core.micro_batch import CooperativeTurn
 from megatron.core.ops.moe.grouped_linear import RowGroups
@@ -34,6 +35,7 @@ from megatron.core.transformer.moe.token_dispatcher import (
     DispatchCombine,
     ExpertRows,
     MoEAlltoAllTokenDispatcher,
+    Positions,
     first_rows,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -68,11 +70,13 @@ class MoEFlexTokenDispatcher(MoEAlltoAllTokenDispatcher):
             return peer_route(self.ep_group, sent, received, tokens)
         return all_to_all_route(self.ep_group, sent, received)
 
-    def plan(self, routing: Routing, turn: CooperativeTurn | None = None) -> DispatchCombine:
-        """Returns the exchange for a routing."""
+    def plan(
+        self, routing: Routing, turn: CooperativeTurn | None = None, positions: Positions = ExpertPositions
+    ) -> DispatchCombine:
+        """Returns the exchange for a routing to experts that are at `positions`."""
         if self.ep_size * self.etp_size == 1:
-            return super().plan(routing, turn)
-        return _TokenDispatchCombine(self, routing, turn)
+            return super().plan(routing, turn, positions)
+        return _TokenDispatchCombine(self, routing.placed(positions()), turn)
 
 
 class _TokenDispatchCombine(AlltoAllDispatchCombine):

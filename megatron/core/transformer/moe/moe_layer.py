@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.backends import Backend, choose_backend
-from megatron.core.distributed.expert_placement import ExpertPlacement
+from megatron.core.distributed.expert_placement import ExpertPlacement, ExpertPositions
 from megatron.core.exceptions import UserError
 from megatron.core.ops.moe.grouped_linear import RowGroups
 from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
@@ -28,6 +28,7 @@ from megatron.core.transformer.moe.token_dispatcher import (
     ExpertRows,
     MoEAllGatherTokenDispatcher,
     MoEAlltoAllTokenDispatcher,
+    Positions,
     TokenDispatcher,
 )
 from megatron.core.transformer.spec_utils import ModuleSpec, Spec, build_module
@@ -121,11 +122,14 @@ class MoELayer(MegatronModule):
         self._refuse_shared_tokens()
         hidden = hidden_states.view(-1, hidden_states.shape[-1])  # [t, h]
         inputs = inputs or LayerInputs(self._whole_rows(hidden_states))
-        exchange = self.token_dispatcher.plan(self._placed(self.router.route(hidden, inputs)), inputs.turn)
+        routing = self.router.route(hidden, inputs)
+        exchange = self.token_dispatcher.plan(routing, inputs.turn, self._positions(routing))
         exchange.start_dispatch(hidden if self.fc1_latent_proj is None else self.fc1_latent_proj(hidden)[0])
+        if self.expert_placement is not None:
+            self.expert_placement.start_swap()  # after the tokens, because only the experts wait for it
         shared = _Shared(self.shared_experts, hidden, self.config)
         shared.during_dispatch()
-        own = _OwnTokens(self.experts, exchange)
+        own = _OwnTokens(self.experts, exchange, self.expert_placement)
         own.during_dispatch()
         exchange.start_combine(self._results_of(exchange.finish_dispatch()))
         shared.during_combine()
@@ -152,19 +156,22 @@ class MoELayer(MegatronModule):
             )
         return ExpertPlacement(self.experts, at.num_experts, at.ep_group, at.etp_group)
 
-    def _placed(self, routing: Routing) -> Routing:
-        """Returns the routing to the experts where they are in this step."""
+    def _positions(self, routing: Routing) -> Positions:
+        """Starts to count the tokens of all ranks if the swaps of a step are to be planned from this micro-batch.
+        Returns the function that tells where the experts are."""
         placement = self.expert_placement
         if placement is None:
-            return routing
-        if self.training and torch.is_grad_enabled():
-            counts = routing.tokens_per_expert(self.token_dispatcher.num_experts)
-            run_once_under_recompute((self, "tokens per expert"), lambda: placement.note(counts))
-        numbers = placement.renumbering()
-        return routing if numbers is None else routing.renumbered(numbers)
+            return ExpertPositions
+        counted = None
+        if self.training:
+            tokens = routing.tokens_per_expert(self.token_dispatcher.num_experts)
+            counted = run_once_under_recompute((self, "tokens of all ranks"), lambda: placement.start_count(tokens))
+        return lambda: placement.positions(counted)
 
     def _results_of(self, received: ExpertRows) -> Tensor:
         """Runs the experts. The rows are freed before the results are sent."""
+        if self.expert_placement is not None:
+            self.expert_placement.finish_swap()
         results: Tensor = self.experts(received.rows, received.weights, received.groups)
         return results
 
@@ -186,8 +193,8 @@ class _OwnTokens:
     """Computes the experts on this rank's own tokens in two halves during the exchanges, if the dispatcher keeps these
     tokens separate."""
 
-    def __init__(self, experts: Any, exchange: DispatchCombine) -> None:
-        self.experts, self.exchange = experts, exchange
+    def __init__(self, experts: Any, exchange: DispatchCombine, placement: ExpertPlacement | None) -> None:
+        self.experts, self.exchange, self.placement = experts, exchange, placement
         self.in_halves = hasattr(experts, "first_half")
         self._groups: RowGroups | None = None
         self._half: Any = None
@@ -196,6 +203,8 @@ class _OwnTokens:
     def during_dispatch(self) -> None:
         own = self.exchange.own_rows()
         if own is not None:
+            if self.placement is not None:
+                self.placement.finish_swap()
             compute = self.experts.first_half if self.in_halves else self.experts
             self._groups, self._half = own.groups, compute(own.rows, own.weights, own.groups)
 

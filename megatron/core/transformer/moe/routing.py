@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.core.distributed.expert_placement import Renumbering
+from megatron.core.distributed.expert_placement import ExpertPositions
 from megatron.core.ops.moe.routing import count_experts
 
 
@@ -24,6 +24,9 @@ class Routing:
     """bool [t, k]: False if an expert has no capacity left for the token. None: no token was dropped."""
     counts: Tensor | None = None
     """int64 [experts]: number of this rank's tokens that each expert takes. None: not counted yet."""
+    of_ranks: tuple[Tensor, Tensor] | None = None
+    """int64 [ranks, experts], on the device and on the host: number of tokens that each expert takes from each rank
+    that shares the experts, by etp rank, then by ep rank. None: not gathered yet."""
 
     def tokens_per_expert(self, num_experts: int) -> Tensor:
         """Returns the number of this rank's tokens that each expert takes, int64 [experts]. Does not wait for the
@@ -38,11 +41,12 @@ class Routing:
         """Returns int64 [t, k]: `experts`, with -1 in place of experts that have no capacity left for the token."""
         return self.experts if self.kept is None else torch.where(self.kept, self.experts, -1)
 
-    def renumbered(self, numbers: Renumbering) -> "Routing":
+    def placed(self, positions: ExpertPositions) -> "Routing":
         """Returns this routing with the positions of experts as their numbers."""
-        experts = numbers.position[self.experts]
-        counts = None if self.counts is None else self.counts[numbers.expert]
-        return dataclasses.replace(self, experts=experts, counts=counts)
+        experts, counts, numbers = self.experts, self.counts, positions.numbers
+        if numbers is not None:
+            experts, counts = numbers.position[experts], None if counts is None else counts[numbers.expert]
+        return dataclasses.replace(self, experts=experts, counts=counts, of_ranks=positions.of_ranks)
 
     def dense(self, num_experts: int) -> tuple[Tensor, Tensor]:
         """Returns Megatron-LM's form: weights [t, experts], zero for experts that a token is not sent to, and a bool

@@ -10,6 +10,7 @@ Computation between a start and its finish hides the exchange, in forward and in
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from megatron.core.backends import Backend, choose_backend
 from megatron.core.collectives import HostCopy, gather_rows, group_rank, group_size
+from megatron.core.distributed.expert_placement import ExpertPositions
 from megatron.core.exceptions import UserError
 from megatron.core.micro_batch import CooperativeTurn
 from megatron.core.ops.moe.grouped_linear import RowGroups
@@ -32,6 +34,9 @@ from megatron.core.transformer.moe.async_collective import (
 from megatron.core.transformer.moe.routing import Routing
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils.recompute_cache import run_once_under_recompute
+
+Positions = Callable[[], ExpertPositions]
+"""Returns where the experts are, once it is called; the host may wait for counts."""
 
 
 @dataclass(frozen=True)
@@ -106,8 +111,10 @@ class TokenDispatcher(ABC):
         self.copies_sizes = False
 
     @abstractmethod
-    def plan(self, routing: Routing, turn: CooperativeTurn | None = None) -> DispatchCombine:
-        """Returns the exchange for a routing."""
+    def plan(
+        self, routing: Routing, turn: CooperativeTurn | None = None, positions: Positions = ExpertPositions
+    ) -> DispatchCombine:
+        """Returns the exchange for a routing to experts that are at `positions` (default: at home)."""
 
     def of_all_ranks(self, rows: Tensor) -> Tensor:
         """Gathers rows [n, ...] of all ranks that share the experts: [etp * ep * n, ...], by etp rank, then by ep
@@ -124,9 +131,11 @@ class MoEAlltoAllTokenDispatcher(TokenDispatcher):
     """Sends each copy of a token to the ranks that hold its expert. Row counts are computed on the device; one small
     copy per layer brings them to the host."""
 
-    def plan(self, routing: Routing, turn: CooperativeTurn | None = None) -> DispatchCombine:
-        """Returns the exchange for a routing."""
-        return _CopyDispatchCombine(self, routing, turn)
+    def plan(
+        self, routing: Routing, turn: CooperativeTurn | None = None, positions: Positions = ExpertPositions
+    ) -> DispatchCombine:
+        """Returns the exchange for a routing to experts that are at `positions`."""
+        return _CopyDispatchCombine(self, routing.placed(positions()), turn)
 
 
 class AlltoAllDispatchCombine(DispatchCombine):
@@ -167,12 +176,17 @@ class _CopyDispatchCombine(AlltoAllDispatchCombine):
         """Number of rows from (etp rank, ep rank) for each expert of an ep rank."""
         self.knows_sizes = at.copies_sizes or at.ep_size * at.etp_size > 1 or routing.kept is not None
         self._on_host: HostCopy | None = None
-        if self.knows_sizes:
+        if routing.of_ranks is not None:
+            self._on_host = HostCopy(routing.of_ranks[1].view(self.counts.shape))
+        elif self.knows_sizes:
             self._on_host = run_once_under_recompute((at, "counts on the host"), lambda: HostCopy(self.counts))
 
     def _all_counts(self) -> Tensor:
-        at = self.at
-        by_rank = at.of_all_ranks(self.routing.tokens_per_expert(at.num_experts)[None])  # [etp * ep, experts]
+        at, routing = self.at, self.routing
+        if routing.of_ranks is not None:
+            by_rank = routing.of_ranks[0]
+        else:
+            by_rank = at.of_all_ranks(routing.tokens_per_expert(at.num_experts)[None])  # [etp * ep, experts]
         return by_rank.view(at.etp_size, at.ep_size, at.ep_size, at.num_local_experts)
 
     def start_dispatch(self, hidden: Tensor) -> None:
@@ -218,36 +232,55 @@ class MoEAllGatherTokenDispatcher(TokenDispatcher):
     """Gathers all tokens of the ranks that share experts. Each rank selects the tokens of its own experts, and results
     are summed over the ranks. All ranks must have the same number of tokens."""
 
-    def plan(self, routing: Routing, turn: CooperativeTurn | None = None) -> DispatchCombine:
-        """Returns the exchange for a routing."""
-        return _AllGatherDispatchCombine(self, routing, turn)
+    def plan(
+        self, routing: Routing, turn: CooperativeTurn | None = None, positions: Positions = ExpertPositions
+    ) -> DispatchCombine:
+        """Returns the exchange for a routing to experts that are at `positions`."""
+        return _AllGatherDispatchCombine(self, routing, turn, positions)
 
 
 class _AllGatherDispatchCombine(DispatchCombine):
-    def __init__(self, at: MoEAllGatherTokenDispatcher, routing: Routing, turn: CooperativeTurn | None) -> None:
+    def __init__(
+        self,
+        at: MoEAllGatherTokenDispatcher,
+        routing: Routing,
+        turn: CooperativeTurn | None,
+        positions: Positions,
+    ) -> None:
         super().__init__(at, routing, turn)
-        numbers = run_once_under_recompute(
+        self.positions = positions
+        self.numbers = run_once_under_recompute(
             (at, "experts of all ranks"), lambda: at.of_all_ranks(routing.experts_with_room().to(torch.int32))
         )
-        self.experts = numbers.to(torch.int64) - at.ep_rank * at.num_local_experts  # [all tokens, k]
-        self.here = (self.experts >= 0) & (self.experts < at.num_local_experts)
-        local = self.experts.clamp(0, at.num_local_experts - 1)
-        self.counts = at.backend.count_experts(local, at.num_local_experts, self.here)
+        """int32 [all tokens, k]: the experts that tokens go to; -1: an expert has no room."""
         self.all_are_here = at.ep_size == 1 and routing.kept is None
-        knows_sizes = at.copies_sizes or not self.all_are_here
         self._on_host: HostCopy | None = None
-        if knows_sizes:
-            self._on_host = run_once_under_recompute((at, "counts on the host"), lambda: HostCopy(self.counts))
 
     def start_dispatch(self, hidden: Tensor) -> None:
-        self.rows, self.weights = hidden, self.routing.weights
-        if self.at.ep_size > 1:
-            self._exchange = AsyncCollective(gather_route(self.at.ep_group), self.turn, self.rows, self.weights)
+        at, self.rows, self.weights = self.at, hidden, self.routing.weights
+        if at.ep_size > 1:
+            self._exchange = AsyncCollective(gather_route(at.ep_group), self.turn, self.rows, self.weights)
         # The device orders the rows while they are gathered, and while the host waits for their number.
+        positions = self.positions()
+        self.experts = positions.of(self.numbers.to(torch.int64)) - at.ep_rank * at.num_local_experts
+        self.here = (self.experts >= 0) & (self.experts < at.num_local_experts)
+        self.counts = self._count(positions.of_ranks)
         here = None if self.all_are_here else self.here
-        self._order = self.at.backend.copies_by_group(
-            self.experts, here, self.experts.numel(), self.at.num_local_experts
-        )
+        self._order = at.backend.copies_by_group(self.experts, here, self.experts.numel(), at.num_local_experts)
+
+    def _count(self, of_ranks: tuple[Tensor, Tensor] | None) -> Tensor:
+        """Returns the rows of each expert of this rank, and starts to copy them to the host if they are needed and not
+        known there."""
+        at = self.at
+        if of_ranks is not None:
+            own = slice(at.ep_rank * at.num_local_experts, (at.ep_rank + 1) * at.num_local_experts)
+            self._on_host = HostCopy(of_ranks[1][:, own].sum(0))
+            return of_ranks[0][:, own].sum(0)
+        local = self.experts.clamp(0, at.num_local_experts - 1)
+        counts = at.backend.count_experts(local, at.num_local_experts, self.here)
+        if at.copies_sizes or not self.all_are_here:
+            self._on_host = run_once_under_recompute((at, "counts on the host"), lambda: HostCopy(counts))
+        return counts
 
     def finish_dispatch(self) -> ExpertRows:
         at = self.at
