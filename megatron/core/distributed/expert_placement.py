@@ -18,9 +18,11 @@ so that gradients and weights keep their place in a rank's buffers. In a step, a
   Optimizer, checkpoints and hooks always find experts at home.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -63,52 +65,26 @@ def balanced_homes(rows: Sequence[Sequence[int]]) -> Homes:
 
 
 @dataclass(frozen=True)
-class Renumbering:
-    """Numbers of experts while some are swapped. An expert's position is the number of the expert whose home it is
-    in."""
-
-    position: Tensor
-    """int64 [experts]: the position of each expert."""
-    expert: Tensor
-    """int64 [experts]: the expert in each position."""
-
-    @classmethod
-    def of(cls, homes: Homes) -> "Renumbering":
-        """Returns the numbers, on the host."""
-        slots = len(homes[0])
-        expert = torch.tensor([home * slots + slot for own in homes for slot, home in enumerate(own)])
-        return cls(expert.argsort(), expert)
-
-    def to(self, device: torch.device) -> "Renumbering":
-        """Returns the numbers on a device, without waiting for it."""
-        if device.type != "cuda":
-            return self
-        both = torch.stack([self.position, self.expert]).pin_memory().to(device, non_blocking=True)
-        return Renumbering(*both)
-
-
-@dataclass(frozen=True)
 class ExpertPositions:
-    """Where the experts of a layer are while a micro-batch is in it."""
+    """Where the experts of a layer are while a micro-batch is in it. The position of an expert is the number of the
+    expert whose home it is in."""
 
-    numbers: Renumbering | None = None
-    """On the tokens' device; None: all experts are at home."""
+    position: Tensor | None = None
+    """int64 [experts]: the position of each expert; None: all experts are at home."""
+    slot: Tensor | None = None
+    """int64 [experts + 1]: the slot of each expert on this rank; -1 if it is on another one, and in the last entry."""
+    expert: Tensor | None = None
+    """int64 [experts]: the expert in each position."""
     of_ranks: tuple[Tensor, Tensor] | None = None
     """int64 [ranks, experts], on the device and on the host: how many tokens of each rank the expert in each position
     takes, by etp rank, then by ep rank. None: not counted."""
-
-    def of(self, experts: Tensor) -> Tensor:
-        """Returns the positions of experts, of any shape. -1 stays -1."""
-        if self.numbers is None:
-            return experts
-        return torch.where(experts < 0, experts, self.numbers.position[experts])
 
 
 class _RankCounts:
     """How many tokens of each rank each expert takes, int64 [ranks, experts]."""
 
     def __init__(self, counts: Tensor) -> None:
-        self.on_device, self.on_host = counts, HostCopy(counts)
+        self.device, self.on_host = counts.device, HostCopy(counts)
 
 
 @dataclass(frozen=True)
@@ -128,23 +104,27 @@ class _Moves:
     def back(self) -> "_Moves":
         return _Moves(self.received, self.sent, self.ranks)
 
-    def taken_from(self, stacked: Tensor) -> Tensor:
-        """Returns copies of the slots to send, [n, ...]."""
-        return torch.stack([stacked[slot] for _, slot in self.sent])
+    def taken_from(self, stacks: Sequence[Tensor]) -> Tensor:
+        """Returns copies of the slots to send, [n, elements of a slot in all stacks]."""
+        if not self.sent:
+            return stacks[0].new_empty(0, sum(stack[0].numel() for stack in stacks))
+        slots = [stack[slot].view(-1) for _, slot in self.sent for stack in stacks]
+        return torch.cat(slots).view(len(self.sent), -1)
 
     def start(self, rows: Tensor, group: Group) -> Pending:
         """Starts to send the result of `taken_from`."""
-        sizes = [[sum(rank == other for rank, _ in moves) for other in range(self.ranks)] for moves in self._both]
-        return start_all_to_all_rows(rows, group, sizes[1], sizes[0])
+        sent, received = (
+            [sum(rank == other for rank, _ in moves) for other in range(self.ranks)]
+            for moves in (self.sent, self.received)
+        )
+        return start_all_to_all_rows(rows, group, received, sent)
 
-    def put_into(self, stacked: Tensor, rows: Tensor) -> None:
+    def put_into(self, stacks: Sequence[Tensor], rows: Tensor) -> None:
         """Copies the received rows into their slots."""
-        for (_, slot), row in zip(self.received, rows, strict=True):
-            stacked[slot].copy_(row)
-
-    @property
-    def _both(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        return self.sent, self.received
+        sizes = [stack[0].numel() for stack in stacks]
+        targets = [stack[slot].view(-1) for _, slot in self.received for stack in stacks]
+        if targets:
+            torch._foreach_copy_(targets, [part for row in rows for part in row.split(sizes)])
 
 
 class ExpertPlacement:
@@ -161,12 +141,11 @@ class ExpertPlacement:
         """The counts from which the swaps of this step will be planned."""
         self._planned: Homes | None = None
         """The swaps that have not started yet."""
-        self._numbers: tuple[Renumbering, Renumbering] | None = None
-        """On the host and on the device; None if all experts are at home."""
+        self._positions = ExpertPositions()
         self._moves: _Moves | None = None
-        self._arriving: list[tuple[Tensor, Pending]] = []
-        self._home_weights: list[Tensor] = []
-        """Copies of the weights that this rank has sent, for each parameter [n, ...]."""
+        self._arriving: Pending | None = None
+        self._home_weights: Tensor | None = None
+        """Copies of the weights that this rank has sent."""
 
     def start_count(self, counts: Tensor) -> _RankCounts | None:
         """Starts to gather the counts of all ranks, given this rank's tokens that each expert takes, int64 [experts].
@@ -180,72 +159,79 @@ class ExpertPlacement:
     def positions(self, counted: _RankCounts | None) -> ExpertPositions:
         """Returns where the experts are for the micro-batch of which `start_count` has returned `counted`. Plans the
         swaps of the step if it is the first one; the host then waits for the counts."""
-        if counted is not None and counted is self._counted:
-            self._counted = None
-            self._plan(counted)
         if counted is None:
-            return ExpertPositions(None if self._numbers is None else self._numbers[1])
-        of_ranks = counted.on_device, counted.on_host.wait()
-        if self._numbers is None:
-            return ExpertPositions(None, of_ranks)
-        on_host, on_device = self._numbers
-        return ExpertPositions(on_device, (of_ranks[0][:, on_device.expert], of_ranks[1][:, on_host.expert]))
+            return dataclasses.replace(self._positions, of_ranks=None)
+        if counted is self._counted:
+            self._counted = None
+            counts = counted.on_host.wait().numpy()  # [ranks, experts]
+            homes = balanced_homes(counts.sum(0).reshape(self.ranks, -1).tolist())
+            self._positions = self._positions_of(homes, counts, counted.device)
+            if any(home != rank for rank, own in enumerate(homes) for home in own):
+                self._planned = homes
+        return self._positions
 
-    def _plan(self, counted: _RankCounts) -> None:
-        rows = counted.on_host.wait().sum(0).view(self.ranks, -1)
-        homes = balanced_homes(rows.tolist())
-        if any(home != rank for rank, own in enumerate(homes) for home in own):
-            numbers = Renumbering.of(homes)
-            self._planned, self._numbers = homes, (numbers, numbers.to(counted.on_device.device))
+    def _positions_of(self, homes: Homes, counts: np.ndarray, device: torch.device) -> ExpertPositions:
+        """Computes on the host and copies the result to the device at once. Does not wait for it."""
+        slots = len(homes[0])
+        expert = (np.array(homes) * slots + np.arange(slots)).ravel()
+        position = np.argsort(expert)
+        slot = position - self.rank * slots
+        slot[(slot < 0) | (slot >= slots)] = -1
+        parts = [position, np.append(slot, -1), expert, counts[:, expert].ravel()]
+        on_host = torch.empty(sum(map(len, parts)), dtype=torch.int64, pin_memory=device.type == "cuda")
+        np.concatenate(parts, out=on_host.numpy())
+        of_ranks = on_host[-counts.size :].view(counts.shape)
+        on_device = on_host.to(device, non_blocking=True).split([len(part) for part in parts])
+        return ExpertPositions(on_device[0], on_device[1], on_device[2], (on_device[3].view(counts.shape), of_ranks))
 
     def start_swap(self) -> None:
         """Starts to send the weights of experts that other ranks compute, if the swaps have just been planned."""
-        if self._planned is None:
-            return
-        self._moves, self._planned = _Moves.of(self._planned, self.rank), None
-        with torch.no_grad():
-            for parameter in self.experts.parameters():
-                sent = self._moves.taken_from(parameter) if self._moves.sent else parameter.detach()[:0]
-                self._home_weights.append(sent)
-                self._arriving.append((parameter.detach(), self._moves.start(sent, self.ep_group)))
+        if self._planned is not None:
+            self._moves, self._planned = _Moves.of(self._planned, self.rank), None
+            self._home_weights = self._moves.taken_from(self._weights)
+            self._arriving = self._moves.start(self._home_weights, self.ep_group)
 
     def finish_swap(self) -> None:
         """Puts the weights that arrive into their slots. Later kernels of the current stream compute with them."""
-        arriving, self._arriving = self._arriving, []
-        with torch.no_grad():
-            for weight, pending in arriving:
-                rows = pending.wait()
-                assert self._moves is not None
-                self._moves.put_into(weight, rows)
+        if self._arriving is not None:
+            assert self._moves is not None
+            self._moves.put_into(self._weights, self._arriving.wait())
+            self._arriving = None
 
     @property
     def is_swapped(self) -> bool:
         """Whether this rank computes experts of other homes."""
         return self._moves is not None
 
-    def start_return(self) -> list[tuple[Tensor, Pending]]:
+    def start_return(self) -> Pending | None:
         """Starts to send the gradients of other homes' experts there, and restores the weights of this home. Returns
-        the gradients with what arrives, for `finish_return`."""
-        assert self._moves is not None
+        what arrives, for `finish_return`; None if the experts have no gradients."""
+        assert self._moves is not None and self._home_weights is not None
         self.finish_swap()
-        back, returning = self._moves.back(), []
-        for parameter, weights in zip(self.experts.parameters(), self._home_weights, strict=True):
-            main_grad = main_grad_accumulator(parameter)
-            if main_grad is not None:
-                gradient = main_grad.gradient  # type: ignore[attr-defined]
-                rows = back.taken_from(gradient) if back.sent else gradient[:0]
-                returning.append((gradient, back.start(rows, self.ep_group)))
-            back.put_into(parameter.detach(), weights)
-        self._home_weights.clear()
-        return returning
+        back, gradients = self._moves.back(), self._gradients
+        back.put_into(self._weights, self._home_weights)
+        self._home_weights = None
+        return back.start(back.taken_from(gradients), self.ep_group) if gradients else None
 
-    def finish_return(self, returning: list[tuple[Tensor, Pending]]) -> None:
+    def finish_return(self, returning: Pending | None) -> None:
         """Puts the gradients that arrive into the slots of their experts."""
         assert self._moves is not None
-        back = self._moves.back()
-        for gradient, pending in returning:
-            back.put_into(gradient, pending.wait())
-        self._moves = self._numbers = None
+        if returning is not None:
+            self._moves.back().put_into(self._gradients, returning.wait())
+        self._moves = None
+
+    def end_step(self) -> None:
+        """Forgets where the experts were, when they are at home again."""
+        self.is_due, self._counted, self._positions = False, None, ExpertPositions()
+
+    @property
+    def _weights(self) -> list[Tensor]:
+        return [parameter.detach() for parameter in self.experts.parameters()]
+
+    @property
+    def _gradients(self) -> list[Tensor]:
+        found = [main_grad_accumulator(parameter) for parameter in self.experts.parameters()]
+        return [main_grad.gradient for main_grad in found if main_grad is not None]
 
 
 class PlacementSteps:
@@ -264,19 +250,16 @@ class PlacementSteps:
     @torch.no_grad()
     def begin_step(self) -> None:
         """Lets every layer plan its swaps in forward."""
-        self._go_home()
+        self.finish_step()
         for placement in self.placements:
             placement.is_due = True
 
     @torch.no_grad()
     def finish_step(self) -> None:
         """Returns gradients and weights to their homes, after backward and all reductions."""
-        for placement in self.placements:
-            placement.is_due = False
-        self._go_home()
-
-    def _go_home(self) -> None:
         swapped = [placement for placement in self.placements if placement.is_swapped]
         returning = [placement.start_return() for placement in swapped]
         for placement, gradients in zip(swapped, returning, strict=True):
             placement.finish_return(gradients)
+        for placement in self.placements:
+            placement.end_step()

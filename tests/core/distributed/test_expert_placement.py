@@ -200,11 +200,11 @@ def swaps_of_steps(steps: list[int]) -> list[list[list[int]]]:
         ddp.zero_grad_buffer()
         for number in range(2):  # the second micro-batch changes nothing
             losses_of(ddp, step, 2 * number + dist.get_rank()).backward()
-            numbers = [placement.positions(None).numbers for placement in ddp._placements.placements]
-            found.append([[] if each is None else each.expert.tolist() for each in numbers])
+            experts = [placement.positions(None).expert for placement in ddp._placements.placements]
+            found.append([expert.tolist() for expert in experts if expert is not None])
         assert found[-2] == found[-1]
         ddp.finish_grad_sync()
-        assert not any(placement.positions(None).numbers for placement in ddp._placements.placements)
+        assert all(placement.positions(None).expert is None for placement in ddp._placements.placements)
     return found[::2]
 
 

@@ -167,10 +167,10 @@ def bytes_of_swapped_experts(flags: str) -> list[int]:
     return [at_start, at_end]
 
 
-def bytes_of_swaps(placements: Sequence[ExpertPlacement], moving: Sequence[Sequence[tuple[Any, Pending]]]) -> int:
+def bytes_of_swaps(placements: Sequence[ExpertPlacement], moving: Sequence[Pending | None]) -> int:
     """Returns the bytes of weights that were sent, and of what is on its way."""
-    held = [weights for placement in placements for weights in placement._home_weights]
-    held += [tensor for layer in moving for _, pending in layer for tensor in (pending.tensor, *pending._kept)]
+    held = [placement._home_weights for placement in placements if placement._home_weights is not None]
+    held += [tensor for pending in moving if pending is not None for tensor in (pending.tensor, *pending._kept)]
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in held}.values())
 
 

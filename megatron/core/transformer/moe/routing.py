@@ -43,9 +43,10 @@ class Routing:
 
     def placed(self, positions: ExpertPositions) -> "Routing":
         """Returns this routing with the positions of experts as their numbers."""
-        experts, counts, numbers = self.experts, self.counts, positions.numbers
-        if numbers is not None:
-            experts, counts = numbers.position[experts], None if counts is None else counts[numbers.expert]
+        if positions.position is None or positions.expert is None:
+            return self
+        counts = None if self.counts is None else self.counts[positions.expert]
+        experts = positions.position[self.experts]
         return dataclasses.replace(self, experts=experts, counts=counts, of_ranks=positions.of_ranks)
 
     def dense(self, num_experts: int) -> tuple[Tensor, Tensor]:

@@ -262,8 +262,12 @@ class _AllGatherDispatchCombine(DispatchCombine):
             self._exchange = AsyncCollective(gather_route(at.ep_group), self.turn, self.rows, self.weights)
         # The device orders the rows while they are gathered, and while the host waits for their number.
         positions = self.positions()
-        self.experts = positions.of(self.numbers.to(torch.int64)) - at.ep_rank * at.num_local_experts
-        self.here = (self.experts >= 0) & (self.experts < at.num_local_experts)
+        if positions.slot is not None:
+            self.experts = positions.slot[self.numbers]  # -1 is the last entry
+            self.here = self.experts >= 0
+        else:
+            self.experts = self.numbers.to(torch.int64) - at.ep_rank * at.num_local_experts
+            self.here = (self.experts >= 0) & (self.experts < at.num_local_experts)
         self.counts = self._count(positions.of_ranks)
         here = None if self.all_are_here else self.here
         self._order = at.backend.copies_by_group(self.experts, here, self.experts.numel(), at.num_local_experts)
