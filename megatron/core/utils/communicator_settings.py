@@ -21,6 +21,9 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 """Settings of a communicator, a test of the value, and the values that work."""
 
+_MOST_CTAS = 32
+"""NCCL's largest number without a setting, on most machines."""
+
 _OTHER_NAMES = {"ep_dp": "expt_dp", "ep_tp": "expt_tp", "exp": "ep", "tp_exp": "tp_ep", "mp_exp": "tp_ep_pp"}
 _OTHER_NAMES |= {"dp_modulo_exp": "expt_dp", "tp_ep_mp": "tp_ep_pp", "intra_ep_dp": "intra_expt_dp"}
 """Names of groups in older releases of Megatron-LM, and today's."""
@@ -47,6 +50,8 @@ def read_communicator_settings(path: str, groups: Iterable[str]) -> Communicator
         if table.get("min_ctas", 1) > table.get("max_ctas", table.get("min_ctas", 1)):
             raise UserError(f"{_FLAG} {path}: {given}: min_ctas {table['min_ctas']} is above max_ctas")
         settings[group] = dict(table)
+        if "min_ctas" in table:  # NCCL refuses a smallest number without a largest one
+            settings[group].setdefault("max_ctas", max(table["min_ctas"], _MOST_CTAS))
     return settings
 
 

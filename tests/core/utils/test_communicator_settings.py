@@ -22,6 +22,14 @@ def test_settings_by_group(tmp_path: Path) -> None:
     }
 
 
+def test_a_smallest_number_comes_with_a_largest_one(tmp_path: Path) -> None:
+    assert read(tmp_path, "dp: {min_ctas: 8}\nep: {min_ctas: 64}\ncp: {min_ctas: 2, max_ctas: 4}") == {
+        "dp": {"min_ctas": 8, "max_ctas": 32},
+        "ep": {"min_ctas": 64, "max_ctas": 64},
+        "cp": {"min_ctas": 2, "max_ctas": 4},
+    }
+
+
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
