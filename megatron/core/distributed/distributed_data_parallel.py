@@ -90,6 +90,8 @@ class DistributedDataParallel(nn.Module):
         for layer in self._quantized:
             layer.adapt_to_data_parallel(self._gradient_scale, shards_weights)
         self._placements = PlacementSteps.of(module)
+        for bucket in self._queue.buckets:
+            bucket.after_start += self._placements.returns_of(slot.parameter for u in bucket.units for slot in u.slots)
         self._deferred_weight_gradients = WeightGradientQueue(
             slot.parameter for unit in self.units for slot in unit.slots
         )

@@ -14,12 +14,12 @@ so that gradients and weights keep their place in a rank's buffers. In a step, a
   `start_swap` starts to send the weights. Later micro-batches of the step have the same weights, so their counts are
   alike.
 - Before the experts compute, `finish_swap` puts the weights that have arrived into their slots.
-- After backward, `finish_step` returns the gradients to the homes of their experts and restores the weights there.
-  Optimizer, checkpoints and hooks always find experts at home.
+- When its gradients are complete, `start_return` sends them to the homes of their experts and restores the weights
+  there; `finish_step` waits for them. Optimizer, checkpoints and hooks always find experts at home.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -145,7 +145,9 @@ class ExpertPlacement:
         self._moves: _Moves | None = None
         self._arriving: Pending | None = None
         self._home_weights: Tensor | None = None
-        """Copies of the weights that this rank has sent."""
+        """Copies of the weights that this rank has sent; None if all experts are at home, or on their way there."""
+        self._returning: Pending | None = None
+        """The gradients of this home's experts."""
 
     def start_count(self, counts: Tensor) -> _RankCounts | None:
         """Starts to gather the counts of all ranks, given this rank's tokens that each expert takes, int64 [experts].
@@ -198,27 +200,25 @@ class ExpertPlacement:
             self._moves.put_into(self._weights, self._arriving.wait())
             self._arriving = None
 
-    @property
-    def is_swapped(self) -> bool:
-        """Whether this rank computes experts of other homes."""
-        return self._moves is not None
+    @torch.no_grad()
+    def start_return(self) -> None:
+        """Starts to send the gradients of other homes' experts there, and restores the weights of this home. Call it
+        when the gradients of this rank are complete. A second call does nothing."""
+        if self._home_weights is not None:
+            assert self._moves is not None
+            self.finish_swap()
+            back, gradients = self._moves.back(), self._gradients
+            back.put_into(self._weights, self._home_weights)
+            self._home_weights = None
+            if gradients:
+                self._returning = back.start(back.taken_from(gradients), self.ep_group)
 
-    def start_return(self) -> Pending | None:
-        """Starts to send the gradients of other homes' experts there, and restores the weights of this home. Returns
-        what arrives, for `finish_return`; None if the experts have no gradients."""
-        assert self._moves is not None and self._home_weights is not None
-        self.finish_swap()
-        back, gradients = self._moves.back(), self._gradients
-        back.put_into(self._weights, self._home_weights)
-        self._home_weights = None
-        return back.start(back.taken_from(gradients), self.ep_group) if gradients else None
-
-    def finish_return(self, returning: Pending | None) -> None:
+    def finish_return(self) -> None:
         """Puts the gradients that arrive into the slots of their experts."""
-        assert self._moves is not None
-        if returning is not None:
-            self._moves.back().put_into(self._gradients, returning.wait())
-        self._moves = None
+        if self._returning is not None:
+            assert self._moves is not None
+            self._moves.back().put_into(self._gradients, self._returning.wait())
+        self._moves = self._returning = None
 
     def end_step(self) -> None:
         """Forgets where the experts were, when they are at home again."""
@@ -256,10 +256,14 @@ class PlacementSteps:
 
     @torch.no_grad()
     def finish_step(self) -> None:
-        """Returns gradients and weights to their homes, after backward and all reductions."""
-        swapped = [placement for placement in self.placements if placement.is_swapped]
-        returning = [placement.start_return() for placement in swapped]
-        for placement, gradients in zip(swapped, returning, strict=True):
-            placement.finish_return(gradients)
+        """Returns gradients and weights to their homes, after backward and all reductions, where this has not begun."""
         for placement in self.placements:
+            placement.start_return()
+        for placement in self.placements:
+            placement.finish_return()
             placement.end_step()
+
+    def returns_of(self, parameters: Iterable[Tensor]) -> list[Callable[[], None]]:
+        """Returns `start_return` of each layer whose experts have any of the parameters."""
+        these = set(parameters)
+        return [p.start_return for p in self.placements if not these.isdisjoint(p.experts.parameters())]

@@ -160,10 +160,11 @@ def bytes_of_swapped_experts(flags: str) -> list[int]:
         placement.start_swap()
         at_start = max(at_start, bytes_of_swaps(placements, [placement._arriving for placement in placements]))
         placement.finish_swap()
-    returning = [placement.start_return() for placement in placements]
-    at_end = bytes_of_swaps(placements, returning)
-    for placement, gradients in zip(placements, returning, strict=True):
-        placement.finish_return(gradients)
+    for placement in placements:
+        placement.start_return()
+    at_end = bytes_of_swaps(placements, [placement._returning for placement in placements])
+    for placement in placements:
+        placement.finish_return()
     return [at_start, at_end]
 
 
