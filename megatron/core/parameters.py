@@ -7,7 +7,7 @@ names them with `name_parameters` after it is built, and draws their initial val
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -88,6 +88,9 @@ class ParameterInfo:
     """Whether its rows are only looked up, as in tables of positions, token types and relative position biases."""
     is_depthwise: bool = False
     """Whether each of its rows multiplies one channel, as in a depthwise convolution."""
+    is_added_to_directly: bool = False
+    """Whether an operation that cannot multiply by a factor adds to the main gradient's tensor itself, between
+    `begin_write` and `end_write`."""
     separate_heads: tuple[int, ...] = ()
     """For a fused projection [groups, heads, d, h]: the numbers of query, gate, key and value heads. Each kind is a
     separate matrix."""
@@ -274,6 +277,13 @@ class InputsToGather(Protocol):
         """Starts to gather all rows, [t, in]."""
 
 
+class AccumulateProduct(Protocol):
+    """A function that adds a product of output gradients and inputs to a gradient."""
+
+    def __call__(self, gradient: Tensor, output_gradient: Tensor, inputs: Tensor, /, *, factor: float) -> object:
+        """Adds `factor` times the product."""
+
+
 class MainGrad(Protocol):
     """Accumulates the gradient of one parameter as soon as backward has computed it. It replaces `.grad`."""
 
@@ -292,10 +302,10 @@ class MainGrad(Protocol):
         self,
         output_gradient: Tensor,
         inputs: "Tensor | InputsToGather",
-        accumulate: Callable[[Tensor, Tensor, Tensor], object],
+        accumulate: AccumulateProduct,
     ) -> None:
-        """Accumulates by accumulate(gradient, output_gradient, inputs). Used for the stacked weights of experts, each
-        with its own rows, and for products of quantised factors."""
+        """Accumulates a product by `accumulate`. Used for the stacked weights of experts, each with its own rows, and
+        for products of quantised factors."""
 
     def add(self, gradient: Tensor) -> None:
         """Accumulates a gradient shaped as the stored parameter."""

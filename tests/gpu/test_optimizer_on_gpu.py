@@ -46,9 +46,9 @@ def test_products_accumulate_in_the_buffers_type(
     left, right = (torch.randn(512, size, device="cuda").to(dtype) for size in (96, 160))
     buffer = torch.randn(96 * 160 + 7, device="cuda", dtype=total_dtype)
     before, total = buffer.double().clone(), buffer[:-7].view(96, 160)
-    for _ in range(3):
-        accumulate_product(total, left, right)
-    expected = before[:-7].view(96, 160) + 3 * left.double().t() @ right.double()
+    for factor in (1.0, 1.0, 0.5):
+        accumulate_product(total, left, right, factor)
+    expected = before[:-7].view(96, 160) + 2.5 * left.double().t() @ right.double()
     assert (total.double() - expected).norm() < tolerance * expected.norm()
     assert torch.equal(buffer[-7:].double(), before[-7:])
 

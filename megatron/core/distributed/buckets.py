@@ -27,6 +27,9 @@ class TwoLevelReduction:
     """Sums over all data parallel ranks; with several instances of the shards, over the ranks of one instance."""
     replicas: Reduction | None = None
     """Then sums over the ranks that have the same shard; None with one instance."""
+    contribution_factor: float = 1.0
+    """Factor of each contribution to a main gradient. It replaces `data.scale` where `data` has one rank and would read
+    and write all gradients only to scale them."""
 
 
 class Bucket:
@@ -131,7 +134,8 @@ class BucketQueue:
         offset = 0
         for unit in bucket.units:
             buffer = bucket.grad_buffer[offset : offset + unit.plan.numel]
-            unit.bind_gradients(buffer, buffer[slice(*unit.shard_range)], on_accumulated)
+            shard, factor = buffer[slice(*unit.shard_range)], bucket.reduction.contribution_factor
+            unit.bind_gradients(buffer, shard, on_accumulated, factor=factor)
             offset += unit.plan.numel
 
     def _on_accumulated(self, bucket: Bucket, parameter: nn.Parameter) -> None:

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -69,7 +69,7 @@ class DistributedDataParallel(nn.Module):
         self._fp8_units: list[Fp8Unit] = []
         self.units = [self._unit(plan, device or _default_device()) for plan in plans]
         materialize_rest(module, device or _default_device(), config)
-        reductions = {grid: self._reduction(grid) for grid in {plan.grid for plan in plans}}
+        reductions = {grid: self._reduction(grid, plans) for grid in {plan.grid for plan in plans}}
         wire_dtype = functools.partial(wire_dtype_of, reduce_in_main_dtype=ddp_config.grad_reduce_in_fp32)
         by_step = [unit for unit in self.units if not unit.sharding.strategy.shards_gradients]
         by_micro_batch = [unit for unit in self.units if unit.sharding.strategy.shards_gradients]
@@ -133,13 +133,17 @@ class DistributedDataParallel(nn.Module):
         # Experts are reduced over fewer ranks, but their gradients are sums over the tokens of all ranks: one scale.
         return 1.0 if per_token else 1.0 / self.pg_collection.size("dp_cp")
 
-    def _reduction(self, grid: str) -> TwoLevelReduction:
+    def _reduction(self, grid: str, plans: Sequence[UnitPlan]) -> TwoLevelReduction:
         sharding = self.shardings[grid]
         per_token, scale = getattr(self.config, "calculate_per_token_loss", False), self._gradient_scale
         average = self.ddp_config.average_in_collective and not per_token
         precise = self.ddp_config.reduce_scatter_with_fp32_accumulation
         if sharding.shards == 1:
-            return TwoLevelReduction(Reduction(self._group(sharding.data_group), scale, average))
+            group = self._group(sharding.data_group)
+            slots = [slot for plan in plans if plan.grid == grid for slot in plan.slots]
+            if group is None and not any(slot.info.is_added_to_directly for slot in slots):
+                return TwoLevelReduction(Reduction(None), contribution_factor=scale)
+            return TwoLevelReduction(Reduction(group, scale, average))
         data = Reduction(self._group(sharding.shard_group), scale, average, precise)
         if sharding.instances == 1:
             return TwoLevelReduction(data)

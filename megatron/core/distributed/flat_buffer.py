@@ -143,16 +143,17 @@ class Unit:
         shard: Tensor,
         on_accumulated: Callable[[nn.Parameter], None],
         before_write: Callable[[], None] | None = None,
+        factor: float = 1.0,
     ) -> None:
         """Lets the parameters accumulate their gradients into `buffer` ([numel] in the gradients' type).
 
-        `before_write` is called before each contribution is written, `on_accumulated(parameter)` after it. After the
-        reduction, `shard` has this rank's part of the sum.
+        `before_write` is called before each contribution is written, `on_accumulated(parameter)` after it. Each
+        contribution is multiplied by `factor`. After the reduction, `shard` has this rank's part of the sum.
         """
         assert buffer.shape == (self.plan.numel,) and buffer.dtype == self.plan.grad_dtype
         self.grad_buffer, self.gradient_shard = buffer, shard
         for slot in self.slots:
-            attach_main_grad(slot.parameter, slot.view_in(buffer), on_accumulated, before_write)
+            attach_main_grad(slot.parameter, slot.view_in(buffer), on_accumulated, before_write, factor)
 
     def all_gather_gradients(self) -> None:
         """Gathers the summed gradients of all shards into the whole gradients."""

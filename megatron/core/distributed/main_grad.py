@@ -15,14 +15,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from megatron.core.collectives import Pending
-from megatron.core.parameters import InputsToGather, main_grad_accumulator
+from megatron.core.parameters import AccumulateProduct, InputsToGather, info_of, main_grad_accumulator
 from megatron.core.utils.torch_private import BackwardEndCallback, index_put_unchecked_
 
 _DIRECT_PRODUCTS = (torch.bfloat16, torch.float16)
 """Types whose matrix products a GPU accumulates directly into a float32 buffer."""
-
-Accumulate = Callable[[Tensor, Tensor, Tensor], object]
-"""Adds a product of output gradients and inputs to a gradient: (gradient, output gradients, inputs)."""
 
 
 class BufferMainGrad:
@@ -34,12 +31,15 @@ class BufferMainGrad:
         gradient: Tensor,
         on_accumulated: Callable[[nn.Parameter], None],
         before_write: Callable[[], None] | None = None,
+        factor: float = 1.0,
     ) -> None:
         self.parameter = parameter
         self.gradient = gradient
         self.on_accumulated = on_accumulated
         self.before_write = before_write or _do_nothing
         """Called before each write to `gradient`, which may have no memory between uses."""
+        self.factor = factor
+        """Multiplies each contribution as it is added, which costs no pass over the gradient."""
         self._queue: WeightGradientQueue | None = None
         """Keeps deferred products; None: no product is deferred."""
         # Parameters of operations that do not know main gradients get an ordinary `.grad`, which this hook moves.
@@ -80,28 +80,30 @@ class BufferMainGrad:
         self._add(output_gradient, inputs, accumulate_product)
 
     def add_grouped_product(
-        self, output_gradient: Tensor, inputs: Tensor | InputsToGather, accumulate: Accumulate
+        self, output_gradient: Tensor, inputs: Tensor | InputsToGather, accumulate: AccumulateProduct
     ) -> None:
-        """Calls accumulate(gradient, output_gradient, inputs), now or when the queue computes it."""
+        """Lets `accumulate` add a product to the gradient, now or when the queue computes it."""
         self._add(output_gradient, inputs, accumulate)
 
-    def _add(self, output_gradient: Tensor, inputs: Tensor | InputsToGather, accumulate: Accumulate) -> None:
+    def _add(self, output_gradient: Tensor, inputs: Tensor | InputsToGather, accumulate: AccumulateProduct) -> None:
         if self._queue is not None and self._queue.takes_products:
             self._queue.add(self, output_gradient, inputs, accumulate)
         else:
             assert isinstance(inputs, Tensor)
             self.compute_product(output_gradient, inputs, accumulate)
 
-    def compute_product(self, output_gradient: Tensor, inputs: Tensor, accumulate: Accumulate) -> None:
+    def compute_product(self, output_gradient: Tensor, inputs: Tensor, accumulate: AccumulateProduct) -> None:
         """Computes a product that was added."""
         self.before_write()
-        accumulate(self.gradient, output_gradient.detach(), inputs.detach())
+        accumulate(self.gradient, output_gradient.detach(), inputs.detach(), factor=self.factor)
         self.on_accumulated(self.parameter)
 
     def add_rows(self, index: Tensor, gradient: Tensor) -> None:
         """Adds gradient[i] to row index[i]; repeated indices are summed (int64 [t], [t, h])."""
         self.before_write()
         rows = gradient.detach().to(self.gradient.dtype)
+        if self.factor != 1.0:
+            rows = rows * self.factor
         if self.gradient.is_cuda:
             # Sorts first, so that the order of the sum, and thus its last bit, is the same in every run. Forward has
             # checked the index; to check it here would wait for the device.
@@ -113,11 +115,12 @@ class BufferMainGrad:
     def add(self, gradient: Tensor) -> None:
         """Adds a gradient shaped as the parameter."""
         self.before_write()
-        self.gradient.add_(gradient.detach())
+        self.gradient.add_(gradient.detach(), alpha=self.factor)
         self.on_accumulated(self.parameter)
 
     def begin_write(self) -> None:
         """Makes sure that `gradient` has memory. Call it before adding to it."""
+        assert self.factor == 1.0, f"{info_of(self.parameter).name} is not declared as `is_added_to_directly`"
         self.before_write()
 
     def end_write(self) -> None:
@@ -183,7 +186,7 @@ class WeightGradientQueue:
         main_grad: BufferMainGrad,
         output_gradient: Tensor,
         inputs: Tensor | InputsToGather,
-        accumulate: Accumulate,
+        accumulate: AccumulateProduct,
     ) -> None:
         """Keeps a product for later."""
         if self._open is _DEFERRED:
@@ -200,7 +203,7 @@ class WeightGradientQueue:
 _DEFERRED = object()
 """The key of products that are deferred within one backward."""
 
-_Product = tuple[BufferMainGrad, Tensor, Tensor | InputsToGather, Accumulate]
+_Product = tuple[BufferMainGrad, Tensor, Tensor | InputsToGather, AccumulateProduct]
 
 
 def _compute(products: Sequence[_Product]) -> None:
@@ -217,14 +220,15 @@ def _start_gather(inputs: Tensor | InputsToGather) -> Pending:
     return Pending(inputs, None) if isinstance(inputs, Tensor) else inputs.start_gather()
 
 
-def accumulate_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Adds left^T @ right to `total`, accumulated in the type of `total` ([t, out], [t, in] into [out, in])."""
+def accumulate_product(total: Tensor, left: Tensor, right: Tensor, factor: float = 1.0) -> None:
+    """Adds `factor` times left^T @ right to `total`, accumulated in the type of `total` ([t, out], [t, in] into [out,
+    in])."""
     if left.dtype == total.dtype:
-        total.addmm_(left.t(), right)
+        total.addmm_(left.t(), right, alpha=factor)
     elif left.is_cuda and left.dtype in _DIRECT_PRODUCTS and total.dtype is torch.float32:
-        torch.addmm(total, left.t(), right, out_dtype=torch.float32, out=total)
+        torch.addmm(total, left.t(), right, out_dtype=torch.float32, alpha=factor, out=total)
     else:
-        total.addmm_(left.t().to(total.dtype), right.to(total.dtype))
+        total.addmm_(left.t().to(total.dtype), right.to(total.dtype), alpha=factor)
 
 
 def attach_main_grad(
@@ -232,12 +236,14 @@ def attach_main_grad(
     gradient: Tensor,
     on_accumulated: Callable[[nn.Parameter], None],
     before_write: Callable[[], None] | None = None,
+    factor: float = 1.0,
 ) -> None:
     """Gives a parameter its accumulator and Megatron-LM's view `main_grad`. Replaces those of an earlier wrapper."""
     earlier = main_grad_accumulator(parameter)
     if isinstance(earlier, BufferMainGrad):
         earlier.detach()
-    parameter.main_grad_accumulator = BufferMainGrad(parameter, gradient, on_accumulated, before_write)  # type: ignore[attr-defined]
+    main_grad = BufferMainGrad(parameter, gradient, on_accumulated, before_write, factor)
+    parameter.main_grad_accumulator = main_grad  # type: ignore[attr-defined]
     parameter.main_grad = gradient  # type: ignore[attr-defined]
 
 

@@ -133,7 +133,8 @@ class ReduceScatterGradients:
             self._on_accumulated(number, parameter)
 
         self.units.append(transient)
-        unit.bind_gradients(transient.whole, transient.shard, on_accumulated, before_write)
+        factor = transient.reduction.contribution_factor
+        unit.bind_gradients(transient.whole, transient.shard, on_accumulated, before_write, factor)
         transient.discard()  # views can be made only of a tensor with memory
 
     # Contributions ---------------------------------------------------------------------------------------------------

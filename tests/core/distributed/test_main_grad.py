@@ -11,7 +11,12 @@ from support.small_models import Layer
 from torch import Tensor, nn
 
 from megatron.core.collectives import Pending, start_gather_rows
-from megatron.core.distributed.main_grad import BufferMainGrad, WeightGradientQueue, attach_main_grad
+from megatron.core.distributed.main_grad import (
+    BufferMainGrad,
+    WeightGradientQueue,
+    accumulate_product,
+    attach_main_grad,
+)
 
 
 def layer_with_sinks() -> tuple[Layer, list[nn.Parameter]]:
@@ -154,3 +159,32 @@ def test_inputs_on_several_ranks_are_gathered_while_the_product_before_is_comput
     for gradient, order in run_on_ranks(gather_two_products, 2):
         assert torch.equal(gradient, 2 * dy.t() @ x)
         assert order == ["gather a", "gather b", "product", "product"]
+
+
+def test_every_contribution_is_multiplied_by_the_factor() -> None:
+    dy, x = (torch.randn(5, size, dtype=torch.float64) for size in (3, 2))
+    weight, product = nn.Parameter(torch.zeros(3, 2, dtype=torch.float64)), dy.t() @ x
+    attach_main_grad(weight, torch.zeros_like(weight), lambda parameter: None, factor=0.3)
+    main_grad, queue = weight.main_grad_accumulator, WeightGradientQueue([weight])  # type: ignore[attr-defined]
+    added = torch.zeros_like(weight.data)
+
+    def agree(contribution: Tensor) -> None:
+        added.add_(contribution, alpha=0.3)
+        torch.testing.assert_close(main_grad.gradient, added, rtol=1e-14, atol=1e-14)
+
+    main_grad.add_product(dy, x)
+    agree(product)
+    with queue.defer(0):
+        main_grad.add_product(dy, x)
+    agree(torch.zeros_like(product))
+    queue.compute(0)
+    agree(product)
+    with main_grad.counted_once():
+        main_grad.add_grouped_product(dy, x, accumulate_product)
+    agree(product)
+    (weight * product).sum().backward()  # by the hook
+    agree(product)
+    main_grad.add_rows(torch.tensor([2, 0, 2]), dy[:3, :2])
+    agree(torch.stack([dy[1, :2], torch.zeros(2), dy[0, :2] + dy[2, :2]]))
+    with pytest.raises(AssertionError, match="is_added_to_directly"):
+        main_grad.begin_write()

@@ -154,15 +154,19 @@ def _add_product(
     total: Tensor,
     gradients: Tensor,
     inputs: Tensor,
+    factor: float = 1.0,
 ) -> None:
-    """Adds gradients inputs^T of each group, [out, padded rows] x [in, padded rows], to `total`."""
+    """Adds `factor` times gradients inputs^T of each group, [out, padded rows] x [in, padded rows], to `total`."""
+    factors, scope = gradient_factors
     layer.settings.kernels.grouped.accumulate(
         total if total.dim() == 3 else total[None],
-        QuantizedGroups(gradients, *gradient_factors),
+        QuantizedGroups(gradients, factors if factor == 1.0 else factors * factor, scope),
         QuantizedGroups(inputs, *input_factors),
         segments,
     )
 
 
-def _add_rows(accumulate: Any, groups: RowGroups, total: Tensor, gradients: Tensor, inputs: Tensor) -> None:
-    accumulate(total if total.dim() == 3 else total[None], gradients, inputs, groups)
+def _add_rows(
+    accumulate: Any, groups: RowGroups, total: Tensor, gradients: Tensor, inputs: Tensor, factor: float = 1.0
+) -> None:
+    accumulate(total if total.dim() == 3 else total[None], gradients, inputs, groups, factor)

@@ -296,16 +296,18 @@ def _add_product(
     total: Tensor | None,
     gradients: Tensor,
     inputs: Tensor,
+    factor: float = 1.0,
 ) -> Tensor:
-    """Adds gradients inputs^T, [out, t] x [in, t], to `total`, accumulated in its type. Without `input_factors` the
-    inputs are not quantised yet, [t, in]."""
+    """Adds `factor` times gradients inputs^T, [out, t] x [in, t], to `total`, accumulated in its type. Without
+    `input_factors` the inputs are not quantised yet, [t, in]."""
     if input_factors is None:
         pair = layer.scaling.quantize(inputs, Role.INPUTS, rows=False, columns=True, records=False)
         assert pair.columns is not None
         quantized = pair.columns
     else:
         quantized = Quantized(inputs, input_factors)
-    kernels, left = layer.settings.kernels, Quantized(gradients, gradient_factors)
+    kernels = layer.settings.kernels
+    left = Quantized(gradients, gradient_factors if factor == 1.0 else gradient_factors * factor)
     if total is None:
         return kernels.product(left, quantized, torch.float32)
     kernels.accumulate_product(total, left, quantized)

@@ -85,11 +85,13 @@ def grouped_product(rows: Tensor, weight: Tensor, groups: RowGroups, transposed:
     return output
 
 
-def accumulate_grouped_product(total: Tensor, left: Tensor, right: Tensor, groups: RowGroups) -> None:
-    """Computes total[e] += left_e^T @ right_e over the rows of each group, accumulated in the type of `total` ([n,
-    out], [n, in] into [groups, out, in])."""
+def accumulate_grouped_product(
+    total: Tensor, left: Tensor, right: Tensor, groups: RowGroups, factor: float = 1.0
+) -> None:
+    """Computes total[e] += factor * left_e^T @ right_e over the rows of each group, accumulated in the type of `total`
+    ([n, out], [n, in] into [groups, out, in])."""
     for (number, rows), (_, columns) in zip(groups.split(left), groups.split(right), strict=True):
-        total[number].addmm_(rows.t().to(total.dtype), columns.to(total.dtype))
+        total[number].addmm_(rows.t().to(total.dtype), columns.to(total.dtype), alpha=factor)
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ class GroupedProducts:
     """Implementations of the two functions above."""
 
     rows: Callable[[Tensor, Tensor, RowGroups, bool], Tensor] = grouped_product
-    weights: Callable[[Tensor, Tensor, Tensor, RowGroups], None] = accumulate_grouped_product
+    weights: Callable[..., None] = accumulate_grouped_product
 
 
 PLAIN_PRODUCTS = GroupedProducts()

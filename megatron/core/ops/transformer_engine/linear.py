@@ -4,6 +4,7 @@ the stand-in's `main_grad`, which is our main gradient; without one, the stand-i
 Communication stays ours: the module sees one rank.
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -26,7 +27,7 @@ from megatron.core.ops.transformer_engine.engine import (
     recipe_of,
     updates_gradient_scales,
 )
-from megatron.core.parameters import main_grad_accumulator
+from megatron.core.parameters import info_of, main_grad_accumulator
 
 
 class EngineLinear:
@@ -286,5 +287,6 @@ def make_linear(engine: Engine, settings: Fp8Settings | None, weight: Tensor) ->
 
 def make_grouped_linear(engine: Engine, settings: Fp8Settings | None, weight: Tensor) -> Any:
     """Returns the function that computes one linear layer of all experts of a rank."""
+    weight.info = dataclasses.replace(info_of(weight), is_added_to_directly=True)  # type: ignore[attr-defined]
     products = EngineGroupedLinear(engine, recipe_of(engine, settings))
     return products if settings is None else EngineFp8Linear(settings, weight, products)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megatron.core.distributed.main_grad import attach_main_grad
 from megatron.core.exceptions import UserError
 from megatron.core.ops.fp8.formats import FORMATS
 from megatron.core.ops.fp8.grouped_linear import Fp8ExpertLinear, Fp8GroupedLinear
@@ -73,6 +74,16 @@ def test_the_weight_gradient_goes_to_the_main_gradient_in_float32(wgrad: bool) -
         layer(x, w, GROUPS).backward(dy)
     assert w.grad is None and expected is not None
     assert relative(w.main_grad_accumulator.total, 2 * expected.double()) < 0.004  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("recipe", "wgrad"), [*((recipe, True) for recipe in RECIPES), ("rowwise", False)])
+def test_the_weight_gradient_is_multiplied_by_the_main_gradients_factor(recipe: str, wgrad: bool) -> None:
+    x, w, dy = operands()
+    totals = [torch.zeros_like(w, dtype=torch.float32) for _ in range(2)]
+    for factor, total in zip((1.0, 0.25), totals, strict=True):
+        attach_main_grad(w, total, lambda parameter: None, factor=factor)
+        layer_for(w, recipe, wgrad=wgrad)(x, w, GROUPS).backward(dy)
+    assert totals[0].any() and torch.equal(totals[1], 0.25 * totals[0])
 
 
 def test_weights_are_quantised_once_until_they_change() -> None:

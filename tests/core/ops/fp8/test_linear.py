@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.core.distributed.main_grad import attach_main_grad
 from megatron.core.exceptions import UserError
 from megatron.core.ops.fp8.formats import FORMATS
 from megatron.core.ops.fp8.linear import Fp8Linear
@@ -76,6 +77,16 @@ def test_the_weight_gradient_goes_to_the_main_gradient_in_float32(wgrad: bool) -
         layer(x, w).backward(dy)
     assert w.grad is None
     assert relative(w.main_grad_accumulator.total, 2 * expected) < 0.004  # bfloat16 of the ordinary gradient
+
+
+@pytest.mark.parametrize(("recipe", "wgrad"), [*((recipe, True) for recipe in RECIPES), ("rowwise", False)])
+def test_the_weight_gradient_is_multiplied_by_the_main_gradients_factor(recipe: str, wgrad: bool) -> None:
+    x, w, _, dy = operands()
+    totals = [torch.zeros_like(w, dtype=torch.float32) for _ in range(2)]
+    for factor, total in zip((1.0, 0.25), totals, strict=True):
+        attach_main_grad(w, total, lambda parameter: None, factor=factor)
+        layer_for(w, recipe, wgrad=wgrad)(x, w).backward(dy)
+    assert totals[0].any() and torch.equal(totals[1], 0.25 * totals[0])
 
 
 def test_a_weight_is_quantised_once_until_it_changes() -> None:

@@ -66,6 +66,14 @@ def test_the_sink_gets_the_gradient_at_once_or_later_and_is_told_without_rows_to
     assert len(on_accumulated) == 3
 
 
+def test_the_gradient_is_multiplied_by_the_main_gradients_factor() -> None:
+    weight, x, dy = nn.Parameter(values(3, 6, 5).detach()), values(7, 5, seed=1), values(7, 6, seed=2).detach()
+    expected = torch.autograd.grad(grouped_linear(x, weight, groups()), weight, dy)[0]
+    attach_main_grad(weight, torch.zeros_like(weight), lambda parameter: None, factor=0.3)
+    grouped_linear(x, weight, groups()).backward(dy)
+    torch.testing.assert_close(weight.main_grad, 0.3 * expected)
+
+
 def test_gradients_of_narrow_weights_add_up_in_float32() -> None:
     """4096 addends of 1 + 1/128, which bfloat16 would lose one by one."""
     x = torch.ones(4096, 8, dtype=torch.bfloat16)
