@@ -18,8 +18,9 @@ _MEMORY = re.compile(r"max allocated: ([0-9.]+)")
 
 
 def read_anchor(log: str) -> dict[str, Any]:
-    """Returns the median of an anchor's iterations or intervals without the first one, its memory and its last loss.
-    Raises SystemExit if the log's run did not end: its few slow first intervals would flatter the ratio.
+    """Returns the median of an anchor's iterations or intervals, its memory and its last loss. The first one does not
+    count, and of the others only the later half: an anchor that compiles needs several to become fast. Raises
+    SystemExit if the log's run did not end: its few slow first intervals would flatter the ratio.
     """
     done = _ITERATION.findall(log)
     last, whole = done[-1] if done else ("", "")
@@ -28,6 +29,7 @@ def read_anchor(log: str) -> dict[str, Any]:
     speeds = [(float(ms), float(tflops)) for ms, tflops in _SPEED.findall(log)][1:]
     if not speeds:
         raise SystemExit("the anchor's log has no line of speed after its first")
+    speeds = speeds[(len(speeds) - 1) // 2 :]
     losses, memory = _LOSS.findall(log), _MEMORY.findall(log)
     return {
         "milliseconds": statistics.median(ms for ms, _ in speeds),

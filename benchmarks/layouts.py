@@ -26,6 +26,7 @@ _FLEX = "--moe-token-dispatcher-type flex --moe-local-token-overlap --moe-flex-t
 _TURNS = "--overlap-moe-expert-parallel-comm"
 _GATHERED = "--moe-token-dispatcher-type allgather --delay-wgrad-compute"
 _PLACED = "--moe-balanced-expert-placement"
+_WIDE = "--micro-batch-size 8"
 _FP8 = "--fp8-format hybrid --fp8-recipe tensorwise"
 _FSDP_OF_ANCHOR = (
     f"{_ZERO3} {_BOTH} --use-distributed-optimizer --no-gradient-accumulation-fusion --calculate-per-token-loss "
@@ -104,7 +105,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "pp2": Layout(
         2,
         "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --pipeline-model-parallel-layout auto",
-        "--pipeline-model-parallel-size 2",
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 4",
     ),
     **_chunked(4),
     "pp4tp2": Layout(
@@ -114,6 +115,7 @@ LAYOUTS: Mapping[str, Layout] = {
     ),
     **{f"cp{gpus}": Layout(gpus, f"--context-parallel-size {gpus} {_DATA}") for gpus in (2, 4, 8)},
     **{name: layout for gpus in (2, 4, 8) for name, layout in _expert_layouts(gpus).items()},
+    "ep2-mb8": _expert_parallel(2, f"{_GATHERED} {_PLACED} {_WIDE}", _WIDE),
     "zero3": Layout(4, f"{_ZERO3} {_BOTH}", reference="dp4"),
     "hsdp": Layout(
         8,
