@@ -1,5 +1,6 @@
 """Swapped experts: the planned swaps, and training steps with them against one process, in float64."""
 
+import multiprocessing
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.gpus import two_ranks
 from support.pool import Pool
 from torch import Tensor, nn
 
@@ -89,17 +91,17 @@ def build(groups: ProcessGroupCollection, dispatcher: str, **settings: Any) -> G
 
 def losses_of(model: nn.Module, step: int, number: int) -> Tensor:
     generator = torch.Generator().manual_seed(100 * step + number)
-    ids = torch.randint(VOCABULARY, (2, LENGTH + 1), generator=generator)
+    ids = torch.randint(VOCABULARY, (2, LENGTH + 1), generator=generator).to(next(model.parameters()).device)
     losses: Tensor = model(ids[:, :-1], None, None, labels=ids[:, 1:], tokens=Tokens(LENGTH, 2))
     return losses.mean()
 
 
 def train(
-    world: int, layout: dict[str, int], dispatcher: str, sharded: bool = False, **settings: Any
+    world: int, layout: dict[str, int], dispatcher: str, sharded: bool = False, device: str = "cpu", **settings: Any
 ) -> list[dict[str, Any]]:
     """Returns for each step the weights, and the rows that this rank's experts computed each time."""
     groups = ProcessGroupCollection.from_grid(RankGrid(world, **layout), dist.get_rank())
-    model = build(groups, dispatcher, **settings)
+    model = build(groups, dispatcher, **settings).to(device)
     options = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, overlap_grad_reduce=True, use_distributed_optimizer=sharded
     )
@@ -125,9 +127,9 @@ def train(
             model=ddp,
             num_microbatches=MICRO_BATCHES // replicas,
         )
-        optimizer.step_on_device(torch.tensor(True))
+        optimizer.step_on_device(torch.tensor(True, device=device))
         with ddp.whole_weights():
-            weights = {info_of(p).name: (p.detach().clone(), info_of(p)) for p in ddp.parameters()}
+            weights = {info_of(p).name: (p.detach().to("cpu", copy=True), info_of(p)) for p in ddp.parameters()}
         seen.append({"weights": weights, "rows": [*rows]})
     return seen
 
@@ -180,6 +182,11 @@ def test_steps_with_swapped_experts_equal_those_of_one_process(
     even = sum(sum(rank[step]["rows"]) for rank in ranks for step in range(STEPS)) / world
     left = 0.5 if layout["expert"] == 2 else 0.8  # each of four ranks has two experts only
     assert fullest - even < left * (without - even), (fullest, without, even)
+    check_weights(ranks, expected)
+
+
+def check_weights(ranks: list[list[dict[str, Any]]], expected: list[dict[str, Any]]) -> None:
+    """Checks that the weights of each rank are its part of the expected ones, after every step."""
     for step, seen in enumerate(expected):
         for rank in ranks:
             for key, (weight, info) in rank[step]["weights"].items():
@@ -188,6 +195,17 @@ def test_steps_with_swapped_experts_equal_those_of_one_process(
                 part = whole[tuple(slice(start, start + count) for start, count in place)]
                 difference = (weight.view(info.box.shape) - part).norm() / part.norm()
                 assert difference < 1e-11, (step, key, difference)
+
+
+@pytest.mark.gpu
+@two_ranks
+def test_steps_with_swapped_experts_over_nccl(expected: list[dict[str, Any]]) -> None:
+    context = multiprocessing.get_context("spawn")
+    with Pool(2, device="cuda", backend="cpu:gloo,cuda:nccl", context=context) as gpus:
+        for name in ("ep2, allgather", "ep2, alltoall, recomputed", "ep2, flex, turns"):
+            layout, world, dispatcher, settings = CASES[name]
+            run = partial(train, **BALANCED, **settings, device="cuda")
+            check_weights(gpus.run(run, world, world, layout, dispatcher, True), expected)
 
 
 def swaps_of_steps(steps: list[int]) -> list[list[list[int]]]:
