@@ -280,8 +280,10 @@ class InputsToGather(Protocol):
 class AccumulateProduct(Protocol):
     """A function that adds a product of output gradients and inputs to a gradient."""
 
-    def __call__(self, gradient: Tensor, output_gradient: Tensor, inputs: Tensor, /, *, factor: float) -> object:
-        """Adds `factor` times the product."""
+    def __call__(
+        self, gradient: Tensor, output_gradient: Tensor, inputs: Tensor, /, *, factor: float, overwrite: bool
+    ) -> object:
+        """Adds `factor` times the product. With `overwrite` it replaces the old values, whatever they are."""
 
 
 class MainGrad(Protocol):
@@ -311,7 +313,7 @@ class MainGrad(Protocol):
         """Accumulates a gradient shaped as the stored parameter."""
 
     def begin_write(self) -> None:
-        """Allocates the memory of `gradient`, for code that adds to it."""
+        """Makes sure that `gradient` has memory and no values of an earlier step, for code that adds to it."""
 
     def end_write(self) -> None:
         """Reports that the caller has added a micro-batch's gradient to `gradient`."""

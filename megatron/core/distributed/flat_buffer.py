@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megatron.core.collectives import Group, Pending, start_gather_rows
 from megatron.core.distributed.freed_parameter import mark_freed, mark_gathered
-from megatron.core.distributed.main_grad import attach_main_grad
+from megatron.core.distributed.main_grad import BufferMainGrad, attach_main_grad
 from megatron.core.distributed.sharding_strategy import Sharding
 from megatron.core.distributed.units import ParameterSlot, UnitPlan
 
@@ -49,6 +49,8 @@ class Unit:
         """[numel] in the gradients' type: the whole gradients that this rank accumulates."""
         self.gradient_shard = self.grad_buffer
         """[shard] in the gradients' type: their sum over data parallel ranks, after the reduction."""
+        self.main_grads: list[BufferMainGrad] = []
+        """The accumulator of each slot."""
 
     @property
     def slots(self) -> tuple[ParameterSlot, ...]:
@@ -152,8 +154,10 @@ class Unit:
         """
         assert buffer.shape == (self.plan.numel,) and buffer.dtype == self.plan.grad_dtype
         self.grad_buffer, self.gradient_shard = buffer, shard
-        for slot in self.slots:
+        self.main_grads = [
             attach_main_grad(slot.parameter, slot.view_in(buffer), on_accumulated, before_write, factor)
+            for slot in self.slots
+        ]
 
     def all_gather_gradients(self) -> None:
         """Gathers the summed gradients of all shards into the whole gradients."""

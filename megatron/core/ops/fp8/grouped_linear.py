@@ -155,9 +155,13 @@ def _add_product(
     gradients: Tensor,
     inputs: Tensor,
     factor: float = 1.0,
+    overwrite: bool = False,
 ) -> None:
-    """Adds `factor` times gradients inputs^T of each group, [out, padded rows] x [in, padded rows], to `total`."""
+    """Adds `factor` times gradients inputs^T of each group, [out, padded rows] x [in, padded rows], to `total`; with
+    `overwrite` to zeros."""
     factors, scope = gradient_factors
+    if overwrite:
+        total.zero_()
     layer.settings.kernels.grouped.accumulate(
         total if total.dim() == 3 else total[None],
         QuantizedGroups(gradients, factors if factor == 1.0 else factors * factor, scope),
@@ -167,6 +171,6 @@ def _add_product(
 
 
 def _add_rows(
-    accumulate: Any, groups: RowGroups, total: Tensor, gradients: Tensor, inputs: Tensor, factor: float = 1.0
+    accumulate: Any, groups: RowGroups, total: Tensor, gradients: Tensor, inputs: Tensor, **options: Any
 ) -> None:
-    accumulate(total if total.dim() == 3 else total[None], gradients, inputs, groups, factor)
+    accumulate(total if total.dim() == 3 else total[None], gradients, inputs, groups, **options)
