@@ -199,9 +199,10 @@ def check_weights(ranks: list[list[dict[str, Any]]], expected: list[dict[str, An
 
 @pytest.mark.gpu
 @two_ranks
-def test_steps_with_swapped_experts_over_nccl(expected: list[dict[str, Any]]) -> None:
-    context = multiprocessing.get_context("spawn")
+def test_steps_with_swapped_experts_over_nccl() -> None:
+    context = multiprocessing.get_context("spawn")  # a process that was forked cannot use CUDA where its parent has
     with Pool(2, device="cuda", backend="cpu:gloo,cuda:nccl", context=context) as gpus:
+        expected = gpus.run(partial(train, device="cuda"), 1, 1, {}, "allgather")[0]
         for name in ("ep2, allgather", "ep2, alltoall, recomputed", "ep2, flex, turns"):
             layout, world, dispatcher, settings = CASES[name]
             run = partial(train, **BALANCED, **settings, device="cuda")
