@@ -104,7 +104,8 @@ LAYOUTS: Mapping[str, Layout] = {
     "tp4dp2": _tensor_parallel(8, 4, _BOTH),
     "pp2": Layout(
         2,
-        "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --pipeline-model-parallel-layout auto",
+        "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --pipeline-model-parallel-layout auto "
+        "--micro-batch-size 2",
         "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 4",
     ),
     **_chunked(4),

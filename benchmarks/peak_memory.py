@@ -32,7 +32,7 @@ H200 = 139 * 2**30
 OTHER_BYTES = int(4.5e9)
 """Logits of a part of the tokens, attention's scratch memory, what the allocator cannot use, communication buffers."""
 _UNEVEN = 1.5
-"""Rows of the rank with the busiest experts, divided by the mean."""
+"""Rows of the rank with the busiest experts, divided by the mean, unless ranks swap experts."""
 
 
 def configured(name: str) -> PretrainConfig:
@@ -63,6 +63,7 @@ def peak_memory(config: PretrainConfig) -> int:
             + int(
                 tokens * bytes_of_token(transformer) * layers_of(rank) * (timeline.peak_activations(place) + overlapped)
             )
+            + tokens * bytes_of_deferred_logits(config, rank)
             for place, rank in first.items()
         )
         + OTHER_BYTES
@@ -72,6 +73,13 @@ def peak_memory(config: PretrainConfig) -> int:
 def layers_of(rank: RankMemory) -> int:
     """Returns the number of layers of a rank."""
     return sum(len(stage.layers) for stage in rank.shard.stages)
+
+
+def bytes_of_deferred_logits(config: PretrainConfig, rank: RankMemory) -> int:
+    """Returns the bytes of the logits' gradients that a rank keeps for each token of a micro-batch until it computes
+    the head's weight gradient, in 16 bits."""
+    defers = config.transformer.pipeline_schedule in ("zb-h1", "zb-v")
+    return 2 * (config.tokenizer.vocab_size or 0) if defers and any(s.loss for s in rank.shard.stages) else 0
 
 
 def bytes_of_token(config: TransformerConfig) -> float:
@@ -84,7 +92,8 @@ def bytes_of_token(config: TransformerConfig) -> float:
         mlp = 3.0 * (config.ffn_hidden_size or 0)
     else:
         mlp = config.moe_router_topk * (hidden + 3.0 * (config.moe_ffn_hidden_size or 0))
-        mlp *= _UNEVEN if config.expert_model_parallel_size > 1 else 1.0
+        is_even = config.expert_model_parallel_size == 1 or config.moe_balanced_expert_placement
+        mlp *= 1.0 if is_even else _UNEVEN
     return 2.0 * ((2 + norms) * hidden + attention + mlp)
 
 

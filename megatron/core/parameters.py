@@ -283,7 +283,7 @@ class AccumulateProduct(Protocol):
     def __call__(
         self, gradient: Tensor, output_gradient: Tensor, inputs: Tensor, /, *, factor: float, overwrite: bool
     ) -> object:
-        """Adds `factor` times the product. With `overwrite` it replaces the old values, whatever they are."""
+        """Adds `factor` times the product. With `overwrite` it replaces the old values, which it does not read."""
 
 
 class MainGrad(Protocol):
