@@ -283,7 +283,7 @@ class AccumulateProduct(Protocol):
     def __call__(
         self, gradient: Tensor, output_gradient: Tensor, inputs: Tensor, /, *, factor: float, overwrite: bool
     ) -> object:
-        """Adds `factor` times the product. With `overwrite` it replaces the old values, which it does not read."""
+        """Adds `factor` times the product. With `overwrite` the product replaces the old values, which may be NaN."""
 
 
 class MainGrad(Protocol):

@@ -111,7 +111,12 @@ def prepare(cell: Cell, device: torch.device, precision: Precision) -> Parts:
         initial += slices(parameter_chunk(parameter) for _, parameter in canonical_names(chunk))
         plain.append(chunk)
     wrapped = [
-        DistributedDataParallel(config, cell.layout.ddp_config(grad_reduce_in_fp32=True), chunk, pg_collection=groups)
+        DistributedDataParallel(
+            config,
+            cell.layout.ddp_config(grad_reduce_in_fp32=True, overwrite_main_grads=True),
+            chunk,
+            pg_collection=groups,
+        )
         for chunk in plain
     ]
     optimizer_config = OptimizerConfig(**{**OPTIMIZER, **precision.optimizer})

@@ -195,7 +195,7 @@ def twice(model: SmallModel, queue: BucketQueue, step: int) -> None:
     "step", [plain, other_writers_first, deferred, without_a_layer, without_backward, twice], ids=lambda s: s.__name__
 )
 def test_gradients_are_those_of_zeroed_ones_when_the_first_product_overwrites(step: Step, tied: bool) -> None:
-    """All gradients, and the elements between them, may have been NaN before."""
+    """All gradients, and the elements between them, are NaN before each step but the first."""
     found = []
     for overwrite in (False, True):
         model = SmallModel(tied=tied)
