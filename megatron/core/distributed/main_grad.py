@@ -42,6 +42,9 @@ class BufferMainGrad:
         """Multiplies each contribution as it is added, which costs no pass over the gradient."""
         self.is_stale = False
         """Whether `gradient` still has the values of an earlier step. The first contribution replaces them."""
+        self.overwrites = False
+        """Whether a product that is the first contribution of a step replaces the values, be they zeros or stale. So it
+        rounds alike in every step, also in the first one of a resumed run."""
         self._begins_with_product: bool | None = None
         """Whether the first contribution of this step was a product; None: no contribution yet."""
         self._queue: WeightGradientQueue | None = None
@@ -61,6 +64,7 @@ class BufferMainGrad:
     def begin_step(self) -> None:
         """Marks `gradient` as stale if the last step began with a product: this step will too, and a product can
         overwrite. Otherwise the caller zeroes `gradient`."""
+        self.overwrites = True
         self.is_stale, self._begins_with_product = self._begins_with_product is True, None
 
     def zero_if_stale(self) -> None:
@@ -116,9 +120,10 @@ class BufferMainGrad:
     def compute_product(self, output_gradient: Tensor, inputs: Tensor, accumulate: AccumulateProduct) -> None:
         """Computes a product that was added."""
         self.before_write()
+        overwrite = self.overwrites and self._begins_with_product is None
         if self._begins_with_product is None:
             self._begins_with_product = True
-        overwrite, self.is_stale = self.is_stale, False
+        self.is_stale = False
         accumulate(self.gradient, output_gradient.detach(), inputs.detach(), factor=self.factor, overwrite=overwrite)
         self.on_accumulated(self.parameter)
 

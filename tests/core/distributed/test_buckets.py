@@ -218,6 +218,18 @@ def test_gradients_are_those_of_zeroed_ones_when_the_first_product_overwrites(st
         assert all(map(torch.equal, zeroed[number], overwritten[number])), number
 
 
+def test_the_first_step_of_a_run_overwrites_too() -> None:
+    """So a resumed run rounds that step as the run that was not interrupted."""
+    model = SmallModel()
+    buckets = make_buckets(units_of(model), ONE_RANK, EVERYTHING, lambda unit: torch.float64)
+    queue = BucketQueue(buckets, overlap=False, overwrite=True)
+    queue.reset()
+    model.layers[0].weight.main_grad.fill_(float("nan"))  # type: ignore[operator]
+    plain(model, queue, 0)
+    queue.finish()
+    assert model.layers[0].weight.main_grad.isfinite().all()  # type: ignore[operator]
+
+
 def units_in(queue: BucketQueue) -> list[Unit]:
     return [unit for bucket in queue.buckets for unit in bucket.units]
 
