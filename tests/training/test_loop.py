@@ -189,8 +189,8 @@ def test_losses_of_every_micro_batch_count_and_none_are_finite() -> None:
     assert loop.losses_are_finite([], cpu)
 
 
-def test_a_step_that_is_computed_again_keeps_its_swaps_of_experts() -> None:
+def test_a_step_that_is_computed_again_begins_without_gradients() -> None:
     chunk, data = Mock(modules=list), Mock(rewind=lambda: True)
     go_back_to_start = loop.mark_step_start([chunk], Mock(), data, None)
     assert go_back_to_start()
-    chunk.zero_grad_buffer.assert_called_once_with(again=True)
+    chunk.zero_grad_buffer.assert_called_once_with()

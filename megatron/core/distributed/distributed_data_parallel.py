@@ -69,7 +69,8 @@ class DistributedDataParallel(nn.Module):
         self._fp8_units: list[Fp8Unit] = []
         self.units = [self._unit(plan, device or _default_device()) for plan in plans]
         materialize_rest(module, device or _default_device(), config)
-        reductions = {grid: self._reduction(grid, plans) for grid in {plan.grid for plan in plans}}
+        grids = dict.fromkeys(plan.grid for plan in plans)  # in the same order on every rank, which may create groups
+        reductions = {grid: self._reduction(grid, plans) for grid in grids}
         wire_dtype = functools.partial(wire_dtype_of, reduce_in_main_dtype=ddp_config.grad_reduce_in_fp32)
         by_step = [unit for unit in self.units if not unit.sharding.strategy.shards_gradients]
         by_micro_batch = [unit for unit in self.units if unit.sharding.strategy.shards_gradients]

@@ -36,6 +36,7 @@ from megatron.core.collectives import (
     start_all_to_all_rows,
 )
 from megatron.core.parameters import main_grad_accumulator
+from megatron.core.utils.torch_private import foreach_copy_
 
 _LEAST_GAIN = 0.02
 """Share of a rank's mean rows that a swap must take from the fuller of two ranks. Sending an expert's weights and
@@ -124,7 +125,7 @@ class _Moves:
         sizes = [stack[0].numel() for stack in stacks]
         targets = [stack[slot].view(-1) for _, slot in self.received for stack in stacks]
         if targets:
-            torch._foreach_copy_(targets, [part for row in rows for part in row.split(sizes)])
+            foreach_copy_(targets, [part for row in rows for part in row.split(sizes)])
 
 
 class ExpertPlacement:
