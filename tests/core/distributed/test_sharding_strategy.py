@@ -199,6 +199,7 @@ def built(dtype: torch.dtype, name: str, on_meta: bool) -> tuple[SlicesByName, i
     device = torch.device("cpu")
     ddp = DistributedDataParallel(config, ddp_config, model, pg_collection=groups, device=device)
     found = slices(ddp.weight_chunks()), len(ddp.units), sum(unit.has_whole_weights for unit in ddp.units)
+    torch.distributed.barrier(groups.dp)  # the other rank may still be connecting to this one
     groups.close()
     return found
 
