@@ -77,7 +77,7 @@ def operations(sizes: Sizes, backend: Backend, device: torch.device, dtype: torc
     numbers = popularity.multinomial(sizes.topk)
     counts = torch.bincount(numbers.flatten(), minlength=sizes.experts)
     groups = RowGroups(counts, counts.tolist())
-    copies, _ = backend.copies_by_group(numbers, None, sizes.rows, sizes.experts)
+    copies, _ = backend.number_choices(numbers, sizes.experts).copies(sizes.rows)
     hidden = torch.randn(sizes.tokens, sizes.hidden, device=device, dtype=dtype).requires_grad_()
     rows = torch.randn(sizes.rows, sizes.hidden, device=device, dtype=dtype).requires_grad_()
     weight = nn.Parameter(torch.randn(sizes.experts, 2 * sizes.ffn, sizes.hidden, device=device, dtype=dtype) * 0.02)
@@ -89,7 +89,7 @@ def operations(sizes: Sizes, backend: Backend, device: torch.device, dtype: torc
     row_bytes = float(sizes.rows * sizes.hidden * hidden.element_size())
     token_bytes = float(sizes.tokens * sizes.hidden * hidden.element_size())
     inner_bytes = float(sizes.rows * sizes.ffn * hidden.element_size())
-    sort = lambda: backend.copies_by_group(numbers, None, sizes.rows, sizes.experts)  # noqa: E731
+    sort = lambda: backend.number_choices(numbers, sizes.experts).copies(sizes.rows)  # noqa: E731
     found = [Operation("sort by expert", sort)]
     moved = row_bytes + token_bytes
 

@@ -72,7 +72,7 @@ from megatron.core.ops.fp8.weight_blocks import WeightKernels, cast_blocks, larg
 from megatron.core.ops.head_loss import head_loss
 from megatron.core.ops.linear import linear, sum_rows
 from megatron.core.ops.moe.grouped_linear import accumulate_grouped_product, grouped_bias, grouped_linear
-from megatron.core.ops.moe.permute import Copies, copies_by_group, permute, unpermute
+from megatron.core.ops.moe.permute import ChoiceNumbers, permute, unpermute
 from megatron.core.ops.moe.routing import balance_sums, best, choose_experts, count_experts
 from megatron.core.ops.moe.weighted_activation import weighted_activation
 from megatron.core.ops.norm import layer_norm, layer_norm_with_residual, rms_norm, rms_norm_with_residual
@@ -126,7 +126,7 @@ class Backend:
     choose_experts: Callable[..., tuple[Tensor, Tensor]] = choose_experts
     count_experts: Callable[..., Tensor] = count_experts
     balance_sums: Callable[..., Tensor] = balance_sums
-    copies_by_group: Callable[..., tuple[Copies, Tensor]] = copies_by_group
+    number_choices: Callable[[Tensor, int], ChoiceNumbers] = ChoiceNumbers
     permute: Callable[..., Tensor] = permute
     unpermute: Callable[..., Tensor] = unpermute
     weighted_activation: Callable[..., Tensor] = weighted_activation
@@ -207,7 +207,7 @@ _NOT_LISTED = (
 _SUBJECTS = {
     **dict.fromkeys(("layer_norm", "rms_norm", "layer_norm_with_residual", "rms_norm_with_residual"), "norms"),
     **dict.fromkeys(("cross_entropy", "head_loss"), "losses"),
-    **dict.fromkeys(("best", "choose_experts", "count_experts", "balance_sums", "copies_by_group"), "experts"),
+    **dict.fromkeys(("best", "choose_experts", "count_experts", "balance_sums", "number_choices"), "experts"),
     **dict.fromkeys(("grouped_linear", "grouped_bias", "permute", "unpermute"), "experts"),
     "embedding": "embeddings",
     **dict.fromkeys(("split_heads", "merge_block", "max_attention_logits"), "attention"),
@@ -300,7 +300,7 @@ def triton_backend() -> Backend | None:
             grouped_bias_cuda,
             grouped_linear_cuda,
         )
-        from megatron.core.ops.moe.permute_triton import copies_by_group_triton, permute_triton, unpermute_triton
+        from megatron.core.ops.moe.permute_triton import ChoiceNumbersTriton, permute_triton, unpermute_triton
         from megatron.core.ops.moe.routing_triton import (
             balance_sums_triton,
             best_triton,
@@ -367,7 +367,7 @@ def triton_backend() -> Backend | None:
         head_loss=ByDevice(cpu=head_loss, cuda=functools.partial(head_loss, loss=cross_entropy_triton)),
         grouped_linear=ByDevice(cpu=grouped_linear, cuda=grouped_linear_cuda),
         grouped_bias=ByDevice(cpu=grouped_bias, cuda=grouped_bias_cuda),
-        copies_by_group=ByDevice(cpu=copies_by_group, cuda=copies_by_group_triton),
+        number_choices=ByDevice(cpu=ChoiceNumbers, cuda=ChoiceNumbersTriton),
         permute=ByDevice(cpu=permute, cuda=permute_triton),
         unpermute=ByDevice(cpu=unpermute, cuda=unpermute_triton),
         weighted_activation=ByDevice(cpu=weighted_activation, cuda=weighted_activation_triton),

@@ -21,8 +21,8 @@ from megatron.core.ops.moe.grouped_linear_triton import (
     grouped_bias_cuda,
     grouped_linear_cuda,
 )
-from megatron.core.ops.moe.permute import copies_by_group, permute, unpermute
-from megatron.core.ops.moe.permute_triton import copies_by_group_triton, permute_triton, unpermute_triton
+from megatron.core.ops.moe.permute import ChoiceNumbers, permute, unpermute
+from megatron.core.ops.moe.permute_triton import ChoiceNumbersTriton, permute_triton, unpermute_triton
 from megatron.core.ops.moe.routing import RoutingRule, balance_sums, best, choose_experts, count_experts
 from megatron.core.ops.moe.routing_triton import (
     balance_sums_triton,
@@ -63,24 +63,34 @@ def moves() -> None:
         kept[4] = False  # a token without an expert
         for mask in (None, kept.to(DEVICE)):
             rows = 27 if mask is None else int(mask.sum())
-            copies, _ = copies_by_group(numbers.to(DEVICE), mask, rows, 6)
+            groups = numbers.to(DEVICE)
+            copies, _ = ChoiceNumbers(groups if mask is None else torch.where(mask, groups, -1), 6).copies(rows)
             compare(permute, permute_triton, values(9, width, dtype=dtype), copies)
             compare(unpermute, unpermute_triton, values(rows, width, dtype=dtype), copies)
-        order, _ = copies_by_group(numbers[:7, :1].to(DEVICE), None, 7, 6)
+        order, _ = ChoiceNumbers(numbers[:7, :1].to(DEVICE), 6).copies(7)
         compare(permute, permute_triton, values(7, width, dtype=dtype), order)
         compare(unpermute, unpermute_triton, values(7, width, dtype=dtype), order)
 
 
 def places() -> None:
-    """Checks more choices and more groups than one program counts at once, groups without choices, dropped choices."""
+    """Checks more choices and more groups than one program counts at once, groups without choices, choices without a
+    group, groups that are left out, and groups in another order."""
     for tokens, k, groups, share in ((9, 3, 6, 1.0), (250, 4, 40, 0.5), (300, 1, 3, 1.0), (300, 2, 300, 0.0)):
         generator = torch.Generator().manual_seed(tokens)
-        numbers = torch.rand(tokens, groups, generator=generator).argsort(1)[:, :k].to(DEVICE)
-        kept = None if share == 1.0 else (torch.rand(tokens, k, generator=generator) < share).to(DEVICE)
-        rows = tokens * k if kept is None else int(kept.sum())
-        expected, ours = (f(numbers, kept, rows, groups) for f in (copies_by_group, copies_by_group_triton))
-        assert torch.equal(ours[0].places, expected[0].places), (tokens, k, groups, share)
-        assert torch.equal(ours[0].source, expected[0].source) and torch.equal(ours[1], expected[1])
+        numbers = torch.rand(tokens, groups, generator=generator).argsort(1)[:, :k].to(torch.int32)
+        numbers = torch.where(torch.rand(tokens, k, generator=generator) < share, numbers, -1)
+        here = torch.randperm(groups, generator=generator)[: groups // 2 + 1]
+        counts = torch.bincount(numbers[numbers >= 0], minlength=groups)
+        first = torch.full((groups,), -1).index_put((here,), counts[here].cumsum(0) - counts[here])
+        for begin, rows in ((None, int(counts.sum())), (first, int(counts[here].sum()))):
+            found = []
+            for kind in (ChoiceNumbers, ChoiceNumbersTriton):
+                numbered = kind(numbers.to(DEVICE), groups)
+                assert torch.equal(numbered.counts.cpu(), counts)
+                found.append(numbered.copies(rows, None if begin is None else begin.to(DEVICE)))
+            expected, ours = found
+            assert torch.equal(ours[0].places, expected[0].places), (tokens, k, groups, share)
+            assert torch.equal(ours[0].source, expected[0].source) and torch.equal(ours[1], expected[1])
 
 
 def compare(definition: Callable[..., Tensor], kernel: Callable[..., Tensor], inputs: Tensor, copies: object) -> None:

@@ -17,7 +17,7 @@ from megatron.core.ops.fp8.quantize_triton import (
     quantize_blocks_triton,
     quantize_by_largest_triton,
 )
-from megatron.core.ops.moe.permute import copies_by_group
+from megatron.core.ops.moe.permute import ChoiceNumbers
 from megatron.core.ops.moe.permute_triton import permute_triton, unpermute_triton
 from megatron.core.ops.moe.weighted_activation_triton import weighted_activation_triton
 from megatron.core.ops.norm_triton import layer_norm_with_residual_triton, rms_norm_with_residual_triton
@@ -89,7 +89,7 @@ def noted_rows() -> None:
             largest = quantize.noted_largest_of_rows(tensor)
             assert largest is not None and torch.equal(largest, tensor.abs().amax(1).float())
             assert quantize.noted_largest(tensor) is None
-        copies, _ = copies_by_group(torch.tensor([[0, 1], [1, 0], [1, 2]], device=DEVICE), None, 6, 3)
+        copies, _ = ChoiceNumbers(torch.tensor([[0, 1], [1, 0], [1, 2]], device=DEVICE), 3).copies(6)
         tokens, rows = (matrix(n, width + 1000).requires_grad_() * 1 for n in (3, 6))
         rows.register_hook(found.append)
         unpermute_triton(rows, copies, True).backward(matrix(3, width + 1000))

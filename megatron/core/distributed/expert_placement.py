@@ -10,15 +10,15 @@ An expert has a home: a rank, and a slot in the stacked weights of this rank. On
 so that gradients and weights keep their place in a rank's buffers. In a step, a layer goes like this:
 
 - In forward of the first micro-batch, when the router has chosen experts, `start_count` gathers how many tokens each
-  expert takes. `positions` waits for the counts, plans the swaps from them and returns where the experts are now, and
-  `start_swap` starts to send the weights. Later micro-batches of the step have the same weights, so their counts are
-  alike.
-- Before the experts compute, `finish_swap` puts the weights that have arrived into their slots.
+  expert takes. `positions` waits for the counts, plans the swaps from them and returns where the experts are now. Later
+  micro-batches of the step have the same weights, so their counts are alike.
+- `start_swap` sends the weights. Before the experts compute, `finish_swap` puts those that have arrived into their
+  slots.
 - When its gradients are complete, `start_return` sends them to the homes of their experts and restores the weights
   there; `finish_step` waits for them. Optimizer, checkpoints and hooks always find experts at home.
 """
 
-import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -35,6 +35,7 @@ from megatron.core.collectives import (
     group_size,
     start_all_to_all_rows,
 )
+from megatron.core.ops.moe.grouped_linear import RowGroups
 from megatron.core.parameters import main_grad_accumulator
 from megatron.core.utils.torch_private import foreach_copy_
 
@@ -72,13 +73,25 @@ class ExpertPositions:
 
     position: Tensor | None = None
     """int64 [experts]: the position of each expert; None: all experts are at home."""
-    slot: Tensor | None = None
-    """int64 [experts + 1]: the slot of each expert on this rank; -1 if it is on another one, and in the last entry."""
     expert: Tensor | None = None
     """int64 [experts]: the expert in each position."""
     of_ranks: tuple[Tensor, Tensor] | None = None
     """int64 [ranks, experts], on the device and on the host: how many tokens of each rank the expert in each position
     takes, by etp rank, then by ep rank. None: not counted."""
+    first: Tensor | None = None
+    """int64 [experts]: the row in which the tokens of each expert begin if this rank has those of all ranks, sorted by
+    slot; -1: the expert is on another rank. None: not counted."""
+    groups: RowGroups | None = None
+    """These rows by slot. None: not counted."""
+
+    def not_counted(self) -> "ExpertPositions":
+        """Returns the positions for another micro-batch."""
+        return ExpertPositions(self.position, self.expert)
+
+    def experts_in(self, rank: int, slots: int) -> Tensor | slice:
+        """Returns the index of the experts that a rank with this number of slots computes."""
+        own = slice(rank * slots, (rank + 1) * slots)
+        return own if self.expert is None else self.expert[own]
 
 
 class _RankCounts:
@@ -163,7 +176,7 @@ class ExpertPlacement:
         """Returns where the experts are for the micro-batch of which `start_count` has returned `counted`. Plans the
         swaps of the step if it is the first one; the host then waits for the counts."""
         if counted is None:
-            return dataclasses.replace(self._positions, of_ranks=None)
+            return self._positions.not_counted()
         if counted is self._counted:
             self._counted = None
             counts = counted.on_host.wait().numpy()  # [ranks, experts]
@@ -175,20 +188,29 @@ class ExpertPlacement:
 
     def _positions_of(self, homes: Homes, counts: np.ndarray, device: torch.device) -> ExpertPositions:
         """Computes on the host and copies the result to the device at once. Does not wait for it."""
-        slots = len(homes[0])
-        expert = (np.array(homes) * slots + np.arange(slots)).ravel()
-        position = np.argsort(expert)
-        slot = position - self.rank * slots
-        slot[(slot < 0) | (slot >= slots)] = -1
-        parts = [position, np.append(slot, -1), expert, counts[:, expert].ravel()]
-        on_host = torch.empty(sum(map(len, parts)), dtype=torch.int64, pin_memory=device.type == "cuda")
-        np.concatenate(parts, out=on_host.numpy())
-        of_ranks = on_host[-counts.size :].view(counts.shape)
-        on_device = on_host.to(device, non_blocking=True).split([len(part) for part in parts])
-        return ExpertPositions(on_device[0], on_device[1], on_device[2], (on_device[3].view(counts.shape), of_ranks))
+        slots, (ranks, experts) = len(homes[0]), counts.shape
+        expert = [home * slots + slot for own in homes for slot, home in enumerate(own)]
+        here = expert[self.rank * slots : (self.rank + 1) * slots]
+        rows = counts.sum(0)[here]
+        ends = rows.cumsum()
+        sizes = [experts, experts, ranks * experts, experts, slots, (slots + 1) // 2]
+        on_host = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
+        parts = on_host.split(sizes)
+        position, expert_in, of_ranks, first, count, end = (part.numpy() for part in parts)
+        expert_in[:] = expert
+        position[expert] = np.arange(experts)
+        counts.take(expert, 1, of_ranks.reshape(counts.shape))
+        first.fill(-1)
+        first[here] = ends - rows
+        count[:] = rows
+        end.view(np.int32)[:slots] = ends
+        there = on_host.to(device, non_blocking=True).split(sizes)
+        groups = RowGroups(there[4], rows.tolist(), derived={"ends": there[5].view(torch.int32)[:slots]})
+        both = there[2].view(counts.shape), parts[2].view(counts.shape)
+        return ExpertPositions(there[0], there[1], both, there[3], groups)
 
     def start_swap(self) -> None:
-        """Starts to send the weights of experts that other ranks compute, if the swaps have just been planned."""
+        """Starts to send the weights of experts that other ranks compute, if swaps are planned and have not started."""
         if self._planned is not None:
             self._moves, self._planned = _Moves.of(self._planned, self.rank), None
             self._home_weights = self._moves.taken_from(self._weights)
@@ -196,6 +218,7 @@ class ExpertPlacement:
 
     def finish_swap(self) -> None:
         """Puts the weights that arrive into their slots. Later kernels of the current stream compute with them."""
+        self.start_swap()
         if self._arriving is not None:
             assert self._moves is not None
             self._moves.put_into(self._weights, self._arriving.wait())
@@ -225,13 +248,17 @@ class ExpertPlacement:
         """Forgets where the experts were, when they are at home again."""
         self.is_due, self._counted, self._positions = False, None, ExpertPositions()
 
+    @functools.cached_property
+    def _parameters(self) -> list[nn.Parameter]:
+        return list(self.experts.parameters())
+
     @property
     def _weights(self) -> list[Tensor]:
-        return [parameter.detach() for parameter in self.experts.parameters()]
+        return [parameter.detach() for parameter in self._parameters]
 
     @property
     def _gradients(self) -> list[Tensor]:
-        found = [main_grad_accumulator(parameter) for parameter in self.experts.parameters()]
+        found = [main_grad_accumulator(parameter) for parameter in self._parameters]
         return [main_grad.gradient for main_grad in found if main_grad is not None]
 
 

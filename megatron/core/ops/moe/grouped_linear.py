@@ -43,10 +43,13 @@ class RowGroups:
         """Returns `counts` on the host. Waits for the device if they are not there yet."""
         return self.counts.tolist() if self.sizes is None else self.sizes
 
-    @functools.cached_property
+    @property
     def ends(self) -> Tensor:
-        """Returns the end of each group's rows, int32 [groups]. Does not wait for the device."""
-        return self.counts.cumsum(0).to(torch.int32)
+        """The end of each group's rows, int32 [groups]. Does not wait for the device."""
+        if "ends" not in self.derived:
+            self.derived["ends"] = self.counts.cumsum(0).to(torch.int32)
+        found: Tensor = self.derived["ends"]
+        return found
 
     def of_rows(self, rows: int) -> Tensor:
         """Returns the group of each row, int64 [rows]. Does not wait for the device."""

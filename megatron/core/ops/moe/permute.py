@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -79,19 +80,34 @@ class _Moved(torch.autograd.Function):
         return ctx.move_gradient(gradient.contiguous(), ctx.copies), None, None, None
 
 
-def copies_by_group(groups: Tensor, kept: Tensor | None, rows: int, num_groups: int) -> tuple[Copies, Tensor]:
-    """Returns the copies of tokens that each go to k different groups, sorted by group and within a group by token.
+class ChoiceNumbers:
+    """The choices of tokens that each go to k different groups, numbered from 0 within their group. Nothing here waits
+    for the device."""
 
-    `groups` is int64 [t, k]. `kept` (bool [t, k]) leaves copies out where it is false; `rows` is the number of copies.
-    The second result says which of the t * k choices each row is (int64 [rows]). Does not wait for the device.
-    """
-    flat = groups.flatten()
-    if kept is not None:
-        flat = torch.where(kept.flatten(), flat, num_groups)  # sorted behind all others
-    order = flat.to(torch.int32).argsort(stable=True)
-    place = torch.empty_like(order)
-    place[order] = torch.arange(order.shape[0], device=order.device)
-    if kept is not None:
-        place = torch.where(kept.flatten(), place, -1)
-    choice = order[:rows]
-    return Copies(choice // groups.shape[1], place.view_as(groups)), choice
+    def __init__(self, groups: Tensor, num_groups: int) -> None:
+        """`groups` is an integer tensor [t, k]; a choice with a negative number is in no group."""
+        self.groups, self.num_groups = groups, num_groups
+        flat = groups.flatten().to(torch.int64)
+        self._group = torch.where(flat < 0, num_groups, flat)  # the others are sorted behind all groups
+        counts = flat.new_zeros(num_groups + 1).scatter_add_(0, self._group, torch.ones_like(flat))
+        self._starts = counts.cumsum(0) - counts
+        self.counts = counts[:-1]
+        """int64 [groups]: the number of choices in each group."""
+        order = self._group.to(torch.int32).argsort(stable=True)
+        self._number = torch.empty_like(order)
+        self._number[order] = torch.arange(order.shape[0], device=order.device) - self._starts[self._group[order]]
+
+    def copies(self, rows: int, first: Tensor | None = None) -> tuple[Copies, Tensor]:
+        """Returns the copies of tokens, sorted by token within a group.
+
+        The copies of group g begin in row `first[g]` (int64 [groups]); -1 leaves a group out. Without `first` the
+        groups follow each other from row 0. `rows` is the number of copies, or a larger number if the values of the
+        rows behind them do not matter. The second result says which of the t * k choices each row is (int64 [rows]).
+        """
+        first = self._starts if first is None else F.pad(first, (0, 1), value=-1)
+        first = torch.where(self._group < self.num_groups, first[self._group], -1)
+        place = torch.where(first < 0, -1, first + self._number)
+        choice = place.new_zeros(rows + 1)
+        choice.scatter_(0, torch.where(place < 0, rows, place), torch.arange(place.shape[0], device=place.device))
+        choice = choice[:rows]
+        return Copies(choice // self.groups.shape[1], place.view_as(self.groups)), choice

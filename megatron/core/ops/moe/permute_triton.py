@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron.core.ops.fp8.quantize import note_largest
 from megatron.core.ops.fp8.quantize_triton import bits_of_size
-from megatron.core.ops.moe.permute import Copies, Moves, permute, unpermute
+from megatron.core.ops.moe.permute import ChoiceNumbers, Copies, Moves, permute, unpermute
 from megatron.core.ops.tiles import cdiv, next_power_of_2
 
 _TILE = 2048
@@ -106,63 +106,72 @@ def _tiles(count: int, width: int) -> tuple[tuple[int, int], dict[str, int]]:
 
 @triton.jit
 def _count_kernel(  # type: ignore[no-untyped-def]
-    ranks, counts, groups, kept, number, num_groups, blocks,
-    HAS_KEPT: tl.constexpr, CHOICES: tl.constexpr, GROUPS: tl.constexpr,
+    numbers, counts, groups, choices, num_groups, blocks, CHOICES: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     i = block * CHOICES + tl.arange(0, CHOICES)
-    group = tl.load(groups + i, mask=i < number, other=num_groups + 1).to(tl.int32)
-    if HAS_KEPT:  # choices that are left out are of group `num_groups`
-        group = tl.where(tl.load(kept + i, mask=i < number, other=1) != 0, group, num_groups)
-    rank = tl.full((CHOICES,), -1, tl.int32)
-    for first in range(0, num_groups + 1, GROUPS):
+    group = tl.load(groups + i, mask=i < choices, other=-1).to(tl.int32)
+    number = tl.full((CHOICES,), -1, tl.int32)
+    for first in range(0, num_groups, GROUPS):
         candidate = first + tl.arange(0, GROUPS)
         same = (group[:, None] == candidate[None, :]).to(tl.int32)
-        rank += tl.sum(same * tl.cumsum(same, 0), 1)
-        tl.store(counts + candidate * blocks + block, tl.sum(same, 0), mask=candidate <= num_groups)
-    tl.store(ranks + i, rank, mask=i < number)
+        number += tl.sum(same * tl.cumsum(same, 0), 1)
+        tl.store(counts + candidate * blocks + block, tl.sum(same, 0), mask=candidate < num_groups)
+    tl.store(numbers + i, number, mask=i < choices)
 
 
 @triton.jit
 def _place_kernel(  # type: ignore[no-untyped-def]
-    source, choice, places, starts, ranks, groups, kept, number, rows, k, num_groups, blocks,
-    HAS_KEPT: tl.constexpr, CHOICES: tl.constexpr,
+    source, choice, places, starts, numbers, groups, first, choices, rows, k, blocks,
+    HAS_FIRST: tl.constexpr, CHOICES: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     i = block * CHOICES + tl.arange(0, CHOICES)
-    valid = i < number
-    group = tl.load(groups + i, mask=valid, other=0)
-    if HAS_KEPT:
-        group = tl.where(tl.load(kept + i, mask=valid, other=1) != 0, group, num_groups)
-    place = tl.load(starts + group * blocks + block, mask=valid, other=0) + tl.load(ranks + i, mask=valid, other=0)
-    goes = valid & (place < rows)
-    tl.store(places + i, tl.where(group < num_groups, place, -1).to(tl.int64), mask=valid)
+    group = tl.load(groups + i, mask=i < choices, other=-1).to(tl.int64)
+    goes = group >= 0
+    place = tl.load(starts + group * blocks + block, mask=goes, other=0).to(tl.int64)
+    place += tl.load(numbers + i, mask=goes, other=0)
+    if HAS_FIRST:
+        begin = tl.load(first + group, mask=goes, other=-1)
+        place += begin - tl.load(starts + group * blocks, mask=goes, other=0)
+        goes &= begin >= 0
+    tl.store(places + i, tl.where(goes, place, -1), mask=i < choices)
+    goes &= place < rows
     tl.store(choice + place, i.to(tl.int64), mask=goes)
     tl.store(source + place, (i // k).to(tl.int64), mask=goes)
 
 
-def copies_by_group_triton(groups: Tensor, kept: Tensor | None, rows: int, num_groups: int) -> tuple[Copies, Tensor]:
-    """Computes `permute.copies_by_group` by counting: each choice counts earlier choices of its group within a block,
+class ChoiceNumbersTriton(ChoiceNumbers):
+    """Computes `permute.ChoiceNumbers` by counting: each choice counts the earlier choices of its group in its block,
     and a running sum over groups and blocks gives the first row of each block's part of a group."""
-    groups, number = groups.contiguous(), groups.numel()
-    blocks = cdiv(number, _CHOICES)
-    places = torch.empty_like(groups)
-    source, choice = groups.new_empty(rows), groups.new_empty(rows)
-    if number:
-        mask = groups if kept is None else kept.contiguous().view(torch.uint8)
-        ranks = groups.new_empty(number, dtype=torch.int32)
-        counts = groups.new_empty(num_groups + 1, blocks, dtype=torch.int32)
-        _count_kernel[(blocks,)](
-            ranks, counts, groups, mask, number, num_groups, blocks,
-            HAS_KEPT=kept is not None, CHOICES=_CHOICES, GROUPS=_GROUPS,
+
+    def __init__(self, groups: Tensor, num_groups: int) -> None:
+        self.groups, self.num_groups = groups.contiguous(), num_groups
+        self._blocks = max(1, cdiv(groups.numel(), _CHOICES))
+        self._number = groups.new_empty(groups.numel(), dtype=torch.int32)
+        self._in_blocks = groups.new_empty(num_groups, self._blocks, dtype=torch.int32)
+        _count_kernel[(self._blocks,)](
+            self._number, self._in_blocks, self.groups, groups.numel(), num_groups, self._blocks,
+            CHOICES=_CHOICES, GROUPS=_GROUPS,
         )  # fmt: skip
-        flat = counts.view(-1)
-        starts = flat.cumsum(0, dtype=torch.int32) - flat
-        _place_kernel[(blocks,)](
-            source, choice, places, starts, ranks, groups, mask, number, rows, groups.shape[1], num_groups, blocks,
-            HAS_KEPT=kept is not None, CHOICES=_CHOICES,
+        flat = self._in_blocks.view(-1)
+        self._starts = flat.cumsum(0, dtype=torch.int32) - flat
+
+    @functools.cached_property
+    def counts(self) -> Tensor:  # type: ignore[override]  # computed when it is read
+        """int64 [groups]: the number of choices in each group."""
+        return self._in_blocks.sum(1)
+
+    def copies(self, rows: int, first: Tensor | None = None) -> tuple[Copies, Tensor]:
+        """Computes `permute.ChoiceNumbers.copies`."""
+        groups = self.groups
+        places = torch.empty_like(groups, dtype=torch.int64)
+        source, choice = places.new_empty(rows), places.new_empty(rows)
+        _place_kernel[(self._blocks,)](
+            source, choice, places, self._starts, self._number, groups, places if first is None else first,
+            groups.numel(), rows, groups.shape[1], self._blocks, HAS_FIRST=first is not None, CHOICES=_CHOICES,
         )  # fmt: skip
-    return Copies(source, places), choice
+        return Copies(source, places), choice
 
 
 TRITON_MOVES = Moves(rows_of_tokens_triton, tokens_of_rows_triton)

@@ -97,8 +97,8 @@ class _TokenDispatchCombine(AlltoAllDispatchCombine):
         """Number of copies from (etp rank, ep rank) for each expert of an ep rank."""
         self._sizes = run_once_under_recompute((at, "counts on the host"), lambda: HostCopy(counts)).wait
         # The device orders the rows while the host waits for their counts.
-        ranks = torch.arange(at.ep_size, device=taken.device).expand_as(self.wanted).contiguous()  # [t, ep]
-        self._sent = at.backend.copies_by_group(ranks, self.wanted, ranks.numel(), at.ep_size)
+        ranks = torch.where(self.wanted, torch.arange(at.ep_size, device=taken.device), -1)  # [t, ep]
+        self._sent = at.backend.number_choices(ranks, at.ep_size).copies(ranks.numel())
         self._own = self._order_own() if self.keeps_own else None
 
     def _all_counts(self) -> Tensor:
@@ -110,8 +110,8 @@ class _TokenDispatchCombine(AlltoAllDispatchCombine):
         """Returns the copies of own tokens for own experts, followed by unused rows."""
         at = self.at
         local = self.routing.experts_with_room() - at.ep_rank * at.num_local_experts
-        here = (local >= 0) & (local < at.num_local_experts)
-        return at.backend.copies_by_group(local, here, local.numel(), at.num_local_experts)
+        local = torch.where(local < at.num_local_experts, local, -1)
+        return at.backend.number_choices(local, at.num_local_experts).copies(local.numel())
 
     def _copies_here(self) -> Tensor:
         """Returns the number of copies from (etp rank, ep rank) for each expert of this rank, on the host: [etp, ep,
@@ -151,7 +151,7 @@ class _TokenDispatchCombine(AlltoAllDispatchCombine):
         counts = torch.zeros_like(self.copy_counts[:, :, at.ep_rank])
         counts[0, at.ep_rank] = self.copy_counts[0, at.ep_rank, at.ep_rank]
         groups = RowGroups.of_sources(counts, sizes)
-        return ExpertRows(rows, at.weights_of(self.routing, copies, choice), groups)
+        return ExpertRows(rows, at.weights_of(self.routing.weights, copies, choice), groups)
 
     def add_own_results(self, results: Tensor) -> None:
         """Takes the experts' results for `own_rows`, [n, h]."""
@@ -177,10 +177,9 @@ class _TokenDispatchCombine(AlltoAllDispatchCombine):
             counts[0, at.ep_rank] = 0
             on_host = on_host - self._copies_here()[0, at.ep_rank]
         sizes = on_host.tolist()
-        here, experts = numbers >= 0, numbers.clamp(min=0).to(torch.int64)
-        self.order, choice = at.backend.copies_by_group(experts, here, sum(sizes), at.num_local_experts)
+        self.order, choice = at.backend.number_choices(numbers, at.num_local_experts).copies(sum(sizes))
         copied = at.backend.permute(rows, self.order)
-        own_weights = at.weights_of(Routing(experts, weights), self.order, choice)
+        own_weights = at.weights_of(weights, self.order, choice)
         return ExpertRows(copied, own_weights, RowGroups.of_sources(counts, sizes))
 
     def finish_combine(self) -> Tensor:

@@ -125,9 +125,9 @@ class MoELayer(MegatronModule):
         routing = self.router.route(hidden, inputs)
         exchange = self.token_dispatcher.plan(routing, inputs.turn, self._positions(routing))
         exchange.start_dispatch(hidden if self.fc1_latent_proj is None else self.fc1_latent_proj(hidden)[0])
-        if self.expert_placement is not None:
-            self.expert_placement.start_swap()  # after the tokens, because only the experts wait for it
         shared = _Shared(self.shared_experts, hidden, self.config)
+        if self.expert_placement is not None and shared.overlaps:
+            self.expert_placement.start_swap()  # otherwise after the rows, so that the device moves them meanwhile
         shared.during_dispatch()
         own = _OwnTokens(self.experts, exchange, self.expert_placement)
         own.during_dispatch()

@@ -13,7 +13,7 @@ from torch.distributed import ReduceOp
 from megatron.core.collectives import Group, all_reduce
 from megatron.core.exceptions import UserError
 from megatron.core.ops.attached_loss import attach_loss
-from megatron.core.ops.moe.permute import copies_by_group
+from megatron.core.ops.moe.permute import ChoiceNumbers
 from megatron.core.ops.moe.permute import permute as permuted
 from megatron.core.ops.moe.routing import (
     RoutingRule,
@@ -216,8 +216,8 @@ def permute(
         raise UserError("permute(drop_and_pad=True): not yet; leave it out")
     rows = int(routing_map.sum().item()) if num_out_tokens is None else num_out_tokens
     num_experts = routing_map.shape[1]
-    every = torch.arange(num_experts, device=tokens.device).expand(tokens.shape[0], -1)
-    copies, choice = copies_by_group(every, routing_map.bool(), rows, num_experts)
+    every = torch.arange(num_experts, device=tokens.device)
+    copies, choice = ChoiceNumbers(torch.where(routing_map.bool(), every, -1), num_experts).copies(rows)
     weights = None if probs is None else probs.flatten()[choice]
     return permuted(tokens, copies), weights, copies.source
 

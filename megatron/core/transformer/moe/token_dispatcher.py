@@ -9,8 +9,9 @@ of this rank's experts. `start_combine` starts to send the results back, and `fi
 Computation between a start and its finish hides the exchange, in forward and in backward.
 """
 
+import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -121,10 +122,10 @@ class TokenDispatcher(ABC):
         rank."""
         return gather_rows(gather_rows(rows, self.ep_group), self.etp_group)
 
-    def weights_of(self, routing: Routing, copies: Copies, choice: Tensor) -> Tensor:
-        """Returns the router's weight of each copy, [n]."""
+    def weights_of(self, weights: Tensor, copies: Copies, choice: Tensor) -> Tensor:
+        """Returns the weight of each copy [n], given those of all choices [t, k]."""
         flat = Copies(choice, copies.places.view(-1, 1))
-        return self.backend.permute(routing.weights.reshape(-1, 1), flat)[:, 0]
+        return self.backend.permute(weights.reshape(-1, 1), flat)[:, 0]
 
 
 class MoEAlltoAllTokenDispatcher(TokenDispatcher):
@@ -194,9 +195,9 @@ class _CopyDispatchCombine(AlltoAllDispatchCombine):
         count = routing.experts.numel()
         if routing.kept is not None:
             count = int(self._sizes()[at.etp_rank, at.ep_rank].sum())
-        self.copies, choice = at.backend.copies_by_group(routing.experts, routing.kept, count, at.num_experts)
+        self.copies, choice = at.backend.number_choices(routing.experts_with_room(), at.num_experts).copies(count)
         self.rows = at.backend.permute(hidden, self.copies)
-        self.weights = at.weights_of(routing, self.copies, choice)
+        self.weights = at.weights_of(routing.weights, self.copies, choice)
         if at.ep_size > 1:
             sizes = self._sizes()[at.etp_rank].sum(-1)  # [from, to]
             self.to_experts = all_to_all_route(at.ep_group, sizes[at.ep_rank].tolist(), sizes[:, at.ep_rank].tolist())
@@ -216,7 +217,7 @@ class _CopyDispatchCombine(AlltoAllDispatchCombine):
         if at.num_local_experts > 1 and at.ep_size * at.etp_size > 1:
             by_source = RowGroups(counts.flatten()).of_rows(rows.shape[0])
             experts = (by_source % at.num_local_experts)[:, None]
-            self.order, _ = at.backend.copies_by_group(experts, None, rows.shape[0], at.num_local_experts)
+            self.order, _ = at.backend.number_choices(experts, at.num_local_experts).copies(rows.shape[0])
             rows = at.backend.permute(rows, self.order)
             weights = at.backend.permute(weights[:, None], self.order)[:, 0]
         sizes = self._sizes()[:, :, at.ep_rank].sum((0, 1)).tolist() if self.knows_sizes else None
@@ -255,47 +256,41 @@ class _AllGatherDispatchCombine(DispatchCombine):
         """int32 [all tokens, k]: the experts that tokens go to; -1: an expert has no room."""
         self.all_are_here = at.ep_size == 1 and routing.kept is None
         self._on_host: HostCopy | None = None
+        """The number of rows of each expert of this rank, unless `groups` has it."""
 
     def start_dispatch(self, hidden: Tensor) -> None:
         at, self.rows, self.weights = self.at, hidden, self.routing.weights
+        # The device numbers the copies and gathers the rows while the host waits to know where the experts are.
+        numbered = at.backend.number_choices(self.numbers, at.num_experts)
         if at.ep_size > 1:
             self._exchange = AsyncCollective(gather_route(at.ep_group), self.turn, self.rows, self.weights)
-        # The device orders the rows while they are gathered, and while the host waits for their number.
         positions = self.positions()
-        if positions.slot is not None:
-            self.experts = positions.slot[self.numbers]  # -1 is the last entry
-            self.here = self.experts >= 0
-        else:
-            self.experts = self.numbers.to(torch.int64) - at.ep_rank * at.num_local_experts
-            self.here = (self.experts >= 0) & (self.experts < at.num_local_experts)
-        self.counts = self._count(positions.of_ranks)
-        here = None if self.all_are_here else self.here
-        self._order = at.backend.copies_by_group(self.experts, here, self.experts.numel(), at.num_local_experts)
+        self.own = positions.experts_in(at.ep_rank, at.num_local_experts)
+        first, groups = positions.first, positions.groups
+        if groups is None:
+            first, groups = self._count_here(numbered.counts)
+        most = self.numbers.numel() if groups.sizes is None else sum(groups.sizes)
+        self.groups, self._order = groups, numbered.copies(most, first)
 
-    def _count(self, of_ranks: tuple[Tensor, Tensor] | None) -> Tensor:
-        """Returns the rows of each expert of this rank, and starts to copy them to the host if they are needed and not
-        known there."""
-        at = self.at
-        if of_ranks is not None:
-            own = slice(at.ep_rank * at.num_local_experts, (at.ep_rank + 1) * at.num_local_experts)
-            self._on_host = HostCopy(of_ranks[1][:, own].sum(0))
-            return of_ranks[0][:, own].sum(0)
-        local = self.experts.clamp(0, at.num_local_experts - 1)
-        counts = at.backend.count_experts(local, at.num_local_experts, self.here)
+    def _count_here(self, counts: Tensor) -> tuple[Tensor | None, RowGroups]:
+        """Returns the first row of the copies for each expert (-1: on another rank), and the rows of this rank's
+        experts, given those of all experts. Starts to copy their number to the host if it is needed there."""
+        at, here = self.at, counts[self.own]
         if at.copies_sizes or not self.all_are_here:
-            self._on_host = run_once_under_recompute((at, "counts on the host"), lambda: HostCopy(counts))
-        return counts
+            self._on_host = run_once_under_recompute((at, "counts on the host"), lambda: HostCopy(here))
+        if at.ep_size == 1:
+            return None, RowGroups(here)
+        first = torch.full_like(counts, -1)
+        first[self.own] = here.cumsum(0) - here
+        return first, RowGroups(here)
 
     def finish_dispatch(self) -> ExpertRows:
         at = self.at
         if self._exchange is not None:
             self._exchange.yield_turn()
-        count = self.experts.numel() if self.all_are_here else sum(self._sizes() or ())
+        count = self.numbers.numel() if self.all_are_here else sum(self._sizes() or ())
         self.copies, choice = first_rows(*self._order, count)
         del self._order
-        # Only products in fp8 distinguish the rows' sources.
-        has_sources = at.backend.fp8 is not None and at.ep_size * at.etp_size > 1
-        by_source = self._counts_by_source() if has_sources else None
         hidden, weights = self.rows, self.weights
         del self.rows, self.weights
         if self._exchange is not None:
@@ -303,21 +298,25 @@ class _AllGatherDispatchCombine(DispatchCombine):
         if at.etp_size > 1:
             hidden, weights = AsyncCollective(gather_route(at.etp_group), self.turn, hidden, weights).finish()
         rows = at.backend.permute(hidden, self.copies)
-        weights = at.weights_of(Routing(self.experts, weights), self.copies, choice)
-        return ExpertRows(rows, weights, RowGroups(self.counts, self._sizes(), by_source))
+        weights = at.weights_of(weights, self.copies, choice)
+        # Only products in fp8 distinguish the rows' sources.
+        has_sources = at.backend.fp8 is not None and at.ep_size * at.etp_size > 1
+        by_source = self._counts_by_source() if has_sources else None
+        return ExpertRows(rows, weights, dataclasses.replace(self.groups, sizes=self._sizes(), by_source=by_source))
+
+    def _sizes(self) -> Sequence[int] | None:
+        """Returns the number of rows of each expert of this rank on the host; None if it is not needed there."""
+        return self.groups.sizes if self._on_host is None else self._on_host.wait().tolist()
 
     def _counts_by_source(self) -> Tensor:
-        """Returns the number of rows of each local expert from each rank, int64 [local experts, ranks]."""
+        """Returns the number of rows of each expert of this rank from each rank, int64 [local experts, ranks]."""
         at = self.at
-        ranks, local = at.ep_size * at.etp_size, at.num_local_experts
-        first = torch.arange(0, ranks * local, local, device=self.experts.device)[:, None, None]
-        numbers = self.experts.clamp(0, local - 1).view(ranks, -1, self.experts.shape[1]) + first
-        counts = at.backend.count_experts(numbers.flatten(0, 1), ranks * local, self.here)
-        return counts.view(ranks, local).t()
-
-    def _sizes(self) -> list[int] | None:
-        """Returns `counts` on the host; None if they are not needed there."""
-        return None if self._on_host is None else self._on_host.wait().tolist()
+        ranks, experts = at.ep_size * at.etp_size, at.num_experts
+        numbers = self.numbers.view(ranks, -1, self.numbers.shape[1]).to(torch.int64)
+        first = torch.arange(0, ranks * experts, experts, device=numbers.device)[:, None, None]
+        by_rank = (numbers.clamp(min=0) + first).flatten(0, 1)
+        counts = at.backend.count_experts(by_rank, ranks * experts, self.numbers >= 0)
+        return counts.view(ranks, experts)[:, self.own].t()
 
     def start_combine(self, results: Tensor) -> None:
         at = self.at

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from megatron.core.distributed.main_grad import WeightGradientQueue, attach_main_grad
 from megatron.core.ops.activation import Activation, squared_relu
 from megatron.core.ops.moe.grouped_linear import RowGroups, grouped_bias, grouped_linear
-from megatron.core.ops.moe.permute import copies_by_group, permute, unpermute
+from megatron.core.ops.moe.permute import ChoiceNumbers, permute, unpermute
 from megatron.core.ops.moe.weighted_activation import weighted_activation
 
 SIZES = [3, 0, 4]
@@ -89,18 +89,18 @@ KEPT = torch.tensor([[True, False], [True, True], [False, False], [True, True]])
 
 
 def test_copies_lie_by_group_and_then_by_token() -> None:
-    copies, choice = copies_by_group(NUMBERS, None, 8, 3)
+    copies, choice = ChoiceNumbers(NUMBERS, 3).copies(8)
     assert copies.source.tolist() == [0, 2, 1, 2, 3, 0, 1, 3]
     assert choice.tolist() == [1, 4, 2, 5, 7, 0, 3, 6]
     assert copies.places.tolist() == [[5, 0], [2, 6], [1, 3], [7, 4]]
-    copies, choice = copies_by_group(NUMBERS, KEPT, 5, 3)
+    copies, choice = ChoiceNumbers(torch.where(KEPT, NUMBERS, -1), 3).copies(5)
     assert copies.source.tolist() == [1, 3, 0, 1, 3]
     assert copies.places.tolist() == [[2, -1], [0, 3], [-1, -1], [4, 1]]
 
 
 @pytest.mark.parametrize(("kept", "rows"), [(None, 8), (KEPT, 5)])
 def test_moves_and_their_gradients(kept: Tensor | None, rows: int) -> None:
-    copies, _ = copies_by_group(NUMBERS, kept, rows, 3)
+    copies, _ = ChoiceNumbers(NUMBERS if kept is None else torch.where(kept, NUMBERS, -1), 3).copies(rows)
     tokens, copied = values(4, 3), values(rows, 3, seed=1)
     assert torch.equal(permute(tokens, copies), tokens[copies.source])
     expected = torch.zeros(4, 3, dtype=torch.float64).index_add(0, copies.source, copied)
@@ -112,7 +112,7 @@ def test_moves_and_their_gradients(kept: Tensor | None, rows: int) -> None:
 
 def test_sums_of_copies_are_rounded_once() -> None:
     """1 + 2^-8 + 2^-8 is 1 in bfloat16 if each sum is rounded, and 1 + 2^-7 if the last is."""
-    copies, _ = copies_by_group(torch.tensor([[0, 1, 2]]), None, 3, 3)
+    copies, _ = ChoiceNumbers(torch.tensor([[0, 1, 2]]), 3).copies(3)
     rows = torch.tensor([[1.0], [2.0**-8], [2.0**-8]], dtype=torch.bfloat16)
     assert unpermute(rows, copies).item() == 1 + 2**-7
 
