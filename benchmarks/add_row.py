@@ -12,7 +12,7 @@ _SPEED = re.compile(r"elapsed time per iteration \(ms\): ([0-9.]+) \| throughput
 _ITERATION = re.compile(r"iteration +([0-9]+)/ *([0-9]+)")
 _LOSS = re.compile(r"lm loss: ([0-9.E+-]+)")
 _OURS = ("milliseconds", "fastest", "slowest", "steps", "tokens_per_second", "tflops", "mfu", "peak_memory_gb", "loss")
-_FURTHER = ("floor_milliseconds", "floor_parts", "timeline")
+_FURTHER = ("floor_milliseconds", "floor_parts", "floor_communication", "timeline")
 """Entries of this project's figures that only `tools/bench.py --floor` or `--kernels` writes."""
 _MEMORY = re.compile(r"max allocated: ([0-9.]+)")
 

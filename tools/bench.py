@@ -4,8 +4,8 @@ Trains a model of the speed table (tools/bench_cells.py), or a model described b
 tokens, or on those of `--data-path`: a few steps to warm up, then 20 timed steps, with optimizer, clipping and logging.
 Prints the median time of a step, model FLOPs and tokens per second, memory, the GPU's clock and the last loss. Flags
 after the name of a model override the model's flags. `--kernels` traces one more step on every rank and prints its time
-by kind of kernel, and the exposed part of its communication. `--floor` measures afterwards how fast the step could be
-(tools/floor.py). On several GPUs:
+by kind of kernel, and the exposed part of its communication. `--floor` measures afterwards, on all ranks, how fast the
+step could be (tools/bench_floor.py). On several GPUs:
 
     torchrun --nproc_per_node 2 tools/bench.py LLAMA1B --context-parallel-size 2
 """
@@ -13,7 +13,6 @@ by kind of kernel, and the exposed part of its communication. `--floor` measures
 import argparse
 import contextlib
 import datetime
-import gc
 import json
 import math
 import os
@@ -41,22 +40,19 @@ import pretrain_gpt
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import MockGPTDataset, MockGPTLowLevelDataset
 from megatron.core.dist_checkpointing.coordination import RankCoordinator
-from megatron.core.transformer.layer_costs import training_flops
+from megatron.core.exceptions import UserError
 from megatron.training import pretraining
 from megatron.training.arguments import configure
-from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.resolution import ConfigurationError
 from megatron.training.data.gpt_data import gpt_dataset_config
-from megatron.training.dry_run.rank_memory import rank_memory
 from megatron.training.hooks.hook import Hook
 from megatron.training.launch.errors import exit_with_problems
 from megatron.training.logging.device_peaks import peak_tflops
 from megatron.training.logging.timeline import StepTimes
 from megatron.training.providers import Context, ForwardStep, Providers, SampleCounts
-from megatron.training.tokenizer.build import padded_vocab_size
 from tools.bench_cells import CELLS, COMMON
+from tools.bench_floor import STAGES_ARE_REFUSED, FloorMeasure, step_flops, step_microbatches
 from tools.bench_trace import StepTrace, gather_timeline, timeline_lines
-from tools.floor import Clock, measure_floor, summary
 from tools.recorder import Recorder
 
 
@@ -79,6 +75,12 @@ class Options:
     def iterations(self) -> int:
         """Steps of the whole run: warm-up, timed steps, and one with a profiler if kernels are timed."""
         return self.warmup + self.steps + self.kernels
+
+    @property
+    def recorded_step(self) -> int:
+        """Iterations before the step whose communication counts for the floor: the last one of the warm-up, so that no
+        timed step is disturbed. The first step differs from others: its weights are whole already."""
+        return min(max(1, self.warmup - 1), self.iterations - 1)
 
 
 DATA_FLAGS = ("--data-path", "--train-data-path", "--data-args-path", "--per-split-data-args-path", "--data-stages")
@@ -224,8 +226,6 @@ def read_options(words: Sequence[str]) -> tuple[Options, list[str]]:
     if args.flags:
         print(*model, *flags)
         raise SystemExit(0)
-    if args.floor is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        parser.error("--floor counts no communication: use one process")
     named = [flag for flag in flags if flag.split("=")[0] in DATA_FLAGS]
     if named and (args.zipf, args.documents) != (None, None):
         parser.error(f"--zipf and --documents describe random tokens, and {named[0]} names real ones: give one of them")
@@ -243,6 +243,7 @@ def read_options(words: Sequence[str]) -> tuple[Options, list[str]]:
 def measure(options: Options, flags: list[str]) -> tuple[dict[str, Any], Stopwatch] | None:
     """Trains the model. Returns the results on the rank that logs, None elsewhere."""
     watches: list[Stopwatch] = []
+    floors: list[FloorMeasure] = []
     recorder = Recorder()
     data = pretrain_gpt.build_datasets
     if options.zipf is not None:
@@ -251,7 +252,10 @@ def measure(options: Options, flags: list[str]) -> tuple[dict[str, Any], Stopwat
 
     def build_hooks(context: Context) -> list[Hook]:
         watches.append(Stopwatch(context, options))
-        return [*watches]
+        if options.floor is not None:
+            steps = options.recorded_step, options.iterations
+            floors.append(FloorMeasure(context, providers, recorder, options.floor, *steps))
+        return [*watches, *floors]
 
     def build_forward_step(context: Context) -> ForwardStep:
         return recorder.around(pretrain_gpt.build_forward_step(context))
@@ -264,6 +268,8 @@ def measure(options: Options, flags: list[str]) -> tuple[dict[str, Any], Stopwat
             config = configure([*flags, "--metrics-path", str(metrics)])
         except ConfigurationError as error:
             exit_with_problems(error)
+        if options.floor is not None and config.transformer.pipeline_model_parallel_size > 1:
+            exit_with_problems(UserError(STAGES_ARE_REFUSED))
         if options.documents is not None:
             recorder.attention_microbatches = step_microbatches(config)
         with contextlib.nullcontext() if options.floor is None else recorder.installed():
@@ -275,8 +281,10 @@ def measure(options: Options, flags: list[str]) -> tuple[dict[str, Any], Stopwat
             return None
         losses = [json.loads(line).get("lm loss") for line in metrics.read_text().splitlines()]
     row = results(options, flags, watch, [loss for loss in losses if loss is not None][-1])
-    if options.floor is not None:
-        row |= floor_of(recorder, watch.context, providers, row["milliseconds"], options.floor)
+    for measured in floors:
+        assert measured.floor is not None
+        print(*measured.floor.lines(row["milliseconds"]), sep="\n")
+        row |= measured.floor.entries()
     return row, watch
 
 
@@ -288,9 +296,8 @@ def results(options: Options, flags: list[str], watch: Stopwatch, loss: float) -
     seconds, length = statistics.median(times) / 1000, config.data.seq_length
     batch = config.training.global_batch_size
     assert length is not None and batch is not None
-    flops = training_flops(config.transformer, padded_vocabulary(watch.context), length, batch)
     tflops, peak = (
-        flops / seconds / world / 1e12,
+        step_flops(watch.context) / seconds / world / 1e12,
         peak_tflops(device, config.transformer.params_dtype, fp8=config.transformer.fp8 is not None),
     )
     return {
@@ -315,48 +322,6 @@ def results(options: Options, flags: list[str], watch: Stopwatch, loss: float) -
         "commit": commit(),
         "torch": torch.__version__,
     }
-
-
-def padded_vocabulary(context: Context) -> int:
-    """Returns the number of rows of the embedding."""
-    config = context.config
-    return padded_vocab_size(
-        context.vocab_size,
-        config.model.make_vocab_size_divisible_by,
-        config.transformer.tensor_model_parallel_size,
-    )
-
-
-def step_microbatches(config: PretrainConfig) -> int:
-    """Returns the number of micro-batches of a step in one process."""
-    batch = config.training.global_batch_size
-    assert batch is not None
-    return batch // config.training.micro_batch_size
-
-
-def floor_of(
-    recorder: Recorder, context: Context, providers: Providers, milliseconds: float, seconds: float
-) -> dict[str, Any]:
-    """Measures and prints the floor of a step that took `milliseconds`; returns its entries of the row."""
-    config, device = context.config, context.environment.device
-    gc.collect()
-    torch.cuda.empty_cache()
-    batch, length = config.training.global_batch_size, config.data.seq_length
-    assert batch is not None and length is not None
-    vocabulary = padded_vocabulary(context)
-    microbatches = step_microbatches(config)
-    memory = rank_memory(config, providers, context.tokenizer, vocabulary)[0].memory
-    # The norm and the update read the gradients; the update reads and writes its state, and writes the weights.
-    update = 2 * memory.gradients + 2 * memory.optimizer + memory.weights
-    found = measure_floor(recorder, config.transformer, microbatches, update, Clock(device, seconds))
-    parts = summary(found)
-    floor = sum(parts.values())
-    share = recorder.flops() * microbatches / training_flops(config.transformer, vocabulary, length, batch)
-    print(f"floor: {floor:.1f} ms, {floor / milliseconds:.1%} of the step; it has {share:.1%} of the model FLOPs")
-    for part, total in parts.items():
-        print(f"{total:10.2f} ms  {part}")
-        print(*("    " + each.describe() for each in found if each.part == part), sep="\n")
-    return {"floor_milliseconds": round(floor, 2), "floor_parts": parts}
 
 
 def commit() -> str | None:

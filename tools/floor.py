@@ -2,9 +2,11 @@
 
 `measure_floor` times each distinct product and attention call that tools/recorder.py recorded. It times each one alone,
 on random data, long enough for the GPU to reach its power limit as in training. It also times a device copy, whose rate
-gives the time of memory-bound operations. `tools/bench.py CELL --floor` prints the result.
+gives the time of memory-bound operations. `link_rates` times large transfers between ranks. `tools/bench.py CELL
+--floor` prints the result (tools/bench_floor.py).
 """
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,14 +15,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron.core import backends
 from megatron.core.backends import fp8_settings
+from megatron.core.collectives import group_rank, group_size, start_gather_rows
 from megatron.core.distributed.main_grad import accumulate_product
+from megatron.core.exceptions import UserError
 from megatron.core.ops.fp8.quantize import Quantized
 from megatron.core.ops.fp8.recipes import Fp8Settings, LinearSplit, Role, Scaling, build_scaling
 from megatron.core.ops.linear import product
-from tools.recorder import Attention, Product, Recorder
+from megatron.core.peer_memory import SymmetricMemory
+from tools.recorder import Attention, AttentionBlock, Product, Recorder
 
 PARTS = ("products", "casts to fp8", "attention", "memory-bound operations", "update of the weights")
 """The parts of a floor."""
@@ -51,10 +57,11 @@ class Clock:
     def __init__(self, device: torch.device, seconds: float) -> None:
         self.device, self.seconds = device, seconds
 
-    def milliseconds(self, run: Callable[[], object]) -> float:
-        """Returns the mean time of a call, after calls that bring the GPU to the clock rate of this operation."""
+    def milliseconds(self, run: Callable[[], object], agree: Callable[[int], int] = int) -> float:
+        """Returns the mean time of a call, after calls that bring the GPU to the clock rate of this operation. If a
+        call communicates, `agree` returns one number of calls for all ranks, given that of this rank."""
         self._time(run, 2)
-        count = max(3, min(5000, round(self.seconds * 1000 / max(self._time(run, 3), 1e-3))))
+        count = agree(max(3, min(5000, round(self.seconds * 1000 / max(self._time(run, 3), 1e-3)))))
         self._time(run, count // 3)
         return self._time(run, count)
 
@@ -151,22 +158,63 @@ def _both(scaling: Scaling, matrix: Tensor, role: Role) -> tuple[Quantized, Quan
     return pair.rows, pair.columns
 
 
-def _attention(call: Attention, clock: Clock) -> list[tuple[str, float, float]]:
+def _attention(call: Attention | AttentionBlock, clock: Clock) -> list[tuple[str, float, float]]:
     """Returns name, milliseconds and floating point operations of forward and backward."""
-    query, key, value = (
-        torch.empty_strided(shape, stride, device=clock.device, dtype=call.dtype).normal_().requires_grad_()
-        for shape, stride in zip(call.shapes, call.strides, strict=True)
-    )
+    (length, batch, heads, width), (keys, *_), (*_, value_width) = call.shapes
+    block = f" and {keys} keys" if isinstance(call, AttentionBlock) else ""
+    name = f"batch {batch}, {length} queries{block}, {heads} heads, {width} and {value_width} channels"
+    forward, backward = _runs_of_block(call, clock) if isinstance(call, AttentionBlock) else _runs_of(call, clock)
+    return [
+        (f"{name}, forward", clock.milliseconds(forward), call.flops),
+        (f"{name}, backward", clock.milliseconds(backward), 2.5 * call.flops),  # it computes the scores again
+    ]
+
+
+def _runs_of(call: Attention, clock: Clock) -> tuple[Callable[[], object], Callable[[], object]]:
+    query, key, value = (tensor.requires_grad_() for tensor in _inputs_of(call, clock))
     compute = partial(call.compute, query, key, value, call.variant, call.call)
     output = compute()
     gradient = torch.randn_like(output)
-    backward = partial(torch.autograd.grad, output, (query, key, value), gradient, retain_graph=True)
-    (length, batch, heads, width), (*_, value_width) = call.shapes[0], call.shapes[2]
-    name = f"batch {batch}, {length} queries, {heads} heads, {width} and {value_width} channels"
-    return [
-        (f"{name}, forward", clock.milliseconds(compute), call.flops),
-        (f"{name}, backward", clock.milliseconds(backward), 2.5 * call.flops),  # it computes the scores again
-    ]
+    return compute, partial(torch.autograd.grad, output, (query, key, value), gradient, retain_graph=True)
+
+
+def _runs_of_block(call: AttentionBlock, clock: Clock) -> tuple[Callable[[], object], Callable[[], object]]:
+    tensors, last = _inputs_of(call, clock), (call.offsets, call.variant, call.call)
+    with torch.no_grad():
+        output, lse = call.kernel.forward(*tensors, *last)
+    gradient = torch.randn_like(output)
+    return (
+        lambda: call.kernel.forward(*tensors, *last),
+        lambda: call.kernel.backward(gradient, *tensors, output, lse, *last),
+    )
+
+
+def _inputs_of(call: Attention | AttentionBlock, clock: Clock) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns a random query, key and value."""
+    query, key, value = (
+        torch.empty_strided(shape, stride, device=clock.device, dtype=call.dtype).normal_()
+        for shape, stride in zip(call.shapes, call.strides, strict=True)
+    )
+    return query, key, value
+
+
+def link_rates(group: ProcessGroup, agree: Callable[[int], int], clock: Clock) -> dict[str, float]:
+    """Returns the bytes that this rank sends in a millisecond while all ranks of the group send and receive: in a large
+    all_gather, and with copy engines if the ranks are GPUs that can share memory. All ranks call this together. `agree`
+    returns the largest number of all ranks, given that of this rank."""
+    ranks, rank = group_size(group), group_rank(group)
+    part = (2**30 if clock.device.type == "cuda" else 2**16) // ranks // 256 * 256
+    whole = torch.zeros(ranks * part, dtype=torch.uint8, device=clock.device)
+    own = whole[rank * part : (rank + 1) * part]
+    gather = clock.milliseconds(lambda: start_gather_rows(own, group, whole).wait(), agree)
+    rates = {"all_gather": (ranks - 1) * part / gather}
+    if clock.device.type == "cuda":
+        with contextlib.suppress(UserError):  # all ranks raise it: the GPUs cannot share memory
+            memory = SymmetricMemory(group, part, 0, clock.device)
+            next_one = memory.view((rank + 1) % ranks, 0, (part,), torch.uint8)
+            rates["copy engines"] = part / clock.milliseconds(lambda: next_one.copy_(own, non_blocking=True), agree)
+            agree(0)  # the memory is freed only after the copies of all ranks
+    return rates
 
 
 def summary(found: list[Timed]) -> dict[str, float]:

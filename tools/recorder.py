@@ -16,8 +16,11 @@ from torch import Tensor, nn
 
 from megatron.core import backends
 from megatron.core.backends import Backend
+from megatron.core.ops.attention.blocks import BlockCall, BlockOffsets
+from megatron.core.ops.attention.kernels import BlockKernel
 from megatron.core.ops.attention.unfused import AttentionCall, AttentionVariant
 from megatron.core.ops.fp8.quantize import Quantized
+from megatron.core.tensor_parallel.overlap import ProductsInPieces
 
 
 @dataclass(frozen=True)
@@ -71,14 +74,43 @@ class Attention:
         return float(queries * keys * batch * heads * (width + value_width))
 
 
+@dataclass(frozen=True, eq=False)
+class AttentionBlock:
+    """A call of an attention kernel for a block of queries and keys of rows that are split over ranks, without its
+    data."""
+
+    kernel: BlockKernel
+    shapes: tuple[torch.Size, ...]
+    strides: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype
+    offsets: BlockOffsets
+    variant: AttentionVariant
+    call: BlockCall
+
+    @property
+    def key(self) -> Any:
+        """A key that is equal for calls that take equally long."""
+        bounds, offsets = self.call.cu_seqlens, self.offsets
+        documents = None if bounds is None else (offsets, tuple(bounds.tolist()))
+        return self.shapes, self.strides, offsets.left, offsets.right, self.variant, documents
+
+    @property
+    def flops(self) -> float:
+        """Floating point operations of forward: of all pairs, or of half of them if queries do not see all keys. The
+        blocks of all ranks then have as many as the whole rows of `Attention`."""
+        (queries, batch, heads, width), (keys, *_), (*_, value_width) = self.shapes
+        seen = 2.0 if (self.offsets.left, self.offsets.right) == (None, None) else 1.0
+        return seen * queries * keys * batch * heads * (width + value_width)
+
+
 class Recorder:
-    """The operations that the first micro-batch runs. Packed documents differ between micro-batches, so attention is
-    recorded in the first `attention_microbatches`.
+    """The operations that the first micro-batch runs on this rank. Packed documents differ between micro-batches, so
+    attention is recorded in the first `attention_microbatches`.
     """
 
     def __init__(self, attention_microbatches: int = 1) -> None:
         self.products: Counter[Product] = Counter()
-        self.attention: dict[Any, tuple[Attention, int]] = {}
+        self.attention: dict[Any, tuple[Attention | AttentionBlock, int]] = {}
         """A call of each kind, and the number of such calls in the recorded micro-batches."""
         self.moved: Counter[str] = Counter()
         """Bytes that the forward and backward of each memory-bound operation must move."""
@@ -92,9 +124,12 @@ class Recorder:
         """Context: the operations of models that are built inside are recorded."""
         kernels = backends.triton_backend()
         recorded = None if kernels is None else self.recording(kernels)
+        column, row = ProductsInPieces.column_parallel_linear, ProductsInPieces.row_parallel_linear
         with (
             mock.patch.object(backends, "LOCAL", self.recording(backends.LOCAL)),
             mock.patch.object(backends, "triton_backend", lambda: recorded),
+            mock.patch.object(ProductsInPieces, "column_parallel_linear", self._noting(_note_column_pieces, column)),
+            mock.patch.object(ProductsInPieces, "row_parallel_linear", self._noting(_note_row_pieces, row)),
         ):
             yield
 
@@ -106,6 +141,10 @@ class Recorder:
                 dataclasses.replace(kernel, compute=self._noting_attention(kernel.compute)) for kernel in kernels
             )
             for asked, kernels in backend.attention.items()
+        }
+        changed["attention_blocks"] = {
+            asked: tuple(dataclasses.replace(kernel, forward=self._noting_block(kernel)) for kernel in kernels)
+            for asked, kernels in backend.attention_blocks.items()
         }
         multiply = self._noting(_note_fp8_product, backend.fp8_kernels.product)
         grouped = backend.fp8_kernels.grouped
@@ -127,11 +166,24 @@ class Recorder:
 
     def _noting_attention(self, compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def call(*args: Any, **keywords: Any) -> Tensor:
-            if self._microbatch is not None and self._microbatch < self.attention_microbatches:
+            if self._attends:
                 _note_attention(self, compute, *args, **keywords)
             return compute(*args, **keywords)
 
         return call
+
+    def _noting_block(self, kernel: BlockKernel) -> Callable[..., tuple[Tensor, Tensor]]:
+        def forward(*args: Any) -> tuple[Tensor, Tensor]:
+            if self._attends:
+                _note_block(self, kernel, *args)
+            return kernel.forward(*args)
+
+        return forward
+
+    @property
+    def _attends(self) -> bool:
+        """Whether attention is recorded now."""
+        return self._microbatch is not None and self._microbatch < self.attention_microbatches
 
     def around(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
         """Returns the forward step, wrapped so that its first calls are recorded."""
@@ -172,6 +224,16 @@ def _note_linear(seen: Recorder, output: Tensor, inputs: Tensor, weight: Tensor,
     _note_product(seen, inputs, weight, rows=output.numel() // weight.shape[0])
 
 
+def _note_column_pieces(
+    seen: Recorder, output: Tensor, _: Any, inputs: Tensor, weight: Tensor, *__: Any, **___: Any
+) -> None:
+    _note_linear(seen, output, inputs, weight)
+
+
+def _note_row_pieces(seen: Recorder, output: Tensor, _: Any, inputs: Tensor, weight: Tensor) -> None:
+    _note_product(seen, inputs, weight)  # of all ranks' tokens; the output has only those of this rank
+
+
 def _note_grouped(seen: Recorder, output: Tensor, inputs: Tensor, weight: Tensor, *_: Any, **__: Any) -> None:
     _note_product(seen, inputs, weight, experts=True)
 
@@ -207,15 +269,27 @@ def _note_attention(
     variant: AttentionVariant,
     call: AttentionCall,
 ) -> None:
-    tensors = (query, key, value)
-    found = Attention(
-        compute,
-        tuple(tensor.shape for tensor in tensors),
-        tuple(tensor.stride() for tensor in tensors),
-        query.dtype,
-        variant,
-        call,
-    )
+    _count_attention(seen, Attention(compute, *_forms(query, key, value), query.dtype, variant, call))
+
+
+def _note_block(
+    seen: Recorder,
+    kernel: BlockKernel,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    offsets: BlockOffsets,
+    variant: AttentionVariant,
+    call: BlockCall,
+) -> None:
+    _count_attention(seen, AttentionBlock(kernel, *_forms(query, key, value), query.dtype, offsets, variant, call))
+
+
+def _forms(*tensors: Tensor) -> tuple[tuple[torch.Size, ...], tuple[tuple[int, ...], ...]]:
+    return tuple(tensor.shape for tensor in tensors), tuple(tensor.stride() for tensor in tensors)
+
+
+def _count_attention(seen: Recorder, found: Attention | AttentionBlock) -> None:
     first, count = seen.attention.get(found.key, (found, 0))
     seen.attention[found.key] = first, count + 1
 

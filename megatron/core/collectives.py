@@ -61,13 +61,20 @@ def _ranks_of(group: ProcessGroup) -> list[int]:
     return dist.get_process_group_ranks(group)
 
 
-def _record(operation: str, tensor: Tensor, live: ProcessGroup, pair: tuple[int, int] | None = None) -> Call:
-    """Counts a call, and records its traffic. `pair` is the (sender, receiver) of a message."""
+def _record(
+    operation: str,
+    tensor: Tensor,
+    live: ProcessGroup,
+    pair: tuple[int, int] | None = None,
+    kept_rows: int | None = None,
+) -> Call:
+    """Counts a call, and records its traffic. `pair` is the (sender, receiver) of a message, `kept_rows` as in
+    `record_traffic`."""
 
     def ranks() -> tuple[int, ...]:
         return pair or group_ranks(live)
 
-    record_traffic(operation, tensor, ranks)
+    record_traffic(operation, tensor, ranks, kept_rows)
     return activity.begin(operation, pair or live.group_name, ranks)
 
 
@@ -229,7 +236,8 @@ def start_all_to_all_rows(
     tensor = tensor.contiguous()
     rows = tensor.shape[0] if output_sizes is None else sum(output_sizes)
     out = tensor.new_empty(rows, *tensor.shape[1:])
-    call = _record("all_to_all", tensor, live)
+    kept = None if input_sizes is None else input_sizes[dist.get_rank(live)]
+    call = _record("all_to_all", tensor, live, kept_rows=kept)
     received = None if output_sizes is None else list(output_sizes)
     sent = None if input_sizes is None else list(input_sizes)
     work = dist.all_to_all_single(out, tensor, received, sent, group=live, async_op=True)

@@ -20,10 +20,14 @@ class Traffic:
     """Bytes of the whole tensor: after an all_gather, or before a reduce_scatter."""
     ranks: tuple[int, ...]
     """Global ranks of the group; for a send or receive, (sender, receiver)."""
+    kept_bytes: int | None = None
+    """Bytes that stay on this rank in an all_to_all whose parts have given sizes; None: all parts are equal."""
 
     @property
     def sent_bytes(self) -> float:
         """Bytes that this rank sends with the algorithm of least traffic (a ring)."""
+        if self.kept_bytes is not None:
+            return float(self.nbytes - self.kept_bytes)
         n = len(self.ranks)
         factor = {"all_reduce": 2 * (n - 1) / n, "broadcast": 1.0 / n, "send": 1.0, "receive": 0.0}
         return self.nbytes * factor.get(self.operation, (n - 1) / n)
@@ -43,9 +47,14 @@ def recorded() -> Iterator[list[Traffic]]:
         _records[:] = [other for other in _records if other is not log]
 
 
-def record_traffic(operation: str, tensor: Tensor, ranks: Callable[[], tuple[int, ...]]) -> None:
-    """Adds an entry to each list of `recorded`. `ranks` is called only if there is one."""
+def record_traffic(
+    operation: str, tensor: Tensor, ranks: Callable[[], tuple[int, ...]], kept_rows: int | None = None
+) -> None:
+    """Adds an entry to each list of `recorded`. `ranks` is called only if there is one. `kept_rows` is the number of
+    rows of the tensor that stay on this rank, if an all_to_all has given sizes."""
     if _records:
-        entry = Traffic(operation, tensor.dtype, tensor.numel() * tensor.element_size(), ranks())
+        nbytes = tensor.numel() * tensor.element_size()
+        kept = None if kept_rows is None else nbytes * kept_rows // max(1, tensor.shape[0])
+        entry = Traffic(operation, tensor.dtype, nbytes, ranks(), kept)
         for log in _records:
             log.append(entry)

@@ -22,6 +22,14 @@ def test_bytes_that_a_rank_of_four_sends_of_a_hundred(operation: str, sent: floa
     assert Traffic(operation, torch.float32, 100, (0, 1, 2, 3)).sent_bytes == sent
 
 
+def test_rows_of_an_all_to_all_that_stay_here_are_not_sent() -> None:
+    rows = torch.zeros(10, 2, dtype=torch.bfloat16)
+    with recorded() as log:
+        record_traffic("all_to_all", rows, lambda: (0, 1), kept_rows=3)
+        record_traffic("all_to_all", rows[:0], lambda: (0, 1), kept_rows=0)
+    assert [entry.sent_bytes for entry in log] == [28.0, 0.0]
+
+
 def test_every_open_record_gets_an_entry_and_a_closed_one_none() -> None:
     tensor = torch.zeros(3, 2, dtype=torch.bfloat16)
     with recorded() as outer:

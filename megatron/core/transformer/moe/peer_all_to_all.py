@@ -86,7 +86,7 @@ class PendingRows:
         self._ring, self._number, self._received = ring, number, received
         self._place = number % ring.DEPTH
         self._parts: Sequence[Tensor] = rows.split(list(sent))  # kept alive until the copies are made
-        record_traffic("all_to_all", rows, lambda: ring.global_ranks)
+        record_traffic("all_to_all", rows, lambda: ring.global_ranks, kept_rows=sent[ring.rank])
         copies, before = ring.memory.copies, number - ring.DEPTH
         copies.follow()
         for to in self._others():
