@@ -150,14 +150,17 @@ def test_all_ranks_together_compute_as_much_as_one_process() -> None:
     assert "ms  12 times 8 x 32 x 64 bfloat16, forward: " in context["printed"]  # half of the tokens
     assert "ms  12 times batch 1, 8 queries and 4 keys, " in context["printed"]
     assert "send of bfloat16 over cp" in context["ranks"][0]["communication"]
-    # Query, keys and values; output; both halves of the MLP; norms: 3 times. Then the last norm, embedding and head.
-    parameters = 3 * (32 * 64 + 32 * 32 + 32 * 96 + 48 * 32 + 2 * 32) + 32 + 2 * 128 * 32
+    # Query, keys and values; output; both halves of the MLP; norms, which fill 64 elements each: 3 times. Then
+    # embedding, head and the last norm, whose shards fill 64 elements each.
+    parameters = 3 * (32 * 64 + 32 * 32 + 32 * 96 + 48 * 32 + 2 * 64) + 2 * 128 * 32 + 64
+    shards = parameters + 64
     for rank in data["ranks"]:
         sent = {kind: entry[1] for kind, entry in rank["communication"].items()}
-        assert sent["reduce_scatter of float32 over dp"] == 4 * parameters / 2
-        assert sent["all_gather of bfloat16 over dp"] == 2 * parameters / 2
+        assert sent["reduce_scatter of float32 over dp"] == 4 * shards / 2
+        assert sent["all_gather of bfloat16 over dp"] == 2 * shards / 2
     # Twice the gradient in float32; main weight and two moments in float32, read and written; the weight in bfloat16.
-    assert alone[0][1] == (2 * 4 + 2 * 12 + 2) * parameters and last[0][1] == others[0][1] == alone[0][1] / 2
+    assert alone[0][1] == (2 * 4 + 2 * 12 + 2) * parameters
+    assert last[0][1] == others[0][1] == (2 * 4 + 2 * 12 + 2) * shards / 2
     assert "all_to_all of bfloat16 over dp" in expert["ranks"][0]["communication"]  # swaps of experts
 
 
