@@ -204,7 +204,7 @@ def link_rates(group: ProcessGroup, agree: Callable[[int], int], clock: Clock) -
     returns the largest number of all ranks, given that of this rank."""
     ranks, rank = group_size(group), group_rank(group)
     part = (2**30 if clock.device.type == "cuda" else 2**16) // ranks // 256 * 256
-    whole = torch.zeros(ranks * part, dtype=torch.uint8, device=clock.device)
+    whole = torch.empty(ranks * part, dtype=torch.uint8, device=clock.device).random_()
     own = whole[rank * part : (rank + 1) * part]
     gather = clock.milliseconds(lambda: start_gather_rows(own, group, whole).wait(), agree)
     rates = {"all_gather": (ranks - 1) * part / gather}
