@@ -333,9 +333,11 @@ def test_gradients_in_training_are_as_near_to_float32s_as_ours(engine: Engine, n
     assert not beyond, beyond
 
 
-def test_rowwise_is_refused(engine: Engine) -> None:
-    with pytest.raises(Exception, match="--fp8-recipe rowwise"):
-        model_of("llama", "transformer_engine", torch.bfloat16, fp8="hybrid", fp8_recipe="rowwise")
+def test_our_layers_compute_with_a_recipe_that_it_lacks(engine: Engine) -> None:
+    """tests/training/config/test_derived_values.py shows the line that says so."""
+    for recipe, expected in (("tensorwise", engine), ("rowwise", None)):
+        config = model_of("llama", "transformer_engine", torch.bfloat16, fp8="hybrid", fp8_recipe=recipe).config
+        assert choose_backend(config).engine is expected
 
 
 def test_the_log_says_what_is_whose(engine: Engine) -> None:
