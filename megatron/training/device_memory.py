@@ -5,9 +5,8 @@ import re
 import threading
 from collections.abc import Iterator
 
-import torch
-
 from megatron.core.distributed.sharding_strategy import ShardingStrategy, sharding_strategy_of
+from megatron.core.utils.gpu_memory import SAYS_NO_GPU_MEMORY, is_lack_of_gpu_memory
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.dry_run.rank_memory import build_shard, memory_of_shard
 from megatron.training.dry_run.report import short_size
@@ -25,29 +24,33 @@ _SECONDS = 10.0
 def explains_lack_of_gpu_memory(
     config: PretrainConfig, providers: Providers, environment: Environment
 ) -> Iterator[None]:
-    """Replaces the text of torch's error for a full GPU by that of `lack_of_gpu_memory`. The error keeps its class and
+    """Replaces the text of an error for a full GPU by that of `lack_of_gpu_memory`. The error keeps its class and
     traceback, so the exit code is the same."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        with contextlib.suppress(Exception):  # a second failure must not hide the first
-            error.args = (lack_of_gpu_memory(str(error), config, providers, environment),)
+    except RuntimeError as error:
+        if is_lack_of_gpu_memory(error):
+            with contextlib.suppress(Exception):  # a second failure must not hide the first
+                error.args = (lack_of_gpu_memory(str(error), config, providers, environment),)
         raise
 
 
-def lack_of_gpu_memory(
-    text_of_torch: str, config: PretrainConfig, providers: Providers, environment: Environment
-) -> str:
-    """Returns one sentence about a full GPU. `text_of_torch` says how much was asked for, and what was held then."""
-    asked = re.search(rf"Tried to allocate {_SIZE}", text_of_torch)
-    capacity = re.search(rf"total capacity of {_SIZE}", text_of_torch)
-    held = re.search(rf"{_SIZE} is allocated by PyTorch.*?, and {_SIZE} is reserved", text_of_torch)
+def lack_of_gpu_memory(text: str, config: PretrainConfig, providers: Providers, environment: Environment) -> str:
+    """Returns one sentence about a full GPU. `text` is that of the error. Torch's says how much was asked for, and what
+    was held then; other libraries only say that there was no memory."""
+    asked = re.search(rf"Tried to allocate {_SIZE}", text)
+    capacity = re.search(rf"total capacity of {_SIZE}", text)
+    held = re.search(rf"{_SIZE} is allocated by PyTorch.*?, and {_SIZE} is reserved", text)
     parts = ["out of GPU memory" + (f": no room for {asked[1]}" if asked else "")]
     if capacity and held:
         parts.append(
             f"torch had allocated {held[1]} of {capacity[1]}, and kept {held[2]} in free pieces (if that is much: "
             "PYTORCH_ALLOC_CONF=expandable_segments:True)"
         )
+    elif not asked:
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        said = next((line for line in reversed(lines) if SAYS_NO_GPU_MEMORY.search(line)), "")
+        parts[0] += f" outside torch: {said}" if said else ""
     state = _state_bytes(config, providers, environment.rank)
     if state is not None:
         parts.append(

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import full_gpu
 from support.launch import launch
 from support.runs import GPT, TINY, train
 
@@ -107,6 +108,25 @@ def test_what_torch_held_on_a_gpu() -> None:
     small = TEXT.replace("capacity of 79.11 GiB", "capacity of 100.00 KiB")  # less than the state
     said = lack_of_gpu_memory(small, configured("--bf16"), GPT, environment)
     assert "to take less: --use-precision-aware-optimizer, --optimizer-cpu-offload --opt" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (full_gpu.CUBLAS, full_gpu.CUBLAS),
+        (full_gpu.NCCL, "Cuda failure 2 'out of memory'"),
+        (full_gpu.RUNTIME, "CUDA error: out of memory"),
+    ],
+)
+def test_a_library_that_asks_for_memory_itself(text: str, line: str) -> None:
+    def full(context: Context) -> ForwardStep:
+        raise RuntimeError(text)
+
+    with pytest.raises(RuntimeError) as caught:
+        train(FLAGS, dataclasses.replace(GPT, build_forward_step=full))
+    said = str(caught.value)
+    assert said.startswith(f"out of GPU memory outside torch: {line}; weights, gradients and")
+    assert "; to take less: --recompute-granularity full" in said
 
 
 def test_only_flags_that_the_run_does_not_use_are_named() -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.exceptions import UserError
+from megatron.core.utils.gpu_memory import is_lack_of_gpu_memory
 
 T = TypeVar("T")
 
@@ -107,12 +108,12 @@ class StepGraphs:
 @contextmanager
 def capture_errors(what: str, cause: str) -> Iterator[None]:
     """Returns a context in which `what` is captured. A failure becomes a UserError that names `cause` as a possible
-    reason; an OutOfMemoryError is not changed."""
+    reason; an error that says that the GPU is full is not changed."""
     try:
         yield
-    except torch.OutOfMemoryError:
-        raise
     except RuntimeError as error:
+        if is_lack_of_gpu_memory(error):
+            raise
         reason = str(error).strip().splitlines() or ["no reason given"]
         raise UserError(
             f"CUDA graphs: {what} cannot be captured: {reason[0]}. {cause} that waits for the device (item(), "

@@ -29,11 +29,11 @@ from collections.abc import Callable
 from multiprocessing import active_children
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from megatron.core.exceptions import UserError
 from megatron.core.utils.activity import activity
+from megatron.core.utils.gpu_memory import is_lack_of_gpu_memory
 from megatron.core.utils.rendezvous import is_first_to_claim
 from megatron.training.launch.errors import write_launcher_error_file
 from megatron.training.launch.heartbeat_server import HeartbeatServer
@@ -307,7 +307,7 @@ def kind_of(error: BaseException) -> str:
         return USER_ERROR
     if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code > 128:
         return SIGNAL
-    if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
+    if isinstance(error, RuntimeError) and not is_lack_of_gpu_memory(error):
         link: BaseException | None = error
         while link is not None:
             if isinstance(link, dist.DistError) or _raised_by_communication(link):

@@ -17,6 +17,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from support import full_gpu
 from support.launch import Program, launch
 from support.runs import GPT
 
@@ -204,6 +205,8 @@ def test_kinds_of_failures() -> None:
     assert kind_of(raised(lambda: dist.TCPStore("127.0.0.1", 1, timeout=timedelta(milliseconds=1)))) == COMMUNICATION
     assert kind_of(raised(chained)) == COMMUNICATION  # also an error that follows from one
     assert kind_of(raised(lambda: torch.ones(2) @ torch.ones(3))) == ERROR
+    assert kind_of(dist.DistBackendError("NCCL error: Last error: Cuda failure 1 'invalid argument'")) == COMMUNICATION
+    assert kind_of(dist.DistBackendError(full_gpu.NCCL)) == ERROR  # this rank is the cause
 
 
 def alone() -> Heartbeat:
