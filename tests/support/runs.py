@@ -36,9 +36,10 @@ GPT = Providers(pretrain_gpt.build_model, pretrain_gpt.build_datasets, pretrain_
 TINY = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 "
     "--micro-batch-size 1 --global-batch-size 4 --lr 1e-2 --num-workers 0 --log-interval 100 "
-    "--tokenizer-type NullTokenizer --vocab-size 40 --split 80,10,10 --eval-iters 1"
+    "--tokenizer-type NullTokenizer --vocab-size 40 --split 80,10,10 --eval-iters 0"
 )
-"""Flags of a model of two layers with batches of four. Data and length of the run must be added."""
+"""Flags of a model of two layers with batches of four, which evaluates nothing. Data and length of the run must be added.
+"""
 
 
 @dataclass

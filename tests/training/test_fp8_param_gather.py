@@ -75,8 +75,19 @@ def with_and_without(flags: str, ranks: int) -> tuple[list[Measured], list[Measu
     return without, with_flag
 
 
-@pytest.mark.parametrize("recipe", [TENSORWISE, DELAYED, BLOCKWISE])
-@pytest.mark.parametrize("model", ["--swiglu --disable-bias-linear", EXPERTS, GROUPED])
+RECIPES = [TENSORWISE, DELAYED, BLOCKWISE]
+MODELS = [GROUPED, "--swiglu --disable-bias-linear", EXPERTS]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "model"),
+    [
+        # Each recipe and each model once; the other combinations are slow.
+        pytest.param(recipe, model, marks=[pytest.mark.slow] * (number != other))
+        for number, recipe in enumerate(RECIPES)
+        for other, model in enumerate(MODELS)
+    ],
+)
 def test_results_are_equal_to_the_bit(recipe: str, model: str) -> None:
     without, with_flag = with_and_without(f"{recipe} {model} {SHARDED}", 2)
     for before, after in zip(without, with_flag, strict=True):
@@ -111,12 +122,17 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+SLOW = ("replicas", "ZeRO 2", "no cache", "narrow state", "float32", "meta device", "instances")
+"""What others show too: replicas of units are those of `stages`, shards those of ZeRO 3 and of the sharded optimizer;
+`float16` has another type of weights, and `remainders` the optimizer that `narrow state` has."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in LAYOUTS])
 def test_results_are_equal_under_every_layout_and_optimizer(name: str) -> None:
     with_and_without(LAYOUTS[name][1], LAYOUTS[name][0])
 
 
-@pytest.mark.parametrize("flags", [TENSORWISE, f"{DELAYED} {GROUPED}"])
+@pytest.mark.parametrize("flags", [pytest.param(TENSORWISE, marks=pytest.mark.slow), f"{DELAYED} {GROUPED}"])
 def test_a_run_resumes_with_and_without_the_flag(flags: str, tmp_path: Path) -> None:
     def runs(steps: int, more: str = "", saves: str = "", loads: str = "") -> str:
         saving = f"--save {tmp_path / saves} --save-interval 2" if saves else ""

@@ -12,6 +12,7 @@ MAIN_GRADS = (
     "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --megatron-fsdp-main-grads-dtype bf16"
 )
 FLAGS = "--train-iters 20 --eval-interval 6 --eval-iters 2 --clip-grad 0.5 --lr-warmup-iters 3 --min-lr 1e-3"
+TWO_MICRO_BATCHES = "--micro-batch-size 2"
 
 
 def test_dropout_is_on_by_default(corpus):
@@ -23,7 +24,7 @@ def test_dropout_is_on_by_default(corpus):
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_twenty_iterations_are_ten_and_ten(tmp_path, corpus, precision):
-    flags = f"{PRECISIONS[precision]} --data-path {corpus} {FLAGS}"
+    flags = f"{PRECISIONS[precision]} --data-path {corpus} {FLAGS} {TWO_MICRO_BATCHES}"
     straight = train(flags)
     folders = f"--save {tmp_path} --load {tmp_path}"
     first = train(f"{flags} {folders} --exit-interval 10")
@@ -41,7 +42,7 @@ def test_twenty_iterations_are_ten_and_ten(tmp_path, corpus, precision):
 
 def test_saves_in_the_background_are_those_of_their_steps(tmp_path, corpus, capsys):
     """Training goes on while a checkpoint is written. What is loaded is the state of the step that began it."""
-    flags = f"--data-path {corpus} {FLAGS}"
+    flags = f"--data-path {corpus} {FLAGS} {TWO_MICRO_BATCHES}"
     straight = train(flags)
     first = train_on_ranks(f"{flags} --save {tmp_path} --async-save --save-interval 4 --exit-interval 10", 2)
     assert [path.name for path in sorted(tmp_path.glob("iter_*"))] == [f"iter_{n:07d}" for n in (4, 8, 10)]
@@ -67,8 +68,9 @@ def losses_of_evaluations(*outcomes: Outcome) -> list[tuple[int, str, float]]:
 
 
 def test_data_workers_change_nothing(tmp_path, corpus):
-    flags = f"--data-path {corpus} {FLAGS} --save {tmp_path} --load {tmp_path}"
-    straight = train(f"--data-path {corpus} {FLAGS}")
+    same = f"--data-path {corpus} {FLAGS} {TWO_MICRO_BATCHES}"
+    flags = f"{same} --save {tmp_path} --load {tmp_path}"
+    straight = train(same)
     first = train(f"{flags} --exit-interval 10 --num-workers 2")
     second = train(f"{flags} --exit-interval 15 --num-workers 0")
     third = train(f"{flags} --num-workers 1")
@@ -82,16 +84,16 @@ def test_data_workers_change_nothing(tmp_path, corpus):
 )
 def test_other_numbers_of_data_parallel_ranks_between(tmp_path, corpus, precision, tolerance):
     """2 ranks, then 1, then 4: what is loaded is what was saved, samples go on, losses agree to rounding."""
-    flags = f"{precision} --data-path {corpus} {FLAGS}"
+    flags = f"{precision} --data-path {corpus} {FLAGS} --train-iters 12"
     folders = f"--save {tmp_path} --load {tmp_path}"
     straight = train_on_ranks(flags, 2)
-    first = train_on_ranks(f"{flags} {folders} --exit-interval 8", 2)
-    (second,) = train_on_ranks(f"{flags} {folders} --exit-interval 14", 1)
+    first = train_on_ranks(f"{flags} {folders} --exit-interval 5", 2)
+    (second,) = train_on_ranks(f"{flags} {folders} --exit-interval 9", 1)
     third = train_on_ranks(f"{flags} {folders}", 4)
     assert differences(second.at_start, first[0].at_end) == []
     assert all(differences(rank.at_start, second.at_end) == [] for rank in third)
     ids = [stream(first), stream([second]), stream(third)]
-    assert [number for part in ids for number in part] == stream(straight) == list(range(80))
+    assert [number for part in ids for number in part] == stream(straight) == list(range(48))
     losses = first[0].losses + second.losses + third[0].losses
     assert losses == pytest.approx(straight[0].losses, rel=tolerance)
-    assert len(losses) == 20
+    assert len(losses) == 12

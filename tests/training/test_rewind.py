@@ -21,7 +21,9 @@ from megatron.training.logging.training_log import TrainingLog
 from megatron.training.rewind_record import RECORD, RewindRecord
 from megatron.training.trainer import Trainer
 
-FLAGS = "--mock-data --train-iters 12 --eval-iters 0 --loss-spike-history 2 --loss-spike-z-score 1000"
+FLAGS = (
+    "--mock-data --micro-batch-size 2 --train-iters 12 --eval-iters 0 --loss-spike-history 2 --loss-spike-z-score 1000"
+)
 
 
 def plant(*iterations: int) -> Any:

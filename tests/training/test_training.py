@@ -29,11 +29,11 @@ DOCUMENTS = "--reset-position-ids --reset-attention-mask --eod-mask-loss"
 @pytest.mark.parametrize("masks", ["", f"{DOCUMENTS} --calculate-per-token-loss"])
 def test_any_number_of_ranks_gives_the_same_run(corpus, masks):
     """1, 2 and 4 data parallel ranks: samples, masks of dropout, losses, norms, weights."""
-    flags = f"--fp64 --data-path {corpus} --train-iters 5 --eval-interval 2 --eval-iters 2 {masks}"
+    flags = f"--fp64 --data-path {corpus} --train-iters 3 --eval-interval 2 --eval-iters 2 {masks}"
     alone = train(flags)
     for world_size in (2, 4):
         ranks = train_on_ranks(flags, world_size)
-        assert stream(ranks) == stream([alone]) == list(range(20))
+        assert stream(ranks) == stream([alone]) == list(range(12))
         for rank in ranks:
             assert rank.losses == pytest.approx(alone.losses, abs=1e-11)
             assert norms(rank) == pytest.approx(norms(alone), rel=1e-11)
@@ -121,7 +121,8 @@ def test_packed_documents_are_separate_documents(corpus):
 def test_every_number_format_learns(corpus, precision, capsys):
     """Documents count upwards in strides of 1 to 3, which is soon learnt."""
     learning = "--lr 0.3" if "sgd" in precision else "--lr 2e-2"
-    outcome = train(f"{precision} {learning} --data-path {corpus} --train-iters 50 --eval-iters 0 --hidden-dropout 0")
+    flags = f"--data-path {corpus} --micro-batch-size 4 --train-iters 50 --eval-iters 0 --hidden-dropout 0"
+    outcome = train(f"{precision} {learning} {flags}")
     assert outcome.losses[0] == pytest.approx(math.log(41), rel=0.1)
     assert sum(outcome.losses[-5:]) / 5 < 0.65 * outcome.losses[0]
     assert capsys.readouterr().out.count("--fp16 on a CPU") == ("fp16" in precision)
@@ -131,7 +132,7 @@ def test_replicas_stay_equal_run_after_run(corpus):
     """Runs two ranks many times in one pool of processes, with many formats and sizes."""
     formats = ["--bf16", "--fp16 --initial-loss-scale 65536", "--fp64 --hidden-size 48"]
     flags = [*formats, "--bf16 --overlap-grad-reduce", "--bf16"]
-    runs = [f"{each} --data-path {corpus} --train-iters 5 --eval-iters 0" for each in flags]
+    runs = [f"{each} --data-path {corpus} --train-iters 3 --eval-iters 0" for each in flags]
     first, second = train_all_on_ranks(runs, 2)
     for one, other in zip(first, second, strict=True):
         assert differences(one.at_end, other.at_end) == []
@@ -145,8 +146,9 @@ def test_replicas_stay_equal_run_after_run(corpus):
 
 
 def test_samples_instead_of_iterations(corpus):
-    by_iterations = train(f"--data-path {corpus} --train-iters 10 --lr-warmup-iters 2 --eval-iters 0")
-    by_samples = train(f"--data-path {corpus} --train-samples 40 --lr-warmup-samples 8 --eval-iters 0")
+    flags = f"--data-path {corpus} --micro-batch-size 4 --eval-iters 0"
+    by_iterations = train(f"{flags} --train-iters 10 --lr-warmup-iters 2")
+    by_samples = train(f"{flags} --train-samples 40 --lr-warmup-samples 8")
     assert by_samples.losses == by_iterations.losses
     assert differences(by_samples.at_end, by_iterations.at_end) == []
 
