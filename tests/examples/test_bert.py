@@ -34,6 +34,7 @@ def losses(log: str) -> dict[int, float]:
 
 def test_it_prepares_trains_and_resumes(tmp_path: Path) -> None:
     flags = ("--lr", "3e-3", "--train-iters", "24", "--log-interval", "1", "--num-workers", "0", "--eval-iters", "1")
+    flags += ("--micro-batch-size", "16")
     first = losses(run(tmp_path / "c", *flags, "--exit-interval", "16"))
     assert all((tmp_path / "c/data" / name).stat().st_size for name in PREPARED)
     second = run(tmp_path / "c", *flags)

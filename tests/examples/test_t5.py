@@ -32,6 +32,7 @@ def losses(log: str) -> dict[int, float]:
 
 def test_it_prepares_trains_and_resumes(tmp_path: Path) -> None:
     flags = ("--lr", "3e-3", "--train-iters", "24", "--log-interval", "1", "--num-workers", "0", "--eval-iters", "1")
+    flags += ("--micro-batch-size", "8")
     first = losses(run(tmp_path / "c", *flags, "--exit-interval", "16"))
     second = run(tmp_path / "c", *flags)
     assert "loaded checkpoint of iteration      16" in second

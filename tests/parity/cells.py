@@ -2,9 +2,10 @@
 
 Layouts have dimensions (tensor, pipeline, ...); the model and the loss are dimensions of a cell too. `make test`
 (`quick_cells`) runs, for each family of models, cells of up to four ranks that together contain every pair of values of
-two dimensions that fits into four ranks; a cell for each larger or special value; some layouts of eight ranks; and the
-cells that catch the planted bugs. `make test-all` (`slow_cells`) adds the pairs that need eight ranks, and every value
-and every pair of values with all models of a family.
+two dimensions that fits into four ranks, but for values that are alike (`Family.alike`); a cell for each larger or
+special value; some layouts of eight ranks; and the cells that catch the planted bugs. `make test-all` (`slow_cells`)
+adds the pairs of those values and the pairs that need eight ranks, and every value and every pair of values with all
+models of a family.
 """
 
 import functools
@@ -82,10 +83,11 @@ class Cell:
         own = {dimension: getattr(self.layout, dimension).name for dimension in DIMENSIONS}
         return {**own, "model": self.model.name, "loss": self.loss}
 
-    def pairs(self, family: Family) -> list[Pair]:
-        """All pairs of values of this cell that the family wants to cover."""
+    def pairs(self, family: Family, quick: bool = False) -> list[Pair]:
+        """All pairs of values of this cell that the family wants to cover; with `quick` only those of `make test`."""
         every = itertools.combinations(sorted(self.values.items()), 2)
-        return [(one, other) for one, other in every if family.wants_pair(one, other)]
+        wanted = [(one, other) for one, other in every if family.wants_pair(one, other)]
+        return [pair for pair in wanted if family.is_quick(*pair)] if quick else wanted
 
     @property
     def fits(self) -> bool:
@@ -119,13 +121,15 @@ def all_combinations(family: Family, most_ranks: int = WORLD) -> Iterator[Cell]:
 
 
 def covering_cells(family: Family, most_ranks: int, given: Iterable[Cell] = ()) -> tuple[Cell, ...]:
-    """Returns cells that cover those pairs of a family that fit into `most_ranks` and that no `given` cell covers.
+    """Returns cells that cover those pairs of a family that fit into `most_ranks` and that no `given` cell covers. With
+    `SMALL_WORLD` they are the pairs of `make test`.
 
     A greedy algorithm picks the cell that covers most for its cost; at the end superfluous cells are dropped.
     """
     candidates = sorted(all_combinations(family, most_ranks), key=lambda cell: (cell.layout.ranks, cell.name))
     bits: dict[Pair, int] = {}
-    met = [sum(1 << bits.setdefault(pair, len(bits)) for pair in cell.pairs(family)) for cell in candidates]
+    quick = most_ranks == SMALL_WORLD
+    met = [sum(1 << bits.setdefault(pair, len(bits)) for pair in cell.pairs(family, quick)) for cell in candidates]
     worth = [cell.cost**-0.5 for cell in candidates]
     known = {pair for cell in given if cell.model in family.models for pair in cell.pairs(family)}
     wanted = left = sum(1 << bit for pair, bit in bits.items() if pair not in known)

@@ -29,6 +29,9 @@ class Family:
     """Values of each dimension. The first one is the absence of this kind of parallelism."""
     centres: tuple[str, ...] = ()
     """Only pairs with a value of one of these dimensions are covered; empty: all pairs."""
+    alike: tuple[str, ...] = ()
+    """Values that do nearly what others do. `make test` combines them with the first model only, apart from further
+    layouts; `make test-all` covers their pairs too."""
     further: list[tuple[str, ...]] = field(default_factory=list)
     """Further layouts, given by the names of their values. `make test-all` tests all models in them; `make test` tests
     one model in each layout of up to four ranks."""
@@ -47,6 +50,11 @@ class Family:
         if not self.centres:
             return True
         return self.wants(one[0], other[0]) and one not in self._nothing and other not in self._nothing
+
+    def is_quick(self, one: tuple[str, str], other: tuple[str, str]) -> bool:
+        """Tells whether `make test` covers this pair of (dimension, value), which the family wants."""
+        beside = {one[1], other[1]} - set(self.alike)
+        return len(beside) == 2 or beside == {self.models[0].name}
 
     @cached_property
     def _nothing(self) -> set[tuple[str, str]]:
@@ -71,6 +79,8 @@ _PLAIN = Family(
     "dense models",
     DENSE,
     {name: choices[:1] if name == _NOT_FOR_ALL else choices for name, choices in DIMENSIONS.items()},
+    # Stages of other sizes than those of pp2, a part of optim_grads_params, another way to exchange the keys of p2p.
+    alike=("pp2-uneven", "dp2-optim_grads", "cp2-all_gather"),
     further=[
         *((value.name,) for choices in FURTHER.values() for value in choices if _suits(value, DENSE)),
         ("tp2", "pp2-interleaved", "cp2-a2a"),
@@ -120,6 +130,7 @@ _MODEL_OPTIONS = Family(
         recompute="recompute-full recompute-core",
     ),
     centres=("model",),
+    alike=("tp2", "cp2-all_gather"),
 )
 
 _LATENT = Family(
@@ -149,7 +160,11 @@ _EXPERTS = Family(
         experts="ep2 ep4-etp1 ep2-etp1 etp2 ep2-overlap",
     ),
     centres=("model", "experts"),
+    alike=("pp2-interleaved", "dp4-hybrid"),
     further=[
+        ("dp4-hybrid", "ep2"),
+        ("dp4-hybrid", "ep2-etp1"),
+        ("pp2-interleaved", "dp2", "ep2-overlap"),
         ("sp2", "pp2", "dp2", "ep2"),
         ("sp2", "pp2", "dp2-optim", "ep2-etp1"),
         ("sp2", "pp2-interleaved", "dp2-optim_grads", "ep4-etp1"),
@@ -195,6 +210,7 @@ _PREDICTING = Family(
         experts="ep2",
     ),
     centres=("model",),
+    alike=("tp2", "pp2-interleaved"),
     further=[
         ("pp4-apart",),
         ("pp2-apart",),

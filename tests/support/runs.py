@@ -38,8 +38,7 @@ TINY = (
     "--micro-batch-size 1 --global-batch-size 4 --lr 1e-2 --num-workers 0 --log-interval 100 "
     "--tokenizer-type NullTokenizer --vocab-size 40 --split 80,10,10 --eval-iters 0"
 )
-"""Flags of a model of two layers with batches of four, which evaluates nothing. Data and length of the run must be added.
-"""
+"""Flags of a model of two layers with batches of four, without evaluation. Data and length of the run must be added."""
 
 
 @dataclass

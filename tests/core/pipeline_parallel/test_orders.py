@@ -14,7 +14,7 @@ from megatron.core.pipeline_parallel.stages import Pipeline
 
 
 @pytest.mark.parametrize("forward_only", [False, True])
-@pytest.mark.parametrize("ahead", [0, 1, 3])
+@pytest.mark.parametrize("ahead", [0, pytest.param(1, marks=pytest.mark.slow), 3])
 def test_every_schedule_goes_through_and_does_each_thing_once(ahead: int, forward_only: bool) -> None:
     for schedule in schedules(forward_only, ahead):
         timeline = simulate(schedule)  # checks order, mail and dependencies

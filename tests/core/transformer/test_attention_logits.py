@@ -15,7 +15,7 @@ from megatron.core.transformer.attention_logits import rows_of
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.training.trainer import Trainer
 
-BASE = f"{TINY} --mock-data --fp64 --num-layers 4 --num-attention-heads 4 --eval-iters 0 --init-method-std 0.2"
+BASE = f"{TINY} --mock-data --fp64 --num-layers 4 --num-attention-heads 4 --micro-batch-size 2 --init-method-std 0.2"
 GROUPED = "--group-query-attention --num-query-groups 2"
 LATENT = (
     "--multi-latent-attention --q-lora-rank 8 --kv-lora-rank 8 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 8 "

@@ -10,7 +10,6 @@ BERT = [
         "self.tokentype_embeddings(self._own(tokentype_ids.t()))",
         "self.tokentype_embeddings(tokentype_ids.t()[: len(hidden)])",
         "bert/sp2/default",
-        quick=True,
     ),
     Mutation(
         "padding-seen-on-one-rank",

@@ -13,7 +13,6 @@ ROUTERS = [
         "(experts.shape[1] * total**2)",
         "(experts.shape[1] * total * share.count)",
         "moe-aux/sp2/default",
-        quick=True,
     ),
     Mutation(
         "balance-of-local-tokens",
@@ -46,7 +45,6 @@ ROUTERS = [
         "share.own(within_capacity(share.gather(experts), capacity, wish, order))",
         "within_capacity(experts, math.ceil(capacity / share.ranks), None if wish is None else weights.detach(), None)",
         "moe-capacity/cp2-p2p/per-token",
-        quick=True,
     ),
     Mutation(
         "sinkhorn-of-local-tokens",
@@ -79,7 +77,6 @@ ROUTERS = [
         "all_reduce(counts, groups.tp_dp_cp)",
         "pass",
         "moe-bias/dp2+recompute-shared+ep2-overlap/default",
-        quick=True,
     ),
 ]
 

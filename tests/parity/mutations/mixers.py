@@ -10,7 +10,6 @@ MIXERS = [
         'if groups.size("tp") > 1:  # each rank norms its own heads',
         "if False:",
         "delta/tp2/default",
-        quick=True,
     ),
     Mutation(
         "decays-of-other-heads",

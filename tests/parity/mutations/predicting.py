@@ -10,7 +10,6 @@ PREDICTING = [
         "return torch.stack(following, 2)",
         "return torch.zeros_like(torch.stack(following, 2))",
         "mtp-learned/cp2-p2p/default",
-        quick=True,
     ),
     Mutation(
         "document-ends-by-local-position",

@@ -10,7 +10,6 @@ T5 = [
         "torch.cat([hidden, encoded])",
         "torch.cat([hidden, encoded.detach()])",
         "t5-learned/pp3-two-stacks/default",
-        quick=True,
     ),
     Mutation(
         "relative-bias-not-summed",

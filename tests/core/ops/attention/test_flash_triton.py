@@ -53,8 +53,15 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", ["causal", "causal, dropped", "chunks"])
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [
+        # `all` with each case, and each form alone with one of them; the rest is slow.
+        pytest.param(form, name, marks=[pytest.mark.slow] * (form != "all" and name != "causal, dropped"))
+        for form in FORMS
+        for name in ("causal", "causal, dropped", "chunks")
+    ],
+)
 def test_forms_of_the_kernels(form: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (flash_forward_triton, flash_backward_triton):
         monkeypatch.setattr(module, "copies_tiles", lambda device: True)

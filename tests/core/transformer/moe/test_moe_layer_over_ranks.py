@@ -45,6 +45,9 @@ CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 }
 
 
+DISPATCHERS_OF_TOKENS = ("allgather", "alltoall", "flex")
+
+
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
     with Pool(4) as pool:
@@ -145,8 +148,15 @@ def prepared(settings: dict[str, Any], samples: int, grouped: bool = False) -> d
     }
 
 
-@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall", "flex"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "dispatcher"),
+    [
+        # Each case with one or two dispatchers; the third is slow.
+        pytest.param(case, dispatcher, marks=[pytest.mark.slow] * ((number + place) % 3 == 0))
+        for number, case in enumerate(CASES)
+        for place, dispatcher in enumerate(DISPATCHERS_OF_TOKENS)
+    ],
+)
 def test_equals_one_rank(case: str, dispatcher: str, pool: Pool) -> None:
     assert_equals_one_rank(*CASES[case], {"moe_token_dispatcher_type": dispatcher}, pool)
 
