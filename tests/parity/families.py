@@ -99,8 +99,6 @@ _PLAIN = Family(
         ("tp2", "pp2", "dp2", "pp-before-dp"),
     ],
     eight=[
-        ("pp8-layout",),
-        ("dp8-hybrid",),
         ("sp2", "pp2", "cp2-p2p"),
         ("sp2", "cp2-all_gather", "dp2-optim_grads_params"),
         ("cp2-p2p", "pp2", "dp2-optim", "pp-before-dp"),
@@ -109,6 +107,8 @@ _PLAIN = Family(
         ("cp2-by-layer", "dp4-hybrid"),
     ],
     rare=[
+        ("pp8-layout",),
+        ("dp8-hybrid",),
         ("sp2", "cp4-levels"),
         ("tp4", "cp2-p2p"),
         ("pp2-zb-v", "cp4-p2p"),
@@ -144,6 +144,7 @@ _LATENT = Family(
         recompute="recompute-full recompute-core",
     ),
     centres=("model",),
+    alike=("tp2", "cp2-all_gather"),
     further=[("sp2", "recompute-all-parts"), ("tp2", "cp2-a2a", "recompute-latents")],
     rare=[("sp2", "cp4-levels")],
 )
@@ -160,10 +161,11 @@ _EXPERTS = Family(
         experts="ep2 ep4-etp1 ep2-etp1 etp2 ep2-overlap",
     ),
     centres=("model", "experts"),
-    alike=("pp2-interleaved", "dp4-hybrid"),
+    alike=("pp2-interleaved", "dp4-hybrid", "cp2-a2a"),
     further=[
         ("dp4-hybrid", "ep2"),
         ("dp4-hybrid", "ep2-etp1"),
+        ("sp2", "dp2", "ep2-etp2"),
         ("pp2-interleaved", "dp2", "ep2-overlap"),
         ("sp2", "pp2", "dp2", "ep2"),
         ("sp2", "pp2", "dp2-optim", "ep2-etp1"),
@@ -183,10 +185,10 @@ _EXPERTS = Family(
     ],
     eight=[
         ("cp2-p2p", "dp4-optim_grads", "ep8-etp1"),
-        ("dp8-optim_grads_params", "ep2-etp2"),
         ("sp2", "pp2", "dp2", "ep2-etp1", "pp-before-dp"),
     ],
     rare=[
+        ("dp8-optim_grads_params", "ep2-etp2"),
         ("sp2", "pp2-zb-h1", "cp2-all_gather", "ep2"),
         ("sp4", "dp2", "ep2-etp2"),
         ("cp2-p2p", "pp2", "dp2-optim", "ep2-etp1", "pp-before-dp"),
@@ -210,7 +212,7 @@ _PREDICTING = Family(
         experts="ep2",
     ),
     centres=("model",),
-    alike=("tp2", "pp2-interleaved"),
+    alike=("tp2", "pp2-interleaved", "cp2-a2a"),
     further=[
         ("pp4-apart",),
         ("pp2-apart",),
@@ -221,8 +223,7 @@ _PREDICTING = Family(
         ("sp2", "recompute-latents"),
         ("dp2", "ep2", "recompute-shared"),
     ],
-    eight=[("sp2", "pp2", "dp2", "ep2")],
-    rare=[("sp2", "cp4-levels")],
+    rare=[("sp2", "pp2", "dp2", "ep2"), ("sp2", "cp4-levels")],
 )
 
 _MIXERS = Family(
@@ -250,6 +251,7 @@ _BERT = Family(
         recompute="recompute-full recompute-core",
     ),
     centres=("model",),
+    alike=("tp2",),
     further=[
         ("sp2", "pp2-zb-h1"),
         ("pp2", "dp2-optim"),
@@ -271,6 +273,7 @@ _T5 = Family(
         recompute="recompute-full recompute-core",
     ),
     centres=("model",),
+    alike=("tp2",),
     further=[
         ("tp2", "dp2-optim"),
         ("pp2", "dp2-optim_grads"),

@@ -146,7 +146,7 @@ def compare_by_largest(x: Tensor, dtype: torch.dtype, margin: int, largest: Tens
 
 
 def blocks() -> None:
-    for shape, dtype, square, margin in itertools.product(SHAPES, TYPES, (True, False), (0, 1)):
+    for shape, dtype, (square, margin) in itertools.product(SHAPES, TYPES, ((True, 0), (False, 1))):
         x = matrix(*shape)
         x[:, :8] = 0.0
         for rows, columns in ((True, True), (True, False), (False, True)):

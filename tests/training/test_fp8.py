@@ -10,7 +10,10 @@ from support.runs import Outcome, differences, train, train_on_ranks
 
 from megatron.core import backends
 
-FLAGS = "--mock-data --eval-interval 3 --eval-iters 1 --hidden-size 32 --ffn-hidden-size 64 --fp8-format hybrid"
+FLAGS = (
+    "--mock-data --micro-batch-size 2 --eval-interval 3 --eval-iters 1 --hidden-size 32 --ffn-hidden-size 64 "
+    "--fp8-format hybrid"
+)
 DELAYED = f"{FLAGS} --fp8-amax-history-len 3 --fp8-amax-compute-algo max"
 
 

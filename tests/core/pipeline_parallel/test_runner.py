@@ -87,7 +87,8 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("world", [2, 4])
+# Parity cells have the schedules on four ranks.
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_all_schedules_compute_what_one_process_does(world: int) -> None:
     counts = (1, 3, 6)
     cases = [(count, fields) for count in counts for fields in SCHEDULES.values()]

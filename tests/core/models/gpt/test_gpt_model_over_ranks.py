@@ -194,8 +194,15 @@ def compare(
         assert len(errors) > 10 and not wrong, (rank, wrong)
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "sequence_parallel"),
+    [
+        # Cases take turns; parity cells have models of all kinds with tp2 and sp2.
+        pytest.param(case, sequence_parallel, marks=[pytest.mark.slow] * ((number + sequence_parallel) % 2))
+        for number, case in enumerate(CASES)
+        for sequence_parallel in (False, True)
+    ],
+)
 def test_equals_one_rank(case: str, sequence_parallel: bool, pool: Pool) -> None:
     size, settings, keywords = CASES[case]
     compare(pool, size, settings, keywords, sequence_parallel)
