@@ -33,7 +33,7 @@ def values_of(config: PretrainConfig) -> dict[str, str]:
     [
         "--fp16 --initial-loss-scale 1024 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
         "--bf16 --num-experts 2 --moe-router-topk 2 --recompute-granularity full --recompute-method uniform "
-        "--recompute-num-layers 1 --eval-interval 2 --num-layers 2 --mtp-num-layers 1",
+        "--recompute-num-layers 1 --eval-interval 2 --eval-iters 1 --num-layers 2 --mtp-num-layers 1",
     ],
 )
 def test_a_run_writes_nothing_into_its_config(flags: str) -> None:

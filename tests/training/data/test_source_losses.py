@@ -59,7 +59,8 @@ def test_names_of_sources(tmp_path: Path) -> None:
 @pytest.fixture
 def blend(tmp_path: Path) -> str:
     a, b, c = (write_documents(tmp_path / name, documents=100, seed=seed) for seed, name in enumerate("abc"))
-    return f"--data-path 0 {c} 3 {a} 1 {b} --train-iters 6 --log-interval 3 --eval-interval 3 --save-interval 3"
+    sources = f"--data-path 0 {c} 3 {a} 1 {b}"
+    return f"{sources} --train-iters 6 --log-interval 3 --eval-interval 3 --eval-iters 1 --save-interval 3"
 
 
 def test_metrics_of_a_run_and_of_one_that_is_resumed(

@@ -126,7 +126,9 @@ Fault = tuple[str, str, int, str]
 
 def start(folder: Path, corpus: str, fault: Fault) -> Program:
     kind, phase, rank, layout = fault
-    flags = f"--data-path {corpus} --train-iters 2 --eval-interval 2 --save {folder / 'c'} --save-interval 2"
+    flags = (
+        f"--data-path {corpus} --train-iters 2 --eval-interval 2 --eval-iters 1 --save {folder / 'c'} --save-interval 2"
+    )
     flags += f" {LAYOUTS[layout]} --hang-timeout-seconds {5 if kind == 'sleep' else 300}"
     return launch(flags, RANKS, folder, partial(pretrain_with_fault, kind, phase, rank))
 

@@ -21,7 +21,8 @@ def notes(
     flags: str, *, valid: Any = "data", test: Any = "data", whole: int | None = None, source: str = "--mock-data"
 ) -> list[str]:
     config = configure(
-        f"{TINY} {source} --train-iters 4 {flags}".split(), launch_environment=LaunchEnvironment(1, False)
+        f"{TINY} --eval-iters 1 {source} --train-iters 4 {flags}".split(),
+        launch_environment=LaunchEnvironment(1, False),
     )
     environment: Any = SimpleNamespace(groups=SimpleNamespace(size=lambda axis: 1), device=SimpleNamespace(type="cpu"))
     valid_sets = [] if whole is None else [ValidationSet(open=iter, num_samples=whole)]

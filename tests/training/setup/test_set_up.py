@@ -20,7 +20,7 @@ from megatron.training.state import TrainState
 
 
 def config_of(flags: str, ranks: int = 1) -> PretrainConfig:
-    words = f"{TINY} --mock-data {flags}".split()
+    words = f"{TINY} --eval-iters 1 --mock-data {flags}".split()
     return configure(words, launch_environment=LaunchEnvironment(ranks, False))
 
 
@@ -82,7 +82,7 @@ def test_a_blend_lasts_for_a_run_that_goes_on_with_smaller_batches(tmp_path: Pat
 def test_a_blend_of_validation_data_lasts_for_a_run_with_fewer_evaluations(tmp_path: Path) -> None:
     """A weighted blend has only the samples that are asked for. The first run has taken more than the others need."""
     first, second = (write_documents(tmp_path / name, seed=seed) for seed, name in enumerate("ab"))
-    flags = f"--train-iters 8 --data-path 1 {first} 2 {second} --split 80,10,10"
+    flags = f"--train-iters 8 --eval-iters 1 --data-path 1 {first} 2 {second} --split 80,10,10"
     train(f"{flags} --eval-interval 1 --exit-interval 6 --save {tmp_path / 'run'}")
     resumed = f"{flags} --load {tmp_path / 'run'}"
     assert len(train(f"{resumed} --eval-interval 8").validations) == 3  # after 8, and of both sets at the end
