@@ -42,7 +42,8 @@ def pretrain_and_measure() -> None:
 @pytest.mark.timeout(1800)
 def test_memory_and_files_stay_flat_over_5000_iterations(tmp_path: Path, corpus: str) -> None:
     flags = f"--data-path {corpus} --train-iters 5000 --num-workers 1 --eval-interval 500 --eval-iters 1 "
-    flags += f"--log-interval 250 --save {tmp_path / 'c'} --save-interval 500 --keep-last 2 --tensorboard-dir {tmp_path / 'board'}"
+    flags += f"--log-interval 250 --save {tmp_path / 'c'} --save-interval 500 --keep-last 2 "
+    flags += f"--tensorboard-dir {tmp_path / 'board'}"
     program = launch(flags, 0, tmp_path, pretrain_and_measure)
     assert program.exit_codes(1500) == [0], program.output(0)
     lines = [line.split()[1:] for line in program.output(0).splitlines() if line.startswith("sizes ")]
