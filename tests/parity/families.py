@@ -79,8 +79,9 @@ _PLAIN = Family(
     "dense models",
     DENSE,
     {name: choices[:1] if name == _NOT_FOR_ALL else choices for name, choices in DIMENSIONS.items()},
-    # Stages of other sizes than those of pp2, a part of optim_grads_params, another way to exchange the keys of p2p.
-    alike=("pp2-uneven", "dp2-optim_grads", "cp2-all_gather"),
+    # Stages of other sizes than those of pp2; a schedule that zb-v and further layouts with zb-h1 stand for; parts of
+    # optim_grads_params; another exchange of the keys that p2p moves.
+    alike=("pp2-uneven", "pp2-zb-h1", "dp2", "dp2-optim_grads", "cp2-all_gather"),
     further=[
         *((value.name,) for choices in FURTHER.values() for value in choices if _suits(value, DENSE)),
         ("tp2", "pp2-interleaved", "cp2-a2a"),
