@@ -1,8 +1,8 @@
 """Any layout, the same model, over nccl: the cells of tests/parity that the GPUs at hand can hold.
 
-In float32 without TF32 every number agrees with one process in float64 to 1e-5; in bfloat16 losses stay within 0.01 of
-those of one GPU over 20 steps. Cells of two ranks need two GPUs, those of four need four, unless ranks may share a GPU
-(support/gpus.py); a cell that is left out says how many it needs.
+In float32 without TF32 every number agrees with one process in float64 to 1e-5, or to twice the error of one process in
+float32; in bfloat16 losses stay within 0.01 of those of one GPU over 20 steps. Cells of two ranks need two GPUs, those
+of four need four, unless ranks may share a GPU (support/gpus.py); a cell that is left out says how many it needs.
 """
 
 import multiprocessing
@@ -63,10 +63,11 @@ def test_float32(gpus: Pool, cell: Cell) -> None:
     expected = reference(cell.model, cell.per_token, rows=cell.rows, lr=LR, layers=cell.layers)
     found = judge(expected, ranks, to_the_bit=False)
     if found.beyond(1e-5):
-        # Gradients of a recurrence's few parameters are sums over all tokens that mostly cancel: one process in float32
-        # is 2e-5 to 4e-5 from float64 as well, on CPUs too. The layout may not add to that.
+        # Some gradients are sums over all tokens that mostly cancel: one process in float32 is 2e-5 to 9e-5 from
+        # float64 in a recurrence's few parameters, and 9e-6 in gemma's norms of keys, on CPUs too. A layout sums in
+        # another order, so it may have twice that.
         alone = judge(expected, trained(gpus, cell.alone, 3, FLOAT32), to_the_bit=False)
-        assert cell.model.name.startswith(RECURRENT) and alone.largest < 1e-4
+        assert alone.largest < (1e-4 if cell.model.name.startswith(RECURRENT) else 1e-5)
         assert not found.beyond(max(1e-5, 2 * alone.largest))
 
 
