@@ -66,8 +66,8 @@ class StepFloor:
     found: Sequence[Timed]
     """The operations of this rank."""
     ranks: Sequence[Mapping[str, Any]]
-    """Of each rank: the milliseconds of its `parts`, its `flops` in a step, the bytes per millisecond of its `rates`,
-    and by kind of communication [calls, bytes sent, milliseconds] of its `communication`."""
+    """For each rank: milliseconds by part (`parts`), FLOPs of a step (`flops`), bytes per millisecond (`rates`), and by
+    kind of communication [calls, bytes sent, milliseconds] (`communication`)."""
     rank: int
     model_flops: float
 

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -11,14 +11,18 @@ from megatron.core.exceptions import UserError
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.tokenizer import TokenizerConfig
 from megatron.training.conversion.model_folder import read_json
+from megatron.training.tokenizer.bert_wordpiece import BertWordPieceTokenizer
 from megatron.training.tokenizer.build import build_tokenizer
 from megatron.training.tokenizer.gpt2_bpe import END_OF_TEXT, GPT2BPETokenizer
 from megatron.training.tokenizer.huggingface import HuggingFaceTokenizer
 
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 VOCAB, MERGES = "vocab.json", "merges.txt"
+WORD_PIECES = "vocab.txt"
 _GPT2_CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast")
 """Classes of transformers for the files of GPT-2's tokenizer."""
+_BERT_CLASSES = ("BertTokenizer", "BertTokenizerFast")
+"""Classes of transformers for the file of BERT's tokenizer."""
 
 _TOKENIZER_FILES = (
     TOKENIZER,
@@ -27,6 +31,7 @@ _TOKENIZER_FILES = (
     "added_tokens.json",
     VOCAB,
     MERGES,
+    WORD_PIECES,
     "tokenizer.model",
     "chat_template.jinja",
 )
@@ -59,7 +64,12 @@ def tokenizer_flags(folder: Path, vocab_size: int, place: Path, log: Log) -> lis
     if (folder / TOKENIZER).is_file():
         file, ids = TOKENIZER, HuggingFaceTokenizer(str(folder), False).vocab_size
         words = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(place)]
-    elif _has_gpt2_tokenizer(folder):
+    elif _has_tokenizer_of(_BERT_CLASSES, folder, WORD_PIECES):
+        lower_case = read_json(folder / TOKENIZER_CONFIG).get("do_lower_case", True)
+        file, ids = WORD_PIECES, BertWordPieceTokenizer(str(folder / WORD_PIECES), lower_case).vocab_size
+        words = ["--tokenizer-type", f"BertWordPiece{'LowerCase' if lower_case else 'Case'}"]
+        words += ["--vocab-file", str(place / WORD_PIECES)]
+    elif _has_tokenizer_of(_GPT2_CLASSES, folder, VOCAB, MERGES):
         file, ids = VOCAB, GPT2BPETokenizer(str(folder / VOCAB), str(folder / MERGES)).vocab_size
         words = ["--tokenizer-type", "GPT2BPETokenizer"]
         words += ["--vocab-file", str(place / VOCAB), "--merge-file", str(place / MERGES)]
@@ -72,11 +82,12 @@ def tokenizer_flags(folder: Path, vocab_size: int, place: Path, log: Log) -> lis
     return [*words, *(["--vocab-size", str(vocab_size)] if vocab_size > ids else [])]
 
 
-def _has_gpt2_tokenizer(folder: Path) -> bool:
-    """Whether a folder has the files of GPT-2's tokenizer, without a tokenizer.json, and says that they are its."""
-    if not all((folder / name).is_file() for name in (VOCAB, MERGES, TOKENIZER_CONFIG)):
+def _has_tokenizer_of(classes: Sequence[str], folder: Path, *names: str) -> bool:
+    """Whether a folder has these files of a tokenizer, without a tokenizer.json, and says that it is one of `classes`
+    of transformers."""
+    if not all((folder / name).is_file() for name in (*names, TOKENIZER_CONFIG)):
         return False
-    return read_json(folder / TOKENIZER_CONFIG).get("tokenizer_class") in _GPT2_CLASSES
+    return read_json(folder / TOKENIZER_CONFIG).get("tokenizer_class") in classes
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -129,6 +140,8 @@ def writer_of_tokenizer(flags: TokenizerConfig, folder: Path | None, log: Log) -
         vocab, merges = Path(flags.vocab_file or ""), Path(flags.merge_file or "")
         if vocab.is_file() and merges.is_file():
             return partial(_write_gpt2_tokenizer, vocab, merges)
+    elif flags.family.startswith("BertWordPiece") and Path(flags.vocab_file or "").is_file():
+        return partial(_write_bert_tokenizer, flags)
     if flags.family != "NullTokenizer":
         log(
             f"the files of the run's {flags.family} are gone, or transformers cannot read them: the export "
@@ -148,4 +161,16 @@ def _write_gpt2_tokenizer(vocab_file: Path, merge_file: Path, target: Path) -> N
     shutil.copyfile(merge_file, target / MERGES)
     roles = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
     content = {"tokenizer_class": _GPT2_CLASSES[0], **roles, "add_prefix_space": False}
+    (target / TOKENIZER_CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_bert_tokenizer(flags: TokenizerConfig, target: Path) -> None:
+    """Writes the file of a BertWordPieceTokenizer into a folder, with the tokens that it adds, such that transformers
+    reads it as BERT's tokenizer with the same ids. That one puts [CLS] and [SEP] around a text, and finds special
+    tokens in texts."""
+    assert flags.vocab_file is not None
+    lower_case = flags.family == "BertWordPieceLowerCase"
+    tokens = BertWordPieceTokenizer(flags.vocab_file, lower_case, flags.vocab_extra_ids).inv_vocab.values()
+    (target / WORD_PIECES).write_text("".join(f"{token}\n" for token in tokens), encoding="utf-8")
+    content = {"tokenizer_class": _BERT_CLASSES[0], "do_lower_case": lower_case, "strip_accents": lower_case}
     (target / TOKENIZER_CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

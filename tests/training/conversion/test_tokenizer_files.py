@@ -9,9 +9,16 @@ from training.conversion.test_against_transformers import quiet
 from training.conversion.test_importing import TOKENIZER
 
 from megatron.core.exceptions import UserError
+from megatron.training.config.tokenizer import TokenizerConfig
 from megatron.training.conversion.exporting import export_model
 from megatron.training.conversion.importing import import_model
-from megatron.training.conversion.tokenizer_files import copy_tokenizer, special_ids, tokenizer_flags
+from megatron.training.conversion.tokenizer_files import (
+    copy_tokenizer,
+    special_ids,
+    tokenizer_flags,
+    writer_of_tokenizer,
+)
+from megatron.training.tokenizer.build import build_tokenizer
 from megatron.training.tokenizer.gpt2_bpe import GPT2BPETokenizer
 from megatron.training.trained_model import config_for_one_process
 from pretrain_gpt import build_model
@@ -49,6 +56,39 @@ def test_a_gpt2_tokenizer_goes_to_transformers_and_back(tmp_path: Path) -> None:
     again = tmp_path / "again" / "tokenizer"
     words = ["GPT2BPETokenizer", "--vocab-file", str(again / "vocab.json"), "--merge-file", str(again / "merges.txt")]
     assert done.flags[-5:] == words and (again / "merges.txt").is_file()
+
+
+@pytest.mark.parametrize("kind", ["LowerCase", "Case"])
+def test_a_bert_tokenizer_goes_to_transformers_and_back(tmp_path: Path, kind: str) -> None:
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    letters = [prefix + letter for letter in "abcdefghijklmnopqrstuvwxyzIéà0123456789',.-" for prefix in ("", "##")]
+    vocab = tmp_path / "vocab.txt"
+    vocab.write_text("\n".join([*special, *letters, "word", "##ds", "it"]) + "\n")
+    flags = TokenizerConfig(tokenizer_type=f"BertWordPiece{kind}", vocab_file=str(vocab), vocab_extra_ids=2)
+    ours, folder = build_tokenizer(flags), tmp_path / "theirs"
+    folder.mkdir()
+    writer_of_tokenizer(flags, None, quiet)(folder)
+    (folder / "config.json").write_text('{"model_type": "bert"}')
+
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    ids = theirs(TEXT, add_special_tokens=False).input_ids
+    assert ids == ours.tokenize(TEXT) and ours.vocab["[UNK]"] not in ids
+    assert ids != build_tokenizer(
+        TokenizerConfig(tokenizer_type=f"BertWordPiece{other(kind)}", vocab_file=str(vocab))
+    ).tokenize(TEXT)
+    assert theirs(TEXT).input_ids == [ours.cls, *ids, ours.sep] and theirs.get_vocab() == ours.vocab
+
+    place = tmp_path / "again"
+    words = tokenizer_flags(folder, len(ours.vocab) + 3, place, quiet)
+    assert copy_tokenizer(folder, place) == ["tokenizer_config.json", "vocab.txt"]
+    assert words[:4] == ["--tokenizer-type", f"BertWordPiece{kind}", "--vocab-file", str(place / "vocab.txt")]
+    again = build_tokenizer(TokenizerConfig(tokenizer_type=words[1], vocab_file=words[3]))
+    assert again.vocab == ours.vocab and words[4:] == ["--vocab-size", str(len(ours.vocab) + 3)]
+
+
+def other(kind: str) -> str:
+    return "Case" if kind == "LowerCase" else "LowerCase"
 
 
 def test_files_of_another_slow_tokenizer_are_not_read_as_gpt2s(tmp_path: Path) -> None:
