@@ -94,8 +94,8 @@ EXPERTS = [
         "no-router-gradient-of-own-tokens",
         "the router gets no gradient from the experts' results for tokens that a rank keeps",
         "core/transformer/moe/flex_dispatcher.py",
-        "at.weights_of(self.routing, copies, choice), groups)",
-        "at.weights_of(self.routing, copies, choice).detach(), groups)",
+        "at.weights_of(self.routing.weights, copies, choice), groups)",
+        "at.weights_of(self.routing.weights, copies, choice).detach(), groups)",
         "moe-aux/dp2-optim+ep2-own/default",
     ),
     Mutation(
