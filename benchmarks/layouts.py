@@ -116,6 +116,7 @@ LAYOUTS: Mapping[str, Layout] = {
     ),
     **{f"cp{gpus}": Layout(gpus, f"--context-parallel-size {gpus} {_DATA}") for gpus in (2, 4, 8)},
     **{name: layout for gpus in (2, 4, 8) for name, layout in _expert_layouts(gpus).items()},
+    "mb8": Layout(1, _WIDE),
     "ep2-mb8": _expert_parallel(2, f"{_GATHERED} {_PLACED} {_WIDE}", _WIDE),
     "zero3": Layout(4, f"{_ZERO3} {_BOTH}", reference="dp4"),
     "hsdp": Layout(
