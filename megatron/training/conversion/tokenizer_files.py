@@ -66,7 +66,12 @@ def tokenizer_flags(folder: Path, vocab_size: int, place: Path, log: Log) -> lis
         words = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(place)]
     elif _has_tokenizer_of(_BERT_CLASSES, folder, WORD_PIECES):
         lower_case = read_json(folder / TOKENIZER_CONFIG).get("do_lower_case", True)
-        file, ids = WORD_PIECES, BertWordPieceTokenizer(str(folder / WORD_PIECES), lower_case).vocab_size
+        try:
+            _check_words(folder, lower_case)
+            file, ids = WORD_PIECES, BertWordPieceTokenizer(str(folder / WORD_PIECES), lower_case).vocab_size
+        except UserError as error:
+            log(f"the flags name NullTokenizer, for which text is token ids: {error}")
+            return null
         words = ["--tokenizer-type", f"BertWordPiece{'LowerCase' if lower_case else 'Case'}"]
         words += ["--vocab-file", str(place / WORD_PIECES)]
     elif _has_tokenizer_of(_GPT2_CLASSES, folder, VOCAB, MERGES):
@@ -88,6 +93,14 @@ def _has_tokenizer_of(classes: Sequence[str], folder: Path, *names: str) -> bool
     if not all((folder / name).is_file() for name in (*names, TOKENIZER_CONFIG)):
         return False
     return read_json(folder / TOKENIZER_CONFIG).get("tokenizer_class") in classes
+
+
+def _check_words(folder: Path, lower_case: bool) -> None:
+    """Raises UserError if BERT's tokenizer of this folder cuts a text into other words than ours."""
+    expected = {"strip_accents": lower_case, "tokenize_chinese_chars": True}
+    for key, value in read_json(folder / TOKENIZER_CONFIG).items():
+        if key in expected and value not in (None, expected[key]):
+            raise UserError(f"{folder / TOKENIZER_CONFIG}: {key} is {value}, and ours has {expected[key]} only")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -87,6 +87,25 @@ def test_a_bert_tokenizer_goes_to_transformers_and_back(tmp_path: Path, kind: st
     assert again.vocab == ours.vocab and words[4:] == ["--vocab-size", str(len(ours.vocab) + 3)]
 
 
+@pytest.mark.parametrize(
+    ("settings", "lines", "reason"),
+    [
+        ({}, ["[PAD]", "a", "a"], "vocab.txt:3: 'a' is also in line 2"),
+        ({"strip_accents": False}, ["[PAD]"], "strip_accents is False, and ours has True only"),
+        ({"tokenize_chinese_chars": False}, ["[PAD]"], "tokenize_chinese_chars is False, and ours has True only"),
+    ],
+)
+def test_word_pieces_that_ours_cannot_be(
+    tmp_path: Path, settings: dict[str, bool], lines: list[str], reason: str
+) -> None:
+    """The model is imported nevertheless."""
+    (tmp_path / "vocab.txt").write_text("\n".join(lines))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "BertTokenizer", **settings}))
+    said: list[str] = []
+    assert tokenizer_flags(tmp_path, 1000, tmp_path, said.append)[1] == "NullTokenizer"
+    assert len(said) == 1 and reason in said[0]
+
+
 def other(kind: str) -> str:
     return "Case" if kind == "LowerCase" else "LowerCase"
 
