@@ -72,7 +72,7 @@ from megatron.core.ops.fp8.weight_blocks import WeightKernels, cast_blocks, larg
 from megatron.core.ops.head_loss import head_loss
 from megatron.core.ops.linear import linear, sum_rows
 from megatron.core.ops.moe.grouped_linear import accumulate_grouped_product, grouped_bias, grouped_linear
-from megatron.core.ops.moe.permute import ChoiceNumbers, permute, unpermute
+from megatron.core.ops.moe.permute import ChoiceNumbers, permute, put_tokens, sum_rows_and_addends, unpermute
 from megatron.core.ops.moe.routing import balance_sums, best, choose_experts, count_experts
 from megatron.core.ops.moe.weighted_activation import weighted_activation
 from megatron.core.ops.norm import layer_norm, layer_norm_with_residual, rms_norm, rms_norm_with_residual
@@ -129,6 +129,8 @@ class Backend:
     number_choices: Callable[[Tensor, int], ChoiceNumbers] = ChoiceNumbers
     permute: Callable[..., Tensor] = permute
     unpermute: Callable[..., Tensor] = unpermute
+    put_tokens: Callable[[Tensor, Tensor, Tensor], None] = put_tokens
+    sum_rows_and_addends: Callable[..., Tensor] = sum_rows_and_addends
     weighted_activation: Callable[..., Tensor] = weighted_activation
     attention: Mapping[AttnBackend, tuple[AttentionKernel, ...]] = field(default_factory=lambda: CANDIDATES)
     """Attention kernels for each value of `attention_backend`, in order of preference. A layer uses the first kernel
@@ -209,6 +211,7 @@ _SUBJECTS = {
     **dict.fromkeys(("cross_entropy", "head_loss"), "losses"),
     **dict.fromkeys(("best", "choose_experts", "count_experts", "balance_sums", "number_choices"), "experts"),
     **dict.fromkeys(("grouped_linear", "grouped_bias", "permute", "unpermute"), "experts"),
+    **dict.fromkeys(("put_tokens", "sum_rows_and_addends"), "experts"),
     "embedding": "embeddings",
     **dict.fromkeys(("split_heads", "merge_block", "max_attention_logits"), "attention"),
     "linear": "biases",
@@ -300,7 +303,13 @@ def triton_backend() -> Backend | None:
             grouped_bias_cuda,
             grouped_linear_cuda,
         )
-        from megatron.core.ops.moe.permute_triton import ChoiceNumbersTriton, permute_triton, unpermute_triton
+        from megatron.core.ops.moe.permute_triton import (
+            ChoiceNumbersTriton,
+            permute_triton,
+            put_tokens_triton,
+            sum_rows_and_addends_triton,
+            unpermute_triton,
+        )
         from megatron.core.ops.moe.routing_triton import (
             balance_sums_triton,
             best_triton,
@@ -370,6 +379,8 @@ def triton_backend() -> Backend | None:
         number_choices=ByDevice(cpu=ChoiceNumbers, cuda=ChoiceNumbersTriton),
         permute=ByDevice(cpu=permute, cuda=permute_triton),
         unpermute=ByDevice(cpu=unpermute, cuda=unpermute_triton),
+        put_tokens=ByDevice(cpu=put_tokens, cuda=put_tokens_triton),
+        sum_rows_and_addends=ByDevice(cpu=sum_rows_and_addends, cuda=sum_rows_and_addends_triton),
         weighted_activation=ByDevice(cpu=weighted_activation, cuda=weighted_activation_triton),
         sum_rows=ByDevice(cpu=sum_rows, cuda=sum_rows_triton),
         fp8_kernels=Fp8Kernels(

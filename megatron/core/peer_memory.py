@@ -106,7 +106,7 @@ def _on_all_ranks(group: ProcessGroup, device: torch.device) -> Iterator[None]:
         failure = str(error).splitlines()[0]
     if not holds_on_all_ranks(not failure, group, device):
         raise UserError(
-            "--tp-comm-overlap-transport or --moe-flex-transport symmetric-memory: GPUs of a group cannot share "
+            "--tp-comm-overlap-transport or --moe-dispatcher-transport symmetric-memory: GPUs of a group cannot share "
             f"memory ({failure or 'another rank says why'}); process-group works between all GPUs"
         )
 

@@ -32,11 +32,14 @@ pytestmark = [
     pytest.mark.gpu,
     two_ranks,
 ]
+ALLGATHER: dict[str, Any] = {"moe_token_dispatcher_type": "allgather"}
 FLEX: dict[str, Any] = {"moe_token_dispatcher_type": "flex"}
-OWN, PEERS = {"moe_local_token_overlap": True}, {"moe_flex_transport": "symmetric-memory"}
+OWN, PEERS = {"moe_local_token_overlap": True}, {"moe_dispatcher_transport": "symmetric-memory"}
 WAYS: dict[str, dict[str, Any]] = {
     "alltoall": {"moe_token_dispatcher_type": "alltoall"},
-    "allgather": {"moe_token_dispatcher_type": "allgather"},
+    "allgather": ALLGATHER,
+    "allgather, own tokens apart": {**ALLGATHER, **OWN},
+    "allgather, own tokens apart, symmetric memory": {**ALLGATHER, **OWN, **PEERS},
     "flex": FLEX,
     "flex, own tokens apart": {**FLEX, **OWN},
     "flex, symmetric memory": {**FLEX, **PEERS},

@@ -57,13 +57,18 @@ def test_products_with_specialised_warps_agree_with_float64() -> None:
 
 
 @pytest.mark.usefixtures("hopper")
+def test_products_part_after_part_have_the_bits_of_one_product() -> None:
+    expert_kernels.specialized_products_of_parts()
+
+
+@pytest.mark.usefixtures("hopper")
 def test_specialised_warps_compute_products_of_whole_stages_of_channels(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[int, bool]] = []
     compute = grouped_product_specialized_triton.grouped_product_specialized
 
-    def noted(rows: Tensor, weight: Tensor, groups: RowGroups, transposed: bool) -> Tensor:
+    def noted(output: Tensor, rows: Tensor, weight: Tensor, bounds: tuple[Tensor, Tensor], transposed: bool) -> None:
         calls.append((rows.shape[1], transposed))
-        return compute(rows, weight, groups, transposed)
+        compute(output, rows, weight, bounds, transposed)
 
     monkeypatch.setattr(grouped_product_specialized_triton, "grouped_product_specialized", noted)
     sizes = [70, 0, 1, 130]

@@ -327,6 +327,35 @@ def specialized_products() -> None:
     specialized_product_of_many_experts()
 
 
+def specialized_products_of_parts() -> None:
+    """Checks that products part after part have the bits of one product, and read no rows of other parts. Experts and
+    parts without rows are among them."""
+    from megatron.core.ops.moe.grouped_linear import PartSteps
+    from megatron.core.ops.moe.grouped_linear_triton import CUDA_PRODUCTS
+
+    by_source = torch.tensor([[1, 130, 0], [0, 0, 0], [64, 3, 200], [0, 0, 129], [5, 0, 1]], device=DEVICE)
+    groups = RowGroups(by_source.sum(1), by_source=by_source)
+    number = int(by_source.sum())
+    rows = values(number, 192, dtype=torch.bfloat16)
+    weight = values(5, 328, 192, dtype=torch.bfloat16, seed=1)
+    whole = CUDA_PRODUCTS.rows(rows, weight, groups, True)
+    source_of = torch.arange(3, device=DEVICE).repeat(5).repeat_interleave(by_source.flatten())
+    arrived = torch.full_like(rows, float("nan"))
+
+    def before(source: int, inputs: Tensor) -> None:
+        inputs[source_of == source] = rows[source_of == source]
+
+    ended: list[tuple[int, bool]] = []
+
+    def after(source: int, outputs: Tensor) -> None:
+        mine = source_of == source
+        ended.append((source, torch.equal(outputs[mine], whole[mine])))
+
+    steps = PartSteps([2, 0, 1], groups.bounds_by_source, before, after)
+    found = CUDA_PRODUCTS.in_steps(arrived, weight, True, steps)
+    assert torch.equal(found, whole) and ended == [(2, True), (0, True), (1, True)]
+
+
 def specialized_product_of_many_experts() -> None:
     multiplied((3, 0, 200) * 80, 64, 256, True)
 
@@ -342,8 +371,9 @@ def multiplied(sizes: tuple[int, ...], channels: int, width: int, transposed: bo
     shape = (width, channels) if transposed else (channels, width)
     weight = values(len(sizes), *shape, dtype=torch.bfloat16, seed=1)
     assert specialized.takes(rows, weight)
-    found = specialized.grouped_product_specialized(rows, weight, groups, transposed)
-    assert found.dtype is torch.bfloat16 and found.shape == (number + behind, width)
+    found = rows.new_full((number + behind, width), 7.0)
+    specialized.grouped_product_specialized(found, rows, weight, groups.bounds, transposed)
+    assert bool((found[number:] == 7.0).all())
     for part, left, right in zip(found[:number].split(sizes), rows[:number].split(sizes), weight, strict=True):
         exact = left.double() @ (right.t() if transposed else right).double()
         # Rounding to bf16, and sums in float32 that are rounded less than their numbers are large.

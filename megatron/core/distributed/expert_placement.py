@@ -21,6 +21,7 @@ so that gradients and weights keep their place in a rank's buffers. In a step, a
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -35,7 +36,7 @@ from megatron.core.collectives import (
     group_size,
     start_all_to_all_rows,
 )
-from megatron.core.ops.moe.grouped_linear import RowGroups
+from megatron.core.ops.moe.grouped_linear import Bounds, RowGroups
 from megatron.core.parameters import main_grad_accumulator
 from megatron.core.utils.torch_private import foreach_copy_
 
@@ -56,6 +57,8 @@ def balanced_homes(rows: Sequence[Sequence[int]]) -> Homes:
     while True:
         full, empty = totals.index(max(totals)), totals.index(min(totals))
         gap = totals[full] - totals[empty]
+        if gap <= 2 * least:  # no swap takes more than half of it
+            return homes
         moved = [a - b for a, b in zip(load[full], load[empty], strict=True)]
         slot = min(range(len(moved)), key=lambda i: abs(gap - 2 * moved[i]))
         if min(moved[slot], gap - moved[slot]) <= least:
@@ -84,6 +87,10 @@ class ExpertPositions:
     groups: RowGroups | None = None
     """These rows by slot. None: not counted."""
 
+    bounds_at_home: Bounds | None = None
+    """Where the rows of each rank begin and end in each slot if the rows of swapped experts are left out, and these
+    rows of all ranks as one more part: two int32 [ranks + 1, slots]. None: not counted, or nothing is swapped."""
+
     def not_counted(self) -> "ExpertPositions":
         """Returns the positions for another micro-batch."""
         return ExpertPositions(self.position, self.expert)
@@ -92,6 +99,56 @@ class ExpertPositions:
         """Returns the index of the experts that a rank with this number of slots computes."""
         own = slice(rank * slots, (rank + 1) * slots)
         return own if self.expert is None else self.expert[own]
+
+
+class _PositionTable:
+    """Positions on the host and on the device, in memory that each step uses again. Nothing waits for the device, and
+    one copy brings everything there: the host is late when it knows the counts, because the experts wait for it."""
+
+    def __init__(self, shape: tuple[int, ...], slots: int, rank: int, device: torch.device) -> None:
+        """`shape`: that of the counts, [ranks, experts]."""
+        ranks, experts = shape
+        self._own, self._every = slice(rank * slots, (rank + 1) * slots), np.arange(experts)
+        sizes = [experts, experts, ranks * experts, experts, slots, slots, ranks * slots, (ranks + 1) * slots]
+        self._host = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._device = torch.empty(sum(sizes), dtype=torch.int64, device=device)
+
+        def views(memory: Tensor) -> list[Tensor]:
+            *numbers, of_slots, by_source, at_home = memory.split(sizes)
+            numbers[2] = numbers[2].view(ranks, experts)
+            bounds = (edges.view(torch.int32) for edges in (of_slots, by_source, at_home))
+            return [*numbers, *(edges.view(2, -1, slots) for edges in bounds)]
+
+        self._on_device, self._on_host = views(self._device), views(self._host)
+        self._arrays = [tensor.numpy() for tensor in self._on_host]
+        self._at_home = np.arange(experts)[self._own]
+        self._edges = np.zeros(slots * ranks + 1, dtype=np.int64)
+        """Where the rows of each slot and source begin, and the end of all."""
+
+    def filled(self, homes: Homes, counts: np.ndarray) -> ExpertPositions:
+        """Returns the positions for homes [ranks][slots], given the counts [ranks, experts]. All positions that were
+        returned before become invalid."""
+        position, expert, of_ranks, first, count, of_slots, by_source, at_home = self._arrays
+        slots, ranks, edges = len(homes[0]), counts.shape[0], self._edges
+        bounds = of_slots[:, 0]
+        expert[:] = [home * slots + slot for own in homes for slot, home in enumerate(own)]
+        position[expert] = self._every
+        counts.take(expert, 1, of_ranks)
+        of_ranks[:, self._own].T.reshape(-1).cumsum(out=edges[1:])
+        bounds[0], bounds[1] = edges[:-1:ranks], edges[ranks::ranks]
+        by_source[0], by_source[1] = edges[:-1].reshape(slots, ranks).T, edges[1:].reshape(slots, ranks).T
+        first.fill(-1)
+        first[expert[self._own]] = bounds[0]
+        count[:] = bounds[1] - bounds[0]
+        swapped = expert[self._own] != self._at_home
+        if swapped.any():
+            at_home[0, :-1], at_home[1, :-1] = by_source[0], np.where(swapped, by_source[0], by_source[1])
+            at_home[0, -1], at_home[1, -1] = bounds[0], np.where(swapped, bounds[1], bounds[0])
+        self._device.copy_(self._host, non_blocking=True)
+        there = self._on_device
+        groups = RowGroups(there[4], count.tolist(), derived={"bounds": there[5][:, 0], "bounds by source": there[6]})
+        left_out = (there[7][0], there[7][1]) if swapped.any() else None
+        return ExpertPositions(there[0], there[1], (there[2], self._on_host[2]), there[3], groups, left_out)
 
 
 class _RankCounts:
@@ -156,6 +213,7 @@ class ExpertPlacement:
         self._planned: Homes | None = None
         """The swaps that have not started yet."""
         self._positions = ExpertPositions()
+        self._table: _PositionTable | None = None
         self._moves: _Moves | None = None
         self._arriving: Pending | None = None
         self._home_weights: Tensor | None = None
@@ -181,33 +239,12 @@ class ExpertPlacement:
             self._counted = None
             counts = counted.on_host.wait().numpy()  # [ranks, experts]
             homes = balanced_homes(counts.sum(0).reshape(self.ranks, -1).tolist())
-            self._positions = self._positions_of(homes, counts, counted.device)
+            if self._table is None:
+                self._table = _PositionTable(counts.shape, self.num_experts // self.ranks, self.rank, counted.device)
+            self._positions = self._table.filled(homes, counts)
             if any(home != rank for rank, own in enumerate(homes) for home in own):
                 self._planned = homes
         return self._positions
-
-    def _positions_of(self, homes: Homes, counts: np.ndarray, device: torch.device) -> ExpertPositions:
-        """Computes on the host and copies the result to the device at once. Does not wait for it."""
-        slots, (ranks, experts) = len(homes[0]), counts.shape
-        expert = [home * slots + slot for own in homes for slot, home in enumerate(own)]
-        here = expert[self.rank * slots : (self.rank + 1) * slots]
-        rows = counts.sum(0)[here]
-        ends = rows.cumsum()
-        sizes = [experts, experts, ranks * experts, experts, slots, (slots + 1) // 2]
-        on_host = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
-        parts = on_host.split(sizes)
-        position, expert_in, of_ranks, first, count, end = (part.numpy() for part in parts)
-        expert_in[:] = expert
-        position[expert] = np.arange(experts)
-        counts.take(expert, 1, of_ranks.reshape(counts.shape))
-        first.fill(-1)
-        first[here] = ends - rows
-        count[:] = rows
-        end.view(np.int32)[:slots] = ends
-        there = on_host.to(device, non_blocking=True).split(sizes)
-        groups = RowGroups(there[4], rows.tolist(), derived={"ends": there[5].view(torch.int32)[:slots]})
-        both = there[2].view(counts.shape), parts[2].view(counts.shape)
-        return ExpertPositions(there[0], there[1], both, there[3], groups)
 
     def start_swap(self) -> None:
         """Starts to send the weights of experts that other ranks compute, if swaps are planned and have not started."""
@@ -260,6 +297,56 @@ class ExpertPlacement:
     def _gradients(self) -> list[Tensor]:
         found = [main_grad_accumulator(parameter) for parameter in self._parameters]
         return [main_grad.gradient for main_grad in found if main_grad is not None]
+
+
+class Placement(Protocol):
+    """Where the experts of a layer are for one micro-batch."""
+
+    def positions(self) -> ExpertPositions:
+        """Returns where the experts are. The host may wait for counts."""
+
+    def start_swap(self) -> None:
+        """Starts to bring the weights of this rank's experts, if they are not there."""
+
+    def finish_swap(self) -> None:
+        """Lets later kernels of the current stream compute with them."""
+
+
+class AtHome:
+    """All experts are always at home."""
+
+    def positions(self) -> ExpertPositions:
+        """Returns the positions of experts at home."""
+        return ExpertPositions()
+
+    def start_swap(self) -> None:
+        """Does nothing."""
+
+    def finish_swap(self) -> None:
+        """Does nothing."""
+
+
+AT_HOME = AtHome()
+
+
+class MicroBatchPlacement:
+    """The placement of a layer for one micro-batch of a step. The first micro-batch plans the swaps."""
+
+    def __init__(self, placement: ExpertPlacement, counted: _RankCounts | None) -> None:
+        """`counted`: the result of `ExpertPlacement.start_count` for this micro-batch, if it was called."""
+        self._placement, self._counted = placement, counted
+
+    def positions(self) -> ExpertPositions:
+        """Returns where the experts are. The host waits for the counts of the step's first micro-batch."""
+        return self._placement.positions(self._counted)
+
+    def start_swap(self) -> None:
+        """Starts to send the weights of swapped experts."""
+        self._placement.start_swap()
+
+    def finish_swap(self) -> None:
+        """Puts the weights that arrive into their slots."""
+        self._placement.finish_swap()
 
 
 class PlacementSteps:

@@ -1,5 +1,9 @@
 """Sizes of tiles and grids, computed on the host. Triton has functions of the same names that kernels can call too, and
-a call of those costs the host microseconds, several times for each launch."""
+a call of those costs the host microseconds, several times for each launch. So does a question about a GPU."""
+
+import functools
+
+import torch
 
 
 def cdiv(count: int, size: int) -> int:
@@ -10,3 +14,9 @@ def cdiv(count: int, size: int) -> int:
 def next_power_of_2(count: int) -> int:
     """Returns the smallest power of two that is not less than `count`; 0 for 0."""
     return 1 << (count - 1).bit_length() if count else 0
+
+
+@functools.cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """Returns the compute capability of a GPU."""
+    return torch.cuda.get_device_capability(device)

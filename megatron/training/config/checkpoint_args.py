@@ -22,7 +22,7 @@ _NOT_TAKEN = (
     "moe_token_dispatcher_type",
     "moe_local_token_overlap",
     "moe_balanced_expert_placement",
-    "moe_flex_transport",
+    "moe_dispatcher_transport",
     "moe_grouped_gemm",
 )
 """Fields of these sections that do not change the computed function, and may not go with the run's layout."""

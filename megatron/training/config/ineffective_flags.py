@@ -184,7 +184,10 @@ def _experts(s: Settings) -> Iterator[str]:
 
 
 def _expert_overlap(s: Settings) -> Iterator[str]:
-    if s.num_moe_experts is None or s.expert_model_parallel_size > 1:
+    if s.num_moe_experts is None:
+        return
+    if s.expert_model_parallel_size > 1:
+        yield from _local_tokens(s)
         return
     nothing_to_hide = "has no effect with {expert_model_parallel_size}: tokens are not sent to other ranks"
     if s.moe_shared_expert_overlap and s.moe_shared_expert_intermediate_size is not None:
@@ -201,6 +204,23 @@ def _expert_overlap(s: Settings) -> Iterator[str]:
         yield (
             f"{{overlap_moe_expert_parallel_comm}}: {nothing_to_hide}, and one more micro-batch's activations are kept"
         )
+
+
+def _local_tokens(s: Settings) -> Iterator[str]:
+    dispatcher = s.moe_token_dispatcher_type
+    if s.moe_local_token_overlap:
+        if dispatcher == "alltoall":
+            yield "{moe_local_token_overlap}: has no effect with {moe_token_dispatcher_type}; use flex or allgather"
+        elif dispatcher == "allgather" and s.fp8 is not None:
+            yield "{moe_local_token_overlap}: has no effect with {fp8} and {moe_token_dispatcher_type}; use flex"
+    if s.moe_dispatcher_transport == "symmetric-memory":
+        if dispatcher == "alltoall":
+            yield "{moe_dispatcher_transport}: has no effect with {moe_token_dispatcher_type}; use flex or allgather"
+        elif dispatcher == "allgather" and not s.moe_local_token_overlap:
+            yield (
+                "{moe_dispatcher_transport}: has no effect with {moe_token_dispatcher_type} without "
+                "{moe_local_token_overlap:name}"
+            )
 
 
 def _data(s: Settings) -> Iterator[str]:

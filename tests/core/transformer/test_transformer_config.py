@@ -55,7 +55,7 @@ OURS = {"seed", "fp64", "pipeline_schedule", "num_encoder_layers", "pipeline_mod
     "mtp_detach_heads",
     "mtp_use_repeated_layer",
     "tp_comm_overlap_transport",
-    "moe_flex_transport",
+    "moe_dispatcher_transport",
 }
 MODEL_OPTIONS = {field.name for cls in (PositionConfig,) for field in dataclasses.fields(cls)} | {
     "norm_placement",

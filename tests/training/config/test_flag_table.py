@@ -52,6 +52,7 @@ OURS = {
     "--loss-chunk-size",
     "--moe-local-token-overlap",
     "--moe-balanced-expert-placement",
+    "--moe-dispatcher-transport",
     "--moe-flex-transport",
     "--bert-num-tokentypes",
     "--t5-no-head-bias",

@@ -172,7 +172,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     ),
     "moe_local_token_overlap": ("--moe-token-dispatcher-type flex --moe-local-token-overlap",),
     "moe_balanced_expert_placement": ("--moe-grouped-gemm --moe-balanced-expert-placement",),
-    "moe_flex_transport": ("--moe-token-dispatcher-type flex --moe-flex-transport process-group",),
+    "moe_dispatcher_transport": ("--moe-token-dispatcher-type flex --moe-dispatcher-transport process-group",),
     "moe_token_drop_policy": ("--moe-expert-capacity-factor 0.5 --moe-token-drop-policy position",),
     "moe_upcycling_granularity": ("--moe-use-upcycling --load somewhere --moe-upcycling-granularity 1",),
     "moe_use_upcycling": ("--moe-use-upcycling --load somewhere",),

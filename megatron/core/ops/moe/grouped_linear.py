@@ -44,12 +44,30 @@ class RowGroups:
         return self.counts.tolist() if self.sizes is None else self.sizes
 
     @property
-    def ends(self) -> Tensor:
-        """The end of each group's rows, int32 [groups]. Does not wait for the device."""
-        if "ends" not in self.derived:
-            self.derived["ends"] = self.counts.cumsum(0).to(torch.int32)
-        found: Tensor = self.derived["ends"]
-        return found
+    def bounds(self) -> "Bounds":
+        """Where the rows of each group begin and end, two int32 [groups]. Does not wait for the device."""
+        if "bounds" not in self.derived:
+            ends = self.counts.cumsum(0)
+            self.derived["bounds"] = torch.stack([ends - self.counts, ends]).to(torch.int32)
+        begins, ends = self.derived["bounds"]
+        return begins, ends
+
+    @property
+    def knows_sources(self) -> bool:
+        """Whether `bounds_by_source` can be read."""
+        return self.by_source is not None or "bounds by source" in self.derived
+
+    @property
+    def bounds_by_source(self) -> "Bounds":
+        """Where the rows of each source begin and end in each group, two int32 [sources, groups]. Does not wait for the
+        device."""
+        if "bounds by source" not in self.derived:
+            assert self.by_source is not None
+            ends = self.by_source.flatten().cumsum(0).view(self.by_source.shape)
+            both = torch.stack([ends - self.by_source, ends]).transpose(1, 2)
+            self.derived["bounds by source"] = both.to(torch.int32).contiguous()
+        begins, ends = self.derived["bounds by source"]
+        return begins, ends
 
     def of_rows(self, rows: int) -> Tensor:
         """Returns the group of each row, int64 [rows]. Does not wait for the device."""
@@ -61,6 +79,24 @@ class RowGroups:
         for number, part in enumerate(rows.split(list(self.host_sizes))):
             if part.shape[0]:
                 yield number, part
+
+
+Bounds = tuple[Tensor, Tensor]
+"""Where rows begin and end in each group: two int32 [groups], or [parts, groups] for several parts of the rows. Both
+ascend over the groups."""
+
+
+@dataclass(frozen=True)
+class PartSteps:
+    """An order in which a product computes parts of its rows, and what happens in between."""
+
+    order: Sequence[int]
+    bounds: Bounds
+    """Those of all parts, [parts, groups]. Every row is in one part of the order."""
+    before: Callable[[int, Tensor], None] | None = None
+    """Called with a part and the inputs before the product reads the part's rows and the weights of their groups."""
+    after: Callable[[int, Tensor], None] | None = None
+    """Called with a part and the outputs when the outputs of the part's rows are computed."""
 
 
 _WIDTH_MULTIPLE = 8
@@ -88,6 +124,14 @@ def grouped_product(rows: Tensor, weight: Tensor, groups: RowGroups, transposed:
     return output
 
 
+def grouped_product_of_part(output: Tensor, rows: Tensor, weight: Tensor, bounds: Bounds, transposed: bool) -> None:
+    """Computes the rows between the bounds of `grouped_product` into `output`. Other rows may have any values; their
+    outputs stay as they are."""
+    for number, (begin, end) in enumerate(zip(*(edge.tolist() for edge in bounds), strict=True)):
+        matrix = weight[number].t() if transposed else weight[number]
+        output[begin:end].copy_(product(rows[begin:end], matrix))
+
+
 def accumulate_grouped_product(
     total: Tensor, left: Tensor, right: Tensor, groups: RowGroups, factor: float = 1.0, overwrite: bool = False
 ) -> None:
@@ -102,10 +146,22 @@ def accumulate_grouped_product(
 
 @dataclass(frozen=True)
 class GroupedProducts:
-    """Implementations of the two functions above."""
+    """Implementations of the three functions above."""
 
     rows: Callable[[Tensor, Tensor, RowGroups, bool], Tensor] = grouped_product
     weights: Callable[..., None] = accumulate_grouped_product
+    part: Callable[[Tensor, Tensor, Tensor, Bounds, bool], None] = grouped_product_of_part
+
+    def in_steps(self, rows: Tensor, weight: Tensor, transposed: bool, steps: PartSteps) -> Tensor:
+        """Returns `rows`, computed part after part."""
+        output, (begins, ends) = rows.new_empty(rows.shape[0], weight.shape[1 if transposed else 2]), steps.bounds
+        for part in steps.order:
+            if steps.before is not None:
+                steps.before(part, rows)
+            self.part(output, rows, weight, (begins[part], ends[part]), transposed)
+            if steps.after is not None:
+                steps.after(part, output)
+        return output
 
 
 PLAIN_PRODUCTS = GroupedProducts()
@@ -116,24 +172,37 @@ PLAIN_PRODUCTS = GroupedProducts()
 
 
 def grouped_linear(
-    inputs: Tensor, weight: Tensor, groups: RowGroups, products: GroupedProducts = PLAIN_PRODUCTS
+    inputs: Tensor,
+    weight: Tensor,
+    groups: RowGroups,
+    products: GroupedProducts = PLAIN_PRODUCTS,
+    steps: PartSteps | None = None,
 ) -> Tensor:
     """Returns inputs [n, in] times the transposed weight of each row's group [groups, out, in]: [n, out], in the type
-    of the inputs."""
-    return _GroupedLinear.apply(inputs, weight, groups, products)
+    of the inputs. With `steps` forward computes part after part; backward computes all rows at once."""
+    return _GroupedLinear.apply(inputs, weight, groups, products, steps)
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Tensor, groups: RowGroups, products: GroupedProducts) -> Tensor:
+    def forward(
+        ctx: Any,
+        inputs: Tensor,
+        weight: Tensor,
+        groups: RowGroups,
+        products: GroupedProducts,
+        steps: PartSteps | None,
+    ) -> Tensor:
         ctx.save_for_backward(inputs)
         # Keeps the parameter, not a saved tensor: full sharding frees its storage and gathers it again before backward.
         ctx.weight, ctx.groups, ctx.products = weight, groups, products
+        if steps is not None:
+            return products.in_steps(inputs, weight, True, steps)
         return products.rows(inputs, weight, groups, True)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         (inputs,), weight = ctx.saved_tensors, ctx.weight
         needs_inputs, needs_weight, *_ = ctx.needs_input_grad
         output_gradient = output_gradient.contiguous()
@@ -150,7 +219,7 @@ class _GroupedLinear(torch.autograd.Function):
                 weight_gradient = total.to(weight.dtype)
             else:
                 main_grad.add_grouped_product(output_gradient, inputs, accumulate)
-        return inputs_gradient, weight_gradient, None, None
+        return inputs_gradient, weight_gradient, None, None, None
 
 
 def grouped_bias(bias: Tensor, groups: RowGroups, rows: int, products: GroupedProducts = PLAIN_PRODUCTS) -> Tensor:

@@ -14,15 +14,18 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron.core.ops.gluon import gluon_kernel
 from megatron.core.ops.moe.grouped_linear import (
+    Bounds,
     GroupedProducts,
+    PartSteps,
     RowGroups,
     accumulate_grouped_product,
     grouped_bias,
     grouped_linear,
     grouped_product,
+    grouped_product_of_part,
     is_one_product,
 )
-from megatron.core.ops.tiles import cdiv, next_power_of_2
+from megatron.core.ops.tiles import capability, cdiv, next_power_of_2
 from megatron.core.utils.torch_private import grouped_mm
 
 _BULK_MULTIPLE = 8
@@ -54,14 +57,28 @@ def grouped_product_cuda(rows: Tensor, weight: Tensor, groups: RowGroups, transp
     rows behind the last group are not written."""
     if not is_one_product(rows.dtype, *weight.shape[1:]) or not rows.is_cuda:
         return grouped_product(rows, weight, groups, transposed)
+    output = rows.new_empty(rows.shape[0], weight.shape[1 if transposed else 2])
     if not rows.shape[0]:
-        return rows.new_empty(0, weight.shape[1 if transposed else 2])
+        return output
     rows = rows.contiguous()
     kernel = gluon_kernel("moe.grouped_product_specialized_triton")
     if kernel is not None and kernel.takes(rows, weight):
-        product: Tensor = kernel.grouped_product_specialized(rows, weight, groups, transposed)
-        return product
-    return grouped_mm(rows, weight.transpose(1, 2) if transposed else weight, offs=groups.ends)
+        kernel.grouped_product_specialized(output, rows, weight, groups.bounds, transposed)
+        return output
+    return grouped_mm(rows, weight.transpose(1, 2) if transposed else weight, offs=groups.bounds[1])
+
+
+def grouped_product_of_part_cuda(
+    output: Tensor, rows: Tensor, weight: Tensor, bounds: Bounds, transposed: bool
+) -> None:
+    """Computes `grouped_linear.grouped_product_of_part`. What the kernel with specialised warps does not take uses the
+    reference, which waits for the device."""
+    if not rows.shape[0]:
+        return
+    kernel = gluon_kernel("moe.grouped_product_specialized_triton")
+    if kernel is None or not is_one_product(rows.dtype, *weight.shape[1:]) or not kernel.takes(rows, weight):
+        return grouped_product_of_part(output, rows, weight, bounds, transposed)
+    kernel.grouped_product_specialized(output, rows, weight, bounds, transposed)
 
 
 @triton.jit
@@ -150,7 +167,7 @@ def accumulate_grouped_product_triton(
     adds = way.adds_in_bulk and in_bulk and not (out_width % out_tile or in_width % 4 or total.data_ptr() % 16)
     total_tiles = TensorDescriptor.from_tensor(total.view(-1, in_width), [out_tile, in_tile]) if adds else None
     _accumulate_kernel[grid](
-        total, left, right, total_tiles, *tiles, groups.ends, out_width, in_width,
+        total, left, right, total_tiles, *tiles, groups.bounds[1], out_width, in_width,
         OUT=out_tile, IN=in_tile, ROWS=rows, BAND=8, BULK=in_bulk, ADDS=adds, FACTOR=factor,
         OVERWRITES=overwrite, num_warps=8, num_stages=way.stages,
     )  # fmt: skip
@@ -165,7 +182,7 @@ def _copies_in_bulk(rows: Tensor) -> bool:
 
 def _capability(tensor: Tensor) -> tuple[int, int]:
     """Returns the capability of a tensor's GPU; Hopper's on a CPU, where Triton's interpreter runs the kernels."""
-    return torch.cuda.get_device_capability(tensor.device) if tensor.is_cuda else (9, 0)
+    return capability(tensor.device) if tensor.is_cuda else (9, 0)
 
 
 def _tile(out_width: int, in_width: int) -> tuple[int, int, int]:
@@ -177,12 +194,12 @@ def _tile(out_width: int, in_width: int) -> tuple[int, int, int]:
     )
 
 
-CUDA_PRODUCTS = GroupedProducts(grouped_product_cuda, accumulate_grouped_product_triton)
+CUDA_PRODUCTS = GroupedProducts(grouped_product_cuda, accumulate_grouped_product_triton, grouped_product_of_part_cuda)
 
 
-def grouped_linear_cuda(inputs: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
+def grouped_linear_cuda(inputs: Tensor, weight: Tensor, groups: RowGroups, steps: PartSteps | None = None) -> Tensor:
     """Computes `grouped_linear.grouped_linear`."""
-    return grouped_linear(inputs, weight, groups, CUDA_PRODUCTS)
+    return grouped_linear(inputs, weight, groups, CUDA_PRODUCTS, steps)
 
 
 def grouped_bias_cuda(bias: Tensor, groups: RowGroups, rows: int) -> Tensor:

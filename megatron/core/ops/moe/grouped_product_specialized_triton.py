@@ -38,9 +38,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from megatron.core.ops.gluon_copies import load_bulk, store_bulk
 from megatron.core.ops.gluon_ring import DONE, ask, place_in_band, ring_barriers, tell, tell_done
-from megatron.core.ops.moe.grouped_linear import RowGroups
 from megatron.core.ops.sum_rows_triton import num_multiprocessors
-from megatron.core.ops.tiles import cdiv, next_power_of_2
+from megatron.core.ops.tiles import capability, cdiv, next_power_of_2
 
 ROWS = gl.constexpr(64)
 """Rows of a warp group. A tile has those of two."""
@@ -63,12 +62,12 @@ def _add(a, b):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _load_tiles(  # type: ignore[no-untyped-def]
-    row_tiles, weight_tiles, ends, counter, plan, a, b, full, empty, groups, across, blocks, step,
+    row_tiles, weight_tiles, begins, ends, counter, plan, a, b, full, empty, groups, across, blocks, step,
     TRANSPOSED: gl.constexpr, EXPERTS: gl.constexpr,
 ):  # fmt: skip
     expert = gl.arange(0, EXPERTS, gl.BlockedLayout([EXPERTS // 32], [32], [1], [0]))
-    behind = gl.load(ends + gl.minimum(expert, groups - 1))
-    before = gl.load(ends + gl.minimum(expert, groups) - 1, mask=expert > 0, other=0)
+    before = gl.load(begins + expert, mask=expert < groups, other=_NEVER)
+    behind = gl.load(ends + expert, mask=expert < groups, other=_NEVER)
     tiles_behind = gl.associative_scan((behind - before + (2 * ROWS - 1)) // (2 * ROWS), 0, _add)
     down = gl.max(tiles_behind, 0)
     count = 0
@@ -79,7 +78,7 @@ def _load_tiles(  # type: ignore[no-untyped-def]
         earlier = tiles_behind <= row_tile  # experts whose rows all come before this tile
         group = gl.sum(earlier.to(gl.int32), 0)
         end = gl.min(gl.where(earlier, _NEVER, behind), 0)
-        first = gl.max(gl.where(earlier, behind, 0), 0)
+        first = gl.min(gl.where(earlier, _NEVER, before), 0)
         first += (row_tile - gl.max(gl.where(earlier, tiles_behind, 0), 0)) * (2 * ROWS)
         column = column_tile * COLUMNS
         for block in range(blocks):
@@ -174,7 +173,7 @@ def _multiply(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _grouped_product_kernel(  # type: ignore[no-untyped-def]
-    output_tiles, output, row_tiles, weight_tiles, ends, counter, groups, across, width, blocks, step,
+    output_tiles, output, row_tiles, weight_tiles, begins, ends, counter, groups, across, width, blocks, step,
     TRANSPOSED: gl.constexpr, EXPERTS: gl.constexpr,
 ):  # fmt: skip
     b_shape: gl.constexpr = [STAGES, COLUMNS, CHANNELS] if TRANSPOSED else [STAGES, CHANNELS, COLUMNS]
@@ -187,8 +186,8 @@ def _grouped_product_kernel(  # type: ignore[no-untyped-def]
         [
             (_multiply, (output_tiles, output, plan, a, b, staging, full, empty, width, blocks, TRANSPOSED, 0)),
             (_multiply, (output_tiles, output, plan, a, b, staging, full, empty, width, blocks, TRANSPOSED, 1)),
-            (_load_tiles, (row_tiles, weight_tiles, ends, counter, plan, a, b, full, empty, groups, across, blocks,
-             step, TRANSPOSED, EXPERTS)),
+            (_load_tiles, (row_tiles, weight_tiles, begins, ends, counter, plan, a, b, full, empty, groups, across,
+             blocks, step, TRANSPOSED, EXPERTS)),
         ],
         [4, 1],  # warps of the second and the third task; the first runs on the program's own four
         [240, 24],  # registers of their threads
@@ -202,7 +201,7 @@ def takes(rows: Tensor, weight: Tensor) -> bool:
     engine divide by 16 bytes.
     """
     return (
-        torch.cuda.get_device_capability(rows.device) == (9, 0)
+        capability(rows.device) == (9, 0)
         and rows.dtype is weight.dtype
         and rows.shape[1] % CHANNELS.value == 0
         and weight.shape[0] <= MOST_EXPERTS
@@ -210,22 +209,22 @@ def takes(rows: Tensor, weight: Tensor) -> bool:
     )
 
 
-def grouped_product_specialized(rows: Tensor, weight: Tensor, groups: RowGroups, transposed: bool) -> Tensor:
-    """Computes `grouped_linear.grouped_product` of at least one row and of tensors that `takes` accepts. Results for
-    rows behind the last group are not written."""
+def grouped_product_specialized(
+    output: Tensor, rows: Tensor, weight: Tensor, bounds: tuple[Tensor, Tensor], transposed: bool
+) -> None:
+    """Computes `grouped_linear.grouped_product` of tensors that `takes` accepts into `output` [n, out], for the rows
+    between the bounds of each group, two int32 [groups] that ascend. Other rows of the output stay as they are."""
     number, channels = weight.shape[0], rows.shape[1]
-    output = torch.empty(rows.shape[0], weight.shape[1 if transposed else 2], dtype=rows.dtype, device=rows.device)
     across = cdiv(output.shape[1], COLUMNS.value)
     most_tiles = across * (cdiv(rows.shape[0], 2 * ROWS.value) + number)
     block = (COLUMNS.value, CHANNELS.value) if transposed else (CHANNELS.value, COLUMNS.value)
     _grouped_product_kernel[(min(most_tiles, num_multiprocessors(rows.device)),)](
         _tiles(output, ROWS.value, PIECE.value), output, _tiles(rows, ROWS.value, CHANNELS.value),
-        _tiles(weight.view(-1, weight.shape[2]), *block), groups.ends,
+        _tiles(weight.view(-1, weight.shape[2]), *block), *bounds,
         torch.zeros(1, dtype=torch.int32, device=rows.device), number, across, output.shape[1],
         channels // CHANNELS.value, weight.shape[1], TRANSPOSED=transposed, EXPERTS=max(32, next_power_of_2(number)),
         num_warps=4,
     )  # fmt: skip
-    return output
 
 
 def _tiles(values: Tensor, down: int, across: int) -> TensorDescriptor:

@@ -61,9 +61,9 @@ class MoEConfig:
     """How tokens get to their experts: every token to all ranks that share the experts (allgather), one copy per expert
     of the token (alltoall), or one copy per rank that has any of its experts (flex). The result is the same."""
 
-    moe_local_token_overlap: bool = flag(False, only_with="moe_token_dispatcher_type=flex")
-    """With the flex dispatcher: a rank does not send tokens to its own experts, but computes them while the tokens of
-    other ranks are sent, in forward and backward. Needs --expert-tensor-parallel-size 1."""
+    moe_local_token_overlap: bool = flag(False, only_with=_MOE)
+    """With the allgather and flex dispatchers: a rank's experts compute its own tokens while those of other ranks are
+    sent; flex does so in backward too. Needs --expert-tensor-parallel-size 1."""
 
     moe_balanced_expert_placement: bool = flag(False, only_with=_MOE)
     """Ranks swap experts for the length of a step, so that they compute equally many rows; optimizer and checkpoints do
@@ -71,12 +71,13 @@ class MoEConfig:
     then round differently. Needs --moe-grouped-gemm, and an --expert-model-parallel-size that leaves each expert on one
     rank."""
 
-    moe_flex_transport: Literal["process-group", "symmetric-memory"] = flag(
-        "process-group", only_with="moe_token_dispatcher_type=flex"
+    moe_dispatcher_transport: Literal["process-group", "symmetric-memory"] = flag(
+        "process-group", only_with=_MOE, aliases=["--moe-flex-transport"]
     )
-    """With the flex dispatcher: how tokens are sent. process-group: all-to-alls of the process group, on any device and
-    between hosts. symmetric-memory: copy engines write tokens into the memory of the other GPUs of the host, without
-    slowing matrix products; all ranks of a group must then have the same number of tokens."""
+    """With the flex dispatcher, and with allgather and --moe-local-token-overlap: how tokens are sent. process-group:
+    collectives, on any device and between hosts. symmetric-memory: copy engines write tokens into the memory of the
+    other GPUs of the host, without slowing matrix products; all ranks of a group must then have the same number of
+    tokens."""
 
     moe_enable_deepep: bool = flag(False, only_with=_MOE, no_effect=_NO_DEEPEP)
     """Former spelling of --moe-flex-dispatcher-backend deepep."""

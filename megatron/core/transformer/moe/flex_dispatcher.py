@@ -15,12 +15,10 @@ from torch import Tensor
 
 from megatron.core.backends import Backend
 from megatron.core.collectives import HostCopy
-from megatron.core.distributed.expert_placement import ExpertPositions
-from megatron.core.exceptions import UserError
+from megatron.core.distributed.expert_placement import AT_HOME, Placement
 from megatron.core.micro_batch import CooperativeTurn
 from megatron.core.ops.moe.grouped_linear import RowGroups
 from megatron.core.ops.moe.permute import Copies
-from megatron.core.piece_exchange import lacks_gpu
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.async_collective import (
     AsyncCollective,
@@ -35,8 +33,8 @@ from megatron.core.transformer.moe.token_dispatcher import (
     DispatchCombine,
     ExpertRows,
     MoEAlltoAllTokenDispatcher,
-    Positions,
     first_rows,
+    uses_peers,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils.recompute_cache import run_once_under_recompute
@@ -52,17 +50,9 @@ class MoEFlexTokenDispatcher(MoEAlltoAllTokenDispatcher):
         super().__init__(config, pg_collection, backend)
         self.keeps_own = config.moe_local_token_overlap
         """Whether tokens for experts of their own rank are kept out of the exchange."""
-        if self.keeps_own and self.etp_size > 1:
-            raise UserError(
-                f"moe_local_token_overlap: {self.etp_size} ranks share the channels of each expert, and all of them "
-                "need every token; leave it out"
-            )
-
-        self.by_peers = config.moe_flex_transport == "symmetric-memory"
-        if self.by_peers and lacks_gpu():
-            raise UserError(
-                "moe_flex_transport symmetric-memory: this process has no GPU; process-group works on every device"
-            )
+        if self.keeps_own:
+            self.refuse_shared_channels()
+        self.by_peers = uses_peers(config)
 
     def route(self, sent: list[int], received: list[int], tokens: int) -> Route:
         """Returns the route of an all-to-all of at most `tokens` rows from one rank to another."""
@@ -71,19 +61,22 @@ class MoEFlexTokenDispatcher(MoEAlltoAllTokenDispatcher):
         return all_to_all_route(self.ep_group, sent, received)
 
     def plan(
-        self, routing: Routing, turn: CooperativeTurn | None = None, positions: Positions = ExpertPositions
+        self, routing: Routing, turn: CooperativeTurn | None = None, placement: Placement = AT_HOME
     ) -> DispatchCombine:
-        """Returns the exchange for a routing to experts that are at `positions`."""
+        """Returns the exchange for a routing to experts at the positions of `placement`."""
         if self.ep_size * self.etp_size == 1:
-            return super().plan(routing, turn, positions)
-        return _TokenDispatchCombine(self, routing.placed(positions()), turn)
+            return super().plan(routing, turn, placement)
+        return _TokenDispatchCombine(self, routing, turn, placement)
 
 
 class _TokenDispatchCombine(AlltoAllDispatchCombine):
     at: MoEFlexTokenDispatcher
 
-    def __init__(self, at: MoEFlexTokenDispatcher, routing: Routing, turn: CooperativeTurn | None) -> None:
-        super().__init__(at, routing, turn)
+    def __init__(
+        self, at: MoEFlexTokenDispatcher, routing: Routing, turn: CooperativeTurn | None, placement: Placement
+    ) -> None:
+        routing = routing.placed(placement.positions())
+        super().__init__(at, routing, turn, placement)
         self.keeps_own = at.keeps_own
         taken = routing.taken()
         by_rank = taken.new_zeros(taken.shape[0], at.ep_size)

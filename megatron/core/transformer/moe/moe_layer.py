@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.backends import Backend, choose_backend
-from megatron.core.distributed.expert_placement import ExpertPlacement, ExpertPositions
+from megatron.core.distributed.expert_placement import AT_HOME, ExpertPlacement, MicroBatchPlacement, Placement
 from megatron.core.exceptions import UserError
 from megatron.core.ops.moe.grouped_linear import RowGroups
 from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
@@ -25,10 +25,8 @@ from megatron.core.transformer.moe.routing import Routing
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.moe.token_dispatcher import (
     DispatchCombine,
-    ExpertRows,
     MoEAllGatherTokenDispatcher,
     MoEAlltoAllTokenDispatcher,
-    Positions,
     TokenDispatcher,
 )
 from megatron.core.transformer.spec_utils import ModuleSpec, Spec, build_module
@@ -90,6 +88,7 @@ class MoELayer(MegatronModule):
         )
         if not getattr(self.experts, "reads_sizes", True):
             self.token_dispatcher.leave_sizes_on_device()
+        self.token_dispatcher.takes_steps = getattr(self.experts, "takes_steps", False)
         self.expert_placement = self._placement(config, groups)
         """Which experts this rank computes in a step; None: always those of its own."""
         self.fc1_latent_proj: ReplicatedLinear | None = None
@@ -123,15 +122,14 @@ class MoELayer(MegatronModule):
         hidden = hidden_states.view(-1, hidden_states.shape[-1])  # [t, h]
         inputs = inputs or LayerInputs(self._whole_rows(hidden_states))
         routing = self.router.route(hidden, inputs)
-        exchange = self.token_dispatcher.plan(routing, inputs.turn, self._positions(routing))
+        exchange = self.token_dispatcher.plan(routing, inputs.turn, self._placement_of(routing))
         exchange.start_dispatch(hidden if self.fc1_latent_proj is None else self.fc1_latent_proj(hidden)[0])
         shared = _Shared(self.shared_experts, hidden, self.config)
-        if self.expert_placement is not None and shared.overlaps:
-            self.expert_placement.start_swap()  # otherwise after the rows, so that the device moves them meanwhile
+        exchange.start_swap()
         shared.during_dispatch()
-        own = _OwnTokens(self.experts, exchange, self.expert_placement)
+        own = _OwnTokens(self.experts, exchange)
         own.during_dispatch()
-        exchange.start_combine(self._results_of(exchange.finish_dispatch()))
+        exchange.start_combine(self._results_of(exchange))
         shared.during_combine()
         own.during_combine()
         output = exchange.finish_combine()
@@ -156,24 +154,23 @@ class MoELayer(MegatronModule):
             )
         return ExpertPlacement(self.experts, at.num_experts, at.ep_group, at.etp_group)
 
-    def _positions(self, routing: Routing) -> Positions:
+    def _placement_of(self, routing: Routing) -> Placement:
         """Starts to count the tokens of all ranks if the swaps of a step are to be planned from this micro-batch.
-        Returns the function that tells where the experts are."""
+        Returns where the experts are."""
         placement = self.expert_placement
         if placement is None:
-            return ExpertPositions
+            return AT_HOME
         counted = None
         if self.training:
             tokens = routing.tokens_per_expert(self.token_dispatcher.num_experts)
             counted = run_once_under_recompute((self, "tokens of all ranks"), lambda: placement.start_count(tokens))
-        return lambda: placement.positions(counted)
+        return MicroBatchPlacement(placement, counted)
 
-    def _results_of(self, received: ExpertRows) -> Tensor:
+    def _results_of(self, exchange: DispatchCombine) -> Tensor:
         """Runs the experts. The rows are freed before the results are sent."""
-        if self.expert_placement is not None:
-            self.expert_placement.finish_swap()
-        results: Tensor = self.experts(received.rows, received.weights, received.groups)
-        return results
+        received = exchange.finish_dispatch()
+        exchange.finish_swap()
+        return received.results_of(self.experts)
 
     def _whole_rows(self, hidden_states: Tensor) -> Tokens:
         s, b = hidden_states.shape[:2] if hidden_states.dim() == 3 else (hidden_states.shape[0], 1)
@@ -193,8 +190,8 @@ class _OwnTokens:
     """Computes the experts on this rank's own tokens in two halves during the exchanges, if the dispatcher keeps these
     tokens separate."""
 
-    def __init__(self, experts: Any, exchange: DispatchCombine, placement: ExpertPlacement | None) -> None:
-        self.experts, self.exchange, self.placement = experts, exchange, placement
+    def __init__(self, experts: Any, exchange: DispatchCombine) -> None:
+        self.experts, self.exchange = experts, exchange
         self.in_halves = hasattr(experts, "first_half")
         self._groups: RowGroups | None = None
         self._half: Any = None
@@ -203,8 +200,7 @@ class _OwnTokens:
     def during_dispatch(self) -> None:
         own = self.exchange.own_rows()
         if own is not None:
-            if self.placement is not None:
-                self.placement.finish_swap()
+            self.exchange.finish_swap()
             compute = self.experts.first_half if self.in_halves else self.experts
             self._groups, self._half = own.groups, compute(own.rows, own.weights, own.groups)
 

@@ -11,19 +11,21 @@ Computation between a start and its finish hides the exchange, in forward and in
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from megatron.core.backends import Backend, choose_backend
 from megatron.core.collectives import HostCopy, gather_rows, group_rank, group_size
-from megatron.core.distributed.expert_placement import ExpertPositions
+from megatron.core.distributed.expert_placement import AT_HOME, Placement
 from megatron.core.exceptions import UserError
 from megatron.core.micro_batch import CooperativeTurn
 from megatron.core.ops.moe.grouped_linear import RowGroups
 from megatron.core.ops.moe.permute import Copies
+from megatron.core.piece_exchange import lacks_gpu
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.async_collective import (
     AsyncCollective,
@@ -32,12 +34,18 @@ from megatron.core.transformer.moe.async_collective import (
     gather_route,
     uneven_gather_route,
 )
+from megatron.core.transformer.moe.experts import ExpertSteps
 from megatron.core.transformer.moe.routing import Routing
+from megatron.core.transformer.moe.source_exchange import GroupLink, Link, PeerLink, SourceExchange
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils.recompute_cache import run_once_under_recompute
 
-Positions = Callable[[], ExpertPositions]
-"""Returns where the experts are, once it is called; the host may wait for counts."""
+
+class ExpertInput(Protocol):
+    """What `finish_dispatch` has for a rank's experts."""
+
+    def results_of(self, experts: Any) -> Tensor:
+        """Returns the results of a module of experts for all rows, [n, h]."""
 
 
 @dataclass(frozen=True)
@@ -51,20 +59,50 @@ class ExpertRows:
     groups: RowGroups
     """Number of rows of each expert."""
 
+    def results_of(self, experts: Any) -> Tensor:
+        """Returns the results of a module of experts for all rows, [n, h]."""
+        results: Tensor = experts(self.rows, self.weights, self.groups)
+        return results
+
+
+@dataclass(frozen=True)
+class ArrivingRows:
+    """Input of experts that compute their rows part after part, in the order of `ExpertRows`."""
+
+    rows: Tensor
+    """[n, h]; those of other ranks arrive in the steps."""
+    groups: RowGroups
+    steps: ExpertSteps
+
+    def results_of(self, experts: Any) -> Tensor:
+        """Returns the results of a module of experts that takes steps, [n, h]."""
+        results: Tensor = experts(self.rows, None, self.groups, self.steps)
+        return results
+
 
 class DispatchCombine(ABC):
     """The dispatch and combine of one micro-batch."""
 
-    def __init__(self, at: "TokenDispatcher", routing: Routing, turn: CooperativeTurn | None) -> None:
-        self.at, self.routing, self.turn = at, routing, turn
+    def __init__(
+        self, at: "TokenDispatcher", routing: Routing, turn: CooperativeTurn | None, placement: Placement
+    ) -> None:
+        self.at, self.routing, self.turn, self.placement = at, routing, turn, placement
         self._exchange: AsyncCollective | None = None
 
     @abstractmethod
     def start_dispatch(self, hidden: Tensor) -> None:
         """Starts to send the tokens [t, h]."""
 
+    def start_swap(self) -> None:
+        """Starts to bring the weights of this rank's experts, after `start_dispatch`."""
+        self.placement.start_swap()
+
+    def finish_swap(self) -> None:
+        """Waits for these weights, before the experts compute."""
+        self.placement.finish_swap()
+
     @abstractmethod
-    def finish_dispatch(self) -> ExpertRows:
+    def finish_dispatch(self) -> ExpertInput:
         """Waits, and returns the rows of this rank's experts."""
 
     def own_rows(self) -> ExpertRows | None:
@@ -103,6 +141,8 @@ class TokenDispatcher(ABC):
         self.num_local_experts = self.num_experts // self.ep_size
         self.ep_rank, self.etp_rank = group_rank(self.ep_group), group_rank(self.etp_group)
         self.backend = backend or choose_backend(config)
+        self.takes_steps = False
+        """Whether the experts can compute their rows part after part."""
         self.copies_sizes = True
         """Whether the host always gets the number of rows of each expert. If not, it gets them only where the sizes of
         exchanges need them."""
@@ -113,9 +153,17 @@ class TokenDispatcher(ABC):
 
     @abstractmethod
     def plan(
-        self, routing: Routing, turn: CooperativeTurn | None = None, positions: Positions = ExpertPositions
+        self, routing: Routing, turn: CooperativeTurn | None = None, placement: Placement = AT_HOME
     ) -> DispatchCombine:
-        """Returns the exchange for a routing to experts that are at `positions` (default: at home)."""
+        """Returns the exchange for a routing to experts at the positions of `placement`."""
+
+    def refuse_shared_channels(self) -> None:
+        """Raises UserError if ranks share the channels of experts."""
+        if self.etp_size > 1:
+            raise UserError(
+                f"moe_local_token_overlap: {self.etp_size} ranks share the channels of each expert, and all of them "
+                "need every token; leave it out"
+            )
 
     def of_all_ranks(self, rows: Tensor) -> Tensor:
         """Gathers rows [n, ...] of all ranks that share the experts: [etp * ep * n, ...], by etp rank, then by ep
@@ -133,10 +181,10 @@ class MoEAlltoAllTokenDispatcher(TokenDispatcher):
     copy per layer brings them to the host."""
 
     def plan(
-        self, routing: Routing, turn: CooperativeTurn | None = None, positions: Positions = ExpertPositions
+        self, routing: Routing, turn: CooperativeTurn | None = None, placement: Placement = AT_HOME
     ) -> DispatchCombine:
-        """Returns the exchange for a routing to experts that are at `positions`."""
-        return _CopyDispatchCombine(self, routing.placed(positions()), turn)
+        """Returns the exchange for a routing to experts at the positions of `placement`."""
+        return _CopyDispatchCombine(self, routing, turn, placement)
 
 
 class AlltoAllDispatchCombine(DispatchCombine):
@@ -171,8 +219,11 @@ class AlltoAllDispatchCombine(DispatchCombine):
 
 
 class _CopyDispatchCombine(AlltoAllDispatchCombine):
-    def __init__(self, at: MoEAlltoAllTokenDispatcher, routing: Routing, turn: CooperativeTurn | None) -> None:
-        super().__init__(at, routing, turn)
+    def __init__(
+        self, at: MoEAlltoAllTokenDispatcher, routing: Routing, turn: CooperativeTurn | None, placement: Placement
+    ) -> None:
+        routing = routing.placed(placement.positions())
+        super().__init__(at, routing, turn, placement)
         self.counts = run_once_under_recompute((at, "token counts"), self._all_counts)
         """Number of rows from (etp rank, ep rank) for each expert of an ep rank."""
         self.knows_sizes = at.copies_sizes or at.ep_size * at.etp_size > 1 or routing.kept is not None
@@ -231,13 +282,29 @@ class _CopyDispatchCombine(AlltoAllDispatchCombine):
 
 class MoEAllGatherTokenDispatcher(TokenDispatcher):
     """Gathers all tokens of the ranks that share experts. Each rank selects the tokens of its own experts, and results
-    are summed over the ranks. All ranks must have the same number of tokens."""
+    are summed over the ranks. All ranks must have the same number of tokens.
+
+    With `moe_local_token_overlap` the experts begin with a rank's own tokens and end with them (`source_exchange`).
+    Raises UserError for it if ranks share the channels of experts.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, pg_collection: ProcessGroupCollection, backend: Backend | None = None
+    ) -> None:
+        super().__init__(config, pg_collection, backend)
+        self.link: Link | None = None
+        """How tokens are exchanged rank by rank; None: a rank's own tokens are like the others."""
+        if config.moe_local_token_overlap and self.ep_size > 1:
+            self.refuse_shared_channels()
+            self.link = PeerLink(self.ep_group) if uses_peers(config) else GroupLink(self.ep_group)
 
     def plan(
-        self, routing: Routing, turn: CooperativeTurn | None = None, positions: Positions = ExpertPositions
+        self, routing: Routing, turn: CooperativeTurn | None = None, placement: Placement = AT_HOME
     ) -> DispatchCombine:
-        """Returns the exchange for a routing to experts that are at `positions`."""
-        return _AllGatherDispatchCombine(self, routing, turn, positions)
+        """Returns the exchange for a routing to experts at the positions of `placement`."""
+        if self.link is not None:
+            return _SourceDispatchCombine(self, self.link, routing, turn, placement)
+        return _AllGatherDispatchCombine(self, routing, turn, placement)
 
 
 class _AllGatherDispatchCombine(DispatchCombine):
@@ -246,10 +313,9 @@ class _AllGatherDispatchCombine(DispatchCombine):
         at: MoEAllGatherTokenDispatcher,
         routing: Routing,
         turn: CooperativeTurn | None,
-        positions: Positions,
+        placement: Placement,
     ) -> None:
-        super().__init__(at, routing, turn)
-        self.positions = positions
+        super().__init__(at, routing, turn, placement)
         self.numbers = run_once_under_recompute(
             (at, "experts of all ranks"), lambda: at.of_all_ranks(routing.experts_with_room().to(torch.int32))
         )
@@ -259,38 +325,40 @@ class _AllGatherDispatchCombine(DispatchCombine):
         """The number of rows of each expert of this rank, unless `groups` has it."""
 
     def start_dispatch(self, hidden: Tensor) -> None:
-        at, self.rows, self.weights = self.at, hidden, self.routing.weights
+        at = self.at
         # The device numbers the copies and gathers the rows while the host waits to know where the experts are.
         numbered = at.backend.number_choices(self.numbers, at.num_experts)
-        if at.ep_size > 1:
-            self._exchange = AsyncCollective(gather_route(at.ep_group), self.turn, self.rows, self.weights)
-        positions = self.positions()
-        self.own = positions.experts_in(at.ep_rank, at.num_local_experts)
+        self._start_gathering(hidden)
+        self.positions = positions = self.placement.positions()
         first, groups = positions.first, positions.groups
         if groups is None:
             first, groups = self._count_here(numbered.counts)
         most = self.numbers.numel() if groups.sizes is None else sum(groups.sizes)
         self.groups, self._order = groups, numbered.copies(most, first)
 
+    def _start_gathering(self, hidden: Tensor) -> None:
+        at, self.rows, self.weights = self.at, hidden, self.routing.weights
+        if at.ep_size > 1:
+            self._exchange = AsyncCollective(gather_route(at.ep_group), self.turn, self.rows, self.weights)
+
     def _count_here(self, counts: Tensor) -> tuple[Tensor | None, RowGroups]:
         """Returns the first row of the copies for each expert (-1: on another rank), and the rows of this rank's
         experts, given those of all experts. Starts to copy their number to the host if it is needed there."""
-        at, here = self.at, counts[self.own]
+        at, own = self.at, self._own_experts()
+        here = counts[own]
         if at.copies_sizes or not self.all_are_here:
             self._on_host = run_once_under_recompute((at, "counts on the host"), lambda: HostCopy(here))
         if at.ep_size == 1:
             return None, RowGroups(here)
         first = torch.full_like(counts, -1)
-        first[self.own] = here.cumsum(0) - here
+        first[own] = here.cumsum(0) - here
         return first, RowGroups(here)
 
-    def finish_dispatch(self) -> ExpertRows:
+    def finish_dispatch(self) -> ExpertInput:
         at = self.at
         if self._exchange is not None:
             self._exchange.yield_turn()
-        count = self.numbers.numel() if self.all_are_here else sum(self._sizes() or ())
-        self.copies, choice = first_rows(*self._order, count)
-        del self._order
+        choice = self._finish_order()
         hidden, weights = self.rows, self.weights
         del self.rows, self.weights
         if self._exchange is not None:
@@ -304,6 +372,13 @@ class _AllGatherDispatchCombine(DispatchCombine):
         by_source = self._counts_by_source() if has_sources else None
         return ExpertRows(rows, weights, dataclasses.replace(self.groups, sizes=self._sizes(), by_source=by_source))
 
+    def _finish_order(self) -> Tensor:
+        """Sets `copies`, and returns the choice of each row. May wait for the device."""
+        count = self.numbers.numel() if self.all_are_here else sum(self._sizes() or ())
+        self.copies, choice = first_rows(*self._order, count)
+        del self._order
+        return choice
+
     def _sizes(self) -> Sequence[int] | None:
         """Returns the number of rows of each expert of this rank on the host; None if it is not needed there."""
         return self.groups.sizes if self._on_host is None else self._on_host.wait().tolist()
@@ -316,7 +391,10 @@ class _AllGatherDispatchCombine(DispatchCombine):
         first = torch.arange(0, ranks * experts, experts, device=numbers.device)[:, None, None]
         by_rank = (numbers.clamp(min=0) + first).flatten(0, 1)
         counts = at.backend.count_experts(by_rank, ranks * experts, self.numbers >= 0)
-        return counts.view(ranks, experts)[:, self.own].t()
+        return counts.view(ranks, experts)[:, self._own_experts()].t()
+
+    def _own_experts(self) -> Tensor | slice:
+        return self.positions.experts_in(self.at.ep_rank, self.at.num_local_experts)
 
     def start_combine(self, results: Tensor) -> None:
         at = self.at
@@ -330,6 +408,78 @@ class _AllGatherDispatchCombine(DispatchCombine):
         return self.rows if self._exchange is None else self._exchange.finish()[0]
 
 
+class _SourceDispatchCombine(_AllGatherDispatchCombine):
+    """Exchanges tokens rank by rank, so that experts can begin and end with those of this rank."""
+
+    def __init__(
+        self,
+        at: MoEAllGatherTokenDispatcher,
+        link: Link,
+        routing: Routing,
+        turn: CooperativeTurn | None,
+        placement: Placement,
+    ) -> None:
+        super().__init__(at, routing, turn, placement)
+        self.by_source = SourceExchange(link, at.ep_size, at.ep_rank, at.backend, turn)
+
+    def _start_gathering(self, hidden: Tensor) -> None:
+        # Before the tokens, so that their gradients come back after those of the tokens, which take longer.
+        self._gathered_weights = AsyncCollective(gather_route(self.at.ep_group), None, self.routing.weights)
+        self.by_source.start_dispatch(hidden)
+
+    def finish_dispatch(self) -> ExpertInput:
+        at, exchange = self.at, self.by_source
+        exchange.yield_turn()
+        choice = self._finish_order()
+        rows = exchange.rows(self.copies.places, self.copies.source.shape[0], at.takes_steps)
+        groups = self.groups if self._on_host is None else dataclasses.replace(self.groups, sizes=self._sizes())
+        if at.backend.fp8 is not None or (at.takes_steps and not groups.knows_sources):
+            groups = dataclasses.replace(groups, by_source=self._counts_by_source())
+        if not at.takes_steps:
+            return ExpertRows(rows, self._weights_of_rows(choice), groups)
+        by_source, late = groups.bounds_by_source, self.positions.bounds_at_home
+        arriving = exchange.arriving(by_source) if late is None else exchange.arriving(late, self.placement)
+        steps = ExpertSteps(arriving, exchange.leaving(by_source), lambda: self._weights_of_rows(choice))
+        return ArrivingRows(rows, groups, steps)
+
+    def start_swap(self) -> None:
+        if not self._swaps_in_steps:
+            super().start_swap()
+
+    def finish_swap(self) -> None:
+        if not self._swaps_in_steps:
+            super().finish_swap()
+
+    @property
+    def _swaps_in_steps(self) -> bool:
+        """Whether the weights of swapped experts come behind the first part of the rows."""
+        return self.at.takes_steps and self.positions.bounds_at_home is not None
+
+    def _weights_of_rows(self, choice: Tensor) -> Tensor:
+        (weights,) = self._gathered_weights.finish()
+        return self.at.weights_of(weights, self.copies, choice)
+
+    def start_combine(self, results: Tensor) -> None:
+        self.by_source.start_combine(results, self.at.takes_steps)
+
+    def finish_combine(self) -> Tensor:
+        self.by_source.yield_turn()
+        return self.by_source.finish_combine()
+
+
+def uses_peers(config: TransformerConfig) -> bool:
+    """Returns whether tokens are written into the memory of other GPUs. Raises UserError without a GPU."""
+    if config.moe_dispatcher_transport == "process-group":
+        return False
+    if lacks_gpu():
+        raise UserError(
+            "moe_dispatcher_transport symmetric-memory: this process has no GPU; process-group works on every device"
+        )
+    return True
+
+
 def first_rows(copies: Copies, choice: Tensor, count: int) -> tuple[Copies, Tensor]:
     """Returns the first `count` rows of copies and their choices."""
+    if count == choice.shape[0]:
+        return copies, choice
     return Copies(copies.source[:count], copies.places), choice[:count]

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from megatron.core.distributed.main_grad import WeightGradientQueue, attach_main_grad
 from megatron.core.ops.activation import Activation, squared_relu
-from megatron.core.ops.moe.grouped_linear import RowGroups, grouped_bias, grouped_linear
+from megatron.core.ops.moe.grouped_linear import PartSteps, RowGroups, grouped_bias, grouped_linear
 from megatron.core.ops.moe.permute import ChoiceNumbers, permute, unpermute
 from megatron.core.ops.moe.weighted_activation import weighted_activation
 
@@ -30,6 +30,33 @@ def test_each_group_has_its_own_weight() -> None:
     assert torch.autograd.gradcheck(lambda x, w: grouped_linear(x, w, groups()), [x, w])
 
 
+def test_parts_are_computed_in_their_order_from_rows_that_arrive_in_between() -> None:
+    x, w, dy = values(7, 5), values(3, 6, 5, seed=1), values(7, 6, seed=2)
+    parts = [torch.tensor([1, 2]), torch.tensor([0, 4, 5, 6]), torch.tensor([3])]
+    bounds = torch.tensor([[1, 3, 3], [0, 3, 4], [1, 3, 3]]), torch.tensor([[3, 3, 3], [1, 3, 7], [1, 3, 4]])
+    arrived = torch.full_like(x, float("nan"), requires_grad=True)
+    seen: list[tuple[str, int]] = []
+
+    def before(part: int, rows: Tensor) -> None:
+        seen.append(("before", part))
+        rows[parts[part]] = x.detach()[parts[part]]
+
+    def after(part: int, outputs: Tensor) -> None:
+        seen.append(("after", part))
+        torch.testing.assert_close(outputs[parts[part]], whole.detach()[parts[part]])
+
+    whole = grouped_linear(x, w, groups())
+    steps = PartSteps([1, 2, 0], bounds, before, after)
+    found = grouped_linear(arrived, w, groups(), steps=steps)
+    assert seen == [(when, part) for part in (1, 2, 0) for when in ("before", "after")]
+    torch.testing.assert_close(found, whole)
+    (dx, dw), (arrived_dx, found_dw) = (
+        torch.autograd.grad(y, inputs, dy.detach()) for y, inputs in ((whole, (x, w)), (found, (arrived, w)))
+    )
+    torch.testing.assert_close(arrived_dx, dx)
+    torch.testing.assert_close(found_dw, dw)
+
+
 def test_each_group_has_its_own_bias() -> None:
     bias = values(3, 6)
     expected = torch.cat([bias[i].expand(size, 6) for i, size in enumerate(SIZES)])
@@ -37,8 +64,14 @@ def test_each_group_has_its_own_bias() -> None:
     assert torch.autograd.gradcheck(lambda b: grouped_bias(b, groups(), 7), [bias])
 
 
-def test_counts_ends_and_groups_of_rows() -> None:
-    assert groups().ends.tolist() == [3, 3, 7] and groups().ends.dtype is torch.int32
+def test_counts_bounds_and_groups_of_rows() -> None:
+    begins, ends = groups().bounds
+    assert (begins.tolist(), ends.tolist(), ends.dtype) == ([0, 3, 3], [3, 3, 7], torch.int32)
+    assert not groups().knows_sources
+    by_source = RowGroups(torch.tensor(SIZES), by_source=torch.tensor([[1, 2], [0, 0], [4, 0]]))
+    begins, ends = by_source.bounds_by_source
+    assert by_source.knows_sources and begins.is_contiguous() and ends.dtype is torch.int32
+    assert begins.tolist() == [[0, 3, 3], [1, 3, 7]] and ends.tolist() == [[1, 3, 7], [3, 3, 7]]
     assert groups().of_rows(7).tolist() == [0, 0, 0, 2, 2, 2, 2]
     assert list(RowGroups(torch.tensor(SIZES), SIZES).host_sizes) == SIZES
 

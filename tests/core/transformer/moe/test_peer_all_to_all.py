@@ -102,5 +102,5 @@ def open_too_many(folder: Path) -> str:
     return "nothing was refused"
 
 
-def test_memory_in_use_is_not_given_to_another_all_to_all(pool: Pool, tmp_path: Path) -> None:
-    assert pool.run(open_too_many, 2, tmp_path) == ["more than 3 all-to-alls are under way"] * 2
+def test_memory_in_use_is_not_given_to_another_exchange(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(open_too_many, 2, tmp_path) == ["more than 3 exchanges are under way"] * 2
