@@ -73,6 +73,7 @@ from megatron.core.ops.head_loss import head_loss
 from megatron.core.ops.linear import linear, sum_rows
 from megatron.core.ops.moe.grouped_linear import accumulate_grouped_product, grouped_bias, grouped_linear
 from megatron.core.ops.moe.permute import ChoiceNumbers, permute, put_tokens, sum_rows_and_addends, unpermute
+from megatron.core.ops.moe.placement import PositionTable, place_experts
 from megatron.core.ops.moe.routing import balance_sums, best, choose_experts, count_experts
 from megatron.core.ops.moe.weighted_activation import weighted_activation
 from megatron.core.ops.norm import layer_norm, layer_norm_with_residual, rms_norm, rms_norm_with_residual
@@ -129,6 +130,7 @@ class Backend:
     number_choices: Callable[[Tensor, int], ChoiceNumbers] = ChoiceNumbers
     permute: Callable[..., Tensor] = permute
     unpermute: Callable[..., Tensor] = unpermute
+    place_experts: Callable[[Tensor, int, int], PositionTable] = place_experts
     put_tokens: Callable[[Tensor, Tensor, Tensor], None] = put_tokens
     sum_rows_and_addends: Callable[..., Tensor] = sum_rows_and_addends
     weighted_activation: Callable[..., Tensor] = weighted_activation
@@ -211,7 +213,7 @@ _SUBJECTS = {
     **dict.fromkeys(("cross_entropy", "head_loss"), "losses"),
     **dict.fromkeys(("best", "choose_experts", "count_experts", "balance_sums", "number_choices"), "experts"),
     **dict.fromkeys(("grouped_linear", "grouped_bias", "permute", "unpermute"), "experts"),
-    **dict.fromkeys(("put_tokens", "sum_rows_and_addends"), "experts"),
+    **dict.fromkeys(("place_experts", "put_tokens", "sum_rows_and_addends"), "experts"),
     "embedding": "embeddings",
     **dict.fromkeys(("split_heads", "merge_block", "max_attention_logits"), "attention"),
     "linear": "biases",
@@ -310,6 +312,7 @@ def triton_backend() -> Backend | None:
             sum_rows_and_addends_triton,
             unpermute_triton,
         )
+        from megatron.core.ops.moe.placement_triton import place_experts_triton
         from megatron.core.ops.moe.routing_triton import (
             balance_sums_triton,
             best_triton,
@@ -379,6 +382,7 @@ def triton_backend() -> Backend | None:
         number_choices=ByDevice(cpu=ChoiceNumbers, cuda=ChoiceNumbersTriton),
         permute=ByDevice(cpu=permute, cuda=permute_triton),
         unpermute=ByDevice(cpu=unpermute, cuda=unpermute_triton),
+        place_experts=ByDevice(cpu=place_experts, cuda=place_experts_triton),
         put_tokens=ByDevice(cpu=put_tokens, cuda=put_tokens_triton),
         sum_rows_and_addends=ByDevice(cpu=sum_rows_and_addends, cuda=sum_rows_and_addends_triton),
         weighted_activation=ByDevice(cpu=weighted_activation, cuda=weighted_activation_triton),

@@ -37,8 +37,8 @@ def exact_float32() -> None:
 @pytest.mark.parametrize(
     "check",
     [
-        *("places", "choices", "weights_of_choices", "routers", "sums_of_scores", "counts"),
-        *("moves", "activations", "products", "accumulations", "linears", "biases"),
+        *("places", "placements", "choices", "weights_of_choices", "routers", "sums_of_scores", "counts"),
+        *("moves", "moved_parts", "activations", "products", "accumulations", "linears", "biases"),
     ],
 )
 def test_kernels_equal_their_definitions(check: str) -> None:

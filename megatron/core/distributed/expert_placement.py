@@ -6,12 +6,13 @@ few experts take most tokens, and one of two ranks can have 85% of the rows. He 
 the weights of such experts to other ranks. Here two ranks swap an expert, so that a rank computes and keeps as many
 experts as before.
 
-An expert has a home: a rank, and a slot in the stacked weights of this rank. Only experts of the same slot are swapped,
-so that gradients and weights keep their place in a rank's buffers. In a step, a layer goes like this:
+Only experts of the same slot are swapped, so that gradients and weights keep their place in a rank's buffers
+(`megatron.core.ops.moe.placement`). In a step, a layer goes like this:
 
 - In forward of the first micro-batch, when the router has chosen experts, `start_count` gathers how many tokens each
-  expert takes. `positions` waits for the counts, plans the swaps from them and returns where the experts are now. Later
-  micro-batches of the step have the same weights, so their counts are alike.
+  expert takes. `positions` plans the swaps from the counts and returns where the experts are now; on a GPU a kernel
+  plans, and the host learns the result later. Later micro-batches of the step have the same weights, so their counts
+  are alike.
 - `start_swap` sends the weights. Before the experts compute, `finish_swap` puts those that have arrived into their
   slots.
 - When its gradients are complete, `start_return` sends them to the homes of their experts and restores the weights
@@ -23,7 +24,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -36,126 +36,58 @@ from megatron.core.collectives import (
     group_size,
     start_all_to_all_rows,
 )
-from megatron.core.ops.moe.grouped_linear import Bounds, RowGroups
+from megatron.core.ops.moe.grouped_linear import RowGroups
+from megatron.core.ops.moe.placement import Homes, PositionTable, place_experts
 from megatron.core.parameters import main_grad_accumulator
 from megatron.core.utils.torch_private import foreach_copy_
 
-_LEAST_GAIN = 0.02
-"""Share of a rank's mean rows that a swap must take from the fuller of two ranks. Sending an expert's weights and
-gradients can take as long as computing half of that."""
-Homes = list[list[int]]
-"""[ranks][slots]: the home rank of the expert that a rank computes in a slot."""
 
+class TableOnHost:
+    """A table of positions that is being copied to the host."""
 
-def balanced_homes(rows: Sequence[Sequence[int]]) -> Homes:
-    """Returns which experts the ranks swap, given the rows of each expert by home rank and slot. Swaps an expert of the
-    fullest rank with one of the emptiest until no such swap is worth its cost."""
-    homes = [[rank] * len(own) for rank, own in enumerate(rows)]
-    load = [list(own) for own in rows]
-    totals = [sum(own) for own in rows]
-    least = _LEAST_GAIN * sum(totals) / len(totals)
-    while True:
-        full, empty = totals.index(max(totals)), totals.index(min(totals))
-        gap = totals[full] - totals[empty]
-        if gap <= 2 * least:  # no swap takes more than half of it
-            return homes
-        moved = [a - b for a, b in zip(load[full], load[empty], strict=True)]
-        slot = min(range(len(moved)), key=lambda i: abs(gap - 2 * moved[i]))
-        if min(moved[slot], gap - moved[slot]) <= least:
-            return homes
-        totals[full] -= moved[slot]
-        totals[empty] += moved[slot]
-        for of_rank in (load, homes):
-            of_rank[full][slot], of_rank[empty][slot] = of_rank[empty][slot], of_rank[full][slot]
+    def __init__(self, table: PositionTable) -> None:
+        self._table, self._copy = table, HostCopy(table.memory)
+
+    @functools.cached_property
+    def table(self) -> PositionTable:
+        """The table on the host. Waits for the device."""
+        return self._table.of_copy(self._copy.wait())
+
+    @functools.cached_property
+    def rows(self) -> list[int]:
+        """The rows that this rank computes, by slot."""
+        found: list[int] = self.table.counts.tolist()
+        return found
+
+    @functools.cached_property
+    def any_swapped(self) -> bool:
+        """Whether any rank computes another home's expert."""
+        return self.table.any_swapped
 
 
 @dataclass(frozen=True)
 class ExpertPositions:
-    """Where the experts of a layer are while a micro-batch is in it. The position of an expert is the number of the
-    expert whose home it is in."""
+    """Where the experts of a layer are while a micro-batch is in it."""
 
-    position: Tensor | None = None
-    """int64 [experts]: the position of each expert; None: all experts are at home."""
-    expert: Tensor | None = None
-    """int64 [experts]: the expert in each position."""
-    of_ranks: tuple[Tensor, Tensor] | None = None
-    """int64 [ranks, experts], on the device and on the host: how many tokens of each rank the expert in each position
-    takes, by etp rank, then by ep rank. None: not counted."""
-    first: Tensor | None = None
-    """int64 [experts]: the row in which the tokens of each expert begin if this rank has those of all ranks, sorted by
-    slot; -1: the expert is on another rank. None: not counted."""
-    groups: RowGroups | None = None
-    """These rows by slot. None: not counted."""
-
-    bounds_at_home: Bounds | None = None
-    """Where the rows of each rank begin and end in each slot if the rows of swapped experts are left out, and these
-    rows of all ranks as one more part: two int32 [ranks + 1, slots]. None: not counted, or nothing is swapped."""
+    table: PositionTable | None = None
+    """None: all experts are at home. The rows in it are those of the micro-batch that was counted."""
+    on_host: TableOnHost | None = None
+    """The table on the host; None: this micro-batch is not counted."""
 
     def not_counted(self) -> "ExpertPositions":
         """Returns the positions for another micro-batch."""
-        return ExpertPositions(self.position, self.expert)
+        return ExpertPositions(self.table)
+
+    def groups(self) -> RowGroups:
+        """Returns the rows of a counted micro-batch by slot, without their number on the host."""
+        assert self.table is not None and self.on_host is not None
+        derived = {"bounds": self.table.bounds, "bounds by source": self.table.bounds_by_source}
+        return RowGroups(self.table.counts, derived=derived)
 
     def experts_in(self, rank: int, slots: int) -> Tensor | slice:
         """Returns the index of the experts that a rank with this number of slots computes."""
         own = slice(rank * slots, (rank + 1) * slots)
-        return own if self.expert is None else self.expert[own]
-
-
-class _PositionTable:
-    """Positions on the host and on the device, in memory that each step uses again. Nothing waits for the device, and
-    one copy brings everything there: the host is late when it knows the counts, because the experts wait for it."""
-
-    def __init__(self, shape: tuple[int, ...], slots: int, rank: int, device: torch.device) -> None:
-        """`shape`: that of the counts, [ranks, experts]."""
-        ranks, experts = shape
-        self._own, self._every = slice(rank * slots, (rank + 1) * slots), np.arange(experts)
-        sizes = [experts, experts, ranks * experts, experts, slots, slots, ranks * slots, (ranks + 1) * slots]
-        self._host = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._device = torch.empty(sum(sizes), dtype=torch.int64, device=device)
-
-        def views(memory: Tensor) -> list[Tensor]:
-            *numbers, of_slots, by_source, at_home = memory.split(sizes)
-            numbers[2] = numbers[2].view(ranks, experts)
-            bounds = (edges.view(torch.int32) for edges in (of_slots, by_source, at_home))
-            return [*numbers, *(edges.view(2, -1, slots) for edges in bounds)]
-
-        self._on_device, self._on_host = views(self._device), views(self._host)
-        self._arrays = [tensor.numpy() for tensor in self._on_host]
-        self._at_home = np.arange(experts)[self._own]
-        self._edges = np.zeros(slots * ranks + 1, dtype=np.int64)
-        """Where the rows of each slot and source begin, and the end of all."""
-
-    def filled(self, homes: Homes, counts: np.ndarray) -> ExpertPositions:
-        """Returns the positions for homes [ranks][slots], given the counts [ranks, experts]. All positions that were
-        returned before become invalid."""
-        position, expert, of_ranks, first, count, of_slots, by_source, at_home = self._arrays
-        slots, ranks, edges = len(homes[0]), counts.shape[0], self._edges
-        bounds = of_slots[:, 0]
-        expert[:] = [home * slots + slot for own in homes for slot, home in enumerate(own)]
-        position[expert] = self._every
-        counts.take(expert, 1, of_ranks)
-        of_ranks[:, self._own].T.reshape(-1).cumsum(out=edges[1:])
-        bounds[0], bounds[1] = edges[:-1:ranks], edges[ranks::ranks]
-        by_source[0], by_source[1] = edges[:-1].reshape(slots, ranks).T, edges[1:].reshape(slots, ranks).T
-        first.fill(-1)
-        first[expert[self._own]] = bounds[0]
-        count[:] = bounds[1] - bounds[0]
-        swapped = expert[self._own] != self._at_home
-        if swapped.any():
-            at_home[0, :-1], at_home[1, :-1] = by_source[0], np.where(swapped, by_source[0], by_source[1])
-            at_home[0, -1], at_home[1, -1] = bounds[0], np.where(swapped, bounds[1], bounds[0])
-        self._device.copy_(self._host, non_blocking=True)
-        there = self._on_device
-        groups = RowGroups(there[4], count.tolist(), derived={"bounds": there[5][:, 0], "bounds by source": there[6]})
-        left_out = (there[7][0], there[7][1]) if swapped.any() else None
-        return ExpertPositions(there[0], there[1], (there[2], self._on_host[2]), there[3], groups, left_out)
-
-
-class _RankCounts:
-    """How many tokens of each rank each expert takes, int64 [ranks, experts]."""
-
-    def __init__(self, counts: Tensor) -> None:
-        self.device, self.on_host = counts.device, HostCopy(counts)
+        return own if self.table is None else self.table.expert[own]
 
 
 @dataclass(frozen=True)
@@ -202,18 +134,23 @@ class ExpertPlacement:
     """The experts that a rank computes in one layer of a step. The parameters of `experts` are stacked: [experts of
     this rank, ...]."""
 
-    def __init__(self, experts: nn.Module, num_experts: int, ep_group: Group, etp_group: Group) -> None:
-        self.experts, self.num_experts = experts, num_experts
+    def __init__(
+        self,
+        experts: nn.Module,
+        ep_group: Group,
+        etp_group: Group,
+        place: Callable[[Tensor, int, int], PositionTable] = place_experts,
+    ) -> None:
+        self.experts, self.place = experts, place
         self.ep_group, self.etp_group = ep_group, etp_group
         self.ranks, self.rank = group_size(ep_group), group_rank(ep_group)
         self.is_due = False
         """Whether a step has begun whose swaps are not planned yet."""
-        self._counted: _RankCounts | None = None
+        self._counted: Tensor | None = None
         """The counts from which the swaps of this step will be planned."""
-        self._planned: Homes | None = None
-        """The swaps that have not started yet."""
+        self._planned: TableOnHost | None = None
+        """The positions of experts whose swaps have not started yet."""
         self._positions = ExpertPositions()
-        self._table: _PositionTable | None = None
         self._moves: _Moves | None = None
         self._arriving: Pending | None = None
         self._home_weights: Tensor | None = None
@@ -221,35 +158,35 @@ class ExpertPlacement:
         self._returning: Pending | None = None
         """The gradients of this home's experts."""
 
-    def start_count(self, counts: Tensor) -> _RankCounts | None:
-        """Starts to gather the counts of all ranks, given this rank's tokens that each expert takes, int64 [experts].
-        Returns None if the swaps of this step are planned already, or if no step has begun."""
+    def start_count(self, counts: Tensor) -> Tensor | None:
+        """Returns the counts of all ranks, given this rank's tokens that each expert takes, int64 [experts]. Returns
+        None if the swaps of this step are planned already, or if no step has begun."""
         if not self.is_due:
             return None
         self.is_due = False
-        self._counted = _RankCounts(gather_rows(gather_rows(counts[None], self.ep_group), self.etp_group))
+        self._counted = gather_rows(gather_rows(counts[None], self.ep_group), self.etp_group)
         return self._counted
 
-    def positions(self, counted: _RankCounts | None) -> ExpertPositions:
+    def positions(self, counted: Tensor | None) -> ExpertPositions:
         """Returns where the experts are for the micro-batch of which `start_count` has returned `counted`. Plans the
-        swaps of the step if it is the first one; the host then waits for the counts."""
+        swaps of the step if it is the first one. On a GPU with Triton the host does not wait."""
         if counted is None:
             return self._positions.not_counted()
         if counted is self._counted:
             self._counted = None
-            counts = counted.on_host.wait().numpy()  # [ranks, experts]
-            homes = balanced_homes(counts.sum(0).reshape(self.ranks, -1).tolist())
-            if self._table is None:
-                self._table = _PositionTable(counts.shape, self.num_experts // self.ranks, self.rank, counted.device)
-            self._positions = self._table.filled(homes, counts)
-            if any(home != rank for rank, own in enumerate(homes) for home in own):
-                self._planned = homes
+            table = self.place(counted, self.ranks, self.rank)
+            self._planned = TableOnHost(table)
+            self._positions = ExpertPositions(table, self._planned)
         return self._positions
 
     def start_swap(self) -> None:
-        """Starts to send the weights of experts that other ranks compute, if swaps are planned and have not started."""
-        if self._planned is not None:
-            self._moves, self._planned = _Moves.of(self._planned, self.rank), None
+        """Starts to send the weights of experts that other ranks compute, if swaps are planned and have not started.
+        The host waits for the plan."""
+        planned, self._planned = self._planned, None
+        if planned is not None and planned.any_swapped:
+            slots = planned.table.slots
+            homes = (planned.table.expert // slots).view(-1, slots).tolist()
+            self._moves = _Moves.of(homes, self.rank)
             self._home_weights = self._moves.taken_from(self._weights)
             self._arriving = self._moves.start(self._home_weights, self.ep_group)
 
@@ -303,7 +240,7 @@ class Placement(Protocol):
     """Where the experts of a layer are for one micro-batch."""
 
     def positions(self) -> ExpertPositions:
-        """Returns where the experts are. The host may wait for counts."""
+        """Returns where the experts are."""
 
     def start_swap(self) -> None:
         """Starts to bring the weights of this rank's experts, if they are not there."""
@@ -332,12 +269,12 @@ AT_HOME = AtHome()
 class MicroBatchPlacement:
     """The placement of a layer for one micro-batch of a step. The first micro-batch plans the swaps."""
 
-    def __init__(self, placement: ExpertPlacement, counted: _RankCounts | None) -> None:
+    def __init__(self, placement: ExpertPlacement, counted: Tensor | None) -> None:
         """`counted`: the result of `ExpertPlacement.start_count` for this micro-batch, if it was called."""
         self._placement, self._counted = placement, counted
 
     def positions(self) -> ExpertPositions:
-        """Returns where the experts are. The host waits for the counts of the step's first micro-batch."""
+        """Returns where the experts are."""
         return self._placement.positions(self._counted)
 
     def start_swap(self) -> None:

@@ -13,10 +13,10 @@ from support.pool import Pool
 from torch import Tensor, nn
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.distributed.expert_placement import balanced_homes
 from megatron.core.exceptions import UserError
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.ops.moe.placement import balanced_homes
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.parameters import info_of
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -241,11 +241,11 @@ def swaps_of_steps(steps: list[int]) -> list[list[list[int]]]:
         ddp.zero_grad_buffer()
         for number in range(2):  # the second micro-batch changes nothing
             losses_of(ddp, step, 2 * number + dist.get_rank()).backward()
-            experts = [placement.positions(None).expert for placement in ddp._placements.placements]
-            found.append([expert.tolist() for expert in experts if expert is not None])
+            tables = [placement.positions(None).table for placement in ddp._placements.placements]
+            found.append([table.expert.tolist() for table in tables if table is not None])
         assert found[-2] == found[-1]
         ddp.finish_grad_sync()
-        assert all(placement.positions(None).expert is None for placement in ddp._placements.placements)
+        assert all(placement.positions(None).table is None for placement in ddp._placements.placements)
     return found[::2]
 
 

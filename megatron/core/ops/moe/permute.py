@@ -30,12 +30,12 @@ def rows_of_tokens(tokens: Tensor, copies: Copies) -> Tensor:
 
 
 def put_tokens(rows: Tensor, tokens: Tensor, places: Tensor) -> None:
-    """Copies tokens [t, h] into their rows of [n, h], int64 `places` [t, k]; -1 is no row. Other rows stay as they are.
-    Does not wait for the device."""
+    """Copies tokens [t, h] into their rows of [n, h], int64 `places` [t, k]; -1 is no row, and rows from n on are left
+    out. Other rows stay as they are. Does not wait for the device."""
     count = rows.shape[0]
     token = torch.arange(tokens.shape[0], device=rows.device)[:, None].expand_as(places)
     source = places.new_full((count + 1,), -1)  # the last one takes those without a row
-    source.scatter_(0, torch.where(places < 0, count, places).flatten(), token.flatten())
+    source.scatter_(0, torch.where((places < 0) | (places > count), count, places).flatten(), token.flatten())
     source = source[:count, None]
     if tokens.shape[0]:
         rows.copy_(torch.where(source < 0, rows, tokens.index_select(0, source[:, 0].clamp(min=0))))

@@ -37,7 +37,7 @@ def _rows_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluate annot
 
 @triton.jit
 def _spread_kernel(  # type: ignore[no-untyped-def]
-    rows, tokens, places, count, width, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    rows, tokens, places, room, count, width, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -45,7 +45,7 @@ def _spread_kernel(  # type: ignore[no-untyped-def]
     value = tl.load(tokens + token[:, None] * width + column[None, :], mask=valid)
     for j in range(K):
         place = tl.load(places + token * K + j, mask=token < count, other=-1).to(tl.int64)
-        copied = valid & (place >= 0)[:, None]
+        copied = valid & ((place >= 0) & (place < room))[:, None]
         tl.store(rows + place[:, None] * width + column[None, :], value, mask=copied)
 
 
@@ -92,7 +92,7 @@ def put_tokens_triton(rows: Tensor, tokens: Tensor, places: Tensor) -> None:
     if rows.shape[0] and places.numel():
         # Token by token, so that each is read once: copies of a token are far apart in the order of rows.
         grid, tile = _tiles(places.shape[0], rows.shape[1])
-        _spread_kernel[grid](rows, tokens, places, places.shape[0], rows.shape[1], K=places.shape[1], **tile)
+        _spread_kernel[grid](rows, tokens, places, rows.shape[0], *tokens.shape, K=places.shape[1], **tile)
 
 
 def sum_rows_and_addends_triton(rows: Tensor, places: Tensor, addends: Tensor | None = None) -> Tensor:

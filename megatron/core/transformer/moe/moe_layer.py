@@ -89,7 +89,7 @@ class MoELayer(MegatronModule):
         if not getattr(self.experts, "reads_sizes", True):
             self.token_dispatcher.leave_sizes_on_device()
         self.token_dispatcher.takes_steps = getattr(self.experts, "takes_steps", False)
-        self.expert_placement = self._placement(config, groups)
+        self.expert_placement = self._placement(config, groups, backend)
         """Which experts this rank computes in a step; None: always those of its own."""
         self.fc1_latent_proj: ReplicatedLinear | None = None
         self.fc2_latent_proj: ReplicatedLinear | None = None
@@ -138,7 +138,9 @@ class MoELayer(MegatronModule):
             output = latent_output if bias is None else latent_output + bias
         return shared.added_to(output).view(hidden_states.shape), None
 
-    def _placement(self, config: TransformerConfig, groups: ProcessGroupCollection) -> ExpertPlacement | None:
+    def _placement(
+        self, config: TransformerConfig, groups: ProcessGroupCollection, backend: Backend
+    ) -> ExpertPlacement | None:
         at = self.token_dispatcher
         if not config.moe_balanced_expert_placement or at.ep_size == 1:
             return None
@@ -152,7 +154,7 @@ class MoELayer(MegatronModule):
                 f"moe_balanced_expert_placement swaps experts of stacked weights, which {type(self.experts).__name__} "
                 "does not have; use GroupedMLP"
             )
-        return ExpertPlacement(self.experts, at.num_experts, at.ep_group, at.etp_group)
+        return ExpertPlacement(self.experts, at.ep_group, at.etp_group, backend.place_experts)
 
     def _placement_of(self, routing: Routing) -> Placement:
         """Starts to count the tokens of all ranks if the swaps of a step are to be planned from this micro-batch.

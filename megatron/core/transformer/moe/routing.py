@@ -24,9 +24,8 @@ class Routing:
     """bool [t, k]: False if an expert has no capacity left for the token. None: no token was dropped."""
     counts: Tensor | None = None
     """int64 [experts]: number of this rank's tokens that each expert takes. None: not counted yet."""
-    of_ranks: tuple[Tensor, Tensor] | None = None
-    """int64 [ranks, experts], on the device and on the host: number of tokens that each expert takes from each rank
-    that shares the experts, by etp rank, then by ep rank. None: not gathered yet."""
+    positions: ExpertPositions = ExpertPositions()  # noqa: RUF009  # it does not change
+    """Where the experts are, if their numbers are positions (`placed`)."""
 
     def tokens_per_expert(self, num_experts: int) -> Tensor:
         """Returns the number of this rank's tokens that each expert takes, int64 [experts]. Does not wait for the
@@ -43,11 +42,11 @@ class Routing:
 
     def placed(self, positions: ExpertPositions) -> "Routing":
         """Returns this routing with the positions of experts as their numbers."""
-        if positions.position is None or positions.expert is None:
+        if positions.table is None:
             return self
-        counts = None if self.counts is None else self.counts[positions.expert]
-        experts = positions.position[self.experts]
-        return dataclasses.replace(self, experts=experts, counts=counts, of_ranks=positions.of_ranks)
+        counts = None if self.counts is None else self.counts[positions.table.expert]
+        experts = positions.table.position[self.experts]
+        return dataclasses.replace(self, experts=experts, counts=counts, positions=positions)
 
     def dense(self, num_experts: int) -> tuple[Tensor, Tensor]:
         """Returns Megatron-LM's form: weights [t, experts], zero for experts that a token is not sent to, and a bool

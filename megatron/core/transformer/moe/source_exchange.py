@@ -193,6 +193,8 @@ class SourceExchange:
         self.returning: Returning | None = None
         self.own: Tensor | None = None
         """The tokens of this rank that are being gathered, or the rows whose sums for this rank are still due."""
+        self._room: Tensor | None = None
+        """Rows with own tokens, whose number is not known yet."""
 
     def yield_turn(self) -> None:
         """Lets another micro-batch, or deferred work, compute until rows have arrived."""
@@ -203,12 +205,30 @@ class SourceExchange:
         """Starts to send this rank's tokens [t, h]."""
         self._in_flight = _StartDispatch.apply(self, tokens)
 
-    def rows(self, places: Tensor, count: int, in_steps: bool) -> Tensor:
-        """Returns `count` rows [n, h], given the rows of all tokens, int64 [ranks * t, k]. With `in_steps` those of
-        other ranks have no values before their steps of `arriving`."""
-        self.places, self.count = places.chunk(1 + len(self.others)), count
+    def start_rows(self, places: Tensor, room: int) -> None:
+        """Starts to copy own tokens into rows, given the rows of all tokens, int64 [ranks * t, k]. `room` is the number
+        of rows to make room for; the number that is needed may be larger."""
+        assert self.own is not None
+        self.places = places.chunk(1 + len(self.others))
+        self._room = self.own.new_empty(room, self.own.shape[1])
+        self.backend.put_tokens(self._room, self.own, self.places[self.rank])
+
+    def rows(self, count: int, in_steps: bool) -> Tensor:
+        """Returns the `count` rows that are needed, [n, h]. With `in_steps` those of other ranks have no values before
+        their steps of `arriving`."""
+        self.count = count
         rows: Tensor = _Rows.apply(self, self._in_flight, in_steps)
         return rows
+
+    def take_room(self) -> Tensor:
+        """Returns the rows [n, h], with those of own tokens."""
+        assert self.own is not None
+        room, self._room = self._room, None
+        assert room is not None
+        if self.count > room.shape[0]:
+            room = room.new_empty(self.count, room.shape[1])
+            self.backend.put_tokens(room, self.own, self.places[self.rank])
+        return room[: self.count].data  # no view for autograd, which forbids writes into views
 
     def arriving(self, bounds: Bounds, swaps: Placement | None = None) -> PartSteps:
         """Returns the steps of the first product, which bring the rows of other ranks, given where the rows of each
@@ -312,9 +332,8 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: SourceExchange, in_flight: Tensor, in_steps: bool) -> Tensor:
         ctx.exchange = exchange
-        assert exchange.own is not None
-        rows = exchange.own.new_empty(exchange.count, exchange.own.shape[1])
-        for source in (exchange.rank, *(() if in_steps else exchange.others)):
+        rows = exchange.take_room()
+        for source in () if in_steps else exchange.others:
             exchange.put(source, rows)
         return rows
 

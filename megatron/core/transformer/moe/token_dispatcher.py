@@ -228,17 +228,16 @@ class _CopyDispatchCombine(AlltoAllDispatchCombine):
         """Number of rows from (etp rank, ep rank) for each expert of an ep rank."""
         self.knows_sizes = at.copies_sizes or at.ep_size * at.etp_size > 1 or routing.kept is not None
         self._on_host: HostCopy | None = None
-        if routing.of_ranks is not None:
-            self._on_host = HostCopy(routing.of_ranks[1].view(self.counts.shape))
-        elif self.knows_sizes:
+        if routing.positions.on_host is None and self.knows_sizes:
             self._on_host = run_once_under_recompute((at, "counts on the host"), lambda: HostCopy(self.counts))
 
     def _all_counts(self) -> Tensor:
-        at, routing = self.at, self.routing
-        if routing.of_ranks is not None:
-            by_rank = routing.of_ranks[0]
+        at, positions = self.at, self.routing.positions
+        if positions.on_host is not None:
+            assert positions.table is not None
+            by_rank = positions.table.of_sources
         else:
-            by_rank = at.of_all_ranks(routing.tokens_per_expert(at.num_experts)[None])  # [etp * ep, experts]
+            by_rank = at.of_all_ranks(self.routing.tokens_per_expert(at.num_experts)[None])  # [etp * ep, experts]
         return by_rank.view(at.etp_size, at.ep_size, at.ep_size, at.num_local_experts)
 
     def start_dispatch(self, hidden: Tensor) -> None:
@@ -276,6 +275,9 @@ class _CopyDispatchCombine(AlltoAllDispatchCombine):
 
     def _sizes(self) -> Tensor:
         """Returns `counts` on the host."""
+        placed = self.routing.positions.on_host
+        if placed is not None:
+            return placed.table.of_sources.view(self.counts.shape)
         assert self._on_host is not None
         return self._on_host.wait()
 
@@ -294,9 +296,16 @@ class MoEAllGatherTokenDispatcher(TokenDispatcher):
         super().__init__(config, pg_collection, backend)
         self.link: Link | None = None
         """How tokens are exchanged rank by rank; None: a rank's own tokens are like the others."""
+        self.last_rows = 0
+        """Number of rows of the last micro-batch."""
         if config.moe_local_token_overlap and self.ep_size > 1:
             self.refuse_shared_channels()
             self.link = PeerLink(self.ep_group) if uses_peers(config) else GroupLink(self.ep_group)
+
+    def rows_to_expect(self, choices: int) -> int:
+        """Returns the rows to make room for, given the choices of all tokens: a tenth more than the last micro-batch
+        had, or than the even share."""
+        return min(choices, max(self.last_rows, choices // self.ep_size) * 11 // 10)
 
     def plan(
         self, routing: Routing, turn: CooperativeTurn | None = None, placement: Placement = AT_HOME
@@ -322,7 +331,7 @@ class _AllGatherDispatchCombine(DispatchCombine):
         """int32 [all tokens, k]: the experts that tokens go to; -1: an expert has no room."""
         self.all_are_here = at.ep_size == 1 and routing.kept is None
         self._on_host: HostCopy | None = None
-        """The number of rows of each expert of this rank, unless `groups` has it."""
+        """The number of rows of each expert of this rank, unless `positions` has it."""
 
     def start_dispatch(self, hidden: Tensor) -> None:
         at = self.at
@@ -330,11 +339,12 @@ class _AllGatherDispatchCombine(DispatchCombine):
         numbered = at.backend.number_choices(self.numbers, at.num_experts)
         self._start_gathering(hidden)
         self.positions = positions = self.placement.positions()
-        first, groups = positions.first, positions.groups
-        if groups is None:
-            first, groups = self._count_here(numbered.counts)
-        most = self.numbers.numel() if groups.sizes is None else sum(groups.sizes)
-        self.groups, self._order = groups, numbered.copies(most, first)
+        if positions.on_host is None:
+            first, self.groups = self._count_here(numbered.counts)
+        else:
+            assert positions.table is not None
+            first, self.groups = positions.table.first, positions.groups()
+        self._order = numbered.copies(self.numbers.numel(), first)
 
     def _start_gathering(self, hidden: Tensor) -> None:
         at, self.rows, self.weights = self.at, hidden, self.routing.weights
@@ -381,7 +391,9 @@ class _AllGatherDispatchCombine(DispatchCombine):
 
     def _sizes(self) -> Sequence[int] | None:
         """Returns the number of rows of each expert of this rank on the host; None if it is not needed there."""
-        return self.groups.sizes if self._on_host is None else self._on_host.wait().tolist()
+        if self.positions.on_host is not None:
+            return self.positions.on_host.rows
+        return None if self._on_host is None else self._on_host.wait().tolist()
 
     def _counts_by_source(self) -> Tensor:
         """Returns the number of rows of each expert of this rank from each rank, int64 [local experts, ranks]."""
@@ -411,6 +423,8 @@ class _AllGatherDispatchCombine(DispatchCombine):
 class _SourceDispatchCombine(_AllGatherDispatchCombine):
     """Exchanges tokens rank by rank, so that experts can begin and end with those of this rank."""
 
+    at: MoEAllGatherTokenDispatcher
+
     def __init__(
         self,
         at: MoEAllGatherTokenDispatcher,
@@ -427,23 +441,35 @@ class _SourceDispatchCombine(_AllGatherDispatchCombine):
         self._gathered_weights = AsyncCollective(gather_route(self.at.ep_group), None, self.routing.weights)
         self.by_source.start_dispatch(hidden)
 
+    def start_dispatch(self, hidden: Tensor) -> None:
+        super().start_dispatch(hidden)
+        # The device copies own tokens while the host waits for the number of rows.
+        self.by_source.start_rows(self._order[0].places, self.at.rows_to_expect(self.numbers.numel()))
+
     def finish_dispatch(self) -> ExpertInput:
         at, exchange = self.at, self.by_source
         exchange.yield_turn()
         choice = self._finish_order()
-        rows = exchange.rows(self.copies.places, self.copies.source.shape[0], at.takes_steps)
-        groups = self.groups if self._on_host is None else dataclasses.replace(self.groups, sizes=self._sizes())
+        at.last_rows = choice.shape[0]
+        rows = exchange.rows(at.last_rows, at.takes_steps)
+        groups = self.groups
+        if at.copies_sizes:
+            groups = dataclasses.replace(groups, sizes=self._sizes())
         if at.backend.fp8 is not None or (at.takes_steps and not groups.knows_sources):
             groups = dataclasses.replace(groups, by_source=self._counts_by_source())
         if not at.takes_steps:
             return ExpertRows(rows, self._weights_of_rows(choice), groups)
-        by_source, late = groups.bounds_by_source, self.positions.bounds_at_home
-        arriving = exchange.arriving(by_source) if late is None else exchange.arriving(late, self.placement)
-        steps = ExpertSteps(arriving, exchange.leaving(by_source), lambda: self._weights_of_rows(choice))
+        bounds = groups.bounds_by_source
+        arriving = exchange.arriving(bounds)
+        if self._swaps_in_steps:
+            assert self.positions.table is not None
+            begins, ends = self.positions.table.bounds_at_home
+            arriving = exchange.arriving((begins, ends), self.placement)
+        steps = ExpertSteps(arriving, exchange.leaving(bounds), lambda: self._weights_of_rows(choice))
         return ArrivingRows(rows, groups, steps)
 
     def start_swap(self) -> None:
-        if not self._swaps_in_steps:
+        if not self.at.takes_steps:
             super().start_swap()
 
     def finish_swap(self) -> None:
@@ -452,8 +478,9 @@ class _SourceDispatchCombine(_AllGatherDispatchCombine):
 
     @property
     def _swaps_in_steps(self) -> bool:
-        """Whether the weights of swapped experts come behind the first part of the rows."""
-        return self.at.takes_steps and self.positions.bounds_at_home is not None
+        """Whether the weights of swapped experts come behind the first part of the rows. The host may wait."""
+        on_host = self.positions.on_host
+        return self.at.takes_steps and on_host is not None and on_host.any_swapped
 
     def _weights_of_rows(self, choice: Tensor) -> Tensor:
         (weights,) = self._gathered_weights.finish()
