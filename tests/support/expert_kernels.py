@@ -398,6 +398,15 @@ def specialized_products_of_parts() -> None:
     steps = PartSteps([2, 0, 1], groups.bounds_by_source, before, after)
     found = CUDA_PRODUCTS.in_steps(arrived, weight, True, steps)
     assert torch.equal(found, whole) and ended == [(2, True), (0, True), (1, True)]
+    for room in (number + 50, number, 150):  # the last rows of the first part are behind the last room
+        kept = values(room + 3, 192, dtype=torch.bfloat16, seed=2)
+        outputs = torch.full((room + 3, 328), 7.0, dtype=torch.bfloat16, device=DEVICE)
+        kept[: min(room, number)] = rows[:room]
+        begins, ends = groups.bounds_by_source
+        CUDA_PRODUCTS.part(outputs[:room], kept[:room], weight, (begins[2], ends[2]), True)
+        mine = (source_of == 2)[:room]
+        assert torch.equal(outputs[: mine.shape[0]][mine], whole[:room][mine])
+        assert bool((outputs[: mine.shape[0]][~mine] == 7.0).all()) and bool((outputs[mine.shape[0] :] == 7.0).all())
 
 
 def specialized_product_of_many_experts() -> None:

@@ -110,7 +110,7 @@ def train(
     rows: list[int] = []
     layers = [module for module in model.modules() if isinstance(module, MoELayer)]
     for layer in layers:
-        layer.experts.register_forward_pre_hook(lambda experts, inputs: rows.append(inputs[0].shape[0]))
+        layer.experts.register_forward_hook(lambda experts, inputs, output: rows.append(output.shape[0]))
     replicas, replica = groups.size("dp"), groups.rank("dp")
 
     def forward_step(numbers: Iterator[int], chunk: nn.Module, step: int) -> tuple[Tensor, Any]:

@@ -99,6 +99,27 @@ class PartSteps:
     """Called with a part and the outputs when the outputs of the part's rows are computed."""
 
 
+@dataclass(frozen=True)
+class ArrivingRows:
+    """Rows that are not all there, in a memory with room for more rows than there probably are: the host does not know
+    their number. A product of the first part begins before the host waits for it."""
+
+    room: Tensor
+    """[m, in], with the values of the first part if there is room for them."""
+    first: int
+    bounds: Bounds
+    """Those of all parts, [parts, groups]."""
+    settle: Callable[[], tuple[int, Sequence[int]]]
+    """Returns the number of rows and the other parts in their order. The host may wait."""
+    grown: Callable[[int], Tensor]
+    """Returns a new memory for this number of rows, with the values of the first part."""
+    before: Callable[[int, Tensor], None]
+    """Called with another part and the rows before the product reads the part's rows and the weights of their
+    groups."""
+    give_back: Callable[[Tensor], Tensor]
+    """Takes the gradient of the rows in backward. Returns the gradient of the placeholder from which they come."""
+
+
 _WIDTH_MULTIPLE = 8
 """torch's grouped product needs rows of a multiple of 16 bytes, which are this many 16-bit elements."""
 
@@ -126,7 +147,7 @@ def grouped_product(rows: Tensor, weight: Tensor, groups: RowGroups, transposed:
 
 def grouped_product_of_part(output: Tensor, rows: Tensor, weight: Tensor, bounds: Bounds, transposed: bool) -> None:
     """Computes the rows between the bounds of `grouped_product` into `output`. Other rows may have any values; their
-    outputs stay as they are."""
+    outputs stay as they are. Bounds behind the last row mean the last row."""
     for number, (begin, end) in enumerate(zip(*(edge.tolist() for edge in bounds), strict=True)):
         matrix = weight[number].t() if transposed else weight[number]
         output[begin:end].copy_(product(rows[begin:end], matrix))
@@ -163,6 +184,27 @@ class GroupedProducts:
                 steps.after(part, output)
         return output
 
+    def of_arriving(self, rows: ArrivingRows, weight: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
+        """Returns (rows [n, in], `rows` of them), computed part after part."""
+
+        def part(number: int) -> None:
+            self.part(output, room, weight, (begins[number], ends[number]), transposed)
+
+        room, width, (begins, ends) = rows.room, weight.shape[1 if transposed else 2], rows.bounds
+        output = room.new_empty(room.shape[0], width)
+        part(rows.first)
+        count, others = rows.settle()
+        if count > room.shape[0]:
+            room = rows.grown(count)
+            output = room.new_empty(count, width)
+            part(rows.first)
+        # No views for autograd, which forbids writes into views.
+        room, output = room[:count].data, output[:count].data
+        for number in others:
+            rows.before(number, room)
+            part(number)
+        return room, output
+
 
 PLAIN_PRODUCTS = GroupedProducts()
 """A loop over the groups, for any device and type."""
@@ -176,10 +218,11 @@ def grouped_linear(
     weight: Tensor,
     groups: RowGroups,
     products: GroupedProducts = PLAIN_PRODUCTS,
-    steps: PartSteps | None = None,
+    steps: PartSteps | ArrivingRows | None = None,
 ) -> Tensor:
     """Returns inputs [n, in] times the transposed weight of each row's group [groups, out, in]: [n, out], in the type
-    of the inputs. With `steps` forward computes part after part; backward computes all rows at once."""
+    of the inputs. With `steps` forward computes part after part; backward computes all rows at once. Arriving rows are
+    in `steps`; `inputs` is then the placeholder from which they come."""
     return _GroupedLinear.apply(inputs, weight, groups, products, steps)
 
 
@@ -191,14 +234,20 @@ class _GroupedLinear(torch.autograd.Function):
         weight: Tensor,
         groups: RowGroups,
         products: GroupedProducts,
-        steps: PartSteps | None,
+        steps: PartSteps | ArrivingRows | None,
     ) -> Tensor:
-        ctx.save_for_backward(inputs)
         # Keeps the parameter, not a saved tensor: full sharding frees its storage and gathers it again before backward.
         ctx.weight, ctx.groups, ctx.products = weight, groups, products
-        if steps is not None:
-            return products.in_steps(inputs, weight, True, steps)
-        return products.rows(inputs, weight, groups, True)
+        ctx.give_back = None
+        if isinstance(steps, ArrivingRows):
+            ctx.give_back = steps.give_back
+            inputs, output = products.of_arriving(steps, weight, True)
+        elif steps is not None:
+            output = products.in_steps(inputs, weight, True, steps)
+        else:
+            output = products.rows(inputs, weight, groups, True)
+        ctx.save_for_backward(inputs)
+        return output
 
     @staticmethod
     @once_differentiable
@@ -209,6 +258,8 @@ class _GroupedLinear(torch.autograd.Function):
         inputs_gradient = weight_gradient = None
         if needs_inputs:
             inputs_gradient = ctx.products.rows(output_gradient, weight.detach(), ctx.groups, False)
+            if ctx.give_back is not None:
+                inputs_gradient = ctx.give_back(inputs_gradient)
         if needs_weight:
             accumulate = functools.partial(ctx.products.weights, groups=ctx.groups)
             main_grad = main_grad_accumulator(weight)

@@ -51,8 +51,7 @@ PIECE, BUFFERS = gl.constexpr(64), gl.constexpr(2)
 """Columns of a piece of a finished tile, and pieces of a warp group that the copy engine stores at the same time. Each
 takes 8 KiB of shared memory. BUFFERS divides the pieces of a tile, because each tile starts at the first buffer."""
 MOST_EXPERTS = 256
-"""The loading warp has the ends of all experts' rows in its registers."""
-_NEVER = gl.constexpr(0x7FFFFFFF)
+"""The loading warp has the tiles of all experts in its registers."""
 
 
 @gluon.jit
@@ -62,13 +61,13 @@ def _add(a, b):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _load_tiles(  # type: ignore[no-untyped-def]
-    row_tiles, weight_tiles, begins, ends, counter, plan, a, b, full, empty, groups, across, blocks, step,
-    TRANSPOSED: gl.constexpr, EXPERTS: gl.constexpr,
+    row_tiles, weight_tiles, begins, ends, counter, plan, a, b, full, empty, room, groups, across, blocks,
+    step, TRANSPOSED: gl.constexpr, EXPERTS: gl.constexpr,
 ):  # fmt: skip
     expert = gl.arange(0, EXPERTS, gl.BlockedLayout([EXPERTS // 32], [32], [1], [0]))
-    before = gl.load(begins + expert, mask=expert < groups, other=_NEVER)
-    behind = gl.load(ends + expert, mask=expert < groups, other=_NEVER)
-    tiles_behind = gl.associative_scan((behind - before + (2 * ROWS - 1)) // (2 * ROWS), 0, _add)
+    rows = gl.load(ends + expert, mask=expert < groups, other=0)
+    rows = gl.minimum(rows, room) - gl.minimum(gl.load(begins + expert, mask=expert < groups, other=0), room)
+    tiles_behind = gl.associative_scan((rows + (2 * ROWS - 1)) // (2 * ROWS), 0, _add)
     down = gl.max(tiles_behind, 0)
     count = 0
     tile = gl.program_id(0)
@@ -77,8 +76,7 @@ def _load_tiles(  # type: ignore[no-untyped-def]
         row_tile, column_tile = place_in_band(tile, down, across)
         earlier = tiles_behind <= row_tile  # experts whose rows all come before this tile
         group = gl.sum(earlier.to(gl.int32), 0)
-        end = gl.min(gl.where(earlier, _NEVER, behind), 0)
-        first = gl.min(gl.where(earlier, _NEVER, before), 0)
+        first, end = gl.load(begins + group), gl.minimum(gl.load(ends + group), room)
         first += (row_tile - gl.max(gl.where(earlier, tiles_behind, 0), 0)) * (2 * ROWS)
         column = column_tile * COLUMNS
         for block in range(blocks):
@@ -173,7 +171,7 @@ def _multiply(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _grouped_product_kernel(  # type: ignore[no-untyped-def]
-    output_tiles, output, row_tiles, weight_tiles, begins, ends, counter, groups, across, width, blocks, step,
+    output_tiles, output, row_tiles, weight_tiles, begins, ends, counter, room, groups, across, width, blocks, step,
     TRANSPOSED: gl.constexpr, EXPERTS: gl.constexpr,
 ):  # fmt: skip
     b_shape: gl.constexpr = [STAGES, COLUMNS, CHANNELS] if TRANSPOSED else [STAGES, CHANNELS, COLUMNS]
@@ -186,8 +184,8 @@ def _grouped_product_kernel(  # type: ignore[no-untyped-def]
         [
             (_multiply, (output_tiles, output, plan, a, b, staging, full, empty, width, blocks, TRANSPOSED, 0)),
             (_multiply, (output_tiles, output, plan, a, b, staging, full, empty, width, blocks, TRANSPOSED, 1)),
-            (_load_tiles, (row_tiles, weight_tiles, begins, ends, counter, plan, a, b, full, empty, groups, across,
-             blocks, step, TRANSPOSED, EXPERTS)),
+            (_load_tiles, (row_tiles, weight_tiles, begins, ends, counter, plan, a, b, full, empty, room, groups,
+             across, blocks, step, TRANSPOSED, EXPERTS)),
         ],
         [4, 1],  # warps of the second and the third task; the first runs on the program's own four
         [240, 24],  # registers of their threads
@@ -213,7 +211,8 @@ def grouped_product_specialized(
     output: Tensor, rows: Tensor, weight: Tensor, bounds: tuple[Tensor, Tensor], transposed: bool
 ) -> None:
     """Computes `grouped_linear.grouped_product` of tensors that `takes` accepts into `output` [n, out], for the rows
-    between the bounds of each group, two int32 [groups] that ascend. Other rows of the output stay as they are."""
+    between the bounds of each group, two int32 [groups] that ascend. Other rows of the output stay as they are. Bounds
+    behind the last row mean the last row."""
     number, channels = weight.shape[0], rows.shape[1]
     across = cdiv(output.shape[1], COLUMNS.value)
     most_tiles = across * (cdiv(rows.shape[0], 2 * ROWS.value) + number)
@@ -221,7 +220,7 @@ def grouped_product_specialized(
     _grouped_product_kernel[(min(most_tiles, num_multiprocessors(rows.device)),)](
         _tiles(output, ROWS.value, PIECE.value), output, _tiles(rows, ROWS.value, CHANNELS.value),
         _tiles(weight.view(-1, weight.shape[2]), *block), *bounds,
-        torch.zeros(1, dtype=torch.int32, device=rows.device), number, across, output.shape[1],
+        torch.zeros(1, dtype=torch.int32, device=rows.device), rows.shape[0], number, across, output.shape[1],
         channels // CHANNELS.value, weight.shape[1], TRANSPOSED=transposed, EXPERTS=max(32, next_power_of_2(number)),
         num_warps=4,
     )  # fmt: skip

@@ -21,7 +21,7 @@ from megatron.core.collectives import group_rank
 from megatron.core.initializers import each_of
 from megatron.core.ops.fp8.grouped_linear import Fp8ExpertLinear
 from megatron.core.ops.fp8.recipes import LinearSplit
-from megatron.core.ops.moe.grouped_linear import PartSteps, RowGroups, grouped_linear, is_one_product
+from megatron.core.ops.moe.grouped_linear import ArrivingRows, PartSteps, RowGroups, grouped_linear, is_one_product
 from megatron.core.ops.moe.weighted_activation import weighted
 from megatron.core.parameters import Box, info_of
 from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
@@ -54,8 +54,8 @@ class ExpertSizes:
 class ExpertSteps:
     """How experts compute their rows part after part, such as those of one source rank after the other."""
 
-    arriving: PartSteps
-    """The steps of the first product."""
+    arriving: ArrivingRows
+    """The rows of the first product."""
     leaving: PartSteps
     """The steps of the last product."""
     weights: Callable[[], Tensor]
@@ -116,7 +116,8 @@ class GroupedMLP(MegatronModule):
         self, rows: Tensor, weights: Tensor | None, groups: RowGroups, steps: ExpertSteps | None = None
     ) -> Tensor:
         """Returns the experts' outputs [n, h] for rows [n, h] sorted by expert, with the weight of each row [n]. With
-        `steps`, which have the weights, computes part after part; that needs `takes_steps`."""
+        `steps`, which have rows and weights, computes part after part from a placeholder `rows`; that needs
+        `takes_steps`."""
         if steps is None:
             assert weights is not None
             return self.second_half(groups, *self.first_half(rows, weights, groups))

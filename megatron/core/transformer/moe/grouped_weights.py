@@ -11,7 +11,7 @@ from megatron.core.collectives import Group, group_rank
 from megatron.core.initializers import Constant, Initializer, each_of
 from megatron.core.ops.fp8.grouped_recipes import MicroBatches
 from megatron.core.ops.fp8.recipes import LinearSplit
-from megatron.core.ops.moe.grouped_linear import PartSteps, RowGroups
+from megatron.core.ops.moe.grouped_linear import ArrivingRows, PartSteps, RowGroups
 from megatron.core.parameters import Box
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.sharded_state import ShardedStateModule
@@ -81,7 +81,7 @@ class GroupedLinear(ShardedStateModule):
         self.register_load_state_dict_pre_hook(_put_together)
 
     def forward(
-        self, inputs: Tensor, groups: RowGroups, steps: PartSteps | None = None
+        self, inputs: Tensor, groups: RowGroups, steps: PartSteps | ArrivingRows | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Returns (output [n, out], bias of each row [n, out] that the caller adds, or None) for rows [n, in] sorted by
         expert. `steps`: the product computes part after part."""

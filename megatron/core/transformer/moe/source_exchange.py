@@ -13,7 +13,7 @@ the rows of all ranks at once. There, deferred weight gradients hide the exchang
 A link moves the data: over a process group on any device, or by copy engines between the GPUs of a host.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -24,7 +24,7 @@ from megatron.core.backends import Backend
 from megatron.core.collectives import Group, Pending, group_rank, group_size, start_all_to_all_rows, start_gather_rows
 from megatron.core.distributed.expert_placement import Placement
 from megatron.core.micro_batch import CooperativeTurn
-from megatron.core.ops.moe.grouped_linear import Bounds, PartSteps
+from megatron.core.ops.moe.grouped_linear import ArrivingRows, Bounds, PartSteps
 from megatron.core.traffic import record_traffic
 from megatron.core.transformer.moe.peer_all_to_all import RowRing, ring_of
 
@@ -176,9 +176,9 @@ class _PeerReturning:
 class SourceExchange:
     """The dispatch and combine of one micro-batch, with the gradients of both.
 
-    `start_dispatch` sends tokens, `rows` returns their rows, and the steps of `arriving` fill those of others. The
-    steps of `leaving` send sums, `start_combine` takes the experts' results, and `finish_combine` returns this rank's
-    sums.
+    `start_dispatch` sends tokens and `start_rows` begins to copy own ones. `arriving` returns rows that arrive while
+    experts compute; `rows` waits for all. The steps of `leaving` send sums, `start_combine` takes the experts' results,
+    and `finish_combine` returns this rank's sums.
     """
 
     def __init__(self, link: Link, ranks: int, rank: int, backend: Backend, turn: CooperativeTurn | None) -> None:
@@ -208,45 +208,57 @@ class SourceExchange:
     def start_rows(self, places: Tensor, room: int) -> None:
         """Starts to copy own tokens into rows, given the rows of all tokens, int64 [ranks * t, k]. `room` is the number
         of rows to make room for; the number that is needed may be larger."""
-        assert self.own is not None
         self.places = places.chunk(1 + len(self.others))
-        self._room = self.own.new_empty(room, self.own.shape[1])
-        self.backend.put_tokens(self._room, self.own, self.places[self.rank])
+        self._room = self._with_own(room)
 
-    def rows(self, count: int, in_steps: bool) -> Tensor:
-        """Returns the `count` rows that are needed, [n, h]. With `in_steps` those of other ranks have no values before
-        their steps of `arriving`."""
+    def rows(self, count: int) -> Tensor:
+        """Returns all rows, [n, h], given their number."""
         self.count = count
-        rows: Tensor = _Rows.apply(self, self._in_flight, in_steps)
+        rows: Tensor = _Rows.apply(self, self._in_flight)
         return rows
 
-    def take_room(self) -> Tensor:
-        """Returns the rows [n, h], with those of own tokens."""
-        assert self.own is not None
-        room, self._room = self._room, None
-        assert room is not None
-        if self.count > room.shape[0]:
-            room = room.new_empty(self.count, room.shape[1])
-            self.backend.put_tokens(room, self.own, self.places[self.rank])
-        return room[: self.count].data  # no view for autograd, which forbids writes into views
+    def arriving(
+        self, bounds: Bounds, count: Callable[[], int], swaps: Placement, late: Callable[[], bool]
+    ) -> tuple[Tensor, ArrivingRows]:
+        """Returns the placeholder of the rows, and the rows as they arrive, given where those of each rank are.
 
-    def arriving(self, bounds: Bounds, swaps: Placement | None = None) -> PartSteps:
-        """Returns the steps of the first product, which bring the rows of other ranks, given where the rows of each
-        rank are. With `swaps` one more part has the rows of experts whose weights come meanwhile."""
-        order = [self.rank, *self.others]
-        if swaps is None:
-            return PartSteps(order, bounds, before=self._put_others)
-        late = len(order)
+        `count` returns their number and may wait. If `late` does, the rows of swapped experts are one more part of the
+        bounds, which comes last; `swaps` brings the weights of these experts meanwhile.
+        """
+
+        def settle() -> tuple[int, list[int]]:
+            self.count = count()
+            return self.count, [*self.others, *([1 + len(self.others)] if late() else [])]
 
         def before(part: int, rows: Tensor) -> None:
             if part == self.others[0]:
                 swaps.start_swap()  # behind the own rows, which the host launches first
-            if part == late:
-                swaps.finish_swap()
+            if part <= len(self.others):
+                self.put(part, rows)
             else:
-                self._put_others(part, rows)
+                swaps.finish_swap()
 
-        return PartSteps([*order, late], bounds, before)
+        def give_back(gradient: Tensor) -> Tensor:
+            self.send_all(gradient)
+            return gradient.new_zeros(1)
+
+        room, self._room = self._room, None
+        assert room is not None
+        return self._in_flight, ArrivingRows(room, self.rank, bounds, settle, self._with_own, before, give_back)
+
+    def _with_own(self, room: int) -> Tensor:
+        """Returns memory for rows, with the values of own tokens."""
+        assert self.own is not None
+        rows = self.own.new_empty(room, self.own.shape[1])
+        self.backend.put_tokens(rows, self.own, self.places[self.rank])
+        return rows
+
+    def take_room(self) -> Tensor:
+        """Returns the rows [n, h], with those of own tokens."""
+        room, self._room = self._room, None
+        assert room is not None
+        # No view for autograd, which forbids writes into views.
+        return (room if self.count <= room.shape[0] else self._with_own(self.count))[: self.count].data
 
     def leaving(self, bounds: Bounds) -> PartSteps:
         """Returns the steps of the last product, which send sums to other ranks."""
@@ -330,18 +342,18 @@ class _StartDispatch(torch.autograd.Function):
 
 class _Rows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, exchange: SourceExchange, in_flight: Tensor, in_steps: bool) -> Tensor:
+    def forward(ctx: Any, exchange: SourceExchange, in_flight: Tensor) -> Tensor:
         ctx.exchange = exchange
         rows = exchange.take_room()
-        for source in () if in_steps else exchange.others:
+        for source in exchange.others:
             exchange.put(source, rows)
         return rows
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
         ctx.exchange.send_all(gradient.contiguous())
-        return None, gradient.new_zeros(1), None
+        return None, gradient.new_zeros(1)
 
 
 class _StartCombine(torch.autograd.Function):

@@ -66,17 +66,17 @@ class ExpertRows:
 
 
 @dataclass(frozen=True)
-class ArrivingRows:
+class SteppedRows:
     """Input of experts that compute their rows part after part, in the order of `ExpertRows`."""
 
-    rows: Tensor
-    """[n, h]; those of other ranks arrive in the steps."""
+    placeholder: Tensor
+    """What the rows, which arrive in the steps, come from."""
     groups: RowGroups
     steps: ExpertSteps
 
     def results_of(self, experts: Any) -> Tensor:
         """Returns the results of a module of experts that takes steps, [n, h]."""
-        results: Tensor = experts(self.rows, None, self.groups, self.steps)
+        results: Tensor = experts(self.placeholder, None, self.groups, self.steps)
         return results
 
 
@@ -447,42 +447,42 @@ class _SourceDispatchCombine(_AllGatherDispatchCombine):
         self.by_source.start_rows(self._order[0].places, self.at.rows_to_expect(self.numbers.numel()))
 
     def finish_dispatch(self) -> ExpertInput:
-        at, exchange = self.at, self.by_source
+        at, exchange, groups = self.at, self.by_source, self.groups
         exchange.yield_turn()
-        choice = self._finish_order()
-        at.last_rows = choice.shape[0]
-        rows = exchange.rows(at.last_rows, at.takes_steps)
-        groups = self.groups
-        if at.copies_sizes:
-            groups = dataclasses.replace(groups, sizes=self._sizes())
-        if at.backend.fp8 is not None or (at.takes_steps and not groups.knows_sources):
-            groups = dataclasses.replace(groups, by_source=self._counts_by_source())
         if not at.takes_steps:
-            return ExpertRows(rows, self._weights_of_rows(choice), groups)
-        bounds = groups.bounds_by_source
-        arriving = exchange.arriving(bounds)
-        if self._swaps_in_steps:
-            assert self.positions.table is not None
-            begins, ends = self.positions.table.bounds_at_home
-            arriving = exchange.arriving((begins, ends), self.placement)
-        steps = ExpertSteps(arriving, exchange.leaving(bounds), lambda: self._weights_of_rows(choice))
-        return ArrivingRows(rows, groups, steps)
+            rows = exchange.rows(self._count_rows())
+            if at.copies_sizes:
+                groups = dataclasses.replace(groups, sizes=self._sizes())
+            if at.backend.fp8 is not None:
+                groups = dataclasses.replace(groups, by_source=self._counts_by_source())
+            return ExpertRows(rows, self._weights_of_rows(), groups)
+        if not groups.knows_sources:
+            groups = dataclasses.replace(groups, by_source=self._counts_by_source())
+        table, bounds = self.positions.table, groups.bounds_by_source
+        # Without the rows of swapped experts, if this micro-batch comes before their weights.
+        parts = bounds if self.positions.on_host is None or table is None else tuple(table.bounds_at_home)
+        placeholder, arriving = exchange.arriving(parts, self._count_rows, self.placement, self._any_late)
+        return SteppedRows(placeholder, groups, ExpertSteps(arriving, exchange.leaving(bounds), self._weights_of_rows))
 
     def start_swap(self) -> None:
         if not self.at.takes_steps:
             super().start_swap()
 
     def finish_swap(self) -> None:
-        if not self._swaps_in_steps:
+        if not self.at.takes_steps:
             super().finish_swap()
 
-    @property
-    def _swaps_in_steps(self) -> bool:
-        """Whether the weights of swapped experts come behind the first part of the rows. The host may wait."""
-        on_host = self.positions.on_host
-        return self.at.takes_steps and on_host is not None and on_host.any_swapped
+    def _any_late(self) -> bool:
+        """Returns whether the weights of swapped experts come behind the first part of the rows. The host may wait."""
+        return self.positions.on_host is not None and self.positions.on_host.any_swapped
 
-    def _weights_of_rows(self, choice: Tensor) -> Tensor:
+    def _count_rows(self) -> int:
+        """Returns the number of rows. The host may wait."""
+        self.at.last_rows = count = sum(self._sizes() or ())
+        return count
+
+    def _weights_of_rows(self) -> Tensor:
+        choice = self._finish_order()
         (weights,) = self._gathered_weights.finish()
         return self.at.weights_of(weights, self.copies, choice)
 
