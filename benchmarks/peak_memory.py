@@ -18,6 +18,7 @@ from megatron.core.num_microbatches_calculator import BatchSchedule
 from megatron.core.pipeline_parallel.orders import Schedule, schedule_name
 from megatron.core.pipeline_parallel.simulator import simulate
 from megatron.core.pipeline_parallel.stages import pipeline_of
+from megatron.core.transformer.moe.token_dispatcher import SPARE_ROWS
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.arguments import configure
 from megatron.training.config.pretrain_config import PretrainConfig
@@ -91,7 +92,10 @@ def bytes_of_token(config: TransformerConfig) -> float:
     if config.num_moe_experts is None:
         mlp = 3.0 * (config.ffn_hidden_size or 0)
     else:
-        mlp = config.moe_router_topk * (hidden + 3.0 * (config.moe_ffn_hidden_size or 0))
+        ffn = config.moe_ffn_hidden_size or 0
+        own_first = config.moe_local_token_overlap and config.moe_token_dispatcher_type == "allgather"
+        room = 1.0 + (1.0 / SPARE_ROWS if own_first else 0.0)
+        mlp = config.moe_router_topk * ((hidden + 2.0 * ffn) * room + ffn)
         is_even = config.expert_model_parallel_size == 1 or config.moe_balanced_expert_placement
         mlp *= 1.0 if is_even else _UNEVEN
     return 2.0 * ((2 + norms) * hidden + attention + mlp)

@@ -235,7 +235,7 @@ def _note_row_pieces(seen: Recorder, output: Tensor, _: Any, inputs: Tensor, wei
 
 
 def _note_grouped(seen: Recorder, output: Tensor, inputs: Tensor, weight: Tensor, *_: Any, **__: Any) -> None:
-    _note_product(seen, inputs, weight, experts=True)
+    _note_product(seen, inputs, weight, rows=output.shape[0], experts=True)  # arriving rows have a placeholder
 
 
 def _note_head(
@@ -326,6 +326,20 @@ def _note_rows(seen: Recorder, output: Tensor, rows: Tensor, *_: Any, **__: Any)
     seen.moved["permutation"] += 2 * _size(output, rows)
 
 
+def _note_put(seen: Recorder, _: None, rows: Tensor, tokens: Tensor, places: Tensor) -> None:
+    seen.moved["permutation"] += 2 * (_size(tokens) + _placed(places) * rows.shape[1] * rows.element_size())
+
+
+def _note_sums(seen: Recorder, output: Tensor, rows: Tensor, places: Tensor, addends: Tensor | None = None) -> None:
+    summed = _placed(places) * rows.shape[1] * rows.element_size() + (0 if addends is None else _size(addends))
+    seen.moved["permutation"] += 2 * (_size(output) + summed)
+
+
+def _placed(places: Tensor) -> int:
+    """Returns the number of rows of some tokens. Waits for the device."""
+    return int((places >= 0).sum())
+
+
 def _note_cross_entropy(seen: Recorder, losses: Tensor, logits: Tensor, *_: Any, **__: Any) -> None:
     seen.moved["cross entropy"] += 2 * _size(logits)
 
@@ -348,6 +362,8 @@ _NOTES: dict[str, Callable[..., None]] = {
     "embedding": _note_embedding,
     "permute": _note_rows,
     "unpermute": _note_rows,
+    "put_tokens": _note_put,
+    "sum_rows_and_addends": _note_sums,
     "cross_entropy": _note_cross_entropy,
     "causal_conv": _note_convolution,
 }

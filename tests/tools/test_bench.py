@@ -143,6 +143,9 @@ def test_each_of_our_kernels_has_a_kind() -> None:
     kinds = {"_backward_specialized_kernel": "attention", "_activation_backward_kernel": "activations"}
     assert {name: kind_of(name) for name in kinds} == kinds
     assert kind_of("nccl_all_gather") == "communication" and kind_of("memset") == "other"
+    assert kind_of("Memcpy PtoP (Device -> Device)") == "communication"
+    assert kind_of("void at::native::multi_tensor_apply_kernel<LpNormFunctor>") == "update and gradient norm"
+    assert kind_of("_apply_kernel") == "dropout"
 
 
 def test_a_row_without_an_anchor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
