@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from support import distribution, huge_pages
+from support import distribution, fast_cases, huge_pages
 
 # Tests compute little, so several threads would only slow each other down. torch reads this when it is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -78,7 +78,15 @@ def torch_varies_again() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    fast_cases.mark_slow(item)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not any("[" in argument for argument in config.args):  # else not all cases of a test are collected
+        unknown = fast_cases.names_without_case(items)
+        if unknown:
+            raise pytest.UsageError(f"markers name cases that do not exist: {', '.join(unknown)}")
     items.sort(key=lambda item: distribution.place_of(item.nodeid))
     if config.getoption("--quick"):
         left_out = [item for item in items if not distribution.is_quick(item)]
