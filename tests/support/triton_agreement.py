@@ -108,15 +108,16 @@ def merged_blocks() -> None:
             assert (expected - found)[finite].abs().max() < 1e-5 * expected[finite].abs().max()
 
 
-def largest_logits() -> None:
+def largest_logits(every: int = 1) -> None:
     """Queries and keys of packed projections; rows and widths that do not fill a tile; every rule that hides keys. Each
-    key head has one key with positive products, so the answer is the last query that sees it."""
+    key head has one key with positive products, so the answer is the last query that sees it. With `every` 3 it checks
+    the last case and each third one before it."""
     causal, draw, groups = AttentionVariant(0.3, causal=True), torch.Generator().manual_seed(0), 6
     plain, mask = AttentionCall(), torch.arange(300, device=DEVICE)[None, None, None] % 5 > 1
     cu_seqlens = torch.tensor([0, 130, 131, 250], device=DEVICE)
     documents, order = AttentionCall(cu_seqlens=cu_seqlens), torch.randperm(300, generator=draw)[None].to(DEVICE)
     dtypes = (torch.float32,) if DEVICE.type == "cpu" else (torch.float32, torch.bfloat16)  # as the interpreter can
-    for sq, sk, b, width, variant, call in (
+    cases = (
         (129, 129, 2, 24, causal, plain),
         (40, 300, 1, 64, causal, plain),
         (300, 300, 1, 40, AttentionVariant(0.3, causal=False), AttentionCall(mask=mask)),
@@ -125,7 +126,8 @@ def largest_logits() -> None:
         (300, 300, 1, 80, causal, documents),
         (130, 300, 1, 16, causal, AttentionCall(query_positions=order[:, :130])),
         (130, 300, 1, 16, causal, AttentionCall(query_positions=order[:, 130:260], cu_seqlens=cu_seqlens)),
-    ):
+    )
+    for sq, sk, b, width, variant, call in cases[(len(cases) - 1) % every :: every]:
         for dtype in dtypes:
             heads = 2 * groups if b == 2 else groups
             packed = torch.randn(sk, b, heads + groups, width, generator=draw).abs().to(DEVICE, dtype)

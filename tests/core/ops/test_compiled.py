@@ -68,6 +68,7 @@ def results(backend: Any, case: str, dtype: torch.dtype = torch.float64, device:
     return [*outputs, *(value.grad for value in inputs if value.grad is not None)]
 
 
+@pytest.mark.slow_cases("rms_norm of heads", "rope of a part", "rope interleaved")
 @pytest.mark.parametrize("case", CASES)
 def test_a_traced_operation_has_the_bits_of_the_eager_one(case):
     """It is one graph: nothing in it falls back to eager."""
@@ -79,6 +80,7 @@ def test_a_traced_operation_has_the_bits_of_the_eager_one(case):
     assert not counters["graph_break"] and counters["frames"]["ok"] == counters["frames"]["total"]
 
 
+@pytest.mark.fast("rope")
 @pytest.mark.parametrize("case", ["rope", "rope interleaved"])
 def test_gradients_of_rotary_positions_are_rounded_once(case):
     backends = LOCAL, compiled_backend(LOCAL, "aot_eager")
@@ -99,6 +101,7 @@ def forwards_without_end(graph: torch.fx.GraphModule) -> list[str]:
     return found
 
 
+@pytest.mark.fast("types0")
 @pytest.mark.parametrize("types", [(torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.float32, torch.bfloat16)])
 def test_a_traced_norm_does_not_return_the_argument_of_its_last_call(types):
     graphs: list[torch.fx.GraphModule] = []
@@ -179,8 +182,12 @@ KINDS = {
 
 @pytest.mark.parametrize(
     "kinds",
-    # Those of the first row run every operation; the others run the same ones from within other modules.
-    [("gpt", "llama", "recomputed parts"), pytest.param(("recompute", "moe"), marks=pytest.mark.slow)],
+    # `gpt` and those of the second row run every operation; the others run the same ones from within other modules.
+    [
+        ("gpt",),
+        pytest.param(("llama", "recomputed parts"), marks=pytest.mark.slow),
+        pytest.param(("recompute", "moe"), marks=pytest.mark.slow),
+    ],
 )
 def test_a_compiled_run_has_the_bits_of_the_eager_run(capfd, kinds):
     for kind in kinds:
@@ -207,6 +214,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layouts", [("tp2 sp",), pytest.param((*LAYOUTS,)[1:], marks=pytest.mark.slow)])
 def test_every_layout_has_the_bits_of_the_eager_run(layouts):
     runs = [f"{RUN} {LAYOUTS[layout]} {how}" for layout in layouts for how in ("", AOT)]
@@ -215,6 +223,7 @@ def test_every_layout_has_the_bits_of_the_eager_run(layouts):
             agrees(eager, compiled)
 
 
+@pytest.mark.fast("eager to compiled")
 @pytest.mark.parametrize("modes", [("", AOT), (AOT, "")], ids=["eager to compiled", "compiled to eager"])
 def test_a_checkpoint_goes_on_in_the_other_mode(modes, tmp_path):
     before, after = modes

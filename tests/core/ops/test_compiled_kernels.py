@@ -16,7 +16,7 @@ import megatron.core
 CORE = Path(megatron.core.__file__).parent
 MOST_SHARED = 227 * 1024
 """Bytes of shared memory that a program can have on Hopper (CUDA C programming guide, compute capability 9.0)."""
-FAST = (
+ATTENTION = (
     "triton_agreement.masks",
     # The interpreter does not run these kernels. It runs those of `packed, dropped`, which the slow test compiles.
     "flash_agreement.attention_of:causal, dropped",
@@ -48,9 +48,8 @@ def compiled(checks: list[str], cache: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The kernels that `make test` compiles, in one process: to start one takes as long as to compile a kernel."""
-    checks = [*FAST, "fp8_tiles.few_specialized_blocks", "expert_kernels.specialized_product_of_many_experts"]
-    return compiled(checks, tmp_path_factory.mktemp("kernels"))
+    """Kernels of attention and of blocks, compiled in one process, whose start takes as long as a kernel."""
+    return compiled([*ATTENTION, "fp8_tiles.few_specialized_blocks"], tmp_path_factory.mktemp("kernels"))
 
 
 def of(found: list[dict[str, Any]], *names: str) -> list[dict[str, Any]]:
@@ -60,6 +59,7 @@ def of(found: list[dict[str, Any]], *names: str) -> list[dict[str, Any]]:
     return kernels
 
 
+@pytest.mark.slow
 def test_kernels_of_attention_compile(found: list[dict[str, Any]]) -> None:
     of(found, "_keep_bits_kernel", "_keep_rows_kernel", "_forward_specialized_kernel", "_backward_specialized_kernel")
 
@@ -83,12 +83,22 @@ def test_products_of_the_forward_with_specialised_warps_need_not_wait_for_each_o
     assert [kernel["stack"] for kernel in found[:4]] == 4 * [0] and found[4]["stack"] <= 64, found
 
 
+@pytest.mark.slow
 def test_products_of_blocks_keep_their_sums_in_registers(found: list[dict[str, Any]]) -> None:
+    keeps_sums_of_blocks_in_registers(found)
+
+
+def keeps_sums_of_blocks_in_registers(found: list[dict[str, Any]]) -> None:
     kernels = of(found, "_product_of_blocks_kernel", "_gradient_of_blocks_kernel")
     assert not any(kernel["stack"] for kernel in kernels), kernels
 
 
-def test_products_of_experts_keep_their_sums_in_registers(found: list[dict[str, Any]]) -> None:
+@pytest.mark.slow
+def test_products_of_experts_keep_their_sums_in_registers(tmp_path: Path) -> None:
+    keeps_sums_of_experts_in_registers(compiled(["expert_kernels.specialized_product_of_many_experts"], tmp_path))
+
+
+def keeps_sums_of_experts_in_registers(found: list[dict[str, Any]]) -> None:
     kernels = of(found, "_grouped_product_kernel")
 
     assert all(not kernel["stack"] and kernel["waits"] < 0.5 for kernel in kernels), kernels
@@ -98,8 +108,8 @@ def test_products_of_experts_keep_their_sums_in_registers(found: list[dict[str, 
 def test_so_do_those_of_the_other_layouts(tmp_path: Path) -> None:
     every = compiled(["fp8_tiles.small_specialized_blocks", "expert_kernels.specialized_products"], tmp_path)
     assert len(every) == 7
-    test_products_of_blocks_keep_their_sums_in_registers(every)
-    test_products_of_experts_keep_their_sums_in_registers(every)
+    keeps_sums_of_blocks_in_registers(every)
+    keeps_sums_of_experts_in_registers(every)
 
 
 @pytest.mark.slow

@@ -78,6 +78,7 @@ def parted(size: int, vocab_size: int, columns: int, smoothing: float, kernel: s
     }
 
 
+@pytest.mark.slow_cases("2-9-17-triton-0.0-1e-06-True", "3-4-5-triton-0.0-1e-06-False")
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize(
     ("kernel", "smoothing", "tolerance"), [("torch", 0.0, 1e-14), ("torch", 0.3, 1e-14), ("triton", 0.0, 1e-6)]

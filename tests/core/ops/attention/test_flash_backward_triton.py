@@ -8,6 +8,7 @@ from megatron.core.ops.attention.flash_backward_triton import flash_backward_tri
 from megatron.core.ops.attention.flash_forward_triton import Scores, Sight, TileSize
 
 
+@pytest.mark.fast("False-True", "True-False")
 @pytest.mark.parametrize("drops", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
 def test_gradients_of_blocks_add_up(packed: bool, drops: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,11 +24,20 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     flash_agreement.use_small_tiles(monkeypatch)
 
 
+@pytest.mark.slow_cases(
+    "causal, wide",
+    "window, packed, wide",
+    "wide keys, more keys than queries",
+    "causal, wide, dropped",
+    "packed, dropped",
+    "chunks",
+)
 @pytest.mark.parametrize("name", flash_agreement.CASES)
 def test_outputs_and_gradients_are_those_of_the_definition(name: str) -> None:
     flash_agreement.attention_of(name)
 
 
+@pytest.mark.slow_cases("single tokens", "one")
 @pytest.mark.parametrize("kind", ["single tokens", "one", "many, some empty", "tail"])
 def test_odd_documents(kind: str) -> None:
     flash_agreement.documents(kind)
@@ -53,6 +62,7 @@ FORMS = {
 }
 
 
+@pytest.mark.slow_cases("all-causal", "all-causal, dropped")
 @pytest.mark.parametrize(
     ("form", "name"),
     [

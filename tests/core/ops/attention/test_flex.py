@@ -25,6 +25,7 @@ def heads(sq: int, b: int, sk: int = 37) -> list[Tensor]:
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
 
+@pytest.mark.slow_cases("variant0-call0-37-2", "variant1-call1-20-2", "variant4-call4-30-2")
 @pytest.mark.parametrize(
     ("variant", "call", "sq", "b"),
     [

@@ -15,6 +15,7 @@ def test_the_kernel_agrees_with_its_definition(check: str) -> None:
     getattr(fp8_grouped_kernels, check)()
 
 
+@pytest.mark.fast("precise-tile2", "weight-tile4", "blocks-tile3", "weight_parts-tile5")
 @pytest.mark.parametrize(("kind", "tile"), fp8_tiles.TILES_OF_KINDS)
 def test_each_tile_of_the_table_agrees(kind: str, tile: Tile, monkeypatch: pytest.MonkeyPatch) -> None:
     """Persistent programs: with fewer and with more programs than tiles."""
