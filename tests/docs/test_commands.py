@@ -61,16 +61,45 @@ def test_every_page_is_found() -> None:
     assert bash_blocks(ROOT / "README.md")[:2] == ["make quickstart", "make test"]
 
 
+PAGES_WITH_COMMANDS = [page for page in PAGES if bash_blocks(page)]
+
+
+def name_of(page: Path) -> str:
+    return "README.md" if page.parent == ROOT else f"{page.parent.name}/{page.name}"
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "page",
-    # The example's model itself is tested in tests/examples.
-    [pytest.param(page, marks=[pytest.mark.slow] * (page == EXAMPLE)) for page in PAGES if bash_blocks(page)],
-    ids=lambda page: page.parent.name + "/" + page.name,
-)
+@pytest.mark.parametrize("page", PAGES_WITH_COMMANDS, ids=name_of)
 def test_commands_of_page_run(page: Path, checkout: Path) -> None:
+    run_blocks(page, bash_blocks(page), checkout)
+
+
+# The example's model itself is tested in tests/examples.
+@pytest.mark.parametrize("page", [page for page in PAGES_WITH_COMMANDS if page != EXAMPLE], ids=name_of)
+def test_first_command_of_page_runs(page: Path, checkout: Path) -> None:
+    first = next(block for block in bash_blocks(page) if block not in NOT_HERE)
+    run_blocks(page, [first_command(first)], checkout)
+
+
+def first_command(block: str) -> str:
+    """Returns the block up to its first program, with the lines before it that write files."""
+    lines = block.splitlines(keepends=True)
+    programs = ("python", "torchrun", "make", "bash", "examples/", "tools/")
+    first = next(number for number, line in enumerate(lines) if line.startswith(programs))
+    last = next(number for number in range(first, len(lines)) if is_whole("".join(lines[: number + 1])))
+    return "".join(lines[: last + 1])
+
+
+def is_whole(text: str) -> bool:
+    """Tells whether a command does not go on in the next line."""
+    checked = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True)
+    return checked.returncode == 0 and not checked.stderr and not text.endswith("\\\n")
+
+
+def run_blocks(page: Path, blocks: list[str], checkout: Path) -> None:
     variables = environment()
-    for block in bash_blocks(page):
+    for block in blocks:
         if block in NOT_HERE:
             continue
         done = subprocess.run(
@@ -79,6 +108,7 @@ def test_commands_of_page_run(page: Path, checkout: Path) -> None:
         assert done.returncode == 0, f"{page.name}:\n{block}\n\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
 
 
+@pytest.mark.slow
 def test_torchrun_starts_new_interpreters(checkout: Path) -> None:
     """The other tests of this file run programs in processes that have imported the product before."""
     # Long samples: all mock data, which these processes shuffle, has fewer of them.
@@ -98,6 +128,7 @@ def test_torchrun_starts_new_interpreters(checkout: Path) -> None:
     assert re.search(r"iteration +2/ +2 ", done.stdout), done.stdout
 
 
+@pytest.mark.slow
 def test_quickstart_leaves_what_it_promises(checkout: Path) -> None:
     variables = environment()
     done = subprocess.run(["make", "quickstart"], cwd=checkout, env=variables, capture_output=True, text=True)
