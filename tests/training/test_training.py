@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.pool import Pool
 from support.ports import free_port
 from support.processes import run_on_ranks
 from support.runs import GPT, Outcome, differences, stream, train, train_all_on_ranks, train_on_ranks
@@ -26,6 +27,7 @@ DOCUMENTS = "--reset-position-ids --reset-attention-mask --eod-mask-loss"
 # What the numbers do not depend on
 
 
+@pytest.mark.slow_cases("")
 @pytest.mark.parametrize("masks", ["", f"{DOCUMENTS} --calculate-per-token-loss"])
 def test_any_number_of_ranks_gives_the_same_run(corpus, masks):
     """1, 2 and 4 data parallel ranks: samples, masks of dropout, losses, norms, weights."""
@@ -43,6 +45,7 @@ def test_any_number_of_ranks_gives_the_same_run(corpus, masks):
         assert furthest(ranks[0], alone) < 1e-9  # Adam divides by the size of a gradient, however small
 
 
+@pytest.mark.slow_cases("")
 @pytest.mark.parametrize("masks", ["", DOCUMENTS])
 def test_any_micro_batch_size_gives_the_same_run(corpus, masks):
     flags = f"--fp64 --data-path {corpus} --train-iters 4 --eval-iters 1 --calculate-per-token-loss {masks}"
@@ -117,6 +120,7 @@ def test_packed_documents_are_separate_documents(corpus):
 # Number formats
 
 
+@pytest.mark.slow_cases("", "--fp64", "--optimizer sgd")
 @pytest.mark.parametrize("precision", ["", "--bf16", "--fp16 --initial-loss-scale 65536", "--fp64", "--optimizer sgd"])
 def test_every_number_format_learns(corpus, precision, capsys):
     """Documents count upwards in strides of 1 to 3, which is soon learnt."""
@@ -128,6 +132,7 @@ def test_every_number_format_learns(corpus, precision, capsys):
     assert capsys.readouterr().out.count("--fp16 on a CPU") == ("fp16" in precision)
 
 
+@pytest.mark.slow
 def test_replicas_stay_equal_run_after_run(corpus):
     """Runs two ranks many times in one pool of processes, with many formats and sizes."""
     formats = ["--bf16", "--fp16 --initial-loss-scale 65536", "--fp64 --hidden-size 48"]
@@ -158,8 +163,9 @@ def test_data_that_ends_within_a_step_is_said(corpus, layout):
     flags = f"--data-path {corpus} --train-iters 3 --eval-iters 0 --num-layers 4 {layout}"
     said = "the training data ended in iteration 2 of 3; lower --train-iters to 1 or give more data"
     if layout:
-        with pytest.raises(AssertionError, match=said):
-            run_on_ranks(train_on_six_samples, 2, flags)
+        # The rank that has no data says so at once; the other one waits for it.
+        with Pool(2, patience=2.0) as pool, pytest.raises(AssertionError, match=said):
+            pool.run(train_on_six_samples, 2, flags)
     else:
         with pytest.raises(UserError, match=said):
             train_on_six_samples(flags)
@@ -175,10 +181,11 @@ def train_on_six_samples(flags: str) -> None:
 
 def test_a_growing_batch(tmp_path, corpus):
     """From 2 to 8 in steps of 2 over 24 samples: also across a restart."""
-    flags = f"--data-path {corpus} --train-samples 64 --global-batch-size 8 --rampup-batch-size 2 2 24 --eval-iters 0"
+    flags = f"--data-path {corpus} --train-samples 44 --global-batch-size 8 --rampup-batch-size 2 2 24 --eval-iters 0"
+    flags += " --micro-batch-size 2"
     straight = train(flags)
     sizes = [step.global_batch_size for step in straight.steps]
-    assert sizes == [2] * 4 + [4] * 2 + [6] * 2 + [8] * ((64 - 28) // 8)
+    assert sizes == [2] * 4 + [4] * 2 + [6] * 2 + [8] * ((44 - 28) // 8)
     assert stream([straight]) == list(range(sum(sizes)))
     first = train(f"{flags} --save {tmp_path} --load {tmp_path} --exit-interval 5")
     second = train(f"{flags} --save {tmp_path} --load {tmp_path}")
@@ -215,23 +222,23 @@ def evaluate_on_rank(flags: str) -> tuple[list[tuple[float, float]], Outcome]:
     return watching.sums, train(flags, watching.providers)
 
 
-def test_evaluation_is_the_mean_over_all_its_tokens(corpus):
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_evaluation_is_the_mean_over_all_its_tokens(corpus, world_size):
     """By hand: sum of all losses over number of unmasked tokens, on one rank and on two."""
     flags = f"--fp64 --data-path {corpus} --train-iters 2 --eval-interval 1 --eval-iters 3 --split 60,30,10 {DOCUMENTS}"
-    for world_size in (1, 2):
-        ranks = run_on_ranks(evaluate_on_rank, world_size, flags)
-        by_rank = [sums for sums, _ in ranks]
-        each = 3 * 4 // world_size  # micro-batches of an evaluation on a rank
-        outcome = ranks[0][1]
-        assert [record.split for record in outcome.validations] == ["validation", "validation", "validation", "test"]
-        for number, record in enumerate(outcome.validations):
-            part = [pair for sums in by_rank for pair in sums[number * each : (number + 1) * each]]
-            total, count = sum(pair[0] for pair in part), sum(pair[1] for pair in part)
-            assert record.losses["lm loss"] == pytest.approx(total / count, rel=1e-12)
-            assert record.tokens == count < 12 * 16 and record.samples == 12
-            means = [pair[0] / pair[1] for pair in part]
-            assert record.losses["lm loss"] != pytest.approx(sum(means) / len(means), rel=1e-6)
-        assert outcome.at_end["state"]["consumed_valid_samples"] == 3 * 12
+    ranks = run_on_ranks(evaluate_on_rank, world_size, flags)
+    by_rank = [sums for sums, _ in ranks]
+    each = 3 * 4 // world_size  # micro-batches of an evaluation on a rank
+    outcome = ranks[0][1]
+    assert [record.split for record in outcome.validations] == ["validation", "validation", "validation", "test"]
+    for number, record in enumerate(outcome.validations):
+        part = [pair for sums in by_rank for pair in sums[number * each : (number + 1) * each]]
+        total, count = sum(pair[0] for pair in part), sum(pair[1] for pair in part)
+        assert record.losses["lm loss"] == pytest.approx(total / count, rel=1e-12)
+        assert record.tokens == count < 12 * 16 and record.samples == 12
+        means = [pair[0] / pair[1] for pair in part]
+        assert record.losses["lm loss"] != pytest.approx(sum(means) / len(means), rel=1e-6)
+    assert outcome.at_end["state"]["consumed_valid_samples"] == 3 * 12
 
 
 def test_skip_train_evaluates_the_loaded_weights_and_saves_nothing(tmp_path, corpus):

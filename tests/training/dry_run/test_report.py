@@ -114,6 +114,7 @@ def test_stages_that_are_balanced_by_cost_are_told() -> None:
     assert sum(len(stage.layers) for entry in run.ranks[::32] for stage in entry.shard.stages) == 32
 
 
+@pytest.mark.fast("--use-torch-fsdp2-True", "-False")
 @pytest.mark.parametrize(
     ("flags", "column"), [("--use-torch-fsdp2", True), ("--use-distributed-optimizer", False), ("", False)]
 )
