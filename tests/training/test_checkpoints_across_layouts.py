@@ -101,6 +101,7 @@ def weights_for_use(folder: Path) -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.slow
 def test_evaluation_alone_in_any_layout(corpus, tmp_path):
     """--skip-train reads weights and no optimizer state, and prints the losses that the training run printed."""
     flags = f"--fp64 --data-path {corpus} --train-iters 1 --eval-iters 2 --save {tmp_path} --load {tmp_path}"

@@ -80,6 +80,7 @@ def test_into_every_way_of_sharing_experts(corpus, tmp_path):
     assert kinds <= state_at_end(last).keys()
 
 
+@pytest.mark.slow
 def test_the_model_is_the_same_for_use(corpus, tmp_path):
     """In one process, from files of ranks that had a part of each expert."""
     flags = f"--data-path {corpus} --eval-iters 0 --train-iters 1 --save {tmp_path} {GROUPED}"

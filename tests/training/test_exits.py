@@ -47,6 +47,7 @@ PIPELINE = "--pipeline-model-parallel-size 2"
 V_SHAPED = f"{PIPELINE} --pipeline-schedule zb-v --num-layers 4"
 
 
+@pytest.mark.fast("-1")
 @pytest.mark.parametrize(("layout", "logger"), [("", 1), (V_SHAPED, 0)])
 def test_a_signal_to_one_rank_in_training(tmp_path, corpus, layout, logger):
     """Both ranks save the same iteration and exit with 0; the next run resumes from there."""
@@ -76,6 +77,7 @@ def pretrain_and_tell_of_evaluation() -> None:
     pretrain(Providers(GPT.build_model, GPT.build_datasets, build))
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_rank_in_evaluation(tmp_path, corpus):
     flags = f"--data-path {corpus} --train-iters 6 --eval-interval 3 --eval-iters 20000 --log-interval 1"
     program = launch(f"{flags} --save {tmp_path / 'c'}", 2, tmp_path, pretrain_and_tell_of_evaluation)
@@ -91,6 +93,7 @@ OFTEN = [(0, ""), (1, PIPELINE)]
 SELDOM = [pytest.param(1, "", marks=pytest.mark.slow), pytest.param(0, PIPELINE, marks=pytest.mark.slow)]
 
 
+@pytest.mark.fast("0-")
 @pytest.mark.parametrize(("victim", "layout"), [*OFTEN, *SELDOM])
 def test_the_others_end_soon_after_a_killed_rank(tmp_path, corpus, victim, layout):
     program = launch(f"{ENDLESS} --data-path {corpus} --save {tmp_path / 'c'} --save-interval 2 {layout}", 2, tmp_path)

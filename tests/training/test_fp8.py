@@ -71,6 +71,7 @@ def test_layers_at_both_ends_stay_in_the_models_type() -> None:
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-router-padding-for-fp8"
 
 
+@pytest.mark.fast("--moe-grouped-gemm --moe-router-padding-for-quantization")
 @pytest.mark.parametrize("grouped", ["", "--moe-grouped-gemm --moe-router-padding-for-quantization"])
 def test_experts_with_delayed_scaling_resume_bit_equal(grouped: str, tmp_path: Path) -> None:
     flags = f"{DELAYED} {EXPERTS} {grouped} --bf16 --train-iters 3"

@@ -127,11 +127,13 @@ SLOW = ("replicas", "ZeRO 2", "no cache", "narrow state", "float32", "meta devic
 `float16` has another type of weights, and `remainders` the optimizer that `narrow state` has."""
 
 
+@pytest.mark.fast("one rank", "ZeRO 3 of experts")
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in LAYOUTS])
 def test_results_are_equal_under_every_layout_and_optimizer(name: str) -> None:
     with_and_without(LAYOUTS[name][1], LAYOUTS[name][0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [pytest.param(TENSORWISE, marks=pytest.mark.slow), f"{DELAYED} {GROUPED}"])
 def test_a_run_resumes_with_and_without_the_flag(flags: str, tmp_path: Path) -> None:
     def runs(steps: int, more: str = "", saves: str = "", loads: str = "") -> str:

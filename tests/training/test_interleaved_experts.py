@@ -118,6 +118,7 @@ def products_during_exchanges(flags: str) -> list[int]:
     return hidden
 
 
+@pytest.mark.slow
 def test_a_backward_alone_computes_weight_gradients_during_its_exchanges() -> None:
     for layout in ("alltoall", "allgather", "flex"):
         flags = f"--expert-model-parallel-size 2 --moe-token-dispatcher-type {layout}"

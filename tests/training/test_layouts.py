@@ -186,6 +186,7 @@ def elements(tensors: Iterable[tuple[str, Tensor]]) -> tuple[int, int]:
 # What is printed
 
 
+@pytest.mark.fast("--pipeline-model-parallel-size 2-2-1")
 @pytest.mark.parametrize(
     ("layout", "world_size", "logger"),
     [

@@ -67,6 +67,7 @@ def go_on(folder: Path, flags: str) -> str:
     return printed.getvalue()
 
 
+@pytest.mark.slow
 def test_going_on_with_another_length_speaks_of_flags_and_once_for_all_ranks(tmp_path):
     train(f"--mock-data --eval-iters 0 --train-iters 2 --save {tmp_path}")
     first, second = run_on_ranks(go_on, 2, tmp_path, "--train-iters 3 --override-opt-param-scheduler")

@@ -106,6 +106,7 @@ def test_the_oldest_guide_trains_on_a_cpu(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoints/latest_checkpointed_iteration.txt").read_text().strip() == "3"
 
 
+@pytest.mark.fast("True")
 @pytest.mark.parametrize("sharded", [False, True])
 def test_flags_of_overlap_are_on_or_say_what_is_missing(tmp_path: Path, sharded: bool) -> None:
     flags = "--mock-data --train-iters 2 --eval-iters 0 --log-interval 1 --tensor-model-parallel-size 2 "

@@ -57,6 +57,7 @@ def named(outcome: Outcome) -> list[str]:
     return [event.facts["what"] for event in outcome.events if event.name == "non-finite"]
 
 
+@pytest.mark.slow_cases("-loss-lm loss is inf", "-gradient-gradient at the embedding is not finite")
 @pytest.mark.parametrize(
     ("kind", "what"), [("loss", "lm loss is inf"), ("gradient", "gradient at the embedding is not finite")]
 )
@@ -79,6 +80,7 @@ def stop_on_rank_1(corpus: str, kind: str, last: int, folder: str) -> Outcome:
     return train(flags, poisoned(kind, iteration=3, micro_batch=1, rank=1))
 
 
+@pytest.mark.slow_cases("loss-9")
 @pytest.mark.parametrize(("kind", "last"), [("loss", 9), ("gradient", 3)])
 def test_one_of_two_ranks_stops_both(corpus, tmp_path, kind, last):
     """No checkpoint is saved of the bad iteration, although one is due after each iteration, also after the last."""
@@ -98,6 +100,7 @@ def stop_without_saving(corpus: str) -> tuple[Outcome, Outcome]:
     return train(f"{flags} --exit-interval 2"), train(flags, poisoned("loss", iteration=3, micro_batch=1, rank=1))
 
 
+@pytest.mark.slow
 def test_the_step_until_all_ranks_know_changes_nothing(corpus):
     """The other rank learns of it one step later; no rank updates weights in between."""
     for before, stopped in run_on_ranks(stop_without_saving, 2, corpus):
@@ -116,6 +119,7 @@ PIPELINES = {
 }
 
 
+@pytest.mark.fast("loss-1f1b", "gradient-zb-v")
 @pytest.mark.parametrize("schedule", PIPELINES)
 @pytest.mark.parametrize("kind", ["loss", "gradient"])
 def test_stages_stop_together_and_each_names_what_it_saw(corpus, kind, schedule):
@@ -138,6 +142,7 @@ def stop_tensor_parallel_ranks(corpus: str) -> Outcome:
     return train(flags, poisoned("loss", iteration=3, micro_batch=2, rank=dist.get_rank()))
 
 
+@pytest.mark.slow
 def test_tensor_parallel_ranks_name_it_once(corpus):
     first, second = run_on_ranks(stop_tensor_parallel_ranks, 2, corpus)
     assert named(first)[0] == "rank 0, iteration 3: lm loss is inf in micro-batch 2, samples [10]"
@@ -278,6 +283,9 @@ def find_in_layout(corpus: str, layout: str, folder: str) -> tuple[Outcome, str]
     return outcome, printed.getvalue()
 
 
+@pytest.mark.slow_cases(
+    "--use-distributed-optimizer-rank 0: output of decoder.layers.1.mlp.linear_fc2 in micro-batch 0, samples"
+)
 @pytest.mark.parametrize(
     ("layout", "where"),
     [

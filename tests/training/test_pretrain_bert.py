@@ -58,6 +58,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 def test_a_layout_runs_as_one_process_does(tmp_path: Path) -> None:
     several = run_on_ranks(runs, 2, list(LAYOUTS.values()), str(tmp_path))
     shallow, deep = runs(["", "--num-layers 4"], str(tmp_path))
@@ -85,6 +86,7 @@ def test_a_checkpoint_resumes_to_the_bit_and_another_layout_loads_it(tmp_path: P
     assert not differences(state_at_end([first]), state_at_start(ranks))
 
 
+@pytest.mark.fast("--bf16")
 @pytest.mark.parametrize("flags", ["--bf16", "--bert-no-binary-head --calculate-per-token-loss --bf16"])
 def test_a_run_in_half_precision_learns(flags: str, tmp_path: Path) -> None:
     base = f"{BASE} --data-cache-path {tmp_path}".replace("--fp64", flags)
@@ -106,6 +108,10 @@ def test_generate_fills_masks(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 COMMANDS = [row for row in megatron_lm_commands() if row["entry"] == "pretrain_bert.py"]
 
 
+@pytest.mark.slow_cases(
+    "v0.16.1:tests/functional_tests/test_cases/bert/bert_release",
+    "main:tests/functional_tests/test_cases/bert/bert_release_sm",
+)
 @pytest.mark.parametrize("command", COMMANDS, ids=[row["source"] for row in COMMANDS])
 def test_megatron_lm_commands_build_their_model_on_every_rank(command: dict[str, Any]) -> None:
     words = shlex.split(command["command"])

@@ -57,6 +57,7 @@ def test_depths_of_multi_token_prediction(flags: str, pattern: str) -> None:
     assert transformer.num_layers == 4 and transformer.pipeline_model_parallel_layout == f"Ett|tt{'m' * depths}L"
 
 
+@pytest.mark.slow
 def test_stages_change_nothing_for_a_model_that_predicts_several_tokens() -> None:
     """A Mamba-2 layer and an MLP after the decoder predict one more token, in one process and on two stages."""
     flags = f"{SIZES} --fp64 --num-layers 3 --hybrid-layer-pattern M*-/M- --train-iters 2"

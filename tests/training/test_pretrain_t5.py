@@ -63,6 +63,7 @@ def test_generate_writes_with_the_decoder(tmp_path: Path, capsys: pytest.Capture
     assert not any("one" in line for line in capsys.readouterr().out.splitlines()[-2:-1])
 
 
+@pytest.mark.slow
 def test_a_layout_runs_as_one_process_does(tmp_path: Path) -> None:
     several = run_on_ranks(runs, 2, list(LAYOUTS.values()), str(tmp_path))
     tied, untied = runs(["", "--untie-embeddings-and-output-weights"], str(tmp_path))
@@ -89,6 +90,7 @@ def test_a_checkpoint_resumes_to_the_bit_and_another_layout_loads_it(tmp_path: P
     assert any("lm loss" in json.dumps(record) for record in records)
 
 
+@pytest.mark.slow
 def test_a_run_in_half_precision_learns(tmp_path: Path) -> None:
     with mock.patch(f"{__name__}.BASE", BASE.replace("--fp64", "--bf16 --calculate-per-token-loss")):
         (outcome,) = runs(["--train-iters 12"], str(tmp_path))
@@ -220,6 +222,13 @@ def test_flags_of_t5_in_other_runs() -> None:
 COMMANDS = [row for row in megatron_lm_commands() if row["entry"] == "pretrain_t5.py"]
 
 
+@pytest.mark.fast(
+    "v0.16.1:examples/t5/train_t5_220m_distributed.sh",
+    "v0.16.1:tests/functional_tests/test_cases/t5/t5_mcore_tp1_pp1_vp1_resume_torch",
+    "main:tests/functional_tests/test_cases/t5/t5_mcore_tp1_pp1_vp1_resume_torch",
+    "main:tests/functional_tests/test_cases/t5/t5_mcore_tp2_pp1_vp1",
+    "main:tests/functional_tests/test_cases/t5/t5_mcore_tp4_pp1",
+)
 @pytest.mark.parametrize("command", COMMANDS, ids=[row["source"] for row in COMMANDS])
 def test_megatron_lm_commands_build_their_model_on_every_rank(command: dict[str, Any]) -> None:
     words = shlex.split(command["command"])

@@ -22,6 +22,7 @@ def test_dropout_is_on_by_default(corpus):
     assert with_it.losses != without.losses
 
 
+@pytest.mark.fast("bf16")
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_twenty_iterations_are_ten_and_ten(tmp_path, corpus, precision):
     flags = f"{PRECISIONS[precision]} --data-path {corpus} {FLAGS} {TWO_MICRO_BATCHES}"
@@ -67,6 +68,7 @@ def losses_of_evaluations(*outcomes: Outcome) -> list[tuple[int, str, float]]:
     return [(record.iteration, record.split, record.losses["lm loss"]) for record in records]
 
 
+@pytest.mark.slow
 def test_data_workers_change_nothing(tmp_path, corpus):
     same = f"--data-path {corpus} {FLAGS} {TWO_MICRO_BATCHES}"
     flags = f"{same} --save {tmp_path} --load {tmp_path}"

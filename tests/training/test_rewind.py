@@ -65,6 +65,7 @@ def test_too_many_spikes_in_a_row_end_the_run(tmp_path):
     assert [path.name for path in tmp_path.glob("iter_*")] == ["iter_0000004"]  # not that of iteration 8
 
 
+@pytest.mark.fast("")
 @pytest.mark.parametrize("saves", ["", "--async-save"])
 def test_a_rewound_run_is_one_without_the_data(tmp_path, capsys, saves):
     """It goes back to iteration 4, the newest before the window of 6 to 8, and leaves that window out."""
@@ -86,6 +87,7 @@ def test_a_rewound_run_is_one_without_the_data(tmp_path, capsys, saves):
     assert differences(again.at_end, found.at_end) == [] and len(again.steps) == 2
 
 
+@pytest.mark.slow
 def test_a_fine_tuned_run_goes_back_with_its_counts_and_optimizer(tmp_path):
     train(f"--mock-data --train-iters 2 --eval-iters 0 --save {tmp_path / 'first'}")
     flags = f"{FLAGS} --loss-spike-action rewind --loss-spike-rewind-window 3 --save-interval 2"
@@ -95,6 +97,7 @@ def test_a_fine_tuned_run_goes_back_with_its_counts_and_optimizer(tmp_path):
     assert differences(found.at_end, without.at_end) == []
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_after_it_went_back_continues_there(tmp_path, capsys):
     """It goes back from 8 to 3. Checkpoint 6 and temporary checkpoint 7 have data that is left out."""
     flags = f"{FLAGS} --loss-spike-action rewind --loss-spike-rewind-window 4 --save-interval 3 --save {tmp_path}"
@@ -137,6 +140,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Outcome, Path]:
 SLOW = ("before the log", "before the data")
 
 
+@pytest.mark.fast("before the tracker")
 @pytest.mark.parametrize(
     "place", [pytest.param(place, marks=pytest.mark.slow) if place in SLOW else place for place in KILLED_AT]
 )
@@ -176,6 +180,7 @@ def test_a_run_that_is_killed_while_it_goes_back_continues(straight, tmp_path, m
     assert kept == [[{"spike": 8, "iteration": 3, "first": 5}]] * 2
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_back_into_another_folder_writes_its_own(tmp_path, capsys):
     """It was loaded from a/4 and goes back from 8 to that. A later run knows b alone, where 6 has learned from 5 to
     8."""
@@ -207,6 +212,7 @@ def test_no_checkpoint_from_before_an_earlier_decision_is_gone_back_to(tmp_path,
         train(f"{flags} --save-interval 5")
 
 
+@pytest.mark.slow
 def test_windows_stay_without_the_flag_and_a_new_run_forgets_them(tmp_path, capsys):
     flags = f"{FLAGS} --loss-spike-rewind-window 2 --save-interval 2 --save {tmp_path}"
     with pytest.raises(Killed):
@@ -246,6 +252,7 @@ def test_without_an_old_checkpoint_or_after_many_rewinds_the_run_ends(tmp_path):
     assert found.decision is not None and "1 rewinds before it" in found.decision.message
 
 
+@pytest.mark.slow
 def test_ranks_without_the_loss_decide_alike(tmp_path):
     """Two stages: only the last one computes the loss."""
     flags = f"{FLAGS} --loss-spike-action rewind --loss-spike-rewind-window 2 --save-interval 2 --save {tmp_path}"

@@ -34,6 +34,7 @@ def test_a_run_begins_as_the_dense_one_and_goes_on(corpus, tmp_path, capsys):
     assert "NOTE" not in printed and "WARNING" not in printed
 
 
+@pytest.mark.slow
 def test_weights_that_are_gathered_in_fp8_begin_and_go_on_like_others(tmp_path):
     dense = tmp_path / "dense"
     data = "--mock-data --bf16 --train-iters 2"
@@ -57,6 +58,7 @@ def test_folders_that_do_not_fit_are_named():
     assert any("--load-hf does not go with --moe-use-upcycling" in problem for problem in problems)
 
 
+@pytest.mark.slow
 def test_another_model_than_the_dense_one_is_named(tmp_path, capsys):
     dense, new = tmp_path / "dense", tmp_path / "new"
     train(f"--mock-data --fp64 --train-iters 1 --save {dense}", base=DENSE)

@@ -137,6 +137,7 @@ def losses_of(outcome: Outcome) -> list[float]:
     return outcome.losses + [record.losses["lm loss"] for record in outcome.validations]
 
 
+@pytest.mark.slow_cases("")
 @pytest.mark.parametrize("masks", ["", "--reset-position-ids --reset-attention-mask --eod-mask-loss"])
 def test_a_megatron_lm_script_trains_as_ours(corpus, masks):
     flags = f"--fp64 --data-path {corpus} --train-iters 4 --eval-interval 2 --eval-iters 1 {EXACT} {masks}"
@@ -230,6 +231,7 @@ def sums_or_losses(loss_mask: Tensor, output: Tensor, non_loss_data: bool = Fals
     return three_values(loss_mask, output)
 
 
+@pytest.mark.slow
 def test_data_of_evaluations_that_are_no_losses(corpus, tmp_path, capsys):
     """They come from the micro-batches of the evaluation's last global batch, and take no sample from the next one."""
     pytest.importorskip("tensorboard")
@@ -399,6 +401,7 @@ def test_a_loop_of_ones_own(corpus, tmp_path, monkeypatch, capsys):
     global_vars.clear_current_run()
 
 
+@pytest.mark.slow
 def test_megatron_lms_train_is_our_loop(corpus, tmp_path, monkeypatch, capsys):
     """With the iterators of the library and with a script's own."""
     flags = f"--fp64 --data-path {corpus} --train-iters 4 --eval-interval 2 --eval-iters 1 {EXACT} --log-interval 1"

@@ -114,6 +114,7 @@ def run_in_layouts(flags: list[str]) -> list[Outcome]:
     return [run_script(each, *SCRIPT_OF_STAGES) for each in flags]
 
 
+@pytest.mark.slow
 def test_a_megatron_lm_script_under_layouts(corpus):
     """In float64, dropout on; a vocabulary of 41, padded for two ranks, which the script hands on as it finds it."""
     flags = f"--fp64 --num-layers 4 --data-path {corpus} --train-iters 3 --eval-iters 1 --eod-mask-loss {EXACT}"
@@ -171,6 +172,7 @@ def message_of_own_attention(flags: str) -> str:
 ZERO_3 = "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params"
 
 
+@pytest.mark.slow
 def test_own_layer_and_attention_classes_under_context_parallelism_and_zero_3(corpus):
     """In float64; a norm of the gradients and later losses agree with one process if the gradients do."""
     flags = f"--fp64 --data-path {corpus} --train-iters 3 --eval-iters 1 --eod-mask-loss {EXACT} --hidden-dropout 0.1"
@@ -206,6 +208,7 @@ def loop_in_layouts(flags: list[str], words: list[str]) -> list[list[float]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_loop_of_ones_own_under_layouts(corpus):
     flags = f"--fp64 --num-layers 4 --data-path {corpus} --train-iters 2 --eval-iters 1 --eod-mask-loss {EXACT}"
     expected = train(flags)

@@ -137,6 +137,7 @@ def test_any_flags_give_a_config_or_problems(words: list[str], ranks: int) -> No
         assert config.grid.world_size == ranks
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.lists(st.text(max_size=12), max_size=6))
 def test_any_words_give_a_config_or_problems(words: list[str]) -> None:

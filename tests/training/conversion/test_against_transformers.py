@@ -37,6 +37,29 @@ def check_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
         assert torch.equal(found[name], expected[name]), name
 
 
+@pytest.mark.fast(
+    "llama 3.2",
+    "mistral",
+    "qwen 2",
+    "mixtral",
+    "qwen 3 moe",
+    "qwen 3",
+    "gpt-oss",
+    "deepseek v3",
+    "deepseek v3.2",
+    "gemma 2",
+    "gemma 3",
+    "olmo 2",
+    "olmo 3",
+    "granite",
+    "gpt 2",
+    "phi 3",
+    "phi 4 mini",
+    "qwen 3 next",
+    "mamba 2",
+    "nemotron h",
+    "falcon",
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_and_files(name: str, tmp_path: Path) -> None:
     """An imported model computes what transformers does, in float64 and in float32. Its export holds the same bits, and

@@ -55,6 +55,7 @@ def imported(source: Path, root: Path, **options: Any) -> Imported:
     return import_model(source, root, build_model, **{"log": quiet, **options})
 
 
+@pytest.mark.fast("BertForPreTraining", "MegatronBertForMaskedLM")
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_logits_and_files(architecture: str, tmp_path: Path) -> None:
     """An imported model computes both heads as transformers does, in float64 with padding and in float32. Its export

@@ -50,6 +50,7 @@ ARCHITECTURES = {
 }
 
 
+@pytest.mark.fast("LlamaForCausalLM", "Qwen2ForCausalLM", "MixtralForCausalLM")
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_architecture_is_found_and_verified_and_everything_comes_back(architecture: str, tmp_path: Path) -> None:
     """Exported, transformers computes the same; imported again, all bits are the same."""

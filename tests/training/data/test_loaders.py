@@ -96,6 +96,7 @@ def test_a_whole_pass_is_filled_up_with_rows_without_loss(build_dataset):
     assert (loss[:length] > 0).all()
 
 
+@pytest.mark.fast("fork")
 @pytest.mark.parametrize("method", ["fork", "spawn", pytest.param("forkserver", marks=pytest.mark.slow)])
 def test_however_workers_start(build_dataset, method):
     dataset = build_dataset(24)

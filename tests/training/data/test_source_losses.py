@@ -81,6 +81,7 @@ def test_metrics_of_a_run_and_of_one_that_is_resumed(
     assert printed.count("data: of the run: a 75.00%, b 25.00%") == 2 and keys[0] not in printed
 
 
+@pytest.mark.slow
 def test_every_layout_has_them(blend: str) -> None:
     flags = f"{blend} --fp64 --hidden-dropout 0 --attention-dropout 0 --reset-attention-mask"
     alone = train(flags).steps

@@ -31,6 +31,7 @@ def read_blocks(path, block_bytes, shares=1, longest=1 << 20):
 PACKERS = {"plain": bytes, "gzip": gzip.compress, "zstd": zstandard.compress}
 
 
+@pytest.mark.fast("False-zstd", "True-plain", "True-gzip")
 @pytest.mark.parametrize("kind", PACKERS)
 @pytest.mark.parametrize("ends_with_line_end", [False, True])
 def test_lines_are_in_one_block_each(tmp_path, kind, ends_with_line_end):
@@ -47,6 +48,7 @@ def test_lines_are_in_one_block_each(tmp_path, kind, ends_with_line_end):
     check()
 
 
+@pytest.mark.slow
 def test_a_line_that_is_too_long_is_passed_over(tmp_path):
     path = tmp_path / "x.jsonl"
     path.write_bytes(b"abc\n" + b"x" * 3_000_000 + b"\n" + b"12345\n" + b"y" * 11)

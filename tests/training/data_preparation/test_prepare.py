@@ -66,6 +66,7 @@ def nothing_under(tmp_path):
     return not [path for path in tmp_path.rglob("*") if "out" in path.name]
 
 
+@pytest.mark.fast("2", "7")
 @pytest.mark.parametrize("workers", [1, 2, 3, 7, 20])
 def test_bytes_of_megatron_lms_tool(tmp_path, workers):
     run(tmp_path, workers=workers, append_eod=True)
@@ -101,6 +102,7 @@ def test_texts_are_divided_and_lists_are_sentences(tmp_path, workers, monkeypatc
     assert len(warnings) == 1 and "sentences are found by rules" in warnings[0]
 
 
+@pytest.mark.fast("7-compress0")
 @pytest.mark.parametrize("pack", [gzip.compress, zstandard.compress])
 @pytest.mark.parametrize("workers", [1, 3, 7])
 def test_compressed_input_gives_the_same(tmp_path, workers, pack):
@@ -158,6 +160,7 @@ def test_several_keys_and_lists(tmp_path):
         assert documents(tmp_path, key) == expected
 
 
+@pytest.mark.fast("1")
 @pytest.mark.parametrize("workers", [1, 5])
 def test_partitions(tmp_path, workers):
     run(tmp_path, workers=1)
@@ -211,6 +214,7 @@ BAD = {
 }
 
 
+@pytest.mark.fast("False-1-1502", "False-4-1505", "True-1-1503", "True-4-1504")
 @pytest.mark.parametrize("number", BAD)
 @pytest.mark.parametrize("workers", [1, 4])
 @pytest.mark.parametrize("compressed", [False, True])
@@ -225,6 +229,7 @@ def test_a_bad_line_stops_with_its_place(tmp_path, number, workers, compressed):
     assert nothing_under(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_first_bad_line_is_the_one_named(tmp_path):
     path = corpus_with(tmp_path, {7: b"a", 1000: b"b", 1999: b"c"})
     for _ in range(5):
@@ -297,6 +302,7 @@ def test_a_renaming_that_fails_leaves_no_pair_that_does_not_match(tmp_path, monk
         assert output(tmp_path) == golden("gpt2_noeod_text") != old
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_the_longest_line(tmp_path):
     """40 MB of lines of a megabyte, in processes that may grow by half of that. They grow by 4 MB."""
     path = tmp_path / "in.jsonl"
@@ -386,6 +392,7 @@ class Mortal(NullTokenizer):
         return super().encode_texts(texts)
 
 
+@pytest.mark.fast("True-1")
 @pytest.mark.parametrize(("packed", "partitions"), [(False, 1), (True, 1), (False, 3)])
 def test_a_run_after_a_kill_takes_over_the_finished_blocks(tmp_path, packed, partitions):
     """Another number of workers, and a shard that lost bytes in a power failure: the files are the same."""

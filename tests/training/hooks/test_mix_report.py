@@ -17,6 +17,7 @@ def stages(tmp_path: Path) -> Path:
     return tmp_path / "stages.json"
 
 
+@pytest.mark.slow
 def test_the_mix_is_in_the_log_and_runs_resume(
     stages: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

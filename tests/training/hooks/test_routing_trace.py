@@ -18,6 +18,7 @@ FLAGS = (
 )
 
 
+@pytest.mark.fast("")
 @pytest.mark.parametrize(
     "more", ["", "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"]
 )

@@ -90,6 +90,7 @@ def positions_run_on() -> Iterator[None]:
 BUGS: dict[str, Callable[[], Any]] = {"norms": norms_are_not_summed, "positions": positions_run_on}
 
 
+@pytest.mark.fast("--tensor-model-parallel-size 2 --sequence-parallel")
 @pytest.mark.parametrize("flags", [TENSOR, CONTEXT, PREDICTION])
 def test_layouts_are_equal(flags):
     assert compared(flags) == []

@@ -50,6 +50,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return root / "a", root / "b"
 
 
+@pytest.mark.slow
 def test_the_first_step_and_the_first_tensor(runs: tuple[Path, Path]) -> None:
     a, b = map(open_run, runs)
     assert a.metrics is not None and b.metrics is not None and [*a.checkpoints] == [2, 4, 6, 8]

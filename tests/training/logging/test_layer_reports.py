@@ -120,6 +120,7 @@ def test_without_the_flag_layers_are_not_told_apart(alone: Any) -> None:
     assert "z_loss" in reported and not any(name.startswith("moe/") for name in reported)
 
 
+@pytest.mark.fast("PP2")
 @pytest.mark.parametrize("layout", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_the_layout_does_not_change_them(alone: Any, layout: str) -> None:
     outcome = logger_of(train_on_ranks(f"{EXPERTS} {LAYOUTS[layout]}", 2))

@@ -167,6 +167,7 @@ log.close()
 """
 
 
+@pytest.mark.slow
 def test_wandb_without_a_network(tmp_path):
     """Its offline mode keeps the values in a file of the run's folder."""
     pytest.importorskip("wandb")

@@ -112,6 +112,7 @@ def assert_equal(found: Outcome, expected: Outcome) -> None:
     assert not differences(found.at_end, expected.at_end)
 
 
+@pytest.mark.fast("attention in fp8")
 @pytest.mark.parametrize("name", PARTS)
 def test_graphs_of_parts_give_the_bits_of_the_eager_run(name: str, recorder: OperationRecorder) -> None:
     flags, parts = PARTS[name]

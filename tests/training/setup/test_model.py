@@ -49,6 +49,7 @@ def test_a_model_that_the_memory_cannot_hold() -> None:
 FULL = "--recompute-granularity full --recompute-method"
 
 
+@pytest.mark.slow_cases("")
 @pytest.mark.parametrize("precision", ["", "--bf16"])
 def test_full_recompute_is_bit_equal(corpus, precision):
     """With dropout on: every gradient of every iteration, and which layers are computed twice."""
@@ -90,6 +91,9 @@ def test_the_number_format_of_weights_and_gradients(corpus, precision, dtype):
     assert found["gradients"] == {torch.promote_types(dtype, torch.float32)}
 
 
+@pytest.mark.slow_cases(
+    "-1", "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer --overlap-grad-reduce-4"
+)
 @pytest.mark.parametrize(
     ("layout", "ranks"),
     [

@@ -46,6 +46,7 @@ def rich_vocab(tmp_path_factory):
     return str(path)
 
 
+@pytest.mark.slow_cases("True")
 @pytest.mark.parametrize("lower_case", [True, False])
 def test_ids_of_the_python_tokenizer_of_transformers(rich_vocab, lower_case):
     theirs = pytest.importorskip("transformers.models.bert.tokenization_bert_legacy")

@@ -61,6 +61,7 @@ def assert_same_ids(encoder, reference, batch):
     assert encoded.ids.tolist() == [i for ids in expected for i in ids]
 
 
+@pytest.mark.fast("golden-gpt2", "golden-cl100k-2", "random-cl100k-3")
 @pytest.mark.parametrize("pattern", PATTERNS, ids=NAMES)
 @pytest.mark.parametrize("bpe", ["golden", "random"])
 def test_random_text(bpe, pattern):
@@ -102,6 +103,7 @@ def test_whole_words_first():
     assert vocab["Ġtea"] in encoder.encode([" tea"]).ids
 
 
+@pytest.mark.slow_cases("word1")
 @pytest.mark.parametrize("word", ["e" * 65, "eta" * 100_000, " " * 5000, "1" * 999, "é" * 70_000])
 def test_long_words(word):
     vocab, merges = random_bpe(11)

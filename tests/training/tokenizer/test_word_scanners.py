@@ -37,6 +37,7 @@ def library_words(text, pattern):
     return [word for word, _ in split.pre_tokenize_str(text)]
 
 
+@pytest.mark.fast("gpt2", "cl100k-3")
 @pytest.mark.parametrize("pattern", PATTERNS, ids=NAMES)
 def test_random_text(pattern):
     @settings(max_examples=300, deadline=None, database=None, derandomize=True)
@@ -49,6 +50,8 @@ def test_random_text(pattern):
     check()
 
 
+@pytest.mark.slow
+@pytest.mark.slow_cases("gpt2")
 @pytest.mark.parametrize("pattern", [PATTERNS[0], PATTERNS[-1]], ids=["gpt2", "cl100k"])
 def test_every_character(pattern):
     """Each code point beside a letter, a digit, a sign and a blank."""
