@@ -231,12 +231,14 @@ def errors_of_fused_kernels(wholes: dict[str, list[Tensor]]) -> dict[str, float]
     return errors
 
 
+@pytest.mark.slow
 def test_fused_kernels_against_whole_rows() -> None:
     ranks = run_on_ranks(errors_of_fused_kernels, 4, references())
     assert len(ranks[0]) >= 60
     assert not failures(ranks)
 
 
+@pytest.mark.fast("2")
 @pytest.mark.parametrize("tensor_size", [1, 2])
 def test_against_whole_rows(tensor_size: int) -> None:
     ranks = run_on_ranks(errors_on_rank, 4, references(), tensor_size)

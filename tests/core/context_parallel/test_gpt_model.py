@@ -103,6 +103,7 @@ def errors_on_rank() -> dict[str, float]:
     return errors
 
 
+@pytest.mark.slow
 def test_model_equals_one_process() -> None:
     for case, error in run_on_ranks(errors_on_rank, 4)[0].items():
         assert error < 1e-11, case
@@ -128,6 +129,7 @@ def traffic_on_rank() -> tuple[dict[str, list[Traffic]], str, str]:
     return logs, described.describe(cpu), described.describe(torch.device("cuda"), packed=True)
 
 
+@pytest.mark.slow
 def test_traffic() -> None:
     """Bytes of four layers, forward and backward: keys twice, their gradients once."""
     ranks = run_on_ranks(traffic_on_rank, 4)

@@ -56,6 +56,7 @@ def some_weights(kind, random):
     return weights / weights.sum()
 
 
+@pytest.mark.fast("0-random", "0-skewed", "0-ties", "0-percent", "0-equal", "0-tiny")
 @pytest.mark.parametrize("kind", ["random", "skewed", "ties", "percent", "equal", "tiny"])
 @pytest.mark.parametrize("seed", range(4))
 def test_equal_to_the_plain_rule_from_any_place(kind, seed):

@@ -130,6 +130,7 @@ def _build_and_report(folder, barrier, builds, results, seconds):
     results.put(int(found["a"].sum()) + int(found["b"].sum()))
 
 
+@pytest.mark.fast("True")
 @pytest.mark.parametrize("folder_is_writable", [True, False])
 def test_many_processes_race_for_one_entry(tmp_path, folder_is_writable):
     count = 12

@@ -81,6 +81,7 @@ def test_documents_can_be_regrouped_and_pickled(dataset):
     assert len(pickle.dumps(dataset)) < 2000, "the data itself does not travel"
 
 
+@pytest.mark.fast("mmap-fork", "read-fork")
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_other_processes_open_the_files_themselves(dataset, method):
     assert dataset[0].tolist() == [1, 2, 3]

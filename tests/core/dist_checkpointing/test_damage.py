@@ -59,6 +59,7 @@ def root(tmp_path):
 FILES = ["rank_00000.safetensors", "rank_00001.safetensors", "rank_00000.json", "rank_00001.json", MANIFEST]
 
 
+@pytest.mark.slow_cases("rank_00001.safetensors", "rank_00001.json")
 @pytest.mark.parametrize("name", FILES)
 def test_a_flipped_bit_anywhere_is_found(root, name):
     """A bit of every third byte of every file: lengths, headers, padding, data, JSON, digests."""
@@ -73,6 +74,15 @@ def test_a_flipped_bit_anywhere_is_found(root, name):
         assert len(said) == 1 and said[0].startswith(f"WARNING: checkpoint {root / 'iter_0000020'} is broken: {path}:")
 
 
+@pytest.mark.fast(
+    "removed-rank_00001.safetensors",
+    "removed-rank_00000.json",
+    "removed-manifest.json",
+    "emptied-rank_00000.safetensors",
+    "cut by a byte-rank_00001.safetensors",
+    "a byte longer-rank_00000.json",
+    "a directory-manifest.json",
+)
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", ["removed", "emptied", "cut by a byte", "a byte longer", "a directory"])
 def test_files_that_are_gone_or_of_another_size(root, name, damage):

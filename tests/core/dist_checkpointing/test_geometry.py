@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -112,6 +113,7 @@ def test_a_tiling_is_recognised(case):
     assert tiling.missing == 0 and tiling.twice is None
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(tilings(), st.data())
 def test_a_hole_and_a_double_are_found(case, data):

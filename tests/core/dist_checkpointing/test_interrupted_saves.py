@@ -189,6 +189,7 @@ KILLED, CUT, NAMES_LOST = "killed", "power cut", "power cut, names lost"
 IN_A_WRITE = "killed in a write"
 
 
+@pytest.mark.slow_cases("same_again-killed; power cut, names lost", "after_a_killed_save-killed; power cut, names lost")
 @pytest.mark.parametrize(
     ("action", "losses"),
     [

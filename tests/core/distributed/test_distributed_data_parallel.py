@@ -76,6 +76,7 @@ def relative_error(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float
     return max(((got[n] - expected[n]).norm() / expected[n].norm()).item() for n in expected)
 
 
+@pytest.mark.fast("1-1-True-True", "1-4-False-False", "2-2-False-True", "2-2-True-False", "4-1-True-False")
 @pytest.mark.parametrize("per_token", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(("world", "micro_batches"), [(1, 1), (1, 4), (2, 2), (4, 1)])
@@ -91,6 +92,7 @@ def overlapped_and_not(world_settings: dict[str, Any]) -> tuple[list[dict[str, T
     return runs[0], runs[1]
 
 
+@pytest.mark.fast("1")
 @pytest.mark.parametrize("bucket_size", [1, 200, None])
 def test_overlap_and_replicas_are_equal_to_the_bit(bucket_size: int | None) -> None:
     ranks = run_on_ranks(overlapped_and_not, 4, {"bucket_size": bucket_size})
@@ -244,6 +246,7 @@ def shards_of_gradients(strategy: str, settings: dict[str, Any]) -> dict[str, Te
     return {unit.plan.name: unit.gradient_shard.clone() for unit in ddp.units}
 
 
+@pytest.mark.fast("no_shard-more0", "optim-more1", "optim_grads_params-more2")
 @pytest.mark.parametrize("more", [{}, {"grad_reduce_in_fp32": True}, {"reduce_scatter_with_fp32_accumulation": True}])
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads_params"])
 def test_main_gradients_in_bfloat16(strategy: str, more: dict[str, Any]) -> None:

@@ -187,6 +187,7 @@ def fullest_rows(ranks: list[list[dict[str, Any]]], step: int) -> list[int]:
     return [max(of_ranks) for of_ranks in zip(*(rank[step]["rows"] for rank in ranks), strict=True)]
 
 
+@pytest.mark.fast("ep2, flex, turns")
 @pytest.mark.parametrize("name", CASES)
 def test_steps_with_swapped_experts_equal_those_of_one_process(
     name: str, pool: Pool, expected: list[dict[str, Any]]

@@ -32,6 +32,7 @@ def whole_model(flags: str) -> tuple[dict[str, torch.Tensor], ...]:
     return before, after, {str(number): codes for number, codes in enumerate(rows)}
 
 
+@pytest.mark.slow
 def test_whole_weights_can_be_read_and_loaded() -> None:
     for plain, gathered in zip(
         run_on_ranks(whole_model, 2, FLAGS),

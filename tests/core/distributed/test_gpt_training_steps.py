@@ -137,6 +137,7 @@ def our_loop(tied: bool, per_token: bool, dropout: float, overlap: bool) -> list
     return seen
 
 
+@pytest.mark.fast("True-False-0.2-True-4")
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize(
     ("tied", "per_token", "dropout", "overlap"), [(True, False, 0.2, True), (False, True, 0.0, False)]

@@ -141,6 +141,15 @@ def _watch_gradient(look: Any) -> Any:
     return watch
 
 
+@pytest.mark.fast(
+    "no_shard-dtype1",
+    "optim-dtype1",
+    "optim_grads-dtype1",
+    "optim_grads_params-dtype0",
+    "optim, plain-dtype0",
+    "optim_grads, plain-dtype0",
+    "optim_grads_params, plain-dtype1",
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_bytes_that_a_rank_keeps_and_sends(pool: Pool, name: str, dtype: torch.dtype) -> None:

@@ -109,6 +109,15 @@ def check(ranks: list[list[Trained]], expected: list[Trained], tolerance: float)
             assert error(joined([rank[step][kind] for rank in ranks]), exact[kind]) < tolerance, (step, kind)
 
 
+@pytest.mark.fast(
+    "no_shard-True",
+    "optim-True",
+    "optim_grads-True",
+    "optim_grads_params-True",
+    "optim, plain-True",
+    "optim_grads, plain-True",
+    "optim_grads_params, plain-True",
+)
 @pytest.mark.parametrize("per_token", [False, True])
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_three_steps_equal_those_of_one_process(pool: Pool, name: str, per_token: bool) -> None:
@@ -116,21 +125,32 @@ def test_three_steps_equal_those_of_one_process(pool: Pool, name: str, per_token
     check(ranks, plain_training(per_token), 1e-11)
 
 
+@pytest.mark.fast("optim_grads_params", "optim, plain")
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_on_four_ranks_with_one_micro_batch_each(pool: Pool, name: str) -> None:
     check(pool.run(train, 4, 4, STRATEGIES[name], 1, 1), plain_training(), 1e-11)
 
 
+@pytest.mark.fast("optim_grads_params", "optim_grads, plain")
 @pytest.mark.parametrize("name", SHARDED)
 def test_replicas_of_shards_do_too(pool: Pool, name: str) -> None:
     check(pool.run(train, 4, 4, STRATEGIES[name], 2, 2), plain_training(), 1e-11)
 
 
+@pytest.mark.fast("optim_grads", "optim_grads_params", "optim, plain")
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_products_that_were_put_off_are_reduced_too(pool: Pool, name: str) -> None:
     check(pool.run(train, 2, 2, STRATEGIES[name], 1, 4, torch.float64, False, True), plain_training(), 1e-11)
 
 
+@pytest.mark.fast(
+    "optim-dtype0",
+    "optim_grads-dtype1",
+    "optim_grads_params-dtype1",
+    "optim, plain-dtype1",
+    "optim_grads, plain-dtype0",
+    "optim_grads_params, plain-dtype0",
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", SHARDED)
 def test_narrower_models_are_the_replicated_ones_but_for_the_order_of_sums(

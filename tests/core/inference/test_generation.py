@@ -78,6 +78,7 @@ def again_and_again(model: GPTModel, prompt: list[int], count: int) -> list[int]
     return ids[len(prompt) :]
 
 
+@pytest.mark.fast("rope, grouped", "window", "ALiBi, bounded, a gate", "gated delta nets", "hybrid")
 @pytest.mark.parametrize("name", MODELS)
 def test_cache_equals_full_computation(name: str) -> None:
     model = build(*MODELS[name])

@@ -96,6 +96,7 @@ def close(ours: Tensor, theirs: Tensor, name: str) -> None:
     assert ours.dtype is torch.float64 and error < 1e-10, (name, error.item())
 
 
+@pytest.mark.slow_cases("Gemma")
 @pytest.mark.parametrize("name", CASES)
 def test_logits_and_gradients(name: str) -> None:
     case = CASES[name]

@@ -388,6 +388,7 @@ def assert_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
         assert gradient.abs().sum() > 0 and torch.equal(gradient, other["gradients"][name]), name
 
 
+@pytest.mark.slow
 def test_a_step_of_pairs_is_bit_equal_to_one_without() -> None:
     cases = [
         with_and_without(dtype=dtype, count=count, recomputes=recomputes, ddp=ddp)

@@ -13,6 +13,7 @@ from megatron.core.pipeline_parallel.simulator import Costs, simulate
 from megatron.core.pipeline_parallel.stages import Pipeline
 
 
+@pytest.mark.fast("0-True", "3-False")
 @pytest.mark.parametrize("forward_only", [False, True])
 @pytest.mark.parametrize("ahead", [0, pytest.param(1, marks=pytest.mark.slow), 3])
 def test_every_schedule_goes_through_and_does_each_thing_once(ahead: int, forward_only: bool) -> None:
@@ -41,6 +42,7 @@ def test_micro_batches_keep_their_order_in_every_chunk() -> None:
                     assert numbers == sorted(numbers), schedule
 
 
+@pytest.mark.slow
 def test_pairs_are_as_many_as_there_can_be() -> None:
     """Alone are the forwards that fill the pipeline and the backwards that empty it; no rank holds more than one chunk
     of a micro-batch beyond what it holds without pairs, and a step takes hardly longer."""

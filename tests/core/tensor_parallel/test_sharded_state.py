@@ -89,6 +89,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.fast("untied, one group")
 @pytest.mark.parametrize("settings", [{}, {"tied": False, "groups": 1}], ids=["tied", "untied, one group"])
 def test_two_ranks_and_one(tmp_path, settings):
     one = str(tmp_path / "one")
@@ -179,6 +180,7 @@ def _optimizers(folder: Path, other: str) -> None:
         _optimizer_into(folder, other, sizes)
 
 
+@pytest.mark.slow
 def test_an_optimizers_state_goes_along(tmp_path):
     """Ranges of a sharded optimizer, and two boxes of one tensor on a rank (queries, and the one group's key)."""
     one = str(tmp_path / "one")

@@ -65,6 +65,7 @@ def ratios(outcome: Outcome, name: str, columns: int, *rows: int) -> torch.Tenso
     return ratio[..., 0]
 
 
+@pytest.mark.fast("4-", "2---attention-output-gate")
 @pytest.mark.parametrize("gate", ["", "--attention-output-gate"])
 @pytest.mark.parametrize("groups", [4, 2])
 def test_self_attention_is_scaled_by_head_or_group(groups: int, gate: str) -> None:
@@ -133,6 +134,7 @@ ONE_GROUP = "--group-query-attention --num-query-groups 1 --num-layers 3 --train
 MODELS = {"grouped": f"{CLIP} {GROUPED} {RUN}", "latent": f"{CLIP} {LATENT} {RUN}"}
 
 
+@pytest.mark.slow
 def test_layouts_clip_like_one_process() -> None:
     quick = [("grouped", TP2), ("grouped", CP2), ("latent", ZERO3), ("latent", PP2), ("latent", f"{CP2} {A2A}")]
     runs = [(f"{MODELS[model]} {FEW}", layout) for model, layout in quick]
@@ -160,6 +162,7 @@ def test_a_norm_of_heads_is_refused() -> None:
         train("--qk-clip --qk-clip-alpha 2", base=BASE)
 
 
+@pytest.mark.slow_cases("")
 @pytest.mark.parametrize("storage", ["", "--use-precision-aware-optimizer"])
 def test_bf16_weights_and_a_resumed_run(tmp_path: Path, storage: str) -> None:
     """The clip scales the main weights and the model's alike; a resumed run equals one that was not interrupted."""

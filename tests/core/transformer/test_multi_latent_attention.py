@@ -136,6 +136,7 @@ def compare(name: str, layouts: Iterable[str], pool: Pool) -> None:
             assert len(errors) > 15 and not wrong, (layout, rank, wrong)
 
 
+@pytest.mark.fast("queries at once", "packed")
 @pytest.mark.parametrize("name", MODELS)
 def test_equals_one_process(name: str, pool: Pool) -> None:
     compare(name, QUICK[name], pool)
@@ -183,6 +184,7 @@ def errors_of_other_parts(expected: dict[str, Any], layout: dict[str, Any], norm
     return errors
 
 
+@pytest.mark.fast("-tp", "own norms-sp")
 @pytest.mark.parametrize("layout", [TP2, SP2], ids=["tp", "sp"])
 @pytest.mark.parametrize("norm", [False, True], ids=["", "own norms"])
 def test_parts_of_other_classes(layout: dict[str, Any], norm: bool, pool: Pool) -> None:

@@ -114,6 +114,7 @@ def plain(**model: Any) -> list[Tensor]:
     return PLAIN[key]
 
 
+@pytest.mark.slow_cases("model2-settings2")
 @pytest.mark.parametrize(
     ("model", "settings"),
     [

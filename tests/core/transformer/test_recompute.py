@@ -106,6 +106,7 @@ HIDDEN = LENGTH * ROWS * WIDTH * 8
 """Bytes of one hidden state [t, h] of the model above."""
 
 
+@pytest.mark.slow
 def test_memory_that_is_kept():
     """By the layer, in hidden states: what each way saves, against what its name promises."""
     kept = {way: kept_by(**settings) for way, settings in WAYS.items()}
@@ -237,6 +238,7 @@ def _split(sequence_parallel: bool) -> None:
     parallel_state.destroy_model_parallel()
 
 
+@pytest.mark.fast("True")
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_no_bit_changes_under_tensor_parallelism(sequence_parallel):
     run_on_ranks(_split, 2, sequence_parallel)
@@ -270,5 +272,6 @@ def _shard() -> None:
     parallel_state.destroy_model_parallel()
 
 
+@pytest.mark.slow
 def test_sharded_parameters_come_and_go_with_what_is_computed_again():
     run_on_ranks(_shard, 2)

@@ -99,6 +99,7 @@ def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     assert all(value.abs().sum() > 0 for value in one.values())
 
 
+@pytest.mark.fast("grouped")
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_bit_changes(kind: str) -> None:
     plain = outcome(build(**KINDS[kind]))
@@ -127,6 +128,7 @@ def test_memory_that_is_kept() -> None:
     assert saved["moe"] > saved["moe_act"] + saved["shared_experts"] + wide  # first products and rows too
 
 
+@pytest.mark.slow
 def test_full_recompute_counts_predicting_layers_after_the_decoders() -> None:
     """The model has two layers and one that predicts further ahead."""
 
@@ -168,6 +170,7 @@ def _over_ranks(dispatcher: str, overlaps: bool) -> list[tuple[int, int]]:
     return exchanges
 
 
+@pytest.mark.fast("alltoall-True")
 @pytest.mark.parametrize(
     ("dispatcher", "overlaps"),
     [

@@ -129,5 +129,6 @@ def _on_two_ranks() -> None:
     parallel_state.destroy_model_parallel()
 
 
+@pytest.mark.slow
 def test_no_bit_changes_on_two_ranks() -> None:
     run_on_ranks(_on_two_ranks, 2)

@@ -261,5 +261,6 @@ def all_cases_agree() -> None:
     agrees_with_whole_rows("documents", None, [0, 5, 6, 12], sparse=True)
 
 
+@pytest.mark.slow
 def test_split_rows_are_whole_rows() -> None:
     run_on_ranks(all_cases_agree, 2)

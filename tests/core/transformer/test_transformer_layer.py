@@ -67,6 +67,13 @@ def gradients(backend: Backend, recomputed: list[str], **settings) -> tuple[list
     return [output.detach(), hidden.grad, *(parameter.grad for parameter in layer.parameters())], adds
 
 
+@pytest.mark.fast(
+    "kept-pre-LayerNorm",
+    "kept-sandwich-LayerNorm",
+    "kept-parallel-RMSNorm",
+    "recomputed-pre-LayerNorm",
+    "recomputed-sandwich-RMSNorm",
+)
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
 @pytest.mark.parametrize("placement", ["pre", "sandwich", "parallel"])
 @pytest.mark.parametrize("recomputed", [[], ["layernorm", "mlp"]], ids=["kept", "recomputed"])

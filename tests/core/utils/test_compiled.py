@@ -114,6 +114,7 @@ def test_threads_hand_a_kernel_to_numba_once_and_one_at_a_time(monkeypatch: pyte
     assert not failures and sorted(calls) == ["one", "other"]
 
 
+@pytest.mark.slow
 def test_the_app_and_the_datasets_do_not_import_numba() -> None:
     code = (
         "import sys, pretrain_gpt, megatron.core.datasets.blended_megatron_dataset_builder,"

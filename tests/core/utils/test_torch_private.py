@@ -54,6 +54,7 @@ def test_the_name_exists(name: str) -> None:
         found = getattr(found, word)  # AttributeError: this release of torch has no such name
 
 
+@pytest.mark.slow
 def test_the_compiler_is_imported() -> None:
     code = "import sys; from megatron.core.utils import torch_private as names; names.import_compiler(); "
     subprocess.run([sys.executable, "-c", f"{code}assert 'torch._dynamo' in sys.modules"], check=True, cwd=ROOT)

@@ -194,6 +194,10 @@ def compare(
         assert len(errors) > 10 and not wrong, (rank, wrong)
 
 
+@pytest.mark.slow_cases(
+    "four ranks, two groups, all heads normed together, a gate with biases-True",
+    "side by side with two norms, chunks, queries that grow-False",
+)
 @pytest.mark.parametrize(
     ("case", "sequence_parallel"),
     [

@@ -199,6 +199,9 @@ def compare(pool: Pool, name: str, layout: dict[str, Any]) -> list[dict[str, flo
     return pool.run(on_a_rank, ranks, name, layout, expected)
 
 
+@pytest.mark.fast(
+    "cp2 x sp2, packed", "sp2", "two stages x sp2", "three chunks", "stage of its own, packed", "V", "zero bubble"
+)
 @pytest.mark.parametrize("case", CASES)
 def test_equals_one_process(case: str, pool: Pool) -> None:
     results = compare(pool, *CASES[case])

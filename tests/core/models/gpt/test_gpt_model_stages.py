@@ -52,6 +52,7 @@ def batch() -> tuple[torch.Tensor, ...]:
     return ids[:, :-1], ids[:, 1:], torch.rand(2, 12, dtype=torch.float64, generator=generator)
 
 
+@pytest.mark.fast("37-model0-False", "37-model1-True", "48-model0-False", "48-model1-True")
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("model", [{}, ROPE])
 @pytest.mark.parametrize("vocab_size", [37, Padded(48)])

@@ -152,6 +152,7 @@ def check(found: list[dict[str, Any]], expected: dict[str, Any]) -> None:
             assert rank["reports"][name] == pytest.approx(value, rel=1e-11), name
 
 
+@pytest.mark.fast("losses", "capacity", "sinkhorn", "noise", "expert bias")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_layout_does_not_change_a_routing(pool: Pool, kind: str) -> None:
     expected = routed((1, 1, 1), KINDS[kind], False)
@@ -164,6 +165,7 @@ def test_the_layout_does_not_change_a_routing(pool: Pool, kind: str) -> None:
         check(pool.run(routed, layout[0] * layout[1] * layout[2], layout, KINDS[kind], False), expected)
 
 
+@pytest.mark.slow
 def test_nor_that_of_packed_rows(pool: Pool) -> None:
     for kind in ("losses", "capacity", "noise"):
         expected = routed((1, 1, 1), KINDS[kind], True)
