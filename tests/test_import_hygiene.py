@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 BANNED = ("triton", "apex", "transformer_engine", "transformer_engine_torch", "cupy", "flash_attn")
 
@@ -43,6 +45,7 @@ def test_cpu_run_needs_nothing_made_for_gpus(tmp_path: Path) -> None:
     assert "iteration        2/       2" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_guard_bites() -> None:
     done = python(GUARD + "import triton")
     assert done.returncode != 0 and "a CPU run imported triton" in done.stderr

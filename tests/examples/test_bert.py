@@ -32,6 +32,7 @@ def losses(log: str) -> dict[int, float]:
     return {int(at): float(loss) for at, loss in re.findall(r"iteration +(\d+)/ .* lm loss: (\S+)", log)}
 
 
+@pytest.mark.slow
 def test_it_prepares_trains_and_resumes(tmp_path: Path) -> None:
     flags = ("--lr", "3e-3", "--train-iters", "24", "--log-interval", "1", "--num-workers", "0", "--eval-iters", "1")
     flags += ("--micro-batch-size", "16")

@@ -30,6 +30,7 @@ def losses(text: str, pattern: str = r"iteration \d+ loss (\S+)") -> list[float]
     return [float(loss) for loss in re.findall(pattern, text)]
 
 
+@pytest.mark.fast("--tp 2 --pp 1")
 @pytest.mark.parametrize("layout", ["--tp 2 --pp 1", "--tp 1 --pp 2"])
 def test_a_model_and_a_loop_of_its_own(layout: str, tmp_path: Path) -> None:
     text = printed(tmp_path / "run", "own_model.py", f"{layout} --iters 6 --ckpt {tmp_path}/kept", 2)

@@ -38,6 +38,7 @@ def run(folder: Path, tensor_parallel: int) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 def test_one_process_and_two(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     one = run(tmp_path, 1)

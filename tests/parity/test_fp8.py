@@ -102,6 +102,12 @@ SLOW_CELLS = [
 ]
 
 
+@pytest.mark.slow_cases(
+    "fp8-sequential-sp2+dp2-optim+ep2",
+    "fp8-experts-rowwise-sp2+dp2+ep4-etp1",
+    "fp8-tensorwise-tp2+cp2-p2p",
+    "fp8-delayed-sp2+dp2-optim",
+)
 @pytest.mark.parametrize(
     ("model", "names"),
     [*CELLS, *(pytest.param(*cell, marks=pytest.mark.slow) for cell in SLOW_CELLS)],

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 from support.runs import TINY, stream, train_all_on_ranks, write_documents
 
 BASE = TINY.replace("--num-layers 2", "--num-layers 4").replace("--global-batch-size 4", "--global-batch-size 8")
@@ -21,6 +22,7 @@ RUNS = {
 reads are in tests/training/test_layouts.py, which compares the samples too."""
 
 
+@pytest.mark.slow
 def test_all_runs_read_the_same_samples(tmp_path: Path) -> None:
     corpus = write_documents(tmp_path / "text")
     seen = {}

@@ -65,6 +65,7 @@ def test_layouts_equal_ours_on_one_process(pool: Pool, model: Model, names: tupl
     assert not judge(expected, pool.run(train_by_engine, split.layout.ranks, split, 2)).beyond(TOLERANCE)
 
 
+@pytest.mark.fast("delayed")
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 def test_kept_weights_are_those_of_the_step(pool: Pool, recipe: str) -> None:
     # The stand-in rounds nothing, so that with fp8 only a weight kept for too long would change the numbers.

@@ -92,6 +92,7 @@ def test_it_runs_and_goes_on(words: str, tmp_path: Path, monkeypatch: pytest.Mon
         assert manifest["common"]["train_state"]["consumed_train_samples"] == 32
 
 
+@pytest.mark.slow
 def test_layouts_give_the_same(words: str, tmp_path: Path) -> None:
     layouts = ["--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--use-distributed-optimizer"]
     expected = losses(said(f"{words} --save {tmp_path}/alone"))

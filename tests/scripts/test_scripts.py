@@ -53,6 +53,7 @@ GPT_LAYOUTS = {
 """Flags, number of processes (0: plain python), releases."""
 
 
+@pytest.mark.fast("one process", "pipeline parallel")
 @pytest.mark.parametrize("layout", GPT_LAYOUTS)
 def test_gpt(layout: str, tmp_path: Path) -> None:
     flags, ranks, releases = GPT_LAYOUTS[layout]
@@ -74,6 +75,7 @@ BERT_LAYOUTS = {
 }
 
 
+@pytest.mark.fast("one process")
 @pytest.mark.parametrize("layout", BERT_LAYOUTS)
 def test_bert(layout: str, tmp_path: Path) -> None:
     flags, ranks, releases = BERT_LAYOUTS[layout]
@@ -97,6 +99,7 @@ T5_LAYOUTS = {
 }
 
 
+@pytest.mark.fast("one process")
 @pytest.mark.parametrize("layout", T5_LAYOUTS)
 def test_t5(layout: str, tmp_path: Path) -> None:
     flags, ranks, releases = T5_LAYOUTS[layout]
@@ -109,6 +112,7 @@ def test_t5(layout: str, tmp_path: Path) -> None:
         assert found[path] == pytest.approx(found[ours], abs=0.05 if release in ("0.5", "0.6") else 1e-5), path
 
 
+@pytest.mark.slow
 def test_a_copy_of_one_file(tmp_path: Path) -> None:
     """Two releases have pretrain_gpt.py in three files. A copy of one of them finds ours in place of the others."""
     copies = []

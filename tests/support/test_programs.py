@@ -91,6 +91,7 @@ def test_programs_do_not_influence_each_other() -> None:
     assert subprocess.run([python(), "-c", look], capture_output=True, text=True).stdout == "False False\n"
 
 
+@pytest.mark.slow
 def test_torchrun(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import os; print('rank', os.environ['RANK'], os.environ['WORLD_SIZE'])")
     command = [commands() / "torchrun", "--standalone", "--nproc_per_node", "2", "script.py"]

@@ -104,6 +104,7 @@ def test_real_tokens_take_the_place_of_random_ones(tmp_path: Path, capsys: pytes
         assert "--data-path names real ones" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_layout_of_two_ranks_is_measured_as_torchrun_starts_it(tmp_path: Path) -> None:
     ours = tmp_path / "ours.json"
     flags = f"--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer --kernels --json {ours}"

@@ -54,6 +54,7 @@ def test_two_layouts_of_one_command(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "on rank 1 (tp 1, " in printed
 
 
+@pytest.mark.slow
 def test_runs_that_part_later_are_watched_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The learning rate changes the second step's weights first. What is watched moves to that step."""
     words = [command(tmp_path / f"{rate}.txt", f"--lr {rate}") for rate in ("1e-2", "2e-2")]
@@ -63,6 +64,7 @@ def test_runs_that_part_later_are_watched_there(tmp_path: Path, capsys: pytest.C
     assert "DIFFERENT: the first is in the forward pass: embedding" in printed and "gradient norm: of step 2" in printed
 
 
+@pytest.mark.slow
 def test_runs_that_part_because_of_neither(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
     train(f"{FLAGS} --save {a}")

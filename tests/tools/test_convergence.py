@@ -24,6 +24,7 @@ def write_runs(folder: Path, distance: float) -> list[str]:
     return [f"{Path(name).stem}={folder / name}" for name in files]
 
 
+@pytest.mark.slow_cases("0.01-within the spread")
 @pytest.mark.parametrize(("distance", "verdict"), [(0.01, "within the spread"), (-0.03, "NOT within the spread")])
 def test_smoothed_losses(distance: float, verdict: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "losses.png"
@@ -69,6 +70,7 @@ def test_runs_that_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "write NAME=FILE" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_text_of_the_environment(tmp_path: Path) -> None:
     target = tmp_path / "text.jsonl"
     assert convergence.main(["text", str(target), "--bytes", "50000"]) == 0

@@ -34,6 +34,7 @@ EXPERTS = "--num-experts 4 --moe-grouped-gemm --moe-router-topk 2 --moe-ffn-hidd
 ANCHOR = "elapsed time per iteration (ms): 9.0 | throughput per GPU (TFLOP/s/GPU): 9.0 | lm loss: 1.1E+01 |\n"
 
 
+@pytest.mark.fast("flags2-101.0%-products2")
 @pytest.mark.parametrize(
     ("flags", "share", "products"),
     [
@@ -132,6 +133,7 @@ def floors_of(layouts: Sequence[str]) -> list[Result]:
     return results
 
 
+@pytest.mark.slow
 def test_all_ranks_together_compute_as_much_as_one_process() -> None:
     """And they send as much as a count by hand says."""
     others, last = run_on_ranks(floors_of, 2, LAYOUTS)

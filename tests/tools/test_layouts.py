@@ -20,6 +20,7 @@ MEASURED = {
 PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 
 
+@pytest.mark.slow_cases("MOE64/ep4", "LLAMA8B/tp4dp2", "MOE64/ep8")
 @pytest.mark.parametrize("name", BATCHES)
 def test_a_cell_fits_into_an_h200(name: str) -> None:
     config = peak_memory.configured(name)

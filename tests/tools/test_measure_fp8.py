@@ -18,6 +18,7 @@ MODEL = (
 )
 
 
+@pytest.mark.slow
 def test_it_compares_gradients_and_losses(capsys: pytest.CaptureFixture[str]) -> None:
     text = str(Path(measure_fp8.__file__))
     words = f"{MODEL} --recipes delayed blockwise --tokens 32 --vocabulary 256 --curve 2 --text {text}"
@@ -53,6 +54,7 @@ def test_means_of_curves_have_their_standard_error() -> None:
     assert "+-" not in apart([[2.0]], [[1.0]])
 
 
+@pytest.mark.slow
 def test_transformer_engine_computes_the_same_micro_batches(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

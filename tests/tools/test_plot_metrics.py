@@ -15,6 +15,7 @@ def run(*arguments):
     )
 
 
+@pytest.mark.slow
 def test_draws_beside_the_metrics(tmp_path):
     pytest.importorskip("matplotlib")
     (tmp_path / "metrics.jsonl").write_text('{"iteration": 1, "lm loss": 2.0}\n{"iteration": 2, "lm loss": 1.0}\n')

@@ -178,6 +178,7 @@ def test_help_groups_flags(tool, capsys):
     assert "--max-line-bytes N" in shown and "\naccepted without effect:\n" in shown
 
 
+@pytest.mark.slow
 def test_nothing_of_a_gpu_is_imported():
     code = (
         "import sys; sys.path.insert(0, 'tools'); import preprocess_data\n"

@@ -49,6 +49,7 @@ def trained_elsewhere(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_files_are_the_same_each_time_and_alike(tmp_path, train, trained_elsewhere):
     packed = tmp_path / "corpus.jsonl.gz"
     packed.write_bytes(gzip.compress(CORPUS.read_bytes()))

@@ -23,6 +23,7 @@ def root(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_as_a_user_runs_it(root):
     """From its own folder, where it has the name of Python's inspect."""
     command = [sys.executable, SCRIPT.name, "--load", root, "--tensors", "w*"]

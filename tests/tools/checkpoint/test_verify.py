@@ -20,6 +20,7 @@ def root(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_as_a_user_runs_it(root):
     """From its own folder, where another tool has the name of Python's inspect."""
     done = subprocess.run(
