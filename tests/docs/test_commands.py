@@ -85,8 +85,8 @@ def test_first_command_of_page_runs(page: Path, checkout: Path) -> None:
 def first_command(block: str) -> str:
     """Returns the block up to its first program, with the lines before it that write files."""
     lines = block.splitlines(keepends=True)
-    programs = ("python", "torchrun", "make", "bash", "examples/", "tools/")
-    first = next(number for number, line in enumerate(lines) if line.startswith(programs))
+    program = re.compile(r"(\w+=\S+ )*(python|torchrun|make|bash|examples/|tools/)")
+    first = next(number for number, line in enumerate(lines) if program.match(line))
     last = next(number for number in range(first, len(lines)) if is_whole("".join(lines[: number + 1])))
     return "".join(lines[: last + 1])
 

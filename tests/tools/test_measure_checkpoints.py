@@ -4,7 +4,6 @@ import re
 import sys
 from pathlib import Path
 
-import pytest
 from support.launch import launch
 
 from tools.measure_checkpoints import main
@@ -20,7 +19,6 @@ def measure() -> None:
     assert main([*TINY.split(), *sys.argv[1:], *(f"--layout={layout}" for layout in LAYOUTS)]) == 0
 
 
-@pytest.mark.slow
 def test_rows_of_two_layouts(tmp_path: Path) -> None:
     (tmp_path / "scratch").mkdir()
     program = launch(f"--folder {tmp_path / 'scratch'}", 2, tmp_path / "out", measure, base="")
