@@ -1,11 +1,11 @@
 """Generates the list of cells: which models are tested in which layouts.
 
 Layouts have dimensions (tensor, pipeline, ...); the model and the loss are dimensions of a cell too. `make test`
-(`quick_cells`) runs, for each family of models, cells of up to four ranks that together contain every pair of values of
-two dimensions that fits into four ranks, but for values that are alike (`Family.alike`); a cell for each larger or
-special value; some layouts of eight ranks; and the cells that catch the planted bugs. `make test-all` (`slow_cells`)
-adds the pairs of those values and the pairs that need eight ranks, and every value and every pair of values with all
-models of a family.
+(`quick_cells`) runs, for each family of models, cells of up to four ranks that together contain every pair of ways to
+split and every model with each split of its tensors, but for values that are alike (`Family.alike`); a cell for each
+larger or special value; some layouts of eight ranks; and the cells that catch the planted bugs. `make test-all`
+(`slow_cells`) adds all other pairs of values, the pairs that need eight ranks, and every value and every pair of values
+with all models of a family.
 """
 
 import functools

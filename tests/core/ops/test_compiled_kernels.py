@@ -93,14 +93,12 @@ def keeps_sums_of_blocks_in_registers(found: list[dict[str, Any]]) -> None:
     assert not any(kernel["stack"] for kernel in kernels), kernels
 
 
-@pytest.mark.slow
 def test_products_of_experts_keep_their_sums_in_registers(tmp_path: Path) -> None:
     keeps_sums_of_experts_in_registers(compiled(["expert_kernels.specialized_product_of_many_experts"], tmp_path))
 
 
 def keeps_sums_of_experts_in_registers(found: list[dict[str, Any]]) -> None:
     kernels = of(found, "_grouped_product_kernel")
-
     assert all(not kernel["stack"] and kernel["waits"] < 0.5 for kernel in kernels), kernels
 
 

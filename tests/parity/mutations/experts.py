@@ -99,6 +99,14 @@ EXPERTS = [
         "moe-aux/dp2-optim+ep2-own/default",
     ),
     Mutation(
+        "own-sums-without-others",
+        "a rank leaves out the sums that other ranks return for its tokens",
+        "core/transformer/moe/source_exchange.py",
+        "self.places[self.rank], self.returning.received())",
+        "self.places[self.rank], 0 * self.returning.received())",
+        "moe-aux/dp2-optim+ep2-own-first/default",
+    ),
+    Mutation(
         "norm-of-local-experts",
         "the gradient norm leaves out the experts of other ranks",
         "core/optimizer/clip_grads.py",
