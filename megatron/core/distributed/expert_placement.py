@@ -185,10 +185,12 @@ class ExpertPlacement:
         planned, self._planned = self._planned, None
         if planned is not None and planned.any_swapped:
             slots = planned.table.slots
-            homes = (planned.table.expert // slots).view(-1, slots).tolist()
-            self._moves = _Moves.of(homes, self.rank)
-            self._home_weights = self._moves.taken_from(self._weights)
-            self._arriving = self._moves.start(self._home_weights, self.ep_group)
+            self._start((planned.table.expert // slots).view(-1, slots).tolist())
+
+    def _start(self, homes: Homes) -> None:
+        self._moves = _Moves.of(homes, self.rank)
+        self._home_weights = self._moves.taken_from(self._weights)
+        self._arriving = self._moves.start(self._home_weights, self.ep_group)
 
     def finish_swap(self) -> None:
         """Puts the weights that arrive into their slots. Later kernels of the current stream compute with them."""

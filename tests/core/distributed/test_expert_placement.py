@@ -1,4 +1,4 @@
-"""Swapped experts: the planned swaps, and training steps with them against one process, in float64."""
+"""Swapped experts: training steps with them against one process, in float64."""
 
 import multiprocessing
 from collections.abc import Iterator
@@ -16,7 +16,6 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.exceptions import UserError
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.ops.moe.placement import balanced_homes
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.parameters import info_of
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -28,33 +27,6 @@ from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 LENGTH, VOCABULARY, EXPERTS, MICRO_BATCHES, STEPS = 16, 40, 8, 4, 5
-
-
-def loads(rows: list[list[int]], homes: list[list[int]]) -> list[int]:
-    return [sum(rows[home][slot] for slot, home in enumerate(own)) for own in homes]
-
-
-def test_the_fullest_rank_swaps_an_expert_with_the_emptiest() -> None:
-    rows = [[500, 300, 60, 20], [40, 30, 40, 10]]
-    homes = balanced_homes(rows)
-    assert homes == [[1, 0, 0, 0], [0, 1, 1, 1]]
-    assert loads(rows, homes) == [420, 580]
-
-
-def test_three_ranks_become_equal() -> None:
-    rows = [[600, 500, 400], [20, 30, 10], [50, 10, 30]]
-    homes = balanced_homes(rows)
-    for slot in range(3):  # only experts of the same slot are swapped
-        assert sorted(own[slot] for own in homes) == [0, 1, 2]
-    assert max(loads(rows, homes)) < 1.2 * sum(map(sum, rows)) / 3
-
-
-@pytest.mark.parametrize("rows", [[[5, 5], [5, 5]], [[0, 0], [0, 0]], [[1000, 1000], [995, 996]], [[7, 0], [0, 7]]])
-def test_nothing_is_swapped_without_a_gain(rows: list[list[int]]) -> None:
-    assert balanced_homes(rows) == [[0, 0], [1, 1]]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def build(groups: ProcessGroupCollection, dispatcher: str, **settings: Any) -> GPTModel:

@@ -156,8 +156,7 @@ def bytes_of_swapped_experts(flags: str) -> list[int]:
     placements = PlacementSteps.of(model).placements
     at_start = 0
     for placement in placements:
-        placement._planned = [[1, 1], [0, 0]]
-        placement.start_swap()
+        placement._start([[1, 1], [0, 0]])
         at_start = max(at_start, bytes_of_swaps(placements, [placement._arriving for placement in placements]))
         placement.finish_swap()
     for placement in placements:

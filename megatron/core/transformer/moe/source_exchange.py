@@ -289,10 +289,6 @@ class SourceExchange:
             self.gathering.close()
             self.own = self.gathering = None
 
-    def _put_others(self, source: int, rows: Tensor) -> None:
-        if source != self.rank:
-            self.put(source, rows)
-
     def put_all(self, rows: Tensor) -> None:
         """Copies all tokens into their rows."""
         for source in (self.rank, *self.others):
