@@ -384,24 +384,19 @@ def specialized_products_of_parts() -> None:
     weight = values(5, 328, 192, dtype=torch.bfloat16, seed=1)
     whole = CUDA_PRODUCTS.rows(rows, weight, groups, True)
     source_of = torch.arange(3, device=DEVICE).repeat(5).repeat_interleave(by_source.flatten())
-    arrived = torch.full_like(rows, float("nan"))
-
-    def before(source: int, inputs: Tensor) -> None:
-        inputs[source_of == source] = rows[source_of == source]
-
     ended: list[tuple[int, bool]] = []
 
     def after(source: int, outputs: Tensor) -> None:
         mine = source_of == source
         ended.append((source, torch.equal(outputs[mine], whole[mine])))
 
-    steps = PartSteps([2, 0, 1], groups.bounds_by_source, before, after)
-    found = CUDA_PRODUCTS.in_steps(arrived, weight, True, steps)
+    steps = PartSteps([2, 0, 1], groups.bounds_by_source, after)
+    found = CUDA_PRODUCTS.in_steps(rows, weight, True, steps)
     assert torch.equal(found, whole) and ended == [(2, True), (0, True), (1, True)]
     for room in (number + 50, number, 150):  # the last rows of the first part are behind the last room
         kept = values(room + 3, 192, dtype=torch.bfloat16, seed=2)
         outputs = torch.full((room + 3, 328), 7.0, dtype=torch.bfloat16, device=DEVICE)
-        kept[: min(room, number)] = rows[:room]
+        kept[: min(room, number)] = torch.where((source_of == 2)[:room, None], rows[:room], float("nan"))
         begins, ends = groups.bounds_by_source
         CUDA_PRODUCTS.part(outputs[:room], kept[:room], weight, (begins[2], ends[2]), True)
         mine = (source_of == 2)[:room]

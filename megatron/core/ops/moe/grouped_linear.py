@@ -88,14 +88,12 @@ ascend over the groups."""
 
 @dataclass(frozen=True)
 class PartSteps:
-    """An order in which a product computes parts of its rows, and what happens in between."""
+    """An order in which a product computes parts of its rows, and what happens behind each."""
 
     order: Sequence[int]
     bounds: Bounds
     """Those of all parts, [parts, groups]. Every row is in one part of the order."""
-    before: Callable[[int, Tensor], None] | None = None
-    """Called with a part and the inputs before the product reads the part's rows and the weights of their groups."""
-    after: Callable[[int, Tensor], None] | None = None
+    after: Callable[[int, Tensor], None]
     """Called with a part and the outputs when the outputs of the part's rows are computed."""
 
 
@@ -177,11 +175,8 @@ class GroupedProducts:
         """Returns `rows`, computed part after part."""
         output, (begins, ends) = rows.new_empty(rows.shape[0], weight.shape[1 if transposed else 2]), steps.bounds
         for part in steps.order:
-            if steps.before is not None:
-                steps.before(part, rows)
             self.part(output, rows, weight, (begins[part], ends[part]), transposed)
-            if steps.after is not None:
-                steps.after(part, output)
+            steps.after(part, output)
         return output
 
     def of_arriving(self, rows: ArrivingRows, weight: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:

@@ -262,7 +262,7 @@ class SourceExchange:
 
     def leaving(self, bounds: Bounds) -> PartSteps:
         """Returns the steps of the last product, which send sums to other ranks."""
-        return PartSteps([*self.others, self.rank], bounds, after=self.send)
+        return PartSteps([*self.others, self.rank], bounds, self.send)
 
     def start_combine(self, results: Tensor, in_steps: bool) -> None:
         """Takes the results [n, h] of all rows. Without `in_steps` starts to send the sums of other ranks."""
