@@ -133,6 +133,28 @@ def test_specialised_warps_take_heads_at_any_place(width: int, dtype: torch.dtyp
             assert (ours.double() - exact).abs().max() < flash_agreement.TOLERANCE * exact.abs().max()
 
 
+@pytest.mark.parametrize("place", ["one tensor for all", "tensors of their own"])
+@pytest.mark.parametrize("widths", [(24, 16), (24, 8), (16, 24), (40, 40), (36, 100), (72, 72), (8, 130)])
+def test_heads_of_any_width_at_any_place(widths: tuple[int, int], place: str) -> None:
+    """Once a product read beyond shared memory, where the 16 channels of values began at multiples of 88."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    sizes = [2 * widths[0], widths[0], widths[1]]
+    packed = torch.randn(1000, 2, sum(sizes), generator=generator, device="cuda").bfloat16()
+    gradient = torch.randn(1000, 2, 2, widths[1], generator=generator, device="cuda").bfloat16()
+    parts = [part.unflatten(2, (-1, w)) for part, w in zip(packed.split(sizes, 2), (widths[0], *widths), strict=True)]
+    if place == "tensors of their own":
+        parts = [part.contiguous() for part in parts]
+    for window in (None, (200, 0)):
+        variant, found = AttentionVariant(0.2, True, window), []
+        for function, dtype in ((attention, torch.float64), (flash_attention_triton, torch.bfloat16)):
+            leaves = [part.detach().to(dtype).requires_grad_() for part in parts]
+            output = function(*leaves, variant, AttentionCall())
+            found.append([output.detach(), *torch.autograd.grad(output, leaves, gradient.to(dtype))])
+        for exact, ours in zip(*found, strict=True):
+            assert ours.shape == exact.shape
+            assert (ours.double() - exact).abs().max() < flash_agreement.TOLERANCE * exact.abs().max()
+
+
 OFFSETS = {
     "causal": BlockOffsets(0, 0, None, 0),
     "all keys": BlockOffsets(0, 0, None, None),
@@ -166,7 +188,7 @@ def test_specialised_warps_give_outputs_and_lse_of_the_definition_and_the_same_b
     sq, sk, b = 700, 900, 1 if packed else 2
     generator = torch.Generator("cuda").manual_seed(1)
     query, key, value = (
-        torch.randn(length, b, heads, width + 8, device="cuda", generator=generator).to(dtype)[..., :width]
+        torch.randn(length, b, heads, width + 16, device="cuda", generator=generator).to(dtype)[..., :width]
         for length, heads in ((sq, 6), (sk, 3), (sk, 3))
     )
     cuts = torch.tensor([0, 1, 130, 256, 256, 500, 1000, 1111, 1800], dtype=torch.int32, device="cuda")

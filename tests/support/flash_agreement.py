@@ -56,7 +56,7 @@ CASES = {
     "window, packed, wide": Case(
         AttentionVariant(SCALE, True, window=(20, 0)), 70, batch=1, packed=True, widths=(32, 32)
     ),
-    "wide keys, more keys than queries": Case(AttentionVariant(SCALE, True), 33, more_keys=31, widths=(24, 16)),
+    "wide keys, more keys than queries": Case(AttentionVariant(SCALE, True), 33, more_keys=31, widths=(48, 16)),
     "bidirectional, dropped": Case(AttentionVariant(SCALE, False, dropout=0.3), 41, heads=(2, 2)),
     "causal, dropped": Case(AttentionVariant(SCALE, True, dropout=0.3), 64, batch=1),
     "causal, wide, dropped": Case(AttentionVariant(SCALE, True, dropout=0.3), 70, widths=(32, 32), heads=(4, 1)),

@@ -17,6 +17,7 @@ from megatron.core.ops.attention.flash_forward_triton import (
     Sight,
     TensorDescriptor,
     TileSize,
+    aligned_heads,
     bias_strides,
     copies_tiles,
     factors,
@@ -29,7 +30,6 @@ from megatron.core.ops.attention.flash_forward_triton import (
     shape_scores,
     switches,
     tiles_of_rows,
-    with_neighbouring_channels,
     words_of_head,
 )
 from megatron.core.ops.dropout.keep_bits_triton import KeepBits
@@ -323,15 +323,13 @@ def flash_backward_triton(
     bias_gradient: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns the gradients of query (in `query_type`), key and value, and the products of output and its gradient [b,
-    a, sq]. `output` and `lse` may cover more keys than `key`; see `blocks.block_attention_backward`. `bits` may have
-    one order: see `reads_bits_by_key`.
+    a, sq]. Widths of heads are multiples of `VECTOR`. `output` and `lse` may cover more keys than `key`; see
+    `blocks.block_attention_backward`. `bits` may have one order: see `reads_bits_by_key`.
 
     Adds the gradient of `scores.bias`, without dropout's factor 1 / (1 - probability), to `bias_gradient`: float32 [b,
     a, sq, sk], with stride 0 where it repeats.
     """
-    gradient, query, key, value, output = (
-        with_neighbouring_channels(heads) for heads in (gradient, query, key, value, output)
-    )
+    gradient, query, key, value, output = (aligned_heads(heads) for heads in (gradient, query, key, value, output))
     sq, b, a, width = query.shape
     sk, _, groups, value_width = value.shape
     rounded = cdiv(sq, _ROUNDED) * _ROUNDED

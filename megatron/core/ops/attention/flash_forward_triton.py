@@ -23,6 +23,10 @@ except ImportError:  # Triton before 3.4
 
 LOG2_E = 1.4426950408889634
 """Factor from natural logarithms to those of base 2, in which the kernels compute."""
+VECTOR = 16
+"""The kernels take heads of a multiple of this many channels, whose strides are multiples of it too. So threads load
+vectors. Channels loaded one by one are slow, and worse: ptxas of CUDA 12.8, which Triton 3.6 brings, compiled a product
+with 16 such channels of values to code that takes their address from a register of an earlier loop."""
 
 
 @dataclass(frozen=True)
@@ -319,8 +323,9 @@ def flash_forward_triton(
     tile: TileSize,
 ) -> tuple[Tensor, Tensor]:
     """Returns output [sq, b, a, dv] and lse [b, a, sq] (float32, with the sink) of query [sq, b, a, d], key [sk, b, g,
-    d] and value [sk, b, g, dv]. Reads `bits.by_query`; None: nothing is dropped."""
-    query, key, value = (with_neighbouring_channels(heads) for heads in (query, key, value))
+    d] and value [sk, b, g, dv], where d and dv are multiples of `VECTOR`. Reads `bits.by_query`; None: nothing is
+    dropped."""
+    query, key, value = (aligned_heads(heads) for heads in (query, key, value))
     specialized = gluon_kernel("attention.flash_forward_specialized_triton")
     by_query = None if bits is None else bits.by_query
     keep_scale = 1.0 if bits is None else 1.0 / (1.0 - probability)
@@ -354,9 +359,19 @@ def flash_forward_triton(
 # Arguments that forward and backward share
 
 
-def with_neighbouring_channels(heads: Tensor) -> Tensor:
-    """Returns heads whose channels are neighbours in memory: the same tensor, if they are."""
-    return heads if heads.stride(3) == 1 else heads.contiguous()
+def aligned_heads(heads: Tensor) -> Tensor:
+    """Returns heads [s, b, a, d], d a multiple of `VECTOR`, such that channels are neighbours in memory and each head
+    begins at a multiple of `VECTOR` elements: the same tensor if it is so already, otherwise a copy."""
+    aligned = all(stride % VECTOR == 0 for stride in heads.stride()[:3])
+    if heads.stride(3) == 1 and aligned and heads.data_ptr() % 16 == 0:
+        return heads
+    return torch.empty_like(heads, memory_format=torch.contiguous_format).copy_(heads)
+
+
+def padded_heads(heads: Tensor) -> Tensor:
+    """Returns heads [s, b, a, d] with zeros as further channels, up to a multiple of `VECTOR`."""
+    missing = -heads.shape[3] % VECTOR
+    return torch.nn.functional.pad(heads, (0, missing)) if missing else heads
 
 
 def copies_tiles(device: torch.device) -> bool:

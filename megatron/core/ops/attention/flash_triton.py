@@ -13,7 +13,14 @@ from torch.autograd.function import once_differentiable
 
 from megatron.core.ops.attention.blocks import BlockCall, BlockOffsets
 from megatron.core.ops.attention.flash_backward_triton import flash_backward_triton, reads_bits_by_key
-from megatron.core.ops.attention.flash_forward_triton import LOG2_E, Scores, Sight, TileSize, flash_forward_triton
+from megatron.core.ops.attention.flash_forward_triton import (
+    LOG2_E,
+    Scores,
+    Sight,
+    TileSize,
+    flash_forward_triton,
+    padded_heads,
+)
 from megatron.core.ops.attention.unfused import AttentionCall, AttentionVariant, document_of
 from megatron.core.ops.dropout.keep_bits_triton import BLOCK, KeepBits, SeenKeys, keep_bits_triton
 from megatron.core.ops.gluon import gluon_kernel
@@ -57,12 +64,15 @@ def flash_attention_triton(
     that sees no key gets zeros. The gradients of queries are summed in an order that differs from run to run.
     """
     assert call.query_positions is None
+    value_width = value.shape[3]
+    query, key, value = (padded_heads(heads) for heads in (query, key, value))
     drops = call.dropout is not None and variant.dropout > 0.0
     size, groups = BLOCK.value, key.shape[2]
     blocks = query.shape[1] * query.shape[2] * -(-query.shape[0] // size) * -(-key.shape[0] // size) if drops else 0
     pieces = -(-blocks * size * size // 8 // _LARGEST_BITS)
     if pieces <= 1:
-        return _FlashAttention.apply(query, key, value, call.sink, call.bias, variant, call, True)
+        output = _FlashAttention.apply(query, key, value, call.sink, call.bias, variant, call, True)
+        return output[..., :value_width]
     at_once, shared = max(1, groups // pieces), query.shape[2] // groups
     outputs = []
     for number, (q, k, v) in enumerate(
@@ -75,7 +85,7 @@ def flash_attention_triton(
             bias = bias[..., first : first + q.shape[2], :, :]
         its_call = dataclasses.replace(call, first_head=call.first_head + first)
         outputs.append(_FlashAttention.apply(q, k, v, sink, bias, variant, its_call, False))
-    return torch.cat(outputs, 2)
+    return torch.cat(outputs, 2)[..., :value_width]
 
 
 class _FlashAttention(torch.autograd.Function):
@@ -136,11 +146,14 @@ def flash_block_attention_triton(
     query: Tensor, key: Tensor, value: Tensor, offsets: BlockOffsets, variant: AttentionVariant, call: BlockCall
 ) -> tuple[Tensor, Tensor]:
     """Computes `blocks.block_attention` for heads of at most 256 channels."""
+    value_width = value.shape[3]
+    query, key, value = (padded_heads(heads) for heads in (query, key, value))
     bits = _bits_of_block(query, key, offsets, variant, call, by_key=False)
-    return flash_forward_triton(
+    output, lse = flash_forward_triton(
         query, key, value, None, _scores_of(variant, call.first_head, query),
         _sight_of_block(query, key, offsets, call), bits, variant.dropout, _forward_tile(query, value, bits),
     )  # fmt: skip
+    return output[..., :value_width], lse
 
 
 def flash_block_attention_backward_triton(
@@ -155,12 +168,15 @@ def flash_block_attention_backward_triton(
     call: BlockCall,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes `blocks.block_attention_backward`. The gradient of the query is float32."""
+    width, value_width = query.shape[3], value.shape[3]
+    gradient, query, key, value, output = (padded_heads(heads) for heads in (gradient, query, key, value, output))
     scores, sight = _scores_of(variant, call.first_head, query), _sight_of_block(query, key, offsets, call)
     bits = _bits_of_block(query, key, offsets, variant, call, reads_bits_by_key(query, key, value, scores, sight))
-    return flash_backward_triton(
+    query_gradient, key_gradient, value_gradient, _ = flash_backward_triton(
         gradient, query, key, value, output, lse, scores, sight, bits, variant.dropout,
         _backward_tile(query, value, bits), torch.float32,
-    )[:3]  # fmt: skip
+    )  # fmt: skip
+    return query_gradient[..., :width], key_gradient[..., :width], value_gradient[..., :value_width]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -7,9 +7,10 @@ from torch import Tensor
 
 from megatron.core.ops.attention.flash_forward_triton import (
     TileSize,
+    aligned_heads,
     find_seen,
+    padded_heads,
     padded_width,
-    with_neighbouring_channels,
 )
 from megatron.core.ops.attention.flash_triton import edges_of_documents
 from megatron.core.ops.attention.max_logits import max_attention_logits
@@ -124,7 +125,8 @@ def max_attention_logits_triton(query: Tensor, key: Tensor, variant: AttentionVa
     own_mask = call.mask is not None and (call.mask.dim() != 4 or call.mask.shape[1:3] != (1, 1))
     if query.dtype is torch.float64 or width > 256 or own_mask or variant.scale <= 0.0:
         return max_attention_logits(query, key, variant, call)
-    query, key = with_neighbouring_channels(query), with_neighbouring_channels(key)
+    query, key = (aligned_heads(padded_heads(heads)) for heads in (query, key))
+    width = query.shape[3]
     words = max(width, 65) * query.element_size() // 2  # float32 takes the small tile
     tile = next(_TILES[widest] for widest in sorted(_TILES) if words <= widest)
     positions = None if call.query_positions is None else call.query_positions.int().expand(b, sq).contiguous()

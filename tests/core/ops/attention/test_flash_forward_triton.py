@@ -10,7 +10,9 @@ from megatron.core.ops.attention.flash_forward_triton import (
     Scores,
     Sight,
     TileSize,
+    aligned_heads,
     flash_forward_triton,
+    padded_heads,
     words_of_head,
 )
 
@@ -33,6 +35,23 @@ def test_the_lse_counts_the_sink_and_queries_without_keys_get_zeros() -> None:
         assert (lse - expected).masked_fill(lse.isinf(), 0.0).abs().max() < 1e-6
         weights = torch.exp(scores - expected[..., None])[..., 6:, :]
         assert (output[6:] - torch.einsum("baij,jbad->ibad", weights, value)).abs().max() < 1e-6
+
+
+def test_threads_can_load_vectors_of_all_heads() -> None:
+    packed = torch.randn(6, 2, 96)
+    whole = packed[..., :64].unflatten(2, (2, 32))
+    assert padded_heads(whole) is whole and aligned_heads(whole) is whole
+    places = {
+        "rows of 88 channels": torch.randn(6, 1, 88)[..., 72:].unflatten(2, (1, 16)),
+        "rows that begin at 2 bytes": torch.randn(6 * 96 + 1)[1:].view(6, 1, 2, 48),
+        "channels that are no neighbours": torch.randn(6, 1, 16, 2).transpose(2, 3),
+        "one row repeated": torch.randn(17)[1:].expand(6, 1, 2, 16),
+    }
+    for place, heads in places.items():
+        found = aligned_heads(heads)
+        assert torch.equal(found, heads) and found.is_contiguous() and found.data_ptr() % 16 == 0, place
+    odd = padded_heads(whole[..., :20])
+    assert odd.shape[3] == 32 and torch.equal(odd[..., :20], whole[..., :20]) and not odd[..., 20:].any()
 
 
 @triton.jit
