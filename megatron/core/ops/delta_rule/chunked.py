@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.ops.decays import sums_between
 from megatron.core.ops.precision import widened
 
 CHUNK_SIZE = 64
@@ -81,9 +82,8 @@ class _Decay:
 def _decay(log_decay: Tensor, document: Tensor | None) -> _Decay:
     """Computes the factors for log_decay [chunks, b, g, v / g, C] and the number [s] of each token's document."""
     count, size = log_decay.shape[0], log_decay.shape[-1]
-    total = log_decay.cumsum(-1)
-    visible = torch.ones(size, size, dtype=torch.bool, device=total.device).tril()
-    since_start, until_end = total.exp(), (total[..., -1:] - total).exp()
+    visible = torch.ones(size, size, dtype=torch.bool, device=log_decay.device).tril()
+    since_start = log_decay.cumsum(-1).exp()
     through = since_start[..., -1:]
     if document is not None:
         number = F.pad(document[None].double(), (0, count * size - document.shape[0]), "replicate").view(count, size)
@@ -92,7 +92,6 @@ def _decay(log_decay: Tensor, document: Tensor | None) -> _Decay:
         shape = (count, 1, 1, 1, size)
         visible = visible & (number[:, :, None] == number[:, None, :])[:, None, None, None]
         since_start = since_start * (number == before).view(shape)
-        until_end = until_end * (number == last).view(shape)
         through = through * (last == before).view(count, 1, 1, 1, 1)
-    between = (total[..., :, None] - total[..., None, :]).masked_fill(~visible, float("-inf")).exp()
-    return _Decay(between, since_start[..., None], until_end[..., None], through[..., None])
+    between = sums_between(log_decay).masked_fill(~visible, float("-inf")).exp()
+    return _Decay(between, since_start[..., None], between[..., -1, :, None], through[..., None])

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.core.ops.decays import sums_between
 from megatron.core.ops.precision import widened
 
 CHUNK = 128
@@ -51,7 +52,7 @@ def ssd(
     decays = in_chunks(step * rate.to(step.dtype), groups, shared).permute(0, 2, 3, 4, 1)  # logarithms, [z, b, g, r, l]
     same, same_as_before = _document_masks(document, count, chunk, x.device)
 
-    between = _sums_between(decays).masked_fill(~same, -torch.inf).exp()  # [z, b, g, r, l, l]
+    between = sums_between(decays).masked_fill(~same, -torch.inf).exp()  # [z, b, g, r, l, l]
     output = ((c @ b.transpose(-1, -2))[:, :, :, None] * between) @ values
     to_end = between[..., -1, :, None]
     added = b.transpose(-1, -2)[:, :, :, None] @ (values * to_end)  # [z, b, g, r, n, p]
@@ -98,14 +99,6 @@ class _ReadRoundedStates(torch.autograd.Function):
             carried = kept[index] * carried + read_here
         # C is that of a group, which the group's heads share.
         return (read @ before.to(c.dtype).transpose(-1, -2)).sum(3, keepdim=True), of_kept, of_added, carried, None
-
-
-def _sums_between(decays: Tensor) -> Tensor:
-    """Returns the sum of decays [..., l] after each token m until each token l, [..., l, m]; 0 for m >= l. A difference
-    of two sums from the start would lose digits."""
-    chunk = decays.shape[-1]
-    after = torch.ones(chunk, chunk, dtype=torch.bool, device=decays.device).tril(-1)
-    return decays[..., :, None].expand(*decays.shape, chunk).masked_fill(~after, 0.0).cumsum(-2)
 
 
 def _document_masks(document: Tensor | None, count: int, chunk: int, device: torch.device) -> tuple[Tensor, Tensor]:
