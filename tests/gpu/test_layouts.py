@@ -1,15 +1,19 @@
 """Any layout, the same model, over nccl: the cells of tests/parity that the GPUs at hand can hold.
 
-In float32 without TF32 every number agrees with one process in float64 to 1e-5, or to twice the error of one process in
-float32; in bfloat16 losses stay within 0.01 of those of one GPU over 20 steps. Cells of two ranks need two GPUs, those
-of four need four, unless ranks may share a GPU (support/gpus.py); a cell that is left out says how many it needs.
+In float32 without TF32 every number agrees with one process in float64 to 1e-5, or to twice the errors of one process
+in float32; in bfloat16 losses stay within 0.01 of those of one GPU over 20 steps. Cells of two ranks need two GPUs,
+those of four need four, unless ranks may share a GPU (support/gpus.py); a cell that is left out says how many it needs.
 """
 
 import multiprocessing
 from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from parity import program
 from parity.bfloat16 import BFLOAT16, NEWER_CELLS, STEPS, TOLERANCE, largest_difference
 from parity.cells import Cell, cell_of, quick_cells
 from parity.compare import judge
@@ -45,15 +49,33 @@ def gpus() -> Iterator[Pool]:
         yield pool
 
 
-def trained(pool: Pool, cell: Cell, steps: int, precision: Precision, lean: bool = False) -> list[Evidence]:
+def trained(
+    pool: Pool, cell: Cell, steps: int, precision: Precision, lean: bool = False, seed: int | None = None
+) -> list[Evidence]:
     need_room(cell.layout.ranks)
-    ranks: list[Evidence] = pool.run(on_this_gpu, cell.layout.ranks, cell, steps, precision, lean)
+    ranks: list[Evidence] = pool.run(on_this_gpu, cell.layout.ranks, cell, steps, precision, lean, seed)
     return ranks
 
 
-def on_this_gpu(cell: Cell, steps: int, precision: Precision, lean: bool) -> Evidence:
+def on_this_gpu(cell: Cell, steps: int, precision: Precision, lean: bool, seed: int | None) -> Evidence:
     torch.backends.cuda.matmul.allow_tf32 = False
-    return train(cell, steps, "cuda", precision, lean)
+    with nullcontext() if seed is None else patch.object(program, "build_model", RoundedModel(seed)):
+        return train(cell, steps, "cuda", precision, lean)
+
+
+class RoundedModel:
+    """Builds models, a random half of whose float32 weights have the value next to theirs."""
+
+    def __init__(self, seed: int) -> None:
+        self.build, self.random = program.build_model, torch.Generator().manual_seed(seed)
+
+    def __call__(self, *args: Any) -> torch.nn.Module:
+        model = self.build(*args)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                moves = torch.rand(parameter.shape, generator=self.random) < 0.5
+                parameter.copy_(torch.where(moves, parameter.nextafter(torch.zeros(())), parameter))
+        return model
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
@@ -65,10 +87,12 @@ def test_float32(gpus: Pool, cell: Cell) -> None:
     if found.beyond(1e-5):
         # Some gradients are sums over all tokens that mostly cancel: one process in float32 is 2e-5 to 9e-5 from
         # float64 in a recurrence's few parameters, and 9e-6 in gemma's norms of keys, on CPUs too. A layout sums in
-        # another order, so it may have twice that.
-        alone = judge(expected, trained(gpus, cell.alone, 3, FLOAT32), to_the_bit=False)
-        assert alone.largest < (1e-4 if cell.model.name.startswith(RECURRENT) else 1e-5)
-        assert not found.beyond(max(1e-5, 2 * alone.largest))
+        # another order, so it may have twice that. In a recurrence this error is a matter of luck: from 3e-6 to 2e-5 in
+        # seven runs whose weights differed by roundings. So it is the largest of four such runs.
+        runs = [trained(gpus, cell.alone, 3, FLOAT32, seed=seed) for seed in (None, 0, 1, 2)]
+        alone = [judge(expected, run, to_the_bit=False).largest for run in runs]
+        assert alone[0] < (1e-4 if cell.model.name.startswith(RECURRENT) else 1e-5)
+        assert not found.beyond(max(1e-5, 2 * max(alone)))
 
 
 IN_BFLOAT16 = [
