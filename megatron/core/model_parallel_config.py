@@ -216,7 +216,7 @@ class ModelParallelConfig:
     micro-batch (with virtual pipeline stages, of one more chunk). Results do not change. A pipeline needs virtual
     stages."""
 
-    delay_wgrad_compute: bool = flag(False, only_with="num_moe_experts")
+    delay_wgrad_compute: bool = flag(False, off="--no-delay-wgrad-compute", only_with="num_moe_experts")
     """Compute the weight gradients of a backward while it waits for its own exchanges of tokens between experts, with
     --overlap-moe-expert-parallel-comm before the other micro-batch takes its turn. Results do not change."""
 

@@ -9,6 +9,7 @@ running matrix product occupies.
 import contextlib
 import ctypes
 import functools
+import weakref
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -19,6 +20,9 @@ from torch.distributed import ProcessGroup
 from megatron.core.collectives import holds_on_all_ranks
 from megatron.core.exceptions import UserError
 from megatron.core.utils.torch_private import allocate_symmetric_memory, share_symmetric_memory
+
+WITHOUT_SHARED_MEMORY: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
+"""The groups whose GPUs turned out not to share memory."""
 
 
 class Lane(Protocol):

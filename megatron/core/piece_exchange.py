@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 
 from megatron.core.collectives import Group, Pending, group_rank, group_ranks, group_size, start_exchange
 from megatron.core.exceptions import UserError
-from megatron.core.peer_memory import PeerMemory, SymmetricMemory
+from megatron.core.peer_memory import WITHOUT_SHARED_MEMORY, PeerMemory, SymmetricMemory
 from megatron.core.traffic import record_traffic
 from megatron.core.utils.activity import activity
 from megatron.core.utils.warn import warn_on_first_rank
@@ -59,7 +59,7 @@ def open_exchange(group: Group, shape: tuple[int, ...], like: Tensor, transport:
     each exchange with larger pieces than before, waits for the current stream and for the other ranks. Raises UserError
     if `transport` is symmetric-memory and the GPUs do not share it."""
     assert isinstance(group, ProcessGroup)
-    if transport == "process-group" or (transport is None and (not like.is_cuda or group in _WITHOUT_SHARED_MEMORY)):
+    if transport == "process-group" or (transport is None and (not like.is_cuda or group in WITHOUT_SHARED_MEMORY)):
         return GroupExchange(group, shape, like)
     try:
         return _open_shared(group, shape, like)
@@ -69,7 +69,7 @@ def open_exchange(group: Group, shape: tuple[int, ...], like: Tensor, transport:
         warn_on_first_rank(
             f"--tp-comm-overlap sends pieces by collectives, which may be slower than --no-tp-comm-overlap. {error}"
         )
-        _WITHOUT_SHARED_MEMORY.add(group)
+        WITHOUT_SHARED_MEMORY.add(group)
         return GroupExchange(group, shape, like)
 
 
@@ -258,5 +258,3 @@ class SlotExchange:
 
 _RINGS: weakref.WeakKeyDictionary[ProcessGroup, SlotRing] = weakref.WeakKeyDictionary()
 """The ring of each group that has exchanged over symmetric memory. It is freed with the group."""
-_WITHOUT_SHARED_MEMORY: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
-"""The groups whose GPUs turned out not to share memory."""

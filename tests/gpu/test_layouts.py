@@ -73,8 +73,8 @@ class RoundedModel:
         model = self.build(*args)
         with torch.no_grad():
             for parameter in model.parameters():
-                moves = torch.rand(parameter.shape, generator=self.random) < 0.5
-                parameter.copy_(torch.where(moves, parameter.nextafter(torch.zeros(())), parameter))
+                moves = torch.rand(parameter.shape, generator=self.random).to(parameter.device) < 0.5
+                parameter.copy_(torch.where(moves, parameter.nextafter(torch.zeros_like(parameter)), parameter))
         return model
 
 

@@ -22,12 +22,17 @@ SMALL = (
 
 
 def configured(
-    flags: str = "", *, base: str = SMALL, ranks: int = 1, has_cuda: bool = False, of_host: int | None = None
+    flags: str = "",
+    *,
+    base: str = SMALL,
+    ranks: int = 1,
+    has_cuda: bool = False,
+    of_host: int | None = None,
+    capability: tuple[int, int] | None = None,
 ) -> PretrainConfig:
     """Returns the config of a command line for a given number of ranks, with or without CUDA."""
-    return configure(
-        f"{base} {flags}".split(), launch_environment=LaunchEnvironment(ranks, has_cuda, ranks_of_host=of_host)
-    )
+    environment = LaunchEnvironment(ranks, has_cuda, ranks_of_host=of_host, capability=capability)
+    return configure(f"{base} {flags}".split(), launch_environment=environment)
 
 
 def problems_of(flags: str = "", *, base: str = SMALL, ranks: int = 1) -> list[str]:

@@ -27,6 +27,15 @@ from megatron.training.config.settings import Settings
 MOST_ROWS_OF_FLEX = 0.9
 """On GPUs the flex dispatcher is the default if it sends at most this share of the rows that allgather sends. With
 equal rows allgather is faster (docs/benchmarks.md): it has fewer steps."""
+LEAST_ROWS_OF_SWAPS, LEAST_ROWS_OF_PARTS = 2048, 4096
+"""Rows that even routing gives each expert from each rank. With at least the first number two expert parallel ranks
+swap experts and delay weight gradients by default, with at least the second they begin with their own tokens. This was
+measured to be faster (docs/benchmarks.md)."""
+
+ALLGATHER_IS_FASTER = (
+    "--moe-token-dispatcher-type alltoall: on two GPUs of one host a model with 8 experts for a token trained 1.29 "
+    "times as fast with --moe-token-dispatcher-type allgather (docs/moe.md)"
+)
 
 
 def derive_values(settings: Settings) -> list[str]:
@@ -224,6 +233,41 @@ def _dispatcher(s: Settings) -> str | None:
         f"--moe-token-dispatcher-type flex: the default here, because even routing sends a token to {1.0 - none:.0%} "
         "of the other ranks; Megatron-LM's default, allgather, sends it to all of them"
     )
+
+
+def _expert_exchange(s: Settings) -> str | None:
+    """Hides the exchange of two expert parallel ranks, and balances their loads, where that was measured to be faster
+    (docs/benchmarks.md)."""
+    environment, experts = s.launch_environment, s.num_moe_experts or 0
+    on_one_host = environment.has_cuda and environment.ranks_of_host is not None and environment.ranks_of_host % 2 == 0
+    whole_experts = (s.expert_tensor_parallel_size or s.tensor_model_parallel_size) == 1
+    if not (on_one_host and s.expert_model_parallel_size == 2 and experts > 0 and whole_experts):
+        return None
+    graphs = s.enable_cuda_graph or s.external_cuda_graph or s.cuda_graph_impl != "none"
+    if graphs or s.overlap_moe_expert_parallel_comm or s.use_megatron_fsdp or s.use_torch_fsdp2:
+        return None
+    grouped = s.moe_grouped_gemm and s.fp8 is None
+    weighted = s.add_bias_linear or s.moe_apply_probs_on_input
+    tokens = (s.micro_batch_size or 0) * (s.seq_length or 0)
+    tokens //= max(1, s.tensor_model_parallel_size * s.context_parallel_size)
+    rows = tokens * s.moe_router_topk // experts
+    if rows < LEAST_ROWS_OF_SWAPS or s.moe_token_dispatcher_type == "flex":
+        return None
+    if s.moe_token_dispatcher_type == "alltoall":
+        return None if s.moe_router_topk < 4 else ALLGATHER_IS_FASTER
+    computes_parts = environment.capability == (9, 0)  # on other GPUs the host waits before each part
+    fitting = {
+        "delay_wgrad_compute": True,
+        "moe_local_token_overlap": grouped and not weighted and rows >= LEAST_ROWS_OF_PARTS and computes_parts,
+        "moe_balanced_expert_placement": grouped and environment.world_size == 2 * s.pipeline_model_parallel_size,
+    }
+    chosen = [field for field, fits in fitting.items() if fits and not s.is_given(field)]
+    if not chosen:
+        return None
+    for field in chosen:
+        s.set_derived(field, True)
+    flags = " ".join("--" + field.replace("_", "-") for field in chosen)
+    return f"{flags}: the default of two expert parallel ranks with GPUs of one host; --no-... turns each off"
 
 
 def _products_in_pieces(s: Settings) -> str | None:
@@ -430,6 +474,7 @@ _DERIVATIONS: tuple[Callable[[Settings], str | None], ...] = (
     _ranks,
     _backend,
     _dispatcher,
+    _expert_exchange,
     _products_in_pieces,
     _virtual_stages,
     _sharding,

@@ -32,6 +32,8 @@ class LaunchEnvironment:
     """Number of ranks on each host; None if it is not known."""
     looks_at_files: bool = False
     """Whether this process checks that files exist. The first rank does it for all."""
+    capability: tuple[int, int] | None = None
+    """CUDA's compute capability of this machine's first GPU; None without one."""
 
     @classmethod
     def of_this_process(cls) -> "LaunchEnvironment":
@@ -46,6 +48,7 @@ class LaunchEnvironment:
             world_size_is_given="WORLD_SIZE" in os.environ,
             ranks_of_host=int(local) if (local := os.environ.get("LOCAL_WORLD_SIZE", "")).isdecimal() else None,
             looks_at_files=os.environ.get("RANK", "0") == "0",
+            capability=torch.cuda.get_device_capability(0) if torch.cuda.is_available() else None,
         )
 
 

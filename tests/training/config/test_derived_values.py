@@ -105,6 +105,55 @@ def test_two_tensor_parallel_ranks_of_a_host_with_gpus_cut_their_products() -> N
     assert set(off) == {(False, False)}
 
 
+EXCHANGE = ("delay_wgrad_compute", "moe_local_token_overlap", "moe_balanced_expert_placement")
+MIXTURE = (
+    "--num-experts 64 --expert-model-parallel-size 2 --moe-router-topk 8 --moe-grouped-gemm --disable-bias-linear "
+    "--seq-length 4096 --max-position-embeddings 4096 --micro-batch-size {} --global-batch-size 128"
+)
+
+
+def test_two_expert_parallel_ranks_of_a_host_with_gpus_hide_their_exchange_and_swap_experts() -> None:
+    def chosen(flags: str = "", micro_batch: int = 8, words: str = MIXTURE, **where: Any) -> list[bool]:
+        where = {"ranks": 2, "has_cuda": True, "of_host": 2, "capability": (9, 0), **where}
+        config = configured(f"{words.format(micro_batch)} {flags}", **where)
+        notes = [note for note in config.notes if "the default of two expert parallel ranks" in note]
+        derived = [field for field in EXCHANGE if config.provenance[field] == "derived"]
+        assert all("--" + field.replace("_", "-") in notes[0] for field in derived) if derived else not notes
+        return [getattr(config.transformer, field) for field in EXCHANGE]
+
+    assert chosen() == chosen("--moe-token-dispatcher-type allgather") == [True, True, True]
+    # 4096 tokens of a rank's 32768 choose an expert, with even routing.
+    assert chosen(micro_batch=4) == chosen(capability=(8, 0)) == [True, False, True]
+    assert chosen(micro_batch=2) == [False, False, False]
+    assert chosen("--no-moe-local-token-overlap") == [True, False, True]
+    assert chosen("--no-delay-wgrad-compute --no-moe-balanced-expert-placement") == [False, True, False]
+    one = "--moe-router-topk 1 --moe-router-score-function sigmoid "
+    one += "--moe-token-dispatcher-type allgather"
+    assert chosen(one, micro_batch=64) == [True, True, True]
+    assert chosen(f"{one} --moe-apply-probs-on-input", micro_batch=64) == [True, False, True]
+    assert chosen(words=MIXTURE.replace("--disable-bias-linear ", "")) == [True, False, True]
+    assert chosen(words=MIXTURE.replace("--moe-grouped-gemm ", "")) == [True, False, False]
+    assert chosen("--fp8-format hybrid --bf16") == [True, False, False]
+    # Four ranks: two have copies of each expert.
+    assert chosen(ranks=4, of_host=4) == chosen(ranks=4, of_host=2) == [True, True, False]
+    assert chosen("--pipeline-model-parallel-size 2", ranks=4, of_host=4) == [True, True, True]
+    alone = chosen(has_cuda=False), chosen(of_host=None), chosen(of_host=1)
+    alone += chosen("--moe-token-dispatcher-type alltoall"), chosen("--moe-token-dispatcher-type flex")
+    alone += chosen("--overlap-moe-expert-parallel-comm"), chosen("--cuda-graph-impl transformer_engine")
+    alone += chosen("--expert-model-parallel-size 4", ranks=4, of_host=4), chosen("--use-megatron-fsdp")
+    alone += (chosen("--tensor-model-parallel-size 2 --sequence-parallel", ranks=4, of_host=4),)
+    assert all(each == [False, False, False] for each in alone)
+
+
+def test_two_gpus_with_alltoall_are_told_what_is_faster() -> None:
+    def told(flags: str, has_cuda: bool = True) -> bool:
+        words = f"{MIXTURE.format(8)} --moe-token-dispatcher-type {flags}"
+        return derived_values.ALLGATHER_IS_FASTER in configured(words, ranks=2, has_cuda=has_cuda, of_host=2).notes
+
+    assert told("alltoall")
+    assert not told("allgather") and not told("alltoall --moe-router-topk 2") and not told("alltoall", has_cuda=False)
+
+
 def test_the_backend_follows_the_device() -> None:
     assert configured(has_cuda=True).parallel.distributed_backend == "nccl"
     assert configured("--distributed-backend gloo", has_cuda=True).parallel.distributed_backend == "gloo"

@@ -132,6 +132,9 @@ OURS = {
     "--moe-use-upcycling",
     "--moe-upcycling-granularity",
     "--no-tp-comm-overlap",
+    "--no-delay-wgrad-compute",
+    "--no-moe-balanced-expert-placement",
+    "--no-moe-local-token-overlap",
     "--tp-comm-overlap-transport",
 }
 MODEL_OPTIONS = {

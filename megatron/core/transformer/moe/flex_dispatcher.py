@@ -27,6 +27,7 @@ from megatron.core.transformer.moe.async_collective import (
     peer_route,
     uneven_gather_route,
 )
+from megatron.core.transformer.moe.peer_all_to_all import uses_peers
 from megatron.core.transformer.moe.routing import Routing
 from megatron.core.transformer.moe.token_dispatcher import (
     AlltoAllDispatchCombine,
@@ -34,7 +35,6 @@ from megatron.core.transformer.moe.token_dispatcher import (
     ExpertRows,
     MoEAlltoAllTokenDispatcher,
     first_rows,
-    uses_peers,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils.recompute_cache import run_once_under_recompute

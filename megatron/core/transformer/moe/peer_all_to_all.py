@@ -15,8 +15,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.core.collectives import Group, group_rank, group_ranks
+from megatron.core.exceptions import UserError
 from megatron.core.peer_memory import PeerMemory, SymmetricMemory
+from megatron.core.piece_exchange import lacks_gpu
 from megatron.core.traffic import record_traffic
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class RowRing:
@@ -189,3 +192,14 @@ def ring_of(rows: Tensor, group: Group, most: int) -> RowRing:
 _RINGS: weakref.WeakKeyDictionary[ProcessGroup, dict[tuple[int, tuple[int, ...], torch.dtype], RowRing]]
 _RINGS = weakref.WeakKeyDictionary()
 """The rings of each group. They are freed with the group."""
+
+
+def uses_peers(config: TransformerConfig) -> bool:
+    """Returns whether tokens have to be written into the memory of other GPUs. Raises UserError without a GPU."""
+    if config.moe_dispatcher_transport != "symmetric-memory":
+        return False
+    if lacks_gpu():
+        raise UserError(
+            "--moe-dispatcher-transport symmetric-memory: this process has no GPU; process-group works on every device"
+        )
+    return True

@@ -19,14 +19,19 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
 
 from megatron.core.backends import Backend
 from megatron.core.collectives import Group, Pending, group_rank, group_size, start_all_to_all_rows, start_gather_rows
 from megatron.core.distributed.expert_placement import Placement
+from megatron.core.exceptions import UserError
 from megatron.core.micro_batch import CooperativeTurn
 from megatron.core.ops.moe.grouped_linear import ArrivingRows, Bounds, PartSteps
+from megatron.core.peer_memory import WITHOUT_SHARED_MEMORY
 from megatron.core.traffic import record_traffic
-from megatron.core.transformer.moe.peer_all_to_all import RowRing, ring_of
+from megatron.core.transformer.moe.peer_all_to_all import RowRing, ring_of, uses_peers
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils.warn import warn_on_first_rank
 
 
 class Gathering(Protocol):
@@ -171,6 +176,42 @@ class _PeerReturning:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+class FittingLink:
+    """A link by copy engines between GPUs that share memory, otherwise by collectives."""
+
+    def __init__(self, group: Group) -> None:
+        self.peers, self.collectives = PeerLink(group), GroupLink(group)
+
+    def of(self, rows: Tensor) -> Link:
+        """Returns the link for such rows."""
+        group = self.peers.group
+        assert isinstance(group, ProcessGroup)
+        if not rows.is_cuda or group in WITHOUT_SHARED_MEMORY:
+            return self.collectives
+        try:
+            self.peers.ring(rows)
+        except UserError as error:
+            warn_on_first_rank(f"--moe-local-token-overlap sends tokens by collectives, which may be slower. {error}")
+            WITHOUT_SHARED_MEMORY.add(group)
+            return self.collectives
+        return self.peers
+
+    def gather(self, tokens: Tensor) -> Gathering:
+        """Starts to send this rank's tokens [t, h] to all other ranks."""
+        return self.of(tokens).gather(tokens)
+
+    def returns(self, like: Tensor) -> Returning:
+        """Starts an exchange of sums."""
+        return self.of(like).returns(like)
+
+
+def link_of(group: Group, config: TransformerConfig) -> Link:
+    """Returns the link for `moe_dispatcher_transport`. Raises UserError if that needs a GPU, and there is none."""
+    if uses_peers(config):
+        return PeerLink(group)
+    return FittingLink(group) if config.moe_dispatcher_transport is None else GroupLink(group)
 
 
 class SourceExchange:

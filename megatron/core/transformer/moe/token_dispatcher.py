@@ -25,7 +25,6 @@ from megatron.core.exceptions import UserError
 from megatron.core.micro_batch import CooperativeTurn
 from megatron.core.ops.moe.grouped_linear import RowGroups
 from megatron.core.ops.moe.permute import Copies
-from megatron.core.piece_exchange import lacks_gpu
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.async_collective import (
     AsyncCollective,
@@ -36,7 +35,7 @@ from megatron.core.transformer.moe.async_collective import (
 )
 from megatron.core.transformer.moe.experts import ExpertSteps
 from megatron.core.transformer.moe.routing import Routing
-from megatron.core.transformer.moe.source_exchange import GroupLink, Link, PeerLink, SourceExchange
+from megatron.core.transformer.moe.source_exchange import Link, SourceExchange, link_of
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils.recompute_cache import run_once_under_recompute
 
@@ -304,7 +303,7 @@ class MoEAllGatherTokenDispatcher(TokenDispatcher):
         """Number of rows of the last micro-batch."""
         if config.moe_local_token_overlap and self.ep_size > 1:
             self.refuse_shared_channels()
-            self.link = PeerLink(self.ep_group) if uses_peers(config) else GroupLink(self.ep_group)
+            self.link = link_of(self.ep_group, config)
 
     def rows_to_expect(self, choices: int) -> int:
         """Returns the rows to make room for, given the choices of all tokens: as many as the last micro-batch had, or
@@ -497,17 +496,6 @@ class _SourceDispatchCombine(_AllGatherDispatchCombine):
     def finish_combine(self) -> Tensor:
         self.by_source.yield_turn()
         return self.by_source.finish_combine()
-
-
-def uses_peers(config: TransformerConfig) -> bool:
-    """Returns whether tokens are written into the memory of other GPUs. Raises UserError without a GPU."""
-    if config.moe_dispatcher_transport == "process-group":
-        return False
-    if lacks_gpu():
-        raise UserError(
-            "moe_dispatcher_transport symmetric-memory: this process has no GPU; process-group works on every device"
-        )
-    return True
 
 
 def first_rows(copies: Copies, choice: Tensor, count: int) -> tuple[Copies, Tensor]:

@@ -106,7 +106,7 @@ def test_ranks_that_share_the_channels_of_experts_need_all_tokens() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without GPUs")
 def test_copy_engines_are_those_of_gpus() -> None:
     config = dataclasses.replace(CONFIG, moe_token_dispatcher_type="flex", moe_dispatcher_transport="symmetric-memory")
-    with pytest.raises(UserError, match="moe_dispatcher_transport symmetric-memory: this process has no GPU"):
+    with pytest.raises(UserError, match="--moe-dispatcher-transport symmetric-memory: this process has no GPU"):
         MoEFlexTokenDispatcher(config, ProcessGroupCollection.from_grid(RankGrid(2, expert=2), 0))
     with torch.device("meta"):  # a dry run plans for GPUs that are elsewhere
         assert MoEFlexTokenDispatcher(config, ProcessGroupCollection.from_grid(RankGrid(2, expert=2), 0)).by_peers

@@ -3,6 +3,8 @@ memory that is used again. The memory of other GPUs is played by shared files, s
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,10 +16,12 @@ from torch import Tensor
 from megatron.core.backends import LOCAL
 from megatron.core.collectives import barrier, gather_rows
 from megatron.core.distributed.expert_placement import AT_HOME
+from megatron.core.exceptions import UserError
 from megatron.core.ops.moe.grouped_linear import RowGroups, grouped_linear
+from megatron.core.peer_memory import WITHOUT_SHARED_MEMORY
 from megatron.core.traffic import recorded
 from megatron.core.transformer.moe.peer_all_to_all import RowRing
-from megatron.core.transformer.moe.source_exchange import GroupLink, PeerLink, SourceExchange
+from megatron.core.transformer.moe.source_exchange import FittingLink, GroupLink, PeerLink, SourceExchange
 
 TOKENS, WIDTH, STEPS, RANKS = 5, 3, 7, 3
 
@@ -101,3 +105,25 @@ def test_outputs_and_gradients(by_files: bool, in_steps: bool, pool: Pool, tmp_p
             # Tokens to two ranks and sums to two ranks, in forward and in backward.
             assert sum(sent for _, sent in traffic) == 4 * 2 * 8 * TOKENS * WIDTH
             assert {kind for kind, _ in traffic} <= ({"all_to_all"} if by_files else {"all_gather", "all_to_all"})
+
+
+def fitting_links() -> tuple[list[type], int]:
+    """Returns the links for rows on a CPU, on GPUs that share no memory, there once more, and on GPUs that share it.
+    Also returns how often the second and third asked for memory."""
+    asked: list[object] = []
+
+    def refuse(self: PeerLink, rows: Tensor) -> RowRing:
+        asked.append(rows)
+        raise UserError("GPUs of a group cannot share memory")
+
+    group, on_gpu = dist.group.WORLD, SimpleNamespace(is_cuda=True)
+    with patch.object(PeerLink, "ring", refuse):
+        links = [FittingLink(group).of(rows) for rows in (torch.ones(1), on_gpu, on_gpu)]  # type: ignore[arg-type]
+    WITHOUT_SHARED_MEMORY.discard(group)
+    with patch.object(PeerLink, "ring", lambda self, rows: None):
+        links.append(FittingLink(group).of(on_gpu))  # type: ignore[arg-type]
+    return [type(link) for link in links], len(asked)
+
+
+def test_gpus_that_share_no_memory_use_the_process_group(pool: Pool) -> None:
+    assert pool.run(fitting_links, RANKS) == [([GroupLink, GroupLink, GroupLink, PeerLink], 1)] * RANKS
