@@ -172,10 +172,10 @@ def positions() -> None:
 def normed_positions() -> None:
     """Checks norms of heads with rotation: heads inside a packed projection, several blocks of heads, channels that are
     not rotated, gradients with strides, and angles of each row."""
-    packed = values(5, 3, 2, 6, 16) + 0.3
+    packed = values(3, 2, 2, 6, 16) + 0.3
     cases = ((False, 16, 0, False, 16), (True, 12, 2, True, 16), (False, 6, 0, True, 10), (True, 16, 0, False, 16))
     for number, (interleaved, rotated, first, zero_centered, width) in enumerate(cases):
-        angle = values(5, 3 if number % 2 else 1, 1, rotated // 2, seed=3)
+        angle = values(3, 2 if number % 2 else 1, 1, rotated // 2, seed=3)
         rotation = Rotation(angle.cos(), angle.sin(), interleaved, first)
         dtype, weights = ((torch.bfloat16,) * 2, (torch.float32,) * 2, (torch.float32, torch.bfloat16))[number % 3]
         weight = values(width, dtype=weights, seed=4)

@@ -93,6 +93,7 @@ def keeps_sums_of_blocks_in_registers(found: list[dict[str, Any]]) -> None:
     assert not any(kernel["stack"] for kernel in kernels), kernels
 
 
+@pytest.mark.slow
 def test_products_of_experts_keep_their_sums_in_registers(tmp_path: Path) -> None:
     keeps_sums_of_experts_in_registers(compiled(["expert_kernels.specialized_product_of_many_experts"], tmp_path))
 
