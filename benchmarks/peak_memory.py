@@ -18,7 +18,7 @@ from megatron.core.num_microbatches_calculator import BatchSchedule
 from megatron.core.pipeline_parallel.orders import Schedule, schedule_name
 from megatron.core.pipeline_parallel.simulator import simulate
 from megatron.core.pipeline_parallel.stages import pipeline_of
-from megatron.core.transformer.moe.token_dispatcher import SPARE_ROWS
+from megatron.core.transformer.moe.allgather_dispatcher import SPARE_ROWS
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.arguments import configure
 from megatron.training.config.pretrain_config import PretrainConfig

@@ -20,6 +20,7 @@ from megatron.core.micro_batch import CooperativeTurn
 from megatron.core.ops.moe.grouped_linear import RowGroups
 from megatron.core.ops.moe.permute import Copies
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.alltoall_dispatcher import AlltoAllDispatchCombine, MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.moe.async_collective import (
     AsyncCollective,
     Route,
@@ -27,15 +28,9 @@ from megatron.core.transformer.moe.async_collective import (
     peer_route,
     uneven_gather_route,
 )
+from megatron.core.transformer.moe.dispatch import DispatchCombine, ExpertRows, first_rows
 from megatron.core.transformer.moe.peer_all_to_all import uses_peers
 from megatron.core.transformer.moe.routing import Routing
-from megatron.core.transformer.moe.token_dispatcher import (
-    AlltoAllDispatchCombine,
-    DispatchCombine,
-    ExpertRows,
-    MoEAlltoAllTokenDispatcher,
-    first_rows,
-)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils.recompute_cache import run_once_under_recompute
 

@@ -17,18 +17,15 @@ from megatron.core.tokens import Tokens
 from megatron.core.transformer.layer_inputs import LayerInputs
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.allgather_dispatcher import MoEAllGatherTokenDispatcher
+from megatron.core.transformer.moe.alltoall_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.moe.dispatch import DispatchCombine, TokenDispatcher
 from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
 from megatron.core.transformer.moe.flex_dispatcher import MoEFlexTokenDispatcher
 from megatron.core.transformer.moe.micro_batch_share import whole_rows
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.routing import Routing
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
-from megatron.core.transformer.moe.token_dispatcher import (
-    DispatchCombine,
-    MoEAllGatherTokenDispatcher,
-    MoEAlltoAllTokenDispatcher,
-    TokenDispatcher,
-)
 from megatron.core.transformer.spec_utils import ModuleSpec, Spec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils.recompute_cache import run_once_under_recompute

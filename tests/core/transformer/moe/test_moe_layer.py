@@ -27,7 +27,7 @@ from megatron.core.rank_grid import RankGrid
 from megatron.core.tokens import Tokens
 from megatron.core.transformer.layer_inputs import LayerInputs
 from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.moe import async_collective, token_dispatcher
+from megatron.core.transformer.moe import allgather_dispatcher, alltoall_dispatcher, async_collective
 from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -119,7 +119,8 @@ def test_sizes_that_the_host_is_asked_for_are_on_their_way_from_the_start(
         events.append("rows moved")
         return LOCAL.permute(*arguments)
 
-    monkeypatch.setattr(token_dispatcher, "HostCopy", Told)
+    for module in (allgather_dispatcher, alltoall_dispatcher):
+        monkeypatch.setattr(module, "HostCopy", Told)
     replaced = {"grouped_linear": lambda *arguments: LOCAL.grouped_linear(*arguments)} if kernel else {}
     backend = dataclasses.replace(LOCAL, permute=moved, **replaced)
     settings = {"num_layers": 1, "num_moe_experts": 4, "moe_ffn_hidden_size": 16, **precision}

@@ -5,14 +5,13 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.exceptions import UserError
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rank_grid import RankGrid
-from megatron.core.transformer.moe.flex_dispatcher import MoEFlexTokenDispatcher
 from megatron.core.transformer.moe.routing import Routing
 from megatron.core.transformer.moe.token_dispatcher import (
     MoEAllGatherTokenDispatcher,
     MoEAlltoAllTokenDispatcher,
+    MoEFlexTokenDispatcher,
     TokenDispatcher,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -42,10 +41,3 @@ def test_experts_get_their_rows_in_order_and_results_are_summed(kind: Any, dropp
     assert torch.equal(arrived.rows, HIDDEN[[token for tokens in by_expert for token in tokens]])
     exchange.start_combine(arrived.rows * arrived.weights[:, None])
     torch.testing.assert_close(exchange.finish_combine(), HIDDEN * (WEIGHTS * kept).sum(1, keepdim=True))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_experts_that_ranks_cannot_share_are_refused(kind: Any) -> None:
-    groups = ProcessGroupCollection.from_grid(RankGrid(2, expert=2), 0)
-    with pytest.raises(UserError, match="num_moe_experts 3 is not divisible by 2 expert parallel ranks"):
-        kind(CONFIG, groups)

@@ -1,0 +1,173 @@
+"""What token dispatchers have in common.
+
+Experts are distributed over an expert parallel group (`ep`), whole or, with expert tensor parallelism (`expt_tp`), by
+channels. Every rank has its own tokens. All ranks that hold channels of an expert receive a copy of its tokens, and
+their results are summed.
+
+A dispatcher plans an exchange for each micro-batch. `start_dispatch` starts it, and `finish_dispatch` returns the rows
+of this rank's experts. `start_combine` starts to send the results back, and `finish_combine` returns one sum per token.
+Computation between a start and its finish hides the exchange, in forward and in backward.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from megatron.core.backends import Backend, choose_backend
+from megatron.core.collectives import gather_rows, group_rank, group_size
+from megatron.core.distributed.expert_placement import AT_HOME, Placement
+from megatron.core.exceptions import UserError
+from megatron.core.micro_batch import CooperativeTurn
+from megatron.core.ops.moe.grouped_linear import RowGroups
+from megatron.core.ops.moe.permute import Copies
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.async_collective import (
+    AsyncCollective,
+)
+from megatron.core.transformer.moe.experts import ExpertSteps
+from megatron.core.transformer.moe.routing import Routing
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class ExpertInput(Protocol):
+    """What `finish_dispatch` has for a rank's experts."""
+
+    def results_of(self, experts: Any) -> Tensor:
+        """Returns the results of a module of experts for all rows, [n, h]."""
+
+
+@dataclass(frozen=True)
+class ExpertRows:
+    """Input of a rank's experts: rows sorted by expert, within an expert by source rank and then by token."""
+
+    rows: Tensor
+    """[n, h]"""
+    weights: Tensor
+    """[n]: the router's weight of each row, float32 at least."""
+    groups: RowGroups
+    """Number of rows of each expert."""
+
+    def results_of(self, experts: Any) -> Tensor:
+        """Returns the results of a module of experts for all rows, [n, h]."""
+        results: Tensor = experts(self.rows, self.weights, self.groups)
+        return results
+
+
+@dataclass(frozen=True)
+class SteppedRows:
+    """Input of experts that compute their rows part after part, in the order of `ExpertRows`."""
+
+    placeholder: Tensor
+    """What the rows, which arrive in the steps, come from."""
+    groups: RowGroups
+    steps: ExpertSteps
+
+    def results_of(self, experts: Any) -> Tensor:
+        """Returns the results of a module of experts that takes steps, [n, h]."""
+        results: Tensor = experts(self.placeholder, None, self.groups, self.steps)
+        return results
+
+
+class DispatchCombine(ABC):
+    """The dispatch and combine of one micro-batch."""
+
+    def __init__(
+        self, at: "TokenDispatcher", routing: Routing, turn: CooperativeTurn | None, placement: Placement
+    ) -> None:
+        self.at, self.routing, self.turn, self.placement = at, routing, turn, placement
+        self._exchange: AsyncCollective | None = None
+
+    @abstractmethod
+    def start_dispatch(self, hidden: Tensor) -> None:
+        """Starts to send the tokens [t, h]."""
+
+    def start_swap(self) -> None:
+        """Starts to bring the weights of this rank's experts, after `start_dispatch`."""
+        self.placement.start_swap()
+
+    def finish_swap(self) -> None:
+        """Waits for these weights, before the experts compute."""
+        self.placement.finish_swap()
+
+    @abstractmethod
+    def finish_dispatch(self) -> ExpertInput:
+        """Waits, and returns the rows of this rank's experts."""
+
+    def own_rows(self) -> ExpertRows | None:
+        """Returns the rows of this rank's own tokens for its own experts if `finish_dispatch` leaves them out,
+        otherwise None. Call it between start and finish of the dispatch."""
+        return None
+
+    def add_own_results(self, results: Tensor) -> None:
+        """Takes the experts' results for `own_rows`, [n, h]. Call it between start and finish of the combine."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def start_combine(self, results: Tensor) -> None:
+        """Starts to return the experts' results, [n, h]."""
+
+    @abstractmethod
+    def finish_combine(self) -> Tensor:
+        """Waits, and returns the sum of the results of each token's experts, [t, h]."""
+
+
+class TokenDispatcher(ABC):
+    """Base class of dispatchers: knows which ranks hold which experts. Raises UserError if the experts cannot be
+    divided among them."""
+
+    def __init__(
+        self, config: TransformerConfig, pg_collection: ProcessGroupCollection, backend: Backend | None = None
+    ) -> None:
+        assert config.num_moe_experts is not None
+        self.num_experts = config.num_moe_experts
+        self.ep_group, self.etp_group = pg_collection.ep, pg_collection.expt_tp
+        self.ep_size, self.etp_size = group_size(self.ep_group), group_size(self.etp_group)
+        if self.num_experts % self.ep_size:
+            raise UserError(
+                f"num_moe_experts {self.num_experts} is not divisible by {self.ep_size} expert parallel ranks"
+            )
+        self.num_local_experts = self.num_experts // self.ep_size
+        self.ep_rank, self.etp_rank = group_rank(self.ep_group), group_rank(self.etp_group)
+        self.backend = backend or choose_backend(config)
+        self.takes_steps = False
+        """Whether the experts can compute their rows part after part."""
+        self.copies_sizes = True
+        """Whether the host always gets the number of rows of each expert. If not, it gets them only where the sizes of
+        exchanges need them."""
+
+    def leave_sizes_on_device(self) -> None:
+        """The experts of this layer do not read the number of their rows on the host."""
+        self.copies_sizes = False
+
+    @abstractmethod
+    def plan(
+        self, routing: Routing, turn: CooperativeTurn | None = None, placement: Placement = AT_HOME
+    ) -> DispatchCombine:
+        """Returns the exchange for a routing to experts at the positions of `placement`."""
+
+    def refuse_shared_channels(self) -> None:
+        """Raises UserError if ranks share the channels of experts."""
+        if self.etp_size > 1:
+            raise UserError(
+                f"moe_local_token_overlap: {self.etp_size} ranks share the channels of each expert, and all of them "
+                "need every token; leave it out"
+            )
+
+    def of_all_ranks(self, rows: Tensor) -> Tensor:
+        """Gathers rows [n, ...] of all ranks that share the experts: [etp * ep * n, ...], by etp rank, then by ep
+        rank."""
+        return gather_rows(gather_rows(rows, self.ep_group), self.etp_group)
+
+    def weights_of(self, weights: Tensor, copies: Copies, choice: Tensor) -> Tensor:
+        """Returns the weight of each copy [n], given those of all choices [t, k]."""
+        flat = Copies(choice, copies.places.view(-1, 1))
+        return self.backend.permute(weights.reshape(-1, 1), flat)[:, 0]
+
+
+def first_rows(copies: Copies, choice: Tensor, count: int) -> tuple[Copies, Tensor]:
+    """Returns the first `count` rows of copies and their choices."""
+    if count == choice.shape[0]:
+        return copies, choice
+    return Copies(copies.source[:count], copies.places), choice[:count]
