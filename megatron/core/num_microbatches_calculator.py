@@ -130,6 +130,24 @@ class BatchSchedule:
                 consumed, iterations = consumed + self._rounded_down(size, check=False), iterations - 1
         return consumed + iterations * final
 
+    def iterations_of(self, samples: int) -> int:
+        """Returns the number of whole steps that the first `samples` samples are enough for."""
+        final = self._rounded_down(self.final_global_batch_size, check=False)
+        iterations = consumed = 0
+        if isinstance(self.rampup, BatchSteps):
+            ends = [start for start, _ in self.rampup.steps[1:]]
+            for (_, size), end in zip(self.rampup.steps, [*ends, samples], strict=True):
+                size = self._rounded_down(size, check=False)
+                count = max(0, min(-(-(end - consumed) // size), (samples - consumed) // size))
+                iterations, consumed = iterations + count, consumed + count * size
+            return iterations
+        while self.rampup is not None and consumed <= self.rampup.samples:
+            size = self._rounded_down(self.rampup.size(consumed, self.final_global_batch_size), check=False)
+            if consumed + size > samples:
+                return iterations
+            iterations, consumed = iterations + 1, consumed + size
+        return iterations + (samples - consumed) // final
+
     def update(self, consumed_samples: int, check: bool = True) -> None:
         """Sets the sizes for the step that starts after `consumed_samples`."""
         final = self.final_global_batch_size

@@ -136,3 +136,29 @@ def test_samples_of_the_steps_after_others(growth: RampUp | BatchSteps | None) -
     for first in range(0, 25, 3):
         assert schedule.samples_of(7, schedule.samples_of(first)) == schedule.samples_of(first + 7)
     assert schedule.samples_of(3, 1000) == 1024
+
+
+@pytest.mark.parametrize("decrease", [False, True])
+@pytest.mark.parametrize(
+    ("final", "growth"),
+    [
+        (10, None),
+        (16, RampUp(4, 4, 100)),
+        (64, RampUp(8, 8, 777)),
+        (12, RampUp(4, 4, 16)),
+        (32, BatchSteps.parse("0:8 100:16 200:32", 1)),
+        (32, BatchSteps.parse("0:8 100:16 5K:32", 1)),
+    ],
+)
+def test_iterations_of_samples_are_those_of_step_after_step(
+    final: int, growth: RampUp | BatchSteps | None, decrease: bool
+) -> None:
+    for samples in (0, 3, 20, 22, 23, 24, 90, 1000, 1003, 6000):
+        schedule = BatchSchedule(final, 1, 3 if decrease else 1, growth, decrease)
+        iterations = consumed = 0
+        while consumed + schedule.global_batch_size <= samples:
+            consumed += schedule.global_batch_size
+            iterations += 1
+            schedule.update(consumed)
+        assert schedule.iterations_of(samples) == iterations, samples
+        assert schedule.samples_of(iterations) == consumed

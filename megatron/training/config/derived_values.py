@@ -8,7 +8,7 @@ import torch
 
 from megatron.core.datasets.utils import DEFAULT_SPLIT
 from megatron.core.exceptions import UserError
-from megatron.core.num_microbatches_calculator import BatchSteps
+from megatron.core.num_microbatches_calculator import BatchSchedule, BatchSteps
 from megatron.core.ops.compiled import missing_compiler
 from megatron.core.ops.transformer_engine.engine import find_engine, unused_line, why_layers_stay_ours
 from megatron.core.pipeline_parallel.stages import virtual_stages
@@ -325,18 +325,21 @@ def _batch(s: Settings) -> None:
 
 
 def _lengths_of_training(s: Settings) -> None:
-    size = s.global_batch_size
-    if s.train_samples is not None and s.train_iters is None and size is not None and size > 0:
-        steps = batch_steps(s)
-        if steps is not None:
-            s.set_derived("train_iters", iterations_of_steps(s.train_samples, steps))
-        else:
-            s.set_derived("train_iters", iterations_of_samples(s.train_samples, size, s.rampup_batch_size))
+    if s.train_samples is not None and s.train_iters is None and (s.global_batch_size or 0) > 0:
+        s.set_derived("train_iters", _iterations_of_samples(s))
     if s.is_given("train_samples"):
         if s.lr_decay_samples is None:
             s.set_derived("lr_decay_samples", s.train_samples)
     elif s.lr_decay_iters is None:
         s.set_derived("lr_decay_iters", s.train_iters)
+
+
+def _iterations_of_samples(s: Settings) -> int:
+    """Returns the number of steps of --train-samples."""
+    try:
+        return BatchSchedule.from_config(s, s.data_parallel_size, s.seq_length or 0).iterations_of(s.train_samples)
+    except (UserError, ZeroDivisionError):  # the checks report sizes that are impossible
+        return int(s.train_samples // s.global_batch_size)
 
 
 def batch_steps(s: Settings) -> BatchSteps | None:
@@ -347,35 +350,6 @@ def batch_steps(s: Settings) -> BatchSteps | None:
         return BatchSteps.parse(s.step_batch_size_schedule, s.seq_length)
     except UserError:  # the checks report it
         return None
-
-
-def iterations_of_steps(samples: int, steps: BatchSteps) -> int:
-    """Returns the number of whole steps that train on `samples` samples with these batch sizes."""
-    iterations = consumed = 0
-    ends = [start for start, _ in steps.steps[1:]]
-    for (_, size), end in zip(steps.steps, [*ends, samples], strict=True):
-        whole = (samples - consumed) // size
-        count = max(0, min(-(-(end - consumed) // size), whole))
-        iterations, consumed = iterations + count, consumed + count * size
-    return iterations
-
-
-def iterations_of_samples(samples: int, global_batch_size: int, rampup: list[int] | None) -> int:
-    """Returns the number of whole steps that train on `samples` samples. `rampup` is the value of --rampup-batch-size:
-    first size, increment, and the number of samples over which the size grows."""
-    iterations = consumed = 0
-    if rampup is not None:
-        start, increment, over = rampup
-        if min(start, increment, over) < 1 or start >= global_batch_size:
-            return samples // global_batch_size
-        samples_per_size = over / ((global_batch_size - start) / increment)
-        while consumed <= over:
-            size = min(start + int(consumed / samples_per_size) * increment, global_batch_size)
-            if consumed + size > samples:
-                return iterations
-            consumed += size
-            iterations += 1
-    return iterations + (samples - consumed) // global_batch_size
 
 
 def _data(s: Settings) -> str | None:

@@ -8,10 +8,8 @@ import torch
 from support.command_lines import SMALL, configured, problems_of, without
 from support.fake_transformer_engine import FAKE
 
-from megatron.core.num_microbatches_calculator import BatchSchedule, BatchSteps
 from megatron.core.transformer.config.heterogeneous import HETEROGENEOUS
 from megatron.training.config import derived_values
-from megatron.training.config.derived_values import iterations_of_samples, iterations_of_steps
 from megatron.training.inspection.run_description import command_line_of
 
 
@@ -169,23 +167,16 @@ def test_the_length_in_samples() -> None:
     assert config.schedule.lr_decay_iters is None
 
 
-def test_iterations_of_a_ramp_count_every_step() -> None:
-    def simulated(samples: int, size: int, start: int, increment: int, over: int) -> int:
-        consumed = steps = 0
-        while True:
-            per = over / ((size - start) / increment)
-            batch = size if consumed > over else min(size, start + int(consumed / per) * increment)
-            if consumed + batch > samples:
-                return steps
-            consumed += batch
-            steps += 1
+def test_train_samples_are_trained_on_in_whole_steps_of_the_batches_that_are_read() -> None:
+    def iterations(flags: str) -> int:
+        base = without("--train-iters") + " --micro-batch-size 2"
+        return configured(f"--train-samples 1000 {flags}", base=base, ranks=2).training.train_iters
 
-    assert iterations_of_samples(1000, 16, [4, 4, 100]) == simulated(1000, 16, 4, 4, 100)
-    assert iterations_of_samples(5000, 64, [8, 8, 777]) == simulated(5000, 64, 8, 8, 777)
-    assert iterations_of_samples(100, 10, None) == 10
-    for samples in (20, 22, 23, 24):  # that end within the ramp: no step reads samples that are not there
-        assert iterations_of_samples(samples, 12, [4, 4, 20]) == simulated(samples, 12, 4, 4, 20)
-    assert iterations_of_samples(23, 12, [4, 4, 16]) == 3  # 4 + 4 + 8; the next step has 12
+    assert iterations("--global-batch-size 12") == 83
+    assert iterations("--global-batch-size 15 --decrease-batch-size-if-needed") == 83  # of 12 samples
+    assert iterations("--global-batch-size 16 --rampup-batch-size 4 4 100") == 72  # 9 of 4, 4 of 8, 3 of 12, 56 of 16
+    steps = iterations("--global-batch-size 15 --rampup-batch-size 5 5 90 --decrease-batch-size-if-needed")
+    assert steps == 12 + 6 + 75  # of 4 samples up to 45, of 8 up to 90, then of 12
 
 
 def test_the_split_and_the_metrics_file_have_defaults_that_are_said() -> None:
@@ -253,20 +244,3 @@ def test_defaults_that_are_not_megatron_lms_are_said_once() -> None:
     assert configured(has_cuda=True).notes[0] == line
     given = configured("--ckpt-format torch --transformer-impl local --distributed-backend gloo")
     assert not any("defaults that differ" in note for note in given.notes)
-
-
-def test_iterations_of_batch_sizes_that_change() -> None:
-    for text, samples in (
-        ("0:8 100:16 200:32", 1000),
-        ("0:8 100:16 200:32", 90),
-        ("0:8 100:16 5K:32", 1003),
-        ("0:3", 10),
-    ):
-        steps = BatchSteps.parse(text, 1)
-        schedule = BatchSchedule(steps.steps[-1][1], 1, 1, steps)
-        iterations = consumed = 0
-        while consumed + schedule.global_batch_size <= samples:
-            consumed += schedule.global_batch_size
-            iterations += 1
-            schedule.update(consumed)
-        assert iterations_of_steps(samples, steps) == iterations
