@@ -162,7 +162,7 @@ class EvaluationConfig:
 
     multiple_validation_sets: bool = False
     """Evaluate each validation data set separately, on --eval-iters global batches, and report a loss for each. The
-    data sets are those of --valid-data-path, or of --data-path after --split. Their weights are ignored."""
+    data sets are those of --valid-data-path, or of --data-path after --split, and have no weights."""
 
     validation_set_names: list[str] | None = flag(None, nargs="+", only_with="multiple_validation_sets")
     """With --multiple-validation-sets: names of the sets in the log, such as validation-wiki; numbers from 0 when not
