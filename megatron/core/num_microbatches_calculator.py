@@ -130,10 +130,10 @@ class BatchSchedule:
                 consumed, iterations = consumed + self._rounded_down(size, check=False), iterations - 1
         return consumed + iterations * final
 
-    def iterations_of(self, samples: int) -> int:
-        """Returns the number of whole steps that the first `samples` samples are enough for."""
-        final = self._rounded_down(self.final_global_batch_size, check=False)
-        iterations = consumed = 0
+    def iterations_of(self, samples: int, consumed: int = 0) -> int:
+        """Returns the number of whole steps that the first `samples` samples are enough for; with `consumed`, the
+        number of those that begin after this many samples."""
+        final, iterations = self._rounded_down(self.final_global_batch_size, check=False), 0
         if isinstance(self.rampup, BatchSteps):
             ends = [start for start, _ in self.rampup.steps[1:]]
             for (_, size), end in zip(self.rampup.steps, [*ends, samples], strict=True):
@@ -146,7 +146,7 @@ class BatchSchedule:
             if consumed + size > samples:
                 return iterations
             iterations, consumed = iterations + 1, consumed + size
-        return iterations + (samples - consumed) // final
+        return iterations + max(0, samples - consumed) // final
 
     def update(self, consumed_samples: int, check: bool = True) -> None:
         """Sets the sizes for the step that starts after `consumed_samples`."""

@@ -155,10 +155,12 @@ def test_iterations_of_samples_are_those_of_step_after_step(
 ) -> None:
     for samples in (0, 3, 20, 22, 23, 24, 90, 1000, 1003, 6000):
         schedule = BatchSchedule(final, 1, 3 if decrease else 1, growth, decrease)
-        iterations = consumed = 0
-        while consumed + schedule.global_batch_size <= samples:
-            consumed += schedule.global_batch_size
+        iterations, starts = 0, [0]
+        while starts[-1] + schedule.global_batch_size <= samples:
+            starts.append(starts[-1] + schedule.global_batch_size)
             iterations += 1
-            schedule.update(consumed)
-        assert schedule.iterations_of(samples) == iterations, samples
-        assert schedule.samples_of(iterations) == consumed
+            schedule.update(starts[-1])
+        assert schedule.samples_of(iterations) == starts[-1]
+        for done, consumed in enumerate(starts):
+            assert schedule.iterations_of(samples, consumed) == iterations - done, (samples, consumed)
+        assert schedule.iterations_of(samples, samples + 7) == 0

@@ -81,6 +81,19 @@ def test_data_workers_change_nothing(tmp_path, corpus):
     assert first.sample_ids + second.sample_ids + third.sample_ids == straight.sample_ids
 
 
+def test_train_samples_count_those_of_earlier_batches(tmp_path, corpus, capsys):
+    same = f"--data-path {corpus} --eval-iters 0 --lr 1e-3 --micro-batch-size 1 --train-samples 40"
+    same += f" --save {tmp_path} --load {tmp_path}"
+    first = train(f"{same} --global-batch-size 8 --exit-interval 2")
+    assert "end in iteration" not in capsys.readouterr().out
+    second = train(f"{same} --global-batch-size 4 --exit-interval 4")
+    assert "--train-samples 40 end in iteration 8: the first 2 iterations had 16 of them" in capsys.readouterr().out
+    third = train(f"{same} --global-batch-size 5")
+    assert "--train-samples 40 end in iteration 7: the first 4 iterations had 24 of them" in capsys.readouterr().out
+    assert [len(outcome.losses) for outcome in (first, second, third)] == [2, 2, 3]
+    assert [number for outcome in (first, second, third) for number in stream([outcome])] == list(range(39))
+
+
 @pytest.mark.parametrize(
     ("precision", "tolerance"), [("--fp64", 1e-11), pytest.param("", 1e-5, marks=pytest.mark.slow)]
 )

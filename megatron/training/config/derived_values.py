@@ -316,12 +316,19 @@ def _sharding(s: Settings) -> str | None:
     return note
 
 
-def _batch(s: Settings) -> None:
+def _batch(s: Settings) -> str | None:
     steps = batch_steps(s)
     if steps is not None and s.global_batch_size is None:
         s.set_derived("global_batch_size", steps.steps[-1][1])
     if s.global_batch_size is None and s.micro_batch_size is not None:
         s.set_derived("global_batch_size", s.micro_batch_size * s.data_parallel_size)
+    at_once, size = (s.micro_batch_size or 0) * s.data_parallel_size, s.global_batch_size or 0
+    if s.decrease_batch_size_if_needed and 0 < at_once < size and size % at_once:
+        return (
+            f"--global-batch-size {size} is rounded down to {size - size % at_once}, a multiple of --micro-batch-size "
+            f"{s.micro_batch_size} x {s.data_parallel_size} data parallel ranks"
+        )
+    return None
 
 
 def _lengths_of_training(s: Settings) -> None:

@@ -215,7 +215,10 @@ def _local_tokens(s: Settings) -> Iterator[str]:
             yield "{moe_local_token_overlap}: has no effect with {fp8} and {moe_token_dispatcher_type}; use flex"
     if s.moe_dispatcher_transport == "symmetric-memory":
         if dispatcher == "alltoall":
-            yield "{moe_dispatcher_transport}: has no effect with {moe_token_dispatcher_type}; use flex or allgather"
+            yield (
+                "{moe_dispatcher_transport}: has no effect with {moe_token_dispatcher_type}; use flex, or allgather "
+                "with {moe_local_token_overlap:name}"
+            )
         elif dispatcher == "allgather" and not s.moe_local_token_overlap:
             yield (
                 "{moe_dispatcher_transport}: has no effect with {moe_token_dispatcher_type} without "

@@ -93,6 +93,8 @@ def set_up(
         loaded = checkpoints.load(parts)
         if not loaded and providers.load_first_weights is not None:
             providers.load_first_weights(context, model, optimizer)
+        context = with_steps_left(context)
+        config = checkpoints.config = context.config
         if parts.state.iteration < config.training.train_iters and not config.evaluation.skip_train:
             checkpoints.check_room(parts, with_optimizer=providers.build_optimizer is None)
     with timed(timers, "train/valid/test-data-iterators-setup", 0):
@@ -122,6 +124,28 @@ def set_up(
         if environment.is_first:
             print(note, flush=True)
     return trainer
+
+
+def with_steps_left(context: Context) -> Context:
+    """Returns the context with the iteration in which --train-samples end. The flags count it as if all steps had this
+    run's batch sizes; those before the checkpoint may have had others."""
+    training, state = context.config.training, context.state
+    if training.train_samples is None or not state.iteration:
+        return context
+    batches = BatchSchedule.from_config(training, context.config.grid.data, context.config.data.seq_length)
+    last = state.iteration + batches.iterations_of(training.train_samples, state.consumed_train_samples)
+    if last == training.train_iters:
+        return context
+    if context.environment.is_first:
+        print(
+            f"--train-samples {training.train_samples} end in iteration {last}: the first {state.iteration} iterations "
+            f"had {state.consumed_train_samples} of them",
+            flush=True,
+        )
+    config = dataclasses.replace(context.config, training=dataclasses.replace(training, train_iters=last))
+    context = dataclasses.replace(context, config=config)
+    global_vars.set_train_iters(context)
+    return context
 
 
 def mix_of(config: PretrainConfig, dataset: Any) -> Mix | None:

@@ -173,7 +173,11 @@ def test_train_samples_are_trained_on_in_whole_steps_of_the_batches_that_are_rea
         return configured(f"--train-samples 1000 {flags}", base=base, ranks=2).training.train_iters
 
     assert iterations("--global-batch-size 12") == 83
-    assert iterations("--global-batch-size 15 --decrease-batch-size-if-needed") == 83  # of 12 samples
+    rounded = "--global-batch-size 15 --decrease-batch-size-if-needed"
+    assert iterations(rounded) == 83  # of 12 samples
+    line = "--global-batch-size 15 is rounded down to 12, a multiple of --micro-batch-size 2 x 2 data parallel ranks"
+    assert line in configured(f"{rounded} --micro-batch-size 2", ranks=2).notes
+    assert not any("rounded down" in note for note in configured("--decrease-batch-size-if-needed").notes)
     assert iterations("--global-batch-size 16 --rampup-batch-size 4 4 100") == 72  # 9 of 4, 4 of 8, 3 of 12, 56 of 16
     steps = iterations("--global-batch-size 15 --rampup-batch-size 5 5 90 --decrease-batch-size-if-needed")
     assert steps == 12 + 6 + 75  # of 4 samples up to 45, of 8 up to 90, then of 12

@@ -34,7 +34,8 @@ def test_own_tokens_and_transports_say_which_dispatchers_have_none() -> None:
     assert said(f"{flex} {local} {peers}") == said(f"{allgather} {local} {peers}") == said(f"{flex} {peers}") == []
     alltoall = "--moe-token-dispatcher-type alltoall"
     assert said(f"{alltoall} {local} {peers}") == [
-        f"{flag}: has no effect with {alltoall}; use flex or allgather" for flag in (local, peers)
+        f"{local}: has no effect with {alltoall}; use flex or allgather",
+        f"{peers}: has no effect with {alltoall}; use flex, or allgather with {local}",
     ]
     assert said(f"{allgather} {peers}") == [f"{peers}: has no effect with {allgather} without {local}"]
     fp8 = "--fp8-format hybrid --fp8-recipe tensorwise"
