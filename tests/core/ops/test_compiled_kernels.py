@@ -112,6 +112,7 @@ def test_so_do_those_of_the_other_layouts(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_every_kernel_compiles(tmp_path: Path) -> None:
     from support import flash_agreement
 
