@@ -285,7 +285,8 @@ class Watch:
         ]
 
     def _end(self, now: float) -> list[tuple[int, Message]]:
-        """Returns the order to end, for every rank."""
+        """Returns the order to end, for every rank. Rank 0 comes last: this object is in its process, and the others
+        would take its end for the cause if they had no order yet."""
         assert self.cause is not None
         self.ended = True
         live = self._live()
@@ -300,7 +301,7 @@ class Watch:
             "printer": None if self.cause.silent else printer,
             "kill": [self.ranks[failed].machine, self.ranks[failed].pid] if failed is not None else None,
         }
-        return [(rank, order) for rank in live]
+        return [(rank, order) for rank in sorted(live, key=lambda rank: rank == 0)]
 
 
 def end_text(cause: Cause, size: int, reports: Mapping[int, Message], gone: Sequence[int] = ()) -> str:

@@ -44,6 +44,8 @@ class Run:
         self.wait(3)
         orders = [message for _, message in self.sent if message["type"] == "end"]
         assert orders and all(order == orders[0] for order in orders)
+        told = [rank for rank, message in self.sent if message["type"] == "end"]
+        assert 0 not in told[:-1], "rank 0, which tells the others, must end last"
         return orders[0]
 
 
