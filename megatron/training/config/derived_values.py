@@ -343,6 +343,8 @@ def _lengths_of_training(s: Settings) -> None:
 
 def _iterations_of_samples(s: Settings) -> int:
     """Returns the number of steps of --train-samples."""
+    if s.micro_batch_size is None:  # the checks ask for it
+        return int(s.train_samples // s.global_batch_size)
     try:
         return BatchSchedule.from_config(s, s.data_parallel_size, s.seq_length or 0).iterations_of(s.train_samples)
     except (UserError, ZeroDivisionError):  # the checks report sizes that are impossible

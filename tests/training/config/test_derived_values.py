@@ -167,6 +167,9 @@ def test_the_length_in_samples() -> None:
     assert config.schedule.lr_decay_iters is None
 
 
+SMALL_WITHOUT_MICRO_BATCH = without("--train-iters").replace("--micro-batch-size 2", "")
+
+
 def test_train_samples_are_trained_on_in_whole_steps_of_the_batches_that_are_read() -> None:
     def iterations(flags: str) -> int:
         base = without("--train-iters") + " --micro-batch-size 2"
@@ -181,6 +184,8 @@ def test_train_samples_are_trained_on_in_whole_steps_of_the_batches_that_are_rea
     assert iterations("--global-batch-size 16 --rampup-batch-size 4 4 100") == 72  # 9 of 4, 4 of 8, 3 of 12, 56 of 16
     steps = iterations("--global-batch-size 15 --rampup-batch-size 5 5 90 --decrease-batch-size-if-needed")
     assert steps == 12 + 6 + 75  # of 4 samples up to 45, of 8 up to 90, then of 12
+    (problem,) = problems_of("--train-samples 1000 --global-batch-size 8", base=SMALL_WITHOUT_MICRO_BATCH)
+    assert problem.startswith("--micro-batch-size is missing")
 
 
 def test_the_split_and_the_metrics_file_have_defaults_that_are_said() -> None:

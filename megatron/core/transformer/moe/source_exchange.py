@@ -176,6 +176,7 @@ class _PeerReturning:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# The one that fits
 
 
 class FittingLink:
@@ -212,6 +213,9 @@ def link_of(group: Group, config: TransformerConfig) -> Link:
     if uses_peers(config):
         return PeerLink(group)
     return FittingLink(group) if config.moe_dispatcher_transport is None else GroupLink(group)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 class SourceExchange:
