@@ -17,6 +17,7 @@ from megatron.core.dist_checkpointing.writing import save
 from megatron.core.parameters import info_of
 from megatron.training.arguments import configure
 from megatron.training.config.settings import LaunchEnvironment
+from megatron.training.config.tokenizer import TokenizerConfig
 from megatron.training.inspection.run_description import describe_run
 from megatron.training.launch.environment import process_environment
 from megatron.training.providers import Context, Stage
@@ -114,7 +115,7 @@ def test_rows_longer_than_those_of_training_are_told(
     trained = SimpleNamespace(
         model=None,
         tokenizer=NullTokenizer(100),
-        config=SimpleNamespace(model=model),
+        config=SimpleNamespace(model=model, tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer")),
         iteration=1,
         device="cpu",
         max_sequence_length=16,

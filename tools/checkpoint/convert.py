@@ -110,9 +110,10 @@ class ExportConfig:
     tokenizer_model: str | None = None
     """Folder to copy the tokenizer's files from. Default: the run's tokenizer."""
 
-    verify: bool = False
-    """Compare the logits of transformers, from the written files, with the checkpoint's, in float32 on the CPU. Needs
-    transformers and memory for the model in float32. If the logits differ, nothing is exported."""
+    verify: bool | None = flag(None, off="--no-verify")
+    """Compare the logits of transformers, from the written files, with the checkpoint's, in float32 on the CPU. If they
+    differ, nothing is exported. Needs transformers and memory for the model in float32. Default: compare where
+    transformers is installed and half of the free memory is enough."""
 
 
 @dataclass(kw_only=True, frozen=True)

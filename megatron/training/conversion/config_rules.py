@@ -99,6 +99,32 @@ class Unused:
 
 
 @dataclass(frozen=True)
+class NotApplied:
+    """A key that the class of transformers accepts and does not apply. An import says so if it is set."""
+
+    key: str
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The key."""
+        return (self.key,)
+
+    def fields(self, config: Json) -> dict[str, Any]:
+        """Returns nothing."""
+        return {}
+
+    def keys(self, values: Values) -> dict[str, Json]:
+        """Returns nothing."""
+        return {}
+
+    def note(self, config: Json) -> str | None:
+        """Returns a sentence if the key is set."""
+        if config.get(self.key) is None:
+            return None
+        return f"{self.key} is {config[self.key]}, which transformers does not apply: imported without it"
+
+
+@dataclass(frozen=True)
 class Inverse:
     """A key whose value is 1 / the value of one field."""
 

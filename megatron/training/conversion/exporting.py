@@ -1,6 +1,7 @@
 """Export: a checkpoint of this project, written by any layout, becomes a Hugging Face model, one tensor at a time."""
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +30,13 @@ from megatron.training.conversion.model import BuildModel, canonical_shapes, voc
 from megatron.training.conversion.model_folder import CONFIG, INDEX, ONE_FILE, index_of
 from megatron.training.conversion.tensor_mapping import HubTensor, hub_tensors, split_into_files
 from megatron.training.conversion.tokenizer_files import special_ids, writer_of_tokenizer
-from megatron.training.conversion.verification import Comparison, check_finite, compare_logits, import_transformers
+from megatron.training.conversion.verification import (
+    Comparison,
+    check_finite,
+    compare_logits,
+    import_transformers,
+    why_not_verified,
+)
 from megatron.training.inspection.run_description import architecture_differences
 from megatron.training.trained_model import config_for_one_process
 
@@ -60,7 +67,7 @@ def export_model(
     dtype: torch.dtype | None = None,
     shard_bytes: int = 5_000_000_000,
     tokenizer: Path | None = None,
-    verify: bool = False,
+    verify: bool | None = False,
     families: Sequence[Family] = FAMILIES,
     log: Log = print,
 ) -> Exported:
@@ -70,9 +77,10 @@ def export_model(
     that expresses the model, unless one is named. Weights keep their type unless `dtype` is given; a wider type takes
     the optimizer's main weights if the checkpoint has them. A file holds at most `shard_bytes` of tensors, or one
     tensor. The tokenizer's files are copied from the folder `tokenizer`, or from the run's. With `verify`, the logits
-    of the checkpoint are compared with those that transformers computes from the written files.
+    of the checkpoint are compared with those that transformers computes from the written files, before the folder gets
+    its name. None verifies where that is possible, and logs why it is not.
 
-    Without `build_model` the checkpoint's tensors are taken as those of the model, and `verify` is not possible: a run
+    Without `build_model` the checkpoint's tensors are taken as those of the model, and nothing is verified: a run
     exports its own checkpoint so, without building the model again.
 
     Raises UserError if `target` is not empty, if no architecture expresses the model (naming the flags), if a weight is
@@ -93,12 +101,17 @@ def export_model(
     else:
         shapes = canonical_shapes(config, build_model, vocab_size)
     _check_names(checkpoint, shapes, stored)
+    if verify is None and build_model is not None:
+        reason = why_not_verified(family.architecture, sum(map(math.prod, shapes.values())))
+        if reason is not None:
+            log(f"the export is not verified: {reason}")
+        verify = reason is None
     tensors = hub_tensors(family.tensors_of(config.flat()), shapes)
     dtypes = {name: dtype or chunk.dtype for name, chunk in stored.items()}
     keys = family.config_of(config.flat()) | {"vocab_size": vocab_size, "torch_dtype": _main_dtype(dtypes)}
     keys |= special_ids(config, tokenizer, vocab_size, log)
     write_tokenizer = writer_of_tokenizer(config.tokenizer, tokenizer, log)
-    writer = _Writer(checkpoint, build_model, tensors, dtypes, shard_bytes, verify)
+    writer = _Writer(checkpoint, build_model, tensors, dtypes, shard_bytes, bool(verify))
     return writer.write(target, keys, write_tokenizer)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.core.exceptions import UserError
 from megatron.training.conversion.config_json import with_defaults
-from megatron.training.conversion.config_rules import Rule, Values
+from megatron.training.conversion.config_rules import NotApplied, Rule, Values
 from megatron.training.conversion.hub_defaults import Json
 from megatron.training.conversion.tensor_mapping import TensorMapping
 
@@ -94,6 +94,11 @@ class Family:
                 problems.append(str(error))
         _raise_all(problems, file)
         return fields
+
+    def notes(self, config: Json) -> list[str]:
+        """Returns a sentence for each key of config.json, completed, that has a value without effect."""
+        rules = [rule for rule in self.rules if isinstance(rule, NotApplied)]
+        return [note for rule in rules if (note := rule.note(config)) is not None]
 
     def config_of(self, values: Values) -> dict[str, Json]:
         """Returns the keys of config.json for all values of a run, as far as the family can express these."""

@@ -46,7 +46,6 @@ _RULES: tuple[rules.Rule, ...] = (
     layer_rules.LinearBiases(mlp=False),
     layer_rules.ScoreScale("query_pre_attn_scalar", query_scalar=True),
     rules.Copied("intermediate_size", "ffn_hidden_size"),
-    rules.Copied("attn_logit_softcapping", "attn_logit_softcapping"),
     rules.Copied("final_logit_softcapping", "final_logit_softcapping"),
     rules.Fixed("hidden_activation", "gelu_pytorch_tanh"),
     rules.Implied({"geglu": True, "layernorm_zero_centered_gamma": True, "norm_placement": "sandwich"}),
@@ -60,6 +59,7 @@ GEMMA_FAMILIES = (
         _TENSORS,
         (
             *_RULES,
+            rules.Copied("attn_logit_softcapping", "attn_logit_softcapping"),
             RotaryPositions(),
             WindowsByLayerType(period=2),
             rules.Fixed("use_bidirectional_attention", None, write=False),
@@ -71,6 +71,7 @@ GEMMA_FAMILIES = (
         _TENSORS | decoder.HEAD_NORMS,
         (
             *_RULES,
+            rules.NotApplied("attn_logit_softcapping"),
             RotaryPositionsByLayerType(1000000.0, 10000.0, local_key="rope_local_base_freq"),
             WindowsByLayerType(period=6, period_key="sliding_window_pattern"),
             rules.Fixed("use_bidirectional_attention", False),

@@ -159,6 +159,8 @@ def open_hub_model(
         log(f"{source} has no layers of multi-token prediction ({PREDICTION_LAYERS}): imported without them")
         keys[PREDICTION_LAYERS] = 0
     fields = family.fields_of(keys, ignored_keys, file)
+    for note in family.notes(keys):
+        log(f"{file}: {note}")
     vocab_size: int = keys["vocab_size"]
     flags = [word for name, value in fields.items() for word in words_of(flag_table()[name], value)]
     flags += tokenizer_flags(folder.path, vocab_size, tokenizer, log)

@@ -55,10 +55,13 @@ class WindowsByLayerType:
         return list(kinds)
 
     def keys(self, values: Values) -> dict[str, Json]:
-        """Returns the window and the kind of each layer. A window of another form than (W - 1, 0) is left out."""
+        """Returns the window and the kind of each layer. A window of another form than (W - 1, 0) is left out.
+
+        A model without windows gets one that no layer uses: transformers makes the mask of all kinds of layers, and
+        refuses a null."""
         count, window = values["num_layers"], values["window_size"]
         if window is None or window[1] != 0 or window[0] < 0:
-            return {"sliding_window": None, "layer_types": [_FULL] * count}
+            return {"sliding_window": values["max_position_embeddings"], "layer_types": [_FULL] * count}
         config = SimpleNamespace(**values)
         kinds = [_WINDOWED if is_windowed(config, layer) else _FULL for layer in range(1, count + 1)]
         return {"sliding_window": window[0] + 1, "layer_types": kinds}

@@ -10,7 +10,8 @@ from megatron.core.dist_checkpointing.checkpoint_selection import Log
 from megatron.core.exceptions import UserError
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.tokenizer import TokenizerConfig
-from megatron.training.conversion.model_folder import read_json
+from megatron.training.conversion.model_folder import CONFIG, read_json
+from megatron.training.tokenizer.base import Tokenizer
 from megatron.training.tokenizer.bert_wordpiece import BertWordPieceTokenizer
 from megatron.training.tokenizer.build import build_tokenizer
 from megatron.training.tokenizer.gpt2_bpe import END_OF_TEXT, GPT2BPETokenizer
@@ -35,7 +36,7 @@ _TOKENIZER_FILES = (
     "tokenizer.model",
     "chat_template.jinja",
 )
-_COPIED_WITH_TOKENIZER = ("generation_config.json",)
+GENERATION_CONFIG = "generation_config.json"
 
 
 def names_of_files(folder: Path) -> list[str]:
@@ -44,14 +45,49 @@ def names_of_files(folder: Path) -> list[str]:
 
 
 def copy_tokenizer(source: Path, target: Path) -> list[str]:
-    """Copies the files of a tokenizer into a folder, which is created if there are any. Returns their names."""
+    """Copies the files of a tokenizer into a folder, which is created if there are any. Returns their names.
+
+    The settings of generation go with them, and get the ids that end a text if only the folder's config.json has them.
+    """
     names = names_of_files(source)
-    names += [name for name in _COPIED_WITH_TOKENIZER if names and (source / name).is_file()]
-    if names and source.resolve() != target.resolve():
-        target.mkdir(parents=True, exist_ok=True)
-        for name in names:
-            shutil.copyfile(source / name, target / name)
+    if not names or source.resolve() == target.resolve():
+        return names
+    target.mkdir(parents=True, exist_ok=True)
+    has_settings = (source / GENERATION_CONFIG).is_file()
+    names += [GENERATION_CONFIG] if has_settings else []
+    for name in names:
+        shutil.copyfile(source / name, target / name)
+    settings = read_json(source / GENERATION_CONFIG, with_nan=True) if has_settings else {}
+    ends = listed_ends(source)
+    if ends and settings.get("eos_token_id") is None:
+        content = json.dumps(settings | {"eos_token_id": ends}, indent=2)
+        (target / GENERATION_CONFIG).write_text(f"{content}\n", encoding="utf-8")
     return names
+
+
+def listed_ends(folder: Path) -> list[int]:
+    """Returns the ids that end a text by `eos_token_id` in a folder's generation_config.json or, if that has none, in
+    its config.json; empty without either. Raises UserError for anything else than an id or a list of ids."""
+    for file in (folder / GENERATION_CONFIG, folder / CONFIG):
+        found = read_json(file, with_nan=True).get("eos_token_id") if file.is_file() else None
+        if found is None:
+            continue
+        ids = found if isinstance(found, list) else [found]
+        if not all(type(number) is int and number >= 0 for number in ids):
+            raise UserError(f"{file}: eos_token_id is {found!r}; it must be a token id or a list of token ids")
+        return list(dict.fromkeys(ids))
+    return []
+
+
+def end_ids(flags: TokenizerConfig, tokenizer: Tokenizer) -> list[int]:
+    """Returns all ids that end a generated text: that of the tokenizer, and those that the model's folder lists beside
+    the tokenizer's files."""
+    file = flags.tokenizer_model or flags.vocab_file
+    own = tokenizer.eod if tokenizer.eos is None else tokenizer.eos
+    if file is None:
+        return [own]
+    folder = Path(file) if Path(file).is_dir() else Path(file).parent
+    return list(dict.fromkeys([own, *listed_ends(folder)]))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -107,7 +143,9 @@ def _check_words(folder: Path, lower_case: bool) -> None:
 # Export
 
 
-def special_ids(config: PretrainConfig, folder: Path | None, vocab_size: int, log: Log) -> dict[str, int | None]:
+def special_ids(
+    config: PretrainConfig, folder: Path | None, vocab_size: int, log: Log
+) -> dict[str, int | list[int] | None]:
     """Returns the ids that begin and end a text, as keys of config.json, from the tokenizer's folder that was given, or
     from the run's tokenizer.
 
@@ -115,7 +153,7 @@ def special_ids(config: PretrainConfig, folder: Path | None, vocab_size: int, lo
     end. A NullTokenizer may stand in for any tokenizer, so its ids are unknown.
     """
     flags = config.tokenizer
-    ids: dict[str, int | None] = {"bos_token_id": None, "eos_token_id": None}
+    ids: dict[str, int | list[int] | None] = {"bos_token_id": None, "eos_token_id": None}
     is_t5 = config.model.model_family == "t5"
     if is_t5:
         ids |= {"pad_token_id": None, "decoder_start_token_id": None}
@@ -128,10 +166,21 @@ def special_ids(config: PretrainConfig, folder: Path | None, vocab_size: int, lo
     except UserError as error:  # its files are gone, or it has no id that ends a text
         log(f"config.json names no tokens that begin and end a text: {error}")
         return ids
-    ids |= {"bos_token_id": known.bos, "eos_token_id": known.eod}
+    ids |= {"bos_token_id": _in_model(known.bos, vocab_size)}
+    ends = [number for number in end_ids(flags, known) if number < vocab_size]
+    ids |= {"eos_token_id": ends if len(ends) > 1 else next(iter(ends), None)}
     if is_t5:
-        ids |= {"pad_token_id": known.pad, "decoder_start_token_id": known.pad if known.bos is None else known.bos}
-    return {key: number if number is not None and 0 <= number < vocab_size else None for key, number in ids.items()}
+        begin = known.pad if known.bos is None else known.bos
+        ids |= {
+            "pad_token_id": _in_model(known.pad, vocab_size),
+            "decoder_start_token_id": _in_model(begin, vocab_size),
+        }
+    return ids
+
+
+def _in_model(number: int | None, vocab_size: int) -> int | None:
+    """Returns the id, or None if the model has no row for it."""
+    return number if number is not None and 0 <= number < vocab_size else None
 
 
 def writer_of_tokenizer(flags: TokenizerConfig, folder: Path | None, log: Log) -> Callable[[Path], object]:

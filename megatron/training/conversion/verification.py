@@ -1,6 +1,7 @@
 """Checks of a conversion: weights are finite, and our model and transformers compute the same logits."""
 
 import importlib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,6 +119,20 @@ def import_transformers() -> ModuleType:
         return importlib.import_module("transformers")
     except ImportError as error:
         raise UserError(f"--verify needs transformers, which cannot be imported ({error}): pip install it") from error
+
+
+def why_not_verified(architecture: str, num_parameters: int) -> str | None:
+    """Returns why the logits of a model cannot be compared on this machine; None if they can."""
+    try:
+        transformers = import_transformers()
+    except UserError:
+        return "transformers is not installed"
+    if not hasattr(transformers, architecture):
+        return f"transformers {transformers.__version__} has no {architecture}"
+    needed, memory = 4 * num_parameters, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if 2 * needed > memory:
+        return f"in float32 the model takes {needed / 1e9:.1f} GB, over half of this machine's {memory / 1e9:.1f} GB"
+    return None
 
 
 def sample_tokens(vocab_size: int, max_length: int, window_size: tuple[int, int] | None) -> Tensor:

@@ -159,14 +159,14 @@ def test_draws_depend_on_the_seed_and_the_sequence() -> None:
     assert len({tuple(row) for row in runs[0]}) == 3
 
 
-def test_a_row_stops_at_the_end_token() -> None:
+def test_a_row_stops_at_the_first_end_token() -> None:
     model = build({}, {})
     free = generate(model, PROMPTS, 9, GREEDY)
-    end = free[0][4]
-    stopped = generate(model, PROMPTS, 9, GREEDY, end=end)
+    ends = (free[0][4], free[1][2])
+    stopped = generate(model, PROMPTS, 9, GREEDY, ends=ends)
     for row, whole in zip(stopped, free, strict=True):
-        assert row == (whole[: whole.index(end)] if end in whole else whole)
-    assert len(stopped[0]) <= 4
+        assert row == whole[: min((whole.index(end) for end in ends if end in whole), default=9)]
+    assert len(stopped[0]) <= 4 and len(stopped[1]) <= 2
 
 
 def test_what_does_not_fit_is_refused() -> None:

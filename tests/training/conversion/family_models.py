@@ -17,6 +17,7 @@ _DEEPSEEK: dict[str, Any] = {
 }
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 12}
 _WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
+_NO_WINDOWS = {"layer_types": ["full_attention"] * 3, "sliding_window": 6}
 _DIVISORS = {"short_factor": [1.0, 1.1, 1.3, 1.7], "long_factor": [1.5, 2.5, 4.0, 7.5]}
 
 _MAMBA = {"n_groups": 2, "conv_kernel": 3, "chunk_size": 4, "vocab_size": 99, "hidden_size": 64}
@@ -133,6 +134,15 @@ FAMILY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
                 "full_attention": {"rope_type": "linear", "rope_theta": 50000.0, "factor": 8.0},
             },
         },
+    ),
+    # transformers accepts the cap of Gemma 3's scores and does not apply it.
+    "gemma 3 with a cap of scores": ("Gemma3", {"sliding_window": 6, "attn_logit_softcapping": 1.5, "head_dim": 16}),
+    "gemma 2 without windows": ("Gemma2", _NO_WINDOWS | {"head_dim": 16}),
+    "gemma 3 without windows": ("Gemma3", _NO_WINDOWS | {"head_dim": 16}),
+    "olmo 3 without windows": ("Olmo3", _NO_WINDOWS),
+    "gpt-oss without windows": (
+        "GptOss",
+        _NO_WINDOWS | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16},
     ),
     "gemma 3, published positions": ("Gemma3", {"sliding_window": 6, "num_hidden_layers": 6, "head_dim": 16}),
     "olmo 2": ("Olmo2", {"attention_bias": True, "rms_norm_eps": 1e-4}),

@@ -22,6 +22,7 @@ from megatron.training.config.tokenizer import TokenizerConfig
 from megatron.training.conversion import exporting
 from megatron.training.conversion.exporting import export_model
 from megatron.training.conversion.importing import import_model
+from megatron.training.conversion.verification import why_not_verified
 from megatron.training.tokenizer.build import build_tokenizer
 from megatron.training.trained_model import load_trained_model
 from pretrain_gpt import build_model
@@ -98,6 +99,19 @@ def test_any_layout_may_have_written_the_checkpoint(split: str, tmp_path: Path) 
             assert torch.equal(before[weight], after[weight]), weight
     fc2 = tensors_of(tmp_path / "theirs")["model.layers.1.block_sparse_moe.experts.3.w2.weight"]
     assert torch.equal(fc2, before["decoder.layers.1.mlp.experts.linear_fc2.weight"][3])
+
+
+def test_an_export_is_verified_by_default_where_that_is_possible(llama: Path, tmp_path: Path) -> None:
+    """The reason is logged where it is not: too large a model for this machine, or a class that is not there."""
+    assert export_model(llama, tmp_path / "a", build_model, verify=None, log=quiet).comparison is not None
+    assert why_not_verified("LlamaForCausalLM", 10**12).startswith("in float32 the model takes 4000.0 GB, over half")
+    assert why_not_verified("LlamaForCausalLM", 10**6) is None
+    assert "has no LlamaForCausalML" in why_not_verified("LlamaForCausalML", 10**6)
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exporting, "why_not_verified", lambda *_: "no memory")
+        assert export_model(llama, tmp_path / "b", build_model, verify=None, log=said.append).comparison is None
+    assert "the export is not verified: no memory" in said
 
 
 def test_a_refused_model_leaves_nothing(tmp_path: Path) -> None:

@@ -14,13 +14,15 @@ from megatron.training.conversion.exporting import export_model
 from megatron.training.conversion.importing import import_model
 from megatron.training.conversion.tokenizer_files import (
     copy_tokenizer,
+    end_ids,
+    listed_ends,
     special_ids,
     tokenizer_flags,
     writer_of_tokenizer,
 )
 from megatron.training.tokenizer.build import build_tokenizer
 from megatron.training.tokenizer.gpt2_bpe import GPT2BPETokenizer
-from megatron.training.trained_model import config_for_one_process
+from megatron.training.trained_model import config_for_one_process, load_trained_model
 from pretrain_gpt import build_model
 
 BPE = TOKENIZER.parent / "gpt2bpe"
@@ -36,6 +38,37 @@ def test_files_of_a_tokenizer_are_copied(tmp_path: Path) -> None:
     (folder / "tokenizer.json").write_text("{}")
     assert copy_tokenizer(folder, target) == ["tokenizer.json", "generation_config.json"]
     assert sorted(path.name for path in target.iterdir()) == ["generation_config.json", "tokenizer.json"]
+
+
+def test_all_ids_that_end_a_text_travel(tmp_path: Path) -> None:
+    """A chat model ends a text at several ids, which are in generation_config.json or in config.json alone."""
+    flags = f"{LLAMA} --tokenizer-type HuggingFaceTokenizer --tokenizer-model {TOKENIZER}"
+    own = build_tokenizer(TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(TOKENIZER)))
+    ends = [own.eod, 3, 5]
+    root = save_checkpoint(flags, tmp_path / "run", vocab_size=own.vocab_size)
+    export_model(root, tmp_path / "theirs", build_model, log=quiet)
+    for place in ("generation_config.json", "config.json"):
+        config = json.loads((tmp_path / "theirs" / "config.json").read_text())
+        for file in ("generation_config.json", "config.json"):
+            content = config if file == "config.json" else {}
+            (tmp_path / "theirs" / file).write_text(
+                json.dumps(content | {"eos_token_id": ends if file == place else None})
+            )
+        ours, again = tmp_path / f"ours-{place}", tmp_path / f"again-{place}"
+        import_model(tmp_path / "theirs", ours, build_model, log=quiet)
+        trained = load_trained_model(build_model, ours, log=quiet)
+        assert end_ids(trained.config.tokenizer, trained.tokenizer) == ends
+        export_model(ours, again, build_model, log=quiet)
+        assert json.loads((again / "config.json").read_text())["eos_token_id"] == ends
+        transformers = pytest.importorskip("transformers")
+        assert transformers.GenerationConfig.from_pretrained(again).eos_token_id == ends
+
+
+@pytest.mark.parametrize("ends", ["<|eot|>", [1, "2"], {"id": 3}, -1, 2.5, True])
+def test_ends_that_are_no_ids_are_refused(tmp_path: Path, ends: object) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    with pytest.raises(UserError, match=r"generation_config.json: eos_token_id is .* must be a token id or a list"):
+        listed_ends(tmp_path)
 
 
 def test_a_gpt2_tokenizer_goes_to_transformers_and_back(tmp_path: Path) -> None:
