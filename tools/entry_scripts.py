@@ -5,7 +5,7 @@ from torch import nn
 import pretrain_bert
 import pretrain_gpt
 import pretrain_t5
-from megatron.training.conversion.model import BuildModel
+from megatron.conversion.model import BuildModel
 from megatron.training.providers import Context, Stage
 
 BUILDERS: dict[str, BuildModel] = {

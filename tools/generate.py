@@ -20,15 +20,15 @@ if __name__ == "__main__":  # before the imports that take seconds
 
     exit_quietly()
 
-from megatron.core.config_fields import flag
+from megatron.conversion.tokenizer_files import end_ids
+from megatron.core.declarations.config_fields import flag
 from megatron.core.exceptions import UserError
 from megatron.core.inference.encoder_decoder_generation import generate_from_encoder
 from megatron.core.inference.generation import generate
 from megatron.core.inference.mask_filling import fill_masks
 from megatron.core.inference.sampling import GREEDY, SamplingParams
+from megatron.data.tokenizer.base import Tokenizer
 from megatron.training.config.tool_flags import Section, read_tool_flags
-from megatron.training.conversion.tokenizer_files import end_ids
-from megatron.training.tokenizer.base import Tokenizer
 from megatron.training.trained_model import TrainedModel, load_trained_model
 from tools.entry_scripts import build_model
 

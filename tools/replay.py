@@ -23,8 +23,8 @@ if __name__ == "__main__":  # before the imports that take seconds
     exit_quietly()
 
 from megatron.core.exceptions import UserError
+from megatron.diagnosis.replay import DumpedStep, read_dump, replay, report
 from megatron.training.launch.errors import exit_with_problems
-from megatron.training.replay import DumpedStep, read_dump, replay, report
 from tools.verify_layout import load_script
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -42,14 +42,14 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.exceptions import UserError
+from megatron.diagnosis.layout_check.differences import differences, report
+from megatron.diagnosis.layout_check.layout_trace import FORWARD, LayoutTrace, record_layout_trace
+from megatron.diagnosis.layout_check.shrink_run import flags_of_script, flags_that_matter, shrink_run
 from megatron.training.arguments import configure
 from megatron.training.config.command_line import ExtraArgsProvider, read_command_line
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.settings import LaunchEnvironment
 from megatron.training.launch.errors import exit_with_problems
-from megatron.training.layout_check.differences import differences, report
-from megatron.training.layout_check.layout_trace import FORWARD, LayoutTrace, record_layout_trace
-from megatron.training.layout_check.shrink_run import flags_of_script, flags_that_matter, shrink_run
 from megatron.training.providers import Providers
 
 PRETRAIN_GPT = Path(__file__).resolve().parents[1] / "pretrain_gpt.py"

@@ -15,12 +15,13 @@ from megatron.core.dist_checkpointing.manifest import Manifest
 from megatron.core.dist_checkpointing.reading import LoadResult, load
 from megatron.core.dist_checkpointing.writing import SaveResult, save
 from megatron.core.exceptions import UserError
-from megatron.core.num_microbatches_calculator import BatchSchedule
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.ops.moe.routing import weights_sum_to_one
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.config.router import listed
 from megatron.core.transformer.moe.router import routing_rule
 from megatron.core.transformer.moe.upcycling import dense_chunks, enlarge_second_products
+from megatron.facades.global_vars import shared_record
+from megatron.facades.num_microbatches_calculator import BatchSchedule
 from megatron.training.checkpoint_checks import check_dense_manifest, check_manifest, mismatch_policy
 from megatron.training.checkpoint_contents import (
     SavedParts,
@@ -32,7 +33,6 @@ from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.data_order import order_differences
 from megatron.training.data.digests import data_differences
-from megatron.training.global_vars import shared_record
 from megatron.training.inspection.run_description import describe_run, setting_differences
 from megatron.training.lr_schedule import schedule_flag
 from megatron.training.providers import Context

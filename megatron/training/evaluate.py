@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.collectives import Group, all_reduce
+from megatron.core.communication.collectives import Group, all_reduce
 from megatron.core.exceptions import UserError
 from megatron.training.data.step_data import is_end_of_data, step_data_of
 from megatron.training.logging.metrics import synchronization_allowed

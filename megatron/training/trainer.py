@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.declarations.flag_grammars import ends_of
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.exceptions import UserError
-from megatron.core.flag_grammars import ends_of
-from megatron.core.num_microbatches_calculator import BatchSchedule
+from megatron.core.health.rerun_state_machine import RerunStateMachine
 from megatron.core.optimizer import MegatronOptimizer, StepUpdate
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.rerun_state_machine import RerunStateMachine
+from megatron.core.optimizer.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.timers import timed
+from megatron.facades.num_microbatches_calculator import BatchSchedule
 from megatron.training.checkpoint_contents import SavedParts
 from megatron.training.checkpoints import Checkpoints
 from megatron.training.config.pretrain_config import PretrainConfig

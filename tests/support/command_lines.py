@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pretrain_bert
 import pretrain_t5
-from megatron.core.config_fields import describe_problem
+from megatron.core.declarations.config_fields import describe_problem
 from megatron.core.exceptions import UserError
 from megatron.training.arguments import configure
 from megatron.training.config.flag_table import spelling_of

@@ -11,7 +11,7 @@ from support.processes import run_on_ranks
 from support.programs import python
 
 from megatron.core.exceptions import UserError
-from megatron.training.layout_check.layout_trace import LayoutTrace
+from megatron.diagnosis.layout_check.layout_trace import LayoutTrace
 from tools.verify_layout import load_script, main, trace_of_rank
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -30,15 +30,15 @@ if __name__ == "__main__":  # before the imports that take seconds
 
 import torch  # noqa: E402
 
-from megatron.core.config_fields import flag  # noqa: E402
+from megatron.conversion.exporting import export_model  # noqa: E402
+from megatron.conversion.families import FAMILIES  # noqa: E402
+from megatron.conversion.importing import FLAGS, import_model  # noqa: E402
+from megatron.conversion.megatron_lm.exporting import export_run  # noqa: E402
+from megatron.conversion.megatron_lm.importing import import_run  # noqa: E402
+from megatron.conversion.verification import Comparison  # noqa: E402
+from megatron.core.declarations.config_fields import flag  # noqa: E402
 from megatron.core.exceptions import UserError  # noqa: E402
 from megatron.training.config.tool_flags import Section, read_tool_flags  # noqa: E402
-from megatron.training.conversion.exporting import export_model  # noqa: E402
-from megatron.training.conversion.families import FAMILIES  # noqa: E402
-from megatron.training.conversion.importing import FLAGS, import_model  # noqa: E402
-from megatron.training.conversion.megatron_lm.exporting import export_run  # noqa: E402
-from megatron.training.conversion.megatron_lm.importing import import_run  # noqa: E402
-from megatron.training.conversion.verification import Comparison  # noqa: E402
 from tools.entry_scripts import build_model  # noqa: E402
 
 PROGRAM = "python tools/checkpoint/convert.py"

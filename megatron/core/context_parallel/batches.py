@@ -6,8 +6,8 @@ from torch import Tensor
 
 from megatron.core.context_parallel.splitting import cut_rows, sequence_part
 from megatron.core.exceptions import UserError
+from megatron.core.groups.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 
 _NOT_ROWS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "sample_ids")
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.collectives import Group, broadcast
+from megatron.core.communication.collectives import Group, broadcast
 from megatron.core.dist_checkpointing.chunk import Chunk, EncodedTensor, parameter_chunk
 from megatron.core.distributed.buckets import BucketQueue, TwoLevelReduction, make_buckets, wire_dtype_of
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
@@ -24,8 +24,8 @@ from megatron.core.distributed.sharding_strategy import replica_ranks, shardings
 from megatron.core.distributed.units import ParameterSlice, UnitPlan, named_infos, plan_units
 from megatron.core.distributed.weight_hooks import WeightHooks
 from megatron.core.exceptions import UserError
+from megatron.core.groups.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.ops.fp8.linear import QuantizedWeights
-from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 
 
 class DistributedDataParallel(nn.Module):
@@ -173,7 +173,7 @@ class DistributedDataParallel(nn.Module):
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Returns the wrapped model's sharded state dict. Raises UserError if parameters are sharded or exist only in
-        fp8: the model does not have the whole ones. `megatron.training.checkpointing.save_checkpoint` saves them."""
+        fp8: the model does not have the whole ones. `megatron.facades.checkpointing.save_checkpoint` saves them."""
         if any(unit.frees_parameters for unit in self.units):
             raise UserError(
                 "sharded_state_dict(): not with sharded parameters or --fp8-param-gather; save_checkpoint() saves them"

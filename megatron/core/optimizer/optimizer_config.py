@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 
-from megatron.core.config_fields import flag, not_a_flag, not_yet, refuse, unsupported_values
+from megatron.core.declarations.config_fields import flag, not_a_flag, not_yet, refuse, unsupported_values
 
 _DTYPES: Mapping[str, torch.dtype] = {
     "fp32": torch.float32,

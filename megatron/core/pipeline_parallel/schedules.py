@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.exceptions import UserError
+from megatron.core.groups.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.pipeline_parallel.action_lists import rank_actions
 from megatron.core.pipeline_parallel.chunk_hooks import accepts_argument, device_of
 from megatron.core.pipeline_parallel.orders import Schedule, schedule_name
@@ -19,7 +20,6 @@ from megatron.core.pipeline_parallel.stages import (
     states_into_stages,
 )
 from megatron.core.pipeline_parallel.task import ForwardStep, PipelineTask
-from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.timers import timed
 from megatron.core.tokens import RngPosition
 

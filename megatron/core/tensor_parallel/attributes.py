@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.core.collectives import Group, group_rank
+from megatron.core.communication.collectives import Group, group_rank
+from megatron.core.groups.process_groups_config import default_collection
 from megatron.core.parameters import info_of
-from megatron.core.process_groups_config import default_collection
 
 _DEFAULTS: dict[str, Any] = {"tensor_model_parallel": False, "partition_dim": -1, "partition_stride": 1}
 

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from megatron.core.collectives import Group, all_reduce, group_size
+from megatron.core.communication.collectives import Group, all_reduce, group_size
+from megatron.core.groups.process_groups_config import default_collection
 from megatron.core.ops.cross_entropy import cross_entropy, vocabulary_part
 from megatron.core.ops.precision import at_least_float32
-from megatron.core.process_groups_config import default_collection
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 
 

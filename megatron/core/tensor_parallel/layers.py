@@ -7,14 +7,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron.core.backends import Backend, choose_backend
-from megatron.core.collectives import Group, group_size
+from megatron.core.communication.collectives import Group, group_size
+from megatron.core.declarations.model_parallel_config import ModelParallelConfig
 from megatron.core.exceptions import UserError
+from megatron.core.groups.process_groups_config import default_collection
 from megatron.core.initializers import Constant
-from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.ops.fp8.recipes import LinearSplit
 from megatron.core.ops.linear import linear
 from megatron.core.parameters import Box
-from megatron.core.process_groups_config import default_collection
 from megatron.core.tensor_parallel.attributes import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,

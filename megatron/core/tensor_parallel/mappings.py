@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.core.collectives import (
+from megatron.core.communication.collectives import (
     Group,
     all_gather,
     all_reduce,
@@ -19,7 +19,7 @@ from megatron.core.collectives import (
     reduce_scatter_rows,
 )
 from megatron.core.exceptions import UserError
-from megatron.core.process_groups_config import default_collection
+from megatron.core.groups.process_groups_config import default_collection
 
 Move = Callable[[Tensor], Tensor]
 

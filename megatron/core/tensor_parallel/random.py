@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron.core.process_groups_config import default_collection
+from megatron.core.groups.process_groups_config import default_collection
 from megatron.core.utils.recomputed import Recomputed
 
 

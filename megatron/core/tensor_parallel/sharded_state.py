@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.distributed.sharding_strategy import replica_ranks
 from megatron.core.exceptions import UserError
+from megatron.core.groups.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.parameters import ParameterInfo, canonical_name, info_of
-from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 
 
 class ShardedStateModule(nn.Module):

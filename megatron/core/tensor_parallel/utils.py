@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron.core.collectives import Group, broadcast, gather_rows, group_rank, group_size
+from megatron.core.communication.collectives import Group, broadcast, gather_rows, group_rank, group_size
 from megatron.core.exceptions import UserError
-from megatron.core.process_groups_config import default_collection
+from megatron.core.groups.process_groups_config import default_collection
 
 
 def divide(numerator: int, denominator: int) -> int:

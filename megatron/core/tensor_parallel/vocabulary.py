@@ -7,10 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from megatron.core.backends import Backend, choose_backend
-from megatron.core.collectives import Group, group_rank, group_size
-from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.communication.collectives import Group, group_rank, group_size
+from megatron.core.declarations.model_parallel_config import ModelParallelConfig
+from megatron.core.groups.process_groups_config import default_collection
 from megatron.core.parameters import Box
-from megatron.core.process_groups_config import default_collection
 from megatron.core.tensor_parallel.attributes import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import reduce_in_place, reduce_scatter_to_sequence_parallel_region
 from megatron.core.tensor_parallel.sharded_state import ShardedStateModule

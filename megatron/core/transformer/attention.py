@@ -7,11 +7,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron.core.backends import Backend, choose_backend
-from megatron.core.collectives import Group, group_size
+from megatron.core.communication.collectives import Group, group_size
 from megatron.core.exceptions import UserError
+from megatron.core.groups.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.ops.rope import Rotation
 from megatron.core.parameters import add_partial_gradient_axis
-from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.storage import part_size
 from megatron.core.transformer.attention_projections import build_heads_projection, build_output_projection

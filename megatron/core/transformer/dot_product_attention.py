@@ -7,17 +7,17 @@ from torch import Tensor, nn
 
 from megatron.core.attention_plan import plan_attention, plan_attention_blocks
 from megatron.core.backends import Backend, choose_backend
-from megatron.core.collectives import group_rank, group_size
+from megatron.core.communication.collectives import group_rank, group_size
 from megatron.core.context_parallel.attention import ContextAttention
 from megatron.core.context_parallel.comm_types import comm_type_of
 from megatron.core.exceptions import UserError
+from megatron.core.groups.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.ops.attention.alibi import alibi_slopes
 from megatron.core.ops.attention.chunks import chunks_of_documents, chunks_of_row
 from megatron.core.ops.attention.kernels import SDPA_CUDA, Situation
 from megatron.core.ops.attention.sdpa import first_usable_kernel
 from megatron.core.ops.attention.unfused import AttentionCall, AttentionVariant
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.tensor_parallel.overlap import cuts_products
 from megatron.core.tensor_parallel.storage import new_parameter, split_box
 from megatron.core.tokens import Tokens

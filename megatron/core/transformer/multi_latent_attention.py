@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from megatron.core.backends import Backend, choose_backend
 from megatron.core.exceptions import UserError
+from megatron.core.groups.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.ops.rope import Rotation
 from megatron.core.ops.rope_frequencies import yarn_magnitude
 from megatron.core.parameters import add_partial_gradient_axis
-from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,

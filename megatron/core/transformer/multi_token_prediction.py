@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.backends import choose_backend
-from megatron.core.collectives import Group, group_rank, group_size
+from megatron.core.communication.collectives import Group, group_rank, group_size
 from megatron.core.context_parallel.mtp_shift import shifted_rows
 from megatron.core.exceptions import UserError
+from megatron.core.groups.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.ops.precision import widened
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parameters import add_partial_gradient_axis
 from megatron.core.pipeline_parallel.stage_map import stage_map
-from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
 from megatron.core.tokens import SequencePart, Tokens

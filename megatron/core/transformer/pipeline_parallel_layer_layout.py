@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
+from megatron.core.declarations.flag_grammars import pipeline_layout
 from megatron.core.exceptions import UserError
-from megatron.core.flag_grammars import pipeline_layout
+from megatron.core.groups.process_groups_config import default_collection
 from megatron.core.pipeline_parallel.stages import MEGATRON_LM_NAMES, letters_of_list
-from megatron.core.process_groups_config import default_collection
 from megatron.core.transformer.enums import LayerType
 
 _LETTERS = {

@@ -5,11 +5,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron.core.backends import Backend, choose_backend
-from megatron.core.collectives import Group, group_rank, group_size
+from megatron.core.communication.collectives import Group, group_rank, group_size
 from megatron.core.exceptions import UserError
+from megatron.core.groups.process_groups_config import default_collection
 from megatron.core.initializers import Constant
 from megatron.core.ops.norm_over_ranks import rms_norm_over_ranks
-from megatron.core.process_groups_config import default_collection
 from megatron.core.tensor_parallel.storage import new_parameter, split_box
 from megatron.core.transformer.transformer_config import TransformerConfig
 

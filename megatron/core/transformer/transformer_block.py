@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron.core.exceptions import UserError
+from megatron.core.groups.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.parameters import add_partial_gradient_axis
 from megatron.core.pipeline_parallel.stage_map import stage_map
-from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.transformer.layer_call import LayerArguments, lone_inputs, run_layer
 from megatron.core.transformer.layer_inputs import LayerInputs
 from megatron.core.transformer.module import MegatronModule

@@ -7,13 +7,13 @@ from typing import Any, Literal
 
 import torch
 
-from megatron.core.config_fields import not_a_flag, refuse
 from megatron.core.context_parallel.comm_types import comm_type_problems
+from megatron.core.declarations.config_fields import not_a_flag, refuse
+from megatron.core.declarations.model_parallel_config import ModelParallelConfig
+from megatron.core.groups.rank_grid import divisors
 from megatron.core.initializers import Normal
-from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.stage_map import stage_problems
 from megatron.core.pipeline_parallel.stages import pipeline_of
-from megatron.core.rank_grid import divisors
 from megatron.core.transformer.config import (
     architecture,
     attention,

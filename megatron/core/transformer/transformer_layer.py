@@ -9,8 +9,8 @@ from torch import Tensor
 from megatron.core.backends import Backend, backend_of_layer, choose_backend
 from megatron.core.exceptions import UserError
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.groups.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.parameters import add_partial_gradient_axis
-from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.layer_call import LayerArguments, inputs_of_arguments

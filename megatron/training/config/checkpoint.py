@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megatron.core.config_fields import flag, too_small
+from megatron.core.declarations.config_fields import flag, too_small
 
 _THREAD = "a thread of each rank writes from host memory that is kept between saves"
 _FULL = "ranks always share writing and reading, with equal numbers of bytes"

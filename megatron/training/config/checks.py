@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
-from megatron.core import model_parallel_config
-from megatron.core.config_fields import fields_of_problem
+from megatron.core.declarations import model_parallel_config
+from megatron.core.declarations.config_fields import fields_of_problem
 from megatron.core.ops.compiled import missing_compiler
 from megatron.core.ops.transformer_engine.engine import uses_engine
 from megatron.core.optimizer import optimizer_config
 from megatron.core.transformer.transformer_config import transformer_problems
+from megatron.data.tokenizer.config import TokenizerConfig
 from megatron.training.config import file_checks, graph_checks, model_families, parallel_checks, schedule_checks
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.data import DataConfig
@@ -28,7 +29,6 @@ from megatron.training.config.records import FaultInjectorConfig, RecordsConfig
 from megatron.training.config.resilience import ResilienceConfig
 from megatron.training.config.schedule import ScheduleConfig
 from megatron.training.config.settings import Settings
-from megatron.training.config.tokenizer import TokenizerConfig
 from megatron.training.config.training import EvaluationConfig, TrainingConfig
 
 Rule = Callable[[Settings], Iterator[str]]

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.core.config_fields import flag, literal_text, not_a_flag, too_small
-from megatron.core.datasets.utils import parse_split
+from megatron.core.declarations.config_fields import flag, literal_text, not_a_flag, too_small
 from megatron.core.exceptions import UserError
+from megatron.data.datasets.utils import parse_split
 
 _SHARDING = "the cyclic order is one permutation of the whole data set, so that it is the same for every layout"
 _PER_SPLIT = ("train_data_path", "valid_data_path", "test_data_path")

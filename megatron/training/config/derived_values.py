@@ -6,9 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from megatron.core.datasets.utils import DEFAULT_SPLIT
 from megatron.core.exceptions import UserError
-from megatron.core.num_microbatches_calculator import BatchSchedule, BatchSteps
 from megatron.core.ops.compiled import missing_compiler
 from megatron.core.ops.transformer_engine.engine import find_engine, unused_line, why_layers_stay_ours
 from megatron.core.pipeline_parallel.stages import virtual_stages
@@ -22,6 +20,8 @@ from megatron.core.transformer.layer_patterns import (
     prediction_letters,
     stages_of_pattern,
 )
+from megatron.data.datasets.utils import DEFAULT_SPLIT
+from megatron.facades.num_microbatches_calculator import BatchSchedule, BatchSteps
 from megatron.training.config.settings import Settings
 
 MOST_ROWS_OF_FLEX = 0.9

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.config_fields import FlagDeclaration, declaration_of, field_docstrings, value_text
+from megatron.core.declarations.config_fields import FlagDeclaration, declaration_of, field_docstrings, value_text
+from megatron.core.declarations.model_parallel_config import ModelParallelConfig
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.transformer.config.architecture import ArchitectureConfig
 from megatron.core.transformer.config.attention import AttentionConfig
@@ -27,6 +27,7 @@ from megatron.core.transformer.config.positions import PositionConfig
 from megatron.core.transformer.config.router import RouterConfig
 from megatron.core.transformer.config.stages import StageConfig
 from megatron.core.transformer.config.token_mixers import TokenMixerConfig
+from megatron.data.tokenizer.config import TokenizerConfig
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.data import DataConfig
 from megatron.training.config.flag_words import Words, choice, takes_one_or_list, word_type
@@ -36,7 +37,6 @@ from megatron.training.config.parallel import ParallelConfig
 from megatron.training.config.records import FaultInjectorConfig, RecordsConfig
 from megatron.training.config.resilience import ResilienceConfig
 from megatron.training.config.schedule import ScheduleConfig
-from megatron.training.config.tokenizer import TokenizerConfig
 from megatron.training.config.training import EvaluationConfig, TrainingConfig
 
 GROUPS: dict[str, tuple[type, ...]] = {

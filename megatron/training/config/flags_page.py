@@ -33,13 +33,13 @@ Made by `python -m megatron.training.config.flags_page`; do not edit.
 """
 
 _TESTS_BY_OTHER_NAMES = {
-    "--data-args-path": "tests/core/datasets/test_utils.py",
-    "--no-mmap-bin-files": "tests/core/datasets/test_indexed_dataset.py",
-    "--tokenizer-hf-include-special-tokens": "tests/training/tokenizer/test_huggingface.py",
-    "--tiktoken-pattern": "tests/training/tokenizer/test_tiktoken.py",
-    "--no-tokenizer-sentencepiece-ignore-extra-whitespaces": "tests/training/tokenizer/test_sentencepiece.py",
+    "--data-args-path": "tests/data/datasets/test_utils.py",
+    "--no-mmap-bin-files": "tests/data/datasets/test_indexed_dataset.py",
+    "--tokenizer-hf-include-special-tokens": "tests/data/tokenizer/test_huggingface.py",
+    "--tiktoken-pattern": "tests/data/tokenizer/test_tiktoken.py",
+    "--no-tokenizer-sentencepiece-ignore-extra-whitespaces": "tests/data/tokenizer/test_sentencepiece.py",
     "--no-manual-gc-eval": "tests/training/hooks/test_gc.py",
-    "--lr-wsd-decay-samples": "tests/core/test_optimizer_param_scheduler.py",
+    "--lr-wsd-decay-samples": "tests/core/optimizer/test_optimizer_param_scheduler.py",
     "--min-loss-scale": "tests/core/optimizer/test_grad_scaler.py",
     "--check-for-spiky-loss": "tests/training/logging/test_spikes.py",
     "--record-shapes": "tests/training/hooks/test_profiler.py",

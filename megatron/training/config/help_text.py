@@ -5,7 +5,7 @@ import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from megatron.core.config_fields import value_text
+from megatron.core.declarations.config_fields import value_text
 from megatron.core.exceptions import UserError
 from megatron.training.config.flag_table import Flag, can_be, flag_table, is_inert, is_to_come, parent_of
 from megatron.training.config.retired import RETIRED, Occurrence, translate

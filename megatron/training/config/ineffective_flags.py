@@ -2,16 +2,16 @@
 
 from collections.abc import Iterator
 
-from megatron.core.config_fields import value_text
-from megatron.core.datasets.utils import parse_split
+from megatron.core.declarations.config_fields import value_text
 from megatron.core.ops.transformer_engine.engine import uses_engine
 from megatron.core.transformer.config.memory import captured_parts, captures_micro_batches, why_no_part_is_captured
 from megatron.core.transformer.config.router import BALANCE_LOSSES, listed
 from megatron.core.transformer.layer_patterns import layer_parts
+from megatron.data.datasets.utils import parse_split
+from megatron.data.tokenizer.config import TokenizerConfig
 from megatron.training.config.flag_table import Flag, flag_table, parent_of
 from megatron.training.config.model_families import NAMES
 from megatron.training.config.settings import Settings
-from megatron.training.config.tokenizer import TokenizerConfig
 
 
 def notes_on_ineffective_flags(s: Settings) -> Iterator[str]:

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 from torch.nn.functional import relu, silu
 
-from megatron.core.config_fields import flag, not_a_flag, not_yet, too_small
+from megatron.core.declarations.config_fields import flag, not_a_flag, not_yet, too_small
 from megatron.core.ops.activation import gelu_tanh, quick_gelu, squared_relu
 from megatron.core.transformer.transformer_config import TransformerConfig
 

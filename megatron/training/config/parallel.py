@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.core.config_fields import flag, not_a_flag, too_small
+from megatron.core.declarations.config_fields import flag, not_a_flag, too_small
 
 _PIPELINE = "pipeline_model_parallel_size"
 _GLOO = "there is always one small gloo group, with which ranks agree when to exit"

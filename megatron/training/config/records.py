@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron.core.config_fields import flag, too_small
+from megatron.core.declarations.config_fields import flag, too_small
 
 KINDS = ("params", "wgrads", "dgrads", "activations", "tokens_per_expert")
 """What the files of single steps contain."""

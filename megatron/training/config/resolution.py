@@ -7,13 +7,20 @@ from typing import Any
 
 from torch.nn.functional import gelu
 
-from megatron.core.config_fields import declaration_of, describe_problem, fields_of_problem, literal_text, value_text
+from megatron.core.declarations.config_fields import (
+    declaration_of,
+    describe_problem,
+    fields_of_problem,
+    literal_text,
+    value_text,
+)
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.exceptions import UserError
 from megatron.core.initializers import XavierUniform
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.transformer.config.memory import captured_parts, captures_micro_batches
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.data.tokenizer.config import TokenizerConfig
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.checks import missing_values, problems_of
 from megatron.training.config.command_line import CommandLine
@@ -29,7 +36,6 @@ from megatron.training.config.records import FaultInjectorConfig, RecordsConfig
 from megatron.training.config.resilience import ResilienceConfig
 from megatron.training.config.schedule import ScheduleConfig
 from megatron.training.config.settings import LaunchEnvironment, Settings
-from megatron.training.config.tokenizer import TokenizerConfig
 from megatron.training.config.training import EvaluationConfig, TrainingConfig
 from megatron.training.config.unsupported_flags import refusal_of
 

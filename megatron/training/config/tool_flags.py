@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.config_fields import describe_problem, unsupported_values, value_text
+from megatron.core.declarations.config_fields import describe_problem, unsupported_values, value_text
 from megatron.core.exceptions import UserError
 from megatron.training.config.command_line import CommandLine, split_words, take_flag, unknown_flag
 from megatron.training.config.flag_table import Flag, flags_of

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.core.config_fields import flag, literal_text, too_small
+from megatron.core.declarations.config_fields import flag, literal_text, too_small
+from megatron.core.declarations.flag_grammars import ends_of, number_or_range
 from megatron.core.exceptions import UserError
-from megatron.core.flag_grammars import ends_of, number_or_range
-from megatron.core.num_microbatches_calculator import BatchSteps
+from megatron.facades.num_microbatches_calculator import BatchSteps
 
 
 @dataclass(kw_only=True, frozen=True)

@@ -7,9 +7,9 @@ same position.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron.core.datasets.blended_dataset import BlendedDataset
-from megatron.core.datasets.megatron_dataset import MegatronDataset
-from megatron.core.datasets.staged_blend import StagedBlend
+from megatron.data.datasets.blended_dataset import BlendedDataset
+from megatron.data.datasets.megatron_dataset import MegatronDataset
+from megatron.data.datasets.staged_blend import StagedBlend
 
 _LOADER = "--dataloader-type"
 _STAGE = "stage from sample "

@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from megatron.core.datasets.blended_dataset import BlendedDataset
-from megatron.core.datasets.megatron_dataset import MegatronDataset
-from megatron.core.datasets.staged_blend import StagedBlend
+from megatron.data.datasets.blended_dataset import BlendedDataset
+from megatron.data.datasets.megatron_dataset import MegatronDataset
+from megatron.data.datasets.staged_blend import StagedBlend
 
 MOST_LINES = 64
 """Largest number of data sets of a split that get a line each."""

@@ -4,11 +4,11 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.utils.files import sha256_of_file
+from megatron.data.datasets.indexed_dataset import IndexedDataset
+from megatron.data.preparation.manifest import read_manifest
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.sources import prefixes_of_run
-from megatron.training.data_preparation.manifest import read_manifest
 
 _HASHED_BYTES = 256 << 20
 """Largest file of conversations, in bytes, whose digest covers its content. The digest of a larger file covers only its

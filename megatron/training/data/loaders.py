@@ -17,8 +17,8 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from megatron.core.datasets.object_store import StoreError
 from megatron.core.exceptions import UserError
+from megatron.data.datasets.object_store import StoreError
 from megatron.training.data.batch import collate_gpt
 from megatron.training.data.samplers import CyclicSampler, DataParallelShard, MegatronCyclicSampler, SequentialSampler
 from megatron.training.launch.process_state import kill_if_stopped, process_state

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.datasets.blend_stages import prefixes_of, read_stages_file
+from megatron.data.datasets.blend_stages import prefixes_of, read_stages_file
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.batch import Batch
 from megatron.training.data.sources import blends

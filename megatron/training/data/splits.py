@@ -8,14 +8,14 @@ import torch
 from torch.distributed import ReduceOp
 from torch.utils.data import default_collate
 
-from megatron.core.collectives import all_reduce
-from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDataset
-from megatron.core.datasets.blended_dataset import BlendedDataset
-from megatron.core.datasets.megatron_dataset import MegatronDataset
-from megatron.core.datasets.staged_blend import StagedBlend
-from megatron.core.datasets.t5_dataset import T5MaskedWordPieceDataset
+from megatron.core.communication.collectives import all_reduce
 from megatron.core.exceptions import UserError
 from megatron.core.timers import Timers
+from megatron.data.datasets.bert_dataset import BERTMaskedWordPieceDataset
+from megatron.data.datasets.blended_dataset import BlendedDataset
+from megatron.data.datasets.megatron_dataset import MegatronDataset
+from megatron.data.datasets.staged_blend import StagedBlend
+from megatron.data.datasets.t5_dataset import T5MaskedWordPieceDataset
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.training import EvaluationConfig
 from megatron.training.data.batch import collate_gpt

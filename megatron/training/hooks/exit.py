@@ -18,7 +18,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megatron.core.collectives import Pending, start_all_reduce
+from megatron.core.communication.collectives import Pending, start_all_reduce
 from megatron.core.utils.torch_groups import create_group
 from megatron.training.launch.signals import SignalWatch
 

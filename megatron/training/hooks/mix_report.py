@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from megatron.core.datasets.blended_dataset import BlendedDataset
-from megatron.core.datasets.staged_blend import StagedBlend
+from megatron.data.datasets.blended_dataset import BlendedDataset
+from megatron.data.datasets.staged_blend import StagedBlend
 from megatron.training.hooks.hook import Hook
 from megatron.training.state import TrainState
 

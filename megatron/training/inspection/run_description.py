@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from megatron.core.config_fields import value_text
+from megatron.core.declarations.config_fields import value_text
 from megatron.core.exceptions import UserError
 from megatron.training.config.command_line import read_command_line
 from megatron.training.config.flag_table import Flag, flag_table, parent_of, spelling_of

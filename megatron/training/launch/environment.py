@@ -14,18 +14,18 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megatron.core import parallel_state
 from megatron.core.exceptions import UserError
-from megatron.core.pipeline_parallel.stages import Pipeline, decoder_ranks, embedding_ranks, encoder_ranks, pipeline_of
-from megatron.core.process_groups_config import (
+from megatron.core.groups.process_groups_config import (
     GROUPS_WITH_SETTINGS,
     ProcessGroupCollection,
     default_collection,
     has_default_collection,
     set_default_collection,
 )
+from megatron.core.pipeline_parallel.stages import Pipeline, decoder_ranks, embedding_ranks, encoder_ranks, pipeline_of
 from megatron.core.utils.communicator_settings import read_communicator_settings
 from megatron.core.utils.rendezvous import local_device, start_torch_distributed
+from megatron.facades import parallel_state
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.launch.errors import delay_errors_on_other_ranks, end_process_at_exit
 from megatron.training.launch.heartbeat import Heartbeat, Progress

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from megatron.core.config_fields import FieldError
+from megatron.core.declarations.config_fields import FieldError
 from megatron.core.exceptions import UserError
 from megatron.training.config.flag_table import spelling_of
 from megatron.training.config.resolution import ConfigurationError

@@ -319,7 +319,7 @@ def kind_of(error: BaseException) -> str:
 def _raised_by_communication(error: BaseException) -> bool:
     frames = traceback.extract_tb(error.__traceback__)
     last = frames[-1].filename.replace(os.sep, "/") if frames else ""
-    return "/torch/distributed/" in last or last.endswith("megatron/core/collectives.py")
+    return "/torch/distributed/" in last or last.endswith("megatron/core/communication/collectives.py")
 
 
 def end_at_once(code: int) -> None:

@@ -5,7 +5,7 @@ from dataclasses import fields
 
 from torch import nn
 
-from megatron.core.config_fields import value_text
+from megatron.core.declarations.config_fields import value_text
 from megatron.core.timers import Timers
 from megatron.core.transformer.layer_costs import training_flops
 from megatron.training.config.flag_table import flag_table

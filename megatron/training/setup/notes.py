@@ -9,15 +9,15 @@ from torch import nn
 from megatron.core.dist_checkpointing.coordination import RankCoordinator
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.exceptions import UserError
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.ops.attention.flash3 import find_flash3
 from megatron.core.pipeline_parallel.stage_map import stage_map, stages_text
 from megatron.core.pipeline_parallel.stages import overlaps_expert_communication
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.config.memory import captured_parts, captures_micro_batches
 from megatron.core.transformer.dot_product_attention import describe_kernels
+from megatron.data.preparation.config import available_cores
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.splits import Splits
-from megatron.training.data_preparation.config import available_cores
 from megatron.training.evaluate import full_pass
 from megatron.training.launch.environment import Environment
 

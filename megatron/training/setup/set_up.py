@@ -11,22 +11,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.core.datasets.blended_dataset import BlendedDataset
-from megatron.core.datasets.staged_blend import StagedBlend
-from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
-from megatron.core.num_microbatches_calculator import BatchSchedule, use_schedule
-from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
-from megatron.core.rerun_state_machine import (
+from megatron.core.health.rerun_state_machine import (
     RerunErrorInjector,
     RerunStateMachine,
     initialize_rerun_state_machine,
 )
-from megatron.core.straggler_detector import StragglerDetector
+from megatron.core.health.straggler_detector import StragglerDetector
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.timers import Timers, timed
 from megatron.core.transformer.layer_costs import stages_of_auto_layout
 from megatron.core.utils.warn import leave_out
-from megatron.training import global_vars
+from megatron.data.datasets.blended_dataset import BlendedDataset
+from megatron.data.datasets.staged_blend import StagedBlend
+from megatron.data.tokenizer.base import Tokenizer
+from megatron.data.tokenizer.build import build_tokenizer, padded_vocab_size, padding_line
+from megatron.facades import global_vars
+from megatron.facades.num_microbatches_calculator import BatchSchedule, use_schedule
 from megatron.training.checkpoint_checks import check_before_build, check_vocabulary
 from megatron.training.checkpoint_contents import SavedParts
 from megatron.training.checkpoints import Checkpoints
@@ -60,8 +62,6 @@ from megatron.training.setup.model import (
 )
 from megatron.training.setup.notes import holding_notes, kernel_notes, run_notes
 from megatron.training.state import TrainState
-from megatron.training.tokenizer.base import Tokenizer
-from megatron.training.tokenizer.build import build_tokenizer, padded_vocab_size, padding_line
 from megatron.training.trainer import Trainer
 
 

@@ -13,14 +13,14 @@ from torch import Tensor
 from megatron.core.dist_checkpointing import load, save
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.exceptions import UserError
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
+from megatron.core.groups.rank_grid import RankGrid
 from megatron.core.initializers import Normal
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import FlatOptimizer, OptimizerConfig, get_megatron_optimizer, muon
 from megatron.core.optimizer.newton_schulz import newton_schulz
 from megatron.core.parameters import ParameterInfo, canonical_index, draw_range, info_of, initialize_parameters
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rank_grid import RankGrid
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 LR, DECAY, MOMENTUM = 0.02, 0.1, 0.9

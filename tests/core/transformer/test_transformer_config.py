@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.core.config_fields import field_docstrings
+from megatron.core.declarations.config_fields import field_docstrings
+from megatron.core.declarations.model_parallel_config import ModelParallelConfig
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.exceptions import UserError
 from megatron.core.initializers import Normal
-from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.transformer.config.positions import PositionConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core.exceptions import UserError
-from megatron.core.process_groups_config import GROUPS_WITH_SETTINGS
+from megatron.core.groups.process_groups_config import GROUPS_WITH_SETTINGS
 from megatron.core.utils.communicator_settings import read_communicator_settings
 
 

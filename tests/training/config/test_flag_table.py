@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.config_fields import value_text
+from megatron.core.declarations.config_fields import value_text
 from megatron.training.config.flag_table import (
     Flag,
     flag_table,
@@ -251,6 +251,7 @@ def test_every_flag_that_works_is_read_by_somebody() -> None:
     """A value that nothing reads is not honoured, even if its help says so."""
     config_files = {"dry_run.py", "print_config.py", "arguments.py", "transformer_config.py", "optimizer_config.py"}
     sources = [ROOT / "pretrain_gpt.py", ROOT / "pretrain_t5.py", *(ROOT / "megatron").rglob("*.py")]
+    sources.remove(ROOT / "megatron/data/tokenizer/config.py")
     text = "\n".join(
         path.read_text() for path in sources if "config" not in path.parts and path.name not in config_files
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.command_lines import SMALL, problems_of
 
-from megatron.core.config_fields import value_text
+from megatron.core.declarations.config_fields import value_text
 from megatron.training.config.command_line import read_command_line
 from megatron.training.config.flag_table import Flag, flag_table, flags_by_spelling, is_to_come
 from megatron.training.config.flags_page import Row, chosen_tests, mentions, page, read_tests, rows

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from megatron.core.config_fields import FlagDeclaration
+from megatron.core.declarations.config_fields import FlagDeclaration
 from megatron.training.config.command_line import read_command_line
 from megatron.training.config.flag_table import Flag, flag_table, flags_by_spelling
 from megatron.training.config.help_text import help_about, help_of_flags, help_text

@@ -5,7 +5,7 @@ from typing import Literal
 
 import pytest
 
-from megatron.core.config_fields import flag, not_yet
+from megatron.core.declarations.config_fields import flag, not_yet
 from megatron.core.exceptions import UserError
 from megatron.training.config.tool_flags import Section, read_tool_flags
 

@@ -13,13 +13,13 @@ import pretrain_bert
 import pretrain_gpt
 import pretrain_t5
 from megatron.core.exceptions import UserError
+from megatron.data.preparation.config import PreparationConfig
+from megatron.data.preparation.prepare import prepare
+from megatron.data.tokenizer.null import NullTokenizer
+from megatron.diagnosis.dry_run.dry_run import dry_run
 from megatron.training.arguments import configure
 from megatron.training.data.data_checks import check_data_of_run
-from megatron.training.data_preparation.config import PreparationConfig
-from megatron.training.data_preparation.prepare import prepare
-from megatron.training.dry_run.dry_run import dry_run
 from megatron.training.providers import Providers
-from megatron.training.tokenizer.null import NullTokenizer
 
 FLAGS = f"{TINY} --train-iters 2 --split 80,10,10"
 

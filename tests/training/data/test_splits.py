@@ -8,8 +8,8 @@ import torch
 from support.command_lines import SMALL, configured, problems_of, without
 
 from megatron.core.exceptions import UserError
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rank_grid import RankGrid
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
+from megatron.core.groups.rank_grid import RankGrid
 from megatron.training.data.batch import collate_gpt
 from megatron.training.data.splits import build_splits, collate_of
 from megatron.training.state import TrainState

@@ -21,7 +21,7 @@ from support import full_gpu
 from support.launch import Program, launch
 from support.runs import GPT
 
-from megatron.core.collectives import PlannedGroup, all_reduce
+from megatron.core.communication.collectives import PlannedGroup, all_reduce
 from megatron.core.exceptions import UserError
 from megatron.core.utils.activity import activity
 from megatron.training import pretrain

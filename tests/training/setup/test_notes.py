@@ -9,10 +9,10 @@ from support.processes import run_on_ranks
 from support.runs import TINY, train
 
 from megatron.core.exceptions import UserError
+from megatron.data.preparation.config import available_cores
 from megatron.training.arguments import configure
 from megatron.training.config.settings import LaunchEnvironment
 from megatron.training.data.splits import ValidationSet
-from megatron.training.data_preparation.config import available_cores
 from megatron.training.setup.notes import holding_notes, run_notes, unused_package_notes
 from megatron.training.trainer import Trainer
 

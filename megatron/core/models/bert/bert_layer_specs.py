@@ -1,8 +1,8 @@
 """Specs of BERT layers: those of GPT, whose tokens attend to the tokens on both sides."""
 
+from megatron.core.groups.process_groups_config import default_collection
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, gpt_layer_spec_of
 from megatron.core.pipeline_parallel.stage_map import stage_map
-from megatron.core.process_groups_config import default_collection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 from megatron.core.exceptions import UserError
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.groups.process_groups_config import default_collection
 from megatron.core.pipeline_parallel.stage_map import StageModules, stage_map
-from megatron.core.process_groups_config import default_collection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.replicated import ReplicatedLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules

@@ -8,8 +8,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megatron.core.config_fields import flag, not_a_flag, too_small
-from megatron.core.flag_grammars import MOST_LAYERS
+from megatron.core.declarations.config_fields import flag, not_a_flag, too_small
+from megatron.core.declarations.flag_grammars import MOST_LAYERS
 
 
 @dataclass(kw_only=True)

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.core.config_fields import flag, not_yet, pattern_problems, too_small
-from megatron.core.flag_grammars import layer_pattern, window
-from megatron.core.rank_grid import divisors
+from megatron.core.declarations.config_fields import flag, not_yet, pattern_problems, too_small
+from megatron.core.declarations.flag_grammars import layer_pattern, window
+from megatron.core.groups.rank_grid import divisors
 from megatron.core.transformer.enums import AttnBackend
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.core.config_fields import flag, not_a_flag, not_yet
+from megatron.core.declarations.config_fields import flag, not_a_flag, not_yet
 from megatron.core.ops.transformer_engine.engine import uses_engine
 
 _CHOSEN = "kernels are chosen with their backend when a layer is built"

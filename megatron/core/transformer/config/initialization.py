@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.core.config_fields import flag, not_a_flag, too_small
+from megatron.core.declarations.config_fields import flag, not_a_flag, too_small
 
 
 @dataclass(kw_only=True)

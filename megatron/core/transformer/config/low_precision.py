@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.core.config_fields import flag, not_a_flag, not_yet, too_small
+from megatron.core.declarations.config_fields import flag, not_a_flag, not_yet, too_small
 
 
 @dataclass(kw_only=True)

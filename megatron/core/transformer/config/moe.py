@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.core.config_fields import flag, pattern_problems, too_small
-from megatron.core.flag_grammars import layer_pattern
-from megatron.core.rank_grid import divisors, nearest_divisors
+from megatron.core.declarations.config_fields import flag, pattern_problems, too_small
+from megatron.core.declarations.flag_grammars import layer_pattern
+from megatron.core.groups.rank_grid import divisors, nearest_divisors
 
 _MOE = "num_moe_experts"
 _SHARED = "moe_shared_expert_intermediate_size"

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.core.config_fields import flag, not_a_flag
+from megatron.core.declarations.config_fields import flag, not_a_flag
 
 
 @dataclass(kw_only=True)

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.core.config_fields import flag, not_yet, pattern_problems, too_small
-from megatron.core.flag_grammars import layer_pattern
-from megatron.core.rank_grid import divisors, nearest_divisors
+from megatron.core.declarations.config_fields import flag, not_yet, pattern_problems, too_small
+from megatron.core.declarations.flag_grammars import layer_pattern
+from megatron.core.groups.rank_grid import divisors, nearest_divisors
 from megatron.core.transformer.layer_patterns import has_mixer
 
 _DELTA = "experimental_attention_variant=gated_delta_net"

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from megatron.core.backends import Backend, choose_backend
-from megatron.core.collectives import group_rank, group_size
+from megatron.core.communication.collectives import group_rank, group_size
+from megatron.core.groups.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.initializers import Initializer
 from megatron.core.ops.moe.routing import best, router_logits
-from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.tensor_parallel.storage import new_parameter
 from megatron.core.transformer.layer_inputs import LayerInputs
 from megatron.core.transformer.module import MegatronModule

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.backends import Backend, choose_backend
-from megatron.core.collectives import group_rank
+from megatron.core.communication.collectives import group_rank
+from megatron.core.groups.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.initializers import each_of
 from megatron.core.ops.fp8.grouped_linear import Fp8ExpertLinear
 from megatron.core.ops.fp8.recipes import LinearSplit
 from megatron.core.ops.moe.grouped_linear import ArrivingRows, PartSteps, RowGroups, grouped_linear, is_one_product
 from megatron.core.ops.moe.weighted_activation import weighted
 from megatron.core.parameters import Box, info_of
-from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLP, MLPSubmodules, activation_of
 from megatron.core.transformer.module import MegatronModule

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from megatron.core.backends import Backend, choose_backend
 from megatron.core.distributed.expert_placement import AT_HOME, ExpertPlacement, MicroBatchPlacement, Placement
 from megatron.core.exceptions import UserError
+from megatron.core.groups.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.ops.moe.grouped_linear import RowGroups
-from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.replicated import ReplicatedLinear
 from megatron.core.tokens import Tokens

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.backends import Backend
-from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
+from megatron.core.groups.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.tensor_parallel.storage import new_parameter
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from megatron.core.backends import choose_backend
-from megatron.core.collectives import Group, group_rank, group_size
+from megatron.core.communication.collectives import Group, group_rank, group_size
 from megatron.core.exceptions import UserError
+from megatron.core.groups.process_groups_config import default_collection
 from megatron.core.ops.dropout.dropout import DropoutRngPosition
 from megatron.core.ops.precision import widened
-from megatron.core.process_groups_config import default_collection
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.tensor_parallel.storage import new_parameter
 from megatron.core.transformer.module import MegatronModule

@@ -5,10 +5,10 @@ from typing import Any
 from torch import Tensor
 
 from megatron.core.backends import choose_backend
-from megatron.core.collectives import Group
+from megatron.core.communication.collectives import Group
 from megatron.core.exceptions import UserError
+from megatron.core.groups.process_groups_config import default_collection
 from megatron.core.ops.relative_position import relative_position_bias
-from megatron.core.process_groups_config import default_collection
 from megatron.core.tensor_parallel.storage import new_parameter, split_box
 from megatron.core.tokens import Tokens
 from megatron.core.transformer.module import MegatronModule

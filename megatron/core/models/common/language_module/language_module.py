@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from megatron.core.backends import choose_backend
-from megatron.core.collectives import group_size
+from megatron.core.communication.collectives import group_size
 from megatron.core.context_parallel import sequence_part
 from megatron.core.exceptions import UserError
+from megatron.core.groups.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.micro_batch import MicroBatch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding, query_scale
 from megatron.core.ops.dropout.dropout import dropout_tokens
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.tensor_parallel.storage import part_size
 from megatron.core.tokens import RngPosition, Tokens, position_ids
 from megatron.core.transformer.layer_inputs import InferenceContext, LayerInputs, drops, sequence_slice
