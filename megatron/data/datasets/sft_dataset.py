@@ -1,8 +1,7 @@
 """Conversations for supervised fine-tuning: packed into samples, with a loss on the assistant's turns only."""
 
 import hashlib
-import json
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,18 @@ from megatron.core.exceptions import UserError
 from megatron.core.utils.warn import warn_on_first_rank
 from megatron.data.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.data.datasets.megatron_dataset import MegatronDataset
+from megatron.data.datasets.sft_rows import parse_conversation
 from megatron.data.datasets.special_tokens import restarted_positions
 from megatron.data.datasets.utils import Split
 
 
 class SFTConversations:
-    """The conversations of a .jsonl file, encoded. Each line is {"messages": [{"role": ..., "content": ...}, ...]}.
+    """The conversations of a .jsonl file, encoded. Each line is {"messages": [{"role": ..., "content": ...}, ...]}, and
+    may have other fields that the chat template reads, such as tools.
 
-    `tokenizer.encode_conversation(messages)` gives ids and, for each, whether it is learned. Raises UserError that
-    names file and line for a line that is no conversation or has no turn to learn from.
+    `tokenizer.encode_conversation(messages, fields)` gives ids and, for each, whether it is learned. Raises UserError
+    that names file and line for a line that is no conversation or has no turn to learn from. Fields that the template
+    does not read are named in a warning.
     """
 
     def __init__(self, path: str, tokenizer: Any) -> None:
@@ -35,17 +37,21 @@ class SFTConversations:
             raise UserError(f"--data-path {path}: {error.strerror}; --sft reads a .jsonl file") from None
         ids: list[np.ndarray] = []
         learned: list[np.ndarray] = []
+        unread: Counter[str] = Counter()
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             try:
-                encoded = tokenizer.encode_conversation(_messages(line))
+                encoded = _encode(tokenizer, line, unread)
             except UserError as error:
                 raise UserError(f"{path}:{number}: {error}") from None
             ids.append(np.array(encoded[0], np.int32))
             learned.append(np.array(encoded[1], bool))
         if not ids:
             raise UserError(f"--data-path {path}: contains no conversations")
+        if unread:
+            named = ", ".join(f"{name} ({count})" for name, count in sorted(unread.items()))
+            warn_on_first_rank(f"{path}: the chat template does not read these fields, in so many lines: {named}")
         self.ids, self.learned = ids, learned
         self.digest = hashlib.sha256(b"\n".join(lines)).hexdigest()
 
@@ -53,18 +59,15 @@ class SFTConversations:
         return len(self.ids)
 
 
-def _messages(line: bytes) -> list[Any]:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"not JSON: {error}") from None
-    messages = row.get("messages") if isinstance(row, dict) else row
-    if not isinstance(messages, list) or not messages:
-        raise UserError('expected {"messages": [{"role": ..., "content": ...}, ...]}')
-    for turn in messages:
-        if not isinstance(turn, dict) or not isinstance(turn.get("role"), str) or "content" not in turn:
-            raise UserError('each turn needs a "role" and a "content"')
-    return messages
+def _encode(tokenizer: Any, line: bytes, unread: Counter[str]) -> tuple[Sequence[int], Sequence[bool]]:
+    """Encodes a line. Counts the fields that the tokenizer's template does not read."""
+    messages, fields = parse_conversation(line)
+    if not hasattr(tokenizer, "unread_fields"):  # of a script
+        unread.update(fields.keys())
+        return tokenizer.encode_conversation(messages)
+    encoded = tokenizer.encode_conversation(messages, fields)
+    unread.update(tokenizer.unread_fields(messages, fields))
+    return encoded
 
 
 class SFTDataset(MegatronDataset):
@@ -95,9 +98,24 @@ class SFTDataset(MegatronDataset):
                 f"{dataset_path}: {cut} of {len(numbers)} conversations are longer than --seq-length "
                 f"{config.sequence_length} and are cut"
             )
+        self._check_that_something_is_learned(numbers)
         self._order, self._first = _pack(
             numbers, lengths.clip(max=config.sequence_length), config.sequence_length, num_samples, config.random_seed
         )
+
+    def _check_that_something_is_learned(self, numbers: np.ndarray) -> None:
+        """Says how many conversations have no label that is learned, because of the cut; refuses to train on those."""
+        length, learned = self.config.sequence_length, self.dataset.learned
+        empty = sum(not learned[number][1 : length + 1].any() for number in numbers)
+        if not empty:
+            return
+        said = (
+            f"{self.dataset_path}: nothing is learned from {empty} of {len(numbers)} conversations: what the assistant "
+            f"writes begins after the first {length + 1} tokens (--seq-length {length})"
+        )
+        if empty == len(numbers) and self.index_split is Split.train:
+            raise UserError(f"{said}; give a larger --seq-length")
+        warn_on_first_rank(said)
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: Any) -> int:

@@ -1,122 +1,142 @@
 """SFTTokenizer: a Hugging Face tokenizer that also encodes conversations by a chat template."""
 
-import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
+
+import numpy as np
 
 from megatron.core.exceptions import UserError
-from megatron.data.tokenizer.base import load_library
+from megatron.core.utils.warn import warn_on_first_rank
+from megatron.data.tokenizer.chat_template import THOUGHTS, ChatTemplate
 from megatron.data.tokenizer.huggingface import HuggingFaceTokenizer
+from megatron.data.tokenizer.huggingface_files import read_json_object
+from megatron.data.tokenizer.learned_turns import LEARNED_ROLE, LearnedTurns, Message
 
 _IDENTITY = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-_LEARNED_ROLE = "assistant"
-
-Message = Mapping[str, Any]
-"""A turn of a conversation: `role` (system, user, assistant, ...) and `content`."""
+_DEFAULT, _WITH_TOOLS = "default", "tool_use"
+_ALWAYS_READ = ("role", "content", "add_generation_prompt", "chat_template_kwargs")
 
 
 class SFTTokenizer(HuggingFaceTokenizer):
     """A HuggingFaceTokenizer with a chat template, for --sft.
 
     The template is `chat_template` (a file), or that of the tokenizer's folder (chat_template.jinja, or the entry of
-    tokenizer_config.json). It runs in Jinja's sandbox. `prompt_format` "identity" joins the contents instead.
+    tokenizer_config.json; an entry named tool_use is for conversations with tools). It runs in Jinja's sandbox.
+    `prompt_format` "identity" joins the contents instead.
     """
 
     type_name = "SFTTokenizer"
 
     def __init__(self, path: str, prompt_format: str = "default", chat_template: str | None = None) -> None:
         super().__init__(path)
-        folder = Path(path) if Path(path).is_dir() else Path(path).parent
-        self._template_text = _IDENTITY if prompt_format == "identity" else _find_template(folder, chat_template)
-        self._config_tokens = _special_texts(folder)
-        self._template: Any = None
+        identity = {_DEFAULT: _IDENTITY}
+        self._sources = identity if prompt_format == "identity" else _find_templates(self._file.parent, chat_template)
+        self._made: dict[str, tuple[ChatTemplate, LearnedTurns]] = {}
 
-    def encode_conversation(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
-        """Returns the ids of a conversation, and for each whether it belongs to an assistant's turn.
+    def encode_conversation(
+        self, messages: Sequence[Message], fields: Mapping[str, Any] | None = None
+    ) -> tuple[list[int], list[bool]]:
+        """Returns the ids of a conversation, and for each whether it is learned: it belongs to what the assistant
+        writes (content, thoughts, calls of tools, the mark that ends the turn), or to a part inside of the template's
+        {% generation %}.
 
-        A turn is the text that the template adds after the turn's prompt (`add_generation_prompt`), including the end
-        mark. Raises UserError if the template rejects the conversation, or if the conversation has no such turn.
+        `fields` are variables for the template, such as tools, documents or enable_thinking; `chat_template_kwargs`
+        holds more of them. Raises UserError if the template rejects the conversation, or if nothing in it is learned.
         """
-        text = self._render(messages, False)
-        spans = [self._span(messages, at, text) for at, turn in enumerate(messages) if turn["role"] == _LEARNED_ROLE]
-        encoding = self._library.encode(text, add_special_tokens=False)
-        learned = [any(first <= begin < last for first, last in spans) for begin, _ in encoding.offsets]
-        if not any(learned):
-            raise UserError(f"no turn to learn from: none of the {len(messages)} turns has the role {_LEARNED_ROLE}")
-        return encoding.ids, learned
-
-    def _span(self, messages: Sequence[Message], at: int, text: str) -> tuple[int, int]:
-        """Returns the first and last position of a turn in the text of the conversation."""
-        before, after = self._render(messages[:at], True), self._render(messages[: at + 1], False)
-        if after.startswith(before) and text.startswith(after):
-            return len(before), len(after)
-        content = str(messages[at]["content"]).strip()
-        first = text.find(content, min(len(before), len(text)) if text.startswith(before) else 0)
-        if first < 0 or not content or text.count(content) > 1:
-            raise UserError(f"the chat template changes turn {at + 1} after later turns, so its tokens cannot be found")
-        return first, first + len(content)
-
-    def _render(self, messages: Sequence[Message], prompt: bool) -> str:
-        if not messages:
-            return ""
-        jinja2 = load_library("jinja2")
-        if self._template is None:
-            sandbox = load_library("jinja2.sandbox").ImmutableSandboxedEnvironment(
-                trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        variables = _variables(fields or {})
+        name = _WITH_TOOLS if variables.get("tools") is not None and _WITH_TOOLS in self._sources else _DEFAULT
+        template, turns = self._template(name)
+        known = {key: value for key, value in variables.items() if key in template.variables}
+        text, spans = turns.find(messages, {**self._special_texts, "add_generation_prompt": False, **known})
+        if template.writes_the_date:
+            warn_on_first_rank(
+                "the chat template writes the date of today into conversations, so that a run on another day learns "
+                f"other text; {_names_of_dates(template)}"
             )
-            sandbox.globals |= {"raise_exception": _raise, "strftime_now": lambda form: datetime.now().strftime(form)}
-            sandbox.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
-            try:
-                self._template = sandbox.from_string(self._template_text)
-            except jinja2.TemplateError as error:
-                raise UserError(f"the chat template is not a Jinja template: {error}") from None
-        try:
-            return self._template.render(messages=list(messages), add_generation_prompt=prompt, **self._config_tokens)
-        except jinja2.TemplateError as error:
-            raise UserError(f"the chat template rejects the conversation: {error}") from None
+        encoding = self._encoding(text, False)
+        begins, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
+        learned = np.zeros(len(begins), bool)
+        for first, last in spans:
+            learned |= (begins < last) & (ends > first)
+        if not learned.any():
+            raise UserError(f"no turn to learn from: {_why_nothing_is_learned(messages, template)}")
+        return encoding.ids, learned.tolist()
+
+    def unread_fields(self, messages: Sequence[Message], fields: Mapping[str, Any]) -> set[str]:
+        """Returns the names of the fields of a row, and of its turns, that the template does not read."""
+        variables = {name for source in self._sources for name in self._template(source)[0].variables}
+        names = {*fields, *fields.get("chat_template_kwargs", {})} - variables
+        for message in messages:
+            names |= {key for key in message if not any(self._reads(source, key) for source in self._sources.values())}
+        return names - set(_ALWAYS_READ)
+
+    @staticmethod
+    def _reads(source: str, key: str) -> bool:
+        return any(name in source for name in (THOUGHTS if key in THOUGHTS else (key,)))
+
+    def _template(self, name: str) -> tuple[ChatTemplate, LearnedTurns]:
+        if name not in self._made:
+            template = ChatTemplate(self._sources[name])
+            end = self._special_texts.get("eos_token", "")
+            self._made[name] = template, LearnedTurns(template, self.special_literals, end)
+        return self._made[name]
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_template": None}
+        return self.__dict__ | {"_made": {}}
 
     def _identity(self) -> dict[str, Any]:
-        return super()._identity() | {"template": self._template_text}
+        return super()._identity() | {"template": self._sources}
 
 
-def _raise(message: str) -> NoReturn:
-    raise load_library("jinja2").TemplateError(message)
+def _variables(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the variables of a template. Raises UserError for values that have another form than in transformers."""
+    more = fields.get("chat_template_kwargs") or {}
+    if not isinstance(more, Mapping):
+        raise UserError('"chat_template_kwargs" is not an object')
+    variables = {**fields, **more}
+    for name in ("tools", "documents"):
+        value = variables.get(name)
+        if value is not None and not (isinstance(value, list) and all(isinstance(entry, dict) for entry in value)):
+            raise UserError(f'"{name}" is not a list of objects')
+    if variables.get("add_generation_prompt"):
+        raise UserError('"add_generation_prompt" is true, and a conversation to learn from ends with its last turn')
+    return variables
 
 
-def _read(folder: Path, name: str) -> Mapping[str, Any]:
-    path = folder / name
+def _names_of_dates(template: ChatTemplate) -> str:
+    names = sorted(name for name in template.variables if "date" in name)
+    return f"a field {' or '.join(names)} in each line may give one" if names else "it has no variable for another one"
+
+
+def _why_nothing_is_learned(messages: Sequence[Message], template: ChatTemplate) -> str:
+    if template.has_generation_tag:
+        return "the chat template has nothing inside of {% generation %} for it"
+    if all(message["role"] != LEARNED_ROLE for message in messages):
+        return f"none of the {len(messages)} turns has the role {LEARNED_ROLE}"
+    return f"the chat template writes nothing for turns of the role {LEARNED_ROLE}"
+
+
+def _find_templates(folder: Path, given: str | None) -> dict[str, str]:
+    """Returns the templates by name: that of a file, or those of the tokenizer's folder."""
+    file = folder / "chat_template.jinja" if given is None else Path(given)
     try:
-        return json.loads(path.read_text("utf-8")) if path.exists() else {}
-    except ValueError as error:
-        raise UserError(f"{path}: not JSON in UTF-8: {error}") from None
-
-
-def _special_texts(folder: Path) -> dict[str, str]:
-    """Returns the spellings of the special tokens by role, which templates use."""
-    found = {**_read(folder, "special_tokens_map.json"), **_read(folder, "tokenizer_config.json")}
-    tokens = {role: found.get(role) for role in ("bos_token", "eos_token", "pad_token", "unk_token")}
-    return {role: token["content"] if isinstance(token, dict) else token or "" for role, token in tokens.items()}
-
-
-def _find_template(folder: Path, file: str | None) -> str:
-    try:
-        if file is not None:
-            return Path(file).read_text("utf-8")
-        if (folder / "chat_template.jinja").exists():
-            return (folder / "chat_template.jinja").read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--chat-template {file or folder / 'chat_template.jinja'}: {error}") from None
-    template = _read(folder, "tokenizer_config.json").get("chat_template")
-    if isinstance(template, list):  # several named templates
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
-    if not template:
+        if given is not None or file.exists():
+            return {_DEFAULT: file.read_text("utf-8")}
+    except (OSError, ValueError) as error:
+        place = f"--chat-template {given}" if given is not None else str(file)
+        raise UserError(f"{place}: {getattr(error, 'strerror', None) or error}") from None
+    config = folder / "tokenizer_config.json"
+    template = read_json_object(config).get("chat_template")
+    if isinstance(template, list):
+        entries = [entry if isinstance(entry, dict) else {} for entry in template]
+        template = {entry.get("name", ""): entry.get("template") for entry in entries}
+    found: dict[Any, Any] = template if isinstance(template, dict) else {_DEFAULT: template}
+    if not found.get(_DEFAULT):
         raise UserError(
             f"--tokenizer-model {folder}: has no chat template; give --chat-template FILE, or "
             "--sft-tokenizer-prompt-format identity to join the contents of the turns"
         )
-    return template
+    if not all(isinstance(name, str) and isinstance(source, str) for name, source in found.items()):
+        raise UserError(f"{config}: chat_template is not a text, or a list of templates with name and template")
+    return {name: source for name, source in found.items() if name in (_DEFAULT, _WITH_TOOLS)}

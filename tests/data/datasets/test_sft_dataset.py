@@ -125,6 +125,7 @@ def test_the_builder_divides_conversations(tmp_path):
         ('{"messages": []}', 'talks.jsonl:2: expected {"messages"'),
         ('[{"role": "user"}]', 'talks.jsonl:2: each turn needs a "role" and a "content"'),
         ('[{"role": "user", "content": "1"}]', "talks.jsonl:2: no turn to learn from"),
+        ('[{"role": "user", "content": 1}]', 'talks.jsonl:2: turn 1: "content" is a number; expected a text'),
     ],
 )
 def test_mistakes_name_file_and_line(tmp_path, line, says):
@@ -133,6 +134,39 @@ def test_mistakes_name_file_and_line(tmp_path, line, says):
     with pytest.raises(UserError) as error:
         SFTConversations(str(path), Words())
     assert says in str(error.value)
+
+
+class WordsWithTools(Words):
+    """Adds an id that a field of the line gives."""
+
+    def encode_conversation(self, messages, fields):
+        ids, learned = super().encode_conversation(messages)
+        return [*ids, fields.get("extra", 0)], [*learned, True]
+
+    def unread_fields(self, messages, fields):
+        return set(fields) - {"extra"}
+
+
+def test_other_fields_of_a_line_reach_the_tokenizer_or_are_named(tmp_path, caplog):
+    path = tmp_path / "fields.jsonl"
+    row = {"messages": [{"role": "assistant", "content": "1 2"}]}
+    path.write_text("".join(json.dumps(row | more) + "\n" for more in ({"extra": 7, "id": 1}, {"id": 2}, {})))
+    assert [ids.tolist() for ids in SFTConversations(str(path), WordsWithTools()).ids] == [
+        [1, 2, 7],
+        [1, 2, 0],
+        [1, 2, 0],
+    ]
+    assert "does not read these fields, in so many lines: id (2)" in caplog.text
+    caplog.clear()
+    SFTConversations(str(path), Words())  # of a script, without fields
+    assert "extra (1), id (2)" in caplog.text
+
+
+def test_conversations_of_which_nothing_is_learned_are_told(build, caplog):
+    build([20, 2], length=8)
+    assert "nothing is learned from 1 of 2 conversations" in caplog.text
+    with pytest.raises(UserError, match=r"nothing is learned from 2 of 2 .* \(--seq-length 8\); give a larger"):
+        build([20, 30], length=8)
 
 
 def test_files_and_tokenizers(tmp_path):

@@ -13,6 +13,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from megatron.core.exceptions import UserError
 from megatron.data.tokenizer.byte_level import MAX_DIGITS_OF_PATTERN
 from megatron.data.tokenizer.huggingface import HuggingFaceTokenizer
+from tests.support.huggingface_folders import byte_level_json, write_folder
 
 GOLDEN = Path(__file__).parents[2] / "data/golden/corpus"
 TEXTS = [
@@ -28,23 +29,6 @@ pieces = st.sampled_from(
     ["<|endoftext|>", "<tool>", "</tool>", " ", "    ", "\n", "'s", "12", "e\u0301", "\u212b", "abc "]
 )
 texts = st.lists(st.one_of(pieces, st.text(max_size=5)), max_size=12).map("".join)
-
-
-def byte_level_json(*, pattern=None, normalizer=None, add_prefix_space=False, ignore_merges=False, added=()):
-    vocab = json.loads((GOLDEN / "gpt2bpe/vocab.json").read_text())
-    merges = [tuple(line.split(" ")) for line in (GOLDEN / "gpt2bpe/merges.txt").read_text().splitlines()[1:]]
-    made = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=ignore_merges))
-    made.normalizer = normalizer
-    made.decoder = decoders.ByteLevel()
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
-    if pattern is not None:
-        split = pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
-        made.pre_tokenizer = pre_tokenizers.Sequence(
-            [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-        )
-    made.add_special_tokens([AddedToken("<|endoftext|>", special=True, normalized=False)])
-    made.add_tokens(list(added))
-    return made
 
 
 TOOLS = (AddedToken("<tool>", normalized=False), AddedToken("</tool>", normalized=False))
@@ -67,14 +51,6 @@ SLOW = {
     "matched after the others": byte_level_json(added=[AddedToken("<tool>", normalized=True)]),
     "no compiled scanner|there is a compiled scanner": byte_level_json(pattern=r"\w+|\W+"),
 }
-
-
-def write_folder(folder: Path, made: tokenizers.Tokenizer, **config) -> Path:
-    folder.mkdir(exist_ok=True)
-    made.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"} | config
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return folder
 
 
 def assert_ids_of_transformers(folder: Path, batch, **flags):
@@ -139,6 +115,17 @@ def test_tokens_that_only_the_config_names(tmp_path):
     ours = assert_ids_of_transformers(folder, ["a<tool>b<pad>c"])
     assert (ours.pad, ours.vocab_size) == (601, 602)
     assert ours.holds_special_literal("x <pad>") and not ours.holds_special_literal("x <pad")
+
+
+def test_a_failure_inside_of_the_library_is_one_sentence(tmp_path):
+    """The library's regular expressions stop after ten million steps, by a panic."""
+    folder = write_folder(tmp_path / "hf", byte_level_json(pattern="(a+)+$"))
+    ours = HuggingFaceTokenizer(str(folder))
+    for encode in (ours.tokenize, lambda text: ours.encode_texts([text])):
+        with pytest.raises(
+            UserError, match=r"tokenizer.json: the tokenizers library cannot encode a text: .*retry-limit"
+        ):
+            encode("a" * 40 + "!")
 
 
 def test_special_tokens_stand_in_for_each_other(tmp_path):

@@ -100,6 +100,23 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--tokenizer-type HuggingFaceTokenizer --tokenizer-model {}",
+        "--tokenizer-type GPT2BPETokenizer --merge-file /dev/null --vocab-file {}",
+        "--data-path {}",
+        "--data-path {} --sft --tokenizer-type SFTTokenizer --tokenizer-model .",
+        "--data-args-path {}",
+    ],
+)
+def test_a_name_of_more_than_255_bytes_is_no_file(flags: str) -> None:
+    """Before, the system's refusal of the name was a traceback."""
+    base = SMALL if "--data" not in flags else without("--mock-data")
+    (problem,) = [said for said in problems_of(f"{base} {flags.format('n' * 300)}") if "nnn" in said]
+    assert f"nnn{'.idx' * (flags == '--data-path {}')}: no such file" in problem
+
+
 def test_half_a_data_set_beside_one_with_a_similar_name(tmp_path: Path) -> None:
     for name in ("half.bin", "half2.idx", "half2.bin"):
         (tmp_path / name).touch()
