@@ -15,13 +15,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.exceptions import UserError
-from megatron.core.groups.process_groups_config import (
-    GROUPS_WITH_SETTINGS,
-    ProcessGroupCollection,
-    default_collection,
-    has_default_collection,
-    set_default_collection,
-)
+from megatron.core.groups.defaults import default_for_now
+from megatron.core.groups.process_groups_config import GROUPS_WITH_SETTINGS, ProcessGroupCollection
 from megatron.core.pipeline_parallel.stages import Pipeline, decoder_ranks, embedding_ranks, encoder_ranks, pipeline_of
 from megatron.core.utils.communicator_settings import read_communicator_settings
 from megatron.core.utils.rendezvous import local_device, start_torch_distributed
@@ -197,15 +192,13 @@ def groups_of_rank(
 def default_groups(groups: ProcessGroupCollection, pipeline: Pipeline) -> Iterator[None]:
     """Inside the context, these groups and stages are the default of user scripts: the functions of parallel_state use
     them, and public constructors that are called without groups."""
-    before = default_collection() if has_default_collection() else None
     chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     v_shaped = parallel_state.is_pipeline_v_shaped()
-    set_default_collection(groups)
     parallel_state.set_virtual_pipeline_model_parallel_world_size(
         pipeline.chunks if pipeline.chunks > 1 else None, v_shaped=pipeline.v_shaped
     )
     try:
-        yield
+        with default_for_now(groups):
+            yield
     finally:
-        set_default_collection(before)
         parallel_state.set_virtual_pipeline_model_parallel_world_size(chunks, v_shaped=v_shaped)
