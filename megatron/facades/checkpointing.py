@@ -12,7 +12,7 @@ from megatron.core.dist_checkpointing.checkpoint_selection import find_checkpoin
 from megatron.core.dist_checkpointing.folders import TRACKER, folder_name
 from megatron.core.exceptions import UserError
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.schedule.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.facades.global_vars import current_run
 from megatron.facades.utils import print_rank_0
 from megatron.training.arguments import Arguments

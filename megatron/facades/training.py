@@ -20,9 +20,9 @@ from megatron.core.exceptions import UserError
 from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
-from megatron.core.optimizer.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel.chunk_hooks import accepts_argument
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.schedule.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.layer_costs import training_flops
 from megatron.diagnosis.non_finite import dump_and_search
 from megatron.facades import global_vars

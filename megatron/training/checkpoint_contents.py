@@ -11,7 +11,7 @@ from megatron.core.distributed.sharding_strategy import replica_ranks
 from megatron.core.distributed.units import named_infos
 from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.schedule.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.training.loss_spikes import LossSpikes
 from megatron.training.state import TrainState
 

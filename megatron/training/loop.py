@@ -18,8 +18,8 @@ from megatron.core.health.rerun_state_machine import RerunStateMachine
 from megatron.core.ops.fp8.recipes import DelayedScaling
 from megatron.core.optimizer import MegatronOptimizer, StepUpdate
 from megatron.core.optimizer.clip_grads import weight_norm
-from megatron.core.optimizer.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel.chunk_hooks import accepts_argument
+from megatron.core.schedule.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.timers import Timers, timed
 from megatron.training.data.step_data import StepData, is_end_of_data, step_data_of
 from megatron.training.hooks.exit import ExitDecision, ExitReason

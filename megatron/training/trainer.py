@@ -15,7 +15,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.exceptions import UserError
 from megatron.core.health.rerun_state_machine import RerunStateMachine
 from megatron.core.optimizer import MegatronOptimizer, StepUpdate
-from megatron.core.optimizer.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.schedule.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.timers import timed
 from megatron.facades.num_microbatches_calculator import BatchSchedule
 from megatron.training.checkpoint_contents import SavedParts

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.optimizer import StepUpdate
-from megatron.core.optimizer.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.schedule.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.training import loop
 from megatron.training.hooks.exit import ExitDecision, ExitReason
 

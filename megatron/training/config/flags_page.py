@@ -39,7 +39,7 @@ _TESTS_BY_OTHER_NAMES = {
     "--tiktoken-pattern": "tests/data/tokenizer/test_tiktoken.py",
     "--no-tokenizer-sentencepiece-ignore-extra-whitespaces": "tests/data/tokenizer/test_sentencepiece.py",
     "--no-manual-gc-eval": "tests/training/hooks/test_gc.py",
-    "--lr-wsd-decay-samples": "tests/core/optimizer/test_optimizer_param_scheduler.py",
+    "--lr-wsd-decay-samples": "tests/core/schedule/test_optimizer_param_scheduler.py",
     "--min-loss-scale": "tests/core/optimizer/test_grad_scaler.py",
     "--check-for-spiky-loss": "tests/training/logging/test_spikes.py",
     "--record-shapes": "tests/training/hooks/test_profiler.py",
