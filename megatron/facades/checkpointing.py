@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from megatron.core.dist_checkpointing.checkpoint_selection import find_checkpoint
-from megatron.core.dist_checkpointing.folders import TRACKER, folder_name
+from megatron.core.dist_checkpointing.folders import TRACKER, folder_name, read_tracker_file
 from megatron.core.exceptions import UserError
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.schedule.optimizer_param_scheduler import OptimizerParamScheduler
@@ -133,16 +133,10 @@ def get_checkpoint_name(checkpoints_path: str | Path, iteration: int, release: b
 def read_metadata(tracker_filename: str | Path) -> tuple[int, bool]:
     """Reads the file that names the newest checkpoint. Returns (iteration, False), or (0, True) for a release
     checkpoint. Raises UserError if there is no such file."""
-    path = Path(tracker_filename)
-    try:
-        word = path.read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from None
-    if word == "release":
-        return 0, True
-    if not word.isdigit():
-        raise UserError(f"{path} holds {word!r}; expected an iteration or the word release")
-    return int(word), False
+    tracker = read_tracker_file(Path(tracker_filename))
+    if tracker.step is None:
+        raise UserError(tracker.problem or f"{tracker_filename}: No such file")
+    return (tracker.step, False) if isinstance(tracker.step, int) else (0, True)
 
 
 def _as_list(model: nn.Module | Sequence[nn.Module]) -> Sequence[Any]:

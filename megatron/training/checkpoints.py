@@ -11,7 +11,7 @@ from megatron.core.dist_checkpointing.checkpoint_selection import newest_iterati
 from megatron.core.dist_checkpointing.chunk import Chunk
 from megatron.core.dist_checkpointing.coordination import RankCoordinator
 from megatron.core.dist_checkpointing.disk import check_room
-from megatron.core.dist_checkpointing.manifest import Manifest
+from megatron.core.dist_checkpointing.manifest import MANIFEST, Manifest
 from megatron.core.dist_checkpointing.reading import LoadResult, load
 from megatron.core.dist_checkpointing.writing import SaveResult, save
 from megatron.core.exceptions import UserError
@@ -22,12 +22,19 @@ from megatron.core.transformer.moe.router import routing_rule
 from megatron.core.transformer.moe.upcycling import dense_chunks, enlarge_second_products
 from megatron.facades.global_vars import shared_record
 from megatron.facades.num_microbatches_calculator import BatchSchedule
-from megatron.training.checkpoint_checks import check_dense_manifest, check_manifest, mismatch_policy
+from megatron.training.checkpoint_checks import (
+    check_dense_manifest,
+    check_manifest,
+    mismatch_policy,
+    naming_of_damage,
+    refuse_non_finite_weights,
+)
 from megatron.training.checkpoint_contents import (
     SavedParts,
     checkpoint_bytes,
     optimizer_chunks_to_load,
     weight_chunks,
+    weights_are_finite,
 )
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.pretrain_config import PretrainConfig
@@ -160,7 +167,8 @@ class Checkpoints:
         description = describe_run(self.config) | {name: facts for name, facts in of_data.items() if facts}
         kept = (1, None) if temporary else (self.flags.keep_last, self.flags.save_retain_interval)
         facts = {"config": description, "layout": layout, "keep_last": kept[0], "keep_every": kept[1]}
-        return chunks, {"step": parts.state.iteration, "common": common, **facts}
+        finite = weights_are_finite(parts.model, self.groups)
+        return chunks, {"step": parts.state.iteration, "common": common, "weights_finite": finite, **facts}
 
     def _report_saved(self, iteration: int, root: Path, saved: SaveResult) -> None:
         self._say(
@@ -292,6 +300,7 @@ class Checkpoints:
         def accept(manifest: Manifest) -> None:
             if step is None:
                 refuse_outdated(manifest)
+                refuse_non_finite_weights(manifest)
             if dense:
                 check_dense_manifest(self.config, root, manifest, self._say)
             else:
@@ -322,12 +331,15 @@ class Checkpoints:
         self._say(*setting_differences(self.config, loaded.manifest.config))
         self._saved_data = loaded.manifest.config.get("data", {})
         self._saved_order = loaded.manifest.config.get("data_order", {})
-        parts.state.restore(TrainState.from_json(common["train_state"]))
+        manifest = loaded.folder / MANIFEST
+        parts.state.restore(TrainState.from_json(common["train_state"], f"{manifest}: common.train_state"))
         if not self.config.evaluation.skip_train:
-            spelling = partial(schedule_flag, self.config)
-            parts.scheduler.load_state_dict(common["scheduler"], spelling, log=self._say)
+            with naming_of_damage(manifest, "scheduler"):
+                spelling = partial(schedule_flag, self.config)
+                parts.scheduler.load_state_dict(common["scheduler"], spelling, log=self._say)
             if not self.flags.no_load_optim:
-                parts.optimizer.load_common_state(common["optimizer"])
+                with naming_of_damage(manifest, "optimizer"):
+                    parts.optimizer.load_common_state(common["optimizer"])
             if parts.spikes is not None:
                 parts.spikes.load_state_dict(common.get("loss_spikes"))
         if self.record.is_in_save(loaded.folder):

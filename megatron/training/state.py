@@ -43,12 +43,12 @@ class TrainState:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> "TrainState":
+    def from_json(cls, fields: Mapping[str, Any], source: str = "the training state") -> "TrainState":
         """Builds the state that `to_json` described. Counts that an older release did not save start at 0. Raises
-        UserError for an unknown count."""
+        UserError, naming the source, for an unknown count."""
         unknown = sorted(fields.keys() - {field.name for field in dataclasses.fields(cls)})
         if unknown:
-            raise UserError(f"the training state holds {', '.join(unknown)}, which this release does not know")
+            raise UserError(f"{source} holds {', '.join(unknown)}, which this release does not know")
         return cls(**fields)
 
     def restore(self, other: "TrainState") -> None:

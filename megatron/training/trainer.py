@@ -34,6 +34,7 @@ from megatron.training.logging.records import StepResult, ValidationRecord
 from megatron.training.logging.training_log import TrainingLog
 from megatron.training.loss_spikes import LossSpikes
 from megatron.training.providers import ForwardStep, NonLossFunctions
+from megatron.training.skipped_updates import SkippedUpdates
 from megatron.training.state import TrainState
 
 
@@ -64,6 +65,8 @@ class Trainer:
     """The optimizer's step as a CUDA graph; None: `optimizer.step_on_device`."""
     spikes: LossSpikes | None = None
     """Judges the losses (--loss-spike-action)."""
+    skips: SkippedUpdates | None = None
+    """Counts the updates skipped in a row (--max-consecutive-skips)."""
     open_data: Callable[[], Splits] | None = None
     """Opens the data at the counts of `state`. None: the data is a script's own and cannot go back."""
 
@@ -113,13 +116,15 @@ class Trainer:
         return self.batches.num_microbatches
 
     def record_step(self, result: StepResult) -> None:
-        """Counts what a step consumed and passes its results to the log."""
+        """Counts what a step consumed, and whether its update was skipped. Passes its results to the log."""
         samples = result.global_batch_size
         self.state.add_step(
             samples,
             tokens=samples * self.config.data.seq_length,
             operations=samples * (self.log.flops_per_sample or 0.0),
         )
+        if self.skips is not None:
+            self.skips.count(result, self.optimizer.get_loss_scale())
         self.log.step(result, self.state)
 
     def skips_step(self) -> bool:

@@ -72,7 +72,7 @@ def test_the_file_that_names_the_newest_checkpoint(tmp_path):
         tracker.write_text(word)
         assert read_metadata(tracker) == expected
     tracker.write_text("soon")
-    with pytest.raises(UserError, match="holds 'soon'"):
+    with pytest.raises(UserError, match="contains 'soon'"):
         read_metadata(tracker)
     assert get_checkpoint_name(tmp_path, 12) == str(tmp_path / "iter_0000012")
     assert get_checkpoint_name(tmp_path, 0, release=True) == str(tmp_path / "release")

@@ -14,7 +14,13 @@ from pathlib import Path
 import numpy as np
 
 from megatron.core.utils.compiled import AST_LOCK
-from megatron.core.utils.files import open_atomically, parse_json, write_atomically
+from megatron.core.utils.files import (
+    open_atomically,
+    open_regular_file,
+    parse_json,
+    read_regular_file,
+    write_atomically,
+)
 from megatron.core.utils.warn import warn_on_first_rank
 
 _IN_MEMORY_BELOW = 1 << 20  # bytes; larger arrays are mapped, each of which holds a file descriptor
@@ -57,10 +63,13 @@ class IndexCache:
         if self._folder is None:
             return None
         try:
-            description, _, checksums = self._path("description.txt").read_text(encoding="utf-8").rpartition("\n")
+            text = read_regular_file(self._path("description.txt")).decode()
+            description, _, checksums = text.rpartition("\n")
             if description != self._description:
                 return None
             expected = parse_json(checksums)
+            if not isinstance(expected, dict):
+                raise ValueError("its last line holds no checksums")
             arrays = {name: load_array(self._path(f"{name}.npy")) for name in names}
             if any(_checksums(array) != expected.get(name) for name, array in arrays.items()):
                 raise ValueError("a checksum does not match")
@@ -167,9 +176,11 @@ def _try_to_lock(descriptor: int) -> bool:
 
 def load_array(path: Path) -> np.ndarray:
     """Returns the array of an .npy file: read if it is small, otherwise mapped read-only."""
-    large = path.stat().st_size > _IN_MEMORY_BELOW
-    with AST_LOCK:  # numpy parses the header as a Python literal; several threads build data sets at once
-        return np.load(path, mmap_mode="r" if large else None, allow_pickle=False)
+    # numpy parses the header as a Python literal; several threads build data sets at once
+    with open_regular_file(path) as file, AST_LOCK:
+        if os.fstat(file.fileno()).st_size > _IN_MEMORY_BELOW:
+            return np.load(path, mmap_mode="r", allow_pickle=False)
+        return np.load(file, allow_pickle=False)
 
 
 def _is_large(array: np.ndarray) -> bool:

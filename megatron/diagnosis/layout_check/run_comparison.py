@@ -22,6 +22,7 @@ from megatron.core.dist_checkpointing.planning import match
 from megatron.core.dist_checkpointing.reading import fill_tensors
 from megatron.core.exceptions import UserError
 from megatron.core.parameters import Box
+from megatron.training.checkpoint_checks import command_line_in
 from megatron.training.config.command_line import split_words
 from megatron.training.config.flag_table import flags_by_spelling
 from megatron.training.logging.jsonl import MetricsHistory
@@ -261,11 +262,11 @@ def rerun_of(run: ComparedRun, iteration: int | None) -> Rerun:
         return Rerun(_kept(words), ranks)
     if not run.checkpoints:
         raise UserError(f"{run.name}: without a checkpoint its flags are not known; give a file with the command line")
-    manifest = open_checkpoint(run.checkpoints[max(run.checkpoints) if iteration is None else iteration]).manifest
-    words = _kept(manifest.config["command_line"])
+    checkpoint = open_checkpoint(run.checkpoints[max(run.checkpoints) if iteration is None else iteration])
+    words = _kept(command_line_in(checkpoint.folder, checkpoint.manifest))
     ranks = 1
     for axis in ("tp", "pp", "cp", "dp"):
-        ranks *= int(manifest.layout.get(axis, 1))
+        ranks *= int(checkpoint.manifest.layout.get(axis, 1))
     if iteration is not None:
         words += ["--load", str(run.root), "--ckpt-step", str(iteration)]
     return Rerun(words, ranks)

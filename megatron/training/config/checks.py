@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megatron.core.declarations import model_parallel_config
-from megatron.core.declarations.config_fields import fields_of_problem
+from megatron.core.declarations.config_fields import fields_of_problem, literal_text
 from megatron.core.ops.compiled import missing_compiler
 from megatron.core.ops.transformer_engine.engine import uses_engine
 from megatron.core.optimizer import optimizer_config
@@ -40,8 +40,17 @@ def problems_of(settings: Settings) -> list[str]:
     Leaves out problems that name derived values only, if there are others: the mistake is in the values from which
     these are derived.
     """
-    problems = [problem for rule in RULES for problem in rule(settings)]
+    problems = list(dict.fromkeys(problem for rule in RULES for problem in _problems_of(rule, settings)))
     return [problem for problem in problems if not _names_derived_values_only(problem, settings)] or problems
+
+
+def _problems_of(rule: Callable[[Settings], Iterator[str]], settings: Settings) -> Iterator[str]:
+    """Yields the problems of a rule. A file that the system cannot look at is one: its name is too long, its folder
+    closed to this user, or a link leads to itself."""
+    try:
+        yield from rule(settings)
+    except OSError as error:
+        yield literal_text(f"{error.filename}: {error.strerror}")
 
 
 def _names_derived_values_only(problem: str, settings: Settings) -> bool:

@@ -61,6 +61,7 @@ from megatron.training.setup.model import (
     stops_on_nonfinite,
 )
 from megatron.training.setup.notes import holding_notes, kernel_notes, run_notes
+from megatron.training.skipped_updates import count_of_skipped_updates
 from megatron.training.state import TrainState
 from megatron.training.trainer import Trainer
 
@@ -212,6 +213,7 @@ def build_trainer(
     rows = vocabulary_rows(config, context.tokenizer)
     log = build_log(config, environment, state, rows, model, context.timers, script.mix)
     global_vars.set_writers(log.tensorboard_writer, log.wandb)
+    skips = count_of_skipped_updates(config, environment.device)
     exit_agreement = ExitAgreement(
         agreement_group(timedelta(minutes=config.parallel.distributed_timeout_minutes)),
         rank=environment.rank,
@@ -221,6 +223,7 @@ def build_trainer(
         started=started,
         non_finite=log.metrics.trouble_seen if stops_on_nonfinite(config) else lambda: False,
         loss_spike=spikes.ends_run if spikes is not None else lambda: False,
+        skipped_updates=skips.too_many,
     )
     probe, results = build_probe(config, model), build_rerun_state_machine(config)
     forward_backward = get_forward_backward_func(environment.groups.size("pp"), len(model))
@@ -256,6 +259,7 @@ def build_trainer(
         results=results,
         update=update,
         spikes=spikes,
+        skips=skips,
         open_data=open_and_watch,
         non_loss=script.non_loss,
     )

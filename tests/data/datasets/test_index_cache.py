@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.special_files import SPECIAL_FILES, special_file
 
 from megatron.core.utils.compiled import AST_LOCK
 from megatron.data.datasets.index_cache import IndexCache, load_array
@@ -54,6 +55,31 @@ def test_threads_read_one_array_at_a_time(tmp_path):
             with pytest.raises(TimeoutError):
                 reading.result(timeout=0.05)
         assert reading.result(timeout=240).tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("name", ["-a.npy", "-b.npy", "-description.txt", ".lock"])
+@pytest.mark.parametrize("kind", SPECIAL_FILES)
+def test_what_is_no_file_is_not_read(tmp_path, name, kind):
+    cache = IndexCache(tmp_path, "X", "description")
+    cache.save(arrays())
+    (description,) = tmp_path.glob("*-description.txt")
+    path = description.with_name(description.name.removesuffix("-description.txt") + name)
+    path.unlink(missing_ok=True)
+    if name == ".lock":  # it is opened by who builds
+        description.unlink()
+    with special_file(path, kind):
+        built = cache.load_or_build(NAMES, valid, arrays)
+        assert all(np.array_equal(built[name], arrays()[name]) for name in NAMES)
+
+
+@pytest.mark.parametrize("line", ["[1]", "7", "null", "[" * 5000])
+def test_checksums_that_are_none(tmp_path, line):
+    cache = IndexCache(tmp_path, "X", "description")
+    cache.save(arrays())
+    (path,) = tmp_path.glob("*-description.txt")
+    path.write_text(f"{path.read_text().rpartition(chr(10))[0]}\n{line}")
+    assert cache.load(NAMES) is None and cache.load_or_build(NAMES, valid, arrays)["b"].shape == (7,)
+    assert cache.load(NAMES) is not None
 
 
 def test_another_description_is_another_entry(tmp_path):

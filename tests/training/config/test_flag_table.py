@@ -30,6 +30,7 @@ OURS = {
     "--print-config",
     "--fp64",
     "--keep-last",
+    "--max-consecutive-skips",
     "--metrics-path",
     "--nonfinite-action",
     "--nonfinite-dump-dir",
