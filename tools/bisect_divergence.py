@@ -163,6 +163,8 @@ def rerun(
                 break
             watched = later
     script, launch = load_script(options.script), LaunchEnvironment(plans[1].world_size, False)
+    if script.note is not None:
+        print(script.note)
     words = [*plans[1].words, *options.flags, "--dry-run"]
     grid = configure(words, script.add_flags, script.defaults, launch_environment=launch).grid.dense
     coordinates = {rank: grid.coordinates(rank) for rank in range(plans[1].world_size)}

@@ -42,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         dump = read_dump(options.dump)
         script = load_script(options.script or script_of(dump))
+        if script.note is not None:
+            print(script.note)
         result = replay(dump, script.providers, script.add_flags, options.flags)
     except UserError as error:
         exit_with_problems(error)

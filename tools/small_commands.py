@@ -1,5 +1,10 @@
 """Reduces training commands for tools/try_commands.py: flags appended to a command set sizes, data and paths."""
 
+import sys
+
+if __name__ == "__main__":
+    sys.exit("This file is a part of another program; run: python tools/try_commands.py COMMANDS.jsonl")
+
 from collections.abc import Sequence
 
 from megatron.core.transformer.layer_patterns import has_mixer

@@ -13,7 +13,8 @@ from megatron.conversion.family_choice import choose_family
 from megatron.core.exceptions import UserError
 from megatron.core.parameters import canonical_names, info_of
 from megatron.core.transformer.transformer_config import MLATransformerConfig
-from megatron.training.config.flag_table import Flag, flag_table, is_inert, is_to_come
+from megatron.training.config.conditions import is_inert, is_to_come
+from megatron.training.config.flag_table import Flag, flag_table
 from megatron.training.config.model import ModelConfig
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.inspection.run_description import words_of

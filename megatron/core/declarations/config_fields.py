@@ -54,11 +54,12 @@ class FlagDeclaration:
     supported."""
     no_effect: str | None = None
     """The flag is accepted but has no effect; this sentence says why, and is printed if the flag is given."""
-    only_with: str | None = None
-    """This field has an effect only with another field, given as "field" (not at its default), "field=value" or
-    "field=value|value". A warning is printed if this field is given without the other one."""
-    or_with: str | None = None
-    """Another field: if it is set, this field has an effect even if the condition of `only_with` is not met."""
+    only_with: tuple[str, ...] = ()
+    """Conditions on other fields, which must all hold for this field to have an effect: "field" (not at its default),
+    "field=value", "field=value|value" or "field!=value". `flag` also takes a single one. A note is printed if this
+    field is given and one does not hold. A condition holds only if the field that it names has an effect itself."""
+    or_with: tuple[str, ...] = ()
+    """Conditions of which each gives this field an effect even if those of `only_with` do not hold."""
     families: tuple[str, ...] | None = None
     """The model families that read the flag ("gpt", "bert", "t5"); None: all. A note is printed if it is given in a run
     of another family."""
@@ -76,9 +77,12 @@ _BY_THE_RULE = FlagDeclaration()
 def flag(default: Any = dataclasses.MISSING, *, default_factory: Any = dataclasses.MISSING, **declaration: Any) -> Any:
     """Returns a dataclass field whose flag needs more than the default rule. Keywords are those of
     `FlagDeclaration`."""
-    for name in ("aliases", "supported", "families"):
-        if name in declaration and isinstance(declaration[name], Sequence) and not isinstance(declaration[name], str):
-            declaration[name] = tuple(declaration[name])
+    for name in ("aliases", "supported", "families", "only_with", "or_with"):
+        value = declaration.get(name)
+        if isinstance(value, str):
+            declaration[name] = (value,)
+        elif isinstance(value, Sequence):
+            declaration[name] = tuple(value)
     metadata = {_METADATA_KEY: FlagDeclaration(**declaration)}
     if default_factory is not dataclasses.MISSING:
         return dataclasses.field(default_factory=default_factory, metadata=metadata)
@@ -96,6 +100,13 @@ def not_yet(
 def not_a_flag(default: Any = dataclasses.MISSING, *, default_factory: Any = dataclasses.MISSING) -> Any:
     """Returns a dataclass field without a flag."""
     return flag(default, default_factory=default_factory, exposed=False)
+
+
+def split_condition(text: str) -> tuple[str, tuple[str, ...], bool]:
+    """Returns the parts of a condition of `only_with`: the name of a field, values (none: any but its default), and
+    whether these are the values that it must not have."""
+    name, _, words = text.partition("=")
+    return name.removesuffix("!"), tuple(words.split("|")) if words else (), name.endswith("!")
 
 
 def declaration_of(field: "dataclasses.Field[Any]") -> FlagDeclaration:

@@ -57,6 +57,9 @@ _FILES: dict[str, str] = {
 """What --tokenizer-model is for each family."""
 _WITH_SENTINELS = (*BERT_TYPES, "HuggingFaceTokenizer")
 
+_ANY_SENTENCEPIECE = f"tokenizer_type={'|'.join(SENTENCEPIECE_TYPES)}"
+_WITH_OLDER_BEHAVIOUR = "tokenizer_type=TikTokenizer|HuggingFaceTokenizer|Llama2Tokenizer|SentencePieceTokenizer"
+
 
 @dataclass(kw_only=True, frozen=True)
 class TokenizerConfig:
@@ -96,7 +99,7 @@ class TokenizerConfig:
     --tokenizer-sentencepiece-legacy: number of tokens <extra_id_i> to add to the vocabulary, for T5's masked spans. If
     a Hugging Face folder has such tokens, they keep their ids."""
 
-    legacy_tokenizer: bool = False
+    legacy_tokenizer: bool = flag(False, only_with=_WITH_OLDER_BEHAVIOUR)
     """Behave as in older releases: TikTokenizer matches no special tokens in text and names three of them;
     HuggingFaceTokenizer adds the special tokens of its template (BOS); Llama2Tokenizer begins each text with BOS;
     SentencePieceTokenizer adds special tokens (--tokenizer-sentencepiece-legacy)."""
@@ -148,6 +151,7 @@ class TokenizerConfig:
         True,
         off="--no-tokenizer-sentencepiece-ignore-extra-whitespaces",
         aliases=["--disable-tokenizer-sentencepiece-ignore-extra-whitespaces"],
+        only_with=_ANY_SENTENCEPIECE,
     )
     """SentencePiece tokenizers: accept a model that joins runs of blanks. When this is off, such a model is refused."""
 

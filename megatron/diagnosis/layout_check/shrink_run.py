@@ -11,7 +11,8 @@ from megatron.core.exceptions import UserError
 from megatron.diagnosis.layout_check.shrink_layout import LayoutSizes, shrink_layout
 from megatron.diagnosis.layout_check.shrink_model import ShrunkFlags, fields_of_groups
 from megatron.training.config.command_line import split_words
-from megatron.training.config.flag_table import GROUPS, flag_table, flags_by_spelling, is_to_come
+from megatron.training.config.conditions import is_to_come
+from megatron.training.config.flag_table import GROUPS, flag_table, flags_by_spelling
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.retired import translate_all
 from megatron.training.inspection.run_description import command_line_of

@@ -159,6 +159,10 @@ def _positions(s: Settings) -> Iterator[str]:
 
 
 def _rotary(s: Settings) -> Iterator[str]:
+    if not 0.0 < s.rotary_percent <= 1.0:
+        yield "{rotary_percent} must be larger than 0 and at most 1"
+    if not s.rope_scaling_factor > 0:
+        yield "{rope_scaling_factor} must be larger than 0"
     if s.multi_latent_attention:
         scalings = [field for field in s.values if field.startswith("rope_scaling_") and field != "rope_scaling_type"]
         for field in (*scalings, "use_rope_scaling", "rotary_seq_len_interpolation_factor"):
@@ -170,17 +174,13 @@ def _rotary(s: Settings) -> Iterator[str]:
         return
     if s.position_embedding_type != "rope":
         return
-    if not 0.0 < s.rotary_percent <= 1.0:
-        yield "{rotary_percent} must be larger than 0 and at most 1"
-    elif s.kv_channels is not None and s.kv_channels > 0:
+    if 0.0 < s.rotary_percent <= 1.0 and s.kv_channels is not None and s.kv_channels > 0:
         rotated = int(s.kv_channels * s.rotary_percent)
         if rotated < 2 or rotated % 2:
             yield (
                 f"{{rotary_percent}} of {{kv_channels:name}} {s.kv_channels} rotates {rotated} channels of a head; "
                 "the number must be even and at least 2"
             )
-    if not s.rope_scaling_factor > 0:
-        yield "{rope_scaling_factor} must be larger than 0"
     if s.use_rope_scaling and s.rope_scaling_type not in (None, "llama3"):
         yield "{use_rope_scaling} means {rope_scaling_type:name} llama3; it does not go with {rope_scaling_type}"
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megatron.training.config.flag_table import Flag, flag_table, is_inert, is_to_come, parent_of
+from megatron.training.config.conditions import is_inert, is_to_come, needs_of
+from megatron.training.config.flag_table import Flag, flag_table
 from megatron.training.config.retired import REFUSED, RETIRED, Occurrence, translate
 from megatron.training.config.unsupported_flags import ACCEPTED_FLAGS, REFUSED_FLAGS, refusal_of
 
@@ -80,8 +81,7 @@ def _rows_of_fields() -> Iterator[Row]:
     for flag in flag_table().values():
         meaning, answer = flag.help, answer_of(flag)
         if answer == "b":
-            parent = parent_of(flag)
-            reason = flag.declaration.no_effect or (f"goes with {parent[0].spelling}" if parent else "")
+            reason = flag.declaration.no_effect or f"goes with {needs_of(flag)[0].flag.spelling}"
             meaning = f"{meaning} No effect: {reason}."
         elif answer == "d":
             meaning = f"{meaning} Refused: {refusal_of(flag.spelling)}."

@@ -24,7 +24,7 @@ class ResilienceConfig:
     """End the run, with exit code 1 and without a checkpoint, after this many steps in a row whose update was skipped
     because of a non-finite loss or gradient. Steps that lower the loss scale of --fp16 do not count."""
 
-    nonfinite_dump_dir: str | None = flag(None, only_with="check_for_nan_in_loss_and_grad")
+    nonfinite_dump_dir: str | None = flag(None, only_with=("check_for_nan_in_loss_and_grad", "nonfinite_action=stop"))
     """Folder for the step that ends a run because of a non-finite loss or gradient: batch, state before the step, and
     the first non-finite value of each rank. `tools/replay.py` computes the step again. Default: `nonfinite` in the
     folder of --save."""

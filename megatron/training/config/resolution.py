@@ -29,6 +29,7 @@ from megatron.training.config.derived_values import derive_values
 from megatron.training.config.flag_table import flag_table, spelling_of
 from megatron.training.config.ineffective_flags import is_read, notes_on_ineffective_flags
 from megatron.training.config.logging import LoggingConfig
+from megatron.training.config.messages import message_of
 from megatron.training.config.model import ACTIVATIONS, ModelConfig
 from megatron.training.config.parallel import ParallelConfig
 from megatron.training.config.pretrain_config import PretrainConfig
@@ -64,7 +65,7 @@ def resolve(
     try:
         settings = Settings(line, launch_environment or LaunchEnvironment.of_this_process())
     except UserError as error:
-        raise ConfigurationError([*line.problems, str(error)]) from error
+        raise ConfigurationError([*line.problems, message_of(error)]) from error
     extra = dict(line.extra)
     notes = list(line.warnings) + _take_script_defaults(settings, extra, args_defaults or {})
     notes += derive_values(settings)
@@ -81,7 +82,7 @@ def resolve(
     except ConfigurationError:
         raise
     except UserError as error:
-        raise ConfigurationError([str(error)]) from error
+        raise ConfigurationError([message_of(error)]) from error
 
 
 def _take_script_defaults(settings: Settings, extra: dict[str, Any], defaults: Mapping[str, Any]) -> list[str]:
