@@ -22,8 +22,7 @@ _GRAPHS = "--micro-batch-size 1 --global-batch-size 16 --cuda-graph-impl local"
 _CHUNKS = "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2"
 _ZERO3 = "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params"
 _BOTH = "--overlap-grad-reduce --overlap-param-gather"
-_OWN_FIRST = "--moe-local-token-overlap --moe-dispatcher-transport symmetric-memory"
-_FLEX = f"--moe-token-dispatcher-type flex {_OWN_FIRST}"
+_FLEX = "--moe-token-dispatcher-type flex"
 _TURNS = "--overlap-moe-expert-parallel-comm"
 _GATHERED = "--moe-token-dispatcher-type allgather --delay-wgrad-compute"
 _PLACED = "--moe-balanced-expert-placement"
@@ -71,7 +70,7 @@ def _expert_layouts(gpus: int) -> dict[str, Layout]:
         plain: _expert_parallel(gpus),
         f"{plain}-flex": _expert_parallel(gpus, _FLEX, reference=plain),
         f"{plain}-allgather": _expert_parallel(gpus, _GATHERED, reference=plain),
-        f"{plain}-balanced": _expert_parallel(gpus, f"{_GATHERED} {_PLACED} {_OWN_FIRST}", reference=plain),
+        f"{plain}-balanced": _expert_parallel(gpus, f"{_GATHERED} {_PLACED}", reference=plain),
         f"{plain}-overlap": _expert_parallel(gpus, f"{_TURNS} --delay-wgrad-compute", _TURNS, connections=32),
         f"{plain}-flex-overlap": _expert_parallel(
             gpus,
@@ -118,7 +117,7 @@ LAYOUTS: Mapping[str, Layout] = {
     **{f"cp{gpus}": Layout(gpus, f"--context-parallel-size {gpus} {_DATA}") for gpus in (2, 4, 8)},
     **{name: layout for gpus in (2, 4, 8) for name, layout in _expert_layouts(gpus).items()},
     "mb8": Layout(1, _WIDE),
-    "ep2-mb8": _expert_parallel(2, f"{_GATHERED} {_PLACED} {_OWN_FIRST} {_WIDE}", _WIDE),
+    "ep2-mb8": _expert_parallel(2, f"{_GATHERED} {_PLACED} {_WIDE}", _WIDE),
     "zero3": Layout(4, f"{_ZERO3} {_BOTH}", reference="dp4"),
     "hsdp": Layout(
         8,
@@ -245,8 +244,7 @@ def assignments(cell: Cell, tiny: bool = False) -> list[str]:
     if tiny:
         sizes = f"{TINY} {TINY_EXPERTS}" if cell.model == "MOE64" else TINY
         sizes = f"{sizes} --global-batch-size {2 * cell.layout.gpus}"
-        by_collectives = " --moe-dispatcher-transport process-group" if "symmetric-memory" in ours else ""
-        ours, theirs = f"{ours} {sizes}{by_collectives}", f"{theirs} {sizes}"
+        ours, theirs = f"{ours} {sizes}", f"{theirs} {sizes}"
     values = {
         "cell": cell.model,
         "gpus": cell.layout.gpus,

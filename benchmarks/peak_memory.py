@@ -17,7 +17,6 @@ from benchmarks.layouts import find_cell
 from megatron.core.pipeline_parallel.orders import Schedule, schedule_name
 from megatron.core.pipeline_parallel.simulator import simulate
 from megatron.core.pipeline_parallel.stages import pipeline_of
-from megatron.core.transformer.moe.allgather_dispatcher import SPARE_ROWS
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.diagnosis.dry_run.dry_run import dry_run
 from megatron.diagnosis.dry_run.rank_memory import RankMemory
@@ -93,9 +92,7 @@ def bytes_of_token(config: TransformerConfig) -> float:
         mlp = 3.0 * (config.ffn_hidden_size or 0)
     else:
         ffn = config.moe_ffn_hidden_size or 0
-        own_first = config.moe_local_token_overlap and config.moe_token_dispatcher_type == "allgather"
-        room = 1.0 + (1.0 / SPARE_ROWS if own_first else 0.0)
-        mlp = config.moe_router_topk * ((hidden + 2.0 * ffn) * room + ffn)
+        mlp = config.moe_router_topk * (hidden + 3.0 * ffn)
         is_even = config.expert_model_parallel_size == 1 or config.moe_balanced_expert_placement
         mlp *= 1.0 if is_even else _UNEVEN
     return 2.0 * ((2 + norms) * hidden + attention + mlp)

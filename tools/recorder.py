@@ -331,20 +331,6 @@ def _note_rows(seen: Recorder, output: Tensor, rows: Tensor, *_: Any, **__: Any)
     seen.moved["permutation"] += 2 * _size(output, rows)
 
 
-def _note_put(seen: Recorder, _: None, rows: Tensor, tokens: Tensor, places: Tensor) -> None:
-    seen.moved["permutation"] += 2 * (_size(tokens) + _placed(places) * rows.shape[1] * rows.element_size())
-
-
-def _note_sums(seen: Recorder, output: Tensor, rows: Tensor, places: Tensor, addends: Tensor | None = None) -> None:
-    summed = _placed(places) * rows.shape[1] * rows.element_size() + (0 if addends is None else _size(addends))
-    seen.moved["permutation"] += 2 * (_size(output) + summed)
-
-
-def _placed(places: Tensor) -> int:
-    """Returns the number of rows of some tokens. Waits for the device."""
-    return int((places >= 0).sum())
-
-
 def _note_cross_entropy(seen: Recorder, losses: Tensor, logits: Tensor, *_: Any, **__: Any) -> None:
     seen.moved["cross entropy"] += 2 * _size(logits)
 
@@ -367,8 +353,6 @@ _NOTES: dict[str, Callable[..., None]] = {
     "embedding": _note_embedding,
     "permute": _note_rows,
     "unpermute": _note_rows,
-    "put_tokens": _note_put,
-    "sum_rows_and_addends": _note_sums,
     "cross_entropy": _note_cross_entropy,
     "causal_conv": _note_convolution,
 }

@@ -95,7 +95,7 @@ def _is(situation: Situation, device_type: str, training: bool, packed: bool) ->
 def plan_attention(backend: Backend, variant: AttentionVariant, config: Any) -> AttentionPlan:
     """Chooses the kernels of an attention layer by the config's `params_dtype` and `attention_backend`.
 
-    If the kernel of `attention_backend` flash, fused or flex cannot compute a layer, the next one does. On a machine
+    If the kernel of `attention_backend` flash or fused cannot compute a layer, the next one does. On a machine
     with a GPU a warning says so if this concerns training on unpacked rows.
     """
     return _plan(backend.attention[config.attention_backend], variant, config)
@@ -111,7 +111,7 @@ def _plan(candidates: Sequence[Kernel], variant: AttentionVariant, config: Any) 
     for device_type, training, packed in itertools.product(("cpu", "cuda"), (True, False), (False, True)):
         situation = Situation(device_type, config.params_dtype, training, packed)
         choices[situation] = _choose_kernel(candidates, variant, situation)
-    named = AttnBackend.flash, AttnBackend.fused, AttnBackend.flex
+    named = AttnBackend.flash, AttnBackend.fused
     if torch.cuda.is_available() and config.attention_backend in named:
         _tell_other_kernel(candidates, variant, config)
     return KernelPlan(choices)
@@ -119,8 +119,7 @@ def _plan(candidates: Sequence[Kernel], variant: AttentionVariant, config: Any) 
 
 def _tell_other_kernel(candidates: Sequence[Kernel], variant: AttentionVariant, config: Any) -> None:
     """Warns if the kernel that `attention_backend` names does not compute training on a GPU."""
-    asked = [kernel for kernel in candidates if not (isinstance(kernel, AttentionKernel) and kernel.is_preference)]
-    choice = _choose_kernel(asked, variant, Situation("cuda", config.params_dtype, True, False))
+    choice = _choose_kernel(candidates, variant, Situation("cuda", config.params_dtype, True, False))
     if choice.refusals:
         warn_on_first_rank(f"--attention-backend {config.attention_backend.name}: attention uses {choice.describe()}")
 

@@ -18,9 +18,7 @@ from megatron.core.communication.collectives import Group
 from megatron.core.declarations.model_parallel_config import ModelParallelConfig
 from megatron.core.exceptions import UserError
 from megatron.core.groups.process_groups_config import ProcessGroupCollection
-from megatron.core.ops.apex_norm import find_apex_norms
 from megatron.core.ops.attention.blocks import merge_block
-from megatron.core.ops.attention.flash3 import find_flash3
 from megatron.core.ops.attention.kernels import (
     BLOCK_CANDIDATES,
     CANDIDATES,
@@ -28,12 +26,10 @@ from megatron.core.ops.attention.kernels import (
     BlockKernel,
     before_unfused,
     own_flash_kernels,
-    with_flash3,
     with_own_flash,
 )
 from megatron.core.ops.attention.max_logits import max_attention_logits
 from megatron.core.ops.causal_conv import causal_conv
-from megatron.core.ops.compiled import CompiledBiasAdd, compiled_operations
 from megatron.core.ops.cross_entropy import cross_entropy
 from megatron.core.ops.delta_rule.chunked import gated_delta_rule
 from megatron.core.ops.dropout.dropout import bias_dropout_add, keep_rows
@@ -73,26 +69,14 @@ from megatron.core.ops.fp8.weight_blocks import WeightKernels, cast_blocks, larg
 from megatron.core.ops.head_loss import head_loss
 from megatron.core.ops.linear import linear, sum_rows
 from megatron.core.ops.moe.grouped_linear import accumulate_grouped_product, grouped_bias, grouped_linear
-from megatron.core.ops.moe.permute import ChoiceNumbers, permute, put_tokens, sum_rows_and_addends, unpermute
-from megatron.core.ops.moe.placement import PositionTable, place_experts
+from megatron.core.ops.moe.permute import ChoiceNumbers, permute, unpermute
 from megatron.core.ops.moe.routing import balance_sums, best, choose_experts, count_experts
 from megatron.core.ops.moe.weighted_activation import weighted_activation
 from megatron.core.ops.norm import layer_norm, layer_norm_with_residual, rms_norm, rms_norm_with_residual
 from megatron.core.ops.normed_rope import normed_rope
 from megatron.core.ops.rope import apply_rope
 from megatron.core.ops.split_heads import split_heads, split_rotated_heads
-from megatron.core.ops.transformer_engine.attention import with_engine_attention
-from megatron.core.ops.transformer_engine.engine import (
-    Engine,
-    find_engine,
-    recipe_of,
-    unused_line,
-    why_layers_stay_ours,
-)
-from megatron.core.ops.transformer_engine.linear import make_grouped_linear, make_linear
-from megatron.core.ops.transformer_engine.norm import EngineNorms
 from megatron.core.transformer.enums import AttnBackend
-from megatron.core.utils.warn import warn_on_first_rank
 
 
 @dataclass(frozen=True)
@@ -130,9 +114,6 @@ class Backend:
     number_choices: Callable[[Tensor, int], ChoiceNumbers] = ChoiceNumbers
     permute: Callable[..., Tensor] = permute
     unpermute: Callable[..., Tensor] = unpermute
-    place_experts: Callable[[Tensor, int, int], PositionTable] = place_experts
-    put_tokens: Callable[[Tensor, Tensor, Tensor], None] = put_tokens
-    sum_rows_and_addends: Callable[..., Tensor] = sum_rows_and_addends
     weighted_activation: Callable[..., Tensor] = weighted_activation
     attention: Mapping[AttnBackend, tuple[AttentionKernel, ...]] = field(default_factory=lambda: CANDIDATES)
     """Attention kernels for each value of `attention_backend`, in order of preference. A layer uses the first kernel
@@ -143,8 +124,6 @@ class Backend:
     fp8_kernels: Fp8Kernels = field(default_factory=Fp8Kernels)
     fp8: Fp8Settings | None = None
     """Settings with which the linear layers of `make_linear` multiply in fp8; None: not in fp8."""
-    engine: Engine | None = None
-    """Transformer Engine, if it computes grouped experts and linear layers that own their weight; else None."""
     tokens_group: Group = None
     """The ranks that divide the tokens of a micro-batch before they reach a layer (context parallelism)."""
 
@@ -152,9 +131,6 @@ class Backend:
         """Returns the function that computes one linear layer: `linear`, or with fp8 an object that keeps the layer's
         scales and its quantised weight. `weight` [out, in] gives sizes and device; None: the layer does not own a
         weight."""
-        if self.engine is not None and weight is not None and weight.dtype in self.engine.dtypes:
-            made: Callable[..., Tensor] = make_linear(self.engine, self.fp8, weight)
-            return made
         if self.fp8 is None or weight is None:
             return self.linear
         split = dataclasses.replace(split, tokens=(*split.tokens, self.tokens_group))
@@ -165,9 +141,6 @@ class Backend:
     ) -> Callable[..., Tensor]:
         """Returns the function that computes one linear layer of all experts of a rank, as `make_linear` does for other
         layers."""
-        if self.engine is not None and weight.dtype in self.engine.dtypes:
-            made: Callable[..., Tensor] = make_grouped_linear(self.engine, self.fp8, weight)
-            return made
         if self.fp8 is None:
             return self.grouped_linear
         return Fp8GroupedLinear(self.fp8, split, weight, micro_batches)
@@ -185,11 +158,6 @@ class Backend:
     def describe(self, device_type: str) -> str:
         """Returns one line for the log: the backend, and its operations that are not plain torch on a kind of
         device."""
-        if self.engine is not None:
-            fp8 = "" if self.fp8 is None else f" in fp8 by its recipe {recipe_of(self.engine, self.fp8)}"
-            if self.fp8 is not None and self.fp8.recipe == "delayed":
-                fp8 += " (its history is not in checkpoints and starts anew)"
-            return f"backend {self.name} {self.engine.version}: its linear layers{fp8}, {_OF_ENGINE}"
         own = []
         for entry in dataclasses.fields(self):
             function = getattr(self, entry.name)
@@ -204,7 +172,7 @@ class Backend:
 
 _NOT_LISTED = (
     *("name", "attention", "attention_blocks", "split_rotated_heads", "normed_rope"),
-    *("sum_rows", "fp8_kernels", "fp8", "engine", "tokens_group"),
+    *("sum_rows", "fp8_kernels", "fp8", "tokens_group"),
 )
 """Fields of a backend that its line in the log leaves out."""
 
@@ -213,7 +181,6 @@ _SUBJECTS = {
     **dict.fromkeys(("cross_entropy", "head_loss"), "losses"),
     **dict.fromkeys(("best", "choose_experts", "count_experts", "balance_sums", "number_choices"), "experts"),
     **dict.fromkeys(("grouped_linear", "grouped_bias", "permute", "unpermute"), "experts"),
-    **dict.fromkeys(("place_experts", "put_tokens", "sum_rows_and_addends"), "experts"),
     "embedding": "embeddings",
     **dict.fromkeys(("split_heads", "merge_block", "max_attention_logits"), "attention"),
     "linear": "biases",
@@ -223,12 +190,6 @@ _SUBJECTS = {
     "weighted_activation": "activations",
 }
 """Names of operations in the log; operations that are not listed keep their field's name."""
-
-_OF_ENGINE = (
-    "norms, attention and grouped experts; ours: head and loss, rotary positions, activations, "
-    "dropout, routing, experts one by one, attention under context parallelism, the optimizer (one kernel for all)"
-)
-"""The log's text about the operations that Transformer Engine computes, and those that our code computes."""
 
 
 @dataclass(frozen=True)
@@ -250,16 +211,6 @@ class ByDevice:
 
 LOCAL = Backend("local", keep_rows=ByDevice(cpu=keep_rows_compiled, cuda=keep_rows))
 """Plain torch on any device, with numba for random masks on a CPU."""
-
-
-def local_backend() -> Backend:
-    """Returns LOCAL, on a GPU with the norms of apex if it is installed."""
-    norms = find_apex_norms()
-    if norms is None:
-        return LOCAL
-    names = ("layer_norm", "rms_norm", "layer_norm_with_residual", "rms_norm_with_residual")
-    by_apex: dict[str, Any] = {name: ByDevice(cpu=getattr(LOCAL, name), cuda=getattr(norms, name)) for name in names}
-    return dataclasses.replace(LOCAL, name="local with apex", **by_apex)
 
 
 @functools.cache
@@ -308,11 +259,8 @@ def triton_backend() -> Backend | None:
         from megatron.core.ops.moe.permute_triton import (
             ChoiceNumbersTriton,
             permute_triton,
-            put_tokens_triton,
-            sum_rows_and_addends_triton,
             unpermute_triton,
         )
-        from megatron.core.ops.moe.placement_triton import place_experts_triton
         from megatron.core.ops.moe.routing_triton import (
             balance_sums_triton,
             best_triton,
@@ -382,9 +330,6 @@ def triton_backend() -> Backend | None:
         number_choices=ByDevice(cpu=ChoiceNumbers, cuda=ChoiceNumbersTriton),
         permute=ByDevice(cpu=permute, cuda=permute_triton),
         unpermute=ByDevice(cpu=unpermute, cuda=unpermute_triton),
-        place_experts=ByDevice(cpu=place_experts, cuda=place_experts_triton),
-        put_tokens=ByDevice(cpu=put_tokens, cuda=put_tokens_triton),
-        sum_rows_and_addends=ByDevice(cpu=sum_rows_and_addends, cuda=sum_rows_and_addends_triton),
         weighted_activation=ByDevice(cpu=weighted_activation, cuda=weighted_activation_triton),
         sum_rows=ByDevice(cpu=sum_rows, cuda=sum_rows_triton),
         fp8_kernels=Fp8Kernels(
@@ -419,67 +364,12 @@ def _scaled_product(left: Quantized, right: Quantized, dtype: torch.dtype, preci
     return (product_cuda if left.values.is_cuda else emulated_product)(left, right, dtype, precise)
 
 
-def engine_backend(engine: Engine) -> Backend:
-    """Returns the backend whose linear layers, norms, attention and grouped experts are Transformer Engine's. Other
-    operations are those of the Triton backend on a GPU."""
-    base = (triton_backend() if torch.cuda.is_available() else None) or LOCAL
-    norms = EngineNorms(engine, base.layer_norm, base.rms_norm)
-    return dataclasses.replace(
-        base,
-        name="transformer_engine",
-        engine=engine,
-        attention=with_engine_attention(engine, base.attention),
-        layer_norm=norms.layer_norm,
-        rms_norm=norms.rms_norm,
-        normed_rope=None,
-        layer_norm_with_residual=norms.layer_norm_with_residual,
-        rms_norm_with_residual=norms.rms_norm_with_residual,
-        grouped_linear=grouped_linear,  # Transformer Engine needs the numbers of rows on the host, like the plain loop
-        fp8_kernels=dataclasses.replace(base.fp8_kernels, noting={}),
-    )
-
-
-_engine_backend = functools.cache(engine_backend)
-
-
-def compiled_backend(base: Backend, compiler: str) -> Backend:
-    """Returns a backend in which torch.compile generates some operations; the others come from `base`. `compiler` is a
-    backend of torch.compile. On a GPU the own kernels of `base` stay: they are faster than generated ones."""
-    made = {**compiled_operations(compiler), "bias_dropout_add": CompiledBiasAdd(base.bias_dropout_add, compiler)}
-    own = {name: getattr(base, name) for name in made}
-    chosen: dict[str, Any] = {
-        name: ByDevice(cpu=compiled, cuda=own[name].cuda) if isinstance(own[name], ByDevice) else compiled
-        for name, compiled in made.items()
-    }
-    name = f"{base.name} with torch.compile" if all(chosen[name] is made[name] for name in made) else base.name
-    return dataclasses.replace(base, name=name, **chosen)
-
-
 def choose_backend(config: ModelParallelConfig) -> Backend:
-    """Returns the backend of `config.transformer_impl`. transformer_engine: Transformer Engine's backend, if it can be
-    used and `why_layers_stay_ours` returns no reason against it; otherwise a warning says why it is not used. local, or
-    no GPU or no Triton: LOCAL. Otherwise: the Triton backend. With `torch_compile` torch's compiler generates
-    operations for which the backend has no kernel of its own. With `attention_backend` flash, FlashAttention-3 comes
-    first where it is installed.
+    """Returns the backend of `config.transformer_impl`. local, or no GPU or no Triton: LOCAL. Otherwise: the Triton
+    backend.
 
     Raises UserError if the config asks for Triton and it cannot be imported."""
-    backend = _asked_backend(config)
-    flash3 = find_flash3() if getattr(config, "attention_backend", None) is AttnBackend.flash else None
-    if flash3 is not None:
-        backend = dataclasses.replace(backend, attention=with_flash3(backend.attention, flash3))
-    if getattr(config, "torch_compile", False):
-        return compiled_backend(backend, config.torch_compile_backend)  # type: ignore[attr-defined]
-    return backend
-
-
-def _asked_backend(config: ModelParallelConfig) -> Backend:
     asked = getattr(config, "transformer_impl", "auto")
-    if asked == "transformer_engine":
-        engine = find_engine()
-        reason = engine if isinstance(engine, str) else why_layers_stay_ours(config)
-        if isinstance(engine, Engine) and reason is None:
-            return _engine_backend(engine)
-        warn_on_first_rank(unused_line(reason or ""))
     if asked == "triton":
         backend = triton_backend()
         if backend is None:
@@ -489,8 +379,8 @@ def _asked_backend(config: ModelParallelConfig) -> Backend:
             )
         return backend
     if asked == "local" or not torch.cuda.is_available():
-        return local_backend()
-    return triton_backend() or local_backend()
+        return LOCAL
+    return triton_backend() or LOCAL
 
 
 def backend_of_layer(

@@ -27,7 +27,7 @@ from megatron.training.state import TrainState
 _FORMATS = ("fp16", "bf16", "fp64")
 _OF_MANY_PROCESSES = ("number formats, seed and ranks", "data parallel", "pipeline stages", "memory", "fp8 and fp4")
 """Sections of flags that change how a run computes, but not its result."""
-_OTHER_FIELDS = ("cp_comm_type", "torch_compile", "torch_compile_backend")
+_OTHER_FIELDS = ("cp_comm_type",)
 """Flags of other sections of this kind."""
 
 

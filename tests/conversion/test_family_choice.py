@@ -171,9 +171,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "moe_shared_expert_overlap": (
         "--moe-shared-expert-intermediate-size 16 --moe-shared-expert-overlap --moe-token-dispatcher-type alltoall",
     ),
-    "moe_local_token_overlap": ("--moe-token-dispatcher-type flex --moe-local-token-overlap",),
     "moe_balanced_expert_placement": ("--moe-grouped-gemm --moe-balanced-expert-placement",),
-    "moe_dispatcher_transport": ("--moe-token-dispatcher-type flex --moe-dispatcher-transport process-group",),
     "moe_token_drop_policy": ("--moe-expert-capacity-factor 0.5 --moe-token-drop-policy position",),
     "moe_upcycling_granularity": ("--moe-use-upcycling --load somewhere --moe-upcycling-granularity 1",),
     "moe_use_upcycling": ("--moe-use-upcycling --load somewhere",),
@@ -221,8 +219,6 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "recompute_modules": ("--recompute-granularity selective --recompute-modules core_attn",),
     "recompute_num_layers": ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 2",),
     "distribute_saved_activations": (),
-    "torch_compile": ("--torch-compile --torch-compile-backend aot_eager",),
-    "torch_compile_backend": ("--torch-compile --torch-compile-backend aot_eager",),
     "residual_multiplier": ("--residual-multiplier 0.5",),
     "rope_scaling_attention_factor": (
         "--rope-scaling-type yarn --rope-scaling-factor 4 --rope-scaling-original-length 8 "

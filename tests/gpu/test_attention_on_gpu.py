@@ -1,4 +1,4 @@
-"""Our own flash attention and torch's flex_attention on a GPU: their numbers are those of the definition in float64."""
+"""Our own flash attention on a GPU: its numbers are those of the definition in float64."""
 
 from dataclasses import replace
 from typing import Any
@@ -17,7 +17,6 @@ from megatron.core.ops.attention import (
 from megatron.core.ops.attention.blocks import BlockCall, BlockOffsets, block_attention
 from megatron.core.ops.attention.flash_forward_triton import TileSize
 from megatron.core.ops.attention.flash_triton import flash_attention_triton
-from megatron.core.ops.attention.flex import flex_attention_cuda
 from megatron.core.ops.attention.unfused import AttentionCall, AttentionVariant, attention
 
 pytestmark = pytest.mark.gpu
@@ -51,14 +50,6 @@ def test_outputs_and_gradients_are_those_of_the_definition(name: str) -> None:
 @pytest.mark.parametrize("kind", ["single tokens", "one", "many, some empty", "tail"])
 def test_odd_documents(kind: str) -> None:
     flash_agreement.documents(kind)
-
-
-WITHOUT_DROPOUT = [name for name, case in flash_agreement.CASES.items() if not case.variant.dropout]
-
-
-@pytest.mark.parametrize("name", [name for name in WITHOUT_DROPOUT if "bias" not in name])
-def test_flex_attention_gives_the_numbers_of_the_definition(name: str) -> None:
-    flash_agreement.attention_of(name, flex_attention_cuda)
 
 
 SMALL = TileSize(64, 64, 4, 2)

@@ -37,8 +37,8 @@ def exact_float32() -> None:
 @pytest.mark.parametrize(
     "check",
     [
-        *("places", "placements", "choices", "weights_of_choices", "routers", "sums_of_scores", "counts"),
-        *("moves", "moved_parts", "activations", "products", "accumulations", "linears", "biases"),
+        *("places", "choices", "weights_of_choices", "routers", "sums_of_scores", "counts"),
+        *("moves", "activations", "products", "accumulations", "linears", "biases"),
     ],
 )
 def test_kernels_equal_their_definitions(check: str) -> None:
@@ -54,11 +54,6 @@ def hopper() -> None:
 @pytest.mark.usefixtures("hopper")
 def test_products_with_specialised_warps_agree_with_float64() -> None:
     expert_kernels.specialized_products()
-
-
-@pytest.mark.usefixtures("hopper")
-def test_products_part_after_part_have_the_bits_of_one_product() -> None:
-    expert_kernels.specialized_products_of_parts()
 
 
 @pytest.mark.usefixtures("hopper")

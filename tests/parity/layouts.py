@@ -190,15 +190,8 @@ FURTHER: dict[str, list[Choice]] = {
     "experts": [
         _experts(8, 1),
         _experts(2, 2),
-        _experts(2, 1, "ep2-own", moe_token_dispatcher_type="flex", moe_local_token_overlap=True),
-        _experts(
-            2,
-            1,
-            "ep2-own-first",
-            moe_token_dispatcher_type="allgather",
-            moe_local_token_overlap=True,
-            delay_wgrad_compute=True,
-        ),
+        _experts(2, 1, "ep2-flex", moe_token_dispatcher_type="flex"),
+        _experts(2, 1, "ep2-late", moe_token_dispatcher_type="allgather", delay_wgrad_compute=True),
         _experts(2, 1, "ep2-overlap-late", overlap_moe_expert_parallel_comm=True, delay_wgrad_compute=True),
     ],
 }

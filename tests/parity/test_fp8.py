@@ -91,7 +91,7 @@ SLOW_CELLS = [
     (SEQUENTIAL, ("pp2-interleaved", "dp2-optim_grads_params", "ep2")),
     (LINES, ("sp2", "cp2-all_gather", "ep2")),
     (LINES, ("dp2", "ep2")),
-    (LINES, ("dp2", "ep2-own")),
+    (LINES, ("dp2", "ep2-flex")),
     (BLOCKS, ("dp2-optim", "ep2")),
     (BLOCKS, ("pp2-zb-v", "dp2")),
     (TENSORWISE, ("sp2", "pp2-zb-h1")),

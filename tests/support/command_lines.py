@@ -28,10 +28,9 @@ def configured(
     ranks: int = 1,
     has_cuda: bool = False,
     of_host: int | None = None,
-    capability: tuple[int, int] | None = None,
 ) -> PretrainConfig:
     """Returns the config of a command line for a given number of ranks, with or without CUDA."""
-    environment = LaunchEnvironment(ranks, has_cuda, ranks_of_host=of_host, capability=capability)
+    environment = LaunchEnvironment(ranks, has_cuda, ranks_of_host=of_host)
     return configure(f"{base} {flags}".split(), launch_environment=environment)
 
 

@@ -21,16 +21,12 @@ from megatron.core.ops.moe.grouped_linear_triton import (
     grouped_bias_cuda,
     grouped_linear_cuda,
 )
-from megatron.core.ops.moe.permute import ChoiceNumbers, permute, put_tokens, sum_rows_and_addends, unpermute
+from megatron.core.ops.moe.permute import ChoiceNumbers, permute, unpermute
 from megatron.core.ops.moe.permute_triton import (
     ChoiceNumbersTriton,
     permute_triton,
-    put_tokens_triton,
-    sum_rows_and_addends_triton,
     unpermute_triton,
 )
-from megatron.core.ops.moe.placement import place_experts
-from megatron.core.ops.moe.placement_triton import place_experts_triton
 from megatron.core.ops.moe.routing import RoutingRule, balance_sums, best, choose_experts, count_experts
 from megatron.core.ops.moe.routing_triton import (
     balance_sums_triton,
@@ -78,42 +74,6 @@ def moves() -> None:
         order, _ = ChoiceNumbers(numbers[:7, :1].to(DEVICE), 6).copies(7)
         compare(permute, permute_triton, values(7, width, dtype=dtype), order)
         compare(unpermute, unpermute_triton, values(7, width, dtype=dtype), order)
-
-
-def moved_parts() -> None:
-    """Checks tokens that go into rows beside others, rows behind the room for them, and sums with addends."""
-    for dtype, width, k in ((torch.float32, 70, 3), (torch.bfloat16, 2100, 2), (torch.float64, 1, 1)):
-        generator = torch.Generator().manual_seed(width)
-        places = torch.randperm(27, generator=generator)[: 7 * k].view(7, k)
-        places = torch.where(torch.rand(7, k, generator=generator) < 0.7, places, -1).to(DEVICE)
-        tokens, rows = values(7, width, dtype=dtype), values(27, width, dtype=dtype, seed=1)
-        for room in (27, 11, 0):
-            expected, ours = rows[:room].clone(), rows[:room].clone()
-            put_tokens(expected, tokens, places)
-            put_tokens_triton(ours, tokens, places)
-            assert torch.equal(ours, expected) and (room == 0 or not torch.equal(ours, rows[:room]))
-        for addends in (None, values(1, 7, width, dtype=dtype, seed=2), values(3, 7, width, dtype=dtype, seed=3)):
-            summed = (sum_rows_and_addends, sum_rows_and_addends_triton)
-            expected, ours = (function(rows, places, addends) for function in summed)
-            agree(ours, expected, 1.0, (dtype, width, k))
-
-
-def placements() -> None:
-    """Checks the swaps and all positions of every rank: numbers of sources, ranks and slots that are no powers of two,
-    loads that are even, nearly even and far from even, ranks and experts with equal loads."""
-    swapped = 0
-    for sources, ranks, slots in ((2, 2, 32), (4, 2, 3), (3, 3, 5), (2, 2, 1)):
-        generator = torch.Generator().manual_seed(slots)
-        shape = (sources, ranks * slots)
-        uneven = [(torch.rand(shape, generator=generator) ** power * 1000).long() for power in (0.01, 5.0)]
-        few = torch.randint(3, shape, generator=generator)
-        for counts in (*uneven, few):
-            for rank in range(ranks):
-                tables = [place(counts.to(DEVICE), ranks, rank) for place in (place_experts, place_experts_triton)]
-                expected, ours = tables
-                assert torch.equal(ours.memory, expected.memory), (shape, rank, counts)
-                swapped += expected.any_swapped
-    assert swapped > 8
 
 
 def places() -> None:
@@ -369,39 +329,6 @@ def specialized_products() -> None:
     for transposed in (True, False):
         multiplied((1, 0, 129, 128, 65, 300, 0), 192, 328, transposed, behind=3)
     specialized_product_of_many_experts()
-
-
-def specialized_products_of_parts() -> None:
-    """Checks that products part after part have the bits of one product, and read no rows of other parts. Experts and
-    parts without rows are among them."""
-    from megatron.core.ops.moe.grouped_linear import PartSteps
-    from megatron.core.ops.moe.grouped_linear_triton import CUDA_PRODUCTS
-
-    by_source = torch.tensor([[1, 130, 0], [0, 0, 0], [64, 3, 200], [0, 0, 129], [5, 0, 1]], device=DEVICE)
-    groups = RowGroups(by_source.sum(1), by_source=by_source)
-    number = int(by_source.sum())
-    rows = values(number, 192, dtype=torch.bfloat16)
-    weight = values(5, 328, 192, dtype=torch.bfloat16, seed=1)
-    whole = CUDA_PRODUCTS.rows(rows, weight, groups, True)
-    source_of = torch.arange(3, device=DEVICE).repeat(5).repeat_interleave(by_source.flatten())
-    ended: list[tuple[int, bool]] = []
-
-    def after(source: int, outputs: Tensor) -> None:
-        mine = source_of == source
-        ended.append((source, torch.equal(outputs[mine], whole[mine])))
-
-    steps = PartSteps([2, 0, 1], groups.bounds_by_source, after)
-    found = CUDA_PRODUCTS.in_steps(rows, weight, True, steps)
-    assert torch.equal(found, whole) and ended == [(2, True), (0, True), (1, True)]
-    for room in (number + 50, number, 150):  # the last rows of the first part are behind the last room
-        kept = values(room + 3, 192, dtype=torch.bfloat16, seed=2)
-        outputs = torch.full((room + 3, 328), 7.0, dtype=torch.bfloat16, device=DEVICE)
-        kept[: min(room, number)] = torch.where((source_of == 2)[:room, None], rows[:room], float("nan"))
-        begins, ends = groups.bounds_by_source
-        CUDA_PRODUCTS.part(outputs[:room], kept[:room], weight, (begins[2], ends[2]), True)
-        mine = (source_of == 2)[:room]
-        assert torch.equal(outputs[: mine.shape[0]][mine], whole[:room][mine])
-        assert bool((outputs[: mine.shape[0]][~mine] == 7.0).all()) and bool((outputs[mine.shape[0] :] == 7.0).all())
 
 
 def specialized_product_of_many_experts() -> None:

@@ -15,13 +15,10 @@ import torch.distributed as dist
 from support.processes import run_on_ranks
 
 from benchmarks import add_row
-from megatron.core.backends import LOCAL
-from megatron.core.ops.moe.permute import ChoiceNumbers
 from tools import bench
 from tools.bench import main
 from tools.bench_floor import FloorMeasure, StepFloor, update_bytes
 from tools.floor import Clock, Timed, summary
-from tools.recorder import Recorder
 
 LLAMA = (
     "--num-layers 3 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
@@ -100,8 +97,7 @@ TENSOR_PARALLEL = (  # with as many rows of the vocabulary as one process
     f"--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap {SHARDED} --make-vocab-size-divisible-by 64"
 )
 SMALL = LLAMA.replace("--micro-batch-size 2", "--micro-batch-size 1")
-OWN_FIRST = f"{EXPERT_PARALLEL} --moe-local-token-overlap"
-LAYOUTS = (SHARDED, EXPERT_PARALLEL, OWN_FIRST, TENSOR_PARALLEL, f"--context-parallel-size 2 {SHARDED}")
+LAYOUTS = (SHARDED, EXPERT_PARALLEL, TENSOR_PARALLEL, f"--context-parallel-size 2 {SHARDED}")
 
 
 class Noted(FloorMeasure):
@@ -148,10 +144,10 @@ def test_all_ranks_together_compute_as_much_as_one_process() -> None:
         kinds = {kind for rank in ranks for kind in rank["communication"]}
         assert set(row["floor_communication"]) == kinds and all(f"ms  {kind}: " in printed for kind in kinds)
         assert "floor:" not in silent and nothing == {}
-    data, expert, own, tensor, context = ({"printed": printed, "ranks": ranks} for ranks, _, printed, _ in last)
+    data, expert, tensor, context = ({"printed": printed, "ranks": ranks} for ranks, _, printed, _ in last)
     # A batch of 4 is 2 micro-batches of each data parallel rank, and 4 of tensor or context parallel ranks.
     assert "ms  6 times 16 x 32 x 64 bfloat16, forward: " in data["printed"]
-    assert all("ms  6 times 16 x 32 x 64 bfloat16, forward: " in each["printed"] for each in (expert, own))
+    assert "ms  6 times 16 x 32 x 64 bfloat16, forward: " in expert["printed"]
     assert "ms  12 times 16 x 32 x 32 bfloat16, forward: " in tensor["printed"]  # half of the heads
     assert "ms  12 times 8 x 32 x 64 bfloat16, forward: " in context["printed"]  # half of the tokens
     assert "ms  12 times batch 1, 8 queries and 4 keys, " in context["printed"]
@@ -168,24 +164,6 @@ def test_all_ranks_together_compute_as_much_as_one_process() -> None:
     assert alone[0][1] == (2 * 4 + 2 * 12 + 2) * parameters
     assert last[0][1] == others[0][1] == (2 * 4 + 2 * 12 + 2) * shards / 2
     assert "all_to_all of bfloat16 over dp" in expert["ranks"][0]["communication"]  # swaps of experts
-
-
-def test_tokens_that_are_moved_in_parts_move_as_many_bytes() -> None:
-    groups = torch.tensor([[0, 1], [1, -1], [0, 2], [2, 1]])
-    copies, _ = ChoiceNumbers(groups, 3).copies(7)
-    whole, parts = Recorder(), Recorder()
-    whole._microbatch = parts._microbatch = 0
-    tokens, rows = torch.randn(4, 5), torch.randn(7, 5)
-    backend = whole.recording(LOCAL)
-    backend.permute(tokens, copies)
-    backend.unpermute(rows, copies)
-    backend = parts.recording(LOCAL)
-    for source in (slice(0, 1), slice(1, 4)):
-        backend.put_tokens(rows, tokens[source], copies.places[source])
-        backend.sum_rows_and_addends(rows, copies.places[source])
-    assert whole.moved == parts.moved and whole.moved["permutation"] == 2 * 4 * 5 * 2 * (4 + 7)
-    backend.sum_rows_and_addends(rows, copies.places, torch.randn(1, 4, 5))
-    assert parts.moved["permutation"] - whole.moved["permutation"] == 2 * 4 * 5 * (4 + 7 + 4)
 
 
 def test_the_floor_of_two_ranks_is_their_mean() -> None:

@@ -59,19 +59,10 @@ class PeerMemory(Protocol):
 class SymmetricMemory:
     """`PeerMemory` over torch's symmetric memory, without multicast."""
 
-    def __init__(
-        self,
-        group: ProcessGroup,
-        nbytes: int,
-        words: int,
-        device: torch.device,
-        beside: "SymmetricMemory | None" = None,
-    ) -> None:
+    def __init__(self, group: ProcessGroup, nbytes: int, words: int, device: torch.device) -> None:
         """All ranks of the group allocate together. Waits for the current stream, and for the other ranks.
 
-        `nbytes` of data must be a multiple of 4. `beside` is other memory whose streams this memory also uses, because
-        a GPU has few queues, and streams that share a queue wait for each other. Raises UserError if the GPUs cannot
-        access each other's memory.
+        `nbytes` of data must be a multiple of 4. Raises UserError if the GPUs cannot access each other's memory.
         """
         assert nbytes % 4 == 0, nbytes
         # The ranks agree before they share: a rank without memory would let the others wait for torch's timeout.
@@ -85,9 +76,8 @@ class SymmetricMemory:
         self._words = [address + nbytes for address in self._handle.buffer_ptrs]
         self._views: dict[Any, Tensor] = {}
         rank = self._handle.rank
-        self.streams: tuple[torch.cuda.Stream, torch.cuda.Stream]
+        self.streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
         """The streams of `copies` and `signals`."""
-        self.streams = (torch.cuda.Stream(device), torch.cuda.Stream(device)) if beside is None else beside.streams
         self.copies: Lane = _StreamLane(self.streams[0], self._words, rank)
         self.signals: Lane = _StreamLane(self.streams[1], self._words, rank)
 
@@ -110,8 +100,8 @@ def _on_all_ranks(group: ProcessGroup, device: torch.device) -> Iterator[None]:
         failure = str(error).splitlines()[0]
     if not holds_on_all_ranks(not failure, group, device):
         raise UserError(
-            "--tp-comm-overlap-transport or --moe-dispatcher-transport symmetric-memory: GPUs of a group cannot share "
-            f"memory ({failure or 'another rank says why'}); process-group works between all GPUs"
+            "--tp-comm-overlap-transport symmetric-memory: GPUs of a group cannot share memory "
+            f" ({failure or 'another rank says why'}); process-group works between all GPUs"
         )
 
 

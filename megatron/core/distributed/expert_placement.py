@@ -10,9 +10,8 @@ Only experts of the same slot are swapped, so that gradients and weights keep th
 (`megatron.core.ops.moe.placement`). In a step, a layer goes like this:
 
 - In forward of the first micro-batch, when the router has chosen experts, `start_count` gathers how many tokens each
-  expert takes. `positions` plans the swaps from the counts and returns where the experts are now; on a GPU a kernel
-  plans, and the host learns the result later. Later micro-batches of the step have the same weights, so their counts
-  are alike.
+  expert takes. `positions` plans the swaps from the counts on the host and returns where the experts are now. Later
+  micro-batches of the step have the same weights, so their counts are alike.
 - `start_swap` sends the weights. Before the experts compute, `finish_swap` puts those that have arrived into their
   slots.
 - When its gradients are complete, `start_return` sends them to the homes of their experts and restores the weights
@@ -36,33 +35,9 @@ from megatron.core.communication.collectives import (
     group_size,
     start_all_to_all_rows,
 )
-from megatron.core.ops.moe.grouped_linear import RowGroups
-from megatron.core.ops.moe.placement import Homes, PositionTable, place_experts
+from megatron.core.ops.moe.placement import Homes, PositionTable, balanced_homes, place_experts
 from megatron.core.parameters import main_grad_accumulator
 from megatron.core.utils.torch_private import foreach_copy_
-
-
-class TableOnHost:
-    """A table of positions that is being copied to the host."""
-
-    def __init__(self, table: PositionTable) -> None:
-        self._table, self._copy = table, HostCopy(table.memory)
-
-    @functools.cached_property
-    def table(self) -> PositionTable:
-        """The table on the host. Waits for the device."""
-        return self._table.of_copy(self._copy.wait())
-
-    @functools.cached_property
-    def rows(self) -> list[int]:
-        """The rows that this rank computes, by slot."""
-        found: list[int] = self.table.counts.tolist()
-        return found
-
-    @functools.cached_property
-    def any_swapped(self) -> bool:
-        """Whether any rank computes another home's expert."""
-        return self.table.any_swapped
 
 
 @dataclass(frozen=True)
@@ -71,18 +46,12 @@ class ExpertPositions:
 
     table: PositionTable | None = None
     """None: all experts are at home. The rows in it are those of the micro-batch that was counted."""
-    on_host: TableOnHost | None = None
+    on_host: PositionTable | None = None
     """The table on the host; None: this micro-batch is not counted."""
 
     def not_counted(self) -> "ExpertPositions":
         """Returns the positions for another micro-batch."""
         return ExpertPositions(self.table)
-
-    def groups(self) -> RowGroups:
-        """Returns the rows of a counted micro-batch by slot, without their number on the host."""
-        assert self.table is not None and self.on_host is not None
-        derived = {"bounds": self.table.bounds, "bounds by source": self.table.bounds_by_source}
-        return RowGroups(self.table.counts, derived=derived)
 
     def experts_in(self, rank: int, slots: int) -> Tensor | slice:
         """Returns the index of the experts that a rank with this number of slots computes."""
@@ -139,17 +108,18 @@ class ExpertPlacement:
         experts: nn.Module,
         ep_group: Group,
         etp_group: Group,
-        place: Callable[[Tensor, int, int], PositionTable] = place_experts,
     ) -> None:
-        self.experts, self.place = experts, place
+        self.experts = experts
         self.ep_group, self.etp_group = ep_group, etp_group
         self.ranks, self.rank = group_size(ep_group), group_rank(ep_group)
         self.is_due = False
         """Whether a step has begun whose swaps are not planned yet."""
         self._counted: Tensor | None = None
         """The counts from which the swaps of this step will be planned."""
-        self._planned: TableOnHost | None = None
-        """The positions of experts whose swaps have not started yet."""
+        self._on_host: HostCopy | None = None
+        """These counts on their way to the host."""
+        self._planned: Homes | None = None
+        """The swaps that have not started yet."""
         self._positions = ExpertPositions()
         self._moves: _Moves | None = None
         self._arriving: Pending | None = None
@@ -165,27 +135,30 @@ class ExpertPlacement:
             return None
         self.is_due = False
         self._counted = gather_rows(gather_rows(counts[None], self.ep_group), self.etp_group)
+        self._on_host = HostCopy(self._counted)
         return self._counted
 
     def positions(self, counted: Tensor | None) -> ExpertPositions:
         """Returns where the experts are for the micro-batch of which `start_count` has returned `counted`. Plans the
-        swaps of the step if it is the first one. On a GPU with Triton the host does not wait."""
+        swaps of the step if it is the first one; the host then waits for the counts."""
         if counted is None:
             return self._positions.not_counted()
         if counted is self._counted:
-            self._counted = None
-            table = self.place(counted, self.ranks, self.rank)
-            self._planned = TableOnHost(table)
-            self._positions = ExpertPositions(table, self._planned)
+            assert self._on_host is not None
+            by_source, self._counted = self._on_host.wait(), None
+            rows = by_source.sum(0).view(self.ranks, -1).tolist()
+            homes = balanced_homes(rows)
+            if any(rank != home for rank, own in enumerate(homes) for home in own):
+                self._planned = homes
+            table = place_experts(by_source, homes, self.rank)
+            self._positions = ExpertPositions(table.to(counted.device), table)
         return self._positions
 
     def start_swap(self) -> None:
-        """Starts to send the weights of experts that other ranks compute, if swaps are planned and have not started.
-        The host waits for the plan."""
+        """Starts to send the weights of experts that other ranks compute, if swaps are planned and have not started."""
         planned, self._planned = self._planned, None
-        if planned is not None and planned.any_swapped:
-            slots = planned.table.slots
-            self._start((planned.table.expert // slots).view(-1, slots).tolist())
+        if planned is not None:
+            self._start(planned)
 
     def _start(self, homes: Homes) -> None:
         self._moves = _Moves.of(homes, self.rank)

@@ -149,7 +149,7 @@ class BufferMainGrad:
 
     def begin_write(self) -> None:
         """Makes sure that `gradient` has memory and no values of an earlier step. Call it before adding to it."""
-        assert self.factor == 1.0, f"{info_of(self.parameter).name} is not declared as `is_added_to_directly`"
+        assert self.factor == 1.0, f"{info_of(self.parameter).name} has a factor, which this would leave out"
         self._begin_addition()
 
     def end_write(self) -> None:

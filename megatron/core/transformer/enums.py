@@ -36,11 +36,10 @@ class AttnMaskType(enum.Enum):
 
 
 class AttnBackend(enum.Enum):
-    """The implementation of scaled dot-product attention. Megatron-LM has all but `flex`."""
+    """The implementation of scaled dot-product attention."""
 
     flash = 1
     fused = 2
     unfused = 3
     local = 4
     auto = 5
-    flex = 6

@@ -17,7 +17,6 @@ from megatron.core.pipeline_parallel.stages import pipeline_of
 from megatron.core.transformer.config import (
     architecture,
     attention,
-    fusions,
     heterogeneous,
     hybrid,
     initialization,
@@ -149,7 +148,6 @@ def transformer_problems(config: Any) -> Iterator[str]:
         router,
         token_mixers,
         low_precision,
-        fusions,
         hybrid,
         heterogeneous,
     ):

@@ -188,10 +188,3 @@ class DistFolderWriter:
 def import_compiler() -> None:
     """Imports torch's compiler, which takes a second, so that forks of this process have it."""
     importlib.import_module("torch._dynamo")
-
-
-def raise_recompile_limit(variants: int) -> None:
-    """Lets torch.compile keep this many variants of a function, at least. Further ones run eagerly."""
-    from torch._dynamo import config  # takes a second, and only torch.compile needs it
-
-    config.recompile_limit = max(config.recompile_limit, variants)

@@ -20,9 +20,7 @@ _NOT_TAKEN = (
     "attention_backend",
     "cp_comm_type",
     "moe_token_dispatcher_type",
-    "moe_local_token_overlap",
     "moe_balanced_expert_placement",
-    "moe_dispatcher_transport",
     "moe_grouped_gemm",
 )
 """Fields of these sections that do not change the computed function, and may not go with the run's layout."""

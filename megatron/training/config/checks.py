@@ -14,8 +14,6 @@ import torch
 
 from megatron.core.declarations import model_parallel_config
 from megatron.core.declarations.config_fields import fields_of_problem, literal_text
-from megatron.core.ops.compiled import missing_compiler
-from megatron.core.ops.transformer_engine.engine import uses_engine
 from megatron.core.optimizer import optimizer_config
 from megatron.core.transformer.transformer_config import transformer_problems
 from megatron.data.tokenizer.config import TokenizerConfig
@@ -240,14 +238,6 @@ def _fill_in_the_middle(s: Settings) -> Iterator[str]:
 # The run
 
 
-def _compiler(s: Settings) -> Iterator[str]:
-    """The machine that trains has a compiler for torch.compile."""
-    if s.torch_compile and s.torch_compile_backend == "inductor" and not s.dry_run:
-        missing = missing_compiler(s.launch_environment.has_cuda)
-        if missing is not None:
-            yield f"{{torch_compile}}: {missing}; or leave the flag out, which changes nothing but speed"
-
-
 def _layout_invariance(s: Settings) -> Iterator[str]:
     """--layout-invariant goes only with settings whose result does not depend on the layout, if the sizes of
     micro-batch and global batch stay the same."""
@@ -268,16 +258,6 @@ def _layout_invariance(s: Settings) -> Iterator[str]:
         yield (
             "{layout_invariant}: {fp8_recipe} cuts each rank's part of a tensor into blocks, which depend on "
             "{tensor_model_parallel_size} and {context_parallel_size}; tensorwise and rowwise do not"
-        )
-    if s.fp8 is not None and s.transformer_impl == "transformer_engine" and uses_engine(s):
-        yield (
-            "{layout_invariant}: with {fp8}, {transformer_impl} computes scales from each rank's values, which depend "
-            "on the layout; --transformer-impl auto computes them from whole tensors"
-        )
-    if s.fp8 is not None and s.moe_local_token_overlap and shares_micro_batches:
-        yield (
-            "{layout_invariant}: with {fp8}, {moe_local_token_overlap} computes separate scales for a rank's own "
-            "tokens, which depend on {tensor_model_parallel_size} and {context_parallel_size}; leave it out"
         )
     if s.optimizer in ("muon", "dist_muon") and s.muon_tp_mode == "blockwise" and s.tensor_model_parallel_size != 1:
         yield (
@@ -402,7 +382,6 @@ RULES: tuple[Rule, ...] = (
     graph_checks.micro_batch_graphs,
     graph_checks.graphs_of_parts,
     graph_checks.optimizer_graph,
-    _compiler,
     _layout_invariance,
     _external_data,
     _rewinds,

@@ -7,10 +7,7 @@ from collections.abc import Callable
 import torch
 
 from megatron.core.exceptions import UserError
-from megatron.core.ops.compiled import missing_compiler
-from megatron.core.ops.transformer_engine.engine import find_engine, unused_line, why_layers_stay_ours
 from megatron.core.pipeline_parallel.stages import virtual_stages
-from megatron.core.tensor_parallel.overlap import cuts_products
 from megatron.core.transformer.config.heterogeneous import HETEROGENEOUS, encoded_layers
 from megatron.core.transformer.config.memory import captures_micro_batches
 from megatron.core.transformer.layer_patterns import (
@@ -22,20 +19,8 @@ from megatron.core.transformer.layer_patterns import (
 )
 from megatron.data.datasets.utils import DEFAULT_SPLIT
 from megatron.facades.num_microbatches_calculator import BatchSchedule, BatchSteps
+from megatron.training.config.measured_defaults import MEASURED_RULES
 from megatron.training.config.settings import Settings
-
-MOST_ROWS_OF_FLEX = 0.9
-"""On GPUs the flex dispatcher is the default if it sends at most this share of the rows that allgather sends. With
-equal rows allgather is faster (docs/benchmarks.md): it has fewer steps."""
-LEAST_ROWS_OF_SWAPS, LEAST_ROWS_OF_PARTS = 2048, 4096
-"""Rows that even routing gives each expert from each rank. With at least the first number two expert parallel ranks
-swap experts and delay weight gradients by default, with at least the second they begin with their own tokens. This was
-measured to be faster (docs/benchmarks.md)."""
-
-ALLGATHER_IS_FASTER = (
-    "--moe-token-dispatcher-type alltoall: on two GPUs of one host a model with 8 experts for a token trained 1.29 "
-    "times as fast with --moe-token-dispatcher-type allgather (docs/moe.md)"
-)
 
 
 def derive_values(settings: Settings) -> list[str]:
@@ -219,78 +204,6 @@ def _backend(s: Settings) -> str | None:
     return None
 
 
-def _dispatcher(s: Settings) -> str | None:
-    """Chooses the flex dispatcher on GPUs where it sends clearly fewer rows than Megatron-LM's default, which sends
-    every token to every rank."""
-    ranks, experts, chosen = s.expert_model_parallel_size, s.num_moe_experts or 0, s.moe_router_topk
-    is_possible = ranks > 1 and experts % ranks == 0 and 0 < chosen <= experts
-    if not (is_possible and s.launch_environment.has_cuda) or s.is_given("moe_token_dispatcher_type"):
-        return None
-    # The probability that even routing gives a token none of the experts of a rank.
-    none = math.comb(experts - experts // ranks, chosen) / math.comb(experts, chosen)
-    if 1.0 - none > MOST_ROWS_OF_FLEX:
-        return None
-    s.set_derived("moe_token_dispatcher_type", "flex")
-    return (
-        f"--moe-token-dispatcher-type flex: the default here, because even routing sends a token to {1.0 - none:.0%} "
-        "of the other ranks; Megatron-LM's default, allgather, sends it to all of them"
-    )
-
-
-def _expert_exchange(s: Settings) -> str | None:
-    """Hides the exchange of two expert parallel ranks, and balances their loads, where that was measured to be faster
-    (docs/benchmarks.md)."""
-    environment, experts = s.launch_environment, s.num_moe_experts or 0
-    on_one_host = environment.has_cuda and environment.ranks_of_host is not None and environment.ranks_of_host % 2 == 0
-    whole_experts = (s.expert_tensor_parallel_size or s.tensor_model_parallel_size) == 1
-    if not (on_one_host and s.expert_model_parallel_size == 2 and experts > 0 and whole_experts):
-        return None
-    graphs = s.enable_cuda_graph or s.external_cuda_graph or s.cuda_graph_impl != "none"
-    if graphs or s.overlap_moe_expert_parallel_comm or s.use_megatron_fsdp or s.use_torch_fsdp2:
-        return None
-    grouped = s.moe_grouped_gemm and s.fp8 is None
-    weighted = s.add_bias_linear or s.moe_apply_probs_on_input
-    tokens = (s.micro_batch_size or 0) * (s.seq_length or 0)
-    tokens //= max(1, s.tensor_model_parallel_size * s.context_parallel_size)
-    rows = tokens * s.moe_router_topk // experts
-    if rows < LEAST_ROWS_OF_SWAPS or s.moe_token_dispatcher_type == "flex":
-        return None
-    if s.moe_token_dispatcher_type == "alltoall":
-        return None if s.moe_router_topk < 4 else ALLGATHER_IS_FASTER
-    computes_parts = environment.capability == (9, 0)  # on other GPUs the host waits before each part
-    fitting = {
-        "delay_wgrad_compute": True,
-        "moe_local_token_overlap": grouped and not weighted and rows >= LEAST_ROWS_OF_PARTS and computes_parts,
-        "moe_balanced_expert_placement": grouped and environment.world_size == 2 * s.pipeline_model_parallel_size,
-    }
-    chosen = [field for field, fits in fitting.items() if fits and not s.is_given(field)]
-    if not chosen:
-        return None
-    for field in chosen:
-        s.set_derived(field, True)
-    flags = " ".join("--" + field.replace("_", "-") for field in chosen)
-    return f"{flags}: the default of two expert parallel ranks with GPUs of one host; --no-... turns each off"
-
-
-def _products_in_pieces(s: Settings) -> str | None:
-    """Cuts tensor parallel products where that was measured to be faster (docs/benchmarks.md)."""
-    ranks, of_host = s.tensor_model_parallel_size, s.launch_environment.ranks_of_host
-    on_one_host = s.launch_environment.has_cuda and of_host is not None and of_host % 2 == 0
-    if s.is_given("tp_comm_overlap") or not (on_one_host and s.sequence_parallel and ranks == 2):
-        return None
-    tokens = (s.micro_batch_size or 0) * (s.seq_length or 0) // (ranks * max(1, s.context_parallel_size))
-    # Transformer Engine's linear layers compute whole products. Layers that communicate are in no CUDA graph.
-    if tokens < 2048 or s.fp8 is not None or s.transformer_impl == "transformer_engine":
-        return None
-    s.set_derived("tp_comm_overlap", True)
-    if not s.is_given("tp_comm_overlap_rs_dgrad"):
-        s.set_derived("tp_comm_overlap_rs_dgrad", True)
-    return (
-        "--tp-comm-overlap --tp-comm-overlap-rs-dgrad: the default of two tensor parallel ranks with GPUs of one host; "
-        "--no-tp-comm-overlap turns it off"
-    )
-
-
 def _virtual_stages(s: Settings) -> None:
     """Sets the number of model chunks per pipeline stage. Either it has a flag, or the layers of a chunk have one."""
     chunks, each = s.num_virtual_stages_per_pipeline_rank, s.num_layers_per_virtual_pipeline_stage
@@ -398,18 +311,7 @@ def _recomputation(s: Settings) -> None:
 def _kernels(s: Settings) -> str | None:
     if s.transformer_impl != "transformer_engine":
         return None
-    found = find_engine()
-    reason = found if isinstance(found, str) else why_layers_stay_ours(s)
-    if reason is not None:
-        return unused_line(reason)
-    used = "--transformer-impl transformer_engine: Transformer Engine"
-    but = ", but not products in pieces (--tp-comm-overlap), which are ours" if cuts_products(s) else ""
-    compared = f"{used} computes{but}; our own layers (--transformer-impl auto) are"
-    if s.num_moe_experts is not None:
-        speed = "MOE64 took 819 ms with it and 632 without; in fp8 (tensorwise) 1121 and 590"
-        return f"{compared} faster for experts: on one H200 {speed}"
-    speed = "LLAMA1B took 968 ms with it and 964 without; in fp8 (tensorwise) 791 and 781"
-    return f"{compared} as fast: on one H200 {speed}"
+    return "--transformer-impl transformer_engine: read as auto; our own layers compute the same function, as fast"
 
 
 def _graphs(s: Settings) -> str | None:
@@ -417,21 +319,6 @@ def _graphs(s: Settings) -> str | None:
         return None
     update = "" if s.optimizer_cuda_graph else "; --optimizer-cuda-graph captures the update in another one"
     return f"--cuda-graph-scope full_iteration: one graph is replayed for each micro-batch of an iteration{update}"
-
-
-def _torch_compile(s: Settings) -> str | None:
-    if not s.torch_compile:
-        return None
-    if s.launch_environment.has_cuda and s.transformer_impl != "local" and missing_compiler(has_gpu=True) is None:
-        return (
-            "--torch-compile has no effect here: our own kernels compute norms, rotary positions, activations and sums "
-            "(--transformer-impl auto), and are faster: on one H200 LLAMA1B took 974 ms, and 999 with generated "
-            "kernels; plain torch (--transformer-impl local) took 1461 ms, and 1158 with --torch-compile"
-        )
-    return (
-        f"--torch-compile ({s.torch_compile_backend}): norms, rotary positions, activations and sums of bias and "
-        "residual are compiled; products, attention, dropout, routing, state space layers, loss and optimizer are not"
-    )
 
 
 def _other_defaults(s: Settings) -> str | None:
@@ -460,9 +347,7 @@ _DERIVATIONS: tuple[Callable[[Settings], str | None], ...] = (
     _number_formats,
     _ranks,
     _backend,
-    _dispatcher,
-    _expert_exchange,
-    _products_in_pieces,
+    *MEASURED_RULES,
     _virtual_stages,
     _sharding,
     _batch,
@@ -473,5 +358,4 @@ _DERIVATIONS: tuple[Callable[[Settings], str | None], ...] = (
     _recomputation,
     _kernels,
     _graphs,
-    _torch_compile,
 )

@@ -6,7 +6,6 @@ Each rule yields a sentence for each such flag, in the grammar of `config_fields
 from collections.abc import Callable, Iterator
 
 from megatron.core.exceptions import UserError
-from megatron.core.ops.transformer_engine.engine import uses_engine
 from megatron.core.transformer.config.memory import captured_parts, captures_micro_batches, why_no_part_is_captured
 from megatron.core.transformer.config.router import BALANCE_LOSSES, listed
 from megatron.core.transformer.layer_patterns import has_mixer, hybrid_letters, layer_parts
@@ -33,11 +32,6 @@ def _gathers_in_fp8(s: Settings) -> Iterator[str]:
         yield (
             "{fp8_param_gather}: has no effect with {fp8_recipe}, whose transposed weights have other scales; weights "
             "stay in the model's type too"
-        )
-    elif s.transformer_impl == "transformer_engine" and uses_engine(s):
-        yield (
-            "{fp8_param_gather}: has no effect with {transformer_impl}, whose layers quantise weights of the model's "
-            "type; results are the same"
         )
     elif s.use_precision_aware_optimizer or s.optimizer_cpu_offload:
         other = "use_precision_aware_optimizer" if s.use_precision_aware_optimizer else "optimizer_cpu_offload"
@@ -192,13 +186,10 @@ def _expert_overlap(s: Settings) -> Iterator[str]:
     if s.num_moe_experts is None:
         return
     if s.expert_model_parallel_size > 1:
-        yield from _local_tokens(s)
         return
     nothing_to_hide = "has no effect with {expert_model_parallel_size}: tokens are not sent to other ranks"
     if s.moe_shared_expert_overlap and s.moe_shared_expert_intermediate_size is not None:
         yield f"{{moe_shared_expert_overlap}}: {nothing_to_hide}"
-    if s.moe_local_token_overlap:
-        yield f"{{moe_local_token_overlap}}: {nothing_to_hide}"
     if s.moe_balanced_expert_placement:
         yield "{moe_balanced_expert_placement}: has no effect with {expert_model_parallel_size}: nothing to swap"
     if (s.expert_tensor_parallel_size or s.tensor_model_parallel_size) > 1:
@@ -209,26 +200,6 @@ def _expert_overlap(s: Settings) -> Iterator[str]:
         yield (
             f"{{overlap_moe_expert_parallel_comm}}: {nothing_to_hide}, and one more micro-batch's activations are kept"
         )
-
-
-def _local_tokens(s: Settings) -> Iterator[str]:
-    dispatcher = s.moe_token_dispatcher_type
-    if s.moe_local_token_overlap:
-        if dispatcher == "alltoall":
-            yield "{moe_local_token_overlap}: has no effect with {moe_token_dispatcher_type}; use flex or allgather"
-        elif dispatcher == "allgather" and s.fp8 is not None:
-            yield "{moe_local_token_overlap}: has no effect with {fp8} and {moe_token_dispatcher_type}; use flex"
-    if s.moe_dispatcher_transport == "symmetric-memory":
-        if dispatcher == "alltoall":
-            yield (
-                "{moe_dispatcher_transport}: has no effect with {moe_token_dispatcher_type}; use flex, or allgather "
-                "with {moe_local_token_overlap:name}"
-            )
-        elif dispatcher == "allgather" and not s.moe_local_token_overlap:
-            yield (
-                "{moe_dispatcher_transport}: has no effect with {moe_token_dispatcher_type} without "
-                "{moe_local_token_overlap:name}"
-            )
 
 
 def _data(s: Settings) -> Iterator[str]:

@@ -147,6 +147,7 @@ _GPT_OSS_POSITIONS = tuple(
 """The rotary positions of gpt-oss, as its config.json has them."""
 
 _WHEN_REDUCED = "--overlap-grad-reduce reduces gradients while backward computes; the order changes no result"
+_COLLECTIVES = "tokens of all ranks are computed together, and sent by collectives"
 _GONE = {
     "--DDP-impl": "there is one data parallel implementation",
     "--data-impl": "indexed data files are mapped into memory",
@@ -161,10 +162,16 @@ _GONE = {
     "--no-delay-grad-reduce": _WHEN_REDUCED,
     "--delay-param-gather": "--overlap-param-gather gathers the weights of each layer before its forward",
     "--enable-one-logger": "there is no such service; metrics go to metrics.jsonl and to TensorBoard",
+    "--moe-local-token-overlap": _COLLECTIVES,
+    "--no-moe-local-token-overlap": _COLLECTIVES,
+    "--moe-dispatcher-transport": _COLLECTIVES,
+    "--moe-flex-transport": _COLLECTIVES,
     "--moe-token-dropping": "it never had an effect; --moe-expert-capacity-factor lets experts drop tokens",
     "--no-log-learnig-rate-to-tensorboard": "the learning rate is always written to TensorBoard",
     "--no-query-key-layer-scaling": "scores are not divided by the number of the layer",
     "--scattered-embeddings": "--sequence-parallel scatters the output of the embedding",
+    "--torch-compile": "our own kernels are faster than generated ones",
+    "--torch-compile-backend": "our own kernels are faster than generated ones",
     "--split-transformers": "--sequence-parallel splits the activations between the parts of a layer",
 }
 

@@ -32,8 +32,6 @@ class LaunchEnvironment:
     """Number of ranks on each host; None if it is not known."""
     looks_at_files: bool = False
     """Whether this process checks that files exist. The first rank does it for all."""
-    capability: tuple[int, int] | None = None
-    """CUDA's compute capability of this process's GPU; None without one."""
 
     @classmethod
     def of_this_process(cls) -> "LaunchEnvironment":
@@ -48,15 +46,7 @@ class LaunchEnvironment:
             world_size_is_given="WORLD_SIZE" in os.environ,
             ranks_of_host=int(local) if (local := os.environ.get("LOCAL_WORLD_SIZE", "")).isdecimal() else None,
             looks_at_files=os.environ.get("RANK", "0") == "0",
-            capability=_capability(),
         )
-
-
-def _capability() -> tuple[int, int] | None:
-    local = os.environ.get("LOCAL_RANK", "")
-    if not torch.cuda.is_available():
-        return None
-    return torch.cuda.get_device_capability(int(local) % torch.cuda.device_count() if local.isdecimal() else 0)
 
 
 class Settings:

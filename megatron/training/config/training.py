@@ -67,7 +67,7 @@ class TrainingConfig:
     recompute_activations: bool = False
     """Short for --recompute-granularity selective."""
 
-    disable_jit_fuser: bool = flag(False, no_effect="only --torch-compile fuses operations so")
+    disable_jit_fuser: bool = flag(False, no_effect="nothing here is fused so")
     """Do not fuse operations with a just-in-time compiler."""
 
     optimizer_cuda_graph: bool = False

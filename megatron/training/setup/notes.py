@@ -1,6 +1,5 @@
 """Notes that a run prints before it starts: its kernels, and behaviour that a user may not expect."""
 
-import importlib.util
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,7 +9,6 @@ from megatron.core.dist_checkpointing.coordination import RankCoordinator
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.exceptions import UserError
 from megatron.core.groups.process_groups_config import ProcessGroupCollection
-from megatron.core.ops.attention.flash3 import find_flash3
 from megatron.core.pipeline_parallel.stage_map import stage_map, stages_text
 from megatron.core.pipeline_parallel.stages import overlaps_expert_communication
 from megatron.core.transformer.config.memory import captured_parts, captures_micro_batches
@@ -37,22 +35,6 @@ def kernel_notes(model: Sequence[nn.Module], environment: Environment, config: P
     for line in describe_kernels(nn.ModuleList(model), environment.device, by_document):
         if begins or not line.startswith("backend"):
             yield line
-            if environment.device.type == "cuda":
-                yield from unused_package_notes(line)
-
-
-def unused_package_notes(line: str) -> Iterator[str]:
-    """Yields a line if a package is installed that would compute what this line of the log names, and is not used."""
-    if line.startswith("backend triton") and importlib.util.find_spec("apex") is not None:
-        yield (
-            "apex is installed and not used: our own kernels update all weights of a flat buffer at once and compute "
-            "each norm at once, as its fused optimizers and norms do"
-        )
-    elif line.startswith("attention") and "SDPA (cuDNN)" in line and find_flash3() is not None:
-        yield (
-            "FlashAttention-3 is installed and not used: --attention-backend flash uses it; the two have not been "
-            "compared"
-        )
 
 
 def holding_notes(model: Sequence[DistributedDataParallel], groups: ProcessGroupCollection, config: Any) -> list[str]:

@@ -122,22 +122,11 @@ CASES = {
         {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": True},
     ),
     "ep4, allgather, late": ({"expert": 4}, 4, "allgather", {"delay_wgrad_compute": True}),
-    "ep2, allgather, own tokens first": (
-        {"expert": 2},
-        2,
-        "allgather",
-        {"moe_local_token_overlap": True, "delay_wgrad_compute": True},
-    ),
-    "ep4, allgather, own tokens first, recomputed": (
+    "ep4, allgather, recomputed": (
         {"expert": 4},
         4,
         "allgather",
-        {
-            "moe_local_token_overlap": True,
-            "recompute_granularity": "full",
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
-        },
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     ),
     "ep2 etp2, alltoall": ({"tensor": 2, "expert": 2, "expert_tensor": 2}, 4, "alltoall", {}),
 }
@@ -195,7 +184,6 @@ def test_steps_with_swapped_experts_over_nccl() -> None:
         expected = gpus.run(partial(train, device="cuda"), 1, 1, {}, "allgather")[0]
         for name in (
             "ep2, allgather",
-            "ep2, allgather, own tokens first",
             "ep2, alltoall, recomputed",
             "ep2, flex, turns",
         ):

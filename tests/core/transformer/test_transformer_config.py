@@ -33,9 +33,6 @@ CONFIGS: dict[str, type] = {
 }
 OURS = {"seed", "fp64", "pipeline_schedule", "num_encoder_layers", "pipeline_model_parallel_split_rank"} | {
     "fp8_weight_cache",
-    "torch_compile",
-    "torch_compile_backend",
-    "moe_local_token_overlap",
     "moe_balanced_expert_placement",
     "lion_beta1",
     "lion_beta2",
@@ -55,7 +52,6 @@ OURS = {"seed", "fp64", "pipeline_schedule", "num_encoder_layers", "pipeline_mod
     "mtp_detach_heads",
     "mtp_use_repeated_layer",
     "tp_comm_overlap_transport",
-    "moe_dispatcher_transport",
 }
 MODEL_OPTIONS = {field.name for cls in (PositionConfig,) for field in dataclasses.fields(cls)} | {
     "norm_placement",

@@ -61,15 +61,6 @@ def test_the_compiler_is_imported() -> None:
     subprocess.run([sys.executable, "-c", f"{code}assert 'torch._dynamo' in sys.modules"], check=True, cwd=ROOT)
 
 
-def test_the_number_of_compiled_variants_can_be_raised_but_not_lowered() -> None:
-    from torch._dynamo import config
-
-    with config.patch(recompile_limit=8):
-        for asked, limit in ((20, 20), (4, 20)):
-            torch_private.raise_recompile_limit(asked)
-            assert config.recompile_limit == limit
-
-
 def test_the_name_of_a_group_made_by_its_members_is_found_by_the_function_that_is_replaced() -> None:
     """The replacement works only as long as torch asks this function, as a global of its module."""
     assert "_hash_ranks_to_str(" in inspect.getsource(distributed_c10d._process_group_name)

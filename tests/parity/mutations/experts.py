@@ -91,22 +91,6 @@ EXPERTS = [
         quick=True,
     ),
     Mutation(
-        "no-router-gradient-of-own-tokens",
-        "the router gets no gradient from the experts' results for tokens that a rank keeps",
-        "core/transformer/moe/flex_dispatcher.py",
-        "at.weights_of(self.routing.weights, copies, choice), groups)",
-        "at.weights_of(self.routing.weights, copies, choice).detach(), groups)",
-        "moe-aux/dp2-optim+ep2-own/default",
-    ),
-    Mutation(
-        "own-sums-without-others",
-        "a rank leaves out the sums that other ranks return for its tokens",
-        "core/transformer/moe/source_exchange.py",
-        "self.places[self.rank], self.returning.received())",
-        "self.places[self.rank], 0 * self.returning.received())",
-        "moe-aux/dp2-optim+ep2-own-first/default",
-    ),
-    Mutation(
         "norm-of-local-experts",
         "the gradient norm leaves out the experts of other ranks",
         "core/optimizer/clip_grads.py",

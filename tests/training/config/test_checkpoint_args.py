@@ -57,7 +57,7 @@ def test_what_the_line_says(saved):
 def test_what_only_makes_the_run_faster_is_not_taken():
     """The run may have another layout, which these flags refuse."""
     line = read_command_line([])
-    fast = "--moe-balanced-expert-placement --moe-local-token-overlap --moe-dispatcher-transport symmetric-memory"
+    fast = "--moe-balanced-expert-placement --attention-backend fused"
     take_model_flags(line, f"--num-experts 4 --moe-grouped-gemm {fast}".split(), "folder", "--use-checkpoint-args")
     assert line.given == {"num_moe_experts": "--num-experts"} and line.values["num_moe_experts"] == 4
 

@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 import torch
 from support.command_lines import SMALL, configured, problems_of, without
-from support.fake_transformer_engine import FAKE
 
 from megatron.core.transformer.config.heterogeneous import HETEROGENEOUS
-from megatron.training.config import derived_values
+from megatron.training.config import measured_defaults
 from megatron.training.inspection.run_description import command_line_of
 
 
@@ -98,12 +97,12 @@ def test_two_tensor_parallel_ranks_of_a_host_with_gpus_cut_their_products() -> N
     assert pieces("--tp-comm-overlap") == (True, False)
     assert pieces("--cuda-graph-impl transformer_engine") == pieces("--external-cuda-graph") == (True, True)
     off = pieces("--no-tp-comm-overlap"), pieces(has_cuda=False), pieces(of_host=None), pieces(of_host=1)
-    off += pieces("--fp8-format hybrid --bf16"), pieces("--transformer-impl transformer_engine")
+    off += (pieces("--fp8-format hybrid --bf16"),)
     off += pieces(words="--tensor-model-parallel-size 2 --sequence-parallel"), pieces(words=layout.replace("2", "4", 1))
     assert set(off) == {(False, False)}
 
 
-EXCHANGE = ("delay_wgrad_compute", "moe_local_token_overlap", "moe_balanced_expert_placement")
+EXCHANGE = ("delay_wgrad_compute", "moe_balanced_expert_placement")
 MIXTURE = (
     "--num-experts 64 --expert-model-parallel-size 2 --moe-router-topk 8 --moe-grouped-gemm --disable-bias-linear "
     "--seq-length 4096 --max-position-embeddings 4096 --micro-batch-size {} --global-batch-size 128"
@@ -112,41 +111,39 @@ MIXTURE = (
 
 def test_two_expert_parallel_ranks_of_a_host_with_gpus_hide_their_exchange_and_swap_experts() -> None:
     def chosen(flags: str = "", micro_batch: int = 8, words: str = MIXTURE, **where: Any) -> list[bool]:
-        where = {"ranks": 2, "has_cuda": True, "of_host": 2, "capability": (9, 0), **where}
+        where = {"ranks": 2, "has_cuda": True, "of_host": 2, **where}
         config = configured(f"{words.format(micro_batch)} {flags}", **where)
         notes = [note for note in config.notes if "the default of two expert parallel ranks" in note]
         derived = [field for field in EXCHANGE if config.provenance[field] == "derived"]
         assert all("--" + field.replace("_", "-") in notes[0] for field in derived) if derived else not notes
         return [getattr(config.transformer, field) for field in EXCHANGE]
 
-    assert chosen() == chosen("--moe-token-dispatcher-type allgather") == [True, True, True]
+    assert chosen() == chosen("--moe-token-dispatcher-type allgather") == [True, True]
     # 4096 tokens of a rank's 32768 choose an expert, with even routing.
-    assert chosen(micro_batch=4) == chosen(capability=(8, 0)) == [True, False, True]
-    assert chosen(micro_batch=2) == [False, False, False]
-    assert chosen("--no-moe-local-token-overlap") == [True, False, True]
-    assert chosen("--no-delay-wgrad-compute --no-moe-balanced-expert-placement") == [False, True, False]
+    assert chosen(micro_batch=4) == [True, True]
+    assert chosen(micro_batch=2) == [False, False]
+    assert chosen("--no-moe-balanced-expert-placement") == [True, False]
+    assert chosen("--no-delay-wgrad-compute --no-moe-balanced-expert-placement") == [False, False]
     one = "--moe-router-topk 1 --moe-router-score-function sigmoid "
     one += "--moe-token-dispatcher-type allgather"
-    assert chosen(one, micro_batch=64) == [True, True, True]
-    assert chosen(f"{one} --moe-apply-probs-on-input", micro_batch=64) == [True, False, True]
-    assert chosen(words=MIXTURE.replace("--disable-bias-linear ", "")) == [True, False, True]
-    assert chosen(words=MIXTURE.replace("--moe-grouped-gemm ", "")) == [True, False, False]
-    assert chosen("--fp8-format hybrid --bf16") == [True, False, False]
+    assert chosen(one, micro_batch=64) == [True, True]
+    assert chosen(words=MIXTURE.replace("--moe-grouped-gemm ", "")) == [True, False]
+    assert chosen("--fp8-format hybrid --bf16") == [True, False]
     # Four ranks: two have copies of each expert.
-    assert chosen(ranks=4, of_host=4) == chosen(ranks=4, of_host=2) == [True, True, False]
-    assert chosen("--pipeline-model-parallel-size 2", ranks=4, of_host=4) == [True, True, True]
+    assert chosen(ranks=4, of_host=4) == chosen(ranks=4, of_host=2) == [True, False]
+    assert chosen("--pipeline-model-parallel-size 2", ranks=4, of_host=4) == [True, True]
     alone = chosen(has_cuda=False), chosen(of_host=None), chosen(of_host=1)
     alone += chosen("--moe-token-dispatcher-type alltoall"), chosen("--moe-token-dispatcher-type flex")
     alone += chosen("--overlap-moe-expert-parallel-comm"), chosen("--cuda-graph-impl transformer_engine")
     alone += chosen("--expert-model-parallel-size 4", ranks=4, of_host=4), chosen("--use-megatron-fsdp")
     alone += (chosen("--tensor-model-parallel-size 2 --sequence-parallel", ranks=4, of_host=4),)
-    assert all(each == [False, False, False] for each in alone)
+    assert all(each == [False, False] for each in alone)
 
 
 def test_two_gpus_with_alltoall_are_told_what_is_faster() -> None:
     def told(flags: str, has_cuda: bool = True) -> bool:
         words = f"{MIXTURE.format(8)} --moe-token-dispatcher-type {flags}"
-        return derived_values.ALLGATHER_IS_FASTER in configured(words, ranks=2, has_cuda=has_cuda, of_host=2).notes
+        return measured_defaults.ALLGATHER_IS_FASTER in configured(words, ranks=2, has_cuda=has_cuda, of_host=2).notes
 
     assert told("alltoall")
     assert not told("allgather") and not told("alltoall --moe-router-topk 2") and not told("alltoall", has_cuda=False)
@@ -200,35 +197,6 @@ def test_formats_of_other_programs_save_in_ours_and_say_so() -> None:
     config = configured("--ckpt-format torch_dist --transformer-impl transformer_engine")
     assert config.checkpoint.ckpt_format == "safetensors"
     assert [note for note in config.notes if note.startswith(("--ckpt-format torch_dist", "--transformer-impl"))]
-
-
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        ("", "Transformer Engine computes; our own layers (--transformer-impl auto) are as fast"),
-        (
-            "--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap",
-            "Transformer Engine computes, but not products in pieces (--tp-comm-overlap), which are ours; our own",
-        ),
-        ("--num-experts 4", "Transformer Engine computes; our own layers (--transformer-impl auto) are faster for exp"),
-        ("--cuda-graph-impl local", "Transformer Engine is not used: its layers are not captured in CUDA graphs"),
-        (
-            "--bf16 --fp8-format hybrid --fp8-recipe delayed --recompute-granularity full --recompute-method uniform "
-            "--recompute-num-layers 1",
-            "Transformer Engine is not used: with --fp8-recipe delayed its layers cannot be recomputed",
-        ),
-        (
-            "--bf16 --fp8-format hybrid --fp8-recipe rowwise",
-            "Transformer Engine is not used: it has no --fp8-recipe rowwise, only tensorwise, delayed and blockwise",
-        ),
-    ],
-)
-def test_the_start_says_who_computes(flags: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(derived_values, "find_engine", lambda: FAKE)
-    config = configured(f"--transformer-impl transformer_engine {flags}", ranks=2)
-    (note,) = (note for note in config.notes if note.startswith("--transformer-impl transformer_engine: "))
-    assert note.partition(": ")[2].startswith(expected)
-    assert not any("Transformer Engine" in note for note in configured(flags, ranks=2).notes)
 
 
 def test_other_names_of_one_size() -> None:

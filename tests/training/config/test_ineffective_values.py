@@ -18,8 +18,6 @@ def test_what_hides_exchanges_says_where_there_are_none() -> None:
         return [note.partition(":")[0] for note in notes if "has no effect with --expert-model-parallel-size 1" in note]
 
     shared = "--moe-shared-expert-overlap"
-    local = "--moe-local-token-overlap"
-    assert said(f"{local} --moe-token-dispatcher-type flex") == [local]
     placed = "--moe-balanced-expert-placement"
     assert said(f"{placed} --moe-grouped-gemm") == [placed]
     assert said(f"{placed} --moe-grouped-gemm --expert-model-parallel-size 2", ranks=2) == []
@@ -28,28 +26,6 @@ def test_what_hides_exchanges_says_where_there_are_none() -> None:
     assert said(f"{both} --expert-model-parallel-size 2", ranks=2) == said("") == said(shared) == []
     assert said(f"{both} --expert-tensor-parallel-size 2", ranks=2) == [shared]  # an expert's channels are elsewhere
     assert said(f"{both} --tensor-model-parallel-size 2 --sequence-parallel", ranks=2) == [shared]
-
-
-def test_own_tokens_and_transports_say_which_dispatchers_have_none() -> None:
-    def said(flags: str) -> list[str]:
-        flags = f"--num-experts 4 --expert-model-parallel-size 2 {flags}"
-        return [
-            note for note in configured(flags, ranks=2).notes if note.startswith(("--moe-local", "--moe-dispatcher"))
-        ]
-
-    local, peers = "--moe-local-token-overlap", "--moe-dispatcher-transport symmetric-memory"
-    flex, allgather = (f"--moe-token-dispatcher-type {kind}" for kind in ("flex", "allgather"))
-    assert said(f"{flex} {local} {peers}") == said(f"{allgather} {local} {peers}") == said(f"{flex} {peers}") == []
-    alltoall = "--moe-token-dispatcher-type alltoall"
-    assert said(f"{alltoall} {local} {peers}") == [
-        f"{local}: has no effect with {alltoall}; use flex or allgather",
-        f"{peers}: has no effect with {alltoall}; use flex, or allgather with {local}",
-    ]
-    assert said(f"{allgather} {peers}") == [f"{peers}: has no effect with {allgather} without {local}"]
-    fp8 = "--fp8-format hybrid --fp8-recipe tensorwise"
-    assert said(f"{flex} {local} {fp8}") == []
-    (note,) = said(f"{allgather} {local} {fp8}")
-    assert note == f"{local}: has no effect with --fp8-format hybrid and {allgather}; use flex"
 
 
 def test_pieces_say_which_layers_have_none() -> None:

@@ -1,6 +1,5 @@
 """The notes that a run prints before it starts."""
 
-import importlib.util
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +12,7 @@ from megatron.data.preparation.config import available_cores
 from megatron.training.arguments import configure
 from megatron.training.config.settings import LaunchEnvironment
 from megatron.training.data.splits import ValidationSet
-from megatron.training.setup.notes import holding_notes, run_notes, unused_package_notes
+from megatron.training.setup.notes import holding_notes, run_notes
 from megatron.training.trainer import Trainer
 
 
@@ -53,15 +52,6 @@ def test_more_workers_than_cores_are_said_with_a_number_that_works() -> None:
     (note,) = [note for note in notes("--num-workers 400") if note.startswith("--num-workers 400: ")]
     assert f"{cores} cores" in note and f"--num-workers {cores} or less" in note
     assert not any(note.startswith("--num-workers") for note in notes(f"--num-workers {cores}"))
-
-
-def test_apex_is_not_needed_beside_our_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    (note,) = unused_package_notes("backend triton: plain torch except rms_norm")
-    assert note.startswith("apex is installed and not used: ")
-    assert not list(unused_package_notes("backend local: plain torch"))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert not list(unused_package_notes("backend triton: plain torch except rms_norm"))
 
 
 def test_a_run_says_who_holds_what(capsys: pytest.CaptureFixture[str]) -> None:

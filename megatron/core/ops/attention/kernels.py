@@ -21,7 +21,6 @@ from megatron.core.ops.attention.blocks_cuda import (
     fused_block_attention,
     fused_block_attention_backward,
 )
-from megatron.core.ops.attention.flex import flex_attention_cuda
 from megatron.core.ops.attention.sdpa import (
     sdpa_attention,
     sdpa_attention_cuda,
@@ -73,10 +72,6 @@ class AttentionKernel:
     queries. It accepts such masks with packed documents too."""
     takes_no_mask: bool = False
     """Whether the kernel accepts neither masks nor positions of the queries."""
-    is_preference: bool = False
-    """True if `attention_backend` does not ask for this kernel. The next kernel may then compute the calls that this
-    one cannot."""
-
     least_queries: int = 0
     """Calls with fewer queries in a row belong to the next kernel that can compute them."""
 
@@ -152,16 +147,6 @@ def _flash_refusal(variant: AttentionVariant, situation: Situation) -> Refusal:
     if variant.window is not None:
         return "has no windows here"
     return _width_refusal(variant) or _half_refusal(variant, situation)
-
-
-def _flash3_refusal(variant: AttentionVariant, situation: Situation) -> Refusal:
-    return "takes no mask of padding" if variant.padded else _varlen_refusal(variant, situation)
-
-
-def _flex_refusal(variant: AttentionVariant, situation: Situation) -> Refusal:
-    if situation.dtype is torch.float64:
-        return "computes in float32 at most"
-    return _dropout_refusal(variant, situation) or _bias_refusal(variant) or _width_refusal(variant)
 
 
 def _varlen_refusal(variant: AttentionVariant, situation: Situation) -> Refusal:
@@ -265,8 +250,6 @@ UNFUSED = AttentionKernel(
     knows_masks_of_documents=True,
 )
 
-FLEX = AttentionKernel("flex_attention", flex_attention_cuda, _on_any_cuda, _flex_refusal, masks_keys_only=True)
-
 FUSED_BLOCKS = BlockKernel(
     "attention in blocks (cuDNN, flash)",
     fused_block_attention,
@@ -284,13 +267,6 @@ FLASH_BLOCKS = BlockKernel(
     "always",
     FLASH_WIDTH_MULTIPLE,
 )
-FLEX_BLOCKS = BlockKernel(
-    FLEX.name,
-    block_attention,
-    block_attention_backward,
-    _on_any_cuda,
-    lambda variant, situation: "computes no rows that context parallel ranks divide",
-)
 UNFUSED_BLOCKS = BlockKernel(
     "plain torch in blocks",
     block_attention,
@@ -303,7 +279,6 @@ CANDIDATES: Mapping[AttnBackend, tuple[AttentionKernel, ...]] = {
     AttnBackend.auto: (SDPA_CUDA, VARLEN, SDPA_CPU, UNFUSED),
     AttnBackend.fused: (SDPA_CUDNN, VARLEN, SDPA_CUDA, SDPA_CPU, UNFUSED),
     AttnBackend.flash: (SDPA_FLASH, VARLEN, SDPA_CUDA, SDPA_CPU, UNFUSED),
-    AttnBackend.flex: (FLEX, SDPA_CUDA, VARLEN, SDPA_CPU, UNFUSED),
     AttnBackend.unfused: (UNFUSED,),
     AttnBackend.local: (UNFUSED,),
 }
@@ -313,7 +288,6 @@ BLOCK_CANDIDATES: Mapping[AttnBackend, tuple[BlockKernel, ...]] = {
     AttnBackend.auto: (FUSED_BLOCKS, UNFUSED_BLOCKS),
     AttnBackend.fused: (FUSED_BLOCKS, UNFUSED_BLOCKS),
     AttnBackend.flash: (FLASH_BLOCKS, UNFUSED_BLOCKS),
-    AttnBackend.flex: (FLEX_BLOCKS, FUSED_BLOCKS, UNFUSED_BLOCKS),
     AttnBackend.unfused: (UNFUSED_BLOCKS,),
     AttnBackend.local: (UNFUSED_BLOCKS,),
 }
@@ -358,16 +332,6 @@ def with_own_flash(
         AttnBackend.auto: (for_documents, for_long_rows, *auto[:-1], SDPA_CUDA, auto[-1]),
         AttnBackend.flash: (*flash, kernel, *others),
     }
-
-
-def with_flash3(
-    candidates: Mapping[AttnBackend, tuple[AttentionKernel, ...]], compute: Compute
-) -> dict[AttnBackend, tuple[AttentionKernel, ...]]:
-    """Returns the candidates with FlashAttention-3 as the first choice of `flash`."""
-    kernel = AttentionKernel(
-        "FlashAttention-3", compute, _on_any_cuda, _flash3_refusal, "always", FLASH_WIDTH_MULTIPLE, takes_no_mask=True
-    )
-    return {**candidates, AttnBackend.flash: (kernel, *candidates[AttnBackend.flash])}
 
 
 def before_unfused(candidates: Mapping[AttnBackend, tuple[T, ...]], kernel: T) -> dict[AttnBackend, tuple[T, ...]]:

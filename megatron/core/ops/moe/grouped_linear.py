@@ -52,23 +52,6 @@ class RowGroups:
         begins, ends = self.derived["bounds"]
         return begins, ends
 
-    @property
-    def knows_sources(self) -> bool:
-        """Whether `bounds_by_source` can be read."""
-        return self.by_source is not None or "bounds by source" in self.derived
-
-    @property
-    def bounds_by_source(self) -> "Bounds":
-        """Where the rows of each source begin and end in each group, two int32 [sources, groups]. Does not wait for the
-        device."""
-        if "bounds by source" not in self.derived:
-            assert self.by_source is not None
-            ends = self.by_source.flatten().cumsum(0).view(self.by_source.shape)
-            both = torch.stack([ends - self.by_source, ends]).transpose(1, 2)
-            self.derived["bounds by source"] = both.to(torch.int32).contiguous()
-        begins, ends = self.derived["bounds by source"]
-        return begins, ends
-
     def of_rows(self, rows: int) -> Tensor:
         """Returns the group of each row, int64 [rows]. Does not wait for the device."""
         numbers = torch.arange(self.counts.shape[0], device=self.counts.device)
@@ -82,41 +65,7 @@ class RowGroups:
 
 
 Bounds = tuple[Tensor, Tensor]
-"""Where rows begin and end in each group: two int32 [groups], or [parts, groups] for several parts of the rows. Both
-ascend over the groups."""
-
-
-@dataclass(frozen=True)
-class PartSteps:
-    """An order in which a product computes parts of its rows, and what happens behind each."""
-
-    order: Sequence[int]
-    bounds: Bounds
-    """Those of all parts, [parts, groups]. Every row is in one part of the order."""
-    after: Callable[[int, Tensor], None]
-    """Called with a part and the outputs when the outputs of the part's rows are computed."""
-
-
-@dataclass(frozen=True)
-class ArrivingRows:
-    """Rows that are not all there, in a memory with room for more rows than there probably are: the host does not know
-    their number. A product of the first part begins before the host waits for it."""
-
-    room: Tensor
-    """[m, in], with the values of the first part if there is room for them."""
-    first: int
-    bounds: Bounds
-    """Those of all parts, [parts, groups]."""
-    settle: Callable[[], tuple[int, Sequence[int]]]
-    """Returns the number of rows and the other parts in their order. The host may wait."""
-    grown: Callable[[int], Tensor]
-    """Returns a new memory for this number of rows, with the values of the first part."""
-    before: Callable[[int, Tensor], None]
-    """Called with another part and the rows before the product reads the part's rows and the weights of their
-    groups."""
-    give_back: Callable[[Tensor], Tensor]
-    """Takes the gradient of the rows in backward. Returns the gradient of the placeholder from which they come."""
-
+"""Where rows begin and end in each group: two int32 [groups]."""
 
 _WIDTH_MULTIPLE = 8
 """torch's grouped product needs rows of a multiple of 16 bytes, which are this many 16-bit elements."""
@@ -129,7 +78,7 @@ def is_one_product(dtype: torch.dtype, *widths: int) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The three products
+# The two products
 
 
 def grouped_product(rows: Tensor, weight: Tensor, groups: RowGroups, transposed: bool) -> Tensor:
@@ -141,14 +90,6 @@ def grouped_product(rows: Tensor, weight: Tensor, groups: RowGroups, transposed:
         matrix = weight[number].t() if transposed else weight[number]
         target.copy_(product(part, matrix))
     return output
-
-
-def grouped_product_of_part(output: Tensor, rows: Tensor, weight: Tensor, bounds: Bounds, transposed: bool) -> None:
-    """Computes the rows between the bounds of `grouped_product` into `output`. Other rows may have any values; their
-    outputs stay as they are. Bounds behind the last row mean the last row."""
-    for number, (begin, end) in enumerate(zip(*(edge.tolist() for edge in bounds), strict=True)):
-        matrix = weight[number].t() if transposed else weight[number]
-        output[begin:end].copy_(product(rows[begin:end], matrix))
 
 
 def accumulate_grouped_product(
@@ -165,40 +106,10 @@ def accumulate_grouped_product(
 
 @dataclass(frozen=True)
 class GroupedProducts:
-    """Implementations of the three functions above."""
+    """Implementations of the two functions above."""
 
     rows: Callable[[Tensor, Tensor, RowGroups, bool], Tensor] = grouped_product
     weights: Callable[..., None] = accumulate_grouped_product
-    part: Callable[[Tensor, Tensor, Tensor, Bounds, bool], None] = grouped_product_of_part
-
-    def in_steps(self, rows: Tensor, weight: Tensor, transposed: bool, steps: PartSteps) -> Tensor:
-        """Returns `rows`, computed part after part."""
-        output, (begins, ends) = rows.new_empty(rows.shape[0], weight.shape[1 if transposed else 2]), steps.bounds
-        for part in steps.order:
-            self.part(output, rows, weight, (begins[part], ends[part]), transposed)
-            steps.after(part, output)
-        return output
-
-    def of_arriving(self, rows: ArrivingRows, weight: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
-        """Returns (rows [n, in], `rows` of them), computed part after part."""
-
-        def part(number: int) -> None:
-            self.part(output, room, weight, (begins[number], ends[number]), transposed)
-
-        room, width, (begins, ends) = rows.room, weight.shape[1 if transposed else 2], rows.bounds
-        output = room.new_empty(room.shape[0], width)
-        part(rows.first)
-        count, others = rows.settle()
-        if count > room.shape[0]:
-            room = rows.grown(count)
-            output = room.new_empty(count, width)
-            part(rows.first)
-        # No views for autograd, which forbids writes into views.
-        room, output = room[:count].data, output[:count].data
-        for number in others:
-            rows.before(number, room)
-            part(number)
-        return room, output
 
 
 PLAIN_PRODUCTS = GroupedProducts()
@@ -209,52 +120,31 @@ PLAIN_PRODUCTS = GroupedProducts()
 
 
 def grouped_linear(
-    inputs: Tensor,
-    weight: Tensor,
-    groups: RowGroups,
-    products: GroupedProducts = PLAIN_PRODUCTS,
-    steps: PartSteps | ArrivingRows | None = None,
+    inputs: Tensor, weight: Tensor, groups: RowGroups, products: GroupedProducts = PLAIN_PRODUCTS
 ) -> Tensor:
     """Returns inputs [n, in] times the transposed weight of each row's group [groups, out, in]: [n, out], in the type
-    of the inputs. With `steps` forward computes part after part; backward computes all rows at once. Arriving rows are
-    in `steps`; `inputs` is then the placeholder from which they come."""
-    return _GroupedLinear.apply(inputs, weight, groups, products, steps)
+    of the inputs."""
+    return _GroupedLinear.apply(inputs, weight, groups, products)
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        inputs: Tensor,
-        weight: Tensor,
-        groups: RowGroups,
-        products: GroupedProducts,
-        steps: PartSteps | ArrivingRows | None,
-    ) -> Tensor:
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, groups: RowGroups, products: GroupedProducts) -> Tensor:
         # Keeps the parameter, not a saved tensor: full sharding frees its storage and gathers it again before backward.
         ctx.weight, ctx.groups, ctx.products = weight, groups, products
-        ctx.give_back = None
-        if isinstance(steps, ArrivingRows):
-            ctx.give_back = steps.give_back
-            inputs, output = products.of_arriving(steps, weight, True)
-        elif steps is not None:
-            output = products.in_steps(inputs, weight, True, steps)
-        else:
-            output = products.rows(inputs, weight, groups, True)
+        output = products.rows(inputs, weight, groups, True)
         ctx.save_for_backward(inputs)
         return output
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         (inputs,), weight = ctx.saved_tensors, ctx.weight
         needs_inputs, needs_weight, *_ = ctx.needs_input_grad
         output_gradient = output_gradient.contiguous()
         inputs_gradient = weight_gradient = None
         if needs_inputs:
             inputs_gradient = ctx.products.rows(output_gradient, weight.detach(), ctx.groups, False)
-            if ctx.give_back is not None:
-                inputs_gradient = ctx.give_back(inputs_gradient)
         if needs_weight:
             accumulate = functools.partial(ctx.products.weights, groups=ctx.groups)
             main_grad = main_grad_accumulator(weight)
@@ -265,7 +155,7 @@ class _GroupedLinear(torch.autograd.Function):
                 weight_gradient = total.to(weight.dtype)
             else:
                 main_grad.add_grouped_product(output_gradient, inputs, accumulate)
-        return inputs_gradient, weight_gradient, None, None, None
+        return inputs_gradient, weight_gradient, None, None
 
 
 def grouped_bias(bias: Tensor, groups: RowGroups, rows: int, products: GroupedProducts = PLAIN_PRODUCTS) -> Tensor:

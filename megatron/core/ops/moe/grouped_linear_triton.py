@@ -14,15 +14,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron.core.ops.gluon import gluon_kernel
 from megatron.core.ops.moe.grouped_linear import (
-    Bounds,
     GroupedProducts,
-    PartSteps,
     RowGroups,
     accumulate_grouped_product,
     grouped_bias,
     grouped_linear,
     grouped_product,
-    grouped_product_of_part,
     is_one_product,
 )
 from megatron.core.ops.tiles import capability, cdiv, next_power_of_2
@@ -66,19 +63,6 @@ def grouped_product_cuda(rows: Tensor, weight: Tensor, groups: RowGroups, transp
         kernel.grouped_product_specialized(output, rows, weight, groups.bounds, transposed)
         return output
     return grouped_mm(rows, weight.transpose(1, 2) if transposed else weight, offs=groups.bounds[1])
-
-
-def grouped_product_of_part_cuda(
-    output: Tensor, rows: Tensor, weight: Tensor, bounds: Bounds, transposed: bool
-) -> None:
-    """Computes `grouped_linear.grouped_product_of_part`. What the kernel with specialised warps does not take uses the
-    reference, which waits for the device."""
-    if not rows.shape[0]:
-        return
-    kernel = gluon_kernel("moe.grouped_product_specialized_triton")
-    if kernel is None or not is_one_product(rows.dtype, *weight.shape[1:]) or not kernel.takes(rows, weight):
-        return grouped_product_of_part(output, rows, weight, bounds, transposed)
-    kernel.grouped_product_specialized(output, rows, weight, bounds, transposed)
 
 
 @triton.jit
@@ -194,12 +178,12 @@ def _tile(out_width: int, in_width: int) -> tuple[int, int, int]:
     )
 
 
-CUDA_PRODUCTS = GroupedProducts(grouped_product_cuda, accumulate_grouped_product_triton, grouped_product_of_part_cuda)
+CUDA_PRODUCTS = GroupedProducts(grouped_product_cuda, accumulate_grouped_product_triton)
 
 
-def grouped_linear_cuda(inputs: Tensor, weight: Tensor, groups: RowGroups, steps: PartSteps | None = None) -> Tensor:
+def grouped_linear_cuda(inputs: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
     """Computes `grouped_linear.grouped_linear`."""
-    return grouped_linear(inputs, weight, groups, CUDA_PRODUCTS, steps)
+    return grouped_linear(inputs, weight, groups, CUDA_PRODUCTS)
 
 
 def grouped_bias_cuda(bias: Tensor, groups: RowGroups, rows: int) -> Tensor:

@@ -29,28 +29,12 @@ def rows_of_tokens(tokens: Tensor, copies: Copies) -> Tensor:
     return tokens.index_select(0, copies.source)
 
 
-def put_tokens(rows: Tensor, tokens: Tensor, places: Tensor) -> None:
-    """Copies tokens [t, h] into their rows of [n, h], int64 `places` [t, k]; -1 is no row, and rows from n on are left
-    out. Other rows stay as they are. Does not wait for the device."""
-    count = rows.shape[0]
-    token = torch.arange(tokens.shape[0], device=rows.device)[:, None].expand_as(places)
-    source = places.new_full((count + 1,), -1)  # the last one takes those without a row
-    source.scatter_(0, torch.where((places < 0) | (places > count), count, places).flatten(), token.flatten())
-    source = source[:count, None]
-    if tokens.shape[0]:
-        rows.copy_(torch.where(source < 0, rows, tokens.index_select(0, source[:, 0].clamp(min=0))))
-
-
-def sum_rows_and_addends(rows: Tensor, places: Tensor, addends: Tensor | None = None) -> Tensor:
-    """Sums the rows [n, h] of each token, int64 `places` [t, k] (-1 is no row), and its addends [a, t, h]: [t, h], in
-    float32 at least, rounded once."""
+def _sum_rows(rows: Tensor, places: Tensor) -> Tensor:
     wide = torch.promote_types(rows.dtype, torch.float32)
     total = rows.new_zeros(places.shape[0], rows.shape[1], dtype=wide)
     if rows.shape[0]:
         for place in places.unbind(1):
             total += torch.where((place >= 0)[:, None], rows.index_select(0, place.clamp(min=0)), 0)
-    if addends is not None:
-        total += addends.sum(0, dtype=wide)
     return total.to(rows.dtype)
 
 
@@ -58,7 +42,7 @@ def tokens_of_rows(rows: Tensor, copies: Copies) -> Tensor:
     """Sums the rows [n, h] of each token: [t, h], in float32 at least, rounded once."""
     if copies.places.shape[1] == 1 and copies.source.shape[0] == copies.places.shape[0]:  # every token has one row
         return rows.index_select(0, copies.places[:, 0])
-    return sum_rows_and_addends(rows, copies.places)
+    return _sum_rows(rows, copies.places)
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ def _rows_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluate annot
 
 @triton.jit
 def _spread_kernel(  # type: ignore[no-untyped-def]
-    rows, tokens, places, room, count, width, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    rows, tokens, places, count, width, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -45,14 +45,13 @@ def _spread_kernel(  # type: ignore[no-untyped-def]
     value = tl.load(tokens + token[:, None] * width + column[None, :], mask=valid)
     for j in range(K):
         place = tl.load(places + token * K + j, mask=token < count, other=-1).to(tl.int64)
-        copied = valid & ((place >= 0) & (place < room))[:, None]
+        copied = valid & (place >= 0)[:, None]
         tl.store(rows + place[:, None] * width + column[None, :], value, mask=copied)
 
 
 @triton.jit
 def _tokens_kernel(  # type: ignore[no-untyped-def]
-    tokens, rows, places, addends, count, width,
-    K: tl.constexpr, ADDENDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr,
+    tokens, rows, places, count, width, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -62,9 +61,6 @@ def _tokens_kernel(  # type: ignore[no-untyped-def]
         place = tl.load(places + token * K + j, mask=token < count, other=-1).to(tl.int64)
         copied = valid & (place >= 0)[:, None]
         total += tl.load(rows + place[:, None] * width + column[None, :], mask=copied, other=0.0).to(WIDE)
-    for j in range(ADDENDS):
-        at = addends + (j * count + token)[:, None] * width + column[None, :]
-        total += tl.load(at, mask=valid, other=0.0).to(WIDE)
     tl.store(tokens + token[:, None] * width + column[None, :], total.to(tokens.dtype.element_ty), mask=valid)
 
 
@@ -73,7 +69,11 @@ def rows_of_tokens_triton(tokens: Tensor, copies: Copies, notes_largest: bool = 
     tokens, count, width = tokens.contiguous(), copies.source.shape[0], tokens.shape[1]
     rows = tokens.new_empty(count, width)
     if copies.places.shape[1] > 1 and not notes_largest:
-        put_tokens_triton(rows, tokens, copies.places)
+        places = copies.places.contiguous()
+        if count and places.numel():
+            # Token by token, so that each is read once: copies of a token are far apart in the order of rows.
+            grid, tile = _tiles(places.shape[0], width)
+            _spread_kernel[grid](rows, tokens, places, *tokens.shape, K=places.shape[1], **tile)
     elif count:
         grid, tile = _tiles(count, width)
         largest = None
@@ -86,32 +86,16 @@ def rows_of_tokens_triton(tokens: Tensor, copies: Copies, notes_largest: bool = 
     return rows
 
 
-def put_tokens_triton(rows: Tensor, tokens: Tensor, places: Tensor) -> None:
-    """Computes `permute.put_tokens`."""
-    tokens, places = tokens.contiguous(), places.contiguous()
-    if rows.shape[0] and places.numel():
-        # Token by token, so that each is read once: copies of a token are far apart in the order of rows.
-        grid, tile = _tiles(places.shape[0], rows.shape[1])
-        _spread_kernel[grid](rows, tokens, places, rows.shape[0], *tokens.shape, K=places.shape[1], **tile)
-
-
-def sum_rows_and_addends_triton(rows: Tensor, places: Tensor, addends: Tensor | None = None) -> Tensor:
-    """Computes `permute.sum_rows_and_addends`."""
-    rows, places = rows.contiguous(), places.contiguous()
+def tokens_of_rows_triton(rows: Tensor, copies: Copies) -> Tensor:
+    """Computes `permute.tokens_of_rows`."""
+    rows, places = rows.contiguous(), copies.places.contiguous()
     (count, k), width = places.shape, rows.shape[1]
     tokens = rows.new_empty(count, width)
     if count:
         grid, tile = _tiles(count, width)
         wide = tl.float64 if rows.dtype is torch.float64 else tl.float32
-        added = 0 if addends is None else addends.shape[0]
-        others = rows if addends is None else addends.contiguous()
-        _tokens_kernel[grid](tokens, rows, places, others, count, width, K=k, ADDENDS=added, WIDE=wide, **tile)
+        _tokens_kernel[grid](tokens, rows, places, count, width, K=k, WIDE=wide, **tile)
     return tokens
-
-
-def tokens_of_rows_triton(rows: Tensor, copies: Copies) -> Tensor:
-    """Computes `permute.tokens_of_rows`."""
-    return sum_rows_and_addends_triton(rows, copies.places)
 
 
 def _tiles(count: int, width: int) -> tuple[tuple[int, int], dict[str, int]]:

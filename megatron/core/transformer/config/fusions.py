@@ -1,11 +1,9 @@
 """Fused kernels. The backend chooses kernels when a layer is built; only fields that change numbers have an effect."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from megatron.core.declarations.config_fields import flag, not_a_flag, not_yet
-from megatron.core.ops.transformer_engine.engine import uses_engine
 
 _CHOSEN = "kernels are chosen with their backend when a layer is built"
 
@@ -17,17 +15,8 @@ class FusionConfig:
     transformer_impl: Literal["auto", "local", "triton", "transformer_engine", "inference_optimized"] = flag(
         "auto", supported=["auto", "local", "triton", "transformer_engine"]
     )
-    """Implementation of the layers: plain torch (local), our own GPU kernels (triton), Transformer Engine, or auto,
-    which uses the fastest one available. All compute the same function of the same weights."""
-
-    torch_compile: bool = False
-    """Let torch.compile generate the kernels of operations in layers: norms, rotary positions, activations, sums of
-    bias and residual. Products, attention, dropout, routing, loss and optimizer do not change. The first step takes
-    longer. On a GPU these kernels replace our own."""
-
-    torch_compile_backend: Literal["inductor", "aot_eager"] = flag("inductor", only_with="torch_compile")
-    """With --torch-compile: inductor generates kernels, by a C++ compiler on a CPU and Triton on a GPU. aot_eager runs
-    the traced graphs with torch's own kernels, to find errors; it is not faster."""
+    """Implementation of the layers: plain torch (local), our own GPU kernels (triton), or auto, which uses the faster
+    one available. All compute the same function of the same weights. transformer_engine is read as auto."""
 
     bias_activation_fusion: bool = not_a_flag(False)
     """Add the bias inside the activation. With gelu this selects the tanh approximation; without it gelu is exact."""
@@ -86,25 +75,3 @@ class FusionConfig:
 
     config_logger_dir: str = flag("", no_effect="--print-config shows every value and where it comes from")
     """Folder to which configs are written."""
-
-
-def validate(config: Any) -> Iterator[str]:
-    """Yields a problem for each impossible combination of FusionConfig's fields, as a sentence for
-    `config_fields.describe_problem`."""
-    if not config.torch_compile:
-        return
-    if config.enable_cuda_graph or config.external_cuda_graph or config.cuda_graph_impl != "none":
-        yield "{torch_compile} with CUDA graphs: both replace the launches of a layer's kernels; choose one"
-    if config.transformer_impl == "transformer_engine" and uses_engine(config):
-        yield "{torch_compile}: {transformer_impl} has kernels of its own; {transformer_impl:name} auto or local works"
-    if config.deterministic_mode:
-        yield (
-            "{torch_compile}: the compiler measures which kernels are fast, so runs may differ in rounding; drop it or "
-            "{deterministic_mode}"
-        )
-    if config.fine_grained_activation_offloading or config.cpu_offloading_num_layers > 0:
-        fine = config.fine_grained_activation_offloading
-        name = "fine_grained_activation_offloading" if fine else "cpu_offloading_num_layers"
-        yield f"{{torch_compile}}: {{{name}}} moves tensors that operations save; drop one, or recompute activations"
-    if config.overlap_moe_expert_parallel_comm:
-        yield "{torch_compile}: {overlap_moe_expert_parallel_comm} computes in several threads; drop one"

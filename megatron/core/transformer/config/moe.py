@@ -61,24 +61,11 @@ class MoEConfig:
     """How tokens get to their experts: every token to all ranks that share the experts (allgather), one copy per expert
     of the token (alltoall), or one copy per rank that has any of its experts (flex). The result is the same."""
 
-    moe_local_token_overlap: bool = flag(False, off="--no-moe-local-token-overlap", only_with=_MOE)
-    """With the allgather and flex dispatchers: a rank's experts compute its own tokens while those of other ranks are
-    sent; flex does so in backward too. Needs --expert-tensor-parallel-size 1. Default: on for two expert parallel ranks
-    of one host with Hopper GPUs, allgather and at least 4096 tokens for each expert from each rank (docs/moe.md)."""
-
     moe_balanced_expert_placement: bool = flag(False, off="--no-moe-balanced-expert-placement", only_with=_MOE)
     """Ranks swap experts for the length of a step, so that they compute equally many rows. Plans swaps from the tokens
     of the step's first micro-batch. With allgather and flex, sums of a token then round differently. Needs
     --moe-grouped-gemm, and an --expert-model-parallel-size that leaves each expert on one rank. Default: on for two
     expert parallel ranks with GPUs of one host and allgather (docs/moe.md)."""
-
-    moe_dispatcher_transport: Literal["process-group", "symmetric-memory"] | None = flag(
-        None, only_with=_MOE, aliases=["--moe-flex-transport"]
-    )
-    """With the flex dispatcher, and with allgather and --moe-local-token-overlap: how tokens are sent. process-group:
-    collectives, on any device, between hosts. symmetric-memory: copy engines write tokens into the memory of the
-    other GPUs of the host, without slowing matrix products; all ranks of a group then have equally many tokens.
-    Default: with allgather on GPUs that share memory symmetric-memory, else process-group."""
 
     moe_enable_deepep: bool = flag(False, only_with=_MOE, no_effect=_NO_DEEPEP)
     """Former spelling of --moe-flex-dispatcher-backend deepep."""
@@ -129,11 +116,6 @@ def validate(config: Any) -> Iterator[str]:
     yield from _shares(config)
     if config.moe_use_upcycling:
         yield from _upcycling_problems(config)
-    if config.moe_local_token_overlap and (config.expert_tensor_parallel_size or config.tensor_model_parallel_size) > 1:
-        yield (
-            "{moe_local_token_overlap:name} does not go with experts whose channels are on several ranks, which all "
-            "receive every token: set {expert_tensor_parallel_size:name} 1"
-        )
     if config.moe_balanced_expert_placement:
         yield from _placement_problems(config)
     if config.moe_apply_probs_on_input and config.moe_router_topk != 1:

@@ -119,6 +119,6 @@ class _CopyDispatchCombine(AlltoAllDispatchCombine):
         """Returns `counts` on the host."""
         placed = self.routing.positions.on_host
         if placed is not None:
-            return placed.table.of_sources.view(self.counts.shape)
+            return placed.of_sources.view(self.counts.shape)
         assert self._on_host is not None
         return self._on_host.wait()

@@ -22,7 +22,6 @@ from megatron.core.communication.collectives import (
     start_reduce_scatter_rows,
 )
 from megatron.core.micro_batch import CooperativeTurn
-from megatron.core.transformer.moe.peer_all_to_all import start_copied_rows
 
 
 class PendingResult(Protocol):
@@ -57,15 +56,6 @@ def all_to_all_route(group: Group, sent: Sequence[int], received: Sequence[int])
     return Route(
         lambda rows: start_all_to_all_rows(rows, group, received, sent),
         lambda rows: start_all_to_all_rows(rows, group, sent, received),
-    )
-
-
-def peer_route(group: Group, sent: Sequence[int], received: Sequence[int], most: int) -> Route:
-    """Returns an `all_to_all_route` over GPUs of one host, by copy engines. `most` is equal on all ranks; it is the
-    largest number of rows that one rank may send to another."""
-    return Route(
-        lambda rows: start_copied_rows(rows, group, received, sent, most),
-        lambda rows: start_copied_rows(rows, group, sent, received, most),
     )
 
 

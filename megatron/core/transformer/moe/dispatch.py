@@ -11,7 +11,6 @@ Computation between a start and its finish hides the exchange, in forward and in
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -26,16 +25,8 @@ from megatron.core.ops.moe.permute import Copies
 from megatron.core.transformer.moe.async_collective import (
     AsyncCollective,
 )
-from megatron.core.transformer.moe.experts import ExpertSteps
 from megatron.core.transformer.moe.routing import Routing
 from megatron.core.transformer.transformer_config import TransformerConfig
-
-
-class ExpertInput(Protocol):
-    """What `finish_dispatch` has for a rank's experts."""
-
-    def results_of(self, experts: Any) -> Tensor:
-        """Returns the results of a module of experts for all rows, [n, h]."""
 
 
 @dataclass(frozen=True)
@@ -48,26 +39,6 @@ class ExpertRows:
     """[n]: the router's weight of each row, float32 at least."""
     groups: RowGroups
     """Number of rows of each expert."""
-
-    def results_of(self, experts: Any) -> Tensor:
-        """Returns the results of a module of experts for all rows, [n, h]."""
-        results: Tensor = experts(self.rows, self.weights, self.groups)
-        return results
-
-
-@dataclass(frozen=True)
-class SteppedRows:
-    """Input of experts that compute their rows part after part, in the order of `ExpertRows`."""
-
-    placeholder: Tensor
-    """What the rows, which arrive in the steps, come from."""
-    groups: RowGroups
-    steps: ExpertSteps
-
-    def results_of(self, experts: Any) -> Tensor:
-        """Returns the results of a module of experts that takes steps, [n, h]."""
-        results: Tensor = experts(self.placeholder, None, self.groups, self.steps)
-        return results
 
 
 class DispatchCombine(ABC):
@@ -83,26 +54,9 @@ class DispatchCombine(ABC):
     def start_dispatch(self, hidden: Tensor) -> None:
         """Starts to send the tokens [t, h]."""
 
-    def start_swap(self) -> None:
-        """Starts to bring the weights of this rank's experts, after `start_dispatch`."""
-        self.placement.start_swap()
-
-    def finish_swap(self) -> None:
-        """Waits for these weights, before the experts compute."""
-        self.placement.finish_swap()
-
     @abstractmethod
-    def finish_dispatch(self) -> ExpertInput:
+    def finish_dispatch(self) -> ExpertRows:
         """Waits, and returns the rows of this rank's experts."""
-
-    def own_rows(self) -> ExpertRows | None:
-        """Returns the rows of this rank's own tokens for its own experts if `finish_dispatch` leaves them out,
-        otherwise None. Call it between start and finish of the dispatch."""
-        return None
-
-    def add_own_results(self, results: Tensor) -> None:
-        """Takes the experts' results for `own_rows`, [n, h]. Call it between start and finish of the combine."""
-        raise NotImplementedError
 
     @abstractmethod
     def start_combine(self, results: Tensor) -> None:
@@ -131,8 +85,6 @@ class TokenDispatcher(ABC):
         self.num_local_experts = self.num_experts // self.ep_size
         self.ep_rank, self.etp_rank = group_rank(self.ep_group), group_rank(self.etp_group)
         self.backend = backend or choose_backend(config)
-        self.takes_steps = False
-        """Whether the experts can compute their rows part after part."""
         self.copies_sizes = True
         """Whether the host always gets the number of rows of each expert. If not, it gets them only where the sizes of
         exchanges need them."""
@@ -146,14 +98,6 @@ class TokenDispatcher(ABC):
         self, routing: Routing, turn: CooperativeTurn | None = None, placement: Placement = AT_HOME
     ) -> DispatchCombine:
         """Returns the exchange for a routing to experts at the positions of `placement`."""
-
-    def refuse_shared_channels(self) -> None:
-        """Raises UserError if ranks share the channels of experts."""
-        if self.etp_size > 1:
-            raise UserError(
-                f"moe_local_token_overlap: {self.etp_size} ranks share the channels of each expert, and all of them "
-                "need every token; leave it out"
-            )
 
     def of_all_ranks(self, rows: Tensor) -> Tensor:
         """Gathers rows [n, ...] of all ranks that share the experts: [etp * ep * n, ...], by etp rank, then by ep

@@ -9,7 +9,7 @@ b2). With `moe_apply_probs_on_input` it multiplies only the input.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.initializers import each_of
 from megatron.core.ops.fp8.grouped_linear import Fp8ExpertLinear
 from megatron.core.ops.fp8.recipes import LinearSplit
-from megatron.core.ops.moe.grouped_linear import ArrivingRows, PartSteps, RowGroups, grouped_linear, is_one_product
+from megatron.core.ops.moe.grouped_linear import RowGroups, grouped_linear, is_one_product
 from megatron.core.ops.moe.weighted_activation import weighted
 from megatron.core.parameters import Box, info_of
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -49,19 +49,6 @@ class ExpertSizes:
         assert ffn is not None
         has_bias = config.add_bias_linear if config.moe_expert_mlp_bias is None else config.moe_expert_mlp_bias
         return cls(config.moe_latent_size or config.hidden_size, ffn, has_bias)
-
-
-@dataclass(frozen=True)
-class ExpertSteps:
-    """How experts compute their rows part after part, such as those of one source rank after the other."""
-
-    arriving: ArrivingRows
-    """The rows of the first product."""
-    leaving: PartSteps
-    """The steps of the last product."""
-    weights: Callable[[], Tensor]
-    """Returns the router's weight of each row [n]. Called after the first product, so that the host launches that
-    earlier."""
 
 
 class GroupedMLP(MegatronModule):
@@ -105,38 +92,14 @@ class GroupedMLP(MegatronModule):
             **common,
         )
         matrices = self.linear_fc1.weight, self.linear_fc2.weight
-        self.takes_steps = (
-            backend.fp8 is None and backend.engine is None and not (sizes.has_bias or config.moe_apply_probs_on_input)
-        )
-        """Whether the products can compute part after part, and are all that reads the rows and makes the results."""
         self.reads_sizes = backend.grouped_linear is grouped_linear or not all(
             is_one_product(matrix.dtype, *matrix.shape[1:]) for matrix in matrices
         )
 
-    def forward(
-        self, rows: Tensor, weights: Tensor | None, groups: RowGroups, steps: ExpertSteps | None = None
-    ) -> Tensor:
-        """Returns the experts' outputs [n, h] for rows [n, h] sorted by expert, with the weight of each row [n]. With
-        `steps`, which have rows and weights, computes part after part from a placeholder `rows`; that needs
-        `takes_steps`."""
-        if steps is None:
-            assert weights is not None
-            return self.second_half(groups, *self.first_half(rows, weights, groups))
-        product, _ = self.linear_fc1(rows, groups, steps.arriving)
-        output: Tensor = self.linear_fc2(self.activate(product, None, steps.weights()), groups, steps.leaving)[0]
-        return output
-
-    def first_half(
-        self, rows: Tensor, weights: Tensor, groups: RowGroups
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Computes the first product. Returns (product, bias of each row, weights that multiply the activation)."""
+    def forward(self, rows: Tensor, weights: Tensor, groups: RowGroups) -> Tensor:
+        """Returns the experts' outputs [n, h] for rows [n, h] sorted by expert, with the weight of each row [n]."""
         rows, weights_inside = _weighted_inputs(self.config, rows, weights)
-        return *self.linear_fc1(rows, groups), weights_inside
-
-    def second_half(
-        self, groups: RowGroups, product: Tensor, bias: Tensor | None, weights_inside: Tensor | None
-    ) -> Tensor:
-        """Computes the rest, from the result of `first_half`."""
+        product, bias = self.linear_fc1(rows, groups)
         output, bias = self.linear_fc2(self.activate(product, bias, weights_inside), groups)
         return _with_bias(output, bias, weights_inside)
 

@@ -4,56 +4,29 @@ With k experts per token on R ranks, an all-to-all of copies sends k rows per to
 each rank that holds any of the experts: R (1 - (1 - 1/R)^k) rows if routing is even, 3.6 instead of 8 for k = 8 and R =
 4. The expert indices and weights of a row are sent with it. The receiving rank makes the copies for its experts and
 sums their results. So a sum over experts is rounded once on each receiving rank and once more on the sending rank.
-
-With `moe_local_token_overlap` a rank does not send tokens to itself. Its experts compute its own tokens separately from
-those of other ranks: the first product during the dispatch, the rest during the combine. Each weight then has two
-products per micro-batch, with fewer rows each.
 """
 
 import torch
 from torch import Tensor
 
-from megatron.core.backends import Backend
 from megatron.core.communication.collectives import HostCopy
 from megatron.core.distributed.expert_placement import AT_HOME, Placement
-from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.micro_batch import CooperativeTurn
 from megatron.core.ops.moe.grouped_linear import RowGroups
-from megatron.core.ops.moe.permute import Copies
 from megatron.core.transformer.moe.alltoall_dispatcher import AlltoAllDispatchCombine, MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.moe.async_collective import (
     AsyncCollective,
-    Route,
     all_to_all_route,
-    peer_route,
     uneven_gather_route,
 )
 from megatron.core.transformer.moe.dispatch import DispatchCombine, ExpertRows, first_rows
-from megatron.core.transformer.moe.peer_all_to_all import uses_peers
 from megatron.core.transformer.moe.routing import Routing
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils.recompute_cache import run_once_under_recompute
 
 
 class MoEFlexTokenDispatcher(MoEAlltoAllTokenDispatcher):
     """Sends a token once to each rank that holds any of its experts. One small copy per layer brings the row counts to
-    the host. Raises UserError for `moe_local_token_overlap` if ranks share the channels of experts."""
-
-    def __init__(
-        self, config: TransformerConfig, pg_collection: ProcessGroupCollection, backend: Backend | None = None
-    ) -> None:
-        super().__init__(config, pg_collection, backend)
-        self.keeps_own = config.moe_local_token_overlap
-        """Whether tokens for experts of their own rank are kept out of the exchange."""
-        if self.keeps_own:
-            self.refuse_shared_channels()
-        self.by_peers = uses_peers(config)
-
-    def route(self, sent: list[int], received: list[int], tokens: int) -> Route:
-        """Returns the route of an all-to-all of at most `tokens` rows from one rank to another."""
-        if self.by_peers:
-            return peer_route(self.ep_group, sent, received, tokens)
-        return all_to_all_route(self.ep_group, sent, received)
+    the host."""
 
     def plan(
         self, routing: Routing, turn: CooperativeTurn | None = None, placement: Placement = AT_HOME
@@ -72,13 +45,10 @@ class _TokenDispatchCombine(AlltoAllDispatchCombine):
     ) -> None:
         routing = routing.placed(placement.positions())
         super().__init__(at, routing, turn, placement)
-        self.keeps_own = at.keeps_own
         taken = routing.taken()
         by_rank = taken.new_zeros(taken.shape[0], at.ep_size)
         self.wanted = by_rank.scatter_add_(1, routing.experts // at.num_local_experts, taken) > 0
         """bool [t, ep]: True for ranks that a token is sent to."""
-        if self.keeps_own:
-            self.wanted[:, at.ep_rank] = False
         counts = run_once_under_recompute((at, "token counts"), self._all_counts)  # [etp, ep, experts + ep]
         shape = (at.etp_size, at.ep_size, at.ep_size, at.num_local_experts)
         self.copy_counts = counts[..., : at.num_experts].reshape(shape)
@@ -87,19 +57,11 @@ class _TokenDispatchCombine(AlltoAllDispatchCombine):
         # The device orders the rows while the host waits for their counts.
         ranks = torch.where(self.wanted, torch.arange(at.ep_size, device=taken.device), -1)  # [t, ep]
         self._sent = at.backend.number_choices(ranks, at.ep_size).copies(ranks.numel())
-        self._own = self._order_own() if self.keeps_own else None
 
     def _all_counts(self) -> Tensor:
         at = self.at
         counts = torch.cat([self.routing.tokens_per_expert(at.num_experts), self.wanted.sum(0)])[None]
         return at.of_all_ranks(counts).view(at.etp_size, at.ep_size, -1)
-
-    def _order_own(self) -> tuple[Copies, Tensor]:
-        """Returns the copies of own tokens for own experts, followed by unused rows."""
-        at = self.at
-        local = self.routing.experts_with_room() - at.ep_rank * at.num_local_experts
-        local = torch.where(local < at.num_local_experts, local, -1)
-        return at.backend.number_choices(local, at.num_local_experts).copies(local.numel())
 
     def _copies_here(self) -> Tensor:
         """Returns the number of copies from (etp rank, ep rank) for each expert of this rank, on the host: [etp, ep,
@@ -109,14 +71,12 @@ class _TokenDispatchCombine(AlltoAllDispatchCombine):
 
     def start_dispatch(self, hidden: Tensor) -> None:
         at, routing = self.at, self.routing
-        if self.keeps_own:
-            self.hidden = hidden
         sizes = self._sizes()[at.etp_rank, :, at.num_experts :]  # [from, to]
         self.copies, choice = first_rows(*self._sent, int(sizes[at.ep_rank].sum()))
         self.rows = at.backend.permute(hidden, self.copies)
         self.weights = at.backend.permute(routing.weights, self.copies)  # [n, k]
         if at.ep_size > 1:
-            self.to_experts = at.route(sizes[at.ep_rank].tolist(), sizes[:, at.ep_rank].tolist(), hidden.shape[0])
+            self.to_experts = all_to_all_route(at.ep_group, sizes[at.ep_rank].tolist(), sizes[:, at.ep_rank].tolist())
             self._exchange = AsyncCollective(self.to_experts, self.turn, self.rows, self.weights)
         first = choice % at.ep_size * at.num_local_experts  # expert of the rank that a row goes to
         local = routing.experts_with_room().index_select(0, self.copies.source) - first[:, None]
@@ -125,26 +85,6 @@ class _TokenDispatchCombine(AlltoAllDispatchCombine):
         """[n, k]: local indices of the experts of a row on the receiving rank; -1: no further expert."""
         if at.ep_size > 1:
             self._numbers = self.to_experts.go(self.numbers)
-
-    def own_rows(self) -> ExpertRows | None:
-        """Returns the rows of this rank's own tokens for its own experts, or None if they are sent like the other
-        rows."""
-        if self._own is None:
-            return None
-        at, hidden = self.at, self.hidden
-        del self.hidden
-        sizes = self._copies_here()[0, at.ep_rank].tolist()
-        self._own = copies, choice = first_rows(*self._own, sum(sizes))
-        rows = at.backend.permute(hidden, copies)
-        counts = torch.zeros_like(self.copy_counts[:, :, at.ep_rank])
-        counts[0, at.ep_rank] = self.copy_counts[0, at.ep_rank, at.ep_rank]
-        groups = RowGroups.of_sources(counts, sizes)
-        return ExpertRows(rows, at.weights_of(self.routing.weights, copies, choice), groups)
-
-    def add_own_results(self, results: Tensor) -> None:
-        """Takes the experts' results for `own_rows`, [n, h]."""
-        assert self._own is not None
-        self._own_sums = self.at.backend.unpermute(results, self._own[0])
 
     def finish_dispatch(self) -> ExpertRows:
         at = self.at
@@ -159,18 +99,8 @@ class _TokenDispatchCombine(AlltoAllDispatchCombine):
             self.to_channels = uneven_gather_route(at.etp_group, parts, at.etp_rank)
             numbers = self.to_channels.go(numbers).wait()
             rows, weights = AsyncCollective(self.to_channels, self.turn, rows, weights).finish()
-        counts, on_host = self.copy_counts[:, :, at.ep_rank], self._copies_here().sum((0, 1))
-        if self.keeps_own:
-            counts = counts.clone()
-            counts[0, at.ep_rank] = 0
-            on_host = on_host - self._copies_here()[0, at.ep_rank]
-        sizes = on_host.tolist()
+        counts, sizes = self.copy_counts[:, :, at.ep_rank], self._copies_here().sum((0, 1)).tolist()
         self.order, choice = at.backend.number_choices(numbers, at.num_local_experts).copies(sum(sizes))
         copied = at.backend.permute(rows, self.order)
         own_weights = at.weights_of(weights, self.order, choice)
         return ExpertRows(copied, own_weights, RowGroups.of_sources(counts, sizes))
-
-    def finish_combine(self) -> Tensor:
-        """Waits, and returns the sum of the results of each token's experts, [t, h]."""
-        total = super().finish_combine()
-        return self._own_sums + total if self.keeps_own else total

@@ -12,7 +12,7 @@ from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.initializers import Constant, Initializer, each_of
 from megatron.core.ops.fp8.grouped_recipes import MicroBatches
 from megatron.core.ops.fp8.recipes import LinearSplit
-from megatron.core.ops.moe.grouped_linear import ArrivingRows, PartSteps, RowGroups
+from megatron.core.ops.moe.grouped_linear import RowGroups
 from megatron.core.parameters import Box
 from megatron.core.tensor_parallel.sharded_state import ShardedStateModule
 from megatron.core.tensor_parallel.storage import new_parameter, split_box
@@ -80,13 +80,10 @@ class GroupedLinear(ShardedStateModule):
         self.register_state_dict_post_hook(_take_apart)
         self.register_load_state_dict_pre_hook(_put_together)
 
-    def forward(
-        self, inputs: Tensor, groups: RowGroups, steps: PartSteps | ArrivingRows | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(self, inputs: Tensor, groups: RowGroups) -> tuple[Tensor, Tensor | None]:
         """Returns (output [n, out], bias of each row [n, out] that the caller adds, or None) for rows [n, in] sorted by
-        expert. `steps`: the product computes part after part."""
-        in_steps = {} if steps is None else {"steps": steps}  # not every kind of product takes them
-        return self.linear(inputs, self.weight, groups, **in_steps), self._bias_of_rows(inputs, groups)
+        expert."""
+        return self.linear(inputs, self.weight, groups), self._bias_of_rows(inputs, groups)
 
     def _bias_of_rows(self, inputs: Tensor, groups: RowGroups) -> Tensor | None:
         if self.bias is None:

@@ -11,7 +11,6 @@ from megatron.core.distributed.expert_placement import AT_HOME, ExpertPlacement,
 from megatron.core.exceptions import UserError
 from megatron.core.groups.defaults import groups_or_default
 from megatron.core.groups.process_groups_config import ProcessGroupCollection
-from megatron.core.ops.moe.grouped_linear import RowGroups
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.replicated import ReplicatedLinear
 from megatron.core.tokens import Tokens
@@ -55,9 +54,8 @@ class MoELayer(MegatronModule):
     w_k.
 
     Tokens are sent to the ranks of their experts, and the results are sent back. With `moe_shared_expert_overlap` the
-    shared experts are computed during these exchanges, in forward and backward. With `moe_local_token_overlap` a rank's
-    experts also compute the rank's own tokens then. With `moe_latent_size` tokens have that width when they are sent
-    and in the experts.
+    shared experts are computed during these exchanges, in forward and backward. With `moe_latent_size` tokens have that
+    width when they are sent and in the experts.
     """
 
     reads_layer_inputs = True
@@ -86,8 +84,7 @@ class MoELayer(MegatronModule):
         )
         if not getattr(self.experts, "reads_sizes", True):
             self.token_dispatcher.leave_sizes_on_device()
-        self.token_dispatcher.takes_steps = getattr(self.experts, "takes_steps", False)
-        self.expert_placement = self._placement(config, groups, backend)
+        self.expert_placement = self._placement(config, groups)
         """Which experts this rank computes in a step; None: always those of its own."""
         self.fc1_latent_proj: ReplicatedLinear | None = None
         self.fc2_latent_proj: ReplicatedLinear | None = None
@@ -123,22 +120,17 @@ class MoELayer(MegatronModule):
         exchange = self.token_dispatcher.plan(routing, inputs.turn, self._placement_of(routing))
         exchange.start_dispatch(hidden if self.fc1_latent_proj is None else self.fc1_latent_proj(hidden)[0])
         shared = _Shared(self.shared_experts, hidden, self.config)
-        exchange.start_swap()
+        exchange.placement.start_swap()
         shared.during_dispatch()
-        own = _OwnTokens(self.experts, exchange)
-        own.during_dispatch()
         exchange.start_combine(self._results_of(exchange))
         shared.during_combine()
-        own.during_combine()
         output = exchange.finish_combine()
         if self.fc2_latent_proj is not None:
             latent_output, bias = self.fc2_latent_proj(output)
             output = latent_output if bias is None else latent_output + bias
         return shared.added_to(output).view(hidden_states.shape), None
 
-    def _placement(
-        self, config: TransformerConfig, groups: ProcessGroupCollection, backend: Backend
-    ) -> ExpertPlacement | None:
+    def _placement(self, config: TransformerConfig, groups: ProcessGroupCollection) -> ExpertPlacement | None:
         at = self.token_dispatcher
         if not config.moe_balanced_expert_placement or at.ep_size == 1:
             return None
@@ -152,7 +144,7 @@ class MoELayer(MegatronModule):
                 f"moe_balanced_expert_placement swaps experts of stacked weights, which {type(self.experts).__name__} "
                 "does not have; use GroupedMLP"
             )
-        return ExpertPlacement(self.experts, at.ep_group, at.etp_group, backend.place_experts)
+        return ExpertPlacement(self.experts, at.ep_group, at.etp_group)
 
     def _placement_of(self, routing: Routing) -> Placement:
         """Starts to count the tokens of all ranks if the swaps of a step are to be planned from this micro-batch.
@@ -169,8 +161,9 @@ class MoELayer(MegatronModule):
     def _results_of(self, exchange: DispatchCombine) -> Tensor:
         """Runs the experts. The rows are freed before the results are sent."""
         received = exchange.finish_dispatch()
-        exchange.finish_swap()
-        return received.results_of(self.experts)
+        exchange.placement.finish_swap()
+        results: Tensor = self.experts(received.rows, received.weights, received.groups)
+        return results
 
     def _whole_rows(self, hidden_states: Tensor) -> Tokens:
         s, b = hidden_states.shape[:2] if hidden_states.dim() == 3 else (hidden_states.shape[0], 1)
@@ -184,30 +177,6 @@ class MoELayer(MegatronModule):
                     f"experts are trained over {ranks} tensor parallel ranks with sequence_parallel only: without it "
                     "every rank would send the same tokens; set sequence_parallel"
                 )
-
-
-class _OwnTokens:
-    """Computes the experts on this rank's own tokens in two halves during the exchanges, if the dispatcher keeps these
-    tokens separate."""
-
-    def __init__(self, experts: Any, exchange: DispatchCombine) -> None:
-        self.experts, self.exchange = experts, exchange
-        self.in_halves = hasattr(experts, "first_half")
-        self._groups: RowGroups | None = None
-        self._half: Any = None
-        """Result of the first half, or of both halves of experts that have no halves."""
-
-    def during_dispatch(self) -> None:
-        own = self.exchange.own_rows()
-        if own is not None:
-            self.exchange.finish_swap()
-            compute = self.experts.first_half if self.in_halves else self.experts
-            self._groups, self._half = own.groups, compute(own.rows, own.weights, own.groups)
-
-    def during_combine(self) -> None:
-        if self._groups is not None:
-            half, self._half = self._half, None
-            self.exchange.add_own_results(self.experts.second_half(self._groups, *half) if self.in_halves else half)
 
 
 class _Shared:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from megatron.core.distributed.main_grad import WeightGradientQueue, attach_main_grad
 from megatron.core.ops.activation import Activation, squared_relu
-from megatron.core.ops.moe.grouped_linear import ArrivingRows, PartSteps, RowGroups, grouped_bias, grouped_linear
+from megatron.core.ops.moe.grouped_linear import RowGroups, grouped_bias, grouped_linear
 from megatron.core.ops.moe.permute import ChoiceNumbers, permute, unpermute
 from megatron.core.ops.moe.weighted_activation import weighted_activation
 
@@ -30,61 +30,6 @@ def test_each_group_has_its_own_weight() -> None:
     assert torch.autograd.gradcheck(lambda x, w: grouped_linear(x, w, groups()), [x, w])
 
 
-def test_parts_are_computed_in_their_order() -> None:
-    x, w, dy = values(7, 5), values(3, 6, 5, seed=1), values(7, 6, seed=2)
-    parts = [torch.tensor([1, 2]), torch.tensor([0, 4, 5, 6]), torch.tensor([3])]
-    bounds = torch.tensor([[1, 3, 3], [0, 3, 4], [1, 3, 3]]), torch.tensor([[3, 3, 3], [1, 3, 7], [1, 3, 4]])
-    seen: list[int] = []
-
-    def after(part: int, outputs: Tensor) -> None:
-        seen.append(part)
-        torch.testing.assert_close(outputs[parts[part]], whole.detach()[parts[part]])
-
-    whole = grouped_linear(x, w, groups())
-    found = grouped_linear(x, w, groups(), steps=PartSteps([1, 2, 0], bounds, after))
-    assert seen == [1, 2, 0]
-    torch.testing.assert_close(found, whole)
-    for expected, gradient in zip(*(torch.autograd.grad(y, (x, w), dy.detach()) for y in (whole, found)), strict=True):
-        torch.testing.assert_close(gradient, expected)
-
-
-@pytest.mark.parametrize("room", [9, 7, 4, 0])
-def test_a_product_begins_before_the_number_of_rows_is_known(room: int) -> None:
-    """Part 0 has the rows 1, 2 and 4 to 6: they are there at once, as far as there is room for them."""
-    x, w, dy = values(7, 5), values(3, 6, 5, seed=1), values(7, 6, seed=2).detach()
-    bounds = torch.tensor([[1, 3, 4], [0, 3, 3]]), torch.tensor([[3, 3, 7], [1, 3, 4]])
-    placeholder, given, calls = torch.zeros(1, dtype=torch.float64, requires_grad=True), list[Tensor](), list[str]()
-
-    def with_first_part(rows: int) -> Tensor:
-        calls.append(f"room for {rows}")
-        found = torch.full((rows, 5), float("nan"), dtype=torch.float64)
-        for row in (1, 2, 4, 5, 6):
-            found[row : row + 1] = x.detach()[row : row + 1][: rows - row if rows > row else 0]
-        return found
-
-    def settle() -> tuple[int, list[int]]:
-        calls.append("settled")
-        return 7, [1]
-
-    def before(part: int, rows: Tensor) -> None:
-        calls.append(f"before {part}")
-        rows[[0, 3]] = x.detach()[[0, 3]]
-
-    def give_back(gradient: Tensor) -> Tensor:
-        given.append(gradient)
-        return gradient.new_full((1,), 3.0)
-
-    arriving = ArrivingRows(with_first_part(room), 0, bounds, settle, with_first_part, before, give_back)
-    found, whole = grouped_linear(placeholder, w, groups(), steps=arriving), grouped_linear(x, w, groups())
-    assert calls == [f"room for {room}", "settled", *(["room for 7"] if room < 7 else []), "before 1"]
-    torch.testing.assert_close(found, whole)
-    of_placeholder, found_dw = torch.autograd.grad(found, (placeholder, w), dy)
-    dx, dw = torch.autograd.grad(whole, (x, w), dy)
-    torch.testing.assert_close(found_dw, dw)
-    torch.testing.assert_close(given[0], dx)
-    assert of_placeholder.tolist() == [3.0]
-
-
 def test_each_group_has_its_own_bias() -> None:
     bias = values(3, 6)
     expected = torch.cat([bias[i].expand(size, 6) for i, size in enumerate(SIZES)])
@@ -95,11 +40,6 @@ def test_each_group_has_its_own_bias() -> None:
 def test_counts_bounds_and_groups_of_rows() -> None:
     begins, ends = groups().bounds
     assert (begins.tolist(), ends.tolist(), ends.dtype) == ([0, 3, 3], [3, 3, 7], torch.int32)
-    assert not groups().knows_sources
-    by_source = RowGroups(torch.tensor(SIZES), by_source=torch.tensor([[1, 2], [0, 0], [4, 0]]))
-    begins, ends = by_source.bounds_by_source
-    assert by_source.knows_sources and begins.is_contiguous() and ends.dtype is torch.int32
-    assert begins.tolist() == [[0, 3, 3], [1, 3, 7]] and ends.tolist() == [[1, 3, 7], [3, 3, 7]]
     assert groups().of_rows(7).tolist() == [0, 0, 0, 2, 2, 2, 2]
     assert list(RowGroups(torch.tensor(SIZES), SIZES).host_sizes) == SIZES
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.core.ops.moe.permute import ChoiceNumbers, permute, put_tokens, sum_rows_and_addends, unpermute
+from megatron.core.ops.moe.permute import ChoiceNumbers, Copies, permute, unpermute
 
 GROUPS = torch.tensor([[2, 0], [0, 1], [2, 1], [1, 0]])
 
@@ -40,23 +40,7 @@ def test_copies_of_some_groups_begin_in_given_rows() -> None:
     assert copies.places.tolist() == [[0, 2], [3, -1], [1, -1], [-1, 4]]
 
 
-def test_tokens_are_put_beside_others_and_summed_with_addends() -> None:
-    places = torch.tensor([[4, -1], [0, 6], [-1, -1]])  # row 6 is behind the room
-    generator = torch.Generator().manual_seed(0)
-    tokens, rows = (torch.randn(n, 5, dtype=torch.float64, generator=generator) for n in (3, 6))
-    filled = rows.clone()
-    put_tokens(filled, tokens, places)
-    expected = torch.stack([tokens[1], rows[1], rows[2], rows[3], tokens[0], rows[5]])
-    assert torch.equal(filled, expected)
-    addends = torch.randn(2, 3, 5, dtype=torch.float64, generator=generator)
-    inside = torch.tensor([[4, -1], [0, 5], [-1, -1]])
-    sums = torch.stack([rows[4], rows[0] + rows[5], torch.zeros(5)])
-    torch.testing.assert_close(sum_rows_and_addends(rows, inside), sums)
-    torch.testing.assert_close(sum_rows_and_addends(rows, inside, addends), sums + addends.sum(0))
-
-
 def test_a_sum_is_rounded_once() -> None:
-    rows, places = torch.tensor([[256.0], [1.0]]).bfloat16(), torch.tensor([[0, 1]])
-    addend = torch.tensor([[[1.0]]]).bfloat16()
-    assert float(sum_rows_and_addends(rows, places)) == 256.0
-    assert float(sum_rows_and_addends(rows, places, addend)) == 258.0
+    rows = torch.tensor([[256.0], [1.0], [1.0]]).bfloat16()
+    copies = Copies(torch.tensor([0, 0, 0]), torch.tensor([[0, 1, 2]]))
+    assert float(unpermute(rows, copies)) == 258.0

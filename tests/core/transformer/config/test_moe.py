@@ -23,10 +23,6 @@ SMALL: dict[str, Any] = {"num_layers": 2, "hidden_size": 64, "num_attention_head
         ({"num_moe_experts": 4, "moe_layer_freq": [1]}, "moe_layer_freq has 1 entries for num_layers 2"),
         ({"num_moe_experts": 4, "moe_apply_probs_on_input": True}, "it needs moe_router_topk 1"),
         (
-            {"num_moe_experts": 4, "moe_local_token_overlap": True, "expert_tensor_parallel_size": 2},
-            "moe_local_token_overlap does not go with experts whose channels are on several ranks",
-        ),
-        (
             {"num_moe_experts": 4, "moe_balanced_expert_placement": True},
             "moe_balanced_expert_placement swaps experts of stacked weights: it needs moe_grouped_gemm",
         ),

@@ -26,12 +26,6 @@ def test_experts_that_ranks_cannot_share_are_refused(kind: type[TokenDispatcher]
         kind(CONFIG, groups)
 
 
-def test_channels_of_experts_that_ranks_share_are_refused_for_own_tokens() -> None:
-    groups = ProcessGroupCollection.from_grid(RankGrid(2, tensor=2, expert_tensor=2), 0)
-    with pytest.raises(UserError, match="moe_local_token_overlap: 2 ranks share the channels of each expert"):
-        MoEAllGatherTokenDispatcher(CONFIG, groups).refuse_shared_channels()
-
-
 def test_the_weight_of_a_copy_is_that_of_its_choice() -> None:
     at = MoEAlltoAllTokenDispatcher(CONFIG, ProcessGroupCollection.from_grid(RankGrid(1), 0))
     weights = torch.tensor([[0.5, 0.1], [0.2, 0.3]])

@@ -215,41 +215,6 @@ def test_shared_experts_are_computed_and_turns_are_handed_over_while_rows_are_un
         assert seen == [*go, "backward", *back]
 
 
-def order_with_own_tokens() -> list[str]:
-    """Events of a step in which a rank keeps its own tokens; the experts' halves are numbered by call."""
-    groups = ProcessGroupCollection.from_grid(RankGrid(2, expert=2), dist.get_rank())
-    settings = {"moe_token_dispatcher_type": "flex", "moe_local_token_overlap": True, "add_bias_linear": False}
-    layer = build(groups, **settings, moe_shared_expert_intermediate_size=10)
-    calls = {"first": 0, "second": 0}
-
-    def watched(name: str, half: Any, *inputs: Any) -> Any:
-        calls[name] += 1
-        event = f"{name} {calls[name]}"
-        events.seen.append(event)
-        result = half(*inputs)
-        (result if name == "second" else result[0]).register_hook(lambda gradient: events.seen.append(f"d{event}"))
-        return result
-
-    for name in calls:
-        half = f"{name}_half"
-        setattr(layer.experts, half, partial(watched, name, getattr(layer.experts, half)))
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        events = Events(layer, monkeypatch)
-        output, _ = layer(hidden().requires_grad_(), LayerInputs(Tokens(6, 2), turn=events))
-        events.seen.append("backward")
-        output.sum().backward()
-    return [event for event in events.seen if event not in ("fc1", "fc2", "dfc1", "dfc2")]
-
-
-def test_a_rank_computes_its_own_tokens_while_those_of_others_are_under_way(pool: Pool) -> None:
-    go = ["start", "start", "start", "first 1", "hand over", "wait", "wait", "wait"]
-    go += ["first 2", "second 1", "start", "second 2", "hand over", "wait"]
-    back = ["start", "dsecond 2", "hand over", "wait", "dsecond 1", "dfirst 2"]
-    back += ["start", "start", "dfirst 1", "hand over", "wait", "wait"]
-    for seen in pool.run(order_with_own_tokens, 2):
-        assert seen == [*go, "backward", *back]
-
-
 def lives_of_rows(kind: str) -> list[str]:
     """What of the rows that travel still has memory where it is not needed any more."""
     from megatron.core.transformer.moe import async_collective

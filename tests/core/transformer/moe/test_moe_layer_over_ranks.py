@@ -161,13 +161,6 @@ def test_equals_one_rank(case: str, dispatcher: str, pool: Pool) -> None:
     assert_equals_one_rank(*CASES[case], {"moe_token_dispatcher_type": dispatcher}, pool)
 
 
-@pytest.mark.fast("ep2, gated, shared", "ep4, tokens dropped")
-@pytest.mark.parametrize("case", [case for case in CASES if case.startswith(("ep2, ", "ep4, "))])
-def test_equals_one_rank_if_own_tokens_are_not_sent(case: str, pool: Pool) -> None:
-    dispatcher = {"moe_token_dispatcher_type": "flex", "moe_local_token_overlap": True}
-    assert_equals_one_rank(*CASES[case], dispatcher, pool)
-
-
 def assert_equals_one_rank(
     layout: dict[str, int], settings: dict[str, Any], dispatcher: dict[str, Any], pool: Pool
 ) -> None:
