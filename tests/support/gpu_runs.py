@@ -82,17 +82,7 @@ GRAPH_RUNS = {
 }
 """Runs that are trained without graphs, with graphs of micro-batches, and with that of the optimizer's step too."""
 
-PARTS = ["--cuda-graph-impl", "transformer_engine", "--cuda-graph-warmup-steps", "2"]
-"""Attention, MLPs and routers as graphs, instead of whole micro-batches."""
 DETERMINISTIC = "--deterministic-mode"
-PART_RUNS = {
-    "gpt dropout": 6,
-    "llama fp8 delayed": 8,
-    "experts": 8,
-    "experts fp8": 8,
-}
-"""Runs of GRAPH_RUNS with graphs of parts of layers, and the number of parts."""
-
 _WAYS = {"": [], "graphs of ": GRAPHS, "all graphs of ": [*GRAPHS, "--optimizer-cuda-graph"]}
 RUNS = {
     "float32": FLAGS,
@@ -105,7 +95,6 @@ RUNS = {
         for name, flags in GRAPH_RUNS.items()
         for way, graphs in _WAYS.items()
     },
-    **{f"deterministic graphs of parts of {name}": [*GRAPH_RUNS[name], DETERMINISTIC, *PARTS] for name in PART_RUNS},
 }
 """Every command line of pretrain_gpt.py that the tests of tests/gpu start."""
 

@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import torch
 
+from megatron.core.declarations.config_fields import describe_problem
 from megatron.core.exceptions import UserError
 from megatron.core.pipeline_parallel.stages import virtual_stages
 from megatron.core.transformer.config.heterogeneous import HETEROGENEOUS, encoded_layers
-from megatron.core.transformer.config.memory import captures_micro_batches
+from megatron.core.transformer.config.memory import captures_micro_batches, graph_parts, unknown_parts
 from megatron.core.transformer.layer_patterns import (
     PREDICTION_BORDER,
     evenly_mixed,
@@ -18,7 +19,10 @@ from megatron.core.transformer.layer_patterns import (
     stages_of_pattern,
 )
 from megatron.data.datasets.utils import DEFAULT_SPLIT
-from megatron.facades.num_microbatches_calculator import BatchSchedule, BatchSteps
+from megatron.facades.num_microbatches_calculator import BatchSchedule
+from megatron.training.config import graph_checks
+from megatron.training.config.batch_steps import batch_steps
+from megatron.training.config.flag_table import spelling_of
 from megatron.training.config.measured_defaults import MEASURED_RULES
 from megatron.training.config.settings import Settings
 
@@ -204,6 +208,23 @@ def _backend(s: Settings) -> str | None:
     return None
 
 
+def _parts_of_layers(s: Settings) -> str | None:
+    """Reads graphs of parts of layers as graphs of whole micro-batches, which are as fast, where these can be made."""
+    if not graph_parts(s) or unknown_parts(s):
+        return None
+    name = describe_problem("{external_cuda_graph}" if s.external_cuda_graph else "{cuda_graph_impl}", s, spelling_of)
+    reason = next(graph_checks.why_no_graph(s), None)
+    said = None if reason is None else describe_problem(reason, s, spelling_of)
+    s.set_derived("cuda_graph_impl", "none" if said else "local")
+    s.set_derived("cuda_graph_scope", "full")
+    s.set_derived("cuda_graph_modules", [])
+    for field in ("enable_cuda_graph", "external_cuda_graph"):
+        s.set_derived(field, False)
+    if said:
+        return f"{name}: has no effect: {said}; results are the same"
+    return f"{name}: read as --cuda-graph-impl local: a graph holds a whole micro-batch, with all parts of its layers"
+
+
 def _virtual_stages(s: Settings) -> None:
     """Sets the number of model chunks per pipeline stage. Either it has a flag, or the layers of a chunk have one."""
     chunks, each = s.num_virtual_stages_per_pipeline_rank, s.num_layers_per_virtual_pipeline_stage
@@ -264,16 +285,6 @@ def _iterations_of_samples(s: Settings) -> int:
         return BatchSchedule.from_config(s, s.data_parallel_size, s.seq_length or 0).iterations_of(s.train_samples)
     except (UserError, ZeroDivisionError):  # the checks report sizes that are impossible
         return int(s.train_samples // s.global_batch_size)
-
-
-def batch_steps(s: Settings) -> BatchSteps | None:
-    """Returns the value of --step-batch-size-schedule; None without the flag or if the value is impossible."""
-    if s.step_batch_size_schedule is None or not s.seq_length or s.seq_length < 1:
-        return None
-    try:
-        return BatchSteps.parse(s.step_batch_size_schedule, s.seq_length)
-    except UserError:  # the checks report it
-        return None
 
 
 def _data(s: Settings) -> str | None:
@@ -347,6 +358,7 @@ _DERIVATIONS: tuple[Callable[[Settings], str | None], ...] = (
     _number_formats,
     _ranks,
     _backend,
+    _parts_of_layers,
     *MEASURED_RULES,
     _virtual_stages,
     _sharding,

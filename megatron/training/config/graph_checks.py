@@ -6,32 +6,21 @@ As in `checks`, all rules must accept missing and impossible values.
 from collections.abc import Iterator
 
 from megatron.core.pipeline_parallel.captured_micro_batch import MOST_GRAPHS
-from megatron.core.transformer.config.memory import captured_parts, captures_micro_batches
+from megatron.core.transformer.config.memory import captures_micro_batches
 from megatron.core.transformer.config.router import listed
-from megatron.training.config.derived_values import batch_steps
+from megatron.training.config.batch_steps import batch_steps
 from megatron.training.config.settings import Settings
-
-
-def graphs_of_parts(s: Settings) -> Iterator[str]:
-    """Graphs of parts of layers need memory at fixed addresses, and no Python between their kernels."""
-    if not captured_parts(s):
-        return
-    name = "{external_cuda_graph:name}" if s.external_cuda_graph else "{cuda_graph_impl}"
-    if s.data_parallel_sharding_strategy in ("optim_grads", "optim_grads_params"):
-        yield (
-            f"{name}: {{data_parallel_sharding_strategy}} frees memory between uses, and a graph needs fixed "
-            "addresses; no_shard and optim work"
-        )
-    for field in ("save_activations_interval", "save_dgrads_interval"):
-        if getattr(s, field) is not None:
-            yield f"{name}: {{{field}:name}} watches modules, which a graph does not call; leave one out"
 
 
 def micro_batch_graphs(s: Settings) -> Iterator[str]:
     """A graph of a micro-batch has no communication, fixed shapes and memory at fixed addresses."""
-    if not captures_micro_batches(s):
-        return
-    name = "{enable_cuda_graph:name}" if s.enable_cuda_graph else "{cuda_graph_impl}"
+    if captures_micro_batches(s):
+        name = "{enable_cuda_graph:name}" if s.enable_cuda_graph else "{cuda_graph_impl}"
+        yield from (f"{name}: {problem}" for problem in why_no_graph(s))
+
+
+def why_no_graph(s: Settings) -> Iterator[str]:
+    """Yields each reason why a micro-batch cannot be a graph."""
     for field in (
         "tensor_model_parallel_size",
         "pipeline_model_parallel_size",
@@ -40,30 +29,27 @@ def micro_batch_graphs(s: Settings) -> Iterator[str]:
     ):
         if getattr(s, field) > 1:
             yield (
-                f"{name}: {{{field}}} communicates inside a micro-batch, and a graph does not; leave the graphs out, "
+                f"{{{field}}} communicates inside a micro-batch, and a graph does not; leave the graphs out, "
                 f"or give {{{field}:name}} 1 and use more data parallel ranks ({{use_distributed_optimizer:name}})"
             )
-    for problem in _experts(s) if s.num_moe_experts is not None else ():
-        yield f"{name}: {problem}"
+    if s.num_moe_experts is not None:
+        yield from _experts(s)
     if s.data_parallel_sharding_strategy in ("optim_grads", "optim_grads_params"):
         yield (
-            f"{name}: {{data_parallel_sharding_strategy}} frees memory between uses, and a graph needs fixed "
-            "addresses; no_shard and optim work"
+            "{data_parallel_sharding_strategy} frees memory between uses, and a graph needs fixed addresses; no_shard "
+            "and optim work"
         )
     for field in ("reset_attention_mask", "sft"):
         if getattr(s, field):
-            yield f"{name}: the number of documents in a batch is not fixed with {{{field}:name}}; leave one out"
+            yield f"the number of documents in a batch is not fixed with {{{field}:name}}; leave one out"
     for field in ("save_activations_interval", "save_dgrads_interval"):
         if getattr(s, field) is not None:
-            yield f"{name}: {{{field}:name}} watches modules, which a graph does not call; leave one out"
+            yield f"{{{field}:name}} watches modules, which a graph does not call; leave one out"
     flag, sizes = _batch_sizes(s)
     if len(sizes) > MOST_GRAPHS:
-        yield (
-            f"{name}: each batch size has a graph, and {{{flag}:name}} has {len(sizes)} sizes; give at most "
-            f"{MOST_GRAPHS}"
-        )
+        yield (f"each batch size has a graph, and {{{flag}:name}} has {len(sizes)} sizes; give at most {MOST_GRAPHS}")
     if s.log_straggler:
-        yield f"{name}: {{log_straggler:name}} measures forward steps, which do not run one by one; leave one out"
+        yield "{log_straggler:name} measures forward steps, which do not run one by one; leave one out"
 
 
 def _batch_sizes(s: Settings) -> tuple[str, set[int]]:
@@ -79,12 +65,11 @@ def _batch_sizes(s: Settings) -> tuple[str, set[int]]:
 
 def _experts(s: Settings) -> Iterator[str]:
     """The host needs no counts of tokens: the experts' products are grouped, and nothing else reads them."""
-    parts = "{cuda_graph_scope:name} attn moe_router captures the other parts"
     if not (s.moe_grouped_gemm and s.bf16):
-        yield f"{{num_moe_experts}} need {{moe_grouped_gemm:name}} and {{bf16:name}} in a graph; or {parts}"
+        yield "{num_moe_experts} need {moe_grouped_gemm:name} and {bf16:name} in a graph"
     for field in ("moe_expert_capacity_factor", "moe_enable_routing_replay"):
         if getattr(s, field):
-            yield f"{{{field}:name}} reads on the host which experts take a token; leave it out, or {parts}"
+            yield f"{{{field}:name}} reads on the host which experts take a token; leave it out"
     if "global_aux_loss" in listed(s.moe_router_load_balancing_type):
         yield "global_aux_loss counts micro-batches on the host; aux_loss and seq_aux_loss work"
 

@@ -6,7 +6,7 @@ Each rule yields a sentence for each such flag, in the grammar of `config_fields
 from collections.abc import Callable, Iterator
 
 from megatron.core.exceptions import UserError
-from megatron.core.transformer.config.memory import captured_parts, captures_micro_batches, why_no_part_is_captured
+from megatron.core.transformer.config.memory import captures_micro_batches
 from megatron.core.transformer.config.router import BALANCE_LOSSES, listed
 from megatron.core.transformer.layer_patterns import has_mixer, hybrid_letters, layer_parts
 from megatron.data.datasets.object_store import is_url
@@ -139,18 +139,7 @@ def _schedule(s: Settings) -> Iterator[str]:
 
 
 def _graphs(s: Settings) -> Iterator[str]:
-    parts = captured_parts(s)
-    captures = captures_micro_batches(s) or parts or s.optimizer_cuda_graph
-    name = "{external_cuda_graph:name}" if s.external_cuda_graph else "{cuda_graph_impl}"
-    reason = why_no_part_is_captured(s) if parts else None
-    if reason:
-        yield f"{name}: has no effect: {reason}; results are the same"
-    elif parts and (s.external_cuda_graph or s.cuda_graph_impl == "transformer_engine"):
-        given = " ".join(part for part in parts if part != "moe_preprocess")
-        yield f"{name}: this package makes the graphs, as with local and {{cuda_graph_scope:name}} {given}"
-    if "moe_preprocess" in parts:
-        yield "moe_preprocess has no effect in a graph: tokens are counted where they are sent, without a graph"
-    if s.is_given("cuda_graph_warmup_steps") and not captures:
+    if s.is_given("cuda_graph_warmup_steps") and not (captures_micro_batches(s) or s.optimizer_cuda_graph):
         yield (
             "{cuda_graph_warmup_steps}: has no effect without {cuda_graph_impl:name} local, {enable_cuda_graph:name} "
             "or {optimizer_cuda_graph:name}"

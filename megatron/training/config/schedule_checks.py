@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from megatron.training.config.derived_values import batch_steps
+from megatron.training.config.batch_steps import batch_steps
 from megatron.training.config.settings import Settings
 
 

@@ -1,4 +1,4 @@
-"""Captures CUDA graphs of a run: micro-batches, parts of layers, and the step of the optimizer."""
+"""Captures CUDA graphs of a run: micro-batches and the step of the optimizer."""
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
@@ -13,13 +13,9 @@ from megatron.core.ops.fp8.linear import QuantizedWeights
 from megatron.core.optimizer import MegatronOptimizer, StepUpdate
 from megatron.core.optimizer.captured_update import CapturedUpdate
 from megatron.core.pipeline_parallel.captured_micro_batch import MicroBatchGraphs
-from megatron.core.transformer.captured_parts import PartGraphs, capture_layer_parts
-from megatron.core.transformer.config.memory import captured_parts, captures_micro_batches, why_no_part_is_captured
-from megatron.core.transformer.config.router import listed
+from megatron.core.transformer.config.memory import captures_micro_batches
 from megatron.core.transformer.layer_metrics import layer_metrics_of
 from megatron.core.transformer.moe.router import token_counts_of
-from megatron.core.transformer.recompute import recomputed_modules
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils.graph_capture import CudaGraphRecorder, GraphRecorder, TensorRecord
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.launch.environment import Environment
@@ -39,17 +35,14 @@ def capture_micro_batches(
     probe: GradientProbe | None,
     results: RerunStateMachine | None,
 ) -> Callable[..., Any]:
-    """Returns `forward_backward`, changed to run micro-batches or parts of layers as CUDA graphs if the flags ask for
-    them and the device has them; otherwise unchanged."""
-    whole, parts = captures_micro_batches(config.transformer), captured_parts(config.transformer)
-    if parts and why_no_part_is_captured(config.transformer) is not None:
-        return forward_backward
-    recorder = graph_recorder(environment.device) if whole or parts else None
+    """Returns `forward_backward`, changed to run micro-batches as CUDA graphs if the flags ask for them and the device
+    has them; otherwise unchanged."""
+    recorder = graph_recorder(environment.device) if captures_micro_batches(config.transformer) else None
     if recorder is None:
         return forward_backward
 
     def before_capture(sentence: str) -> None:
-        if whole and results is not None and results.checks_results:
+        if results is not None and results.checks_results:
             raise UserError(
                 "CUDA graphs: the loss function validates its results, which a replay would leave out; leave out the "
                 "validation, --error-injection-rate or CUDA graphs"
@@ -58,28 +51,12 @@ def capture_micro_batches(
             print(sentence, flush=True)
 
     records: list[TensorRecord] = [*layer_metrics_of(model), *token_counts_of(model)]
-    if probe is not None and whole:
+    if probe is not None:
         records.append(probe)
     steps = config.transformer.cuda_graph_warmup_steps
     refresh = refresh_quantized_weights(model)
-    graphs: MicroBatchGraphs | PartGraphs
-    if whole:
-        graphs = MicroBatchGraphs(recorder, steps, records, before_capture, refresh)
-    else:
-        graphs = PartGraphs(recorder, steps, records, before_capture, refresh)
-        capture_layer_parts(model, capturable_parts(config.transformer), graphs)
+    graphs = MicroBatchGraphs(recorder, steps, records, before_capture, refresh)
     return functools.partial(forward_backward, make_runner=graphs.runner)
-
-
-def capturable_parts(config: TransformerConfig) -> list[str]:
-    """Returns the parts of layers that the flags ask for, without routers that exchange values with the host."""
-    parts = captured_parts(config)
-    reads_host = (
-        config.moe_enable_routing_replay
-        or "global_aux_loss" in listed(config.moe_router_load_balancing_type)
-        or "moe" in recomputed_modules(config)
-    )
-    return [part for part in parts if part != "moe_router" or not reads_host]
 
 
 def refresh_quantized_weights(model: Sequence[nn.Module]) -> Callable[[], Hashable]:

@@ -11,7 +11,7 @@ from megatron.core.exceptions import UserError
 from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.pipeline_parallel.stage_map import stage_map, stages_text
 from megatron.core.pipeline_parallel.stages import overlaps_expert_communication
-from megatron.core.transformer.config.memory import captured_parts, captures_micro_batches
+from megatron.core.transformer.config.memory import captures_micro_batches
 from megatron.core.transformer.dot_product_attention import describe_kernels
 from megatron.data.preparation.config import available_cores
 from megatron.training.config.pretrain_config import PretrainConfig
@@ -70,7 +70,6 @@ def run_notes(config: PretrainConfig, environment: Environment, splits: Splits) 
         )
     if environment.device.type == "cpu":
         graphs = {"--cuda-graph-impl local": captures_micro_batches(config.transformer)}
-        graphs["--cuda-graph-scope"] = bool(captured_parts(config.transformer))
         graphs["--optimizer-cuda-graph"] = config.training.optimizer_cuda_graph
         for flag in (flag for flag, given in graphs.items() if given):
             yield f"{flag}: has no effect on a CPU, which has no CUDA graphs; results are the same"

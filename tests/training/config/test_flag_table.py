@@ -160,7 +160,6 @@ OTHER_DEFAULT = {
 MORE_CHOICES = {
     "--ckpt-format": {"safetensors", "zarr"},
     "--transformer-impl": {"auto", "triton"},
-    "--attention-backend": {"flex"},
     "--tiktoken-pattern": {"v1", "v2"},
     "--fp8-recipe": {"rowwise"},
     "--sft-tokenizer-prompt-format": {"default", "identity"},
@@ -275,8 +274,7 @@ READ_WHEN_CONFIGS_ARE_MADE = {
     "--eval-global-batch-size", "--eval-micro-batch-size", "--fim-prefix-token", "--fim-middle-token",
     "--fim-suffix-token", "--bert-num-tokentypes",
     "--decoder-num-layers", "--encoder-pipeline-model-parallel-size", "--encoder-tensor-model-parallel-size",
-    "--cuda-graph-scope",  # captures_micro_batches
-    "--cuda-graph-modules",  # captured_parts
+    "--cuda-graph-scope", "--cuda-graph-modules", "--cuda-graph-impl", "--enable-cuda-graph", "--external-cuda-graph",
 }  # fmt: skip
 
 

@@ -4,6 +4,7 @@ import pytest
 from support.command_lines import configured, problems_of
 
 GRAPHS = "--cuda-graph-impl local"
+WHOLE = "read as --cuda-graph-impl local: a graph holds a whole micro-batch, with all parts of its layers"
 GROUPED = "--num-experts 4 --moe-grouped-gemm --bf16 --disable-bias-linear"
 
 
@@ -20,7 +21,7 @@ GROUPED = "--num-experts 4 --moe-grouped-gemm --bf16 --disable-bias-linear"
         ("--pipeline-model-parallel-size 2", 2, "or give --pipeline-model-parallel-size 1 and use more data parallel"),
         ("--context-parallel-size 2", 2, "or give --context-parallel-size 1 and use more data parallel ranks"),
         ("--num-experts 4 --expert-model-parallel-size 2", 2, "or give --expert-model-parallel-size 1 and use more"),
-        ("--num-experts 4", 1, "--num-experts 4 need --moe-grouped-gemm and --bf16 in a graph; or --cuda-graph-scope"),
+        ("--num-experts 4", 1, "--num-experts 4 need --moe-grouped-gemm and --bf16 in a graph"),
         (
             f"{GROUPED} --moe-expert-capacity-factor 1",
             1,
@@ -35,14 +36,7 @@ GROUPED = "--num-experts 4 --moe-grouped-gemm --bf16 --disable-bias-linear"
             "each batch size has a graph, and --rampup-batch-size has 9 sizes; give at most 8",
         ),
         ("--log-straggler", 1, "--log-straggler measures forward steps"),
-        ("--cuda-graph-scope attn moe", 1, "--cuda-graph-scope moe: the number of rows of each expert differs"),
-        (
-            "--cuda-graph-modules norm",
-            1,
-            "--cuda-graph-scope: norm is no part of a layer that is captured; attn, mamba",
-        ),
-        ("--cuda-graph-scope attn --use-torch-fsdp2", 2, "--cuda-graph-impl local: --data-parallel-sharding-strategy"),
-        ("--cuda-graph-scope mlp --save-dgrads-interval 5", 1, "--save-dgrads-interval watches modules"),
+        ("--cuda-graph-modules norm", 1, "--cuda-graph-scope: norm is no part of a layer; attn, mamba"),
         ("--cuda-graph-warmup-steps 0", 1, "--cuda-graph-warmup-steps 0"),
     ],
 )
@@ -76,34 +70,21 @@ def test_what_is_no_part_of_an_optimizer_graph(flags: str, ranks: int, problem: 
 @pytest.mark.parametrize(
     ("flags", "ranks", "note"),
     [
-        (
-            "--cuda-graph-impl transformer_engine",
-            1,
-            "--cuda-graph-impl transformer_engine: this package makes the graphs, as with local and --cuda-graph-scope "
-            "attn mamba mlp moe_router",
-        ),
-        (
-            "--external-cuda-graph --cuda-graph-modules attn moe_preprocess",
-            1,
-            "--external-cuda-graph: this package makes the graphs, as with local and --cuda-graph-scope attn",
-        ),
+        ("--cuda-graph-impl transformer_engine", 1, f"--cuda-graph-impl transformer_engine: {WHOLE}"),
+        ("--external-cuda-graph --cuda-graph-modules attn moe_preprocess", 1, f"--external-cuda-graph: {WHOLE}"),
         (
             f"{GRAPHS} --cuda-graph-scope attn --tensor-model-parallel-size 2",
             2,
-            "--cuda-graph-impl local: has no effect: layers communicate with --tensor-model-parallel-size 2, and a "
-            "graph does not; data parallel ranks have graphs; results are the same",
-        ),
-        (
-            "--cuda-graph-impl transformer_engine --recompute-granularity full --recompute-method uniform "
-            "--recompute-num-layers 1",
-            1,
-            "--cuda-graph-impl transformer_engine: has no effect: --recompute-granularity full runs whole layers "
-            "again; selective works; results are the same",
+            "--cuda-graph-impl local: has no effect: --tensor-model-parallel-size 2 communicates inside a micro-batch, "
+            "and a graph does not; leave the graphs out, or give --tensor-model-parallel-size 1 and use more data "
+            "parallel ranks (--use-distributed-optimizer); results are the same",
         ),
     ],
 )
-def test_graphs_of_parts_of_layers_say_what_they_capture(flags: str, ranks: int, note: str) -> None:
-    assert note in configured(flags, ranks=ranks).notes
+def test_graphs_of_parts_of_layers_are_of_whole_micro_batches(flags: str, ranks: int, note: str) -> None:
+    config = configured(flags, ranks=ranks)
+    assert note in config.notes
+    assert config.transformer.cuda_graph_impl == ("none" if "no effect" in note else "local")
 
 
 @pytest.mark.parametrize(

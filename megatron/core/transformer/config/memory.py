@@ -11,8 +11,8 @@ RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "mlp_act", "mla_up_proj", 
 _MODULES_OF_EXPERTS = ("moe", "moe_act", "shared_experts")
 OFFLOAD_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
 """Parts of a layer whose inputs can be kept in host memory."""
-GRAPH_PARTS = ("attn", "mamba", "mlp", "moe_router")
-"""Parts of a layer that can be captured as CUDA graphs."""
+GRAPH_PARTS = ("attn", "mamba", "mlp", "moe", "moe_router", "moe_preprocess")
+"""Parts of a layer that Megatron-LM captures as CUDA graphs."""
 _FINE = "fine_grained_activation_offloading"
 
 
@@ -72,15 +72,14 @@ class MemoryConfig:
 
     cuda_graph_impl: Literal["none", "local", "transformer_engine"] = "none"
     """Replay CUDA graphs instead of launching kernels one by one, which saves time with small models and micro-batches.
-    local: forward, loss and backward of a micro-batch are one graph, or the parts of layers that --cuda-graph-scope
-    names. transformer_engine: parts of layers, by default all of them; the graphs are the same as with local."""
+    local: forward, loss and backward of a micro-batch are one graph. transformer_engine is read as local where a
+    micro-batch can be a graph, and has no effect elsewhere."""
 
     cuda_graph_scope: str | list[str] = flag(
         "full", only_with="cuda_graph_impl", or_with="enable_cuda_graph", nargs="+"
     )
-    """With --cuda-graph-impl: the captured code. full and full_iteration: whole micro-batches, the default of local. Or
-    parts of layers: attn, mamba, mlp (of layers without experts), moe_router; all other code, such as experts on
-    several ranks, then runs without graphs."""
+    """With --cuda-graph-impl: the captured code, which is a whole micro-batch (full, full_iteration). Parts of layers
+    (attn, mamba, mlp, moe, moe_router, moe_preprocess) are read as --cuda-graph-impl transformer_engine."""
 
     cuda_graph_modules: list[str] = flag(
         default_factory=list, only_with="cuda_graph_impl", or_with="external_cuda_graph", nargs="+"
@@ -100,7 +99,8 @@ class MemoryConfig:
 def validate(config: Any) -> Iterator[str]:
     """Yields a problem for each impossible value of `MemoryConfig`; `config` has the fields of TransformerConfig."""
     yield from too_small(config, ("recompute_num_layers", "loss_chunk_size", "cuda_graph_warmup_steps"), 1)
-    yield from _graph_part_problems(config)
+    for part in unknown_parts(config) if graph_parts(config) else ():
+        yield f"{{cuda_graph_scope:name}}: {part} is no part of a layer; {', '.join(GRAPH_PARTS)} are"
     if config.recompute_granularity == "full":
         missing = []
         if config.recompute_method is None:
@@ -126,51 +126,24 @@ def validate(config: Any) -> Iterator[str]:
 
 def captures_micro_batches(config: Any) -> bool:
     """Whether whole micro-batches are replayed as CUDA graphs."""
-    return (config.enable_cuda_graph or config.cuda_graph_impl == "local") and not captured_parts(config)
+    return config.enable_cuda_graph or config.cuda_graph_impl == "local"
 
 
-def captured_parts(config: Any) -> list[str]:
-    """Returns the parts of layers that the flags capture as CUDA graphs; an empty list if they capture whole
-    micro-batches, or nothing."""
-    given = [part for part in _graph_scope(config) if part not in _WHOLE]
+def graph_parts(config: Any) -> bool:
+    """Whether the flags ask for graphs of parts of layers."""
     if config.external_cuda_graph or config.cuda_graph_impl == "transformer_engine":
-        return given or list(GRAPH_PARTS)
-    return given if config.enable_cuda_graph or config.cuda_graph_impl == "local" else []
+        return True
+    return captures_micro_batches(config) and not set(_graph_scope(config)) <= {"full", "full_iteration"}
 
 
-def why_no_part_is_captured(config: Any) -> str | None:
-    """Returns why parts of layers run without CUDA graphs although the flags ask for them; None if they are
-    captured."""
-    for field in ("tensor_model_parallel_size", "context_parallel_size"):
-        if getattr(config, field) > 1:
-            return f"layers communicate with {{{field}}}, and a graph does not; data parallel ranks have graphs"
-    if config.pipeline_model_parallel_size > 1:
-        return "with {pipeline_model_parallel_size} several micro-batches are in flight, and a graph holds one"
-    if config.recompute_granularity == "full":
-        return "{recompute_granularity} runs whole layers again; selective works"
-    if config.fine_grained_activation_offloading or config.cpu_offloading_num_layers > 0:
-        return "activations are moved to the host, and a graph keeps them on the device"
-    return None
-
-
-_WHOLE = ("full", "full_iteration")
+def unknown_parts(config: Any) -> list[str]:
+    """Returns the words of --cuda-graph-scope and --cuda-graph-modules that Megatron-LM does not have."""
+    return [part for part in _graph_scope(config) if part not in ("full", "full_iteration", *GRAPH_PARTS)]
 
 
 def _graph_scope(config: Any) -> list[str]:
     scope = [config.cuda_graph_scope] if isinstance(config.cuda_graph_scope, str) else config.cuda_graph_scope
     return [*(scope or ()), *(config.cuda_graph_modules or ())]
-
-
-def _graph_part_problems(config: Any) -> Iterator[str]:
-    known = ", ".join(GRAPH_PARTS)
-    for part in _graph_scope(config) if captured_parts(config) else ():
-        if part == "moe":
-            yield (
-                "{cuda_graph_scope:name} moe: the number of rows of each expert differs from batch to batch; "
-                f"{known} are captured, or whole micro-batches with {{cuda_graph_impl:name}} local"
-            )
-        elif part not in (*_WHOLE, *GRAPH_PARTS, "moe_preprocess"):
-            yield f"{{cuda_graph_scope:name}}: {part} is no part of a layer that is captured; {known} are"
 
 
 def _offloading_problems(config: Any) -> Iterator[str]:
