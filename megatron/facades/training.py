@@ -20,10 +20,10 @@ from megatron.core.exceptions import UserError
 from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
-from megatron.core.pipeline_parallel.chunk_hooks import accepts_argument
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.schedule.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.layer_costs import training_flops
+from megatron.core.utils.keywords import Keywords
 from megatron.diagnosis.non_finite import dump_and_search
 from megatron.facades import global_vars
 from megatron.facades.initialize import close_with_run, refuse
@@ -303,7 +303,7 @@ def train_step(
     data = step_data_of(data_iterator) or step_data(run.config, run.environment, None)
     data.begin(run.state.iteration)
     available: dict[str, Any] = loop.arguments_of_schedule(optimizer, data)
-    accepted = {name: value for name, value in available.items() if accepts_argument(forward_backward_func, name)}
+    accepted = Keywords.of(forward_backward_func).chosen_from(available)
     result = loop.run_step(
         forward_backward_func,
         reporting_tensors(forward_step_func),

@@ -18,9 +18,9 @@ from megatron.core.health.rerun_state_machine import RerunStateMachine
 from megatron.core.ops.fp8.recipes import DelayedScaling
 from megatron.core.optimizer import MegatronOptimizer, StepUpdate
 from megatron.core.optimizer.clip_grads import weight_norm
-from megatron.core.pipeline_parallel.chunk_hooks import accepts_argument
 from megatron.core.schedule.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.timers import Timers, timed
+from megatron.core.utils.keywords import Keywords
 from megatron.training.data.step_data import StepData, is_end_of_data, step_data_of
 from megatron.training.hooks.exit import ExitDecision, ExitReason
 from megatron.training.logging.finite import GradientProbe
@@ -146,7 +146,7 @@ def run_step(
     """
     if decoder_seq_length is not None:
         schedule_arguments["decoder_seq_length"] = decoder_seq_length
-    if accepts_argument(forward_backward, "timers"):
+    if "timers" in Keywords.of(forward_backward):
         schedule_arguments["timers"] = timers
     for chunk in model:
         chunk.zero_grad_buffer()

@@ -1,7 +1,6 @@
 """What a script gives to `pretrain`: functions that build the model, the data and the forward step of a run."""
 
 import functools
-import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from megatron.core.pipeline_parallel.stage_map import stage_map
 from megatron.core.pipeline_parallel.stages import decoder_ranks, encoder_ranks
 from megatron.core.schedule.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.timers import Timers
+from megatron.core.utils.keywords import Keywords
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.hooks.hook import Hook
 from megatron.training.launch.environment import Environment
@@ -205,7 +205,7 @@ def model_builder(model_provider: Callable[..., nn.Module]) -> Callable[[Context
     if the provider has no parameter `vp_stage`."""
 
     def build_model(context: Context, stage: Stage) -> nn.Module:
-        if stage.virtual is not None and not accepted(model_provider, {"vp_stage": 0}):
+        if stage.virtual is not None and "vp_stage" not in Keywords.of(model_provider):
             raise UserError(
                 f"the model provider {getattr(model_provider, '__name__', '')} has no parameter vp_stage, which "
                 "distinguishes virtual pipeline stages: add it, or leave out the flags of virtual stages"
@@ -219,7 +219,7 @@ def model_builder(model_provider: Callable[..., nn.Module]) -> Callable[[Context
         }
         if context.config.transformer.num_encoder_layers:
             offered |= {"add_encoder": stage.add_encoder, "add_decoder": stage.add_decoder}
-        return model_provider(**accepted(model_provider, offered))
+        return model_provider(**Keywords.of(model_provider).chosen_from(offered))
 
     return build_model
 
@@ -241,7 +241,7 @@ def optimizer_builder(optimizer_provider: Callable[..., Any]) -> Callable[[Conte
 
     def build_optimizer(context: Context, model: Sequence[nn.Module]) -> Any:
         offered = {"config": context.config.optimizer, "pg_collection": context.environment.groups}
-        return optimizer_provider(list(model), **accepted(optimizer_provider, offered))
+        return optimizer_provider(list(model), **Keywords.of(optimizer_provider).chosen_from(offered))
 
     return build_optimizer
 
@@ -259,8 +259,9 @@ def datasets_of_provider(
     """
     asked = [counts.train, counts.valid, counts.test]
     found: list[Any] = [None] * len(asked)
-    for chunk in chunks if accepted(provider, {"vp_stage": 0}) else [None]:
-        given = provider(asked, **accepted(provider, {"vp_stage": chunk}))
+    keywords = Keywords.of(provider)
+    for chunk in chunks if "vp_stage" in keywords else [None]:
+        given = provider(asked, **keywords.chosen_from({"vp_stage": chunk}))
         found = [one if one is not None else other for one, other in zip(found, given, strict=True)]
     return found
 
@@ -273,11 +274,3 @@ def warn_unused(function: str, given: Mapping[str, Any]) -> None:
                 f"{function}({name}=...) has no effect: the layout of the stages decides which ranks hold an embedding",
                 flush=True,
             )
-
-
-def accepted(function: Callable[..., Any], offered: dict[str, Any]) -> dict[str, Any]:
-    """Returns the offered keyword arguments that a function accepts."""
-    parameters = inspect.signature(function).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return offered
-    return {name: value for name, value in offered.items() if name in parameters}

@@ -1,6 +1,5 @@
 """Megatron-LM's provider functions, of several releases, under layouts."""
 
-import functools
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -12,20 +11,12 @@ from megatron.core.exceptions import UserError
 from megatron.training.providers import (
     SampleCounts,
     Stage,
-    accepted,
     datasets_of_provider,
     model_builder,
     reporting_tensors,
 )
 
 COUNTS = SampleCounts(10, 4, 2)
-
-
-def test_a_function_gets_the_keywords_that_it_takes():
-    offered = {"pre_process": True, "vp_stage": 1}
-    assert accepted(lambda pre_process: None, offered) == {"pre_process": True}
-    assert accepted(lambda **anything: None, offered) == offered
-    assert accepted(functools.partial(lambda builder, vp_stage: None, "builder"), offered) == {"vp_stage": 1}
 
 
 @pytest.mark.parametrize(("encoder", "named"), [(None, set()), (2, {"add_encoder", "add_decoder"})])

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from megatron.core.exceptions import UserError
 from megatron.core.micro_batch import MicroBatch
+from megatron.core.utils.keywords import Keywords
 
 
 def no_sync_contexts(
@@ -70,7 +70,7 @@ def micro_batch_receiver(model: nn.Module) -> nn.Module | None:
     while inner is not None:
         module = getattr(inner, "_orig_mod", inner)  # torch.compile's wrapper hands keywords on
         if any(_declares_micro_batch(base) for base in type(module).__mro__):
-            if not accepts_argument(module.forward, "micro_batch"):
+            if "micro_batch" not in Keywords.of(module.forward):
                 raise UserError(
                     f"{type(module).__name__}.forward does not take `micro_batch`, and the forward that it overrides "
                     "does: take it and hand it on; it holds the position for random numbers and the loss scale"
@@ -83,7 +83,7 @@ def micro_batch_receiver(model: nn.Module) -> nn.Module | None:
 @functools.cache
 def _declares_micro_batch(base: type) -> bool:
     forward = vars(base).get("forward")
-    return forward is not None and "micro_batch" in inspect.signature(forward).parameters
+    return forward is not None and "micro_batch" in Keywords.of(forward).names
 
 
 @contextlib.contextmanager
@@ -103,12 +103,6 @@ def supply_micro_batch(receiver: nn.Module | None, micro_batch: MicroBatch) -> I
     finally:
         if handle is not None:
             handle.remove()
-
-
-def accepts_argument(function: Callable[..., Any], name: str) -> bool:
-    """Whether a function has a parameter of this name, or takes any keyword."""
-    parameters = inspect.signature(function).parameters.values()
-    return any(p.name == name or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def device_of(chunks: Sequence[nn.Module]) -> torch.device:

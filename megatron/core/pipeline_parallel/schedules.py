@@ -10,7 +10,7 @@ from megatron.core.exceptions import UserError
 from megatron.core.groups.defaults import groups_or_default
 from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.pipeline_parallel.action_lists import rank_actions
-from megatron.core.pipeline_parallel.chunk_hooks import accepts_argument, device_of
+from megatron.core.pipeline_parallel.chunk_hooks import device_of
 from megatron.core.pipeline_parallel.orders import Schedule, schedule_name
 from megatron.core.pipeline_parallel.p2p_communication import PipelineP2P, message_format_of
 from megatron.core.pipeline_parallel.runner import Runner
@@ -23,6 +23,7 @@ from megatron.core.pipeline_parallel.stages import (
 from megatron.core.pipeline_parallel.task import ForwardStep, PipelineTask
 from megatron.core.timers import timed
 from megatron.core.tokens import RngPosition
+from megatron.core.utils.keywords import Keywords
 
 
 def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = None) -> Callable[..., list[Any]]:
@@ -186,9 +187,10 @@ def _finalize(
     force_all_reduce: bool | None,
 ) -> None:
     extra: dict[str, Any] = {}
-    if pg_collection is not None and accepts_argument(function, "pg_collection"):
+    keywords = Keywords.of(function)
+    if pg_collection is not None and "pg_collection" in keywords:
         extra["pg_collection"] = pg_collection
-    if force_all_reduce and accepts_argument(function, "force_all_reduce"):
+    if force_all_reduce and "force_all_reduce" in keywords:
         extra["force_all_reduce"] = force_all_reduce
     tokens: Tensor | None = None
     if config.calculate_per_token_loss:

@@ -1,8 +1,6 @@
 """Calls the attention of a layer spec: our own class, which takes `LayerInputs`, or a script's class, which takes
 Megatron-LM's arguments."""
 
-import functools
-import inspect
 from typing import Any
 
 import torch
@@ -11,6 +9,7 @@ from torch import Tensor, nn
 from megatron.core.exceptions import UserError
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.layer_inputs import LayerInputs
+from megatron.core.utils.keywords import Keywords
 
 
 def attend(
@@ -30,11 +29,11 @@ def attend(
     or 1, 1, s, sk] with True for hidden keys, including the keys after each token; None: no key is hidden. Raises
     UserError in cases that these arguments cannot express: parts of a sequence, packed documents, generation.
     """
-    kind: Any = type(core_attention)
-    if _takes_layer_inputs(kind):
+    keywords = Keywords.of_forward(type(core_attention))
+    if "inputs" in keywords.names:
         found: Tensor = core_attention(query, key, value, mask, inputs=inputs, **own)
         return found
-    name = kind.__name__
+    name = type(core_attention).__name__
     if inputs.tokens.cu_seqlens is not None:
         raise UserError(f"{name} as core_attention of a layer spec: not with packed documents (reset_attention_mask)")
     if inputs.inference_context is not None:
@@ -45,17 +44,5 @@ def attend(
         later = torch.ones(query.shape[0], key.shape[0], dtype=torch.bool, device=query.device).triu(1)[None, None]
         mask = later if mask is None else mask | later
     offered = {"attn_mask_type": attn_mask_type, "attention_bias": own.get("attention_bias"), "packed_seq_params": None}
-    found = core_attention(query, key, value, mask, **_accepted(kind, offered))
+    found = core_attention(query, key, value, mask, **keywords.chosen_from(offered))
     return found
-
-
-@functools.cache
-def _takes_layer_inputs(kind: Any) -> bool:
-    return "inputs" in inspect.signature(kind.forward).parameters
-
-
-def _accepted(kind: Any, offered: dict[str, Any]) -> dict[str, Any]:
-    parameters = inspect.signature(kind.forward).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return offered
-    return {name: value for name, value in offered.items() if name in parameters}

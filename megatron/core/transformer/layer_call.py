@@ -6,8 +6,6 @@ h] and many keywords (`LayerArguments`), and return a pair (hidden states, conte
 
 import contextvars
 import dataclasses
-import functools
-import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +22,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tokens import Tokens
 from megatron.core.transformer.layer_inputs import EncoderStates, LayerInputs, drops, encoder_states_of, sequence_slice
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils.keywords import Keywords
 from megatron.core.utils.torch_private import in_backward
 
 
@@ -85,47 +84,37 @@ def run_layer(layer: nn.Module, hidden: Tensor, inputs: LayerInputs) -> Tensor:
     call our layer's `forward` in the same form. That call also gets the rest of `inputs`: the position of dropout
     masks, packed documents, the cache of a generation.
     """
-    kind: Any = type(layer)
-    if not _is_of_megatron_lm(kind):
+    keywords = Keywords.of_forward(type(layer))
+    if "inputs" in keywords.names or "attention_mask" not in keywords:
         found: Tensor = layer(hidden, inputs)
         return found
     arguments = LayerArguments.of(inputs)
     layer.runs_in_block = True  # type: ignore[assignment]
     before = _running.set(_Running(inputs, arguments))
     try:
-        output = layer(hidden.unflatten(0, (-1, inputs.tokens.batch_size)), **_accepted(kind, arguments))
+        output = layer(hidden.unflatten(0, (-1, inputs.tokens.batch_size)), **_accepted(layer, keywords, arguments))
     finally:
         _running.reset(before)
     states: Tensor = output[0] if isinstance(output, tuple) else output
     return states.flatten(0, 1)
 
 
-@functools.cache
-def _is_of_megatron_lm(kind: Any) -> bool:
-    parameters = inspect.signature(kind.forward).parameters
-    return "inputs" not in parameters and ("attention_mask" in parameters or _takes_keywords(kind))
-
-
-@functools.cache
-def _takes_keywords(kind: Any) -> bool:
-    return any(one.kind is one.VAR_KEYWORD for one in inspect.signature(kind.forward).parameters.values())
-
-
-def _accepted(kind: Any, arguments: LayerArguments) -> dict[str, Any]:
-    """Returns the arguments that a class accepts. Raises UserError if it does not accept an argument that the model
-    needs."""
-    names, takes_all = inspect.signature(kind.forward).parameters, _takes_keywords(kind)
+def _accepted(layer: nn.Module, keywords: Keywords, arguments: LayerArguments) -> dict[str, Any]:
+    """Returns the arguments that a layer takes. Raises UserError if it does not take one that the model needs."""
+    names = keywords.names
     given = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(arguments)}
     old = given.pop("inference_params")
     if "inference_params" in names and "inference_context" not in names:
         given["inference_params"] = old
         del given["inference_context"]
-    missing = [name for name, value in given.items() if value is not None and not takes_all and name not in names]
+    missing = [name for name, value in given.items() if value is not None and name not in keywords]
     if missing:
-        raise UserError(f"{kind.__name__}.forward of a layer spec does not take {', '.join(missing)}; add **kwargs")
+        raise UserError(
+            f"{type(layer).__name__}.forward of a layer spec does not take {', '.join(missing)}; add **kwargs"
+        )
     if given["padding_mask"] is None and "padding_mask" not in names:  # a keyword of few releases
         del given["padding_mask"]
-    return {name: value for name, value in given.items() if name in names or takes_all}
+    return keywords.chosen_from(given)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

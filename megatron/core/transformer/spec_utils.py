@@ -1,13 +1,12 @@
 """Specs: the classes of a model's parts. Sizes come from the config."""
 
-import functools
 import importlib
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.core.exceptions import UserError
+from megatron.core.utils.keywords import Keywords
 
 
 @dataclass
@@ -53,21 +52,5 @@ def build_module(spec_or_module: Spec, *args: Any, offer: Mapping[str, Any] | No
             kwargs["submodules"] = spec_or_module.submodules
         kwargs |= spec_or_module.params
     if offer:
-        known = _parameters_of(module)
-        kwargs |= {name: value for name, value in offer.items() if name in known and name not in kwargs}
+        kwargs = Keywords.of_constructor(module).chosen_from(offer) | kwargs
     return module(*args, **kwargs)
-
-
-@functools.cache
-def _parameters_of(module: type) -> frozenset[str]:
-    """Returns the names of the parameters of a constructor. A constructor with **kwargs passes them on, so it also
-    accepts the parameters of the next constructor in the order of bases."""
-    names: set[str] = set()
-    for base in module.__mro__:
-        if "__init__" not in vars(base) or base is object:  # that of object takes 10 ms to inspect
-            continue
-        parameters = inspect.signature(vars(base)["__init__"]).parameters
-        names |= set(parameters)
-        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-            break
-    return frozenset(names)
