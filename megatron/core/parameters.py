@@ -277,10 +277,8 @@ class InputsToGather(Protocol):
 class AccumulateProduct(Protocol):
     """A function that adds a product of output gradients and inputs to a gradient."""
 
-    def __call__(
-        self, gradient: Tensor, output_gradient: Tensor, inputs: Tensor, /, *, factor: float, overwrite: bool
-    ) -> object:
-        """Adds `factor` times the product. With `overwrite` the product replaces the old values, which may be NaN."""
+    def __call__(self, gradient: Tensor, output_gradient: Tensor, inputs: Tensor, /, *, factor: float) -> object:
+        """Adds `factor` times the product."""
 
 
 class MainGrad(Protocol):
@@ -310,7 +308,7 @@ class MainGrad(Protocol):
         """Accumulates a gradient shaped as the stored parameter."""
 
     def begin_write(self) -> None:
-        """Makes sure that `gradient` has memory and no values of an earlier step, for code that adds to it."""
+        """Makes sure that `gradient` has memory, for code that adds to it."""
 
     def end_write(self) -> None:
         """Reports that the caller has added a micro-batch's gradient to `gradient`."""

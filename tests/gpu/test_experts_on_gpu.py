@@ -108,24 +108,21 @@ def test_a_captured_product_takes_other_numbers_of_rows() -> None:
         assert (found.double() - agrees).abs().max() <= 2**-8 * agrees.abs().max()
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("widths", [(2048, 2048), (2048, 1024)])
 @pytest.mark.parametrize("way", ACCUMULATIONS)
 def test_each_way_to_add_weight_gradients_agrees_at_the_sizes_of_a_large_model(
-    way: str, widths: tuple[int, int], overwrite: bool
+    way: str, widths: tuple[int, int]
 ) -> None:
-    expert_kernels.accumulated(ACCUMULATIONS[way], expert_kernels.LARGE, *widths, overwrite=overwrite)
+    expert_kernels.accumulated(ACCUMULATIONS[way], expert_kernels.LARGE, *widths)
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("factor", [1.0, 0.3])
 @pytest.mark.parametrize("way", ACCUMULATIONS)
 def test_groups_of_any_length_have_right_weight_gradients_and_the_same_bits_at_every_run(
-    way: str, factor: float, overwrite: bool
+    way: str, factor: float
 ) -> None:
-    settings = {"factor": factor, "overwrite": overwrite}
     for case in expert_kernels.RAGGED:
-        first, again = (expert_kernels.accumulated(ACCUMULATIONS[way], *case, **settings) for _ in range(2))
+        first, again = (expert_kernels.accumulated(ACCUMULATIONS[way], *case, factor=factor) for _ in range(2))
         assert torch.equal(first, again), case
 
 

@@ -113,7 +113,7 @@ def prepare(cell: Cell, device: torch.device, precision: Precision) -> Parts:
     wrapped = [
         DistributedDataParallel(
             config,
-            cell.layout.ddp_config(grad_reduce_in_fp32=True, overwrite_main_grads=True),
+            cell.layout.ddp_config(grad_reduce_in_fp32=True),
             chunk,
             pg_collection=groups,
         )

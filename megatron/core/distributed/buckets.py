@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megatron.core.distributed.flat_buffer import Unit
 from megatron.core.distributed.reductions import PendingReduction, Reduction
 from megatron.core.parameters import info_of
-from megatron.core.utils.torch_private import foreach_zero_
 from megatron.core.utils.warn import warn_on_first_rank
 
 
@@ -70,9 +69,6 @@ class Bucket:
     def start(self) -> None:
         """Starts the reduction. No gradient may be added after this until `reset`."""
         self.started = True
-        for unit in self.units:
-            for main_grad in unit.main_grads:
-                main_grad.zero_if_stale()
         if self.is_sharded:
             self._sums = [
                 self.reduction.data.start_reduce_scatter(unit.grad_buffer, self.wire_dtype) for unit in self.units
@@ -104,39 +100,20 @@ class Bucket:
         self._replica_sums = []
         self.is_finished = self.started
 
-    def reset(self, overwrite: bool = False) -> None:
-        """Zeroes the gradients for the next step; with `overwrite` not those that a product is expected to overwrite,
-        which become stale."""
+    def reset(self) -> None:
+        """Zeroes the gradients for the next step."""
         self.finish()
-        if overwrite:
-            for unit in self.units:
-                for main_grad in unit.main_grads:
-                    main_grad.begin_step()
-        if parts := self._not_stale():
-            foreach_zero_(parts)
+        self.grad_buffer.zero_()
         self.num_accumulated = 0
         self.started = self.is_finished = False
-
-    def _not_stale(self) -> list[Tensor]:
-        """Returns the parts of the buffer between the stale gradients, elements of no parameter included."""
-        parts, first, offset = [], 0, 0
-        for unit in self.units:
-            for slot, main_grad in zip(unit.slots, unit.main_grads, strict=True):
-                if main_grad.is_stale:
-                    parts.append(self.grad_buffer[first : offset + slot.start])
-                    first = offset + slot.stop
-            offset += unit.plan.numel
-        return [part for part in (*parts, self.grad_buffer[first:]) if part.numel()]
 
 
 class BucketQueue:
     """The buckets of a model chunk, in the order of reduction."""
 
-    def __init__(self, buckets: Sequence[Bucket], overlap: bool, overwrite: bool = False) -> None:
+    def __init__(self, buckets: Sequence[Bucket], overlap: bool) -> None:
         self.buckets = list(buckets)
         self.overlap = overlap
-        self.overwrite = overwrite
-        """Whether the first product of a step overwrites a main gradient, which then is not zeroed before."""
         self._is_paused = False
         for bucket in self.buckets:
             self._bind(bucket)
@@ -205,9 +182,9 @@ class BucketQueue:
                 bucket.expected = max(bucket.num_accumulated, bucket.expected or 0)
 
     def reset(self) -> None:
-        """Begins a step: zeroes all gradients but those that are overwritten."""
+        """Begins a step: zeroes all gradients."""
         for bucket in self.buckets:
-            bucket.reset(self.overwrite)
+            bucket.reset()
 
 
 def make_buckets(

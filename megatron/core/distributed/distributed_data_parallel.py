@@ -77,7 +77,7 @@ class DistributedDataParallel(nn.Module):
         by_micro_batch = [unit for unit in self.units if unit.sharding.strategy.shards_gradients]
         most = None if disable_bucketing else self._bucket_elements()
         buckets = make_buckets(by_step, reductions, most, wire_dtype)
-        self._queue = BucketQueue(buckets, ddp_config.overlap_grad_reduce, ddp_config.overwrite_main_grads)
+        self._queue = BucketQueue(buckets, ddp_config.overlap_grad_reduce)
         self._sharded_gradients = ReduceScatterGradients(
             by_micro_batch, reductions, wire_dtype, ddp_config.overlap_grad_reduce
         )
@@ -259,8 +259,7 @@ class DistributedDataParallel(nn.Module):
                 unit.all_gather_gradients()
 
     def zero_grad_buffer(self) -> None:
-        """Zeroes all gradients, at the start of a step; with `ddp_config.overwrite_main_grads` not those that the first
-        product of a step overwrites."""
+        """Zeroes all gradients, at the start of a step."""
         self._placements.begin_step()  # first, because it may return gradients of a step that was not finished
         self._queue.reset()
         self._sharded_gradients.reset()

@@ -128,10 +128,6 @@ class DistributedDataParallelConfig:
     main_grads_dtype: torch.dtype = not_a_flag(torch.float32)
     """Type of the main gradients of bfloat16 parameters: float32, or bfloat16, as in OptimizerConfig."""
 
-    overwrite_main_grads: bool = not_a_flag(False)
-    """zero_grad_buffer does not zero main gradients that the first matrix product of a step overwrites. Until then
-    main_grad has old values. Not with CUDA graphs of a backward: a replay would overwrite in every micro-batch."""
-
     delay_wgrad_compute: bool = not_a_flag(False)
     """Weight gradients are computed later than input gradients."""
 

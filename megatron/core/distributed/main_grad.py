@@ -40,13 +40,6 @@ class BufferMainGrad:
         """Called before each write to `gradient`, which may have no memory between uses."""
         self.factor = factor
         """Multiplies each contribution as it is added, which costs no pass over the gradient."""
-        self.is_stale = False
-        """Whether `gradient` still has the values of an earlier step. The first contribution replaces them."""
-        self.overwrites = False
-        """Whether a product that is the first contribution of a step replaces the values, be they zeros or stale. So it
-        rounds alike in every step, also in the first one of a resumed run."""
-        self._begins_with_product: bool | None = None
-        """Whether the first contribution of this step was a product; None: no contribution yet."""
         self._queue: WeightGradientQueue | None = None
         """Keeps deferred products; None: no product is deferred."""
         # Parameters of operations that do not know main gradients get an ordinary `.grad`, which this hook moves.
@@ -60,24 +53,6 @@ class BufferMainGrad:
     def defer_products_to(self, queue: "WeightGradientQueue") -> None:
         """Lets `queue` take the products that are added while it defers."""
         self._queue = queue
-
-    def begin_step(self) -> None:
-        """Marks `gradient` as stale if the last step began with a product: this step will too, and a product can
-        overwrite. Otherwise the caller zeroes `gradient`."""
-        self.overwrites = True
-        self.is_stale, self._begins_with_product = self._begins_with_product is True, None
-
-    def zero_if_stale(self) -> None:
-        """Zeroes `gradient` if no contribution of this step has replaced the values of an earlier one."""
-        if self.is_stale:
-            self.gradient.zero_()
-            self.is_stale = False
-
-    def _begin_addition(self) -> None:
-        self.before_write()
-        if self._begins_with_product is None:
-            self._begins_with_product = False
-        self.zero_if_stale()
 
     @contextlib.contextmanager
     def reporting_to(self, on_accumulated: Callable[[nn.Parameter], None]) -> Iterator[None]:
@@ -120,16 +95,12 @@ class BufferMainGrad:
     def compute_product(self, output_gradient: Tensor, inputs: Tensor, accumulate: AccumulateProduct) -> None:
         """Computes a product that was added."""
         self.before_write()
-        overwrite = self.overwrites and self._begins_with_product is None
-        if self._begins_with_product is None:
-            self._begins_with_product = True
-        self.is_stale = False
-        accumulate(self.gradient, output_gradient.detach(), inputs.detach(), factor=self.factor, overwrite=overwrite)
+        accumulate(self.gradient, output_gradient.detach(), inputs.detach(), factor=self.factor)
         self.on_accumulated(self.parameter)
 
     def add_rows(self, index: Tensor, gradient: Tensor) -> None:
         """Adds gradient[i] to row index[i]; repeated indices are summed (int64 [t], [t, h])."""
-        self._begin_addition()
+        self.before_write()
         rows = gradient.detach().to(self.gradient.dtype)
         if self.factor != 1.0:
             rows = rows * self.factor
@@ -143,14 +114,14 @@ class BufferMainGrad:
 
     def add(self, gradient: Tensor) -> None:
         """Adds a gradient shaped as the parameter."""
-        self._begin_addition()
+        self.before_write()
         self.gradient.add_(gradient.detach(), alpha=self.factor)
         self.on_accumulated(self.parameter)
 
     def begin_write(self) -> None:
-        """Makes sure that `gradient` has memory and no values of an earlier step. Call it before adding to it."""
+        """Makes sure that `gradient` has memory. Call it before adding to it."""
         assert self.factor == 1.0, f"{info_of(self.parameter).name} has a factor, which this would leave out"
-        self._begin_addition()
+        self.before_write()
 
     def end_write(self) -> None:
         """Call it after adding a micro-batch's gradient to `gradient`."""
@@ -249,18 +220,15 @@ def _start_gather(inputs: Tensor | InputsToGather) -> Pending:
     return Pending(inputs, None) if isinstance(inputs, Tensor) else inputs.start_gather()
 
 
-def accumulate_product(
-    total: Tensor, left: Tensor, right: Tensor, factor: float = 1.0, overwrite: bool = False
-) -> None:
+def accumulate_product(total: Tensor, left: Tensor, right: Tensor, factor: float = 1.0) -> None:
     """Adds `factor` times left^T @ right to `total`, accumulated in the type of `total` ([t, out], [t, in] into [out,
-    in]). With `overwrite` it replaces the old values."""
-    beta = 0.0 if overwrite else 1.0  # with 0 the old values are not read, so NaN does not stay
+    in])."""
     if left.dtype == total.dtype:
-        total.addmm_(left.t(), right, beta=beta, alpha=factor)
+        total.addmm_(left.t(), right, alpha=factor)
     elif left.is_cuda and left.dtype in _DIRECT_PRODUCTS and total.dtype is torch.float32:
-        torch.addmm(total, left.t(), right, out_dtype=torch.float32, beta=beta, alpha=factor, out=total)
+        torch.addmm(total, left.t(), right, out_dtype=torch.float32, alpha=factor, out=total)
     else:
-        total.addmm_(left.t().to(total.dtype), right.to(total.dtype), beta=beta, alpha=factor)
+        total.addmm_(left.t().to(total.dtype), right.to(total.dtype), alpha=factor)
 
 
 def attach_main_grad(

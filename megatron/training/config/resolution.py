@@ -18,7 +18,6 @@ from megatron.core.distributed.distributed_data_parallel_config import Distribut
 from megatron.core.exceptions import UserError
 from megatron.core.initializers import XavierUniform
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.transformer.config.memory import captures_micro_batches
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.data.tokenizer.config import TokenizerConfig
 from megatron.training.config.checkpoint import CheckpointConfig
@@ -155,7 +154,6 @@ def build_config(settings: Settings, notes: Iterable[str], extra: Mapping[str, A
         ddp=settings.build(
             DistributedDataParallelConfig,
             check_for_nan_in_grad=settings.check_for_nan_in_loss_and_grad,
-            overwrite_main_grads=not captures_micro_batches(transformer),
         ),
         schedule=settings.build(ScheduleConfig),
         training=settings.build(TrainingConfig, train_iters=settings.train_iters or 0),

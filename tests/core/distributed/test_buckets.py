@@ -10,11 +10,9 @@ from torch import Tensor
 from megatron.core.communication.collectives import Pending
 from megatron.core.distributed.buckets import BucketQueue, TwoLevelReduction, make_buckets, wire_dtype_of
 from megatron.core.distributed.flat_buffer import Unit
-from megatron.core.distributed.main_grad import WeightGradientQueue
 from megatron.core.distributed.reductions import PendingReduction, Reduction
 from megatron.core.distributed.sharding_strategy import Sharding, ShardingStrategy
 from megatron.core.distributed.units import plan_units
-from megatron.core.parameters import info_of
 from megatron.core.utils.warn import _warn_once
 
 EVERYTHING, LAYER = None, 192
@@ -138,100 +136,6 @@ def test_gradients_of_a_step_that_was_not_zeroed_are_added_with_a_warning(caplog
     queue.finish()
     with pytest.raises(RuntimeError, match="came after its reduction had begun"):
         model.layers[0].bias.main_grad_accumulator.add(torch.ones(6, dtype=torch.float64))
-
-
-Step = Callable[[SmallModel, BucketQueue, int], None]
-
-
-def plain(model: SmallModel, queue: BucketQueue, step: int) -> None:
-    """Two micro-batches; the head's and the layers' weights begin with a product."""
-    with queue.paused():
-        model(*batch(2 * step)).backward()
-    model(*batch(2 * step + 1)).backward()
-
-
-def other_writers_first(model: SmallModel, queue: BucketQueue, step: int) -> None:
-    """From the second step on, products are not the first contribution of their weights."""
-    if step:
-        weight, table, second = model.layers[0].weight, model.embedding.table, model.layers[1].weight
-        weight.main_grad_accumulator.add(torch.ones_like(weight))
-        table.main_grad_accumulator.add_rows(torch.tensor([1, 1]), torch.ones(2, 6, dtype=torch.float64))
-        second.main_grad_accumulator.begin_write()
-        second.main_grad_accumulator.gradient.add_(1.0)
-        second.main_grad_accumulator.end_write()
-    plain(model, queue, step)
-
-
-def deferred(model: SmallModel, queue: BucketQueue, step: int) -> None:
-    """The embedding's rows come before the head's product, which uses the same table."""
-    products = WeightGradientQueue(model.parameters())
-    with products.defer(0):
-        model(*batch(step)).backward()
-    products.compute(0)
-
-
-def without_a_layer(model: SmallModel, queue: BucketQueue, step: int) -> None:
-    """The second step uses the first layer only."""
-    model.layers[1:].requires_grad_(step != 1)
-    model(*batch(step)).backward()
-
-
-def without_backward(model: SmallModel, queue: BucketQueue, step: int) -> None:
-    if step != 1:
-        model(*batch(step)).backward()
-
-
-def twice(model: SmallModel, queue: BucketQueue, step: int) -> None:
-    """The second step is computed again."""
-    plain(model, queue, step)
-    if step == 1:
-        queue.finish()
-        queue.reset()
-        plain(model, queue, step)
-
-
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize(
-    "step", [plain, other_writers_first, deferred, without_a_layer, without_backward, twice], ids=lambda s: s.__name__
-)
-def test_gradients_are_those_of_zeroed_ones_when_the_first_product_overwrites(step: Step, tied: bool) -> None:
-    """All gradients, and the elements between them, are NaN before each step but the first."""
-    found = []
-    for overwrite in (False, True):
-        model = SmallModel(tied=tied)
-        buckets = make_buckets(units_of(model), ONE_RANK, EVERYTHING, lambda unit: torch.float64)
-        queue = BucketQueue(buckets, overlap=False, overwrite=overwrite)
-        for number in range(4):
-            queue.reset()
-            stale = {info_of(m.parameter).name for unit in units_in(queue) for m in unit.main_grads if m.is_stale}
-            if step is plain:
-                table = "embedding.table" if tied else "output_layer.weight"
-                weights = {table, *(f"layers.{layer}.weight" for layer in range(3))}
-                assert stale == (weights if overwrite and number else set())
-            step(model, queue, number)
-            queue.finish()
-            found.append([unit.grad_buffer.clone() for unit in units_in(queue)])
-            for bucket in queue.buckets:
-                bucket.grad_buffer.fill_(float("nan"))
-    zeroed, overwritten = found[:4], found[4:]
-    for number in range(4):
-        assert all(map(torch.equal, zeroed[number], overwritten[number])), number
-
-
-def test_the_first_step_of_a_run_overwrites_too() -> None:
-    """So a resumed run rounds that step as the run that was not interrupted."""
-    model = SmallModel()
-    buckets = make_buckets(units_of(model), ONE_RANK, EVERYTHING, lambda unit: torch.float64)
-    queue = BucketQueue(buckets, overlap=False, overwrite=True)
-    queue.reset()
-    model.layers[0].weight.main_grad.fill_(float("nan"))  # type: ignore[operator]
-    plain(model, queue, 0)
-    queue.finish()
-    assert model.layers[0].weight.main_grad.isfinite().all()  # type: ignore[operator]
-
-
-def units_in(queue: BucketQueue) -> list[Unit]:
-    return [unit for bucket in queue.buckets for unit in bucket.units]
 
 
 class TwoOfFour:

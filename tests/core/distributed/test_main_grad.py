@@ -3,7 +3,6 @@
 import gc
 import weakref
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from megatron.core.distributed.main_grad import (
     accumulate_product,
     attach_main_grad,
 )
-from megatron.core.ops.moe.grouped_linear import RowGroups, accumulate_grouped_product
 
 
 def layer_with_sinks() -> tuple[Layer, list[nn.Parameter]]:
@@ -161,23 +159,6 @@ def test_inputs_on_several_ranks_are_gathered_while_the_product_before_is_comput
     for gradient, order in run_on_ranks(gather_two_products, 2):
         assert torch.equal(gradient, 2 * dy.t() @ x)
         assert order == ["gather a", "gather b", "product", "product"]
-
-
-@pytest.mark.parametrize("total_dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_overwriting_product_equals_one_that_is_added_to_zeros(dtype: torch.dtype, total_dtype: torch.dtype) -> None:
-    groups = RowGroups(torch.tensor([70, 0, 1]))
-    by_group = partial(accumulate_grouped_product, groups=groups)
-    for rows, shape, accumulate in (
-        (71, (24, 40), accumulate_product),
-        (0, (24, 40), accumulate_product),
-        (71, (3, 24, 40), by_group),
-    ):
-        left, right = torch.randn(rows, 24).to(dtype), torch.randn(rows, 40).to(dtype)
-        added, total = torch.zeros(shape, dtype=total_dtype), torch.full(shape, float("nan"), dtype=total_dtype)
-        accumulate(added, left, right, factor=0.3)
-        accumulate(total, left, right, factor=0.3, overwrite=True)
-        assert torch.equal(added, total), (rows, shape)
 
 
 def test_every_contribution_is_multiplied_by_the_factor() -> None:

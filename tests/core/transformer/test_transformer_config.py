@@ -37,7 +37,6 @@ OURS = {"seed", "fp64", "pipeline_schedule", "num_encoder_layers", "pipeline_mod
     "lion_beta1",
     "lion_beta2",
     "main_grads_dtype",
-    "overwrite_main_grads",
     "loss_chunk_size",
     # newer than the releases
     "activation_offload_fraction",

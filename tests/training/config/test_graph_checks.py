@@ -98,14 +98,6 @@ def test_what_goes_with_graphs(flags: str) -> None:
     assert config.transformer.cuda_graph_impl == "local"
 
 
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [("", True), (GRAPHS, False), (f"{GRAPHS} --cuda-graph-scope attn", False), ("--external-cuda-graph", False)],
-)
-def test_main_gradients_are_zeroed_before_graphs_that_add_to_them(flags: str, expected: bool) -> None:
-    assert configured(flags).ddp.overwrite_main_grads is expected
-
-
 def test_what_a_graph_of_an_iteration_holds_is_said() -> None:
     def said(flags: str) -> list[str]:
         return [note for note in configured(f"{GRAPHS} {flags}").notes if note.startswith("--cuda-graph-scope full_it")]

@@ -155,13 +155,9 @@ def _add_product(
     gradients: Tensor,
     inputs: Tensor,
     factor: float = 1.0,
-    overwrite: bool = False,
 ) -> None:
-    """Adds `factor` times gradients inputs^T of each group, [out, padded rows] x [in, padded rows], to `total`; with
-    `overwrite` to zeros."""
+    """Adds `factor` times gradients inputs^T of each group, [out, padded rows] x [in, padded rows], to `total`."""
     factors, scope = gradient_factors
-    if overwrite:
-        total.zero_()
     layer.settings.kernels.grouped.accumulate(
         total if total.dim() == 3 else total[None],
         QuantizedGroups(gradients, factors if factor == 1.0 else factors * factor, scope),

@@ -303,10 +303,9 @@ def _add_product(
     gradients: Tensor,
     inputs: Tensor,
     factor: float = 1.0,
-    overwrite: bool = False,
 ) -> Tensor:
-    """Adds `factor` times gradients inputs^T, [out, t] x [in, t], to `total`, accumulated in its type; with `overwrite`
-    to zeros. Without `input_factors` the inputs are not quantised yet, [t, in]."""
+    """Adds `factor` times gradients inputs^T, [out, t] x [in, t], to `total`, accumulated in its type.
+    Without `input_factors` the inputs are not quantised yet, [t, in]."""
     if input_factors is None:
         pair = layer.scaling.quantize(inputs, Role.INPUTS, rows=False, columns=True, records=False)
         assert pair.columns is not None
@@ -317,7 +316,5 @@ def _add_product(
     left = Quantized(gradients, gradient_factors if factor == 1.0 else gradient_factors * factor)
     if total is None:
         return kernels.product(left, quantized, torch.float32)
-    if overwrite:
-        total.zero_()
     kernels.accumulate_product(total, left, quantized)
     return total

@@ -93,13 +93,10 @@ def grouped_product(rows: Tensor, weight: Tensor, groups: RowGroups, transposed:
 
 
 def accumulate_grouped_product(
-    total: Tensor, left: Tensor, right: Tensor, groups: RowGroups, factor: float = 1.0, overwrite: bool = False
+    total: Tensor, left: Tensor, right: Tensor, groups: RowGroups, factor: float = 1.0
 ) -> None:
     """Computes total[e] += factor * left_e^T @ right_e over the rows of each group, accumulated in the type of `total`
-    ([n, out], [n, in] into [groups, out, in]). With `overwrite` the products replace the old values, which become zero
-    for groups without rows."""
-    if overwrite:
-        total.zero_()
+    ([n, out], [n, in] into [groups, out, in])."""
     for (number, rows), (_, columns) in zip(groups.split(left), groups.split(right), strict=True):
         total[number].addmm_(rows.t().to(total.dtype), columns.to(total.dtype), alpha=factor)
 

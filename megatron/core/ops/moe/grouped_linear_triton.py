@@ -82,12 +82,12 @@ def _masked(  # type: ignore[no-untyped-def]  # Triton would evaluate annotation
 def _accumulate_kernel(  # type: ignore[no-untyped-def]
     total, left, right, total_tiles, left_tiles, right_tiles, ends, out_width, in_width,
     OUT: tl.constexpr, IN: tl.constexpr, ROWS: tl.constexpr, BAND: tl.constexpr, BULK: tl.constexpr,
-    ADDS: tl.constexpr, FACTOR: tl.constexpr, OVERWRITES: tl.constexpr,
+    ADDS: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(1).to(tl.int64)
     start = tl.load(ends + group - 1, mask=group > 0, other=0)
     end = tl.load(ends + group)
-    if OVERWRITES or start < end:  # overwrites with zeros where there are no rows
+    if start < end:
         # Orders tiles in bands of BAND tile rows, so that neighbouring programs share inputs in the cache.
         tiles_out, tiles_in = tl.cdiv(out_width, OUT), tl.cdiv(in_width, IN)
         band = tl.program_id(0) // (BAND * tiles_in)
@@ -97,7 +97,7 @@ def _accumulate_kernel(  # type: ignore[no-untyped-def]
         o, i = first_out + tl.arange(0, OUT), first_in + tl.arange(0, IN)
         at = total + group * out_width * in_width + o.to(tl.int64)[:, None] * in_width + i[None, :]
         inside = (o < out_width)[:, None] & (i < in_width)[None, :]
-        if ADDS or OVERWRITES or FACTOR != 1.0:
+        if ADDS or FACTOR != 1.0:
             product = tl.zeros((OUT, IN), tl.float32)
         else:  # read before the products and not after them: the load is hidden behind those of their factors
             product = tl.load(at, mask=inside, other=0.0)
@@ -113,11 +113,9 @@ def _accumulate_kernel(  # type: ignore[no-untyped-def]
                 product = _masked(product, left, right, first, end, o, i, out_width, in_width, ROWS)
         if FACTOR != 1.0:
             product *= FACTOR
-            if not (ADDS or OVERWRITES):
+            if not ADDS:
                 product += tl.load(at, mask=inside, other=0.0)
-        if ADDS and OVERWRITES:
-            total_tiles.store([(group * out_width).to(tl.int32) + first_out, first_in], product)
-        elif ADDS:
+        if ADDS:
             total_tiles.atomic_add([(group * out_width).to(tl.int32) + first_out, first_in], product)
         else:
             tl.store(at, product, mask=inside)
@@ -129,12 +127,11 @@ def accumulate_grouped_product_triton(
     right: Tensor,
     groups: RowGroups,
     factor: float = 1.0,
-    overwrite: bool = False,
     way: Accumulation | None = None,
 ) -> None:
     """Computes `grouped_linear.accumulate_grouped_product`. Types other than bfloat16 and float16 use the reference."""
     if left.dtype not in (torch.bfloat16, torch.float16) or total.dtype is not torch.float32:
-        accumulate_grouped_product(total, left, right, groups, factor, overwrite)
+        accumulate_grouped_product(total, left, right, groups, factor)
         return
     assert total.is_contiguous() and left.dtype is right.dtype
     left, right = left.contiguous(), right.contiguous()
@@ -153,7 +150,7 @@ def accumulate_grouped_product_triton(
     _accumulate_kernel[grid](
         total, left, right, total_tiles, *tiles, groups.bounds[1], out_width, in_width,
         OUT=out_tile, IN=in_tile, ROWS=rows, BAND=8, BULK=in_bulk, ADDS=adds, FACTOR=factor,
-        OVERWRITES=overwrite, num_warps=8, num_stages=way.stages,
+        num_warps=8, num_stages=way.stages,
     )  # fmt: skip
 
 
