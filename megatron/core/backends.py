@@ -41,7 +41,6 @@ from megatron.core.ops.fp8.grouped import (
     QuantizedGroups,
     accumulate_product_of_groups,
     cast_segments,
-    largest_of_segment_lines,
     largest_of_segments,
     product_of_groups,
     quantize_segment_blocks,
@@ -59,7 +58,6 @@ from megatron.core.ops.fp8.product import (
 from megatron.core.ops.fp8.quantize import (
     Quantized,
     cast_scaled,
-    largest_of_lines,
     largest_value,
     quantize_blocks,
     quantize_by_largest,
@@ -234,14 +232,12 @@ def triton_backend() -> Backend | None:
         )
         from megatron.core.ops.fp8.grouped_quantize_triton import (
             cast_segments_triton,
-            largest_of_segment_lines_triton,
             largest_of_segments_triton,
             quantize_segment_blocks_triton,
             quantize_segments_by_largest_triton,
         )
         from megatron.core.ops.fp8.quantize_triton import (
             cast_scaled_triton,
-            largest_of_lines_triton,
             largest_value_triton,
             quantize_blocks_triton,
             quantize_by_largest_triton,
@@ -290,7 +286,6 @@ def triton_backend() -> Backend | None:
     grouped = GroupedKernels(
         accumulate_rows=ByDevice(accumulate_grouped_product, accumulate_grouped_product_triton),
         largest=ByDevice(cpu=largest_of_segments, cuda=largest_of_segments_triton),
-        largest_of_lines=ByDevice(cpu=largest_of_segment_lines, cuda=largest_of_segment_lines_triton),
         cast=ByDevice(cpu=cast_segments, cuda=cast_segments_triton),
         quantize_blocks=ByDevice(cpu=quantize_segment_blocks, cuda=quantize_segment_blocks_triton),
         quantize_by_largest=ByDevice(cpu=quantize_segments_by_largest, cuda=quantize_segments_by_largest_triton),
@@ -334,7 +329,6 @@ def triton_backend() -> Backend | None:
         sum_rows=ByDevice(cpu=sum_rows, cuda=sum_rows_triton),
         fp8_kernels=Fp8Kernels(
             ByDevice(cpu=largest_value, cuda=largest_value_triton),
-            ByDevice(cpu=largest_of_lines, cuda=largest_of_lines_triton),
             ByDevice(cpu=cast_scaled, cuda=cast_scaled_triton),
             ByDevice(cpu=quantize_blocks, cuda=quantize_blocks_triton),
             ByDevice(cpu=quantize_by_largest, cuda=quantize_by_largest_triton),

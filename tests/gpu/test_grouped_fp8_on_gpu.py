@@ -19,7 +19,7 @@ from megatron.core.ops.moe.grouped_linear import RowGroups
 
 pytestmark = pytest.mark.gpu
 
-RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise")
+RECIPES = ("tensorwise", "delayed", "blockwise")
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def test_sums_of_few_bits_are_those_of_the_hardware(kind: str, tile: Tile, sizes
     """They equal the model of the units bit for bit. A row with a sum of squares may be wrong by 2.5%: all its
     truncations have the same direction."""
     found = {}
-    for case in itertools.product(("segments", "lines"), (False, True)):
+    for case in itertools.product(("segments",), (False, True)):
         found[case] = fp8_tiles.differs_from_hopper(*few_bits(kind, tile, sizes, *case))
     assert all(share <= 1.0 for _, share in found.values()), found
     assert not any(different for different, _ in found.values()), found

@@ -34,7 +34,6 @@ DELAYED = Model(
 LATEST = Model(
     "fp8-latest", settings={**_LLAMA, "fp8": "e4m3", "first_last_layers_bf16": True, "fp8_wgrad": False}, rows=2
 )
-ROWWISE = Model("fp8-rowwise", settings={**_BIASES, "fp8": "e4m3", "fp8_recipe": "rowwise"}, rows=2)
 BLOCKWISE = Model("fp8-blockwise", settings={**_LLAMA, "fp8": "hybrid", "fp8_recipe": "blockwise"}, rows=2)
 LATENT = Model(
     "fp8-mla",
@@ -57,10 +56,10 @@ SEQUENTIAL = Model(
     rows=2,
     starved=(1,),
 )
-LINES = Model(
-    "fp8-experts-rowwise",
+BIASES = Model(
+    "fp8-experts-tensorwise",
     settings={**_EXPERTS, "moe_grouped_gemm": True, "moe_token_dispatcher_type": "flex"}
-    | {"fp8": "e4m3", "fp8_recipe": "rowwise", "add_bias_linear": True},
+    | {"fp8": "e4m3", "fp8_recipe": "tensorwise", "add_bias_linear": True},
     rows=2,
 )
 BLOCKS = Model(
@@ -73,13 +72,12 @@ BLOCKS = Model(
 CELLS = [
     (GROUPED, ("sp2", "cp2-p2p", "ep2-etp1")),
     (SEQUENTIAL, ("sp2", "dp2-optim", "ep2")),
-    (LINES, ("sp2", "dp2", "ep4-etp1")),
+    (BIASES, ("sp2", "dp2", "ep4-etp1")),
     (TENSORWISE, ("sp2",)),
     (TENSORWISE, ("tp2", "cp2-p2p")),
     (TENSORWISE, ("dp2-optim_grads_params", "recompute-full")),
     (DELAYED, ("sp2", "dp2-optim")),
     (DELAYED, ("pp2-interleaved", "dp2-optim_grads_params")),
-    (ROWWISE, ("sp2", "cp2-all_gather")),
     (BLOCKWISE, ("pp2-zb-v", "dp2-optim")),
 ]
 SLOW_CELLS = [
@@ -89,22 +87,21 @@ SLOW_CELLS = [
     (GROUPED, ("sp2", "recompute-full")),
     (SEQUENTIAL, ("dp2", "ep2")),
     (SEQUENTIAL, ("pp2-interleaved", "dp2-optim_grads_params", "ep2")),
-    (LINES, ("sp2", "cp2-all_gather", "ep2")),
-    (LINES, ("dp2", "ep2")),
-    (LINES, ("dp2", "ep2-flex")),
+    (BIASES, ("sp2", "cp2-all_gather", "ep2")),
+    (BIASES, ("dp2", "ep2")),
+    (BIASES, ("dp2", "ep2-flex")),
     (BLOCKS, ("dp2-optim", "ep2")),
     (BLOCKS, ("pp2-zb-v", "dp2")),
     (TENSORWISE, ("sp2", "pp2-zb-h1")),
     (DELAYED, ("tp2", "cp2-a2a")),
     (LATEST, ("sp2", "pp2")),
-    (ROWWISE, ("tp2", "dp2")),
     (LATENT, ("sp2", "dp2")),
 ]
 
 
 @pytest.mark.slow_cases(
     "fp8-sequential-sp2+dp2-optim+ep2",
-    "fp8-experts-rowwise-sp2+dp2+ep4-etp1",
+    "fp8-experts-tensorwise-sp2+dp2+ep4-etp1",
     "fp8-tensorwise-tp2+cp2-p2p",
     "fp8-delayed-sp2+dp2-optim",
 )

@@ -17,7 +17,6 @@ from megatron.core.ops.fp8.grouped_product_triton import (
 )
 from megatron.core.ops.fp8.grouped_quantize_triton import (
     cast_segments_triton,
-    largest_of_segment_lines_triton,
     largest_of_segments_triton,
     quantize_segment_blocks_triton,
     quantize_segments_by_largest_triton,
@@ -25,7 +24,7 @@ from megatron.core.ops.fp8.grouped_quantize_triton import (
 from megatron.core.ops.moe.grouped_linear import RowGroups
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-SCOPES = ("all", "segments", "lines", "blocks")
+SCOPES = ("all", "segments", "blocks")
 
 
 def segments(counts: tuple[tuple[int, ...], ...] = ((5, 130), (0, 0), (140, 3))) -> Segments:
@@ -45,10 +44,6 @@ def largest_values() -> None:
     for k, dtype in ((48, torch.bfloat16), (144, torch.float32)):
         x = matrix(found.rows, k, dtype)
         assert torch.equal(largest_of_segments_triton(x, found), grouped.largest_of_segments(x, found))
-        for ours, exact in zip(
-            largest_of_segment_lines_triton(x, found), grouped.largest_of_segment_lines(x, found), strict=True
-        ):
-            assert torch.equal(ours, exact)
 
 
 def casts() -> None:
@@ -96,8 +91,7 @@ def scales_of(x: Tensor, found: Segments, dtype: torch.dtype) -> list[tuple[Tens
     """Returns the scales of rows and columns for each scope but blocks."""
     whole = scale_for(x.abs().amax(), dtype)
     each = scale_for(grouped.largest_of_segments(x, found), dtype)
-    of_rows, of_columns = (scale_for(amax, dtype) for amax in grouped.largest_of_segment_lines(x, found))
-    return [(whole, whole), (each, each), (of_rows, of_columns)]
+    return [(whole, whole), (each, each)]
 
 
 def blocks() -> None:

@@ -124,7 +124,7 @@ def tiles() -> None:
 def tile_of(kind: str, tile: Tile, sizes: Sizes) -> None:
     """Compares what a tile computes with the definition in float64, row by row. On a GPU it must equal, bit for bit,
     what another tile of this kind computes."""
-    scopes = {"blocks": ("blocks",), "weight_parts": ("segments", "lines", "blocks")}.get(kind, ("segments", "lines"))
+    scopes = {"blocks": ("blocks",), "weight_parts": ("segments", "blocks")}.get(kind, ("segments",))
     other = OTHER_TILES.get(kind, tile)
     for scope in scopes:
         if kind.startswith("weight"):

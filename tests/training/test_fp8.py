@@ -45,7 +45,7 @@ def test_scales_go_to_another_layout(tmp_path: Path) -> None:
         assert rank.losses == pytest.approx(straight.losses[2:], rel=1e-9)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
 def test_other_recipes_keep_nothing_in_a_checkpoint(recipe: str) -> None:
     outcome = train(f"{FLAGS} --fp8-recipe {recipe} --bf16 --train-iters 2")
     assert not histories(outcome)

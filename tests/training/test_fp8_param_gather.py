@@ -171,7 +171,6 @@ def weights(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (f"{FLAGS} --fp8-recipe rowwise", "--fp8-param-gather: has no effect with --fp8-recipe rowwise"),
         (FLAGS.replace("--fp8-format hybrid", ""), "--fp8-param-gather: has no effect without --fp8-format"),
     ],
 )

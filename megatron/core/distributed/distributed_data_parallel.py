@@ -115,7 +115,7 @@ class DistributedDataParallel(nn.Module):
             materialize(slot.parameter, device, self.config)
         sharding = self.shardings[plan.grid]
         group = self._group(sharding.shard_group) if sharding.shards > 1 else None
-        if not (self.ddp_config.fp8_param_gather and plan.gathers_in_fp8):
+        if not (self.ddp_config.fp8_param_gather and plan.in_fp8):
             return Unit(plan, self.shardings, group)
         layers = {layer.own_weight: layer for layer in self._quantized}
         self._fp8_units.append(Fp8Unit(plan, self.shardings, group, layers, self._quantize_weights))

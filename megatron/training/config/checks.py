@@ -257,7 +257,7 @@ def _layout_invariance(s: Settings) -> Iterator[str]:
     if s.fp8 is not None and s.fp8_recipe == "blockwise" and shares_micro_batches:
         yield (
             "{layout_invariant}: {fp8_recipe} cuts each rank's part of a tensor into blocks, which depend on "
-            "{tensor_model_parallel_size} and {context_parallel_size}; tensorwise and rowwise do not"
+            "{tensor_model_parallel_size} and {context_parallel_size}; tensorwise does not"
         )
     if s.optimizer in ("muon", "dist_muon") and s.muon_tp_mode == "blockwise" and s.tensor_model_parallel_size != 1:
         yield (

@@ -28,12 +28,7 @@ def _tensor_overlap(s: Settings) -> Iterator[str]:
 def _gathers_in_fp8(s: Settings) -> Iterator[str]:
     if not s.fp8_param_gather or s.fp8 is None:
         return
-    if s.fp8_recipe == "rowwise":
-        yield (
-            "{fp8_param_gather}: has no effect with {fp8_recipe}, whose transposed weights have other scales; weights "
-            "stay in the model's type too"
-        )
-    elif s.use_precision_aware_optimizer or s.optimizer_cpu_offload:
+    if s.use_precision_aware_optimizer or s.optimizer_cpu_offload:
         other = "use_precision_aware_optimizer" if s.use_precision_aware_optimizer else "optimizer_cpu_offload"
         yield (
             f"{{fp8_param_gather}}: with {{{other}}} a rank also keeps its shard of these weights in the model's type, "

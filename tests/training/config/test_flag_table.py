@@ -161,7 +161,6 @@ MORE_CHOICES = {
     "--ckpt-format": {"safetensors", "zarr"},
     "--transformer-impl": {"auto", "triton"},
     "--tiktoken-pattern": {"v1", "v2"},
-    "--fp8-recipe": {"rowwise"},
     "--sft-tokenizer-prompt-format": {"default", "identity"},
 }
 OTHER_ACTION = {"--no-persist-layer-norm", "--tokenizer-hf-no-include-special-tokens"}

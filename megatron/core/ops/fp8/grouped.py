@@ -19,7 +19,6 @@ from torch import Tensor
 from megatron.core.ops.fp8.formats import BLOCK, scale_for
 from megatron.core.ops.fp8.quantize import (
     cast_scaled,
-    largest_of_lines,
     largest_value,
     quantize_blocks,
 )
@@ -104,11 +103,6 @@ class Segments:
         index = torch.arange(self.blocks, dtype=torch.int32, device=self.counts.device)
         return torch.searchsorted(self.block_ends, index, right=True, out_int32=True)
 
-    def of_each_row(self) -> Tensor:
-        """Returns the segment of each row, int64 [n]. Does not wait for the device."""
-        numbers = torch.arange(self.number, device=self.counts.device)
-        return torch.repeat_interleave(numbers, self.counts, output_size=self.rows)
-
     def ranges(self) -> Iterator[tuple[int, slice, slice]]:
         """Yields index, rows and columns of each segment that is not empty; its columns are not padded."""
         row = block = 0
@@ -125,9 +119,9 @@ class QuantizedGroups:
     values: Tensor
     """fp8: rows [n, k], or columns [k, padded rows]. Contiguous."""
     factors: Tensor
-    """float32: for `all` a scalar; for `segments` [segments]; for `lines` [n, 1] of rows and [segments, k] of columns;
-    for `blocks` [padded rows, k / 128] and [k, blocks]; for `squares` [blocks, k / 128] and [k / 128, blocks]."""
-    scope: Literal["all", "segments", "lines", "blocks", "squares"]
+    """float32: for `all` a scalar; for `segments` [segments]; for `blocks` [padded rows, k / 128] and [k, blocks]; for
+    `squares` [blocks, k / 128] and [k / 128, blocks]."""
+    scope: Literal["all", "segments", "blocks", "squares"]
     """Which values share a factor."""
 
 
@@ -153,16 +147,6 @@ def largest_of_segments(matrix: Tensor, segments: Segments) -> Tensor:
     return largest
 
 
-def largest_of_segment_lines(matrix: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
-    """Returns the largest absolute values of the rows of [n, k], and of the columns of each segment: float32 [n, 1],
-    [segments, k]."""
-    of_rows = torch.zeros(matrix.shape[0], 1, dtype=torch.float32, device=matrix.device)
-    of_columns = torch.zeros(segments.number, matrix.shape[1], dtype=torch.float32, device=matrix.device)
-    for number, rows, _ in segments.ranges():
-        of_rows[rows, 0], of_columns[number] = largest_of_lines(matrix[rows])
-    return of_rows, of_columns
-
-
 def cast_segments(
     matrix: Tensor,
     dtype: torch.dtype,
@@ -174,9 +158,8 @@ def cast_segments(
     """Returns [n, k] times `row_scale` as fp8 [n, k], and times `column_scale` as fp8 [k, padded rows]; None for a
     scale of None.
 
-    Scales are float32: a scalar, [segments], or a scale for each line ([n, 1] and [segments, k]). Both have the same
-    kind. `seen`, a float32 scalar, is raised to the largest absolute value of the matrix. Columns behind the last
-    segment have no defined values.
+    Scales are float32: scalars, or [segments]. Both have the same kind. `seen`, a float32 scalar, is raised to the
+    largest absolute value of the matrix. Columns behind the last segment have no defined values.
     """
     n, k = matrix.shape
     rows = None if row_scale is None else torch.empty(n, k, dtype=dtype, device=matrix.device)
@@ -186,7 +169,7 @@ def cast_segments(
     if seen is not None:
         seen.copy_(torch.maximum(seen, largest_value(matrix)))
     for number, part, padded in segments.ranges():
-        scales = _scale_of(row_scale, number, part), _scale_of(column_scale, number)
+        scales = _scale_of(row_scale, number), _scale_of(column_scale, number)
         values, transposed = cast_scaled(matrix[part], dtype, *scales)
         if rows is not None and values is not None:
             rows[part] = values
@@ -214,11 +197,8 @@ def pair_of_segments(values: Tensor | None, transposed: Tensor | None, factors: 
     )
 
 
-def _scale_of(scale: Tensor | None, number: int, rows: slice | None = None) -> Tensor | None:
-    """Returns the scales of a segment: a scalar, or a scale for each of its lines."""
-    if scale is None or scale.dim() == 0:
-        return scale
-    return scale[number] if scale.dim() == 1 or rows is None else scale[rows, 0]
+def _scale_of(scale: Tensor | None, number: int) -> Tensor | None:
+    return scale if scale is None or scale.dim() == 0 else scale[number]
 
 
 def quantize_segment_blocks(
@@ -320,9 +300,7 @@ def accumulate_product_of_groups(
 def _wide_rows(matrix: QuantizedGroups, rows: slice, number: int, block: int, dtype: torch.dtype) -> Tensor:
     """Returns the rows of the segment `number`, whose first block is `block`."""
     values, factors = matrix.values[rows].to(dtype), matrix.factors.to(dtype)
-    if matrix.scope == "lines":
-        own = factors[rows]
-    elif matrix.scope == "blocks":
+    if matrix.scope == "blocks":
         own = factors[block * BLOCK : block * BLOCK + values.shape[0]]
     elif matrix.scope == "squares":
         own = factors[block : block + -(-values.shape[0] // BLOCK)]
@@ -334,8 +312,6 @@ def _wide_rows(matrix: QuantizedGroups, rows: slice, number: int, block: int, dt
 def _wide_columns(matrix: QuantizedGroups, columns: slice, number: int, block: int, dtype: torch.dtype) -> Tensor:
     """Returns the columns of the segment `number`, whose first block is `block`."""
     values, factors = matrix.values[:, columns].to(dtype), matrix.factors.to(dtype)
-    if matrix.scope == "lines":
-        return values * factors[number][:, None]
     if matrix.scope in ("blocks", "squares"):
         own = factors[:, block : block + -(-values.shape[1] // BLOCK)]
         return values * _per_element(own, *values.shape)
@@ -354,7 +330,6 @@ class GroupedKernels:
     """The operations of grouped products in fp8, with the signatures of these functions."""
 
     largest: Callable[..., Tensor] = largest_of_segments
-    largest_of_lines: Callable[..., tuple[Tensor, Tensor]] = largest_of_segment_lines
     cast: Callable[..., tuple[Tensor | None, Tensor | None]] = cast_segments
     quantize_blocks: Callable[..., QuantizedGroupsPair] = quantize_segment_blocks
     quantize_by_largest: Callable[..., QuantizedGroupsPair] = quantize_segments_by_largest

@@ -85,7 +85,7 @@ def _product_kernel(  # type: ignore[no-untyped-def]
     TRANSPOSED: tl.constexpr, ROW_SCALE: tl.constexpr, WEIGHT_SCALE: tl.constexpr, PRECISE: tl.constexpr,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
-    """ROW_SCALE and WEIGHT_SCALE: 0 one for all, 1 one for a segment or group, 2 one for a line, 3 one for a block."""
+    """ROW_SCALE and WEIGHT_SCALE: 0 one for all, 1 one for a segment or group, 3 one for a block."""
     tiles = tl.cdiv(width, WIDTH)
     last = tl.load(block_ends + number - 1) * tiles
     # Neighbouring tiles share a block of rows; an expert's weight stays in the cache for all its blocks.
@@ -113,14 +113,8 @@ def _product_kernel(  # type: ignore[no-untyped-def]
                     [first_out, group * step + start] if TRANSPOSED else [group * step + first_out, start]
                 )
                 total = _dot(left, right, total, PRECISE, BLOCK)
-            if ROW_SCALE == 2:
-                total *= tl.load(row_factors + row, mask=row < end, other=0.0)[:, None]
-            else:
-                total *= tl.load(row_factors + (segment if ROW_SCALE == 1 else 0))
-            if WEIGHT_SCALE == 2:
-                total *= tl.load(weight_factors + group * width + out, mask=out < width, other=0.0)[None, :]
-            else:
-                total *= tl.load(weight_factors + (group if WEIGHT_SCALE == 1 else 0))
+            total *= tl.load(row_factors + (segment if ROW_SCALE == 1 else 0))
+            total *= tl.load(weight_factors + (group if WEIGHT_SCALE == 1 else 0))
         at = output + row.to(tl.int64)[:, None] * width + out[None, :]
         tl.store(at, total.to(output.dtype.element_ty), mask=(row < end)[:, None] & (out < width)[None, :])
 
@@ -163,33 +157,25 @@ def _weight_kernel(  # type: ignore[no-untyped-def]
                 dy, x = left.load([first_out, number * BLOCK]), right.load([first_in, number * BLOCK])
                 part = tl.load(of_blocks + number)
                 product = tl.dot(dy, x.T)
-                found += _scaled(product, left_factors, right_factors, part, o, i, out_width, in_width, SCALE)
+                found += _scaled(product, left_factors, right_factors, part, SCALE)
         else:
             for number in range(block, last):
                 dy, x = left.load([first_out, number * BLOCK]), right.load([first_in, number * BLOCK])
                 found = _dot(dy, x, found, PRECISE, BLOCK)
-            found = _scaled(found, left_factors, right_factors, segment, o, i, out_width, in_width, SCALE)
+            found = _scaled(found, left_factors, right_factors, segment, SCALE)
         at = total + group.to(tl.int64) * out_width * in_width + o.to(tl.int64)[:, None] * in_width + i[None, :]
         inside = (o < end_out)[:, None] & (i < in_width)[None, :]
         tl.store(at, tl.load(at, mask=inside, other=0.0) + found, mask=inside)
 
 
 @triton.jit
-def _scaled(  # type: ignore[no-untyped-def]
-    product, left_factors, right_factors, segment, o, i, out_width, in_width, SCALE: tl.constexpr
-):
+def _scaled(product, left_factors, right_factors, segment, SCALE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Returns a product of a segment times its factors."""
-    if SCALE == 2:
-        left_factor = tl.load(left_factors + segment * out_width + o, mask=o < out_width, other=0.0)
-        right_factor = tl.load(right_factors + segment * in_width + i, mask=i < in_width, other=0.0)
-        product = product * left_factor[:, None] * right_factor[None, :]
-    else:
-        at = segment if SCALE == 1 else 0
-        product = product * (tl.load(left_factors + at) * tl.load(right_factors + at))
-    return product
+    at = segment if SCALE == 1 else 0
+    return product * (tl.load(left_factors + at) * tl.load(right_factors + at))
 
 
-_SCALES = {"all": 0, "segments": 1, "lines": 2, "blocks": 3, "squares": 3}
+_SCALES = {"all": 0, "segments": 1, "blocks": 3, "squares": 3}
 
 
 def product_of_groups_triton(
@@ -277,7 +263,7 @@ def accumulate_product_of_groups_triton(
     if left.scope != right.scope:  # one of them has one factor for all
         left, right = _for_segments(left, segments), _for_segments(right, segments)
     steps = (*left.factors.t().stride(), *right.factors.t().stride()) if left.scope == "blocks" else (0, 0, 0, 0)
-    in_parts = left.scope in ("segments", "lines") and segments.per_group > 1
+    in_parts = left.scope == "segments" and segments.per_group > 1
     tile = tile or (TILES.weight_parts if in_parts or left.scope == "blocks" else TILES.weight)
     tiles = number * cdiv(out_width, tile.height) * cdiv(in_width, tile.width)
     _weight_kernel[(_programs(tiles, tile, total),)](

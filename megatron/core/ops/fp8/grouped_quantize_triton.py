@@ -44,8 +44,7 @@ def place_of_block(  # type: ignore[no-untyped-def]  # Triton would evaluate ann
 
 @triton.jit
 def _largest_kernel(  # type: ignore[no-untyped-def]
-    largest, of_rows, of_columns, matrix, of_blocks, ends, block_ends, number, k, stride,
-    LINES: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+    largest, matrix, of_blocks, ends, block_ends, number, k, stride, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     segment, first, end = place_of_block(tl.program_id(0), of_blocks, ends, block_ends, number, BLOCK)
     if first < end:
@@ -55,31 +54,25 @@ def _largest_kernel(  # type: ignore[no-untyped-def]
             column = start + tl.arange(0, COLUMNS)
             valid = (row < end)[:, None] & (column < k)[None, :]
             x = tl.load(matrix + row[:, None] * stride + column[None, :], mask=valid, other=0.0).to(tl.float32)
-            found = bits_of_size(x)
-            size = tl.maximum(size, found)
-            if LINES:
-                tl.atomic_max(of_columns + segment * k + column, tl.max(found, 0), mask=column < k)
-        if LINES:
-            tl.store(of_rows + row, tl.max(size, 1), mask=row < end)
-        else:
-            tl.atomic_max(largest + segment, tl.max(tl.max(size, 1), 0))
+            size = tl.maximum(size, bits_of_size(x))
+        tl.atomic_max(largest + segment, tl.max(tl.max(size, 1), 0))
 
 
 @triton.jit
 def _cast_kernel(  # type: ignore[no-untyped-def]
-    rows, words, seen, factors, matrix, row_scale, column_scale, of_blocks, ends, block_ends, number, blocks, k, stride,
+    rows, words, seen, factors, matrix, given, of_blocks, ends, block_ends, number, blocks, k, stride,
     limit, reach,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, SEEN: tl.constexpr, SCALE: tl.constexpr, E5M2: tl.constexpr,
     BLOCK: tl.constexpr, TILE_K: tl.constexpr, SEGMENTS: tl.constexpr,
 ):  # fmt: skip
     """Casts groups of four rows, whose bytes make 32-bit words of the transposed matrix. SCALE: 0 one for all, 1 one
-    for a segment, 2 one for a line. With `factors`, `row_scale` has the largest absolute value of each segment, and
-    the first program writes the factors that give values back."""
+    for a segment. With `factors`, `given` has the largest absolute value of each segment, and the first program writes
+    the factors that give values back."""
     if factors is not None:
         is_first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
         if is_first:
             every = tl.arange(0, SEGMENTS)
-            scales = scale_of(tl.load(row_scale + every, mask=every < number, other=0.0), reach)
+            scales = scale_of(tl.load(given + every, mask=every < number, other=0.0), reach)
             tl.store(factors + every, tl.div_rn(tl.full((SEGMENTS,), 1.0, tl.float32), scales), mask=every < number)
     segment, first, end = place_of_block(tl.program_id(0), of_blocks, ends, block_ends, number, BLOCK)
     if first < end:
@@ -87,11 +80,9 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
         column = tl.program_id(1) * TILE_K + tl.arange(0, TILE_K)
         if SEEN:
             before = tl.load(seen)
-        scale = tl.load(row_scale + (segment if SCALE == 1 else 0))
+        scale = tl.load(given + (segment if SCALE == 1 else 0))
         if factors is not None:
             scale = scale_of(scale, reach)
-        if SCALE == 2 and COLUMNS:
-            of_column = tl.load(column_scale + segment * k + column, mask=column < k, other=1.0)
         size = tl.zeros((BLOCK // 4, TILE_K), tl.int32)
         word = tl.zeros((BLOCK // 4, TILE_K), tl.uint32)
         for index in tl.static_range(4):
@@ -101,13 +92,8 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
             if SEEN:
                 size = tl.maximum(size, bits_of_size(x))
             fp8 = as_fp8(x * scale, limit, E5M2)
-            if SCALE == 2 and ROWS:
-                of_row = tl.load(row_scale + row, mask=row < end, other=1.0)
-                fp8 = as_fp8(x * of_row[:, None], limit, E5M2)
             if ROWS:
                 tl.store(rows + row[:, None] * k + column[None, :], fp8, mask=valid)
-            if SCALE == 2 and COLUMNS:
-                fp8 = as_fp8(x * of_column[None, :], limit, E5M2)
             word |= fp8.to(tl.uint32) << (8 * index)
         if COLUMNS:
             transposed = tl.trans(word.to(tl.int32, bitcast=True))
@@ -164,35 +150,12 @@ def largest_of_segments_triton(matrix: Tensor, segments: Segments) -> Tensor:
     if not has_kernel(matrix):
         return grouped.largest_of_segments(matrix, segments)
     largest = torch.zeros(segments.number, dtype=torch.float32, device=matrix.device)
-    _find_largest(matrix, segments, largest, None, None)
-    return largest
-
-
-def largest_of_segment_lines_triton(matrix: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
-    """Does `grouped.largest_of_segment_lines` in one kernel; leaves float64 to the definition."""
-    if not has_kernel(matrix):
-        return grouped.largest_of_segment_lines(matrix, segments)
-    n, k = matrix.shape
-    of_rows, of_columns = (
-        torch.zeros(shape, dtype=torch.float32, device=matrix.device) for shape in ((n, 1), (segments.number, k))
-    )
-    _find_largest(matrix, segments, None, of_rows, of_columns)
-    return of_rows, of_columns
-
-
-def _find_largest(
-    matrix: Tensor,
-    segments: Segments,
-    largest: Tensor | None,
-    of_rows: Tensor | None,
-    of_columns: Tensor | None,
-) -> None:
     matrix = with_plain_rows(matrix)
-    bits = [None if found is None else found.view(torch.int32) for found in (largest, of_rows, of_columns)]
     _largest_kernel[(segments.blocks,)](
-        *bits, matrix, segments.of_blocks, segments.ends, segments.block_ends, segments.number, matrix.shape[1],
-        matrix.stride(0), LINES=of_rows is not None, BLOCK=BLOCK, COLUMNS=_AT_ONCE, num_warps=8,
+        largest.view(torch.int32), matrix, segments.of_blocks, segments.ends, segments.block_ends, segments.number,
+        matrix.shape[1], matrix.stride(0), BLOCK=BLOCK, COLUMNS=_AT_ONCE, num_warps=8,
     )  # fmt: skip
+    return largest
 
 
 def cast_segments_triton(
@@ -203,8 +166,8 @@ def cast_segments_triton(
     column_scale: Tensor | None,
     seen: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Does `grouped.cast_segments` in one kernel. Scales that are not of lines must be equal in both layouts. Leaves
-    float64 to the definition."""
+    """Does `grouped.cast_segments` in one kernel. Both layouts must have the same scales. Leaves float64 to the
+    definition."""
     if not has_kernel(matrix):
         return grouped.cast_segments(matrix, dtype, segments, row_scale, column_scale, seen)
     return _cast(matrix, dtype, segments, row_scale, column_scale, seen, None, 0.0)
@@ -246,8 +209,7 @@ def _cast(
         None if seen is None else seen.view(torch.int32),
         factors,
         matrix,
-        given if row_scale is None else row_scale,
-        column_scale,
+        given,
         segments.of_blocks,
         segments.ends,
         segments.block_ends,

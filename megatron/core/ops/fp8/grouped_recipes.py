@@ -4,7 +4,6 @@
 |---|---|
 | tensorwise | the rows of one expert of a micro-batch; the weight of one expert |
 | delayed | the tensors of all experts of a layer in earlier global batches; in the first step as tensorwise |
-| rowwise | one row; one column of the rows of one expert of a micro-batch |
 | blockwise | a block of 128 elements of the rows that a rank sends to an expert; 128 x 128 weights on a rank |
 """
 
@@ -16,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.communication.collectives import Group, all_reduce
-from megatron.core.ops.fp8.formats import BLOCK, scale_for
-from megatron.core.ops.fp8.grouped import QuantizedGroups, QuantizedGroupsPair, Segments, pair_of_segments
+from megatron.core.ops.fp8.formats import BLOCK
+from megatron.core.ops.fp8.grouped import QuantizedGroupsPair, Segments, pair_of_segments
 from megatron.core.ops.fp8.quantize import noted_largest_of_rows
 from megatron.core.ops.fp8.recipes import (
     DelayedScaling,
@@ -126,27 +125,6 @@ class DelayedGroupScaling(DelayedScaling):
         return pair_of_segments(*cast(matrix, dtype, segments, *scales, seen), self.factor_of(role))
 
 
-class RowwiseGroupScaling(GroupScaling):
-    """A scale for each row, and for each column of a segment, along which a product reduces."""
-
-    def quantize_groups(
-        self, matrix: Tensor, segments: Segments, role: Role, *, rows: bool, columns: bool, records: bool
-    ) -> QuantizedGroupsPair:
-        """Casts each row, and each column of a segment, by the scale of its own largest value."""
-        of_rows, of_columns = self.settings.kernels.grouped.largest_of_lines(matrix, segments)
-        row_groups, column_groups = self.split.groups(role)
-        dtype, margin = self.settings.dtype(role), self.settings.margin
-        row_scale = scale_for(largest_over(of_rows, column_groups), dtype, margin) if rows else None
-        column_scale = None
-        if columns:
-            of_columns = largest_over(of_columns, row_groups)
-            if role is not Role.WEIGHTS:
-                of_columns = self.micro_batches.largest(of_columns)
-            column_scale = scale_for(of_columns, dtype, margin)
-        values, transposed = self.settings.kernels.grouped.cast(matrix, dtype, segments, row_scale, column_scale)
-        return QuantizedGroupsPair(_with_lines(values, row_scale), _with_lines(transposed, column_scale))
-
-
 class BlockwiseGroupScaling(GroupScaling):
     """A scale for each 1 x 128 block of rows and columns, and for each 128 x 128 block of weights."""
 
@@ -178,11 +156,6 @@ def build_group_scaling(
         return DelayedGroupScaling(settings, split, micro_batches, device)
     kinds: dict[str, type[GroupScaling]] = {
         "tensorwise": TensorwiseGroupScaling,
-        "rowwise": RowwiseGroupScaling,
         "blockwise": BlockwiseGroupScaling,
     }
     return kinds[settings.recipe](settings, split, micro_batches)
-
-
-def _with_lines(values: Tensor | None, scale: Tensor | None) -> QuantizedGroups | None:
-    return None if values is None or scale is None else QuantizedGroups(values, 1.0 / scale, "lines")

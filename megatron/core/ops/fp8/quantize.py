@@ -65,15 +65,6 @@ def _noted(tensor: Tensor, dim: int) -> Tensor | None:
     return largest if largest is not None and version == tensor._version and largest.dim() == dim else None
 
 
-def largest_of_lines(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the largest absolute values of the rows and of the columns of [m, k]: float32 [m], [k]."""
-    if matrix.numel() == 0:
-        m, k = matrix.shape
-        return matrix.new_zeros(m, dtype=torch.float32), matrix.new_zeros(k, dtype=torch.float32)
-    size = matrix.abs()
-    return size.amax(1).float(), size.amax(0).float()
-
-
 def cast_scaled(
     matrix: Tensor,
     dtype: torch.dtype,
@@ -83,15 +74,14 @@ def cast_scaled(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Returns [m, k] times `row_scale` as fp8 [m, k], and times `column_scale` as fp8 [k, m]; None for a scale of None.
 
-    Scales are float32: scalars, or `row_scale` [m] with a scale for each row and `column_scale` [k] with one for each
-    column. `seen`, a float32 scalar, is raised to the largest absolute value of the matrix.
+    Scales are float32 scalars. `seen`, a float32 scalar, is raised to the largest absolute value of the matrix.
     """
     if seen is not None:
         seen.copy_(torch.maximum(seen, largest_value(matrix)))
     wide = widened(matrix)
     rows = columns = None
     if row_scale is not None:
-        rows = cast(wide * (row_scale[:, None] if row_scale.dim() else row_scale), dtype)
+        rows = cast(wide * row_scale, dtype)
     if column_scale is not None:
         columns = cast(wide * column_scale, dtype).t().contiguous()
     return rows, columns

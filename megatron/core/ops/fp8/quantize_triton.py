@@ -65,19 +65,6 @@ def _largest_kernel(largest, values, count, steps, AT_ONCE: tl.constexpr):  # ty
 
 
 @triton.jit
-def _largest_of_lines_kernel(  # type: ignore[no-untyped-def]
-    of_rows, of_columns, matrix, m, k, stride, TILE: tl.constexpr
-):
-    row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    valid = (row < m)[:, None] & (column < k)[None, :]
-    x = tl.load(matrix + row[:, None] * stride + column[None, :], mask=valid, other=0.0).to(tl.float32)
-    size = bits_of_size(x)
-    tl.atomic_max(of_rows + row, tl.max(size, 1), mask=row < m)
-    tl.atomic_max(of_columns + column, tl.max(size, 0), mask=column < k)
-
-
-@triton.jit
 def scale_of(size, reach):  # type: ignore[no-untyped-def]
     """Returns the scale of values of which `size` is the largest absolute one, as `formats.scale_for`."""
     scale = tl.div_rn(reach, size)
@@ -99,8 +86,8 @@ def _scale_of_whole(scale, factor, reach):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _cast_kernel(  # type: ignore[no-untyped-def]
-    rows, columns, seen, factor, matrix, row_scale, column_scale, m, k, stride, limit, reach,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SEEN: tl.constexpr, BY_LINE: tl.constexpr, E5M2: tl.constexpr,
+    rows, columns, seen, factor, matrix, given, m, k, stride, limit, reach,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SEEN: tl.constexpr, E5M2: tl.constexpr,
     TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
@@ -113,28 +100,18 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
         size = tl.max(tl.max(bits_of_size(x), 1), 0)
         if size > before:  # for few tiles: atomic operations on one address are slow
             tl.atomic_max(seen, size)
-    if BY_LINE:
-        if ROWS:
-            scale = tl.load(row_scale + row, mask=row < m, other=1.0)
-            tl.store(rows + row[:, None] * k + column[None, :], as_fp8(x * scale[:, None], limit, E5M2), mask=valid)
-        if COLUMNS:
-            scale = tl.load(column_scale + column, mask=column < k, other=1.0)
-            transposed = tl.trans(as_fp8(x * scale[None, :], limit, E5M2))
-            to = columns + column.to(tl.int64)[:, None] * m + row[None, :]
-            tl.store(to, transposed, mask=(column < k)[:, None] & (row < m)[None, :])
-    else:
-        fp8 = as_fp8(x * _scale_of_whole(row_scale, factor, reach), limit, E5M2)
-        if ROWS:
-            tl.store(rows + row[:, None] * k + column[None, :], fp8, mask=valid)
-        if COLUMNS:
-            to = columns + column.to(tl.int64)[:, None] * m + row[None, :]
-            tl.store(to, tl.trans(fp8), mask=(column < k)[:, None] & (row < m)[None, :])
+    fp8 = as_fp8(x * _scale_of_whole(given, factor, reach), limit, E5M2)
+    if ROWS:
+        tl.store(rows + row[:, None] * k + column[None, :], fp8, mask=valid)
+    if COLUMNS:
+        to = columns + column.to(tl.int64)[:, None] * m + row[None, :]
+        tl.store(to, tl.trans(fp8), mask=(column < k)[:, None] & (row < m)[None, :])
 
 
 @triton.jit
 def _cast_both_kernel(  # type: ignore[no-untyped-def]
-    rows, words, seen, factor, matrix, row_scale, column_scale, m, k, stride, limit, reach,
-    SEEN: tl.constexpr, BY_LINE: tl.constexpr, E5M2: tl.constexpr, GROUPS: tl.constexpr, TILE_K: tl.constexpr,
+    rows, words, seen, factor, matrix, given, m, k, stride, limit, reach,
+    SEEN: tl.constexpr, E5M2: tl.constexpr, GROUPS: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     """Casts groups of four rows, whose bytes make the 32-bit words of the transposed matrix: words move through shared
     memory several times faster than bytes."""
@@ -143,8 +120,7 @@ def _cast_both_kernel(  # type: ignore[no-untyped-def]
     valid = (group * 4 < m)[:, None] & (column < k)[None, :]
     if SEEN:
         before = tl.load(seen)
-    if not BY_LINE:
-        scale = _scale_of_whole(row_scale, factor, reach)
+    scale = _scale_of_whole(given, factor, reach)
     size = tl.zeros((GROUPS, TILE_K), tl.int32)
     word = tl.zeros((GROUPS, TILE_K), tl.uint32)
     for number in tl.static_range(4):
@@ -152,14 +128,8 @@ def _cast_both_kernel(  # type: ignore[no-untyped-def]
         x = tl.load(matrix + row[:, None] * stride + column[None, :], mask=valid, other=0.0).to(tl.float32)
         if SEEN:
             size = tl.maximum(size, bits_of_size(x))
-        if BY_LINE:
-            scaled = x * tl.load(row_scale + row, mask=row < m, other=1.0)[:, None]
-            tl.store(rows + row[:, None] * k + column[None, :], as_fp8(scaled, limit, E5M2), mask=valid)
-            scaled = x * tl.load(column_scale + column, mask=column < k, other=1.0)[None, :]
-            fp8 = as_fp8(scaled, limit, E5M2)
-        else:
-            fp8 = as_fp8(x * scale, limit, E5M2)
-            tl.store(rows + row[:, None] * k + column[None, :], fp8, mask=valid)
+        fp8 = as_fp8(x * scale, limit, E5M2)
+        tl.store(rows + row[:, None] * k + column[None, :], fp8, mask=valid)
         word |= fp8.to(tl.uint32) << (8 * number)
     transposed = tl.trans(word.to(tl.int32, bitcast=True))
     to = words + column.to(tl.int64)[:, None] * (m // 4) + group[None, :]
@@ -272,20 +242,6 @@ def largest_value_triton(matrix: Tensor) -> Tensor:
     return largest
 
 
-def largest_of_lines_triton(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Does `quantize.largest_of_lines` in one kernel; leaves float64 to the definition."""
-    if not has_kernel(matrix):
-        return quantize.largest_of_lines(matrix)
-    matrix = with_plain_rows(matrix)
-    m, k = matrix.shape
-    of_rows, of_columns = (torch.zeros(size, dtype=torch.float32, device=matrix.device) for size in (m, k))
-    grid = (cdiv(m, _TILE), cdiv(k, _TILE))
-    _largest_of_lines_kernel[grid](
-        of_rows.view(torch.int32), of_columns.view(torch.int32), matrix, m, k, matrix.stride(0), TILE=_TILE, num_warps=8
-    )
-    return of_rows, of_columns
-
-
 def cast_scaled_triton(
     matrix: Tensor,
     dtype: torch.dtype,
@@ -293,7 +249,7 @@ def cast_scaled_triton(
     column_scale: Tensor | None,
     seen: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Does `quantize.cast_scaled` in one kernel. Scalars must be one scale for both layouts. Leaves float64 to the
+    """Does `quantize.cast_scaled` in one kernel. Both layouts must have the same scale. Leaves float64 to the
     definition."""
     if not has_kernel(matrix):
         return quantize.cast_scaled(matrix, dtype, row_scale, column_scale, seen)
@@ -338,15 +294,13 @@ def _cast(
             given if seen is None else seen.view(torch.int32),
             factor,
             matrix,
-            row_scale,
-            column_scale,
+            given,
             m,
             k,
             matrix.stride(0),
             largest_finite(dtype),
             reach,
             SEEN=seen is not None,
-            BY_LINE=given.dim() > 0,
             E5M2=dtype is torch.float8_e5m2,
             GROUPS=_GROUPS,
             TILE_K=_GROUP_COLUMNS,
@@ -361,8 +315,7 @@ def _cast(
         given if seen is None else seen.view(torch.int32),
         factor,
         matrix,
-        given if row_scale is None else row_scale,
-        given if column_scale is None else column_scale,
+        given,
         m,
         k,
         matrix.stride(0),
@@ -371,7 +324,6 @@ def _cast(
         ROWS=rows is not None,
         COLUMNS=columns is not None,
         SEEN=seen is not None,
-        BY_LINE=given.dim() > 0,
         E5M2=dtype is torch.float8_e5m2,
         TILE_M=tile_m,
         TILE_K=tile_k,

@@ -6,7 +6,6 @@ The scope of a scale, that is, the values that it depends on, does not depend on
 |---|---|
 | tensorwise | the whole tensor of a micro-batch, over tensor and context parallel ranks |
 | delayed | the whole tensor of earlier global batches, over all ranks |
-| rowwise | one row or column of the tensor of a micro-batch, over tensor and context parallel ranks |
 | blockwise | a block of 128 elements, or of 128 x 128 weights, on one rank |
 
 So the blocks are equal under every layout that cuts weights and tokens at multiples of 128.
@@ -27,10 +26,8 @@ from megatron.core.ops.fp8.formats import BLOCK, Fp8Formats, scale_for
 from megatron.core.ops.fp8.grouped import GroupedKernels
 from megatron.core.ops.fp8.product import accumulate_product, emulated_product
 from megatron.core.ops.fp8.quantize import (
-    Quantized,
     QuantizedPair,
     cast_scaled,
-    largest_of_lines,
     largest_value,
     noted_largest,
     quantize_blocks,
@@ -58,7 +55,6 @@ class Fp8Kernels:
     """The operations of a linear layer in fp8, with the signatures of the functions of these names."""
 
     largest_value: Callable[..., Tensor] = largest_value
-    largest_of_lines: Callable[..., tuple[Tensor, Tensor]] = largest_of_lines
     cast_scaled: Callable[..., tuple[Tensor | None, Tensor | None]] = cast_scaled
     quantize_blocks: Callable[..., QuantizedPair] = quantize_blocks
     quantize_by_largest: Callable[..., QuantizedPair] = quantize_by_largest
@@ -78,7 +74,7 @@ class Fp8Settings:
     """The fp8 flags of a run, for its layers."""
 
     recipe: str
-    """tensorwise, delayed, rowwise or blockwise."""
+    """tensorwise, delayed or blockwise."""
     formats: Fp8Formats
     margin: int = 0
     history_len: int = 1
@@ -115,9 +111,8 @@ class LinearSplit:
 class Scaling(nn.Module):
     """Quantises the matrices of one linear layer."""
 
-    weight_block: tuple[int, int] | None = None
-    """Rows and columns of the blocks of a weight that have one scale each, 0 for all rows or columns. None: the
-    transposed weight has other scales, so it does not follow from the quantised weight."""
+    weight_block: tuple[int, int]
+    """Rows and columns of the blocks of a weight that have one scale each, 0 for all rows or columns."""
 
     def __init__(self, settings: Fp8Settings, split: LinearSplit) -> None:
         super().__init__()
@@ -370,20 +365,6 @@ def _compute_scales(layers: Sequence[DelayedScaling], history: Tensor) -> None:
         layer._scales_are_current = True
 
 
-class RowwiseScaling(Scaling):
-    """A scale for each row of each operand of a product, along which the product reduces."""
-
-    def quantize(self, matrix: Tensor, role: Role, *, rows: bool, columns: bool, records: bool) -> QuantizedPair:
-        """Casts each row, and each column, by the scale of its own largest value."""
-        of_rows, of_columns = self.kernels.largest_of_lines(matrix)
-        row_groups, column_groups = self.split.groups(role)
-        dtype, margin = self.settings.dtype(role), self.settings.margin
-        row_scale = scale_for(largest_over(of_rows, column_groups), dtype, margin) if rows else None
-        column_scale = scale_for(largest_over(of_columns, row_groups), dtype, margin) if columns else None
-        values, transposed = self.kernels.cast_scaled(matrix, dtype, row_scale, column_scale)
-        return QuantizedPair(_with_lines(values, row_scale), _with_lines(transposed, column_scale))
-
-
 class BlockwiseScaling(Scaling):
     """A scale for each 1 x 128 block of inputs and gradients and each 128 x 128 block of weights (DeepSeek-AI 2024,
     arXiv:2412.19437)."""
@@ -406,12 +387,8 @@ def build_scaling(settings: Fp8Settings, split: LinearSplit, device: torch.devic
     """Returns the scaling of a linear layer's matrices that the recipe asks for; state is on `device`."""
     if settings.recipe == "delayed":
         return DelayedScaling(settings, split, device)
-    kinds = {"tensorwise": TensorwiseScaling, "rowwise": RowwiseScaling, "blockwise": BlockwiseScaling}
+    kinds = {"tensorwise": TensorwiseScaling, "blockwise": BlockwiseScaling}
     return kinds[settings.recipe](settings, split)
-
-
-def _with_lines(values: Tensor | None, scale: Tensor | None) -> Quantized | None:
-    return None if values is None or scale is None else Quantized(values, (1.0 / scale)[:, None])
 
 
 def dividing_groups(split: LinearSplit, role: Role) -> Sequence[Group]:

@@ -15,11 +15,11 @@ class LowPrecisionConfig:
     """Matrix products of linear layers and experts in fp8: e4m3 throughout, or e5m2 for output gradients (hybrid).
     Attention, embedding, head, routers and norms keep the model's type. A CPU emulates fp8."""
 
-    fp8_recipe: Literal["tensorwise", "delayed", "mxfp8", "blockwise", "rowwise", "custom"] | None = flag(
+    fp8_recipe: Literal["tensorwise", "delayed", "mxfp8", "blockwise", "custom"] | None = flag(
         "delayed", only_with="fp8"
     )
     """With --fp8-format: the values that share a scale. tensorwise: the whole tensor of a micro-batch. delayed: the
-    whole tensor, with the scale of earlier steps. rowwise: a row. blockwise: blocks of 128 elements, and of 128 x 128
+    whole tensor, with the scale of earlier steps. blockwise: blocks of 128 elements, and of 128 x 128
     weights; its result depends on the layout if the layout cuts tokens or weights between multiples of 128."""
 
     fp8_param: bool = not_a_flag(False)

@@ -19,13 +19,13 @@ def test_factors_of_a_block_begin_at_multiples_of_16_bytes(lines: int) -> None:
 
 
 def test_other_devices_and_scales_keep_the_kernels_in_plain_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    on_cpu, by_line = (fp8_tiles.operands(fp8_tiles.SMALL, scope, False) for scope in ("blocks", "lines"))
+    on_cpu, by_expert = (fp8_tiles.operands(fp8_tiles.SMALL, scope, False) for scope in ("blocks", "segments"))
     assert grouped_product_triton.specialized_kernels(on_cpu.rows, on_cpu.weight) is None
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     capability = (9, 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     chosen = grouped_product_triton.specialized_kernels(on_cpu.rows, on_cpu.weight)
     assert chosen is block_product_specialized_triton
-    assert grouped_product_triton.specialized_kernels(by_line.rows, by_line.weight) is None
+    assert grouped_product_triton.specialized_kernels(by_expert.rows, by_expert.weight) is None
     capability = (10, 0)
     assert grouped_product_triton.specialized_kernels(on_cpu.rows, on_cpu.weight) is None

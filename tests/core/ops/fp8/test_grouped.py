@@ -13,7 +13,6 @@ from megatron.core.ops.fp8.grouped import (
     Segments,
     accumulate_product_of_groups,
     cast_segments,
-    largest_of_segment_lines,
     largest_of_segments,
     product_of_groups,
     quantize_segment_blocks,
@@ -42,7 +41,6 @@ def test_segments_are_padded_to_whole_blocks() -> None:
     assert found.block_ends.tolist() == [1, 3, 3, 3, 5, 6]
     assert found.of_blocks[:6].tolist() == [0, 1, 1, 4, 4, 5] and (found.of_blocks[6:] == 6).all()
     assert found.padded_rows == 128 * found.blocks and found.blocks >= 6
-    assert found.of_each_row().bincount(minlength=6).tolist() == list(found.sizes)
     weight = Segments.of_weight(torch.empty(3, 130, 16))
     assert weight.blocks == 6 and weight.block_ends.tolist() == [2, 4, 6]
 
@@ -50,20 +48,16 @@ def test_segments_are_padded_to_whole_blocks() -> None:
 def test_each_segment_is_cast_as_a_matrix_of_its_own() -> None:
     x, found = matrix(ROWS, 48), segments()
     amax = largest_of_segments(x, found)
-    lines, columns = largest_of_segment_lines(x, found)
     one, seen = scale_for(x.abs().amax(), E4M3), torch.zeros(())
     for rows_scale, columns_scale in (
         (one, one),
         (scale_for(amax, E4M3), scale_for(amax, E4M3)),
-        (scale_for(lines, E4M3), scale_for(columns, E4M3)),
     ):
         rows, transposed = cast_segments(x, E4M3, found, rows_scale, columns_scale, seen)
         assert rows is not None and transposed is not None and seen == x.abs().max()
         for number, part, padded in found.ranges():
-            assert amax[number] == x[part].abs().max() == lines[part].max() == columns[number].max()
+            assert amax[number] == x[part].abs().max()
             scales = [one, one] if rows_scale.dim() == 0 else [rows_scale[number], columns_scale[number]]
-            if rows_scale.dim() == 2:
-                scales[0] = rows_scale[part, 0]
             expected = cast_scaled(x[part], E4M3, *scales)
             assert expected[0] is not None and expected[1] is not None
             assert torch.equal(rows[part].view(torch.uint8), expected[0].view(torch.uint8))
@@ -89,9 +83,7 @@ def test_blocks_do_not_cross_segments(square: bool) -> None:
         assert torch.equal(pair.columns.factors[:, blocks], expected.columns.factors)
 
 
-@pytest.mark.parametrize(
-    ("kind", "transposed"), itertools.product(["all", "segments", "lines", "blocks"], [False, True])
-)
+@pytest.mark.parametrize(("kind", "transposed"), itertools.product(["all", "segments", "blocks"], [False, True]))
 def test_products_are_those_of_each_groups_matrices(kind: str, transposed: bool) -> None:
     """Compared with float64 products of the matrices that the dense definitions dequantise."""
     x, w, found = matrix(ROWS, 144), matrix(3 * 144, 144 + 16, 2), segments()
@@ -111,7 +103,7 @@ def test_products_are_those_of_each_groups_matrices(kind: str, transposed: bool)
         torch.testing.assert_close(output[part], expected)
 
 
-@pytest.mark.parametrize("kind", ["all", "segments", "lines", "blocks"])
+@pytest.mark.parametrize("kind", ["all", "segments", "blocks"])
 def test_weight_gradients_are_sums_over_the_segments_of_a_group(kind: str) -> None:
     dy, x, found = matrix(ROWS, 32), matrix(ROWS, 48, 2), segments()
     left, right = (quantized(given, found, kind, False).columns for given in (dy, x))
@@ -129,8 +121,6 @@ def quantized(x: Tensor, found: Segments, kind: str, square: bool) -> QuantizedG
         return quantize_segment_blocks(x, E4M3, found, 0, square=square, rows=True, columns=True)
     amax = x.abs().amax() if kind == "all" else largest_of_segments(x, found)
     scales = [scale_for(amax, E4M3)] * 2
-    if kind == "lines":
-        scales = [scale_for(largest, E4M3) for largest in largest_of_segment_lines(x, found)]
     values = cast_segments(x, E4M3, found, *scales)
     pairs = zip(values, scales, strict=True)
     return QuantizedGroupsPair(*(QuantizedGroups(value, 1.0 / scale, kind) for value, scale in pairs))  # type: ignore[arg-type]
@@ -144,10 +134,8 @@ def dense(part: Tensor, kind: str, whole: Tensor, square: bool = False) -> list[
         return [dequantize(given, torch.float64) for given in (pair.rows, pair.columns)]
     amax = whole.abs().amax() if kind == "all" else part.abs().amax()
     scales = [scale_for(amax, E4M3)] * 2
-    if kind == "lines":
-        scales = [scale_for(part.abs().amax(dim), E4M3) for dim in (1, 0)]
     values = cast_scaled(part, E4M3, *scales)
-    factors = [1.0 / (scale[:, None] if scale.dim() else scale) for scale in scales]
+    factors = [1.0 / scale for scale in scales]
     return [
         dequantize(Quantized(value, factor), torch.float64)
         for value, factor in zip(values, factors, strict=True)

@@ -88,7 +88,3 @@ def test_a_gathered_weight_keeps_its_scale_until_it_changes() -> None:
     assert gathered.scales == 448.0
     layer.scaling.add_step(torch.full((3,), 2.0))
     assert gathered.scales == 448.0 and layer.scaling.scale_of(Role.WEIGHTS) == 224.0
-
-
-def test_rowwise_weights_cannot_be_gathered() -> None:
-    assert [made(name, (32, 64))[0].can_gather_weight for name in ("rowwise", "tensorwise")] == [False, True]
