@@ -39,6 +39,8 @@ class Loop:
         run = facts.call("get_forward_backward_func")
         for _ in range(STEPS):
             optimizer.zero_grad()
+            if self.wrapped:
+                model.zero_grad_buffer()
             (report,) = facts.through(
                 run,
                 "forward_backward_func",
@@ -53,6 +55,8 @@ class Loop:
             )
             if self.wrapped:
                 facts.call("finalize_model_grads.finalize_model_grads", [model])
+                for parameter in model.parameters():
+                    parameter.grad = parameter.main_grad
             optimizer.step()
             print(f"lm loss: {float(report['lm loss'])}", flush=True)
         self.save_and_load(model)
@@ -69,6 +73,7 @@ class Loop:
             use_cpu_initialization=True,
             pipeline_dtype=torch.float32,
         )
+        config.hidden_dropout = config.attention_dropout = 0.0  # masks of a model outside a run depend on the layout
         model = facts.call(
             "gpt_model.GPTModel",
             config=config,

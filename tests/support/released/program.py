@@ -139,7 +139,7 @@ class Program:
         """Builds the datasets of the three splits."""
         facts = self.facts
         for ranks_of in self.rank_functions().values():  # the trainer asks only for more than one process
-            assert ranks_of([0]) == [0]
+            assert 0 in ranks_of([0, 1])
 
         def here() -> bool:
             return self.holds_data(vp_stage)
