@@ -5,7 +5,14 @@ from support.released.facts import LOOP_RELEASES, RELEASES, TABLE, Facts
 
 from megatron.core.datasets import gpt_dataset
 
-SCRIPTS = ["pretrain_gpt", "pretrain_bert", "pretrain_t5", "run_simple_mcore_train_loop", "gpt_builders", "model_provider"]
+SCRIPTS = [
+    "pretrain_gpt",
+    "pretrain_bert",
+    "pretrain_t5",
+    "run_simple_mcore_train_loop",
+    "gpt_builders",
+    "model_provider",
+]
 
 
 def test_every_fact_belongs_to_a_script_and_release() -> None:
@@ -35,7 +42,7 @@ def test_a_name_of_another_release_is_noticed() -> None:
     assert "megatron.get_args" in Facts("pretrain_bert", "0.5")
     with pytest.raises(AssertionError, match="no such name"):
         Facts("pretrain_bert", "0.6")["megatron.get_args"]
-    with pytest.raises(AssertionError, match="args.sft: the script of this release uses no such name"):
+    with pytest.raises(AssertionError, match=r"args\.sft: the script of this release uses no such name"):
         _ = Facts("pretrain_gpt", "0.11").args.sft
 
 
@@ -43,9 +50,7 @@ def test_a_package_that_loses_a_keyword_is_noticed(monkeypatch: pytest.MonkeyPat
     def build() -> object:
         flags = dict.fromkeys(["reset_position_ids", "reset_attention_mask", "eod_mask_loss", "tokenizer"])
         facts = Facts("run_simple_mcore_train_loop", "0.16")
-        return facts.fill(
-            "GPTDatasetConfig", random_seed=0, sequence_length=8, mid_level_dataset_surplus=0.1, **flags
-        )
+        return facts.fill("GPTDatasetConfig", random_seed=0, sequence_length=8, mid_level_dataset_surplus=0.1, **flags)
 
     def without(*, random_seed: int, sequence_length: int, **others: object) -> None:
         assert others.pop("mid_level_dataset_surplus", None) is None, "an unexpected keyword"

@@ -12,11 +12,10 @@ class Bert(Program):
 
     script = "pretrain_bert"
 
-    def build_model(self, vp_stage: int | None = None, config: Any = None, **stage: Any) -> Any:
+    def build_model(self, vp_stage: Any = None, config: Any = None, pg_collection: Any = None, **ends: bool) -> Any:
         facts, args = self.facts, self.args
         facts.call("print_rank_0", f"pretrain_bert of {self.release} builds its model")
         config = self.config_of(facts, config)
-        ends = {name: stage[name] for name in ("pre_process", "post_process")}
         values = {
             "num_tokentypes": 2 if args.bert_binary_head else 0,
             "add_binary_head": args.bert_binary_head,

@@ -1,9 +1,9 @@
-"""What Megatron-LM's entry scripts use of the package, release by release, and the only way in which the programs of this
-folder use it.
+"""What Megatron-LM's entry scripts use of the package, release by release.
 
-The facts are tests/data/megatron_lm_script_names.json. `Facts` finds a name in its home of a release, and lets a program
-use only what the script of that release uses: its names, its arguments `args.X`, and its calls with as many arguments by
-position and with these keywords. `unused` tells what a program has left out.
+The facts are tests/data/megatron_lm_script_names.json. The programs of this folder use the package only through
+`Facts`, which finds a name in its home of a release, and permits only what the script of that release does: its names,
+its arguments `args.X`, and calls with as many arguments by position and with the same keywords. `unused` tells what a
+program has left out.
 """
 
 import importlib
@@ -17,9 +17,7 @@ import pytest
 
 from megatron.core.exceptions import UserError
 
-TABLE: list[dict[str, Any]] = json.loads(
-    (Path(__file__).parents[2] / "data/megatron_lm_script_names.json").read_text()
-)
+TABLE: list[dict[str, Any]] = json.loads((Path(__file__).parents[2] / "data/megatron_lm_script_names.json").read_text())
 RELEASES = ["0.5", "0.6", "0.7", "0.8", "0.9", "0.11", "0.14", "0.15", "0.16"]
 LOOP_RELEASES = RELEASES[3:]
 """Releases whose simple loop runs: those before build a dataset in a way that their own class refuses."""
@@ -110,9 +108,13 @@ class Facts:
         with pytest.raises(UserError):
             self.fill(words, *args, **values) if self._calls[self.use(words)] else self.call(words, *args, **values)
 
+    def last(self, words: str) -> str:
+        """Notes that a name is used, and returns its last word."""
+        return self.use(words).rpartition(".")[2]
+
     def read(self, owner: Any, words: str) -> Any:
         """Returns an attribute of an object, such as "TransformerConfig.num_layers"."""
-        return getattr(owner, self.use(words).rpartition(".")[2])
+        return getattr(owner, self.last(words))
 
     def unused(self) -> list[str]:
         """Returns the facts that the program has not used."""

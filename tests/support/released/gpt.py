@@ -13,8 +13,6 @@ from support.released.facts import Facts
 from support.released.losses import LOSSES
 from support.released.program import PROGRAM_START, Program
 
-STAGE = {"parallel_output": True, "num_tokentypes": 0}
-
 
 class Gpt(Program):
     """pretrain_gpt.py. `own_builders`: the model comes from the modules gpt_builders and model_provider of this
@@ -67,7 +65,7 @@ class Gpt(Program):
         builder = importlib.import_module("gpt_builders").gpt_builder
         return partial(importlib.import_module("model_provider").model_provider, builder)
 
-    def build_model(self, vp_stage: int | None = None, config: Any = None, **stage: Any) -> Any:
+    def build_model(self, vp_stage: Any = None, config: Any = None, pg_collection: Any = None, **ends: bool) -> Any:
         facts, provider = self.of_builder, self.of_provider
         provider.call("print_rank_0", f"pretrain_gpt of {self.release} builds its model")
         facts.call("print_rank_0", "its layers")
@@ -79,15 +77,16 @@ class Gpt(Program):
             from_yaml = facts["core_transformer_config_from_yaml"]
             config = from_yaml(facts.call("get_args"), "language_model") if facts.args.yaml_cfg else config
         assert self.core_models(facts)
-        facts.refused("model.GPTModel", config, **STAGE, **_ends(stage))
+        facts.refused("model.GPTModel", config, num_tokentypes=0, parallel_output=True, **ends)
         layers = self.layers(config, vp_stage)
         values = {
             "config": config,
             "transformer_layer_spec": layers,
             "share_embeddings_and_output_weights": not facts.args.untie_embeddings_and_output_weights,
             "vp_stage": vp_stage,
-            **STAGE,
-            **stage,
+            "pg_collection": pg_collection,
+            "parallel_output": True,
+            **ends,
         }
         if "get_gpt_mtp_block_spec" in facts:
             values["mtp_block_spec"] = self.prediction(config, layers, vp_stage)
@@ -138,7 +137,7 @@ class Gpt(Program):
         """Returns the specs of the layers of multi-token prediction, or None."""
         facts = self.of_builder
         given = {"use_transformer_engine": self.with_te(), "vp_stage": vp_stage}
-        specs = getattr(layers, facts.use("TransformerBlockSubmodules.layer_specs").rpartition(".")[2], [layers])
+        specs = getattr(layers, facts.last("TransformerBlockSubmodules.layer_specs"), [layers])
         last = specs[-1] if specs else self.layer(config)
         if "get_gpt_decoder_layer_specs" in facts:
             last = facts.fill("get_gpt_decoder_layer_specs", config, **given)[-1]
@@ -165,7 +164,7 @@ class Gpt(Program):
         mock = facts.read(config, "GPTDatasetConfig.mock") if "GPTDatasetConfig.mock" in facts else args.mock_data
         kinds.setdefault(mock, facts["MockGPTDataset"])
         if "GPTFIMDataset" in facts:
-            names = ("prefix", "middle", "suffix", "pad", "eod" )
+            names = ("prefix", "middle", "suffix", "pad", "eod")
             tokens = {name: getattr(args, f"fim_{name}_token") for name in names}
             fim = facts.fill("GPTFIMDatasetConfig", fim_extra_tokens=tokens, **values)
             config = fim if args.fim_data else config
@@ -177,8 +176,8 @@ class Gpt(Program):
         """Whether this rank has the first or the last stage."""
         if "is_first_or_last_pipeline_stage" in self.facts:
             return self.facts.call("is_first_or_last_pipeline_stage", vp_stage)
-        ends = [self.facts.call(f"is_pipeline_{end}_stage") for end in ("first", "last")]
-        return any(ends)
+        first, last = (self.facts.call(f"is_pipeline_{end}_stage") for end in ("first", "last"))
+        return first or last
 
     def holds_data(self, vp_stage: int | None) -> bool:
         return self.at_an_end(vp_stage) and super().holds_data(vp_stage)
@@ -215,9 +214,10 @@ class Gpt(Program):
         facts, stage = self.facts, None
         assert not return_schedule_plan
         if "get_attr_wrapped_model" in facts:
-            stage = facts.call("get_attr_wrapped_model", model, facts.use("GPTModel.vp_stage").rpartition(".")[2])
+            stage = facts.call("get_attr_wrapped_model", model, facts.last("GPTModel.vp_stage"))
         has_detector = "StragglerDetector" in facts
-        with self.measured(bdata=True) if has_detector else contextlib.nullcontext():
+        nothing = contextlib.nullcontext()
+        with facts.through(self.detector, "StragglerDetector.__call__", bdata=True) if has_detector else nothing:
             tokens, labels, loss_mask, mask, positions, packed = self.timed_batch(data_iterator, stage)
         given = {"labels": labels}
         if self.conventions.virtual_models:
@@ -225,18 +225,11 @@ class Gpt(Program):
             given["loss_mask"] = loss_mask
         if self.conventions.given_config:
             given["packed_seq_params"] = packed
-        with self.detector if has_detector else contextlib.nullcontext():
+        with self.detector if has_detector else nothing:
             output = facts.through(model, "GPTModel.__call__", tokens, positions, mask, **given)
         of_model = {"model": model} if self.conventions.virtual_models else {}
         return output, partial(self.loss(), loss_mask, **of_model)
 
-    def measured(self, **words: bool) -> Any:
-        return self.facts.through(self.detector, "StragglerDetector.__call__", **words)
-
     def loss(self) -> Any:
         """Returns the loss function, of (loss mask, losses)."""
         return partial(LOSSES[self.conventions.loss], self.facts, self.conventions.scales_by_context)
-
-
-def _ends(stage: dict[str, Any]) -> dict[str, Any]:
-    return {name: stage[name] for name in ("pre_process", "post_process")}

@@ -1,4 +1,4 @@
-"""The calls of run_simple_mcore_train_loop.py: a loop over megatron.core alone, which saves a checkpoint and loads it."""
+"""The calls of run_simple_mcore_train_loop.py: a loop over megatron.core alone, which saves and loads a checkpoint."""
 
 from functools import partial
 from pathlib import Path

@@ -23,9 +23,10 @@ def context_size(facts: Facts, scales: bool) -> int:
 
 def sum_over_context(facts: Facts, size: int, sums: Tensor) -> None:
     """Adds up the sums of the ranks that share a sequence. The gradient is that of this rank's sums."""
-    group = facts["get_context_parallel_group"] if "get_context_parallel_group" in facts else None
-    if size > 1:
-        dist.all_reduce(sums, group=facts.through(group, "get_context_parallel_group"))
+    if "get_context_parallel_group" in facts:
+        group = facts.call("get_context_parallel_group")
+        if size > 1:
+            dist.all_reduce(sums, group=group)
 
 
 def check(facts: Facts, loss: Tensor) -> None:
@@ -89,7 +90,9 @@ LOSSES = {"mean": mean_loss, "summed": summed_loss, "local": local_loss}
 """By `Conventions.loss`."""
 
 
-def bert_loss(facts: Facts, loss_mask: Tensor, swapped: Tensor, output: tuple[Tensor, Tensor | None]) -> tuple[Any, ...]:
+def bert_loss(
+    facts: Facts, loss_mask: Tensor, swapped: Tensor, output: tuple[Tensor, Tensor | None]
+) -> tuple[Any, ...]:
     """Returns the sum of the mean losses of masked tokens and of the segments' order, and both for the report."""
     losses, in_order = output
     total, count = token_sums(loss_mask, losses)

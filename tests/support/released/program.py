@@ -19,8 +19,16 @@ MASKING = {
 """Values that BERT and T5 give to their dataset config."""
 
 
+IMPORTED = [
+    *("core.mpu", "core.parallel_state", "core.tensor_parallel", "inprocess_restart", "legacy.model", "megatron.model"),
+    *("ModelType", "MegatronTokenizer"),
+]
+"""What scripts import, whatever they use of it."""
+
+
 class Program:
-    """A pretraining program that makes the calls of an entry script of a release. Subclasses are GPT, BERT and T5."""
+    """A pretraining program that makes the calls of an entry script of a release. Subclasses define `build_model`,
+    `dataset` (the class of the datasets and their config), `batch` and `forward_step`."""
 
     script: str
     tokenizer_type = "BertWordPieceLowerCase"
@@ -30,11 +38,9 @@ class Program:
         self.release, self.conventions = release, CONVENTIONS[release]
         self.facts = Facts(self.script, release)
         self.args = self.facts.args
-        for module in ("core.mpu", "core.tensor_parallel", "core.parallel_state", "megatron.model", "legacy.model"):
-            if module in self.facts:
-                self.facts[module]
-        if "MegatronTokenizer" in self.facts:  # imported without a use
-            self.facts["MegatronTokenizer"]
+        for name in IMPORTED:
+            if name in self.facts:
+                self.facts[name]
 
     def unused(self) -> list[str]:
         """Returns the facts that this run has not used."""
@@ -53,13 +59,11 @@ class Program:
 
     def start(self) -> None:
         """Trains, with the flags in sys.argv."""
-        self.facts["ModelType"]
         stage = ["vp_stage"] * (self.conventions.virtual_datasets and self.script != "pretrain_t5")
         datasets = taking(self.build_datasets, "train_val_test_num_samples", *stage)
         datasets.is_distributed = True
         pretrain, given = self.facts["pretrain"], self.keywords()
         if "inprocess_restart" in self.facts:
-            self.facts["inprocess_restart"]
             pretrain, given["store"] = self.facts.call("maybe_wrap_for_inprocess_restart", pretrain)
         self.facts.through(
             pretrain,
@@ -83,14 +87,8 @@ class Program:
     def model_provider(self) -> Any:
         return taking(self.build_model, *self.model_parameters())
 
-    def build_model(self, **stage: Any) -> Any:
-        raise NotImplementedError
-
     def step(self) -> Any:
         return taking(self.forward_step, "data_iterator", "model")
-
-    def forward_step(self, data_iterator: Any, model: Any) -> Any:
-        raise NotImplementedError
 
     def config_of(self, facts: Facts, config: Any = None) -> Any:
         """Returns the config of the model, if it is not given."""
@@ -127,10 +125,6 @@ class Program:
         blend, per_split = self.blends()
         return {"blend": blend, "blend_per_split": per_split, "tokenizer": self.tokenizer()}
 
-    def dataset(self, values: dict[str, Any]) -> tuple[Any, Any]:
-        """Returns the class of the datasets and their config."""
-        raise NotImplementedError
-
     def holds_data(self, vp_stage: int | None) -> bool:
         """Whether this rank builds datasets."""
         return self.facts.call("get_tensor_model_parallel_rank") == 0
@@ -159,9 +153,6 @@ class Program:
         batch = self.batch(*place)
         facts.through(facts.through(timers, "Timers.__call__", self.timer).stop, "Timer.stop")
         return batch
-
-    def batch(self, *place: Any) -> Any:
-        raise NotImplementedError
 
     def broadcast(self, iterator: Any, names: str) -> dict[str, Tensor]:
         """Returns tensors of the next batch, which only the first tensor parallel rank has."""

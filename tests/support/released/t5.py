@@ -19,7 +19,9 @@ class T5(Program):
     def __init__(self, release: str) -> None:
         super().__init__(release)
         self.shared_loss = RELEASES.index(release) >= RELEASES.index("0.9")
-        self.loss = Gpt(release).loss() if self.shared_loss else partial(LOSSES[self.conventions.loss], self.facts, False)
+        self.loss = (
+            Gpt(release).loss() if self.shared_loss else partial(LOSSES[self.conventions.loss], self.facts, False)
+        )
 
     def model_type(self) -> Any:
         two = "ModelType.encoder_and_decoder"
@@ -47,15 +49,15 @@ class T5(Program):
         facts, args = self.facts, self.args
         if "TransformerConfig.num_layers" not in facts:
             return config, args.encoder_num_layers, args.decoder_num_layers
-        encoder = copy.deepcopy(config)
+        encoder, stages_of_encoder = copy.deepcopy(config), 0
         encoder.num_layers = args.encoder_num_layers
-        if "args.encoder_tensor_model_parallel_size" not in facts:
-            assert args.pipeline_model_parallel_size == 1
-        else:
-            assert args.encoder_tensor_model_parallel_size in (0, args.tensor_model_parallel_size)
-            if args.pipeline_model_parallel_size > 1:
-                assert args.encoder_pipeline_model_parallel_size > 0
-                encoder.pipeline_model_parallel_size = args.encoder_pipeline_model_parallel_size
+        if "args.encoder_tensor_model_parallel_size" in facts:
+            same = {args.tensor_model_parallel_size, args.encoder_tensor_model_parallel_size} - {0}
+            assert len(same) == 1
+            stages_of_encoder = args.encoder_pipeline_model_parallel_size
+        if args.pipeline_model_parallel_size > 1:
+            assert stages_of_encoder, "one stage, or stages of the encoder"
+            encoder.pipeline_model_parallel_size = stages_of_encoder
         layers, stages = "TransformerConfig.num_layers", "TransformerConfig.pipeline_model_parallel_size"
         counts = [facts.read(one, layers) // facts.read(one, stages) for one in (encoder, config)]
         return encoder, *counts
@@ -93,7 +95,7 @@ class T5(Program):
         return self.facts["T5MaskedWordPieceDataset"], config
 
     def batch(self, iterator: Any) -> tuple[dict[str, Tensor], list[Any]]:
-        """Returns the tensors by name, and the masks of encoder, decoder and cross attention, True at what is masked."""
+        """Returns the tensors by name, and the masks of encoder, decoder and cross attention: True where masked."""
         names, make = "text_enc text_dec labels loss_mask enc_mask dec_mask", "config_attention_mask"
         given = make not in self.facts
         got = self.broadcast(iterator, f"{names} enc_dec_mask" if given else names)
