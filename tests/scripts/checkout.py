@@ -60,7 +60,7 @@ def main() -> int:
     here = [*Path(given).glob("pretrain_*.py")] if given else []
     names = [f"pretrain_{kind}.py" for kind in FLAGS]
     if not {path.name for path in here} & {*names}:
-        print(f"MEGATRON_LM={given}: give the folder of a checkout of Megatron-LM, which has {', '.join(names)}")
+        print(f"MEGATRON_LM={given or 'FOLDER'}: give the folder of a checkout of Megatron-LM with {', '.join(names)}")
         return 2
     wrong = 0
     with tempfile.TemporaryDirectory() as name:

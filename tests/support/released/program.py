@@ -23,7 +23,7 @@ IMPORTED = [
     *("core.mpu", "core.parallel_state", "core.tensor_parallel", "inprocess_restart", "legacy.model", "megatron.model"),
     *("ModelType", "MegatronTokenizer"),
 ]
-"""What scripts import, whatever they use of it."""
+"""Modules and names that scripts import, even if they do not use them."""
 
 
 class Program:
