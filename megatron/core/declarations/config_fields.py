@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron.core.exceptions import UserError
+from megatron.core.utils.url_keys import hide_keys
 
 _METADATA_KEY = "flag"
 
@@ -161,12 +162,12 @@ def fields_of_problem(problem: str) -> set[str]:
 
 
 def value_text(value: Any) -> str:
-    """Returns a value as it is written on the command line."""
+    """Returns a value as it is written on the command line, with hidden keys in URLs: for messages and records."""
     if isinstance(value, enum.Enum):
         return value.name
     if isinstance(value, list | tuple):
         return " ".join(value_text(item) for item in value)
-    return str(value).removeprefix("torch.")
+    return hide_keys(str(value).removeprefix("torch."))
 
 
 def unsupported_values(config: Any, fields: Iterable["dataclasses.Field[Any]"] | None = None) -> list[str]:
@@ -190,7 +191,7 @@ class FieldError(UserError):
 
     def text(self, spelling: Callable[[str], str]) -> str:
         """Returns the message with each field's name spelled by a function."""
-        return "; ".join(describe_problem(problem, self.config, spelling) for problem in self.problems)
+        return hide_keys("; ".join(describe_problem(problem, self.config, spelling) for problem in self.problems))
 
 
 def refuse(problems: Iterable[str], config: Any) -> None:

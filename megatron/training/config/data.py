@@ -12,6 +12,7 @@ _READS_FILES = "mock_data!=True"
 _SHARDING = "the cyclic order is one permutation of the whole data set, so that it is the same for every layout"
 _PER_SPLIT = ("train_data_path", "valid_data_path", "test_data_path")
 _WHOLE = ("data_path", "data_args_path", "per_split_data_args_path", "data_stages")
+_MOST_WORKERS = 1024
 DATA_SOURCES = frozenset((*_WHOLE, *_PER_SPLIT))
 """Fields that name data sets."""
 
@@ -82,7 +83,12 @@ class DataConfig:
     data_sharding: bool = flag(True, off="--no-data-sharding", no_effect=_SHARDING)
     """With --dataloader-type cyclic: each data parallel rank shuffles only its own part of the data."""
 
-    mmap_bin_files: bool = flag(True, off="--no-mmap-bin-files", only_with=_READS_FILES)
+    mmap_bin_files: bool = flag(
+        True,
+        off="--no-mmap-bin-files",
+        no_effect="data files are always read by position, as fast as from a map; a map of a file that becomes shorter "
+        "would end the run without a word",
+    )
     """Map data files into memory instead of reading from them."""
 
     dataloader_fast_cache_load: bool = flag(False, no_effect="opening a dataset is fast, and files are always checked")
@@ -167,6 +173,8 @@ class DataConfig:
         """Yields a problem for each impossible value, in the grammar of `config_fields`. Looks at no file."""
         yield from too_small(self, ("seq_length", "num_dataset_builder_threads"), 1)
         yield from too_small(self, ("num_workers", "mid_level_dataset_surplus"), 0)
+        if self.num_workers > _MOST_WORKERS:
+            yield f"{{num_workers}}: each rank would start so many processes; at most {_MOST_WORKERS} are possible"
         yield from too_small(self, ("decoder_seq_length",), 1)
         if not 0 < self.mask_prob < 1:
             yield "{mask_prob}: expected a fraction between 0 and 1, such as 0.15"

@@ -20,6 +20,7 @@ from megatron.core.initializers import XavierUniform
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.transformer.config.memory import captured_parts, captures_micro_batches
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.utils.url_keys import hide_keys
 from megatron.data.tokenizer.config import TokenizerConfig
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.checks import missing_values, problems_of
@@ -45,7 +46,7 @@ class ConfigurationError(UserError):
     """All mistakes of a command line. `problems` has one line for each."""
 
     def __init__(self, problems: Iterable[str]) -> None:
-        self.problems = list(dict.fromkeys(problems))
+        self.problems = list(dict.fromkeys(map(hide_keys, problems)))
         super().__init__("\n".join(self.problems))
 
 

@@ -157,6 +157,10 @@ class EvaluationConfig:
     start_eval_at_iter: int | None = flag(None, only_with="eval_interval")
     """With --eval-interval: first iteration after which validation may run."""
 
+    eval_fresh_samples: bool = flag(False, only_with="eval_iters!=0")
+    """Read other validation samples in each evaluation, as Megatron-LM does. Without it all evaluations read the same
+    samples, so that their losses can be compared."""
+
     full_validation: bool = flag(False, families=["gpt"], only_with="eval_iters!=0")
     """Evaluate on the whole validation data each time; --eval-iters then applies to the test data only."""
 

@@ -24,6 +24,7 @@ from megatron.facades import parallel_state
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.launch.errors import delay_errors_on_other_ranks, end_process_at_exit
 from megatron.training.launch.heartbeat import Heartbeat, Progress
+from megatron.training.launch.open_files import raise_open_file_limit
 from megatron.training.launch.same_flags import check_same_flags
 from megatron.training.launch.signals import leave_error_alone
 from megatron.training.launch.watch import Limits
@@ -81,6 +82,7 @@ def process_environment(config: PretrainConfig, alone: bool = False) -> Iterator
     test's) is used and left as it is. Raises UserError if ranks were started with different flags, and if the number of
     processes is not that of the config's grid.
     """
+    raise_open_file_limit()
     device = local_device()
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
     backend = config.parallel.distributed_backend or "nccl"

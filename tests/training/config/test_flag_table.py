@@ -25,6 +25,7 @@ OURS = {
     "--fp64",
     "--keep-last",
     "--max-consecutive-skips",
+    "--eval-fresh-samples",
     "--metrics-path",
     "--nonfinite-action",
     "--nonfinite-dump-dir",
