@@ -90,8 +90,8 @@ def undoing_a_failed_capture(device: torch.device, pool: Any) -> Iterator[None]:
 
     When CUDA rejects a captured stream, torch stops in the middle of ending the capture. The stream of the capture
     stays the current one, the allocator keeps `pool` for it, and in older releases the default generator of random
-    numbers refuses every later draw ("Offset increment outside graph capture"). A capture that ends well, of one kernel,
-    lets the same generator draw again; graphs that drew from it before the failure still can.
+    numbers refuses every later draw ("Offset increment outside graph capture"). A capture of one kernel, which ends
+    well, lets the same generator draw again; graphs that drew from it before the failure still can.
     """
     before = torch.cuda.current_stream(device)
     try:
