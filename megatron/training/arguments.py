@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from megatron.core.exceptions import UserError
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.training.checkpoint_args import take_checkpoint_args
 from megatron.training.config.command_line import CommandLine, ExtraArgsProvider, read_command_line
@@ -21,6 +22,7 @@ from megatron.training.config.resolution import (
 from megatron.training.config.settings import LaunchEnvironment
 from megatron.training.inspection.run_description import ARCHITECTURE, architecture_differences
 from megatron.training.launch.errors import exit_with_problems
+from megatron.training.launch.launcher_variables import take_ranks_of_launcher
 
 # ---------------------------------------------------------------------------------------------------------------------
 # For the app
@@ -37,9 +39,17 @@ def config_of_command_line(
     After mistakes, prints all of them to stderr, one line each, and exits with code 2. After --help, prints the help
     and exits with code 0.
     """
+    _take_ranks()
     try:
         return configure(sys.argv[1:], extra_args_provider, args_defaults, ignore_unknown_args, take_flags=take_flags)
     except ConfigurationError as error:
+        exit_with_problems(error)
+
+
+def _take_ranks() -> None:
+    try:
+        take_ranks_of_launcher()
+    except UserError as error:
         exit_with_problems(error)
 
 
@@ -107,6 +117,7 @@ def parse_args(extra_args_provider: ExtraArgsProvider | None = None, ignore_unkn
     `extra_args_provider(parser)` adds arguments and returns the parser. Exits with code 2 if a flag is unknown
     (unless `ignore_unknown_args`) or a value cannot be parsed.
     """
+    _take_ranks()
     line = read_command_line(sys.argv[1:], extra_args_provider, ignore_unknown_args)
     take_checkpoint_args(line)
     if line.problems:

@@ -36,6 +36,7 @@ from megatron.core.utils.activity import activity
 from megatron.core.utils.gpu_memory import is_lack_of_gpu_memory
 from megatron.core.utils.rendezvous import is_first_to_claim
 from megatron.core.utils.url_keys import hide_keys
+from megatron.core.utils.world_store import StartFailed, wait_for_value
 from megatron.training.launch.errors import write_launcher_error_file
 from megatron.training.launch.heartbeat_server import HeartbeatServer
 from megatron.training.launch.process_state import (
@@ -126,7 +127,7 @@ class Heartbeat:
             address: dict[str, Any] = {"port": self._server.port, "token": token}
             address |= {"machine": machine_name(), "pid": os.getpid()}
             store.set(key, json.dumps(address))
-        self._address = json.loads(store.get(key))
+        self._address = json.loads(wait_for_value(store, key, rank, size, store.timeout))  # type: ignore[attr-defined]
         self._socket = socket.create_connection((host, self._address["port"]), timeout=10.0)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         hello = {"rank": rank, "machine": machine_name(), "pid": os.getpid(), "token": self._address["token"]}
@@ -147,7 +148,7 @@ class Heartbeat:
         """Tells the others of an exception that ends this process. A second call does nothing."""
         if self._kind is None and not self._over.is_set():
             self._kind = kind_of(error)
-            text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+            text = str(error) if isinstance(error, UserError | StartFailed) else f"{type(error).__name__}: {error}"
             if isinstance(error, SystemExit):
                 text = f"SystemExit({error.code}), after a signal" if self._kind == SIGNAL else "the script called exit"
             self._send(
