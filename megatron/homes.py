@@ -215,7 +215,7 @@ MOVED = {
     "megatron.core.enums": "megatron.core.declarations.enums",
     "megatron.core.model_parallel_config": "megatron.core.declarations.model_parallel_config",
     "megatron.core.num_microbatches_calculator": "megatron.facades.num_microbatches_calculator",
-    "megatron.core.optimizer_param_scheduler": "megatron.core.optimizer.optimizer_param_scheduler",
+    "megatron.core.optimizer_param_scheduler": "megatron.core.schedule.optimizer_param_scheduler",
     "megatron.core.parallel_state": "megatron.facades.parallel_state",
     "megatron.core.process_groups_config": "megatron.core.groups.process_groups_config",
     "megatron.core.rerun_state_machine": "megatron.core.health.rerun_state_machine",

@@ -6,6 +6,11 @@ Communication can hide behind computation, so it is no part of this sum. Its tim
 step, divided by the rate of a large transfer between the ranks.
 """
 
+import sys
+
+if __name__ == "__main__":
+    sys.exit("This file is a part of another program; run: python tools/bench.py CELL --floor")
+
 import contextlib
 import dataclasses
 import gc

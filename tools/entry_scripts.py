@@ -1,5 +1,10 @@
 """The entry scripts by model family, for tools that read checkpoints of all families."""
 
+import sys
+
+if __name__ == "__main__":
+    sys.exit("This file is a part of another program; run: python tools/generate.py --load CHECKPOINTS")
+
 from torch import nn
 
 import pretrain_bert

@@ -6,6 +6,11 @@ gives the time of memory-bound operations. `link_rates` times large transfers be
 --floor` prints the result (tools/bench_floor.py).
 """
 
+import sys
+
+if __name__ == "__main__":
+    sys.exit("This file is a part of another program; run: python tools/bench.py CELL --floor")
+
 import contextlib
 import time
 from collections.abc import Callable

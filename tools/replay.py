@@ -42,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         dump = read_dump(options.dump)
         script = load_script(options.script or script_of(dump))
+        if script.note is not None:
+            print(script.note)
         result = replay(dump, script.providers, script.add_flags, options.flags)
     except UserError as error:
         exit_with_problems(error)
@@ -50,8 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def script_of(dump: DumpedStep) -> Path:
-    """Returns the entry script of the model family that the dump names."""
-    return ROOT / f"pretrain_{dump.manifest.config.get('model_family') or 'gpt'}.py"
+    """Returns the entry script of the model family that the dump names. Raises UserError for an unknown family."""
+    family = dump.manifest.config.get("model_family") or "gpt"
+    if family not in ("gpt", "bert", "t5"):
+        raise UserError(f"{dump.folder}: model family {family!r}: give its script with --script")
+    return ROOT / f"pretrain_{family}.py"
 
 
 if __name__ == "__main__":

@@ -1,5 +1,10 @@
 """Reduces training commands for tools/try_commands.py: flags appended to a command set sizes, data and paths."""
 
+import sys
+
+if __name__ == "__main__":
+    sys.exit("This file is a part of another program; run: python tools/try_commands.py COMMANDS.jsonl")
+
 from collections.abc import Sequence
 
 from megatron.core.transformer.layer_patterns import has_mixer
@@ -121,5 +126,5 @@ def _without(argv: Sequence[str], fields: set[str]) -> list[str]:
         today = translate_all([occurrence])[0]
         flags = [flags_by_spelling().get(each.spelling) for each in today]
         if not any(flag is not None and flag.field in fields for flag in flags):
-            kept += [occurrence.spelling, *occurrence.words]
+            kept += occurrence.as_words()
     return kept

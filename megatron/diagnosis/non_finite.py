@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -28,6 +28,8 @@ from megatron.core.dist_checkpointing.coordination import RankCoordinator
 from megatron.core.exceptions import UserError
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.utils.files import open_regular_file, parse_json
+from megatron.core.utils.json_schema import ListOf, MapOf, OneOf, Plain, Record
 from megatron.training.data.batch import Batch
 from megatron.training.data.bert_data import BertBatch
 from megatron.training.data.recent_steps import RecentStep, fields_of
@@ -40,6 +42,7 @@ from megatron.training.trainer import Trainer
 
 REPORT = "report.json"
 _KINDS: dict[str, Any] = {"dict": dict, "Batch": Batch, "BertBatch": BertBatch, "T5Batch": T5Batch}
+_BATCHES = ListOf(Record({"kind": OneOf(tuple(_KINDS)), "plain": MapOf(Plain())}))
 _SHOWN = 8
 """Findings that are printed; the report has all."""
 
@@ -199,14 +202,22 @@ def write_batches(path: Path, batches: Sequence[Any]) -> None:
 
 
 def read_batches(path: Path) -> list[Any]:
-    """Returns the micro-batches that `write_batches` wrote."""
-    with safe_open(path, framework="pt") as file:
-        described = json.loads(file.metadata()["batches"])
-        fields: list[dict[str, Any]] = [dict(each["plain"]) for each in described]
-        for key in file.keys():  # noqa: SIM118  (not a dictionary)
-            number, _, name = key.partition("|")
-            fields[int(number)][name] = file.get_tensor(key)
-    return [_KINDS[each["kind"]](**values) for each, values in zip(described, fields, strict=True)]
+    """Returns the micro-batches that `write_batches` wrote. Raises OSError if the file cannot be read, ValueError if it
+    contains something else."""
+    open_regular_file(path).close()
+    try:
+        with safe_open(path, framework="pt") as file:
+            described = parse_json((file.metadata() or {})["batches"])
+            problem = _BATCHES.problem(described, "batches")
+            if problem is not None:
+                raise ValueError(problem)
+            fields: list[dict[str, Any]] = [dict(each["plain"]) for each in described]
+            for key in file.keys():  # noqa: SIM118  (not a dictionary)
+                number, _, name = key.partition("|")
+                fields[int(number)][name] = file.get_tensor(key)
+        return [_KINDS[each["kind"]](**values) for each, values in zip(described, fields, strict=True)]
+    except (IndexError, KeyError, SafetensorError, TypeError) as error:
+        raise ValueError(f"not the micro-batches of a step ({error!r})") from error
 
 
 def _json(findings: Sequence[Finding]) -> list[dict[str, Any]]:

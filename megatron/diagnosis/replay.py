@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,12 +11,18 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from megatron.core.dist_checkpointing.checkpoint_selection import find_checkpoint
-from megatron.core.dist_checkpointing.manifest import Manifest
+from megatron.core.dist_checkpointing.folders import folder_name
+from megatron.core.dist_checkpointing.manifest import MANIFEST, Manifest
 from megatron.core.exceptions import UserError
+from megatron.core.utils.files import parse_json, read_regular_file
+from megatron.core.utils.json_schema import Integer, ListOf, Nullable, Record, Text, shown
 from megatron.diagnosis.non_finite import REPORT, SearchResult, read_batches, search_step
 from megatron.training.arguments import configure
+from megatron.training.checkpoint_checks import command_line_in
 from megatron.training.config.command_line import ExtraArgsProvider, split_words
-from megatron.training.config.flag_table import flags_by_spelling
+from megatron.training.config.flag_table import Flag, flags_by_spelling
+from megatron.training.config.recorded_flags import check_spec, flags_of_model
+from megatron.training.config.retired import translate_all
 from megatron.training.config.settings import LaunchEnvironment
 from megatron.training.data.recent_steps import RecentStep
 from megatron.training.launch.environment import process_environment
@@ -35,12 +40,28 @@ _FORMATS = {"fp16", "bf16", "fp64"}
 _KEPT |= {*_FORMATS, "seed", "deterministic_mode"}
 """Flags of groups that are otherwise left out."""
 _LEFT_OUT = {"global_batch_size", "rampup_batch_size", "decrease_batch_size_if_needed", "step_batch_size_schedule"}
-_LEFT_OUT |= {"iterations_to_skip", "exit_interval", "exit_duration_in_mins", "dry_run", "print_config", "config_file"}
+_LEFT_OUT |= {"iterations_to_skip", "exit_interval", "exit_duration_in_mins"}
 _LEFT_OUT |= {"manual_gc", "manual_gc_interval", "manual_gc_eval", "optimizer_cuda_graph", "layout_invariant"}
 _LEFT_OUT |= {"use_distributed_optimizer", "overlap_param_gather", "overlap_param_gather_with_optimizer_step"}
 _LEFT_OUT |= {"cp_comm_type", "recompute_activations", "optimizer_cpu_offload", "optimizer_offload_fraction"}
 _LEFT_OUT |= {"use_torch_optimizer_for_cpu_offload", "overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads", "pin_cpu_params"}
 """Flags of other groups that describe the layout, the speed or the course of the run."""
+
+
+_COUNT = Integer()
+_FINDING = Record(
+    {"rank": _COUNT, "phase": Text(), "name": Text(), "bad": _COUNT, "elements": _COUNT},
+    optional={"microbatch": Nullable(_COUNT), "sample_ids": ListOf(Integer(-1))},
+)
+_REPORT = Record(
+    {
+        "iteration": Integer(1),
+        "micro_batch_size": Integer(1),
+        "data_parallel_size": Integer(1, 1 << 20),
+        "findings": ListOf(_FINDING),
+    }
+)
+"""The report in the folder of a step."""
 
 
 @dataclass(frozen=True)
@@ -68,14 +89,23 @@ class DumpedStep:
 
 def read_dump(folder: Path) -> DumpedStep:
     """Reads a folder that a run wrote. Raises UserError if something is missing in it."""
+    path = folder / REPORT
     try:
-        report = json.loads((folder / REPORT).read_text())
-        ranks = int(report["data_parallel_size"])
-        by_rank = [read_batches(folder / f"batch_dp_{rank:05d}.safetensors") for rank in range(ranks)]
-        iteration, size = int(report["iteration"]), int(report["micro_batch_size"])
+        report = parse_json(read_regular_file(path))
+        problem = _REPORT.problem(report)
+        if problem is not None:
+            raise ValueError(problem)
+        ranks, iteration, size = (report[name] for name in ("data_parallel_size", "iteration", "micro_batch_size"))
         findings = [Finding.from_json(each) for each in report["findings"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{folder} is not the whole dump of a step (nonfinite/iteration_NNNNNNN): {error}") from error
+        by_rank = []
+        for rank in range(ranks):
+            path = folder / f"batch_dp_{rank:05d}.safetensors"
+            by_rank.append(read_batches(path))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(
+            f"{folder} is not the whole dump of a step (nonfinite/iteration_NNNNNNN): {path}: {reason}"
+        ) from error
     checkpoint = find_checkpoint(folder, None)
     if checkpoint is None:
         raise UserError(f"{folder} holds no checkpoint of the state before the step")
@@ -86,15 +116,20 @@ def read_dump(folder: Path) -> DumpedStep:
 def command_of(dump: DumpedStep, words: Sequence[str] = ()) -> list[str]:
     """Returns the command line that computes the step in one process: that of the run without its layout, data, logs
     and checkpoints. `words` are further flags, which replace those of the run."""
-    table, kept = flags_by_spelling(), []
+    source = dump.folder / folder_name(dump.manifest.iteration)
+    recorded, table = command_line_in(source, dump.manifest), flags_by_spelling()
+    unknown = [one.spelling for one in translate_all(split_words(recorded)[0])[0] if one.spelling not in table]
+    if unknown:
+        name = shown(unknown[0])
+        raise UserError(f"{source / MANIFEST}: config.command_line has {name}, which this release does not know")
     replaced = _fields_of(words)
+    check_spec(recorded, given="spec" in replaced)
     replaced |= _FORMATS if replaced & _FORMATS else set()
-    for occurrence in split_words(dump.manifest.config["command_line"])[0]:
-        flag = table.get(occurrence.spelling)
-        assert flag is not None, occurrence.spelling
-        if flag.field in _LEFT_OUT | replaced or (flag.group in _GROUPS_LEFT_OUT and flag.field not in _KEPT):
-            continue
-        kept += [occurrence.spelling, *occurrence.words]
+
+    def is_kept(flag: Flag) -> bool:
+        return flag.field not in _LEFT_OUT | replaced and (flag.group not in _GROUPS_LEFT_OUT or flag.field in _KEPT)
+
+    kept = [word for _, occurrence in flags_of_model(recorded, is_kept) for word in occurrence.as_words()]
     kept += ["--global-batch-size", str(dump.micro_batch_size * len(dump.batches)), "--mock-data", "--num-workers", "0"]
     return [*kept, "--eval-iters", "0", "--load", str(dump.folder), "--no-load-optim", *words]
 

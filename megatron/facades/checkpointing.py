@@ -9,17 +9,19 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from megatron.core.dist_checkpointing.checkpoint_selection import find_checkpoint
-from megatron.core.dist_checkpointing.folders import TRACKER, folder_name
+from megatron.core.dist_checkpointing.folders import TRACKER, folder_name, read_tracker_file
 from megatron.core.exceptions import UserError
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.schedule.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.facades.global_vars import current_run
 from megatron.facades.utils import print_rank_0
 from megatron.training.arguments import Arguments
+from megatron.training.checkpoint_args import take_model_flags
 from megatron.training.checkpoint_contents import SavedParts
 from megatron.training.checkpoints import checkpoints_of_run
-from megatron.training.config.checkpoint_args import take_model_flags
-from megatron.training.config.command_line import CommandLine, read_command_line
+from megatron.training.config.command_line import CommandLine
+from megatron.training.config.flag_table import spelling_of
+from megatron.training.config.recorded_flags import read_recorded, recorded_words
 
 
 def save_checkpoint(
@@ -101,9 +103,10 @@ def load_args_from_checkpoint(
     if checkpoint is None:
         print_rank_0(f"load_args_from_checkpoint: no checkpoint in {folder}: the arguments are left as they are")
         return args, None
-    words, by = list(checkpoint.manifest.config.get("command_line", [])), "load_args_from_checkpoint"
+    words, by = recorded_words(checkpoint.manifest.config), "load_args_from_checkpoint"
     before = {name: getattr(args, name) for name in args._line.values}
-    line = CommandLine(dict(before), dict(args._line.given))
+    of_script = {name: spelling_of(name) for name, value in before.items() if value != args._line.values[name]}
+    line = CommandLine(dict(before), {**args._line.given, **of_script})
     take_model_flags(line, words, str(checkpoint.folder), by)
     if line.problems:
         raise UserError("\n".join(line.problems))
@@ -112,7 +115,7 @@ def load_args_from_checkpoint(
             setattr(args, name, value)
     for note in line.warnings:
         print_rank_0(note)
-    return args, Arguments(read_command_line(words, ignore_unknown_args=True))
+    return args, Arguments(read_recorded(words, lambda flag: flag.from_checkpoint))
 
 
 def checkpoint_exists(checkpoints_path: str | Path | None) -> bool:
@@ -133,16 +136,10 @@ def get_checkpoint_name(checkpoints_path: str | Path, iteration: int, release: b
 def read_metadata(tracker_filename: str | Path) -> tuple[int, bool]:
     """Reads the file that names the newest checkpoint. Returns (iteration, False), or (0, True) for a release
     checkpoint. Raises UserError if there is no such file."""
-    path = Path(tracker_filename)
-    try:
-        word = path.read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from None
-    if word == "release":
-        return 0, True
-    if not word.isdigit():
-        raise UserError(f"{path} holds {word!r}; expected an iteration or the word release")
-    return int(word), False
+    tracker = read_tracker_file(Path(tracker_filename))
+    if tracker.step is None:
+        raise UserError(tracker.problem or f"{tracker_filename}: No such file")
+    return (tracker.step, False) if isinstance(tracker.step, int) else (0, True)
 
 
 def _as_list(model: nn.Module | Sequence[nn.Module]) -> Sequence[Any]:

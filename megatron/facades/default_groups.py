@@ -12,14 +12,12 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megatron.core.exceptions import UserError
-from megatron.core.groups import process_groups_config
+from megatron.core.groups.defaults import default_collection, has_default_collection, set_default_collection
 from megatron.core.groups.process_groups_config import (
     GROUPS_WITH_SETTINGS,
     ProcessGroupCollection,
     first_and_last,
     first_only,
-    has_default_collection,
-    set_default_collection,
 )
 from megatron.core.groups.rank_grid import DEFAULT_ORDER, RankGrid, hierarchical_groups
 from megatron.core.utils.communicator_settings import read_communicator_settings
@@ -127,7 +125,7 @@ def _refuse_what_is_to_come(**asked: bool) -> None:
 def destroy_model_parallel() -> None:
     """Destroys all groups, so that others can be made."""
     if has_default_collection():
-        process_groups_config.default_collection().close()
+        default_collection().close()
     set_default_collection(None)
     extras.reset()
 
@@ -146,7 +144,7 @@ def groups() -> ProcessGroupCollection:
     """Returns the default collection. Raises UserError if groups do not exist."""
     if not has_default_collection():
         raise UserError("model parallel groups do not exist: call initialize_model_parallel() first")
-    return process_groups_config.default_collection()
+    return default_collection()
 
 
 def group_of(name: str, check_initialized: bool = True) -> Any:

@@ -15,7 +15,7 @@ from megatron.core.communication.collectives import Group, all_reduce, broadcast
 from megatron.core.context_parallel.batches import get_batch_on_this_cp_rank as get_batch_on_this_cp_rank
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.exceptions import UserError
-from megatron.core.groups.process_groups_config import default_collection
+from megatron.core.groups.defaults import groups_or_default
 from megatron.core.optimizer.clip_grads import weight_norm
 from megatron.core.parameters import info_of
 from megatron.core.transformer.layer_inputs import plain_causal_mask
@@ -150,7 +150,7 @@ def get_batch_on_this_tp_rank(
     cu_seqlens, max_seqlen and local_cp_size, which are None. Raises UserError if the first tensor parallel rank has no
     iterator.
     """
-    groups = default_collection()
+    groups = groups_or_default(None)
     batch = None if data_iterator is None else next(data_iterator)
     found = dict.fromkeys(_FIELDS) if batch is None else _fields(batch)
     if batch is None and groups.rank("tp") == 0:
@@ -263,7 +263,7 @@ def is_first_or_last_pipeline_stage(vp_stage: int | None) -> bool:
 def report_memory(name: str) -> None:
     """Prints the CUDA memory of this process in MiB, on the ranks that hold the first replica of the model. Prints
     nothing without CUDA."""
-    if not torch.cuda.is_available() or default_collection().rank("dp") != 0:
+    if not torch.cuda.is_available() or groups_or_default(None).rank("dp") != 0:
         return
     parts = {
         "allocated": torch.cuda.memory_allocated(),
@@ -278,7 +278,7 @@ def report_memory(name: str) -> None:
 def average_losses_across_data_parallel_group(losses: Sequence[Tensor]) -> Tensor:
     """Returns the means of scalars over the data parallel ranks: [number of losses]."""
     mean = torch.stack([loss.detach().reshape(()) for loss in losses])
-    groups = default_collection()
+    groups = groups_or_default(None)
     if groups.size("dp") == 1:
         return mean
     return all_reduce(mean, groups.dp) / groups.size("dp")
@@ -288,11 +288,11 @@ def reduce_max_stat_across_model_parallel_group(stat: float | None) -> float | N
     """Returns the largest value over the tensor and pipeline parallel ranks, without those that pass None. None if
     every rank passes None."""
     value = torch.tensor([-math.inf if stat is None else float(stat)], dtype=torch.float64, device=local_device())
-    found = all_reduce(value, default_collection().mp, dist.ReduceOp.MAX).item()
+    found = all_reduce(value, groups_or_default(None).mp, dist.ReduceOp.MAX).item()
     return None if found == -math.inf else found
 
 
 def logical_and_across_model_parallel_group(input: bool) -> bool:
     """Returns whether the condition holds on all tensor and pipeline parallel ranks."""
     value = torch.tensor([int(input)], device=local_device())
-    return bool(all_reduce(value, default_collection().mp, dist.ReduceOp.MIN).item())
+    return bool(all_reduce(value, groups_or_default(None).mp, dist.ReduceOp.MIN).item())

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -203,6 +204,82 @@ def test_a_poisoned_weight(corpus, tmp_path):
     outcome = train(f"{RUN} --data-path {corpus} --train-iters 5 --save {tmp_path}", before=spoil)
     assert outcome.decision.reason is ExitReason.NON_FINITE and outcome.at_end["state"]["iteration"] == 1
     assert len(named(outcome)) == 4 and not list(tmp_path.glob("iter_*"))
+
+
+# Updates that are skipped for ever --------------------------------------------------------------------------------
+
+
+def spoiled_weight(iteration: int) -> Providers:
+    """GPT of which a weight becomes NaN in an iteration (from 1)."""
+
+    def build(context: Context) -> ForwardStep:
+        forward_step = GPT.build_forward_step(context)
+
+        def step(data: Any, model: Any) -> Any:
+            if data.iteration + 1 == iteration:
+                model.units[1].param_buffer[5] = torch.nan
+            return forward_step(data, model)
+
+        return step
+
+    return Providers(GPT.build_model, GPT.build_datasets, build)
+
+
+def folders_in(root: Path) -> list[str]:
+    return sorted(path.name for path in root.glob("iter_*"))
+
+
+@pytest.mark.parametrize("more", ["", pytest.param("--async-save", marks=pytest.mark.slow)])
+def test_a_run_that_only_skips_ends_and_its_last_finite_checkpoint_stays(corpus, tmp_path, capsys, more):
+    flags = (
+        f"{RUN} --data-path {corpus} --train-iters 20 --lr-decay-iters 20 --nonfinite-action skip "
+        "--max-consecutive-skips 3 "
+        f"--save {tmp_path} --load {tmp_path} --save-interval 1 --keep-last 1 {more}"
+    )
+    ended = train(flags, spoiled_weight(3))
+    assert ended.decision.reason is ExitReason.SKIPPED_UPDATES and ended.decision.exit_code == 1
+    assert ended.at_end["state"]["iteration"] == 5
+    assert folders_in(tmp_path) == ["iter_0000002", "iter_0000004"]
+    said = capsys.readouterr().out
+    assert "kept iter_0000002: weights of newer checkpoints are not finite" in said
+    assert "skipped updates in a row (--max-consecutive-skips) (iteration 5)" in said
+    resumed = train(f"{flags} --train-iters 6")
+    assert "iter_0000004 is left out: its weights are not all finite (--ckpt-step 4" in capsys.readouterr().out
+    assert resumed.at_start["state"]["iteration"] == 2 and resumed.decision is None
+    assert all(weight.isfinite().all() for weight in resumed.weights.values())
+    assert folders_in(tmp_path) == ["iter_0000006"]
+
+
+def test_skips_with_updates_between_them_do_not_end_a_run(corpus):
+    flags = f"{RUN} --data-path {corpus} --train-iters 7 --nonfinite-action skip --max-consecutive-skips 2"
+
+    def build(context: Context) -> ForwardStep:
+        forward_step = GPT.build_forward_step(context)
+
+        def step(data: Any, model: Any) -> Any:
+            losses, function = forward_step(data, model)
+            return losses * (torch.inf if data.iteration % 2 else 1.0), function
+
+        return step
+
+    outcome = train(flags, Providers(GPT.build_model, GPT.build_datasets, build))
+    assert outcome.decision is None and sum(not step.applied for step in outcome.steps) == 3
+
+
+@pytest.mark.parametrize(("smallest", "ends"), [(1.0, None), (2.0**29, 5)])
+def test_overflows_count_once_the_loss_scale_is_the_smallest(corpus, smallest, ends):
+    """The scale falls from 2^32. At 2^29, after three falls, the gradients still overflow."""
+    flags = f"{RUN} --data-path {corpus} --fp16 --train-iters 8 --hysteresis 1 --min-loss-scale {smallest}"
+    outcome = train(f"{flags} --max-consecutive-skips 2")
+    assert (outcome.decision is None) is (ends is None)
+    if outcome.decision is not None:
+        assert outcome.decision.reason is ExitReason.SKIPPED_UPDATES
+        assert outcome.at_end["state"]["iteration"] == ends
+
+
+def test_the_hysteresis_may_be_longer_than_the_limit(corpus):
+    flags = f"{RUN} --data-path {corpus} --fp16 --train-iters 6 --hysteresis 5 --max-consecutive-skips 2"
+    assert train(flags).decision is None
 
 
 def pretrain_poisoned() -> None:

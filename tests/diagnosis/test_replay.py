@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from diagnosis.test_non_finite import overflow_in_layer_1, poisoned
+from safetensors.torch import save_file
 from support.runs import GPT, train
+from support.special_files import SPECIAL_FILES, special_file
 
 from megatron.core.exceptions import UserError
 from megatron.diagnosis.non_finite import REPORT, read_batches, write_batches
@@ -52,11 +54,48 @@ def test_further_flags_replace_those_of_the_run(corpus: str, tmp_path: Path) -> 
     assert result.findings == []  # 3e38 times activations overflows in bfloat16 and float32, not in float64
 
 
+FACTS = {"iteration": 3, "micro_batch_size": 1, "data_parallel_size": 1, "findings": []}
+
+
+@pytest.mark.parametrize(
+    ("report", "sentence"),
+    [
+        ("[" * 5000, "report.json: nested too deeply"),
+        ("[]", "report.json: the value is a list of 0, not an object"),
+        (json.dumps({**FACTS, "data_parallel_size": -1}), "data_parallel_size is -1, not an integer"),
+        (json.dumps({**FACTS, "findings": [{"rank": 0}]}), r"findings\[0\].phase is missing"),
+        (json.dumps({**FACTS, "findings": "none"}), 'findings is "none", not a list'),
+    ],
+)
+def test_a_forged_report_is_refused(tmp_path: Path, report: str, sentence: str) -> None:
+    (tmp_path / REPORT).write_text(report)
+    with pytest.raises(UserError, match=sentence):
+        read_dump(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "described", ["[" * 5000, "7", '[{"kind": "Path", "plain": {}}]', "[]", '[{"kind": "Batch", "plain": {"x": 1}}]']
+)
+def test_forged_batches_are_refused(tmp_path: Path, described: str) -> None:
+    (tmp_path / REPORT).write_text(json.dumps(FACTS))
+    save_file({"0|tokens": torch.ones(1)}, tmp_path / "batch_dp_00000.safetensors", {"batches": described})
+    with pytest.raises(UserError, match=r"batch_dp_00000.safetensors: "):
+        read_dump(tmp_path)
+
+
+@pytest.mark.parametrize("name", [REPORT, "batch_dp_00000.safetensors"])
+@pytest.mark.parametrize("kind", SPECIAL_FILES)
+def test_what_is_no_file_is_refused(tmp_path: Path, name: str, kind: str) -> None:
+    if name != REPORT:
+        (tmp_path / REPORT).write_text(json.dumps(FACTS))
+    with special_file(tmp_path / name, kind), pytest.raises(UserError, match=rf"{name}: it is a"):
+        read_dump(tmp_path)
+
+
 def test_an_incomplete_dump_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"is not the whole dump of a step .*report.json"):
         read_dump(tmp_path)
-    facts = {"iteration": 3, "micro_batch_size": 1, "data_parallel_size": 1, "findings": []}
-    (tmp_path / REPORT).write_text(json.dumps(facts))
+    (tmp_path / REPORT).write_text(json.dumps(FACTS))
     with pytest.raises(UserError, match=r"batch_dp_00000"):
         read_dump(tmp_path)
     write_batches(tmp_path / "batch_dp_00000.safetensors", [{"tokens": torch.ones(1)}])

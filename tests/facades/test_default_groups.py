@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from megatron.core.exceptions import UserError
-from megatron.core.groups.process_groups_config import default_collection
+from megatron.core.groups.defaults import default_collection
 from megatron.facades import default_groups
 from megatron.facades.default_groups import (
     extras,

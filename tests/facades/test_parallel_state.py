@@ -13,11 +13,8 @@ from support.programs import python
 
 from megatron.core.communication.collectives import group_ranks
 from megatron.core.exceptions import UserError
-from megatron.core.groups.process_groups_config import (
-    ProcessGroupCollection,
-    default_collection,
-    set_default_collection,
-)
+from megatron.core.groups.defaults import default_collection, set_default_collection
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.groups.rank_grid import RankGrid
 from megatron.facades import parallel_state
 

@@ -23,7 +23,7 @@ from megatron.core.context_parallel.kv_exchange import PendingKeyValues, ring_st
 from megatron.core.context_parallel.ring import RingCall, ring_attention
 from megatron.core.context_parallel.splitting import in_natural_order
 from megatron.core.context_parallel.tiles import QueryKeyTile
-from megatron.core.groups.process_groups_config import default_collection
+from megatron.core.groups.defaults import default_collection
 from megatron.core.ops.attention.blocks import BlockCall, merge_block
 from megatron.core.ops.attention.blocks_cuda import cudnn_takes
 from megatron.core.ops.attention.kernels import FLASH_BLOCKS, FUSED_BLOCKS, UNFUSED_BLOCKS, BlockKernel

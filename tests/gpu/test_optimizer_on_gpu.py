@@ -13,10 +13,10 @@ from megatron.core.distributed.main_grad import BufferMainGrad, accumulate_produ
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.optimizer.segments import FlatSegments, StepInputs
 from megatron.core.optimizer.update_rules import Adam, Sgd
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.schedule.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tokens import RngPosition, Tokens
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig

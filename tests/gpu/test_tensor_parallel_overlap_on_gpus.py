@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from megatron.core.communication.piece_exchange import PieceExchange, open_exchange
 from megatron.core.declarations.model_parallel_config import ModelParallelConfig
-from megatron.core.groups.process_groups_config import default_collection
+from megatron.core.groups.defaults import default_collection
 from megatron.core.parameters import name_parameters
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.utils.rendezvous import local_device

@@ -54,7 +54,7 @@ def test_gpt(layout: str, tmp_path: Path) -> None:
     ours = str(ROOT / "pretrain_gpt.py")
     theirs = programs("gpt", releases)
     found = losses_of("gpt", tmp_path / "run", flags, ranks, [ours, *theirs])
-    assert found.keys() == {ours, *theirs} and len(found[ours]) == 7
+    assert found.keys() == {ours, *theirs} and len(found[ours]) == 6
     for path in theirs:
         expected, tolerance = list(found[ours]), 1e-5
         if layout == "context parallel" and path == theirs[0]:  # multiplies its loss itself, which a line tells
@@ -76,7 +76,7 @@ def test_bert(layout: str, tmp_path: Path) -> None:
     ours, names = str(ROOT / "pretrain_bert.py"), programs("bert", releases)
     found = losses_of("bert", tmp_path / "run", flags, ranks, [ours, *names], "(?:lm|sop) loss")
     first = found[names[0]]
-    assert found.keys() == {ours, *names} and len(first) == 12
+    assert found.keys() == {ours, *names} and len(first) == 10
     assert found[ours] == pytest.approx(first, abs=0.05)  # ours reports the mean over tokens, not over micro-batches
     assert [found[ours][place] for place in (2, 5)] == pytest.approx([first[2], first[5]], abs=1e-5)  # gradient norms
     for name in names:
@@ -102,7 +102,7 @@ def test_t5(layout: str, tmp_path: Path) -> None:
     ours = str(ROOT / "pretrain_t5.py")
     paths = programs("t5", releases)
     found = losses_of("t5", tmp_path / "run", flags, ranks, [ours, *paths])
-    assert found.keys() == {ours, *paths} and len(found[ours]) == 7
+    assert found.keys() == {ours, *paths} and len(found[ours]) == 6
     for path, release in zip(paths, releases, strict=True):
         # Two releases report the mean over micro-batches, with equal weights for any numbers of tokens.
         assert found[path] == pytest.approx(found[ours], abs=0.05 if release in ("0.5", "0.6") else 1e-5), path
@@ -135,7 +135,7 @@ def test_virtual_stages(kind: str, tmp_path: Path) -> None:
 def test_each_alone(kind: str, release: str, tmp_path: Path) -> None:
     """Without the programs that ran before it in the tests above, and what they have imported."""
     paths = programs(kind, [release])
-    assert len(losses_of(kind, tmp_path / "run", "", 0, paths)[paths[0]]) == 7
+    assert len(losses_of(kind, tmp_path / "run", "", 0, paths)[paths[0]]) == 6
 
 
 def test_the_loop(tmp_path: Path) -> None:

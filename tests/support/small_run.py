@@ -12,8 +12,8 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.groups.rank_grid import RankGrid
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.parameters import info_of
+from megatron.core.schedule.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.training.checkpoint_contents import SavedParts
 from megatron.training.checkpoints import Checkpoints
 from megatron.training.state import TrainState

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.conversion.megatron_lm.inert_pickle import Inert
-from megatron.core.declarations.config_fields import value_text
 from megatron.core.exceptions import UserError
 from megatron.core.transformer.config.heterogeneous import HETEROGENEOUS
-from megatron.training.config.flag_table import Flag, flag_table, is_inert, is_to_come, parent_of, spelling_of
+from megatron.training.config.conditions import is_inert, is_to_come, lacking
+from megatron.training.config.flag_table import Flag, flag_table, spelling_of
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.resolution import field_of_name
 from megatron.training.inspection.run_description import words_of
@@ -121,9 +121,5 @@ def _is_read(flag: Flag, values: Mapping[str, Any]) -> bool:
     """Whether the flag has an effect beside these values."""
     if is_inert(flag) or is_to_come(flag):
         return False
-    parent = parent_of(flag)
-    if parent is None:
-        return True
-    other, wanted = parent
-    value = values.get(other.field, other.default)
-    return value_text(value) in wanted.split("|") if wanted else value not in (other.default, False, None)
+    table = flag_table()
+    return lacking(flag, lambda name: values.get(name, table[name].default)) is None

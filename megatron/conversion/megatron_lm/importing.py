@@ -29,8 +29,8 @@ from megatron.core.dist_checkpointing.manifest import MANIFEST
 from megatron.core.dist_checkpointing.planning import describe_names
 from megatron.core.dist_checkpointing.writing import SaveResult, save_streamed
 from megatron.core.exceptions import UserError
-from megatron.core.optimizer.optimizer_param_scheduler import STATE_NAMES
 from megatron.core.parameters import Box
+from megatron.core.schedule.optimizer_param_scheduler import STATE_NAMES
 from megatron.data.tokenizer.build import build_tokenizer
 from megatron.training.arguments import configure
 from megatron.training.config.command_line import split_words
@@ -177,7 +177,7 @@ def _replaced(words: Sequence[str], by: Sequence[str]) -> list[str]:
 
     taken = {field_of(occurrence.spelling) for occurrence in split_words(by)[0]}
     kept = [one for one in split_words(words)[0] if field_of(one.spelling) not in taken]
-    return [*(word for one in kept for word in (one.spelling, *one.words)), *by]
+    return [*(word for one in kept for word in one.as_words()), *by]
 
 
 def _state(

@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron.core.exceptions import UserError
+from megatron.core.utils.url_keys import hide_keys
 
 _METADATA_KEY = "flag"
 
@@ -54,11 +55,12 @@ class FlagDeclaration:
     supported."""
     no_effect: str | None = None
     """The flag is accepted but has no effect; this sentence says why, and is printed if the flag is given."""
-    only_with: str | None = None
-    """This field has an effect only with another field, given as "field" (not at its default), "field=value" or
-    "field=value|value". A warning is printed if this field is given without the other one."""
-    or_with: str | None = None
-    """Another field: if it is set, this field has an effect even if the condition of `only_with` is not met."""
+    only_with: tuple[str, ...] = ()
+    """Conditions on other fields, which must all hold for this field to have an effect: "field" (not at its default),
+    "field=value", "field=value|value" or "field!=value". `flag` also takes a single one. A note is printed if this
+    field is given and one does not hold. A condition holds only if the field that it names has an effect itself."""
+    or_with: tuple[str, ...] = ()
+    """Conditions of which each gives this field an effect even if those of `only_with` do not hold."""
     families: tuple[str, ...] | None = None
     """The model families that read the flag ("gpt", "bert", "t5"); None: all. A note is printed if it is given in a run
     of another family."""
@@ -68,6 +70,9 @@ class FlagDeclaration:
     """Words that people try as the value, and what to give instead; the error message for such a word quotes it."""
     words: Mapping[str, Any] | None = None
     """The words of the command line and their values, if the annotation is neither Literal nor Enum."""
+    from_checkpoint: bool | None = None
+    """Whether the value may be taken from a checkpoint, which anybody may have written. None: True, but False for free
+    text, which may name code, or a file to write."""
 
 
 _BY_THE_RULE = FlagDeclaration()
@@ -76,9 +81,12 @@ _BY_THE_RULE = FlagDeclaration()
 def flag(default: Any = dataclasses.MISSING, *, default_factory: Any = dataclasses.MISSING, **declaration: Any) -> Any:
     """Returns a dataclass field whose flag needs more than the default rule. Keywords are those of
     `FlagDeclaration`."""
-    for name in ("aliases", "supported", "families"):
-        if name in declaration and isinstance(declaration[name], Sequence) and not isinstance(declaration[name], str):
-            declaration[name] = tuple(declaration[name])
+    for name in ("aliases", "supported", "families", "only_with", "or_with"):
+        value = declaration.get(name)
+        if isinstance(value, str):
+            declaration[name] = (value,)
+        elif isinstance(value, Sequence):
+            declaration[name] = tuple(value)
     metadata = {_METADATA_KEY: FlagDeclaration(**declaration)}
     if default_factory is not dataclasses.MISSING:
         return dataclasses.field(default_factory=default_factory, metadata=metadata)
@@ -98,6 +106,13 @@ def not_a_flag(default: Any = dataclasses.MISSING, *, default_factory: Any = dat
     return flag(default, default_factory=default_factory, exposed=False)
 
 
+def split_condition(text: str) -> tuple[str, tuple[str, ...], bool]:
+    """Returns the parts of a condition of `only_with`: the name of a field, values (none: any but its default), and
+    whether these are the values that it must not have."""
+    name, _, words = text.partition("=")
+    return name.removesuffix("!"), tuple(words.split("|")) if words else (), name.endswith("!")
+
+
 def declaration_of(field: "dataclasses.Field[Any]") -> FlagDeclaration:
     """Returns the declaration of a field; the default rule for a field that was written without `flag`."""
     return field.metadata.get(_METADATA_KEY, _BY_THE_RULE)
@@ -111,15 +126,21 @@ def declaration_of(field: "dataclasses.Field[Any]") -> FlagDeclaration:
 # library spells fields as attributes, the command line spells them as flags.
 
 
-def describe_problem(problem: str, config: Any, spelling: Callable[[str], str] = str) -> str:
-    """Returns the sentence with fields filled in; `config` has an attribute for each field named in it."""
+def describe_problem(
+    problem: str,
+    config: Any,
+    spelling: Callable[[str], str] = str,
+    text: Callable[[str, Any], str] = lambda field, value: value_text(value),
+) -> str:
+    """Returns the sentence with fields filled in; `config` has an attribute for each field named in it. `spelling`
+    gives a field's name and `text` its value."""
     words = []
     for literal, field, spec, _ in string.Formatter().parse(problem):
         words.append(literal)
         if field is not None:
             value = getattr(config, field)
             alone = spec == "name" or isinstance(value, bool) or value is None
-            words.append(spelling(field) if alone else f"{spelling(field)} {value_text(value)}")
+            words.append(spelling(field) if alone else f"{spelling(field)} {text(field, value)}")
     return "".join(words)
 
 
@@ -150,12 +171,12 @@ def fields_of_problem(problem: str) -> set[str]:
 
 
 def value_text(value: Any) -> str:
-    """Returns a value as it is written on the command line."""
+    """Returns a value as it is written on the command line, with hidden keys in URLs: for messages and records."""
     if isinstance(value, enum.Enum):
         return value.name
     if isinstance(value, list | tuple):
         return " ".join(value_text(item) for item in value)
-    return str(value).removeprefix("torch.")
+    return hide_keys(str(value).removeprefix("torch."))
 
 
 def unsupported_values(config: Any, fields: Iterable["dataclasses.Field[Any]"] | None = None) -> list[str]:
@@ -179,7 +200,7 @@ class FieldError(UserError):
 
     def text(self, spelling: Callable[[str], str]) -> str:
         """Returns the message with each field's name spelled by a function."""
-        return "; ".join(describe_problem(problem, self.config, spelling) for problem in self.problems)
+        return hide_keys("; ".join(describe_problem(problem, self.config, spelling) for problem in self.problems))
 
 
 def refuse(problems: Iterable[str], config: Any) -> None:

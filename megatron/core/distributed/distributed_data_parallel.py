@@ -24,7 +24,8 @@ from megatron.core.distributed.sharding_strategy import replica_ranks, shardings
 from megatron.core.distributed.units import ParameterSlice, UnitPlan, named_infos, plan_units
 from megatron.core.distributed.weight_hooks import WeightHooks
 from megatron.core.exceptions import UserError
-from megatron.core.groups.process_groups_config import ProcessGroupCollection, default_collection
+from megatron.core.groups.defaults import groups_or_default
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.ops.fp8.linear import QuantizedWeights
 
 
@@ -60,7 +61,7 @@ class DistributedDataParallel(nn.Module):
         self.config = config
         self.ddp_config = ddp_config
         self.module = module
-        self.pg_collection = (pg_collection or default_collection()).freeze()
+        self.pg_collection = groups_or_default(pg_collection).freeze()
         self.shardings = shardings(ddp_config, self.pg_collection)
         shards = {grid: sharding.shards for grid, sharding in self.shardings.items()}
         plans = plan_units(module, shards, ddp_config.main_grads_dtype)

@@ -263,32 +263,3 @@ GROUPS_WITH_SETTINGS = tuple(sorted(_NAMES - {"hcp"}))
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The default, for public constructors that are called without groups
-
-_default: ProcessGroupCollection | None = None
-
-
-def default_collection() -> ProcessGroupCollection:
-    """Returns the collection that initialize_model_parallel() has made; in a single process, one without groups.
-
-    Only public constructors that a user calls without groups call this. Raises UserError among several ranks if no
-    collection was made.
-    """
-    if _default is not None:
-        return _default
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        raise UserError(
-            f"no process groups among {dist.get_world_size()} ranks: call "
-            "megatron.facades.parallel_state.initialize_model_parallel() first, or pass pg_collection"
-        )
-    return ProcessGroupCollection.from_grid(RankGrid(1), rank=0)
-
-
-def has_default_collection() -> bool:
-    """Whether a default collection was set."""
-    return _default is not None
-
-
-def set_default_collection(collection: ProcessGroupCollection | None) -> None:
-    """Sets the default collection and freezes it; None removes it."""
-    global _default
-    _default = collection.freeze() if collection is not None else None

@@ -7,8 +7,9 @@ some axes of one grid.
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from megatron.core.exceptions import UserError
 
@@ -258,6 +259,14 @@ def nearest_divisors(number: int, near: int) -> list[int]:
     """Returns the nearest divisors of `number` below and above `near`, which is not a divisor itself."""
     known = divisors(number)
     return [d for d in known if d < near][-1:] + [d for d in known if d > near][:1]
+
+
+def parallel_sizes_near(sizes: Iterable[int], near: int, config: Any) -> str:
+    """Returns the nearest of these sizes of a parallel dimension, below and above `near`, as `3 or 6`. Leaves out those
+    that do not divide the number of ranks, if the config knows it (`fixed_world_size`)."""
+    world = getattr(config, "fixed_world_size", None)
+    fitting = [size for size in sizes if world is None or world % size == 0]
+    return " or ".join(map(str, [s for s in fitting if s < near][-1:] + [s for s in fitting if s > near][:1]))
 
 
 def divisors(number: int) -> list[int]:

@@ -11,7 +11,8 @@ from megatron.core.communication.collectives import group_rank, group_size
 from megatron.core.context_parallel.attention import ContextAttention
 from megatron.core.context_parallel.comm_types import comm_type_of
 from megatron.core.exceptions import UserError
-from megatron.core.groups.process_groups_config import ProcessGroupCollection, default_collection
+from megatron.core.groups.defaults import groups_or_default
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.ops.attention.alibi import alibi_slopes
 from megatron.core.ops.attention.chunks import chunks_of_documents, chunks_of_row
 from megatron.core.ops.attention.kernels import SDPA_CUDA, Situation
@@ -65,7 +66,7 @@ class DotProductAttention(MegatronModule):
         self.layer_number = max(1, layer_number)
         self.attn_mask_type = attn_mask_type
         self.backend = backend or choose_backend(config)
-        groups = pg_collection or default_collection()
+        groups = groups_or_default(pg_collection)
         heads = config.num_attention_heads
         local_heads = heads // group_size(groups.tp)
         self.first_head = local_heads * group_rank(groups.tp)

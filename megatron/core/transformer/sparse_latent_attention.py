@@ -13,7 +13,8 @@ from megatron.core.communication.collectives import gather_rows
 from megatron.core.context_parallel import cut_rows
 from megatron.core.context_parallel.all_gather import gather_whole_rows
 from megatron.core.exceptions import UserError
-from megatron.core.groups.process_groups_config import ProcessGroupCollection, default_collection
+from megatron.core.groups.defaults import groups_or_default
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.ops.attached_loss import attach_loss
 from megatron.core.ops.attention.indexer import indexer_loss, unselected_keys
 from megatron.core.ops.attention.unfused import AttentionCall, AttentionVariant, hidden_keys
@@ -125,7 +126,7 @@ class SparseLatentAttention(MLASelfAttention):
         *,
         backend: Backend | None = None,
     ) -> None:
-        groups = pg_collection or default_collection()
+        groups = groups_or_default(pg_collection)
         backend = backend or choose_backend(config)
         super().__init__(
             config, submodules, layer_number, attn_mask_type, cp_comm_type, pg_collection=groups, backend=backend

@@ -305,7 +305,7 @@ class MockGPTLowLevelDataset:
 
     def __init__(self, tokenizer: Any) -> None:
         if getattr(tokenizer, "eod", None) is None or getattr(tokenizer, "vocab_size", None) is None:
-            raise UserError("--mock-data: needs a tokenizer with vocab_size and an end-of-document token")
+            raise UserError("--mock-data: needs a tokenizer with a vocabulary size and an end-of-document token")
         self.tokenizer = tokenizer
         random = np.random.default_rng(self.seed)
         self.sequence_lengths = random.integers(1, self.max_length, size=self.num_documents, dtype=np.int32)

@@ -10,17 +10,25 @@ import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from megatron.core.utils.compiled import AST_LOCK
-from megatron.core.utils.files import open_atomically, parse_json, write_atomically
+from megatron.core.utils.files import (
+    open_atomically,
+    open_regular_file,
+    parse_json,
+    read_regular_file,
+    write_atomically,
+)
 from megatron.core.utils.warn import warn_on_first_rank
 
 _IN_MEMORY_BELOW = 1 << 20  # bytes; larger arrays are mapped, each of which holds a file descriptor
 _POLL_SECONDS = 0.1
 _BLOCK_BYTES = 16 << 20
 _THREADS = 4
+_FORMS = "types and shapes"
 
 Arrays = dict[str, np.ndarray]
 
@@ -57,18 +65,25 @@ class IndexCache:
         if self._folder is None:
             return None
         try:
-            description, _, checksums = self._path("description.txt").read_text(encoding="utf-8").rpartition("\n")
+            text = read_regular_file(self._path("description.txt")).decode()
+            description, _, checksums = text.rpartition("\n")
             if description != self._description:
                 return None
             expected = parse_json(checksums)
+            if not isinstance(expected, dict):
+                raise ValueError("its last line holds no checksums")
             arrays = {name: load_array(self._path(f"{name}.npy")) for name in names}
             if any(_checksums(array) != expected.get(name) for name, array in arrays.items()):
                 raise ValueError("a checksum does not match")
+            forms = expected.get(_FORMS, {})  # an older release did not write them
+            if any(forms.get(name, _form(array)) != _form(array) for name, array in arrays.items()):
+                raise ValueError("an array is of another type or shape than the one that was saved")
             return arrays
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, EOFError, MemoryError) as error:  # of memory: a header with a wrong shape
-            warn_on_first_rank(f"index cache {self._folder}/{self._stem}: not readable ({error}); building it again")
+        except Exception as error:  # a damaged header of an array is read as Python, which raises many kinds of errors
+            reason = str(error).partition("\n")[0]
+            warn_on_first_rank(f"index cache {self._folder}/{self._stem}: not readable ({reason}); building it again")
             return None
 
     def save(self, arrays: Arrays) -> bool:
@@ -80,7 +95,8 @@ class IndexCache:
             for name, array in arrays.items():
                 with open_atomically(self._path(f"{name}.npy"), sync=_is_large(array)) as file:
                     np.lib.format.write_array(file, array, allow_pickle=False)
-            checksums = json.dumps({name: _checksums(array) for name, array in arrays.items()})
+            facts: dict[str, Any] = {name: _checksums(array) for name, array in arrays.items()}
+            checksums = json.dumps(facts | {_FORMS: {name: _form(array) for name, array in arrays.items()}})
             any_large = any(_is_large(array) for array in arrays.values())
             write_atomically(self._path("description.txt"), f"{self._description}\n{checksums}", sync=any_large)
         except OSError as error:
@@ -167,9 +183,17 @@ def _try_to_lock(descriptor: int) -> bool:
 
 def load_array(path: Path) -> np.ndarray:
     """Returns the array of an .npy file: read if it is small, otherwise mapped read-only."""
-    large = path.stat().st_size > _IN_MEMORY_BELOW
-    with AST_LOCK:  # numpy parses the header as a Python literal; several threads build data sets at once
-        return np.load(path, mmap_mode="r" if large else None, allow_pickle=False)
+    # numpy parses the header as a Python literal; several threads build data sets at once
+    with open_regular_file(path) as file, AST_LOCK:
+        if os.fstat(file.fileno()).st_size > _IN_MEMORY_BELOW:
+            return np.load(path, mmap_mode="r", allow_pickle=False)
+        return np.load(file, allow_pickle=False)
+
+
+def _form(array: np.ndarray) -> list[Any]:
+    """Returns type and shape of an array, as JSON values: one flipped bit of a header changes the order of bytes, and
+    no byte."""
+    return [array.dtype.str, list(array.shape)]
 
 
 def _is_large(array: np.ndarray) -> bool:

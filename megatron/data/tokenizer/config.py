@@ -57,6 +57,9 @@ _FILES: dict[str, str] = {
 """What --tokenizer-model is for each family."""
 _WITH_SENTINELS = (*BERT_TYPES, "HuggingFaceTokenizer")
 
+_ANY_SENTENCEPIECE = f"tokenizer_type={'|'.join(SENTENCEPIECE_TYPES)}"
+_WITH_OLDER_BEHAVIOUR = "tokenizer_type=TikTokenizer|HuggingFaceTokenizer|Llama2Tokenizer|SentencePieceTokenizer"
+
 
 @dataclass(kw_only=True, frozen=True)
 class TokenizerConfig:
@@ -68,14 +71,14 @@ class TokenizerConfig:
     GPTSentencePieceTokenizer and Llama2Tokenizer (a .model file); BertWordPieceLowerCase and BertWordPieceCase
     (--vocab-file); NullTokenizer (text consists of ids)."""
 
-    vocab_file: str | None = None
+    vocab_file: str | None = flag(None, from_checkpoint=True)
     """Vocabulary file: a vocab.json for GPT2BPETokenizer, a vocab.txt for BertWordPieceLowerCase and
     BertWordPieceCase."""
 
-    merge_file: str | None = None
+    merge_file: str | None = flag(None, from_checkpoint=True)
     """Merges file (merges.txt) of GPT2BPETokenizer."""
 
-    tokenizer_model: str | None = None
+    tokenizer_model: str | None = flag(None, from_checkpoint=True)
     """File or folder of HuggingFaceTokenizer, file of TikTokenizer and of the SentencePiece tokenizers."""
 
     vocab_size: int | None = None
@@ -96,7 +99,7 @@ class TokenizerConfig:
     --tokenizer-sentencepiece-legacy: number of tokens <extra_id_i> to add to the vocabulary, for T5's masked spans. If
     a Hugging Face folder has such tokens, they keep their ids."""
 
-    legacy_tokenizer: bool = False
+    legacy_tokenizer: bool = flag(False, only_with=_WITH_OLDER_BEHAVIOUR)
     """Behave as in older releases: TikTokenizer matches no special tokens in text and names three of them;
     HuggingFaceTokenizer adds the special tokens of its template (BOS); Llama2Tokenizer begins each text with BOS;
     SentencePieceTokenizer adds special tokens (--tokenizer-sentencepiece-legacy)."""
@@ -118,7 +121,7 @@ class TokenizerConfig:
     """Run the code in a tokenizer folder."""
 
     tokenizer_special_tokens: list[str] | None = flag(
-        None, nargs="+", aliases=["--tiktoken-special-tokens"], only_with=_TIKTOKEN
+        None, nargs="+", aliases=["--tiktoken-special-tokens"], only_with=_TIKTOKEN, from_checkpoint=True
     )
     """TikTokenizer: names of the first special tokens. </s> must be one of them."""
 
@@ -148,13 +151,14 @@ class TokenizerConfig:
         True,
         off="--no-tokenizer-sentencepiece-ignore-extra-whitespaces",
         aliases=["--disable-tokenizer-sentencepiece-ignore-extra-whitespaces"],
+        only_with=_ANY_SENTENCEPIECE,
     )
     """SentencePiece tokenizers: accept a model that joins runs of blanks. When this is off, such a model is refused."""
 
     use_gigatoken: bool = flag(False, no_effect="byte-level BPE is encoded by compiled loops anyway, with the same ids")
     """Encode text with a faster library."""
 
-    chat_template: str | None = flag(None, only_with="tokenizer_type=SFTTokenizer")
+    chat_template: str | None = flag(None, only_with="tokenizer_type=SFTTokenizer", from_checkpoint=True)
     """SFTTokenizer: file with a Jinja template for conversations. Default: the template in the tokenizer's folder."""
 
     sft_tokenizer_prompt_format: Literal["default", "identity"] = flag(

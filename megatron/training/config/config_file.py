@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.core.exceptions import UserError
 from megatron.training.config.flag_table import GROUPS, Flag, flag_table, flags_by_spelling
-from megatron.training.config.retired import Occurrence
+from megatron.training.config.retired import Occurrence, is_flag
 
 BEGIN, END = "# settings of this run; --config reads them", "# end of the settings"
 """Lines that --print-config prints before and after a config. Of a file with these lines, only what is between them is
@@ -55,6 +55,7 @@ def read_config_file(path: str) -> tuple[list[FileSetting], list[str]]:
         raise UserError(f"--config {path}: expected keys and values, such as num_layers: 12")
     entries: list[FileSetting] = []
     problems: list[str] = []
+    earlier: dict[str, tuple[Any, Any]] = {}
     for key, value in _settings(yaml, root):
         where = f"{path}:{key.start_mark.line + 1 + skipped}"
         try:
@@ -62,6 +63,9 @@ def read_config_file(path: str) -> tuple[list[FileSetting], list[str]]:
         except ValueError as error:
             problems.append(f"{where}: {error}")
         else:
+            line, before = earlier.setdefault(_named(key.value), (key.start_mark.line + 1 + skipped, occurrence))
+            if before != occurrence:
+                problems.append(f"{where}: {key.value} has another value in line {line}; give one")
             entries += [FileSetting(where, occurrence)] if occurrence is not None else []
     return entries, problems
 
@@ -84,6 +88,13 @@ def _settings(yaml: Any, mapping: Any) -> Iterator[tuple[Any, Any]]:
             yield key, value
 
 
+def _named(key: str) -> str:
+    """Returns the field that a key names; its spelling as a flag if there is no such field."""
+    spelling = f"--{key.removeprefix('--').replace('_', '-')}"
+    flag = flag_table().get(key) or flags_by_spelling().get(spelling)
+    return spelling if flag is None else flag.field
+
+
 def _occurrence(yaml: Any, key: str, value: Any) -> Occurrence | None:
     """Returns the flag and words of a setting; None if it leaves the default. Raises ValueError."""
     spelling = f"--{key.removeprefix('--').replace('_', '-')}"
@@ -98,6 +109,9 @@ def _occurrence(yaml: Any, key: str, value: Any) -> Occurrence | None:
     if not isinstance(value, yaml.SequenceNode) and value.tag == "tag:yaml.org,2002:null":
         return None
     words = tuple(item.value for item in items)
+    strange = [word for word in words[1:] if is_flag(word)]
+    if strange:
+        raise ValueError(f"{key}: {strange[0]} looks like a flag; only the first word of a list may")
     if flag is None and value.tag == "tag:yaml.org,2002:bool":  # a retired flag, or one of a script
         return Occurrence(spelling) if value.value.lower() == "true" else None
     if flag is None:

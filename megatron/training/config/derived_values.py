@@ -16,6 +16,7 @@ from megatron.core.transformer.config.memory import captures_micro_batches
 from megatron.core.transformer.layer_patterns import (
     PREDICTION_BORDER,
     evenly_mixed,
+    has_heads,
     hybrid_letters,
     prediction_letters,
     stages_of_pattern,
@@ -147,8 +148,12 @@ def _mlp_width(s: Settings) -> None:
 
 def _heads(s: Settings) -> str | None:
     note = None
-    if s.is_given("num_query_groups") and not (s.group_query_attention or s.multi_latent_attention):
-        note = f"--num-query-groups {s.num_query_groups}: has no effect without --group-query-attention"
+    if s.is_given("num_query_groups") and not s.group_query_attention:
+        mla = s.multi_latent_attention
+        lack = "with --multi-latent-attention" if mla else "without --group-query-attention"
+        note = f"--num-query-groups {s.num_query_groups}: has no effect {lack}"
+    if s.num_attention_heads is None and not has_heads(s):
+        s.set_derived("num_attention_heads", 1)  # no layer reads it
     sizes_fit = bool(s.hidden_size and s.num_attention_heads) and s.hidden_size % s.num_attention_heads == 0
     if s.kv_channels is None and sizes_fit:
         s.set_derived("kv_channels", s.hidden_size // s.num_attention_heads)
@@ -438,6 +443,8 @@ def _other_defaults(s: Settings) -> str | None:
         "ckpt_format": f"--ckpt-format {s.ckpt_format}",
         "transformer_impl": f"--transformer-impl {s.transformer_impl}",
     }
+    if s.optimizer in ("muon", "dist_muon") and s.tensor_model_parallel_size > 1:
+        ours["muon_tp_mode"] = f"--muon-tp-mode {s.muon_tp_mode}"
     if not s.launch_environment.has_cuda:
         ours["distributed_backend"] = "--distributed-backend gloo (this machine has no GPU)"
     said = [words for field, words in ours.items() if not s.is_given(field)]

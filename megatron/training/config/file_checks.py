@@ -40,11 +40,11 @@ def files_exist(s: Settings) -> Iterator[str]:
         path = getattr(s, field)
         if (
             path  # "" is the problem of `paths_are_not_empty`
-            and not os.path.isfile(path)
+            and not Path(path).is_file()
             and (field in read or field.startswith(("data_", "per_split_")))
         ):
             yield f"{{{field}}}: no such file"
-    if "tokenizer_model" in read and s.tokenizer_model is not None and not os.path.exists(s.tokenizer_model):
+    if "tokenizer_model" in read and s.tokenizer_model is not None and not Path(s.tokenizer_model).exists():
         yield "{tokenizer_model}: no such file or folder here; give a path, as nothing is downloaded"
     for source, prefixes_there in _sources_of_data(s):
         try:
@@ -55,7 +55,7 @@ def files_exist(s: Settings) -> Iterator[str]:
         for prefix in prefixes:
             if not s.sft:
                 yield from _data_set_exists(source, prefix)
-            elif not os.path.isfile(prefix):
+            elif not Path(prefix).is_file():
                 yield source + literal_text(f"{prefix}: no such file; --sft reads .jsonl files")
 
 
@@ -76,7 +76,7 @@ def _sources_of_data(s: Settings) -> Iterator[tuple[str, Callable[[], list[str]]
     }
     for field, reader in readers.items():
         path = getattr(s, field)
-        if path and os.path.isfile(path):
+        if path and Path(path).is_file():
             yield f"{{{field}}}: ", partial(reader, path)
 
 
@@ -165,17 +165,17 @@ def _data_set_exists(source: str, prefix: str) -> Iterator[str]:
         if missing:
             yield source + literal_text(f"{prefix}{missing[0]}: no such object{_other_half(prefix, missing)}")
         return
-    missing = [suffix for suffix in (".idx", ".bin") if not os.path.isfile(prefix + suffix)]
+    missing = [suffix for suffix in (".idx", ".bin") if not Path(prefix + suffix).is_file()]
     if missing:
         folder, name = Path(prefix).parent, Path(prefix).name
         near = sorted(str(path.with_suffix("")) for path in folder.glob("*.idx") if path.name.startswith(name))
         hint = f"; there is {' and '.join(near[:3])}" if near and len(missing) == 2 else _other_half(prefix, missing)
-        if os.path.isfile(prefix) and Path(name).suffix not in (".bin", ".idx"):
+        if Path(prefix).is_file() and Path(name).suffix not in (".bin", ".idx"):
             yield source + literal_text(
                 f"{prefix} is not prepared data; run tools/preprocess_data.py on it and give the prefix that it writes"
             )
             return
-        if os.path.isfile(prefix):
+        if Path(prefix).is_file():
             hint = f"; give the prefix of both files, {folder / Path(name).stem}"
         elif re.fullmatch(r"[.0-9]+", prefix):
             hint = "; give prefixes alone, or a weight before each: WEIGHT PREFIX WEIGHT PREFIX"
@@ -234,14 +234,14 @@ def folders_are_folders(s: Settings) -> Iterator[str]:
         return
     for field in ("tensorboard_dir", "wandb_save_dir", "data_cache_path", "nonfinite_dump_dir"):
         path = getattr(s, field)
-        if path and os.path.isfile(path):
+        if path and Path(path).is_file():
             yield f"{{{field}}} is a file; give a folder"
     for field in ("save", "load", "pretrained_checkpoint"):
         path = getattr(s, field)
-        if not path or not os.path.exists(path):
+        if not path or not Path(path).exists():
             continue
         one = re.fullmatch(r"iter_(\d{7,})|release", Path(path).resolve().name)
-        if not os.path.isdir(path):
+        if not Path(path).is_dir():
             yield f"{{{field}}} is a file; give the folder of the checkpoints"
         elif one and (Path(path) / MANIFEST).is_file():
             step = f" and {{ckpt_step:name}} {int(one[1])}" if one[1] and field == "load" else ""
@@ -263,10 +263,10 @@ def folders_can_be_written(s: Settings) -> Iterator[str]:
         folders["wandb_save_dir"] = s.wandb_save_dir if s.wandb_project else None
         if s.is_given("metrics_path") and s.metrics_path:
             folders["metrics_path"] = os.path.dirname(s.metrics_path) or "."
-            if os.path.isdir(s.metrics_path):
+            if Path(s.metrics_path).is_dir():
                 yield "{metrics_path} is a folder; give a file"
     for field, folder in folders.items():
-        if folder and not os.path.isfile(folder):  # which is the problem of `folders_are_folders`
+        if folder and not Path(folder).is_file():  # which is the problem of `folders_are_folders`
             yield from _can_be_written(field, Path(folder))
 
 
@@ -292,13 +292,13 @@ def checkpoint_folders_exist(s: Settings) -> Iterator[str]:
     """
     if not s.launch_environment.looks_at_files:
         return
-    if s.load is not None and os.path.isdir(s.load):
+    if s.load is not None and Path(s.load).is_dir():
         if s.exit_on_missing_checkpoint and s.pretrained_checkpoint is None and _has_no_checkpoint(s):
             yield "{load} holds no checkpoint, and {exit_on_missing_checkpoint:name} is given"
     elif s.pretrained_checkpoint is not None:
-        if not os.path.exists(s.pretrained_checkpoint):
+        if not Path(s.pretrained_checkpoint).exists():
             yield "{pretrained_checkpoint}: no such folder"
-    elif s.load is not None and not os.path.exists(s.load) and s.exit_on_missing_checkpoint:
+    elif s.load is not None and not Path(s.load).exists() and s.exit_on_missing_checkpoint:
         yield "{load}: no such folder, and {exit_on_missing_checkpoint:name} is given"
 
 
@@ -318,7 +318,7 @@ def checkpoint_can_be_selected(s: Settings) -> Iterator[str]:
     """
     field = "pretrained_checkpoint" if s.load is None else "load"
     root = getattr(s, field)
-    if not s.launch_environment.looks_at_files or not root or not os.path.isdir(root):
+    if not s.launch_environment.looks_at_files or not root or not Path(root).is_dir():
         return
     if s.dry_run or s.use_checkpoint_args or s.moe_use_upcycling:
         return

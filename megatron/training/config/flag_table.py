@@ -135,6 +135,30 @@ class Flag:
         """The spelling that messages use."""
         return self.spellings[0]
 
+    @property
+    def is_free_text(self) -> bool:
+        """Whether every word is a value."""
+        return self.switch is None and self.choices is None and self.parse is str
+
+    @property
+    def from_checkpoint(self) -> bool:
+        """Whether the value may be taken from a checkpoint, which anybody may have written."""
+        declared = self.declaration.from_checkpoint
+        return not self.is_free_text if declared is None else declared
+
+    def word_of(self, value: Any) -> str:
+        """Returns the word that `parse` turns into this value."""
+        named = (self.declaration.words or {}).items()
+        found = [word for word, means in named if means == value]
+        if found:
+            return found[0]
+        if isinstance(value, tuple):
+            return ",".join(map(value_text, value))
+        if isinstance(value, list):  # over the layers, or the stages of a layout
+            items = [value_text(item) for item in value]
+            return "|".join(items) if value and isinstance(value[0], str) else f"[{','.join(items)}]"
+        return value_text(value)
+
 
 @functools.cache
 def flag_table() -> dict[str, Flag]:
@@ -159,39 +183,16 @@ def flags_by_spelling() -> dict[str, Flag]:
     return found
 
 
-def parent_of(flag: Flag) -> tuple[Flag, str] | None:
-    """Returns the flag that `only_with` names and the value that it must have ("": any value but its default). None for
-    a flag without `only_with`."""
-    name, _, value = (flag.declaration.only_with or "").partition("=")
-    parent = flag_table().get(name)
-    return (parent, value) if parent is not None else None
-
-
-def is_inert(flag: Flag) -> bool:
-    """Whether the flag is accepted but never changes anything, or depends on a flag of this kind."""
-    parent = parent_of(flag)
-    return flag.declaration.no_effect is not None or (parent is not None and is_inert(parent[0]))
-
-
-def is_to_come(flag: Flag) -> bool:
-    """Whether the flag's feature is not supported yet: only its default works, or it depends on a flag of this kind."""
-    supported = flag.declaration.supported
-    if supported is not None and len(supported) == 1:
-        return True
-    parent = parent_of(flag)
-    return parent is not None and (is_to_come(parent[0]) or not can_be(parent[0], parent[1]))
-
-
-def can_be(flag: Flag, word: str) -> bool:
-    """Whether this value of the flag is supported."""
-    supported = flag.declaration.supported
-    return not word or supported is None or word in [value_text(value) for value in supported]
-
-
 def spelling_of(field: str) -> str:
     """Returns the flag that sets a field, for messages; the field's name if it has no flag."""
     flag = flag_table().get(_SET_BY.get(field, field))
     return flag.spelling if flag is not None else field
+
+
+def text_of(field: str, value: Any) -> str:
+    """Returns a field's value as the command line accepts it, for messages."""
+    flag = flag_table().get(field)
+    return flag.word_of(value) if flag is not None and flag.declaration.words else value_text(value)
 
 
 _SET_BY = {

@@ -71,7 +71,7 @@ class ModelConfig:
     use_rope_scaling: bool = flag(False, only_with="position_embedding_type=rope")
     """With rope: stretch the low frequencies as Llama 3.1 does."""
 
-    rope_scaling_factor: float = flag(8.0, only_with="position_embedding_type=rope")
+    rope_scaling_factor: float = flag(8.0, only_with="use_rope_scaling", or_with="rope_scaling_type")
     """With --use-rope-scaling or --rope-scaling-type: factor by which the context becomes longer."""
 
     relative_attention_num_buckets: int = flag(32, only_with="position_embedding_type=relative", families=["t5"])
@@ -157,7 +157,9 @@ class ModelConfig:
     """BERT: number of segment types (token types) in the embedding. Default: 2 with the binary head, none without
     it."""
 
-    t5_head_bias: bool = flag(True, off="--t5-no-head-bias", families=["t5"])
+    t5_head_bias: bool = flag(
+        True, off="--t5-no-head-bias", families=["t5"], only_with="untie_embeddings_and_output_weights!=True"
+    )
     """T5: add a bias to the logits if the output layer uses the embedding's weight. T5 of Hugging Face has none."""
 
     model_family: str | None = not_a_flag(None)
@@ -165,7 +167,7 @@ class ModelConfig:
 
     # Older releases --------------------------------------------------------------------------------------------------
 
-    mtp_hybrid_override_pattern: str | None = flag(None, only_with="hybrid_layer_pattern")
+    mtp_hybrid_override_pattern: str | None = flag(None, only_with="hybrid_layer_pattern", from_checkpoint=True)
     """Older releases: layer letters of each depth of multi-token prediction in a hybrid model. --hybrid-layer-pattern
     takes them after a slash (/)."""
 

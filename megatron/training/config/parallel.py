@@ -74,7 +74,7 @@ class ParallelConfig:
     """With --use-megatron-fsdp: type of gradients during communication; auto: bf16 with --grad-reduce-in-bf16 or with
     main gradients in bf16, otherwise fp32."""
 
-    grad_reduce_in_bf16: bool = False
+    grad_reduce_in_bf16: bool = flag(False, only_with="bf16", or_with="fp16")
     """Reduce gradients over ranks in the model's type. They are still accumulated in float32."""
 
     nccl_communicator_config_path: str | None = None

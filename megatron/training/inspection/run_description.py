@@ -8,10 +8,13 @@ import torch
 
 from megatron.core.declarations.config_fields import value_text
 from megatron.core.exceptions import UserError
-from megatron.training.config.command_line import read_command_line
-from megatron.training.config.flag_table import Flag, flag_table, parent_of, spelling_of
+from megatron.core.transformer.layer_patterns import has_heads, without_stages
+from megatron.training.config.conditions import UNKNOWN, lacking, needs_of, ways_of
+from megatron.training.config.flag_table import Flag, flag_table, spelling_of
 from megatron.training.config.model import ACTIVATIONS
 from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.config.recorded_flags import read_recorded, recorded_words
+from megatron.training.config.retired import Occurrence
 
 ARCHITECTURE = (
     "num_layers",
@@ -145,6 +148,11 @@ MODEL_OPTIONS = (
 before there was such a model option counts as one with the default."""
 
 
+_PATTERN = "hybrid_layer_pattern"
+_OF_HEADS = ("num_attention_heads", "num_query_groups", "kv_channels")
+"""Fields that a model without attention does not read."""
+
+
 def describe_run(config: PretrainConfig) -> dict[str, Any]:
     """Returns a JSON object: the flags that were given, the model family (that of the entry script, or None), the
     architecture in effect, versions of torch and Python."""
@@ -161,24 +169,21 @@ def architecture_of(config: PretrainConfig) -> dict[str, Any]:
     """Returns the architecture by field name, as JSON values, without fields that this model does not use (such as
     `rotary_base` with learned positions)."""
     values = config.flat()
+    values[_PATTERN] = without_stages(values[_PATTERN])
     turned = [
         name for name in MODEL_OPTIONS if values.get(name, flag_table()[name].default) != flag_table()[name].default
     ]
-    return {name: _json_value(values[name]) for name in (*ARCHITECTURE, *turned) if _matters(name, values)}
+    unread = () if has_heads(config.transformer) else _OF_HEADS
+    fields = [name for name in (*ARCHITECTURE, *turned) if name not in unread and _matters(name, values)]
+    return {name: _json_value(values[name]) for name in fields}
 
 
 def _matters(field: str, values: Mapping[str, Any]) -> bool:
     flag = flag_table().get(field)
     families = flag.declaration.families if flag is not None else None
-    if families is not None and (values["model_family"] or "gpt") not in families:
+    if families is not None and (values.get("model_family") or "gpt") not in families:
         return False
-    parent = parent_of(flag) if flag is not None else None
-    other_way = flag.declaration.or_with if flag is not None else None
-    if parent is None or (other_way is not None and values[other_way]):
-        return True
-    other, wanted = parent
-    value = values[other.field]
-    return value_text(value) == wanted if wanted else value not in (other.default, False)
+    return flag is None or lacking(flag, lambda name: values.get(name, UNKNOWN)) is None
 
 
 def _json_value(value: Any) -> Any:
@@ -190,12 +195,12 @@ def _json_value(value: Any) -> Any:
 
 
 def command_line_of(config: PretrainConfig, fields: Container[str] | None = None) -> list[str]:
-    """Returns words that give this config, or these fields of it: every setting that a flag or the script chose. A
-    script's own flags are left out."""
+    """Returns words that give this config, or these fields of it: every setting that a flag, a config file or the
+    script chose. A script's own flags are left out."""
     values = config.flat()
     words: list[str] = []
     for field, flag in flag_table().items():
-        wanted = field in values if fields is None else field in fields
+        wanted = field in values and field != "config_file" if fields is None else field in fields
         if wanted and config.provenance.get(field) in ("flag", "script"):
             words += words_of(flag, values[field])
     return words
@@ -206,22 +211,18 @@ def words_of(flag: Flag, value: Any) -> Iterator[str]:
     if flag.switch is not None:
         spellings = [spelling for spelling, sets in flag.switch.items() if sets == value]
         yield from spellings[:1]
-    elif value is not None:
-        yield flag.spelling
-        if flag.nargs is None:
-            yield _one_word(value)
-        else:
-            yield from (value_text(item) for item in (value if isinstance(value, list | tuple) else [value]))
+        return
+    words = value_words(flag, value)
+    if words or (flag.nargs == "*" and value is not None):
+        yield from Occurrence(flag.spelling, tuple(words)).as_words()
 
 
-def _one_word(value: Any) -> str:
-    """Returns a value as one word, also a tuple of integers, a list over layers and the stages of a layout."""
-    if isinstance(value, tuple):
-        return ",".join(map(value_text, value))
-    if isinstance(value, list):
-        items = [value_text(item) for item in value]
-        return "|".join(items) if all(isinstance(item, str) for item in value) else f"[{','.join(items)}]"
-    return value_text(value)
+def value_words(flag: Flag, value: Any) -> list[str]:
+    """Returns the words behind a flag that is no switch; none for None."""
+    if value is None:
+        return []
+    items = value if flag.nargs is not None and isinstance(value, list | tuple) else [value]
+    return [flag.word_of(item) for item in items]
 
 
 OF_EXPERTS = frozenset(
@@ -236,7 +237,14 @@ def architecture_differences(
     """Returns a sentence for each architecture value that differs from another run's description, except the fields in
     `leave_out`. A field that only one of the two uses, because they differ in the flag that it depends on, is left out
     too."""
-    ours, theirs = architecture_of(config), described.get("architecture", {})
+    ours, recorded = architecture_of(config), described.get("architecture", {})
+    # Older descriptions have fields without effect. All leave out options at their defaults.
+    known = {name: flag_table()[name].default for name in MODEL_OPTIONS} | dict(described) | recorded
+    theirs = {name: value for name, value in recorded.items() if _matters(name, known)}
+    if not has_heads(config.transformer):
+        theirs = {name: value for name, value in theirs.items() if name not in _OF_HEADS}
+    if theirs.get(_PATTERN):
+        theirs[_PATTERN] = without_stages(theirs[_PATTERN])
     differing = [name for name in (*ARCHITECTURE, *MODEL_OPTIONS) if theirs and ours.get(name) != theirs.get(name)]
     return [
         f"{_called(name)} is {_shown(name, ours.get(name))} in this run and {_shown(name, theirs.get(name))} in the "
@@ -301,8 +309,7 @@ def setting_differences(
     """Returns a sentence for each of `fields`, and for each version, that differs from another run's description."""
     if "command_line" not in described:
         return []
-    ours = read_command_line(command_line_of(config), ignore_unknown_args=True).values
-    theirs = read_command_line(described["command_line"], ignore_unknown_args=True).values
+    ours, theirs = (read_recorded(words).values for words in (command_line_of(config), recorded_words(described)))
     pairs = [(spelling_of(name), ours[name], theirs[name]) for name in fields]
     if with_versions:
         pairs += [(name, describe_run(config)[name], described.get(name)) for name in ("torch", "python")]
@@ -321,10 +328,8 @@ def _shown_or_unset(value: Any) -> str:
 def _goes_with(field: str, others: Container[str | None]) -> bool:
     """Whether a flag that this one depends on, directly or through others, is among `others`."""
     flag = flag_table().get(field)
-    parent = parent_of(flag) if flag is not None else None
-    if flag is None or parent is None:
-        return False
-    return parent[0].field in others or flag.declaration.or_with in others or _goes_with(parent[0].field, others)
+    conditions = [] if flag is None else [*needs_of(flag), *ways_of(flag)]
+    return any(other.flag.field in others or _goes_with(other.flag.field, others) for other in conditions)
 
 
 def _called(field: str) -> str:
@@ -353,7 +358,7 @@ def check_trained_parts(config: PretrainConfig, described: Mapping[str, Any]) ->
     round, since the optimizer's state is then that of other parameters."""
     if "command_line" not in described or config.transformer.dsa_indexer_n_heads is None:
         return
-    theirs = read_command_line(described["command_line"], ignore_unknown_args=True).values["dsa_indexer_loss_coeff"]
+    theirs = read_recorded(recorded_words(described)).values["dsa_indexer_loss_coeff"]
     ours = config.transformer.dsa_indexer_loss_coeff
     if bool(ours) == bool(theirs):
         return

@@ -8,11 +8,8 @@ from support.processes import run_on_ranks
 from megatron.core.communication.collectives import all_reduce
 from megatron.core.exceptions import UserError
 from megatron.core.groups import process_groups_config
-from megatron.core.groups.process_groups_config import (
-    ProcessGroupCollection,
-    default_collection,
-    set_default_collection,
-)
+from megatron.core.groups.defaults import default_collection, set_default_collection
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.groups.rank_grid import RankGrid
 
 

@@ -191,10 +191,12 @@ def test_a_run_resumes_to_the_bit(dtype: torch.dtype, tmp_path: Path) -> None:
 SHARDED = {"use_distributed_optimizer": True, "overlap_param_gather": True, "overlap_grad_reduce": True}
 FULL = {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads_params"}
 DISTRIBUTED = {"muon_tp_mode": "distributed"}
+BLOCKWISE = {"muon_tp_mode": "blockwise"}
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "sharded state": ({"ddp": SHARDED, "elements_at_once": 1000}, {}),
     "sharded weights, experts": ({"ddp": FULL, "model": EXPERTS}, {"model": EXPERTS}),
+    "tensor parallel, by default": ({"grid": {"tensor": 2}}, {}),
     "tensor parallel, duplicated": ({"grid": {"tensor": 2}, "muon_tp_mode": "duplicated"}, {}),
     "tensor parallel, distributed": ({"grid": {"tensor": 2}, **DISTRIBUTED}, {}),
     "more ranks than groups": (
@@ -241,7 +243,7 @@ def blocks_and_refusal() -> tuple[dict[Any, float], str]:
     with pytest.raises(UserError) as caught:
         case = {"grid": {"tensor": 2}, "model": {"num_query_groups": 1}, "muon_split_qkv": False}
         build(**case, **DISTRIBUTED)
-    return trained({"grid": {"tensor": 2}}), str(caught.value)
+    return trained({"grid": {"tensor": 2}, **BLOCKWISE}), str(caught.value)
 
 
 def test_products_have_the_chosen_precision_and_number_of_steps() -> None:

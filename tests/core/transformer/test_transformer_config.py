@@ -100,7 +100,7 @@ MODEL_OPTIONS = {field.name for cls in (PositionConfig,) for field in dataclasse
     "moe_upcycling_granularity",
 }
 """Ours too: what models need beyond Megatron-LM's fields (docs/models.md)."""
-OTHER_DEFAULTS = {"transformer_impl": "auto", "is_hybrid_model": "None"}
+OTHER_DEFAULTS = {"transformer_impl": "auto", "is_hybrid_model": "None", "muon_tp_mode": "distributed"}
 
 
 def small(**fields: Any) -> TransformerConfig:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.special_files import SPECIAL_FILES, special_file
 
 from megatron.core.utils.compiled import AST_LOCK
 from megatron.data.datasets.index_cache import IndexCache, load_array
@@ -56,10 +57,50 @@ def test_threads_read_one_array_at_a_time(tmp_path):
         assert reading.result(timeout=240).tolist() == [0, 1, 2]
 
 
+@pytest.mark.parametrize("name", ["-a.npy", "-b.npy", "-description.txt", ".lock"])
+@pytest.mark.parametrize("kind", SPECIAL_FILES)
+def test_what_is_no_file_is_not_read(tmp_path, name, kind):
+    cache = IndexCache(tmp_path, "X", "description")
+    cache.save(arrays())
+    (description,) = tmp_path.glob("*-description.txt")
+    path = description.with_name(description.name.removesuffix("-description.txt") + name)
+    path.unlink(missing_ok=True)
+    if name == ".lock":  # it is opened by who builds
+        description.unlink()
+    with special_file(path, kind):
+        built = cache.load_or_build(NAMES, valid, arrays)
+        assert all(np.array_equal(built[name], arrays()[name]) for name in NAMES)
+
+
+@pytest.mark.parametrize("line", ["[1]", "7", "null", "[" * 5000])
+def test_checksums_that_are_none(tmp_path, line):
+    cache = IndexCache(tmp_path, "X", "description")
+    cache.save(arrays())
+    (path,) = tmp_path.glob("*-description.txt")
+    path.write_text(f"{path.read_text().rpartition(chr(10))[0]}\n{line}")
+    assert cache.load(NAMES) is None and cache.load_or_build(NAMES, valid, arrays)["b"].shape == (7,)
+    assert cache.load(NAMES) is not None
+
+
 def test_another_description_is_another_entry(tmp_path):
     IndexCache(tmp_path, "X", "one").save(arrays())
     assert IndexCache(tmp_path, "X", "two").load(NAMES) is None
     assert IndexCache(tmp_path, "X", "one").load(NAMES) is not None
+
+
+def test_any_flipped_bit_of_a_header_builds_the_entry_again(tmp_path):
+    """numpy reads the header as Python. Some flips change type or order of bytes and leave all bytes as they are."""
+    cache = IndexCache(tmp_path, "X", "description")
+    small = {"a": np.arange(5, dtype=np.int64)}
+    cache.save(small)
+    (path,) = tmp_path.glob("*-a.npy")
+    content = path.read_bytes()
+    for bit in range(8 * (len(content) - 40)):
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        found = cache.load(["a"])
+        assert found is None or (found["a"].dtype == np.int64 and found["a"].tolist() == [0, 1, 2, 3, 4]), bit
 
 
 def test_without_a_folder_nothing_is_kept():
@@ -69,7 +110,10 @@ def test_without_a_folder_nothing_is_kept():
 
 @pytest.mark.parametrize(
     "damage",
-    ["short", "empty", "object", "shape", "huge", "zeros", "a bit", "cut description", "no array", "no description"],
+    [
+        *("short", "empty", "object", "shape", "huge", "zeros", "a bit", "cut description", "no array"),
+        *("no description", "a pipe", "a description of another kind"),
+    ],
 )
 def test_damaged_entries_are_built_again(tmp_path, damage, caplog):
     cache = IndexCache(tmp_path, "X", f"description {damage}")
@@ -94,6 +138,12 @@ def test_damaged_entries_are_built_again(tmp_path, damage, caplog):
     elif damage == "zeros":
         small = next(tmp_path.glob("*-b.npy"))
         small.write_bytes(small.read_bytes()[:-28] + bytes(28))
+    elif damage == "a pipe":
+        path.unlink()
+        os.mkfifo(path)
+    elif damage == "a description of another kind":
+        text = next(tmp_path.glob("*-description.txt"))
+        text.write_text(text.read_text().rpartition("\n")[0] + "\n[]")
     elif damage == "cut description":
         text = next(tmp_path.glob("*-description.txt"))
         text.write_text(text.read_text()[:-3])

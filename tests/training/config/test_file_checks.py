@@ -11,6 +11,7 @@ from support.runs import write_documents
 
 from megatron.training.arguments import configure
 from megatron.training.config import file_checks
+from megatron.training.config.flag_table import spelling_of
 from megatron.training.config.resolution import ConfigurationError
 from megatron.training.config.settings import LaunchEnvironment
 
@@ -52,6 +53,16 @@ def test_a_path_of_a_shell_variable_that_is_not_set(flag: str) -> None:
     """It would be the working folder."""
     sentence = f'{flag} "" is an empty path, perhaps from a shell variable that is not set; give a path'
     assert problems_of(f"{SMALL} {flag} ''", looks=False) == [sentence]
+
+
+@pytest.mark.parametrize("field", file_checks.PATHS)
+def test_a_name_that_is_too_long_for_any_file_system(tmp_path: Path, field: str) -> None:
+    name = f"{tmp_path}/{'n' * 256}"
+    flag = spelling_of(field)
+    found = problems_of(f"{without('--mock-data') if 'data' in field else SMALL} {flag} {name}")
+    assert all("\n" not in problem and len(problem) < 1000 for problem in found)
+    if field in ("save", "load", "pretrained_checkpoint", "tensorboard_dir"):
+        assert f"{name}: File name too long" in found
 
 
 def test_an_empty_path_is_told_once() -> None:
@@ -98,23 +109,6 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
         f"--data-path {tmp_path}/half.bin: no such file, but {tmp_path}/half.idx exists; "
         "tools/preprocess_data.py writes both: copy both, or run it again",
     ]
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--tokenizer-type HuggingFaceTokenizer --tokenizer-model {}",
-        "--tokenizer-type GPT2BPETokenizer --merge-file /dev/null --vocab-file {}",
-        "--data-path {}",
-        "--data-path {} --sft --tokenizer-type SFTTokenizer --tokenizer-model .",
-        "--data-args-path {}",
-    ],
-)
-def test_a_name_of_more_than_255_bytes_is_no_file(flags: str) -> None:
-    """Before, the system's refusal of the name was a traceback."""
-    base = SMALL if "--data" not in flags else without("--mock-data")
-    (problem,) = [said for said in problems_of(f"{base} {flags.format('n' * 300)}") if "nnn" in said]
-    assert f"nnn{'.idx' * (flags == '--data-path {}')}: no such file" in problem
 
 
 def test_half_a_data_set_beside_one_with_a_similar_name(tmp_path: Path) -> None:

@@ -10,14 +10,8 @@ import pytest
 import torch
 
 from megatron.core.declarations.config_fields import value_text
-from megatron.training.config.flag_table import (
-    Flag,
-    flag_table,
-    flags_by_spelling,
-    is_inert,
-    is_to_come,
-    parent_of,
-)
+from megatron.training.config.conditions import is_inert, is_to_come, needs_of, ways_of
+from megatron.training.config.flag_table import Flag, flag_table, flags_by_spelling
 from megatron.training.config.flag_words import number, whole_number
 from megatron.training.config.retired import RETIRED
 
@@ -30,6 +24,8 @@ OURS = {
     "--print-config",
     "--fp64",
     "--keep-last",
+    "--max-consecutive-skips",
+    "--eval-fresh-samples",
     "--metrics-path",
     "--nonfinite-action",
     "--nonfinite-dump-dir",
@@ -158,6 +154,7 @@ OTHER_DEFAULT = {
     "--ckpt-format": "safetensors",
     "--transformer-impl": "auto",
     "--distributed-backend": None,  # by device
+    "--muon-tp-mode": "distributed",  # the answer of one process; blockwise depends on the layout
     "--is-hybrid-model": None,  # as false; the default of pretrain_mamba.py is true
     "--no-persist-layer-norm": True,  # the other way round in Megatron-LM: a flag that says no
     # None in Megatron-LM, which counts as false
@@ -229,11 +226,11 @@ def _action(flag: Flag, spelling: str) -> str:
 @pytest.mark.parametrize("flag", flag_table().values(), ids=lambda flag: flag.field)
 def test_a_flag_says_what_it_means_and_stands_on_real_fields(flag: Flag) -> None:
     assert flag.help.endswith((".", ")")) and len(flag.help) < 420
-    if flag.declaration.only_with is not None:
-        parent = parent_of(flag)
-        assert parent is not None, f"{flag.field} goes with {flag.declaration.only_with}, which is no flag"
-        _, _, value = flag.declaration.only_with.partition("=")
-        assert not value or set(value.split("|")) <= set(parent[0].choices or ())
+    named = len(flag.declaration.only_with) + len(flag.declaration.or_with)
+    assert len(needs_of(flag)) + len(ways_of(flag)) == named, f"{flag.field} depends on a field without a flag"
+    for condition in (*needs_of(flag), *ways_of(flag)):
+        known = condition.flag.choices or ("True", "None")
+        assert condition.words == ("0",) or set(condition.words) <= {*known, "None"}, condition
     if flag.declaration.supported is not None:
         assert flag.default in flag.declaration.supported
     if flag.declaration.no_effect is not None:
@@ -295,3 +292,28 @@ def test_enum_choices_go_by_name() -> None:
     assert value_text(flag.parse("unfused")) == "unfused"
     with pytest.raises(ValueError, match="choose from flash, fused"):
         flag.parse("3")
+
+
+OUT_OF_CHECKPOINTS = {
+    "hybrid_layer_pattern mtp_hybrid_override_pattern heterogeneous_layers_config_encoded_json": "the model's layers",
+    "vocab_file merge_file tokenizer_model tokenizer_special_tokens chat_template": "files of a tokenizer, as data",
+    "data_path train_data_path valid_data_path test_data_path split data_args_path per_split_data_args_path "
+    "data_stages validation_set_names": "data, to compute a run again",
+    "fim_split_sample fim_no_prefix fim_prefix_token fim_middle_token fim_suffix_token fim_eod_token": "tokens",
+    "step_batch_size_schedule": "numbers",
+    "pipeline_model_parallel_layout cp_comm_type recompute_modules offload_modules cuda_graph_scope "
+    "cuda_graph_modules": "names of parts",
+}
+"""Free text that may come from a checkpoint, and what it is. No code, module, command, config file or path to write."""
+ACTING = {"use_checkpoint_args", "print_config", "dry_run"}
+"""Other flags that may not."""
+
+
+def test_what_may_come_from_a_checkpoint():
+    """A new flag with free text may not, unless its field says so; then it needs a reason here."""
+    table = flag_table().values()
+    free = {name for names in OUT_OF_CHECKPOINTS for name in names.split()}
+    assert {flag.field for flag in table if flag.is_free_text and flag.from_checkpoint} == free
+    assert {flag.field for flag in table if not flag.is_free_text and not flag.from_checkpoint} == ACTING
+    never = ("spec", "config_file", "save", "load", "load_hf", "tensorboard_dir", "metrics_path", "data_cache_path")
+    assert not any(flag_table()[field].from_checkpoint for field in never)

@@ -9,6 +9,7 @@ from megatron.core.declarations.config_fields import flag, not_yet, pattern_prob
 from megatron.core.declarations.flag_grammars import layer_pattern, window
 from megatron.core.groups.rank_grid import divisors
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.layer_patterns import has_heads
 
 
 @dataclass(kw_only=True)
@@ -40,13 +41,15 @@ class AttentionConfig:
     attention_dropout: float = 0.1
     """Dropout probability of the attention weights."""
 
-    add_qkv_bias: bool = False
+    add_qkv_bias: bool = flag(False, only_with="add_bias_linear!=True")
     """Give the QKV projection a bias even with --disable-bias-linear."""
 
-    rotary_interleaved: bool = False
+    rotary_interleaved: bool = flag(False, only_with="position_embedding_type=rope", or_with="multi_latent_attention")
     """Rotate pairs of neighbouring channels (2i, 2i+1) instead of (i, i + d/2)."""
 
-    no_rope_freq: int | list[int] | None = flag(None, parse=layer_pattern)
+    no_rope_freq: int | list[int] | None = flag(
+        None, parse=layer_pattern, only_with="position_embedding_type=rope", or_with="multi_latent_attention"
+    )
     """Layers without rotary positions: every N-th, or a list expression with a 1 for each layer without."""
 
     mrope_section: list[int] | None = not_yet(None)
@@ -78,7 +81,7 @@ class AttentionConfig:
     qk_norm_scope: Literal["head", "full"] = flag("head", only_with="qk_layernorm")
     """With --qk-layernorm: norm each head by itself (head), or all heads of a token together (full)."""
 
-    qk_l2_norm: bool = False
+    qk_l2_norm: bool = flag(False, only_with="position_embedding_type=rope", or_with="multi_latent_attention")
     """Scale each query and key head to a root mean square of 1, without weights (epsilon 1e-6), in layers with rotary
     positions."""
 
@@ -112,7 +115,9 @@ class AttentionConfig:
     """Use multi-head latent attention: keys and values are computed from a low-rank latent. A part of each head has
     rotary positions under every --position-embedding-type."""
 
-    cp_comm_type: str | list[str] | None = flag(None, only_with="context_parallel_size", nargs="+")
+    cp_comm_type: str | list[str] | None = flag(
+        None, only_with="context_parallel_size", nargs="+", from_checkpoint=True
+    )
     """With --context-parallel-size: how ranks exchange keys and values: p2p, a2a, all_gather or a2a+p2p; one for all
     layers or one per layer."""
 
@@ -122,6 +127,8 @@ def validate(config: Any) -> Iterator[str]:
     yield from too_small(config, ("kv_channels", "num_query_groups", "attention_chunk_size"), 1)
     if not 0.0 <= config.attention_dropout < 1.0:
         yield "{attention_dropout} must be at least 0 and less than 1"
+    if config.window_size is not None and min(config.window_size) < -1:
+        yield "{window_size}: give the numbers of earlier and of later keys, such as 127,0; -1 means all"
     yield from pattern_problems(config, "no_rope_freq", "without rotary positions")
     yield from pattern_problems(config, "window_attn_skip_freq", "with a window")
     yield from pattern_problems(config, "attention_chunk_skip_freq", "with chunks")
@@ -134,7 +141,7 @@ def validate(config: Any) -> Iterator[str]:
             "{attention_backend}: cuDNN sums gradients in an order that varies, so {deterministic_mode:name} forbids "
             "it; {attention_backend:name} auto works"
         )
-    if (config.hidden_size or 0) >= 1 and (config.num_attention_heads or 0) >= 1:
+    if (config.hidden_size or 0) >= 1 and (config.num_attention_heads or 0) >= 1 and has_heads(config):
         yield from _head_problems(config)
     yield from _query_key_problems(config)
 

@@ -57,7 +57,7 @@ class FusionConfig:
     )
     """Apply the squared relu of experts and the router's weights in one kernel."""
 
-    disable_bf16_reduced_precision_matmul: bool = False
+    disable_bf16_reduced_precision_matmul: bool = flag(False, only_with="bf16")
     """GPU, bf16: if cuBLAS splits a matrix product into partial sums, add these in float32 instead of bfloat16. Sets
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction."""
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.core.exceptions import UserError
-from megatron.core.optimizer.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.schedule.optimizer_param_scheduler import OptimizerParamScheduler
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "data/golden/lr_schedule.json").read_text())
 COSINE = {
