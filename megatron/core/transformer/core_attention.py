@@ -29,11 +29,12 @@ def attend(
     or 1, 1, s, sk] with True for hidden keys, including the keys after each token; None: no key is hidden. Raises
     UserError in cases that these arguments cannot express: parts of a sequence, packed documents, generation.
     """
-    keywords = Keywords.of_forward(type(core_attention))
+    kind: Any = type(core_attention)
+    keywords = Keywords.of_forward(kind)
     if "inputs" in keywords.names:
         found: Tensor = core_attention(query, key, value, mask, inputs=inputs, **own)
         return found
-    name = type(core_attention).__name__
+    name = kind.__name__
     if inputs.tokens.cu_seqlens is not None:
         raise UserError(f"{name} as core_attention of a layer spec: not with packed documents (reset_attention_mask)")
     if inputs.inference_context is not None:

@@ -84,7 +84,8 @@ def run_layer(layer: nn.Module, hidden: Tensor, inputs: LayerInputs) -> Tensor:
     call our layer's `forward` in the same form. That call also gets the rest of `inputs`: the position of dropout
     masks, packed documents, the cache of a generation.
     """
-    keywords = Keywords.of_forward(type(layer))
+    kind: Any = type(layer)
+    keywords = Keywords.of_forward(kind)
     if "inputs" in keywords.names or "attention_mask" not in keywords:
         found: Tensor = layer(hidden, inputs)
         return found

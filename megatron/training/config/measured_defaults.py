@@ -1,7 +1,6 @@
 """Defaults that follow from measurements and not from the meaning of a flag.
 
-Each rule holds where it was measured to be faster. `MEASURED` has its number and the row it came from; whoever measures
-again changes both.
+Each rule holds where it was measured to be faster. `MEASURED` has its number and the row that it came from.
 """
 
 import math
