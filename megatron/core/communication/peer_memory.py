@@ -101,7 +101,7 @@ def _on_all_ranks(group: ProcessGroup, device: torch.device) -> Iterator[None]:
     if not holds_on_all_ranks(not failure, group, device):
         raise UserError(
             "--tp-comm-overlap-transport symmetric-memory: GPUs of a group cannot share memory "
-            f" ({failure or 'another rank says why'}); process-group works between all GPUs"
+            f"({failure or 'another rank says why'}); process-group works between all GPUs"
         )
 
 

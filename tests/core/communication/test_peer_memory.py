@@ -71,13 +71,6 @@ def test_words_lie_behind_the_data_of_each_rank(recorder: Recorder) -> None:
     assert recorder.calls[4:] == [waits, writes]
 
 
-def test_memory_can_use_the_streams_of_other_memory(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = SymmetricMemory(SimpleNamespace(), NBYTES, 4, torch.device("cpu"))
-    monkeypatch.setattr(torch.cuda, "Stream", None)
-    second = SymmetricMemory(SimpleNamespace(), NBYTES, 4, torch.device("cpu"), first)
-    assert second.streams is first.streams
-
-
 def test_a_view_is_made_once(recorder: Recorder) -> None:
     memory = SymmetricMemory(SimpleNamespace(), NBYTES, 4, torch.device("cpu"))
     first = memory.view(0, 32, (2, 3), torch.float32)
