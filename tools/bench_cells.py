@@ -42,6 +42,12 @@ CELLS = {
     "--seq-length 4096 --max-position-embeddings 4096 --moe-router-topk 6 --moe-ffn-hidden-size 1408 "
     "--moe-shared-expert-intermediate-size 2816 --moe-layer-freq ([0]+[1]*3) --micro-batch-size 4 "
     "--global-batch-size 16",
+    "DELTA1B": _GROUPED
+    + "--num-layers 12 --hidden-size 2048 --ffn-hidden-size 8192 --num-attention-heads 16 --num-query-groups 8 "
+    "--kv-channels 128 --vocab-size 32000 --seq-length 4096 --max-position-embeddings 4096 --micro-batch-size 2 "
+    "--global-batch-size 8 --experimental-attention-variant gated_delta_net --linear-attention-freq 4 "
+    "--linear-num-key-heads 16 --linear-num-value-heads 32 --linear-key-head-dim 128 --linear-value-head-dim 128 "
+    "--linear-conv-kernel-dim 4",
 }
 """Models of the speed table with the batch that they are measured with."""
 COMMON = (
