@@ -69,6 +69,7 @@ from megatron.core.ops.fp8.quantize import (
 )
 from megatron.core.ops.fp8.recipes import Fp8Kernels, Fp8Settings, LinearSplit
 from megatron.core.ops.fp8.weight_blocks import WeightKernels, cast_blocks, largest_of_blocks, transposed_codes
+from megatron.core.ops.gated_norm import gated_rms_norm
 from megatron.core.ops.head_loss import head_loss
 from megatron.core.ops.linear import linear, sum_rows
 from megatron.core.ops.moe.grouped_linear import accumulate_grouped_product, grouped_bias, grouped_linear
@@ -116,6 +117,7 @@ class Backend:
     keep_rows: Callable[..., Tensor] = keep_rows
     bias_dropout_add: Callable[..., Tensor] = bias_dropout_add
     causal_conv: Callable[..., Tensor] = causal_conv
+    gated_rms_norm: Callable[..., Tensor] = gated_rms_norm
     gated_delta_rule: Callable[..., tuple[Tensor, Tensor]] = gated_delta_rule
     merge_block: Callable[..., None] = merge_block
     max_attention_logits: Callable[..., Tensor] = max_attention_logits
@@ -221,6 +223,8 @@ _SUBJECTS = {
     "keep_rows": "dropout masks",
     "bias_dropout_add": "dropout",
     "weighted_activation": "activations",
+    "causal_conv": "convolutions",
+    "gated_rms_norm": "norms",
 }
 """Names of operations in the log; operations that are not listed keep their field's name."""
 
@@ -274,6 +278,7 @@ def triton_backend() -> Backend | None:
         )
         from megatron.core.ops.attention.max_logits_triton import max_attention_logits_triton
         from megatron.core.ops.attention.merge_triton import merge_block_triton
+        from megatron.core.ops.causal_conv_triton import causal_conv_triton
         from megatron.core.ops.cross_entropy_triton import cross_entropy_triton
         from megatron.core.ops.dropout.dropout_triton import bias_dropout_add_triton, keep_rows_triton
         from megatron.core.ops.embedding_triton import accumulate_rows_triton
@@ -300,6 +305,7 @@ def triton_backend() -> Backend | None:
             largest_of_blocks_triton,
             transposed_codes_triton,
         )
+        from megatron.core.ops.gated_norm_triton import gated_rms_norm_triton
         from megatron.core.ops.moe.grouped_linear_triton import (
             accumulate_grouped_product_triton,
             grouped_bias_cuda,
@@ -373,6 +379,8 @@ def triton_backend() -> Backend | None:
         balance_sums=ByDevice(cpu=balance_sums, cuda=balance_sums_triton),
         keep_rows=ByDevice(cpu=keep_rows_compiled, cuda=keep_rows_triton),
         bias_dropout_add=ByDevice(cpu=bias_dropout_add, cuda=bias_dropout_add_triton),
+        causal_conv=ByDevice(cpu=causal_conv, cuda=causal_conv_triton),
+        gated_rms_norm=ByDevice(cpu=gated_rms_norm, cuda=gated_rms_norm_triton),
         merge_block=ByDevice(cpu=merge_block, cuda=merge_block_triton),
         max_attention_logits=ByDevice(cpu=max_attention_logits, cuda=max_attention_logits_triton),
         cross_entropy=ByDevice(cpu=cross_entropy, cuda=cross_entropy_triton),

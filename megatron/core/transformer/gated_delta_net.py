@@ -122,7 +122,7 @@ class GatedDeltaNet(MegatronModule):
         log_decay = -widened(log_rate).exp() * F.softplus(widened(fading.flatten(2)) + widened(bias))
         strength, context = strength.flatten(2), inputs.inference_context
         if context is None:
-            convolved = F.silu(self._convolved(mixed.flatten(2), document)).view(mixed.shape)
+            convolved = self._convolved(mixed, document, silu=True)
             output = self.core_attention(convolved, log_decay, strength, document)  # [s, b, value heads, dv]
         else:
             output = self._continued(context, mixed, log_decay, strength)
@@ -150,8 +150,8 @@ class GatedDeltaNet(MegatronModule):
         """Returns the part of a parameter that belongs to the heads of this context parallel rank."""
         return parameter.chunk(group_size(self.cp_group))[group_rank(self.cp_group)]
 
-    def _convolved(self, mixed: Tensor, document: Tensor | None) -> Tensor:
-        return self.backend.causal_conv(mixed, self._own(self.conv1d.weight), None, document)
+    def _convolved(self, mixed: Tensor, document: Tensor | None, silu: bool = False) -> Tensor:
+        return self.backend.causal_conv(mixed, self._own(self.conv1d.weight), None, document, silu)
 
 
 class DeltaRuleAttention(nn.Module):

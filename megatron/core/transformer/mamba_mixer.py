@@ -124,12 +124,11 @@ class MambaMixer(MegatronModule):
         parameters = self._own(self.dt_bias), self._own(self.A_log), self._own(self.D)
         context = inputs.inference_context
         if context is None:
-            output = self.scan(
-                F.silu(self._convolved(mixed.flatten(2), document)).view(mixed.shape), step, *parameters, document
-            )
+            output = self.scan(self._convolved(mixed, document, silu=True), step, *parameters, document)
         else:
             output = self._continued(context, mixed, step, parameters)
-        normed = self._normed(output * F.silu(widened(gate))).to(hidden_states.dtype)  # [s, b, g, channels]
+        weight = self._own(self.norm_weight).view(gate.shape[2:])
+        normed = self.backend.gated_rms_norm(output, gate, weight, self.config.layernorm_epsilon, gate_first=True)
         if ranks > 1:
             normed = start_to_rows(normed, self.cp_group, ranks).wait()
         return self.out_proj(normed.flatten(2).flatten(0, 1))
@@ -152,15 +151,9 @@ class MambaMixer(MegatronModule):
         """Returns the part of a parameter that belongs to the groups of this context parallel rank."""
         return parameter.chunk(group_size(self.cp_group))[group_rank(self.cp_group)]
 
-    def _convolved(self, mixed: Tensor, document: Tensor | None) -> Tensor:
+    def _convolved(self, mixed: Tensor, document: Tensor | None, silu: bool = False) -> Tensor:
         weight, bias = self._own(self.conv1d.weight), self._own(self.conv1d.bias)
-        return self.backend.causal_conv(mixed, weight, bias, document)
-
-    def _normed(self, gated: Tensor) -> Tensor:
-        """Returns the RMSNorm of [s, b, g, channels] over the channels of each group."""
-        mean_square = gated.square().mean(-1, keepdim=True)
-        weight = widened(self._own(self.norm_weight)).view(gated.shape[2:])
-        return gated * torch.rsqrt(mean_square + self.config.layernorm_epsilon) * weight
+        return self.backend.causal_conv(mixed, weight, bias, document, silu)
 
 
 class MambaScan(nn.Module):
