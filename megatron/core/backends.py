@@ -81,6 +81,7 @@ from megatron.core.ops.norm import layer_norm, layer_norm_with_residual, rms_nor
 from megatron.core.ops.normed_rope import normed_rope
 from megatron.core.ops.rope import apply_rope
 from megatron.core.ops.split_heads import split_heads, split_rotated_heads
+from megatron.core.ops.ssd.scan import mamba_scan
 from megatron.core.ops.transformer_engine.attention import with_engine_attention
 from megatron.core.ops.transformer_engine.engine import (
     Engine,
@@ -118,6 +119,7 @@ class Backend:
     bias_dropout_add: Callable[..., Tensor] = bias_dropout_add
     causal_conv: Callable[..., Tensor] = causal_conv
     gated_rms_norm: Callable[..., Tensor] = gated_rms_norm
+    mamba_scan: Callable[..., Tensor] = mamba_scan
     gated_delta_rule: Callable[..., tuple[Tensor, Tensor]] = gated_delta_rule
     merge_block: Callable[..., None] = merge_block
     max_attention_logits: Callable[..., Tensor] = max_attention_logits
@@ -224,6 +226,7 @@ _SUBJECTS = {
     "bias_dropout_add": "dropout",
     "weighted_activation": "activations",
     "causal_conv": "convolutions",
+    "mamba_scan": "state spaces",
     "gated_rms_norm": "norms",
 }
 """Names of operations in the log; operations that are not listed keep their field's name."""
@@ -338,6 +341,7 @@ def triton_backend() -> Backend | None:
             split_heads_triton,
             split_rotated_heads_triton,
         )
+        from megatron.core.ops.ssd.scan_triton import mamba_scan_triton
         from megatron.core.ops.sum_rows_triton import sum_rows_triton
     except ImportError:
         return None
@@ -381,6 +385,7 @@ def triton_backend() -> Backend | None:
         bias_dropout_add=ByDevice(cpu=bias_dropout_add, cuda=bias_dropout_add_triton),
         causal_conv=ByDevice(cpu=causal_conv, cuda=causal_conv_triton),
         gated_rms_norm=ByDevice(cpu=gated_rms_norm, cuda=gated_rms_norm_triton),
+        mamba_scan=ByDevice(cpu=mamba_scan, cuda=mamba_scan_triton),
         merge_block=ByDevice(cpu=merge_block, cuda=merge_block_triton),
         max_attention_logits=ByDevice(cpu=max_attention_logits, cuda=max_attention_logits_triton),
         cross_entropy=ByDevice(cpu=cross_entropy, cuda=cross_entropy_triton),

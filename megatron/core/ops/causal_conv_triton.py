@@ -86,7 +86,7 @@ def _causal_conv_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluat
     d0, d1, d2, d3 = 0, 0, 0, 0
     if PACKED:
         d1, d2 = _document_of(documents, first - 1, length), _document_of(documents, first - 2, length)
-        d3 = _document_of(documents, first - 3, length)
+        d0, d3 = d1, _document_of(documents, first - 3, length)
     for step in tl.range(0, TOKENS, num_stages=STAGES, loop_unroll_factor=UNROLL):
         token = first + step
         x0 = _channels_of(source, token, length, inputs_s, channel, width)
@@ -129,7 +129,7 @@ def _causal_conv_backward_kernel(  # type: ignore[no-untyped-def]
     d0, d1, d2, d3 = 0, 0, 0, 0
     if PACKED:
         d1, d2 = _document_of(documents, first - 1, length), _document_of(documents, first - 2, length)
-        d3 = _document_of(documents, first - 3, length)
+        d0, d3 = d1, _document_of(documents, first - 3, length)
     p1, p2, p3 = tl.zeros_like(x1), tl.zeros_like(x1), tl.zeros_like(x1)
     g0, g1, g2, g3, gb = tl.zeros_like(x1), tl.zeros_like(x1), tl.zeros_like(x1), tl.zeros_like(x1), tl.zeros_like(x1)
     for step in tl.range(0, TOKENS + 3, num_stages=STAGES, loop_unroll_factor=UNROLL):
@@ -193,6 +193,11 @@ def causal_conv_triton(
     return _CausalConv.apply(inputs, weight, bias, document, silu)
 
 
+_STAGES = 1
+_UNROLL = 4
+_WARPS = 4
+
+
 class _CausalConv(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -254,7 +259,7 @@ def _settings(ctx: Any, x: Tensor) -> dict[str, Any]:
         "SILU": ctx.silu,
         "TOKENS": _TOKENS,
         "CHANNELS": _channels(x.shape[3]),
-        "STAGES": 1,
-        "UNROLL": 4,
-        "num_warps": 4,
+        "STAGES": _STAGES,
+        "UNROLL": _UNROLL,
+        "num_warps": _WARPS,
     }

@@ -103,6 +103,11 @@ def gated_rms_norm_triton(inputs: Tensor, gate: Tensor, weight: Tensor, epsilon:
     return _GatedNorm.apply(inputs, gate, weight, epsilon, gate_first)
 
 
+_TILE = 4096
+_BACKWARD_TILE = 2048
+_STAGES = 1
+
+
 class _GatedNorm(torch.autograd.Function):
     """With n = u / rms(u), the norm's gradient dn and g = dn w: du = (g - n mean(g n)) / rms(u), dw = sum over rows of
     dn n."""
@@ -113,7 +118,7 @@ class _GatedNorm(torch.autograd.Function):
         # Keeps the parameter instead of a saved tensor; `ops.linear._Linear` says why.
         ctx.weight, ctx.epsilon, ctx.gate_first = weight, epsilon, gate_first
         output = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-        x, z, (rows, *sizes), tile = _as_rows(inputs), _as_rows(gate), _sizes(inputs), _tile(inputs.shape[-1], 4096)
+        x, z, (rows, *sizes), tile = _as_rows(inputs), _as_rows(gate), _sizes(inputs), _tile(inputs.shape[-1], _TILE)
         _gated_norm_kernel[(cdiv(rows, tile["ROWS"]), sizes[1])](
             output, x, z, weight.detach().contiguous(), rows, *sizes, epsilon, *x.stride()[:4], *z.stride()[:4],
             _weight_stride(weight), GATE_FIRST=gate_first, **tile,
@@ -128,7 +133,7 @@ class _GatedNorm(torch.autograd.Function):
             torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in (inputs, gate)
         )
         x, z, dy = _as_rows(inputs), _as_rows(gate), _as_rows(output_gradient)
-        (rows, *sizes), tile = _sizes(inputs), _tile(inputs.shape[-1], 2048)
+        (rows, *sizes), tile = _sizes(inputs), _tile(inputs.shape[-1], _BACKWARD_TILE)
         groups, width = sizes[1], inputs.shape[-1]
         most = cdiv(_PROGRAMS * num_multiprocessors(x.device), groups)
         programs = max(1, min(cdiv(rows, tile["ROWS"]), most))
@@ -136,7 +141,7 @@ class _GatedNorm(torch.autograd.Function):
         _gated_norm_backward_kernel[(programs, groups)](
             inputs_gradient, gate_gradient, parts, dy, x, z, weight, rows, *sizes, ctx.epsilon,
             *dy.stride()[:4], *x.stride()[:4], *z.stride()[:4], _weight_stride(weight),
-            GATE_FIRST=ctx.gate_first, STAGES=1, **tile,
+            GATE_FIRST=ctx.gate_first, STAGES=_STAGES, **tile,
         )  # fmt: skip
         weight_gradient = None
         if ctx.needs_input_grad[2]:

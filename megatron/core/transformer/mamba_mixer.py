@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,8 +12,7 @@ from megatron.core.backends import Backend, choose_backend
 from megatron.core.collectives import group_rank, group_size
 from megatron.core.context_parallel.ulysses import start_to_heads, start_to_rows
 from megatron.core.initializers import Constant, LogUniform
-from megatron.core.ops.precision import widened
-from megatron.core.ops.ssd.chunked import ssd
+from megatron.core.ops.ssd.scan import mamba_scan_with_state
 from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.tensor_parallel.storage import new_split_vector, part_size
 from megatron.core.tokens import Tokens, document_numbers
@@ -99,7 +99,9 @@ class MambaMixer(MegatronModule):
         self.dt_bias = new_split_vector(config, heads, TimeStepBias(), groups.tp)
         self.norm_weight = new_split_vector(config, heads * config.mamba_head_dim, Constant(1.0), groups.tp)
         states_dtype = torch.bfloat16 if config.mamba_training_ssm_states_dtype == "bf16" else None
-        self.scan = MambaScan(config.mamba_head_dim, state, config.mamba_min_time_step, states_dtype)
+        self.scan = MambaScan(
+            config.mamba_head_dim, state, config.mamba_min_time_step, states_dtype, backend=self.backend
+        )
         self.out_proj = build_output_projection(
             submodules.out_proj,
             config,
@@ -159,43 +161,35 @@ class MambaMixer(MegatronModule):
 class MambaScan(nn.Module):
     """The recurrence of a Mamba-2 layer, without parameters. `--recompute-modules core_attn` recomputes this module."""
 
-    def __init__(self, head_dim: int, state_dim: int, min_step: float, states_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        head_dim: int,
+        state_dim: int,
+        min_step: float,
+        states_dtype: torch.dtype | None = None,
+        *,
+        backend: Backend,
+    ) -> None:
         """`states_dtype` is the type of the states that are kept between chunks; None: that of the computation."""
         super().__init__()
-        self.head_dim, self.state_dim, self.min_step = head_dim, state_dim, min_step
-        self.states_dtype = states_dtype
+        self.backend = backend
+        self.settings: dict[str, Any] = {
+            "head_dim": head_dim,
+            "state_dim": state_dim,
+            "min_step": min_step,
+            "states_dtype": states_dtype,
+        }
 
     def forward(
         self, mixed: Tensor, step: Tensor, step_bias: Tensor, log_rate: Tensor, skip: Tensor, document: Tensor | None
     ) -> Tensor:
-        """Returns y [s, b, g, channels], in float32 at least, for x, B and C of each group [s, b, g, channels + 2 n],
-        dt [s, b, g, heads of a group], and dt_bias, A_log and D of each head."""
-        return self.advance(mixed, step, step_bias, log_rate, skip, document)[0]
+        """Returns y [s, b, g, channels] for x, B and C of each group [s, b, g, channels + 2 n], dt [s, b, g, heads of a
+        group], and dt_bias, A_log and D of each head."""
+        return self.backend.mamba_scan(mixed, step, step_bias, log_rate, skip, document, **self.settings)
 
-    def advance(
-        self,
-        mixed: Tensor,
-        step: Tensor,
-        step_bias: Tensor,
-        log_rate: Tensor,
-        skip: Tensor,
-        document: Tensor | None = None,
-        state: Tensor | None = None,
-        ended: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Returns y and the states [b, heads, n, p] after the last token, from the states `state` before the first,
-        default 0. Tokens where `ended` [s, b, 1] is True change no state."""
-        x, b, c = widened(mixed).split([mixed.shape[-1] - 2 * self.state_dim, self.state_dim, self.state_dim], -1)
-        heads = x.reshape(*x.shape[:2], -1, self.head_dim)  # [s, b, heads, p]
-        size = F.softplus(widened(step.flatten(2)) + widened(step_bias))
-        if self.min_step > 0.0:
-            size = size.clamp(min=self.min_step)
-        if ended is not None:
-            size = size.masked_fill(ended, 0.0)
-        output, state = ssd(
-            heads, size, -widened(log_rate).exp(), b, c, document, state, states_dtype=self.states_dtype
-        )
-        return (output + widened(skip)[:, None] * heads).reshape(x.shape), state
+    def advance(self, *arguments: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Returns the result of `mamba_scan_with_state`: y, and the states after the last token."""
+        return mamba_scan_with_state(*arguments, **self.settings)
 
 
 @dataclass(frozen=True)

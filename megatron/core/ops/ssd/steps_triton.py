@@ -1,0 +1,109 @@
+"""Step sizes and decays of Mamba-2 on a GPU, forward and backward."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron.core.ops.sum_rows_triton import sum_rows_triton
+from megatron.core.ops.tiles import cdiv, next_power_of_2
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _softplus(x):  # type: ignore[no-untyped-def]
+    """log(1 + exp(x)), as precise for a small result as for a large one."""
+    small = tl.exp(-tl.abs(x))
+    # log(1 + y) = y log(1 + y) / ((1 + y) - 1), for the y that 1 + y stands for.
+    rounded = 1.0 + small
+    difference = rounded - 1.0
+    ratio = tl.where(difference == 0.0, 1.0, tl.log(rounded) / tl.where(difference == 0.0, 1.0, difference))
+    return tl.maximum(x, 0.0) + small * ratio
+
+
+@triton.jit
+def _place(step, bias, length, heads, per_group, step_s, step_b, step_g, CHUNK: tl.constexpr, HEADS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """dt + dt_bias [tokens, heads] of a chunk, with pointers' offsets and masks."""
+    token = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    valid = (token < length)[:, None] & (head < heads)[None, :]
+    at = step + token.to(tl.int64)[:, None] * step_s + tl.program_id(2).to(tl.int64) * step_b
+    at += (head // per_group * step_g + head % per_group)[None, :]
+    x = tl.load(at, mask=valid, other=0.0).to(tl.float32)
+    return x + tl.load(bias + head, mask=head < heads, other=0.0).to(tl.float32)[None, :], token, head, valid
+
+
+@triton.jit
+def _steps_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluate annotations
+    sizes, sums, step, bias, log_rate, length, padded, heads, per_group, step_s, step_b, step_g, min_step,
+    CHUNK: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    x, token, head, valid = _place(step, bias, length, heads, per_group, step_s, step_b, step_g, CHUNK, HEADS)
+    size = tl.where(valid, tl.maximum(_softplus(x), min_step), 0.0)
+    rate = -tl.exp(tl.load(log_rate + head, mask=head < heads, other=0.0).to(tl.float32))
+    at = (tl.program_id(2) * heads + head[None, :]).to(tl.int64) * padded + token[:, None]
+    tl.store(sizes + at, size, mask=(head < heads)[None, :])
+    tl.store(sums + at, tl.cumsum(size * (rate * _LOG2_E)[None, :], 0), mask=(head < heads)[None, :])
+
+
+@triton.jit
+def _steps_backward_kernel(  # type: ignore[no-untyped-def]
+    step_gradient, parts, sizes_gradient, decays_gradient, step, bias, log_rate,
+    length, batch, padded, heads, per_group, step_s, step_b, step_g, min_step,
+    PARTS: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    x, token, head, valid = _place(step, bias, length, heads, per_group, step_s, step_b, step_g, CHUNK, HEADS)
+    of_size = tl.zeros((CHUNK, HEADS), tl.float32)
+    of_decay = tl.zeros((CHUNK, HEADS), tl.float32)
+    for part in tl.static_range(PARTS):
+        at = ((tl.program_id(2) * heads + head[None, :]) * PARTS + part).to(tl.int64) * padded + token[:, None]
+        of_size += tl.load(sizes_gradient + at, mask=valid, other=0.0)
+        of_decay += tl.load(decays_gradient + at, mask=valid, other=0.0)
+    rate = -tl.exp(tl.load(log_rate + head, mask=head < heads, other=0.0).to(tl.float32))[None, :]
+    size = _softplus(x)
+    of_rate = of_decay * tl.maximum(size, min_step) * rate
+    of_step = tl.where(size >= min_step, (of_size + of_decay * rate) * tl.sigmoid(x), 0.0)
+    at = step_gradient + (token.to(tl.int64)[:, None] * batch + tl.program_id(2)) * heads + head[None, :]
+    tl.store(at, of_step.to(step_gradient.dtype.element_ty), mask=valid)
+    row = (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)) * 2 * heads
+    tl.store(parts + row + head, tl.sum(of_step, 0), mask=head < heads)
+    tl.store(parts + row + heads + head, tl.sum(tl.where(valid, of_rate, 0.0), 0), mask=head < heads)
+
+
+def sizes_and_sums(step: Tensor, bias: Tensor, log_rate: Tensor, min_step: float, chunk: int) -> tuple[Tensor, Tensor]:
+    """Returns the step sizes max(softplus(dt + dt_bias), min_step), and the sums of the decays' logarithms, to base 2,
+    from the first token of a chunk until each token: both [b, h, s] in float32, with s filled up to whole chunks by
+    steps of 0. dt [s, b, g, heads of a group]."""
+    length, batch, groups, per_group = step.shape
+    heads, count = groups * per_group, cdiv(length, chunk)
+    sizes = torch.empty(batch, heads, count * chunk, dtype=torch.float32, device=step.device)
+    sums, tile = torch.empty_like(sizes), _heads_of_a_program(heads)
+    _steps_kernel[(count, cdiv(heads, tile), batch)](
+        sizes, sums, step, bias, log_rate, length, count * chunk, heads, per_group, *step.stride()[:3], min_step,
+        CHUNK=chunk, HEADS=tile,
+    )  # fmt: skip
+    return sizes, sums
+
+
+def gradients_of_steps(
+    of_sizes: Tensor, of_decays: Tensor, step: Tensor, bias: Tensor, log_rate: Tensor, min_step: float, chunk: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of dt, dt_bias and A_log from those of step sizes and of the decays' natural logarithms,
+    [b, h * parts, s], whose parts of a head are added up."""
+    length, batch, groups, per_group = step.shape
+    heads, count, padded = groups * per_group, cdiv(length, chunk), of_sizes.shape[2]
+    tile = _heads_of_a_program(heads)
+    step_gradient = torch.empty(step.shape, dtype=step.dtype, device=step.device)
+    parts = torch.empty(batch * count, 2 * heads, dtype=torch.float32, device=step.device)
+    _steps_backward_kernel[(count, cdiv(heads, tile), batch)](
+        step_gradient, parts, of_sizes, of_decays, step, bias, log_rate,
+        length, batch, padded, heads, per_group, *step.stride()[:3], min_step,
+        PARTS=of_sizes.shape[1] // heads, CHUNK=chunk, HEADS=tile,
+    )  # fmt: skip
+    of_bias, of_rate = sum_rows_triton(parts).split(heads)
+    return step_gradient, of_bias.to(bias.dtype), of_rate.to(log_rate.dtype)
+
+
+def _heads_of_a_program(heads: int) -> int:
+    return min(16, next_power_of_2(heads))
