@@ -37,12 +37,13 @@ def _scan_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluate annot
     group, row, chunk = (tl.program_id(0) // splits).to(tl.int64), tl.program_id(2), tl.program_id(1)
     first, t, p, n = chunk * CHUNK, tl.arange(0, CHUNK), tl.arange(0, WIDTH), tl.arange(0, STATES)
     token = first + t
-    x_at = mixed + row.to(tl.int64) * mixed_b + group * mixed_g + token.to(tl.int64)[:, None] * mixed_s
-    y_at = output + row.to(tl.int64) * output_b + group * output_g + token.to(tl.int64)[:, None] * output_s
+    x_at = mixed + first.to(tl.int64) * mixed_s + row.to(tl.int64) * mixed_b + group * mixed_g
+    y_at = output + first.to(tl.int64) * output_s + row.to(tl.int64) * output_b + group * output_g
+    x_s, y_s = t[:, None] * mixed_s, t[:, None] * output_s
     here, there = (token < length)[:, None], (n < state_dim)[None, :]
-    b_at = x_at + per_group * head_dim + n[None, :]
-    b = tl.load(b_at, mask=here & there, other=0.0)
-    c = tl.load(b_at + state_dim, mask=here & there, other=0.0)
+    b_at = x_at + per_group * head_dim
+    b = tl.load(b_at + x_s + n[None, :], mask=here & there, other=0.0)
+    c = tl.load(b_at + state_dim + x_s + n[None, :], mask=here & there, other=0.0)
     products = tl.dot(c, tl.trans(b), input_precision=PRECISION)
     pairs = t[:, None] >= t[None, :]
     from_before = t >= 0
@@ -54,9 +55,9 @@ def _scan_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluate annot
     for inner in tl.range(start, start + heads_of_program, num_stages=STAGES):
         head = group * per_group + inner // PARTS
         channel = inner % PARTS * WIDTH + p
-        at = inner // PARTS * head_dim + channel[None, :]
+        at = inner // PARTS * head_dim
         inside = here & (channel < head_dim)[None, :]
-        x = tl.load(x_at + at, mask=inside, other=0.0)
+        x = tl.load(x_at + at + x_s + channel[None, :], mask=inside, other=0.0)
         of_state = ((row * groups + group) * per_group * PARTS + inner) * count + chunk
         state = tl.load(states + of_state * (STATES * WIDTH) + n[:, None] * WIDTH + p[None, :])
         of_head = (row * groups * per_group + head) * count * CHUNK + first
@@ -67,7 +68,7 @@ def _scan_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluate annot
         y *= tl.where(from_before, tl.exp2(until), 0.0)[:, None]
         y = tl.dot(weight.to(x.dtype), x, y, input_precision=PRECISION)
         y += tl.load(skip + head).to(tl.float32) * x.to(tl.float32)
-        tl.store(y_at + at, y.to(output.dtype.element_ty), mask=inside)
+        tl.store(y_at + at + y_s + channel[None, :], y.to(output.dtype.element_ty), mask=inside)
 
 
 def mamba_scan_triton(
@@ -136,11 +137,9 @@ class _Scan(torch.autograd.Function):
         sizes = _sizes(mixed, head_dim, state_dim)
         steps, sums = sizes_and_sums(step, step_bias, log_rate, min_step, sizes.chunk)
         before = states_before_chunks(mixed, steps, sums, document, sizes, mixed.dtype)
-        after = gradients_after_chunks(dy, mixed, sums, document, sizes, mixed.dtype)
-        of_mixed, of_sizes, of_decays, of_skip = scan_gradients(
-            dy, mixed, before, after, steps, sums, skip, document, sizes
-        )
-        of_steps = gradients_of_steps(of_sizes, of_decays, step, step_bias, log_rate, min_step, sizes.chunk)
+        after, through = gradients_after_chunks(dy, mixed, before, sums, document, sizes)
+        of_mixed, of_skip, scalars = scan_gradients(dy, mixed, before, after, steps, sums, skip, document, sizes)
+        of_steps = gradients_of_steps(scalars, through, step, step_bias, log_rate, min_step, sizes.chunk)
         return of_mixed, *of_steps, of_skip, None, None, None, None
 
 
@@ -150,7 +149,8 @@ def _launch(output: Tensor, mixed: Tensor, *tensors_and_sizes: Any) -> None:
     grid = (sizes.groups * sizes.per_group * sizes.parts // heads, sizes.count, sizes.batch)
     _scan_kernel[grid](
         output, mixed, *tensors, *sizes.for_kernel(), *output.stride()[:3], *mixed.stride()[:3], heads,
-        PACKED=tensors[-1] is not None, **sizes.tiles(), STAGES=_STAGES, PRECISION=precision_of(mixed.dtype), num_warps=_WARPS,
+        PACKED=tensors[-1] is not None, **sizes.tiles(), STAGES=_STAGES, PRECISION=precision_of(mixed.dtype),
+        num_warps=_WARPS,
     )  # fmt: skip
 
 

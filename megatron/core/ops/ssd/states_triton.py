@@ -101,7 +101,7 @@ def _states_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluate ann
 
 @triton.jit
 def _state_gradients_kernel(  # type: ignore[no-untyped-def]
-    gradients, gradient, mixed, sums, document, length, groups, per_group, head_dim, state_dim, count,
+    gradients, through, gradient, mixed, states, sums, document, length, groups, per_group, head_dim, state_dim, count,
     gradient_s, gradient_b, gradient_g, mixed_s, mixed_b, mixed_g,
     PACKED: tl.constexpr, PARTS: tl.constexpr, CHUNK: tl.constexpr, STATES: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
@@ -115,12 +115,14 @@ def _state_gradients_kernel(  # type: ignore[no-untyped-def]
     y_at = gradient + row.to(tl.int64) * gradient_b + group * gradient_g + inner // PARTS * head_dim + channel
     c_at = mixed + row.to(tl.int64) * mixed_b + group * mixed_g + per_group * head_dim + state_dim + n
     of_head = (row * heads + v // PARTS).to(tl.int64) * (count * CHUNK)
-    target = gradients + (row * heads * PARTS + v).to(tl.int64) * count * (STATES * WIDTH)
-    target += (count - 1).to(tl.int64) * (STATES * WIDTH) + n[:, None] * WIDTH + p[None, :]
+    v = (row * heads * PARTS + v).to(tl.int64)
+    place = (v * count + count - 1) * (STATES * WIDTH) + n[:, None] * WIDTH + p[None, :]
     state = tl.zeros((BLOCK, WIDTH), tl.float32)
     for done in tl.range(0, count, num_stages=STAGES):
-        tl.store(target, state.to(gradients.dtype.element_ty))
-        first = (count - 1 - done) * CHUNK
+        tl.store(gradients + place, state.to(gradients.dtype.element_ty))
+        before_chunk = tl.load(states + place).to(tl.float32)
+        chunk = count - 1 - done
+        first = chunk * CHUNK
         token = first + t
         here = (token < length)[:, None]
         y = tl.load(
@@ -137,9 +139,11 @@ def _state_gradients_kernel(  # type: ignore[no-untyped-def]
             before = tl.load(document + tl.maximum(first - 1, 0))
             factor = tl.where(tl.load(document + token, mask=token < length, other=-1) == before, factor, 0.0)
             kept = tl.where(end == before, kept, 0.0)
+        passed = kept * tl.sum(tl.sum(before_chunk * state, 1), 0)
+        tl.store(through + (v * count + chunk) * tl.num_programs(0) + tl.program_id(0), passed)
         y = (y.to(tl.float32) * factor[:, None]).to(c.dtype)
         state = state * kept + tl.dot(tl.trans(c), y, input_precision=PRECISION)
-        target -= STATES * WIDTH
+        place -= STATES * WIDTH
 
 
 def states_before_chunks(
@@ -157,17 +161,20 @@ def states_before_chunks(
 
 
 def gradients_after_chunks(
-    gradient: Tensor, mixed: Tensor, sums: Tensor, document: Tensor | None, sizes: Sizes, dtype: torch.dtype
-) -> Tensor:
-    """Returns the gradient of the state after each chunk in the shape of `states_before_chunks`, from that of the
-    scan's result, [s, b, g, channels]."""
-    gradients = _new_states(mixed, sizes, dtype)
-    block = min(_BLOCK, sizes.states)
-    _state_gradients_kernel[(sizes.states // block, gradients.shape[1], sizes.batch)](
-        gradients, gradient, mixed, sums, document, *sizes.for_kernel(), *gradient.stride()[:3], *mixed.stride()[:3],
+    gradient: Tensor, mixed: Tensor, states: Tensor, sums: Tensor, document: Tensor | None, sizes: Sizes
+) -> tuple[Tensor, Tensor]:
+    """Returns the gradient of the state after each chunk in the shape and type of the states before them, from that of
+    the scan's result, [s, b, g, channels]. And the gradient of the logarithm of a chunk's decay from the states that it
+    passes on, in parts, [b, heads * parts, chunks, parts]."""
+    gradients, block = torch.empty_like(states), min(_BLOCK, sizes.states)
+    blocks = sizes.states // block
+    through = torch.empty(*states.shape[:3], blocks, dtype=torch.float32, device=states.device)
+    _state_gradients_kernel[(blocks, states.shape[1], sizes.batch)](
+        gradients, through, gradient, mixed, states, sums, document,
+        *sizes.for_kernel(), *gradient.stride()[:3], *mixed.stride()[:3],
         PACKED=document is not None, BLOCK=block, **sizes.tiles(), **_settings(mixed),
     )  # fmt: skip
-    return gradients
+    return gradients, through
 
 
 _BLOCK = 64

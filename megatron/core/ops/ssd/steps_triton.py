@@ -1,5 +1,7 @@
 """Step sizes and decays of Mamba-2 on a GPU, forward and backward."""
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -9,6 +11,20 @@ from megatron.core.ops.sum_rows_triton import sum_rows_triton
 from megatron.core.ops.tiles import cdiv, next_power_of_2
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@dataclass(frozen=True)
+class ScalarGradients:
+    """Gradients of step sizes and decays by the places in which they are, [b, heads * parts, s] in float32."""
+
+    sizes: Tensor
+    """Of step sizes, without what comes through decays."""
+    pairs: Tensor
+    """Of a token's decay (its natural logarithm), from pairs of tokens of its chunk before and after it."""
+    reads: Tensor
+    """Of all decays of the chunk until a token, with which it reads the state before the chunk."""
+    adds: Tensor
+    """Of all decays of the chunk after a token, with which it is added to the state after the chunk."""
 
 
 @triton.jit
@@ -49,17 +65,23 @@ def _steps_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluate anno
 
 @triton.jit
 def _steps_backward_kernel(  # type: ignore[no-untyped-def]
-    step_gradient, parts, sizes_gradient, decays_gradient, step, bias, log_rate,
+    step_gradient, parts, of_sizes, of_pairs, of_reads, of_adds, of_through, step, bias, log_rate,
     length, batch, padded, heads, per_group, step_s, step_b, step_g, min_step,
-    PARTS: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr,
+    PARTS: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     x, token, head, valid = _place(step, bias, length, heads, per_group, step_s, step_b, step_g, CHUNK, HEADS)
     of_size = tl.zeros((CHUNK, HEADS), tl.float32)
     of_decay = tl.zeros((CHUNK, HEADS), tl.float32)
     for part in tl.static_range(PARTS):
         at = ((tl.program_id(2) * heads + head[None, :]) * PARTS + part).to(tl.int64) * padded + token[:, None]
-        of_size += tl.load(sizes_gradient + at, mask=valid, other=0.0)
-        of_decay += tl.load(decays_gradient + at, mask=valid, other=0.0)
+        of_size += tl.load(of_sizes + at, mask=valid, other=0.0)
+        of_decay += tl.load(of_pairs + at, mask=valid, other=0.0)
+        of_decay += tl.cumsum(tl.load(of_reads + at, mask=valid, other=0.0), 0, reverse=True)
+        added = tl.load(of_adds + at, mask=valid, other=0.0)
+        of_decay += tl.cumsum(added, 0) - added
+        at = ((tl.program_id(2) * heads + head) * PARTS + part) * tl.num_programs(0) + tl.program_id(0)
+        for block in tl.static_range(BLOCKS):
+            of_decay += tl.load(of_through + at * BLOCKS + block, mask=head < heads, other=0.0)[None, :]
     rate = -tl.exp(tl.load(log_rate + head, mask=head < heads, other=0.0).to(tl.float32))[None, :]
     size = _softplus(x)
     of_rate = of_decay * tl.maximum(size, min_step) * rate
@@ -87,19 +109,25 @@ def sizes_and_sums(step: Tensor, bias: Tensor, log_rate: Tensor, min_step: float
 
 
 def gradients_of_steps(
-    of_sizes: Tensor, of_decays: Tensor, step: Tensor, bias: Tensor, log_rate: Tensor, min_step: float, chunk: int
+    gradients: ScalarGradients,
+    of_through: Tensor,
+    step: Tensor,
+    bias: Tensor,
+    log_rate: Tensor,
+    min_step: float,
+    chunk: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of dt, dt_bias and A_log from those of step sizes and of the decays' natural logarithms,
-    [b, h * parts, s], whose parts of a head are added up."""
+    """Returns the gradients of dt, dt_bias and A_log. `of_through` [b, heads * parts, chunks, parts]: that of all
+    decays of a chunk, from the states that pass through it. Parts are added up."""
     length, batch, groups, per_group = step.shape
-    heads, count, padded = groups * per_group, cdiv(length, chunk), of_sizes.shape[2]
+    heads, count = groups * per_group, cdiv(length, chunk)
     tile = _heads_of_a_program(heads)
     step_gradient = torch.empty(step.shape, dtype=step.dtype, device=step.device)
     parts = torch.empty(batch * count, 2 * heads, dtype=torch.float32, device=step.device)
     _steps_backward_kernel[(count, cdiv(heads, tile), batch)](
-        step_gradient, parts, of_sizes, of_decays, step, bias, log_rate,
-        length, batch, padded, heads, per_group, *step.stride()[:3], min_step,
-        PARTS=of_sizes.shape[1] // heads, CHUNK=chunk, HEADS=tile,
+        step_gradient, parts, gradients.sizes, gradients.pairs, gradients.reads, gradients.adds, of_through,
+        step, bias, log_rate, length, batch, count * chunk, heads, per_group, *step.stride()[:3], min_step,
+        PARTS=of_through.shape[1] // heads, BLOCKS=of_through.shape[3], CHUNK=chunk, HEADS=tile,
     )  # fmt: skip
     of_bias, of_rate = sum_rows_triton(parts).split(heads)
     return step_gradient, of_bias.to(bias.dtype), of_rate.to(log_rate.dtype)
