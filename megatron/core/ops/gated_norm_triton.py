@@ -105,6 +105,8 @@ def gated_rms_norm_triton(inputs: Tensor, gate: Tensor, weight: Tensor, epsilon:
 
 _TILE = 4096
 _BACKWARD_TILE = 2048
+_BACKWARD_WARPS = 0
+_WARPS = 0
 _STAGES = 1
 
 
@@ -119,6 +121,7 @@ class _GatedNorm(torch.autograd.Function):
         ctx.weight, ctx.epsilon, ctx.gate_first = weight, epsilon, gate_first
         output = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
         x, z, (rows, *sizes), tile = _as_rows(inputs), _as_rows(gate), _sizes(inputs), _tile(inputs.shape[-1], _TILE)
+        tile["num_warps"] = _WARPS or tile["num_warps"]
         _gated_norm_kernel[(cdiv(rows, tile["ROWS"]), sizes[1])](
             output, x, z, weight.detach().contiguous(), rows, *sizes, epsilon, *x.stride()[:4], *z.stride()[:4],
             _weight_stride(weight), GATE_FIRST=gate_first, **tile,
@@ -134,6 +137,7 @@ class _GatedNorm(torch.autograd.Function):
         )
         x, z, dy = _as_rows(inputs), _as_rows(gate), _as_rows(output_gradient)
         (rows, *sizes), tile = _sizes(inputs), _tile(inputs.shape[-1], _BACKWARD_TILE)
+        tile["num_warps"] = _BACKWARD_WARPS or tile["num_warps"]
         groups, width = sizes[1], inputs.shape[-1]
         most = cdiv(_PROGRAMS * num_multiprocessors(x.device), groups)
         programs = max(1, min(cdiv(rows, tile["ROWS"]), most))

@@ -156,7 +156,7 @@ def _launch(output: Tensor, mixed: Tensor, *tensors_and_sizes: Any) -> None:
 
 _HEADS = 8
 """Most heads of a program."""
-_STAGES = 2
+_STAGES = 3
 _WARPS = 4
 
 

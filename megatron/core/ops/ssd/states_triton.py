@@ -64,12 +64,12 @@ def _states_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluate ann
     states, mixed, sizes, sums, document, length, groups, per_group, head_dim, state_dim, count,
     mixed_s, mixed_b, mixed_g,
     PACKED: tl.constexpr, PARTS: tl.constexpr, CHUNK: tl.constexpr, STATES: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     v, row = tl.program_id(1), tl.program_id(2)
     heads, inner = groups * per_group, v % (per_group * PARTS)
-    t, p = tl.arange(0, CHUNK), tl.arange(0, WIDTH)
-    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    t, p = tl.arange(0, CHUNK), tl.program_id(0) % (WIDTH // COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)
+    n = tl.program_id(0) // (WIDTH // COLUMNS) * BLOCK + tl.arange(0, BLOCK)
     channel = inner % PARTS * WIDTH + p
     x_at = mixed + row.to(tl.int64) * mixed_b + (v // (per_group * PARTS)).to(tl.int64) * mixed_g
     b_at = x_at + per_group * head_dim + n
@@ -77,7 +77,7 @@ def _states_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluate ann
     of_head = (row * heads + v // PARTS).to(tl.int64) * (count * CHUNK)
     target = states + (row * heads * PARTS + v).to(tl.int64) * count * (STATES * WIDTH)
     target += n[:, None] * WIDTH + p[None, :]
-    state = tl.zeros((BLOCK, WIDTH), tl.float32)
+    state = tl.zeros((BLOCK, COLUMNS), tl.float32)
     for chunk in tl.range(0, count, num_stages=STAGES):
         tl.store(target, state.to(states.dtype.element_ty))
         first = chunk * CHUNK
@@ -104,20 +104,20 @@ def _state_gradients_kernel(  # type: ignore[no-untyped-def]
     gradients, through, gradient, mixed, states, sums, document, length, groups, per_group, head_dim, state_dim, count,
     gradient_s, gradient_b, gradient_g, mixed_s, mixed_b, mixed_g,
     PACKED: tl.constexpr, PARTS: tl.constexpr, CHUNK: tl.constexpr, STATES: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     v, row = tl.program_id(1), tl.program_id(2)
     heads, inner = groups * per_group, v % (per_group * PARTS)
     group = (v // (per_group * PARTS)).to(tl.int64)
-    t, p = tl.arange(0, CHUNK), tl.arange(0, WIDTH)
-    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    t, p = tl.arange(0, CHUNK), tl.program_id(0) % (WIDTH // COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)
+    n = tl.program_id(0) // (WIDTH // COLUMNS) * BLOCK + tl.arange(0, BLOCK)
     channel = inner % PARTS * WIDTH + p
     y_at = gradient + row.to(tl.int64) * gradient_b + group * gradient_g + inner // PARTS * head_dim + channel
     c_at = mixed + row.to(tl.int64) * mixed_b + group * mixed_g + per_group * head_dim + state_dim + n
     of_head = (row * heads + v // PARTS).to(tl.int64) * (count * CHUNK)
     v = (row * heads * PARTS + v).to(tl.int64)
     place = (v * count + count - 1) * (STATES * WIDTH) + n[:, None] * WIDTH + p[None, :]
-    state = tl.zeros((BLOCK, WIDTH), tl.float32)
+    state = tl.zeros((BLOCK, COLUMNS), tl.float32)
     for done in tl.range(0, count, num_stages=STAGES):
         tl.store(gradients + place, state.to(gradients.dtype.element_ty))
         before_chunk = tl.load(states + place).to(tl.float32)
@@ -152,10 +152,10 @@ def states_before_chunks(
     """Returns the state before each chunk, [b, heads * parts, chunks, n, p] in a type, filled up with zeros to whole
     tiles. `mixed` [s, b, g, ...] has x, B and C of each group."""
     states = _new_states(mixed, sizes, dtype)
-    block = min(_BLOCK, sizes.states)
-    _states_kernel[(sizes.states // block, states.shape[1], sizes.batch)](
+    blocks, settings = _blocks(sizes, mixed.dtype)
+    _states_kernel[(blocks, states.shape[1], sizes.batch)](
         states, mixed, steps, sums, document, *sizes.for_kernel(), *mixed.stride()[:3],
-        PACKED=document is not None, BLOCK=block, **sizes.tiles(), **_settings(mixed),
+        PACKED=document is not None, **sizes.tiles(), **settings,
     )  # fmt: skip
     return states
 
@@ -166,21 +166,29 @@ def gradients_after_chunks(
     """Returns the gradient of the state after each chunk in the shape and type of the states before them, from that of
     the scan's result, [s, b, g, channels]. And the gradient of the logarithm of a chunk's decay from the states that it
     passes on, in parts, [b, heads * parts, chunks, parts]."""
-    gradients, block = torch.empty_like(states), min(_BLOCK, sizes.states)
-    blocks = sizes.states // block
+    gradients, (blocks, settings) = torch.empty_like(states), _blocks(sizes, mixed.dtype)
     through = torch.empty(*states.shape[:3], blocks, dtype=torch.float32, device=states.device)
     _state_gradients_kernel[(blocks, states.shape[1], sizes.batch)](
         gradients, through, gradient, mixed, states, sums, document,
         *sizes.for_kernel(), *gradient.stride()[:3], *mixed.stride()[:3],
-        PACKED=document is not None, BLOCK=block, **sizes.tiles(), **_settings(mixed),
+        PACKED=document is not None, **sizes.tiles(), **settings,
     )  # fmt: skip
     return gradients, through
 
 
 _BLOCK = 64
 """Numbers of B or C of a program."""
+_COLUMNS = 32
+"""Channels of a program."""
 _STAGES = 3
 _WARPS = 4
+
+
+def _blocks(sizes: Sizes, dtype: torch.dtype) -> tuple[int, dict[str, Any]]:
+    """Returns how many programs share a state, and their settings."""
+    block, columns = min(_BLOCK, sizes.states), min(_COLUMNS, sizes.tile)
+    settings = {"BLOCK": block, "COLUMNS": columns, "STAGES": _STAGES, "PRECISION": precision_of(dtype)}
+    return sizes.states // block * (sizes.tile // columns), {**settings, "num_warps": _WARPS}
 
 
 def _new_states(mixed: Tensor, sizes: Sizes, dtype: torch.dtype) -> Tensor:
@@ -191,7 +199,3 @@ def _new_states(mixed: Tensor, sizes: Sizes, dtype: torch.dtype) -> Tensor:
 def precision_of(dtype: torch.dtype) -> str:
     """Returns the precision of products of numbers of a type: that of the type."""
     return "ieee" if dtype is torch.float32 else "tf32"
-
-
-def _settings(mixed: Tensor) -> dict[str, Any]:
-    return {"STAGES": _STAGES, "PRECISION": precision_of(mixed.dtype), "num_warps": _WARPS}
