@@ -233,9 +233,8 @@ class _CausalConv(torch.autograd.Function):
             inputs_gradient, parts, dy, x, weight, ctx.bias, document, *_sizes(x), *dy.stride()[:3], *x.stride()[:3],
             **_settings(ctx, x),
         )  # fmt: skip
-        sums = sum_rows_triton(parts.flatten(1)).view(weight.shape[0], -1)
-        bias_gradient = sums[:, taps].to(ctx.bias.dtype) if has_bias else None
-        return inputs_gradient, sums[:, :taps].to(weight.dtype), bias_gradient, None, None
+        sums = sum_rows_triton(parts.flatten(1), weight.dtype).view(weight.shape[0], -1)
+        return inputs_gradient, sums[:, :taps], sums[:, taps] if has_bias else None, None, None
 
 
 def _in_groups(inputs: Tensor) -> Tensor:

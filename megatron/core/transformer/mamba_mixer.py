@@ -151,7 +151,8 @@ class MambaMixer(MegatronModule):
 
     def _own(self, parameter: Tensor) -> Tensor:
         """Returns the part of a parameter that belongs to the groups of this context parallel rank."""
-        return parameter.chunk(group_size(self.cp_group))[group_rank(self.cp_group)]
+        ranks = group_size(self.cp_group)
+        return parameter if ranks == 1 else parameter.chunk(ranks)[group_rank(self.cp_group)]
 
     def _convolved(self, mixed: Tensor, document: Tensor | None, silu: bool = False) -> Tensor:
         weight, bias = self._own(self.conv1d.weight), self._own(self.conv1d.bias)

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from megatron.core.ops.ssd.states_triton import Sizes, precision_of
 from megatron.core.ops.ssd.steps_triton import ScalarGradients
-from megatron.core.ops.sum_rows_triton import num_multiprocessors, sum_rows_triton
+from megatron.core.ops.sum_rows_triton import num_multiprocessors
 
-_STAGES = 2
+_QUERIES_STAGES = 3
+_KEYS_STAGES = 2
 _WARPS = 4
 
 
@@ -44,7 +45,7 @@ def _queries_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluate an
     c = tl.load(b_at + state_dim + x_s + n[None, :], mask=here & there, other=0.0)
     products = tl.dot(c, tl.trans(b), input_precision=PRECISION)
     pairs, from_before = t[:, None] >= t[None, :], t >= 0
-    earlier = (t[:, None] < t[None, :]).to(c.dtype)
+    earlier = (t[:, None] < t[None, :]).to(tl.float32)
     if PACKED:
         number = tl.load(document + token, mask=token < length, other=-1)
         pairs &= number[:, None] == tl.load(document + token, mask=token < length, other=-1)[None, :]
@@ -66,7 +67,7 @@ def _queries_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluate an
         w *= decay * tl.load(sizes + of_head + t)[None, :]
         of_products += w
         # The decay of token j is in all pairs of a token before it and one from it on.
-        crossing = tl.where(t[:, None] > t[None, :], w * products, 0.0).to(x.dtype)
+        crossing = tl.where(t[:, None] > t[None, :], w * products, 0.0)
         crossing = tl.dot(crossing, earlier, input_precision=PRECISION)
         crossing = tl.sum(tl.where(t[:, None] >= t[None, :], crossing, 0.0), 0)
         tl.store(pairs_gradient + v * count * CHUNK + first + t, crossing)
@@ -170,16 +171,16 @@ def scan_gradients(
     skip: Tensor,
     document: Tensor | None,
     sizes: Sizes,
-) -> tuple[Tensor, Tensor, ScalarGradients]:
-    """Returns the gradients of x, B and C in the shape of `mixed`, that of D, and those of step sizes and decays.
-    `states` are those before each chunk, `after` the gradients of those after each chunk."""
+) -> tuple[Tensor, ScalarGradients]:
+    """Returns the gradients of x, B and C in the shape of `mixed`, and those of each head's scalars. `states` are those
+    before each chunk, `after` the gradients of those after each chunk."""
     of_mixed = torch.empty(mixed.shape, dtype=mixed.dtype, device=mixed.device)
     heads, device = sizes.per_group * sizes.parts, mixed.device
     splits, total = _splits(sizes, heads, num_multiprocessors(device)), sizes.groups * heads
     scalars = ScalarGradients(
-        *(torch.empty(sizes.batch, total, steps.shape[2], dtype=torch.float32, device=device) for _ in range(4))
+        *(torch.empty(sizes.batch, total, steps.shape[2], dtype=torch.float32, device=device) for _ in range(4)),
+        torch.empty(sizes.batch, sizes.count, total, dtype=torch.float32, device=device),
     )
-    skip_parts = torch.empty(sizes.batch * sizes.count, total, dtype=torch.float32, device=device)
     pairs = splits, sizes.batch, sizes.count, sizes.groups, sizes.chunk, sizes.chunk
     of_products = torch.empty(pairs, dtype=mixed.dtype, device=device)
     parts = None
@@ -187,20 +188,19 @@ def scan_gradients(
         parts = torch.empty(splits, *mixed.shape[:3], 2 * sizes.state_dim, dtype=torch.float32, device=device)
     grid = sizes.groups * splits, sizes.count, sizes.batch
     shared = *sizes.for_kernel(), *gradient.stride()[:3], *mixed.stride()[:3], sizes.batch, heads // splits
-    settings = {"PACKED": document is not None, "SPLIT": splits > 1, **sizes.tiles(), "STAGES": _STAGES}
+    settings = {"PACKED": document is not None, "SPLIT": splits > 1, **sizes.tiles()}
     settings |= {"PRECISION": precision_of(mixed.dtype), "num_warps": _WARPS}
     _queries_kernel[grid](
-        of_mixed, parts, of_products, scalars.pairs, scalars.reads, skip_parts,
-        gradient, mixed, states, steps, sums, document, *shared, **settings,
+        of_mixed, parts, of_products, scalars.pairs, scalars.reads, scalars.skip,
+        gradient, mixed, states, steps, sums, document, *shared, STAGES=_QUERIES_STAGES, **settings,
     )  # fmt: skip
     _keys_kernel[grid](
         of_mixed, parts, of_products, scalars.sizes, scalars.adds,
-        gradient, mixed, after, steps, sums, skip, document, *shared, **settings,
+        gradient, mixed, after, steps, sums, skip, document, *shared, STAGES=_KEYS_STAGES, **settings,
     )  # fmt: skip
     if parts is not None:
         of_mixed[..., -2 * sizes.state_dim :].copy_(parts.sum(0))
-    of_skip = sum_rows_triton(skip_parts).view(-1, sizes.parts).sum(1).to(skip.dtype)
-    return of_mixed, of_skip, scalars
+    return of_mixed, scalars
 
 
 def _splits(sizes: Sizes, heads: int, multiprocessors: int) -> int:

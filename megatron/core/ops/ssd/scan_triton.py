@@ -2,7 +2,7 @@
 
 One kernel computes step sizes and decays, one the states before each chunk, and one the results. A program of the last
 has a chunk and the heads of a group, one after the other, so C B^T is computed once for a group and the gradients of B
-and C are sums in its registers. Backward keeps nothing but the inputs and computes the states again.
+and C are sums in its registers. Backward keeps the inputs and the step sizes, and computes the states again.
 """
 
 import math
@@ -117,30 +117,30 @@ class _Scan(torch.autograd.Function):
         state_dim: int,
         min_step: float,
     ) -> Tensor:
-        ctx.save_for_backward(mixed, step, document)
         # Keeps the parameters instead of saved tensors; `ops.linear._Linear` says why.
         ctx.parameters, ctx.sizes = (step_bias, log_rate, skip), (head_dim, state_dim, min_step)
-        mixed, step = _last_contiguous(mixed), _last_contiguous(step)
-        sizes = _sizes(mixed, head_dim, state_dim)
-        steps, sums = sizes_and_sums(step, step_bias, log_rate, min_step, sizes.chunk)
-        states = states_before_chunks(mixed, steps, sums, document, sizes, mixed.dtype)
-        output = torch.empty(*mixed.shape[:3], mixed.shape[3] - 2 * state_dim, dtype=mixed.dtype, device=mixed.device)
-        _launch(output, mixed, states, steps, sums, skip, document, sizes)
+        x, dt = _last_contiguous(mixed), _last_contiguous(step)
+        sizes = _sizes(x, head_dim, state_dim)
+        steps, sums = sizes_and_sums(dt, step_bias, log_rate, min_step, sizes.chunk)
+        ctx.save_for_backward(mixed, step, document, steps, sums)
+        states = states_before_chunks(x, steps, sums, document, sizes, x.dtype)
+        output = torch.empty(*x.shape[:3], x.shape[3] - 2 * state_dim, dtype=x.dtype, device=x.device)
+        _launch(output, x, states, steps, sums, skip, document, sizes)
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (mixed, step, document), (step_bias, log_rate, skip) = ctx.saved_tensors, ctx.parameters
+        mixed, step, document, steps, sums = ctx.saved_tensors
         head_dim, state_dim, min_step = ctx.sizes
         mixed, step, dy = _last_contiguous(mixed), _last_contiguous(step), _last_contiguous(output_gradient)
         sizes = _sizes(mixed, head_dim, state_dim)
-        steps, sums = sizes_and_sums(step, step_bias, log_rate, min_step, sizes.chunk)
         before = states_before_chunks(mixed, steps, sums, document, sizes, mixed.dtype)
         after, through = gradients_after_chunks(dy, mixed, before, sums, document, sizes)
-        of_mixed, of_skip, scalars = scan_gradients(dy, mixed, before, after, steps, sums, skip, document, sizes)
-        of_steps = gradients_of_steps(scalars, through, step, step_bias, log_rate, min_step, sizes.chunk)
-        return of_mixed, *of_steps, of_skip, None, None, None, None
+        skip = ctx.parameters[2]
+        of_mixed, scalars = scan_gradients(dy, mixed, before, after, steps, sums, skip, document, sizes)
+        of_scalars = gradients_of_steps(scalars, through, step, ctx.parameters, min_step, sizes.chunk)
+        return of_mixed, *of_scalars, None, None, None, None
 
 
 def _launch(output: Tensor, mixed: Tensor, *tensors_and_sizes: Any) -> None:

@@ -178,7 +178,7 @@ def gradients_after_chunks(
 
 _BLOCK = 64
 """Numbers of B or C of a program."""
-_COLUMNS = 32
+_COLUMNS = 64
 """Channels of a program."""
 _STAGES = 3
 _WARPS = 4

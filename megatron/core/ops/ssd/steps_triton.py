@@ -25,6 +25,8 @@ class ScalarGradients:
     """Of all decays of the chunk until a token, with which it reads the state before the chunk."""
     adds: Tensor
     """Of all decays of the chunk after a token, with which it is added to the state after the chunk."""
+    skip: Tensor
+    """Of D, from each chunk: [b, chunks, heads * parts]."""
 
 
 @triton.jit
@@ -65,13 +67,15 @@ def _steps_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluate anno
 
 @triton.jit
 def _steps_backward_kernel(  # type: ignore[no-untyped-def]
-    step_gradient, parts, of_sizes, of_pairs, of_reads, of_adds, of_through, step, bias, log_rate,
+    step_gradient, parts, of_sizes, of_pairs, of_reads, of_adds, of_skip, of_through, step, bias, log_rate,
     length, batch, padded, heads, per_group, step_s, step_b, step_g, min_step,
     PARTS: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     x, token, head, valid = _place(step, bias, length, heads, per_group, step_s, step_b, step_g, CHUNK, HEADS)
     of_size = tl.zeros((CHUNK, HEADS), tl.float32)
     of_decay = tl.zeros((CHUNK, HEADS), tl.float32)
+    of_d = tl.zeros((HEADS,), tl.float32)
+    row = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
     for part in tl.static_range(PARTS):
         at = ((tl.program_id(2) * heads + head[None, :]) * PARTS + part).to(tl.int64) * padded + token[:, None]
         of_size += tl.load(of_sizes + at, mask=valid, other=0.0)
@@ -80,6 +84,7 @@ def _steps_backward_kernel(  # type: ignore[no-untyped-def]
         added = tl.load(of_adds + at, mask=valid, other=0.0)
         of_decay += tl.cumsum(added, 0) - added
         at = ((tl.program_id(2) * heads + head) * PARTS + part) * tl.num_programs(0) + tl.program_id(0)
+        of_d += tl.load(of_skip + (row * heads + head) * PARTS + part, mask=head < heads, other=0.0)
         for block in tl.static_range(BLOCKS):
             of_decay += tl.load(of_through + at * BLOCKS + block, mask=head < heads, other=0.0)[None, :]
     rate = -tl.exp(tl.load(log_rate + head, mask=head < heads, other=0.0).to(tl.float32))[None, :]
@@ -88,9 +93,10 @@ def _steps_backward_kernel(  # type: ignore[no-untyped-def]
     of_step = tl.where(size >= min_step, (of_size + of_decay * rate) * tl.sigmoid(x), 0.0)
     at = step_gradient + (token.to(tl.int64)[:, None] * batch + tl.program_id(2)) * heads + head[None, :]
     tl.store(at, of_step.to(step_gradient.dtype.element_ty), mask=valid)
-    row = (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)) * 2 * heads
-    tl.store(parts + row + head, tl.sum(of_step, 0), mask=head < heads)
-    tl.store(parts + row + heads + head, tl.sum(tl.where(valid, of_rate, 0.0), 0), mask=head < heads)
+    sums = parts + row * 3 * heads + head
+    tl.store(sums, tl.sum(of_step, 0), mask=head < heads)
+    tl.store(sums + heads, tl.sum(tl.where(valid, of_rate, 0.0), 0), mask=head < heads)
+    tl.store(sums + 2 * heads, of_d, mask=head < heads)
 
 
 def sizes_and_sums(step: Tensor, bias: Tensor, log_rate: Tensor, min_step: float, chunk: int) -> tuple[Tensor, Tensor]:
@@ -112,25 +118,26 @@ def gradients_of_steps(
     gradients: ScalarGradients,
     of_through: Tensor,
     step: Tensor,
-    bias: Tensor,
-    log_rate: Tensor,
+    parameters: tuple[Tensor, Tensor, Tensor],
     min_step: float,
     chunk: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of dt, dt_bias and A_log. `of_through` [b, heads * parts, chunks, parts]: that of all
+) -> tuple[Tensor, ...]:
+    """Returns the gradients of dt, dt_bias, A_log and D. `of_through` [b, heads * parts, chunks, parts]: that of all
     decays of a chunk, from the states that pass through it. Parts are added up."""
     length, batch, groups, per_group = step.shape
     heads, count = groups * per_group, cdiv(length, chunk)
+    bias, log_rate, _ = parameters
     tile = _heads_of_a_program(heads)
     step_gradient = torch.empty(step.shape, dtype=step.dtype, device=step.device)
-    parts = torch.empty(batch * count, 2 * heads, dtype=torch.float32, device=step.device)
+    parts = torch.empty(batch * count, 3 * heads, dtype=torch.float32, device=step.device)
     _steps_backward_kernel[(count, cdiv(heads, tile), batch)](
-        step_gradient, parts, gradients.sizes, gradients.pairs, gradients.reads, gradients.adds, of_through,
+        step_gradient, parts, gradients.sizes, gradients.pairs, gradients.reads, gradients.adds, gradients.skip, of_through,
         step, bias, log_rate, length, batch, count * chunk, heads, per_group, *step.stride()[:3], min_step,
         PARTS=of_through.shape[1] // heads, BLOCKS=of_through.shape[3], CHUNK=chunk, HEADS=tile,
     )  # fmt: skip
-    of_bias, of_rate = sum_rows_triton(parts).split(heads)
-    return step_gradient, of_bias.to(bias.dtype), of_rate.to(log_rate.dtype)
+    dtype = bias.dtype if len({parameter.dtype for parameter in parameters}) == 1 else torch.float32
+    sums = sum_rows_triton(parts, dtype).split(heads)
+    return step_gradient, *(total.to(parameter.dtype) for total, parameter in zip(sums, parameters, strict=True))
 
 
 def _heads_of_a_program(heads: int) -> int:
