@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDataset
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.models.bert.bert_layer_specs import get_bert_encoder_block_spec
 from megatron.core.models.bert.bert_model import BertModel
 from megatron.core.tokens import Tokens
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, block_spec_of_flag
+from megatron.data.datasets.bert_dataset import BERTMaskedWordPieceDataset
+from megatron.data.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.training import pretrain
 from megatron.training.data.bert_data import BertBatch, bert_dataset_config
 from megatron.training.data.step_data import StepData

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.context_parallel import sequence_part
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tokens import SequencePart, Tokens
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, block_spec_of_flag
+from megatron.data.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.training import pretrain
 from megatron.training.data.batch import Batch
 from megatron.training.data.gpt_data import gpt_dataset_config, gpt_dataset_kind

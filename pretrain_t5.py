@@ -17,12 +17,12 @@ if __name__ == "__main__":  # before the imports that take seconds
 
 from torch import Tensor, nn
 
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.t5_dataset import T5MaskedWordPieceDataset
 from megatron.core.exceptions import UserError
 from megatron.core.models.T5 import T5Model
 from megatron.core.models.T5.t5_spec import get_t5_decoder_with_local_block_spec, get_t5_encoder_with_local_block_spec
 from megatron.core.transformer.layer_inputs import key_padding_mask
+from megatron.data.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.data.datasets.t5_dataset import T5MaskedWordPieceDataset
 from megatron.training import pretrain
 from megatron.training.data.step_data import StepData
 from megatron.training.data.t5_data import T5Batch, t5_dataset_config

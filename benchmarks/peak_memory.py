@@ -14,17 +14,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import pretrain_gpt
 from benchmarks.layouts import find_cell
-from megatron.core.num_microbatches_calculator import BatchSchedule
 from megatron.core.pipeline_parallel.orders import Schedule, schedule_name
 from megatron.core.pipeline_parallel.simulator import simulate
 from megatron.core.pipeline_parallel.stages import pipeline_of
 from megatron.core.transformer.moe.allgather_dispatcher import SPARE_ROWS
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.diagnosis.dry_run.dry_run import dry_run
+from megatron.diagnosis.dry_run.rank_memory import RankMemory
+from megatron.facades.num_microbatches_calculator import BatchSchedule
 from megatron.training.arguments import configure
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.settings import LaunchEnvironment
-from megatron.training.dry_run.dry_run import dry_run
-from megatron.training.dry_run.rank_memory import RankMemory
 from megatron.training.providers import Providers
 from tools.bench import build_datasets, read_options
 

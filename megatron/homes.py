@@ -1,8 +1,9 @@
 """Where Megatron-LM's public names are defined, for scripts that import them from another module.
 
-A name is defined once. Two tables lead to the definitions:
+A name is defined once. Three tables lead to the definitions:
 
 - `lazy_names` gives a package names of its modules, which are imported when the name is first used;
+- `MOVED` lists modules that have another path now; both paths give the same module;
 - `OLD_HOMES` lists modules that do not exist here and that scripts of Megatron-LM's releases import. This table is the
   only place for them: a module of the table is made when a script imports it. Our own code does not import them.
 
@@ -11,6 +12,7 @@ what to do instead.
 """
 
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -98,20 +100,20 @@ OLD_HOMES: dict[str, str | dict[str, str | NotHere]] = {
         "get_timers": "megatron.training",
         "get_tokenizer": "megatron.training",
         "get_tensorboard_writer": "megatron.training",
-        "get_num_microbatches": "megatron.core.num_microbatches_calculator",
-        "get_current_global_batch_size": "megatron.core.num_microbatches_calculator",
-        "update_num_microbatches": "megatron.core.num_microbatches_calculator",
-        "initialize_megatron": "megatron.training.initialize",
-        "is_last_rank": "megatron.training.utils",
-        "print_rank_0": "megatron.training.utils",
-        "print_rank_last": "megatron.training.utils",
+        "get_num_microbatches": "megatron.facades.num_microbatches_calculator",
+        "get_current_global_batch_size": "megatron.facades.num_microbatches_calculator",
+        "update_num_microbatches": "megatron.facades.num_microbatches_calculator",
+        "initialize_megatron": "megatron.facades.initialize",
+        "is_last_rank": "megatron.facades.utils",
+        "print_rank_0": "megatron.facades.utils",
+        "print_rank_last": "megatron.facades.utils",
     },
     "megatron.arguments": "megatron.training.arguments",
-    "megatron.checkpointing": "megatron.training.checkpointing",
-    "megatron.global_vars": "megatron.training.global_vars",
-    "megatron.initialize": "megatron.training.initialize",
+    "megatron.checkpointing": "megatron.facades.checkpointing",
+    "megatron.global_vars": "megatron.facades.global_vars",
+    "megatron.initialize": "megatron.facades.initialize",
     "megatron.model": {**_LEGACY_MODELS},
-    "megatron.utils": "megatron.training.utils",
+    "megatron.utils": "megatron.facades.utils",
     # Releases 0.6 to 0.16
     "megatron.legacy.model": {**_LEGACY_MODELS},
     "megatron.core.models.gpt.experimental_attention_variant_module_specs": {
@@ -124,17 +126,17 @@ OLD_HOMES: dict[str, str | dict[str, str | NotHere]] = {
         "MegatronTokenizer": NotHere("the run's tokenizer is megatron.training.get_tokenizer()"),
     },
     "megatron.core.tokenizers.text.utils.build_tokenizer": {
-        "build_tokenizer": "megatron.training.tokenizer.build:build_tokenizer_of_args",
+        "build_tokenizer": "megatron.data.tokenizer.build:build_tokenizer_of_args",
     },
-    "megatron.training.datasets.fim_dataset": "megatron.core.datasets.fim_dataset",
-    "megatron.training.datasets.sft_dataset": "megatron.core.datasets.sft_dataset",
+    "megatron.training.datasets.fim_dataset": "megatron.data.datasets.fim_dataset",
+    "megatron.training.datasets.sft_dataset": "megatron.data.datasets.sft_dataset",
     "megatron.training.inprocess_restart": {
         "maybe_wrap_for_inprocess_restart": "megatron.training.launch.start_times",
     },
     "megatron.training.tokenizer.tokenizer": {
-        "_NullTokenizer": "megatron.training.tokenizer.null:NullTokenizer",
-        "MegatronTokenizer": "megatron.training.tokenizer.base:Tokenizer",
-        "build_tokenizer": "megatron.training.tokenizer.build:build_tokenizer_of_args",
+        "_NullTokenizer": "megatron.data.tokenizer.null:NullTokenizer",
+        "MegatronTokenizer": "megatron.data.tokenizer.base:Tokenizer",
+        "build_tokenizer": "megatron.data.tokenizer.build:build_tokenizer_of_args",
     },
     "megatron.training.yaml_arguments": {"core_transformer_config_from_yaml": _YAML},
     "megatron.core.extensions.transformer_engine": _TE_NAMES,
@@ -142,12 +144,12 @@ OLD_HOMES: dict[str, str | dict[str, str | NotHere]] = {
     "megatron.training.datasets.data_samplers": {
         "MegatronPretrainingRandomSampler": "megatron.training.data.samplers",
         "MegatronPretrainingSampler": "megatron.training.data.samplers",
-        "build_pretraining_data_loader": "megatron.training.training",
+        "build_pretraining_data_loader": "megatron.facades.training",
     },
     "megatron.legacy.data.data_samplers": {
         "MegatronPretrainingRandomSampler": "megatron.training.data.samplers",
         "MegatronPretrainingSampler": "megatron.training.data.samplers",
-        "build_pretraining_data_loader": "megatron.training.training",
+        "build_pretraining_data_loader": "megatron.facades.training",
     },
     # Modules whose names are defined in others here
     "megatron.core.activations": {
@@ -155,8 +157,8 @@ OLD_HOMES: dict[str, str | dict[str, str | NotHere]] = {
         "squared_relu": "megatron.core.ops.activation",
     },
     "megatron.core.datasets.megatron_tokenizer": {
-        "MegatronLegacyTokenizer": "megatron.training.tokenizer.base:MegatronTokenizer",
-        "MegatronTokenizer": "megatron.training.tokenizer.base",
+        "MegatronLegacyTokenizer": "megatron.data.tokenizer.base:MegatronTokenizer",
+        "MegatronTokenizer": "megatron.data.tokenizer.base",
     },
     "megatron.core.fusions.fused_layer_norm": {
         "FusedLayerNorm": "megatron.core.transformer.torch_norm:WrappedTorchNorm",
@@ -206,6 +208,68 @@ _MODULES = {".".join(words[:n]) for words in (name.split(".") for name in OLD_HO
 """The old modules, and the packages that they are in."""
 
 
+MOVED = {
+    # Megatron-LM's modules
+    "megatron.core.config": "megatron.facades.config",
+    "megatron.core.datasets": "megatron.data.datasets",
+    "megatron.core.enums": "megatron.core.declarations.enums",
+    "megatron.core.model_parallel_config": "megatron.core.declarations.model_parallel_config",
+    "megatron.core.num_microbatches_calculator": "megatron.facades.num_microbatches_calculator",
+    "megatron.core.optimizer_param_scheduler": "megatron.core.schedule.optimizer_param_scheduler",
+    "megatron.core.parallel_state": "megatron.facades.parallel_state",
+    "megatron.core.process_groups_config": "megatron.core.groups.process_groups_config",
+    "megatron.core.rerun_state_machine": "megatron.core.health.rerun_state_machine",
+    "megatron.training.checkpointing": "megatron.facades.checkpointing",
+    "megatron.training.dist_signal_handler": "megatron.facades.dist_signal_handler",
+    "megatron.training.global_vars": "megatron.facades.global_vars",
+    "megatron.training.initialize": "megatron.facades.initialize",
+    "megatron.training.training": "megatron.facades.training",
+    "megatron.training.utils": "megatron.facades.utils",
+    # Ours, which programs import from where they were
+    "megatron.core.collectives": "megatron.core.communication.collectives",
+    "megatron.core.config_fields": "megatron.core.declarations.config_fields",
+    "megatron.core.flag_grammars": "megatron.core.declarations.flag_grammars",
+    "megatron.core.rank_grid": "megatron.core.groups.rank_grid",
+    "megatron.core.straggler_detector": "megatron.core.health.straggler_detector",
+    "megatron.training.config.tokenizer": "megatron.data.tokenizer.config",
+    "megatron.training.conversion": "megatron.conversion",
+    "megatron.training.data_preparation": "megatron.data.preparation",
+    "megatron.training.dry_run": "megatron.diagnosis.dry_run",
+    "megatron.training.layout_check": "megatron.diagnosis.layout_check",
+    "megatron.training.replay": "megatron.diagnosis.replay",
+    "megatron.training.tokenizer": "megatron.data.tokenizer",
+}
+"""Modules and packages under their old paths, and where they are. An import of an old path gives the same module."""
+
+
+def moved_to(name: str) -> str | None:
+    """Returns the present path of a module that is imported by an old one; None if the path is not old."""
+    words = name.split(".")
+    for count in range(len(words), 2, -1):
+        home = MOVED.get(".".join(words[:count]))
+        if home is not None:
+            return ".".join([home, *words[count:]])
+    return None
+
+
+class MovedModules(MetaPathFinder, Loader):
+    """Serves the old paths of `MOVED`. Searched first: the import system would otherwise find the file of a module in
+    a moved package a second time."""
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        """Returns the spec of a module by its old path; None for any other."""
+        home = moved_to(fullname) if fullname.startswith("megatron.") else None
+        if home is None or importlib.util.find_spec(home) is None:
+            return None
+        return ModuleSpec(fullname, self, is_package=True)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Puts the module at the present path in place of the new one."""
+        home = moved_to(module.__name__)
+        assert home is not None
+        sys.modules[module.__name__] = importlib.import_module(home)
+
+
 class OldHomes(MetaPathFinder, Loader):
     """Makes the modules of `OLD_HOMES` when they are imported. Searched last, so that a real module of the same name
     wins."""
@@ -228,4 +292,5 @@ class OldHomes(MetaPathFinder, Loader):
 def install_old_homes() -> None:
     """Makes the old modules importable. Called once, when `megatron` is imported."""
     if not any(isinstance(finder, OldHomes) for finder in sys.meta_path):
+        sys.meta_path.insert(0, MovedModules())
         sys.meta_path.append(OldHomes())

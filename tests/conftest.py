@@ -57,10 +57,10 @@ def nothing_distributed_is_left() -> Iterator[None]:
     """Ends the run and the groups that a test made by Megatron-LM's functions, so that the next test can make its own.
     A process group of torch.distributed that is left over is an error of the test."""
     yield
-    initialize = sys.modules.get("megatron.training.initialize")
+    initialize = sys.modules.get("megatron.facades.initialize")
     if initialize is not None:
         initialize._resources.close()
-    parallel_state = sys.modules.get("megatron.core.parallel_state")
+    parallel_state = sys.modules.get("megatron.facades.parallel_state")
     if parallel_state is not None and parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     distributed = sys.modules.get("torch.distributed")
@@ -106,3 +106,11 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return distribution.make_scheduler(config, log)
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Prefix of a small corpus of uneven documents."""
+    from support.runs import write_documents  # imports the product
+
+    return write_documents(tmp_path_factory.mktemp("corpus") / "text")

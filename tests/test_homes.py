@@ -22,12 +22,11 @@ def test_every_name_of_the_table_can_be_imported(module: str, name: str) -> None
 
 
 def test_an_old_home_has_no_definition_of_its_own() -> None:
-    from megatron.training.tokenizer.tokenizer import _NullTokenizer  # type: ignore[import-not-found]
-    from megatron.utils import print_rank_0  # type: ignore[import-not-found]
-
     from megatron import get_args
     from megatron.training.global_vars import get_args as defined
     from megatron.training.tokenizer.null import NullTokenizer
+    from megatron.training.tokenizer.tokenizer import _NullTokenizer  # type: ignore[import-not-found]
+    from megatron.utils import print_rank_0  # type: ignore[import-not-found]
 
     assert get_args is defined and _NullTokenizer is NullTokenizer
     assert print_rank_0 is importlib.import_module("megatron.training.utils").print_rank_0

@@ -15,7 +15,11 @@ ROOT = Path(__file__).parents[1]
 
 ENTRIES = [
     *sorted(ROOT.glob("pretrain_*.py")),
-    *sorted(path for path in ROOT.glob("tools/**/*.py") if "__main__" in path.read_text()),
+    *sorted(
+        path
+        for path in ROOT.glob("tools/**/*.py")
+        if "__main__" in path.read_text() and "is a part of another program" not in path.read_text()
+    ),
 ]
 
 IMPORTS_FOR_EVER = """

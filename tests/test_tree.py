@@ -7,7 +7,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 NOTHING_TO_TEST = {
-    "core/enums.py": "an enum",
+    "core/declarations/enums.py": "an enum",
     "core/exceptions.py": "an exception without code",
     "core/micro_batch.py": "a record and a protocol, without code",
     "core/packed_seq_params.py": "Megatron-LM's record, without code",

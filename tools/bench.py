@@ -37,10 +37,10 @@ import numpy as np
 import torch
 
 import pretrain_gpt
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import MockGPTDataset, MockGPTLowLevelDataset
 from megatron.core.dist_checkpointing.coordination import RankCoordinator
 from megatron.core.exceptions import UserError
+from megatron.data.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.data.datasets.gpt_dataset import MockGPTDataset, MockGPTLowLevelDataset
 from megatron.training import pretraining
 from megatron.training.arguments import configure
 from megatron.training.config.resolution import ConfigurationError

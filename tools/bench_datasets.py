@@ -23,17 +23,17 @@ if __name__ == "__main__":  # before the imports that take seconds
 
 import numpy as np
 
-from megatron.core.datasets.blended_dataset import BlendedDataset
-from megatron.core.datasets.index_building import (
+from megatron.data.datasets.blended_dataset import BlendedDataset
+from megatron.data.datasets.index_building import (
     build_document_index,
     build_sample_index,
     build_shuffle_index,
     plan_samples,
 )
-from megatron.core.datasets.masking import MaskingRule, draw_spans, words_of
-from megatron.core.datasets.sample_map import SampleMap, SampleMapPlan, build_sample_map, find_usable_documents
-from megatron.core.datasets.special_tokens import cumulative_lengths, document_mask
-from megatron.core.datasets.utils import Split
+from megatron.data.datasets.masking import MaskingRule, draw_spans, words_of
+from megatron.data.datasets.sample_map import SampleMap, SampleMapPlan, build_sample_map, find_usable_documents
+from megatron.data.datasets.special_tokens import cumulative_lengths, document_mask
+from megatron.data.datasets.utils import Split
 
 _BLEND_IN_A_PROCESS = "--blend-in-this-process"
 

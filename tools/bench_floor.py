@@ -6,6 +6,11 @@ Communication can hide behind computation, so it is no part of this sum. Its tim
 step, divided by the rate of a large transfer between the ranks.
 """
 
+import sys
+
+if __name__ == "__main__":
+    sys.exit("This file is a part of another program; run: python tools/bench.py CELL --floor")
+
 import contextlib
 import dataclasses
 import gc
@@ -15,15 +20,15 @@ from typing import Any
 
 import torch
 
+from megatron.core.communication.traffic import Traffic, recorded
 from megatron.core.dist_checkpointing.coordination import RankCoordinator
 from megatron.core.distributed.sharding_strategy import ShardingStrategy
-from megatron.core.traffic import Traffic, recorded
 from megatron.core.transformer.layer_costs import training_flops
+from megatron.data.tokenizer.build import padded_vocab_size
+from megatron.diagnosis.dry_run.rank_memory import build_shard, memory_of_shard
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.dry_run.rank_memory import build_shard, memory_of_shard
 from megatron.training.hooks.hook import Hook
 from megatron.training.providers import Context, Providers
-from megatron.training.tokenizer.build import padded_vocab_size
 from tools.floor import Clock, Timed, link_rates, measure_floor, summary
 from tools.measure_layout import rows_of
 from tools.recorder import Recorder

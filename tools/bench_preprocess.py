@@ -28,8 +28,8 @@ if __name__ == "__main__":  # before the imports that take seconds
 
 import numpy as np
 
-from megatron.core.datasets.index_format import get_bin_path, get_idx_path, read_header
-from megatron.training.tokenizer.base import load_library
+from megatron.data.datasets.index_format import get_bin_path, get_idx_path, read_header
+from megatron.data.tokenizer.base import load_library
 
 TOOLS = Path(__file__).resolve().parent
 TEXT_SUFFIXES = {".py", ".pyi", ".txt", ".md", ".rst", ".json", ".h", ".hpp", ".c", ".cpp", ".cu", ".cuh", ".js"}

@@ -1,5 +1,10 @@
 """Traces one step of tools/bench.py on every rank: its time by kind of kernel, and its exposed communication."""
 
+import sys
+
+if __name__ == "__main__":
+    sys.exit("This file is a part of another program; run: python tools/bench.py CELL --kernels")
+
 import collections
 import dataclasses
 import re

@@ -31,12 +31,9 @@ if __name__ == "__main__":  # before the imports that take seconds
     exit_quietly()
 
 from megatron.core.exceptions import UserError
-from megatron.training.arguments import configure
-from megatron.training.config.settings import LaunchEnvironment
-from megatron.training.launch.errors import exit_with_problems
-from megatron.training.layout_check.differences import Difference, differences, report
-from megatron.training.layout_check.layout_trace import NORM, LayoutTrace
-from megatron.training.layout_check.run_comparison import (
+from megatron.diagnosis.layout_check.differences import Difference, differences, report
+from megatron.diagnosis.layout_check.layout_trace import NORM, LayoutTrace
+from megatron.diagnosis.layout_check.run_comparison import (
     CheckpointDifference,
     ComparedRun,
     Rerun,
@@ -47,6 +44,9 @@ from megatron.training.layout_check.run_comparison import (
     open_run,
     rerun_of,
 )
+from megatron.training.arguments import configure
+from megatron.training.config.settings import LaunchEnvironment
+from megatron.training.launch.errors import exit_with_problems
 from megatron.training.logging.jsonl import read_metrics
 from tools.verify_layout import PRETRAIN_GPT, load_script, run
 
@@ -163,6 +163,8 @@ def rerun(
                 break
             watched = later
     script, launch = load_script(options.script), LaunchEnvironment(plans[1].world_size, False)
+    if script.note is not None:
+        print(script.note)
     words = [*plans[1].words, *options.flags, "--dry-run"]
     grid = configure(words, script.add_flags, script.defaults, launch_environment=launch).grid.dense
     coordinates = {rank: grid.coordinates(rank) for rank in range(plans[1].world_size)}

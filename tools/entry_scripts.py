@@ -1,11 +1,16 @@
 """The entry scripts by model family, for tools that read checkpoints of all families."""
 
+import sys
+
+if __name__ == "__main__":
+    sys.exit("This file is a part of another program; run: python tools/generate.py --load CHECKPOINTS")
+
 from torch import nn
 
 import pretrain_bert
 import pretrain_gpt
 import pretrain_t5
-from megatron.training.conversion.model import BuildModel
+from megatron.conversion.model import BuildModel
 from megatron.training.providers import Context, Stage
 
 BUILDERS: dict[str, BuildModel] = {

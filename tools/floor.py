@@ -6,6 +6,11 @@ gives the time of memory-bound operations. `link_rates` times large transfers be
 --floor` prints the result (tools/bench_floor.py).
 """
 
+import sys
+
+if __name__ == "__main__":
+    sys.exit("This file is a part of another program; run: python tools/bench.py CELL --floor")
+
 import contextlib
 import time
 from collections.abc import Callable
@@ -19,13 +24,13 @@ from torch.distributed import ProcessGroup
 
 from megatron.core import backends
 from megatron.core.backends import fp8_settings
-from megatron.core.collectives import group_rank, group_size, start_gather_rows
+from megatron.core.communication.collectives import group_rank, group_size, start_gather_rows
+from megatron.core.communication.peer_memory import SymmetricMemory
 from megatron.core.distributed.main_grad import accumulate_product
 from megatron.core.exceptions import UserError
 from megatron.core.ops.fp8.quantize import Quantized
 from megatron.core.ops.fp8.recipes import Fp8Settings, LinearSplit, Role, Scaling, build_scaling
 from megatron.core.ops.linear import product
-from megatron.core.peer_memory import SymmetricMemory
 from tools.recorder import Attention, AttentionBlock, Product, Recorder
 
 PARTS = ("products", "casts to fp8", "attention", "memory-bound operations", "update of the weights")

@@ -20,14 +20,15 @@ if __name__ == "__main__":  # before the imports that take seconds
 
     exit_quietly()
 
-from megatron.core.config_fields import flag
+from megatron.conversion.tokenizer_files import end_ids
+from megatron.core.declarations.config_fields import flag
 from megatron.core.exceptions import UserError
 from megatron.core.inference.encoder_decoder_generation import generate_from_encoder
 from megatron.core.inference.generation import generate
 from megatron.core.inference.mask_filling import fill_masks
 from megatron.core.inference.sampling import GREEDY, SamplingParams
+from megatron.data.tokenizer.base import Tokenizer
 from megatron.training.config.tool_flags import Section, read_tool_flags
-from megatron.training.tokenizer.base import Tokenizer
 from megatron.training.trained_model import TrainedModel, load_trained_model
 from tools.entry_scripts import build_model
 
@@ -146,7 +147,7 @@ def write(config: GenerationConfig) -> None:
             prompts[batch],
             config.max_new_tokens,
             sampling,
-            end=trained.tokenizer.eod,
+            ends=end_ids(trained.config.tokenizer, trained.tokenizer),
             first_sequence=first,
         )
         for text, prompt, ids in zip(texts[batch], prompts[batch], written, strict=True):
@@ -161,7 +162,7 @@ def write_decoded(trained: TrainedModel, texts: Sequence[str], config: Generatio
     begin = tokenizer.pad if tokenizer.bos is None else tokenizer.bos
     if begin is None:
         raise UserError(f"the tokenizer of {trained.config.tokenizer.family} has no token that begins a decoder's text")
-    end = tokenizer.eod if tokenizer.eos is None else tokenizer.eos
+    ends = end_ids(trained.config.tokenizer, tokenizer)
     longest = trained.max_sequence_length
     learned = trained.config.model.position_embedding_type == "learned_absolute"
     if learned and config.max_new_tokens > longest:
@@ -175,7 +176,7 @@ def write_decoded(trained: TrainedModel, texts: Sequence[str], config: Generatio
             begin,
             config.max_new_tokens,
             sampling,
-            end=end,
+            ends=ends,
             first_sequence=first,
         )
         for text, ids in zip(texts[batch], written, strict=True):

@@ -20,14 +20,14 @@ if __name__ == "__main__":  # before the imports that take seconds
 
 import numpy as np
 
-from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.exceptions import UserError
-from megatron.training.config.tokenizer import TokenizerConfig
+from megatron.data.datasets.indexed_dataset import IndexedDataset
+from megatron.data.preparation.inspection import decoded_documents, find_faults
+from megatron.data.preparation.manifest import read_manifest
+from megatron.data.tokenizer.base import Tokenizer
+from megatron.data.tokenizer.build import build_tokenizer
+from megatron.data.tokenizer.config import TokenizerConfig
 from megatron.training.config.tool_flags import Section, read_tool_flags
-from megatron.training.data_preparation.inspection import decoded_documents, find_faults
-from megatron.training.data_preparation.manifest import read_manifest
-from megatron.training.tokenizer.base import Tokenizer
-from megatron.training.tokenizer.build import build_tokenizer
 
 USAGE = "python tools/inspect_data.py --data-path PREFIX ... [flags]"
 ABOUT = (

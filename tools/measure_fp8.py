@@ -39,9 +39,9 @@ import torch
 from torch import Tensor
 
 from megatron.core import backends
+from megatron.core.declarations.flag_grammars import layer_pattern
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.exceptions import UserError
-from megatron.core.flag_grammars import layer_pattern
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.ops.transformer_engine.engine import why_layers_stay_ours

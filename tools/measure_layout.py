@@ -27,10 +27,10 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import pretrain_gpt
+from megatron.core.communication.traffic import Traffic, recorded
 from megatron.core.dist_checkpointing.coordination import RankCoordinator
 from megatron.core.exceptions import UserError
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.traffic import Traffic, recorded
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.utils.torch_private import TorchDispatchMode, tree_leaves
 from megatron.training.arguments import configure
 from megatron.training.config.settings import LaunchEnvironment

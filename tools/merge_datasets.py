@@ -15,9 +15,9 @@ if __name__ == "__main__":  # before the imports that take seconds
 
     exit_quietly()
 
-from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.exceptions import UserError
-from megatron.training.data_preparation.dataset_merging import find_prefixes, merge_datasets
+from megatron.data.datasets.indexed_dataset import IndexedDataset
+from megatron.data.preparation.dataset_merging import find_prefixes, merge_datasets
 
 
 def main(argv: Sequence[str] | None = None) -> int:

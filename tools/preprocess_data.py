@@ -21,12 +21,12 @@ if __name__ == "__main__":  # before the imports that take seconds
     exit_quietly()
 
 from megatron.core.exceptions import UserError
-from megatron.training.config.tokenizer import TokenizerConfig
+from megatron.data.preparation.config import PreparationConfig
+from megatron.data.preparation.manifest import DataManifest
+from megatron.data.preparation.prepare import PreparedData, prepare
+from megatron.data.tokenizer.build import build_tokenizer
+from megatron.data.tokenizer.config import TokenizerConfig
 from megatron.training.config.tool_flags import Section, read_tool_flags
-from megatron.training.data_preparation.config import PreparationConfig
-from megatron.training.data_preparation.manifest import DataManifest
-from megatron.training.data_preparation.prepare import PreparedData, prepare
-from megatron.training.tokenizer.build import build_tokenizer
 
 USAGE = "python tools/preprocess_data.py --input FILE ... --output-prefix PREFIX [flags]"
 ABOUT = (

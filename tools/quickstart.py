@@ -32,9 +32,9 @@ if __name__ == "__main__":  # before the imports that take seconds
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
-from megatron.core.datasets.indexed_dataset import IndexedDataset  # noqa: E402
 from megatron.core.exceptions import UserError  # noqa: E402
 from megatron.core.utils.files import open_atomically, write_atomically  # noqa: E402
+from megatron.data.datasets.indexed_dataset import IndexedDataset  # noqa: E402
 from megatron.training.trained_model import load_trained_model  # noqa: E402
 from pretrain_gpt import build_model  # noqa: E402
 

@@ -3,6 +3,11 @@ memory-bound operation counts as reading its inputs once and writing its outputs
 residual counts as part of the norm that reads the residual. tools/floor.py times the recorded operations.
 """
 
+import sys
+
+if __name__ == "__main__":
+    sys.exit("This file is a part of another program; run: python tools/bench.py CELL --floor")
+
 import contextlib
 import dataclasses
 from collections import Counter

@@ -23,8 +23,8 @@ if __name__ == "__main__":  # before the imports that take seconds
     exit_quietly()
 
 from megatron.core.exceptions import UserError
+from megatron.diagnosis.replay import DumpedStep, read_dump, replay, report
 from megatron.training.launch.errors import exit_with_problems
-from megatron.training.replay import DumpedStep, read_dump, replay, report
 from tools.verify_layout import load_script
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         dump = read_dump(options.dump)
         script = load_script(options.script or script_of(dump))
+        if script.note is not None:
+            print(script.note)
         result = replay(dump, script.providers, script.add_flags, options.flags)
     except UserError as error:
         exit_with_problems(error)

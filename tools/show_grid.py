@@ -21,7 +21,7 @@ if __name__ == "__main__":  # before the imports that take seconds
     exit_quietly()
 
 from megatron.core.exceptions import UserError
-from megatron.core.rank_grid import (
+from megatron.core.groups.rank_grid import (
     DEFAULT_ORDER,
     GROUP_AXES,
     RankGrid,

@@ -1,15 +1,20 @@
 """Reduces training commands for tools/try_commands.py: flags appended to a command set sizes, data and paths."""
 
+import sys
+
+if __name__ == "__main__":
+    sys.exit("This file is a part of another program; run: python tools/try_commands.py COMMANDS.jsonl")
+
 from collections.abc import Sequence
 
 from megatron.core.transformer.layer_patterns import has_mixer
+from megatron.diagnosis.layout_check.shrink_layout import LayoutSizes, shrink_layout
+from megatron.diagnosis.layout_check.shrink_model import ShrunkFlags
 from megatron.training.config.command_line import split_words
 from megatron.training.config.file_checks import PATHS
 from megatron.training.config.flag_table import flags_by_spelling, spelling_of
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.retired import translate_all
-from megatron.training.layout_check.shrink_layout import LayoutSizes, shrink_layout
-from megatron.training.layout_check.shrink_model import ShrunkFlags
 
 STEPS = 2
 

@@ -24,17 +24,17 @@ if __name__ == "__main__":  # before the imports that take seconds
 
     exit_quietly()
 
-from megatron.core.config_fields import flag
+from megatron.core.declarations.config_fields import flag
 from megatron.core.exceptions import UserError
 from megatron.core.utils.files import write_atomically
+from megatron.data.preparation.blocks import LineReader
+from megatron.data.preparation.inputs import InputFile, find_inputs
+from megatron.data.preparation.parquet import ParquetReader
+from megatron.data.preparation.records import BadLine, texts_of_line
+from megatron.data.tokenizer.base import load_library
+from megatron.data.tokenizer.bert_wordpiece import cut_words
+from megatron.data.tokenizer.gpt2_bpe import END_OF_TEXT
 from megatron.training.config.tool_flags import Section, read_tool_flags
-from megatron.training.data_preparation.blocks import LineReader
-from megatron.training.data_preparation.inputs import InputFile, find_inputs
-from megatron.training.data_preparation.parquet import ParquetReader
-from megatron.training.data_preparation.records import BadLine, texts_of_line
-from megatron.training.tokenizer.base import load_library
-from megatron.training.tokenizer.bert_wordpiece import cut_words
-from megatron.training.tokenizer.gpt2_bpe import END_OF_TEXT
 
 USAGE = "python tools/train_tokenizer.py --input FILE ... --vocab-size N --output-dir DIR [flags]"
 ABOUT = "Trains a tokenizer on the text of .jsonl files. The same input gives the same files."

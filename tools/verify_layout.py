@@ -10,7 +10,8 @@ tokens, gradients, norms and weights. If anything differs, prints the first diff
 Exit code 0: equal; 1: different; 2: the run failed.
 
 --script names the script of your own model. The tool calls build_model, build_datasets and build_forward_step of that
-script, and add_flags if the script has its own flags, which are kept unchanged. Outputs of layers are compared for
+script, or those that it lacks of the entry script that it imports as a module (import pretrain_gpt). It calls add_flags
+if the script has its own flags, which are kept unchanged. Outputs of layers are compared for
 GPTModel only.
 
 WORLD_SIZE is the number of ranks of the run; without it, the run has two replicas of the model. Flags of data,
@@ -20,6 +21,7 @@ checkpoints and logging are ignored. Runs on GPUs if there are enough, otherwise
 import argparse
 import contextlib
 import importlib.util
+import inspect
 import json
 import math
 import os
@@ -42,14 +44,14 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.exceptions import UserError
+from megatron.diagnosis.layout_check.differences import differences, report
+from megatron.diagnosis.layout_check.layout_trace import FORWARD, LayoutTrace, record_layout_trace
+from megatron.diagnosis.layout_check.shrink_run import flags_of_script, flags_that_matter, shrink_run
 from megatron.training.arguments import configure
 from megatron.training.config.command_line import ExtraArgsProvider, read_command_line
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.settings import LaunchEnvironment
 from megatron.training.launch.errors import exit_with_problems
-from megatron.training.layout_check.differences import differences, report
-from megatron.training.layout_check.layout_trace import FORWARD, LayoutTrace, record_layout_trace
-from megatron.training.layout_check.shrink_run import flags_of_script, flags_that_matter, shrink_run
 from megatron.training.providers import Providers
 
 PRETRAIN_GPT = Path(__file__).resolve().parents[1] / "pretrain_gpt.py"
@@ -71,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         small.plain_words += of_script
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            for note in small.notes:
+            for note in [*small.notes, *filter(None, (script.note,))]:
                 print(note)
             print(f"{options.steps} steps in {small.sizes.ranks} processes ({small.sizes}), then in one", flush=True)
             ranks = run(options.script, small.words, small.sizes.ranks, options.steps, folder / "layout")
@@ -123,6 +125,8 @@ class Script:
     """Adds the script's own flags to a parser; None if it has none."""
     defaults: dict[str, Any] | None = None
     """The script's defaults of flags (DEFAULTS), if it has any."""
+    note: str | None = None
+    """Line about functions that are not the script's own."""
 
 
 def load_script(path: Path) -> Script:
@@ -138,13 +142,16 @@ def load_script(path: Path) -> Script:
     spec.loader.exec_module(module)
     names = ("build_model", "build_datasets", "build_forward_step")
     missing = [name for name in names if not callable(getattr(module, name, None))]
-    if missing:
+    others = [other for other in vars(module).values() if inspect.ismodule(other) and set(names) <= vars(other).keys()]
+    if missing and len(others) != 1:
         raise UserError(
             f"--script {path}: the script has no {', '.join(missing)}; it must define or import the functions "
             f"{', '.join(names)}, as examples/custom_model/pretrain_custom.py does"
         )
+    note = f"--script {path}: {', '.join(missing)} of {others[0].__name__}, which it imports" if missing else None
+    functions = (getattr(others[0] if name in missing else module, name) for name in names)
     add_flags, defaults = getattr(module, "add_flags", None), getattr(module, "DEFAULTS", None)
-    return Script(Providers(*(getattr(module, name) for name in names)), add_flags, defaults)
+    return Script(Providers(*functions), add_flags, defaults, note)
 
 
 def config_of(flags: Sequence[str], add_flags: ExtraArgsProvider | None = None) -> PretrainConfig:

@@ -21,14 +21,14 @@ __all__ = [
 __getattr__ = lazy_names(
     __name__,
     {
-        "ModelParallelConfig": "megatron.core.model_parallel_config",
+        "ModelParallelConfig": "megatron.core.declarations.model_parallel_config",
         "InferenceParams": "megatron.core.inference.static_context:StaticInferenceContext",
         "Timers": "megatron.core.timers",
         "__version__": "megatron.core.utils.versions:MEGATRON_LM_RELEASE",
         "dist_checkpointing": "megatron.core.dist_checkpointing:",
         "distributed": "megatron.core.distributed:",
-        "mpu": "megatron.core.parallel_state:",  # the older name
-        "parallel_state": "megatron.core.parallel_state:",
+        "mpu": "megatron.facades.parallel_state:",  # the older name
+        "parallel_state": "megatron.facades.parallel_state:",
         "tensor_parallel": "megatron.core.tensor_parallel:",
         "utils": "megatron.core.utils:",
     },

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.collectives import Group
+from megatron.core.communication.collectives import Group
+from megatron.core.declarations.model_parallel_config import ModelParallelConfig
 from megatron.core.exceptions import UserError
-from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.ops.apex_norm import find_apex_norms
 from megatron.core.ops.attention.blocks import merge_block
 from megatron.core.ops.attention.flash3 import find_flash3
@@ -92,7 +93,6 @@ from megatron.core.ops.transformer_engine.engine import (
 )
 from megatron.core.ops.transformer_engine.linear import make_grouped_linear, make_linear
 from megatron.core.ops.transformer_engine.norm import EngineNorms
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.utils.warn import warn_on_first_rank
 

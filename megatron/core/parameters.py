@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from megatron.core.collectives import Pending
+from megatron.core.communication.collectives import Pending
 from megatron.core.counter_rng import stream_key
 from megatron.core.initializers import Constant, Initializer, Normal, XavierUniform
 

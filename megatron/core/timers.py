@@ -11,8 +11,8 @@ from typing import Any, Literal, Protocol
 import torch
 import torch.distributed as dist
 
-from megatron.core.collectives import barrier as barrier_of
-from megatron.core.collectives import numbers_of_ranks
+from megatron.core.communication.collectives import barrier as barrier_of
+from megatron.core.communication.collectives import numbers_of_ranks
 from megatron.core.exceptions import UserError
 
 LogOption = Literal["max", "minmax", "all"]

@@ -1,6 +1,7 @@
 """Checks whether a run may load a checkpoint: its model, its state, and the keys that may differ."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -8,7 +9,14 @@ from megatron.core.dist_checkpointing.checkpoint import open_checkpoint
 from megatron.core.dist_checkpointing.checkpoint_selection import select_folders
 from megatron.core.dist_checkpointing.chunk import SCALING_STATE, optimizer_state_name
 from megatron.core.dist_checkpointing.coordination import RankCoordinator
-from megatron.core.dist_checkpointing.manifest import BrokenCheckpoint, Manifest, read_manifest
+from megatron.core.dist_checkpointing.folders import folder_name
+from megatron.core.dist_checkpointing.manifest import (
+    MANIFEST,
+    BrokenCheckpoint,
+    Manifest,
+    OutdatedCheckpoint,
+    read_manifest,
+)
 from megatron.core.dist_checkpointing.planning import MismatchPolicy
 from megatron.core.exceptions import UserError
 from megatron.training.config.checkpoint import CheckpointConfig
@@ -53,7 +61,8 @@ def _check_candidates(config: PretrainConfig, roots: Sequence[Path], with_schedu
             manifest = read_manifest(folder)
             check_architecture(config, manifest.config)
             if with_schedule and "train_state" in manifest.common:
-                check_schedule(config, manifest.common["scheduler"])
+                with naming_of_damage(folder / MANIFEST, "scheduler"):
+                    check_schedule(config, manifest.common["scheduler"])
             return
         except BrokenCheckpoint:  # `Checkpoints.load` leaves it out
             continue
@@ -61,6 +70,14 @@ def _check_candidates(config: PretrainConfig, roots: Sequence[Path], with_schedu
             problem = problem or error
     if problem is not None:
         raise problem
+
+
+def command_line_in(folder: Path, manifest: Manifest) -> list[str]:
+    """Returns the flags that a checkpoint's run had. Raises UserError if it names none."""
+    words = manifest.config.get("command_line")
+    if not isinstance(words, list):
+        raise UserError(f"{folder / MANIFEST}: config.command_line is missing, so the flags of its run are not known")
+    return list(words)
 
 
 def check_vocabulary(config: PretrainConfig, sizes: tuple[int, int]) -> None:
@@ -123,6 +140,28 @@ def check_manifest(
         f"the checkpoint of iteration {manifest.iteration} was saved without optimizer state "
         "(--no-save-optim): add --no-load-optim to continue with a fresh optimizer, or --finetune to start anew"
     )
+
+
+@contextlib.contextmanager
+def naming_of_damage(manifest: Path, part: str) -> Iterator[None]:
+    """Makes an error while a part of a manifest's `common` is loaded a UserError that names the file. No schema can say
+    what a script's own scheduler and optimizer keep."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{manifest}: {error}") from error
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise UserError(f"{manifest}: common.{part} does not fit this run ({error!r:.200})") from error
+
+
+def refuse_non_finite_weights(manifest: Manifest) -> None:
+    """Raises OutdatedCheckpoint if the weights of a checkpoint are known not to be finite. A load then takes an older
+    one."""
+    if manifest.weights_finite is False:
+        step = manifest.iteration
+        raise OutdatedCheckpoint(
+            folder_name(step), f"its weights are not all finite (--ckpt-step {step} loads it nevertheless)"
+        )
 
 
 def check_dense_manifest(config: PretrainConfig, root: Path, manifest: Manifest, say: Callable[..., None]) -> None:

@@ -3,15 +3,17 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from megatron.core.dist_checkpointing.chunk import MASTER, Chunk, model_chunks, optimizer_state_name
+from megatron.core.dist_checkpointing.coordination import RankCoordinator
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.sharding_strategy import replica_ranks
 from megatron.core.distributed.units import named_infos
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.schedule.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.training.loss_spikes import LossSpikes
 from megatron.training.state import TrainState
 
@@ -36,6 +38,17 @@ def weight_chunks(model: Sequence[nn.Module], groups: ProcessGroupCollection) ->
             yield from part.weight_chunks()
         else:
             yield from model_chunks(part, lambda info: replica_ranks(info, groups))
+
+
+def weights_are_finite(model: Sequence[nn.Module], groups: ProcessGroupCollection) -> bool:
+    """Returns whether all weights on all ranks are finite. Waits for the device. Collective."""
+    largest = [
+        torch.linalg.vector_norm(chunk.values(), torch.inf)  # needs no memory for each element, as isfinite does
+        for chunk in weight_chunks(model, groups)
+        if chunk.tensor.numel() and chunk.tensor.is_floating_point()
+    ]
+    mine = bool(torch.stack([value.isfinite() for value in largest]).all()) if largest else True
+    return all(RankCoordinator().gather(mine))
 
 
 def checkpoint_bytes(parts: SavedParts, groups: ProcessGroupCollection, with_optimizer: bool) -> float:

@@ -11,28 +11,36 @@ from megatron.core.dist_checkpointing.checkpoint_selection import newest_iterati
 from megatron.core.dist_checkpointing.chunk import Chunk
 from megatron.core.dist_checkpointing.coordination import RankCoordinator
 from megatron.core.dist_checkpointing.disk import check_room
-from megatron.core.dist_checkpointing.manifest import Manifest
+from megatron.core.dist_checkpointing.manifest import MANIFEST, Manifest
 from megatron.core.dist_checkpointing.reading import LoadResult, load
 from megatron.core.dist_checkpointing.writing import SaveResult, save
 from megatron.core.exceptions import UserError
-from megatron.core.num_microbatches_calculator import BatchSchedule
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.ops.moe.routing import weights_sum_to_one
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.config.router import listed
 from megatron.core.transformer.moe.router import routing_rule
 from megatron.core.transformer.moe.upcycling import dense_chunks, enlarge_second_products
-from megatron.training.checkpoint_checks import check_dense_manifest, check_manifest, mismatch_policy
+from megatron.facades.global_vars import shared_record
+from megatron.facades.num_microbatches_calculator import BatchSchedule
+from megatron.training.checkpoint_checks import (
+    check_dense_manifest,
+    check_manifest,
+    mismatch_policy,
+    naming_of_damage,
+    refuse_non_finite_weights,
+)
 from megatron.training.checkpoint_contents import (
     SavedParts,
     checkpoint_bytes,
     optimizer_chunks_to_load,
     weight_chunks,
+    weights_are_finite,
 )
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.data_order import order_differences
 from megatron.training.data.digests import data_differences
-from megatron.training.global_vars import shared_record
+from megatron.training.hooks.mix_report import Mix
 from megatron.training.inspection.run_description import describe_run, setting_differences
 from megatron.training.lr_schedule import schedule_flag
 from megatron.training.providers import Context
@@ -69,6 +77,10 @@ class Checkpoints:
         """What determines the order of the training samples, which every checkpoint stores."""
         self._saved_order: Mapping[str, str] = {}
         """What determined that order in the checkpoint that was loaded."""
+        self.mix: Mix | None = None
+        """Counts the samples drawn from each data set, which every checkpoint stores."""
+        self._saved_drawn: Mapping[str, int] | None = None
+        """Those counts in the checkpoint that was loaded; None if it has none."""
         self.record = RewindRecord(self.flags, self._say) if record is None else record
         """Decisions to go back from loss spikes; part of every checkpoint."""
         self.memory = StagingMemory()
@@ -154,13 +166,15 @@ class Checkpoints:
             "optimizer": parts.optimizer.common_state() if keep_optimizer else None,
         }
         common |= {} if parts.spikes is None else {"loss_spikes": parts.spikes.state_dict()}
+        common |= {} if self.mix is None else {"samples_drawn": self.mix.drawn(parts.state.consumed_train_samples)}
         common |= self.record.state_dict()
         layout = {name: self.groups.size(name) for name in ("tp", "pp", "cp", "dp", "ep", "expt_tp")}
         of_data = {"data": dict(self.data), "data_order": dict(self.data_order)}
         description = describe_run(self.config) | {name: facts for name, facts in of_data.items() if facts}
         kept = (1, None) if temporary else (self.flags.keep_last, self.flags.save_retain_interval)
         facts = {"config": description, "layout": layout, "keep_last": kept[0], "keep_every": kept[1]}
-        return chunks, {"step": parts.state.iteration, "common": common, **facts}
+        finite = weights_are_finite(parts.model, self.groups)
+        return chunks, {"step": parts.state.iteration, "common": common, "weights_finite": finite, **facts}
 
     def _report_saved(self, iteration: int, root: Path, saved: SaveResult) -> None:
         self._say(
@@ -292,6 +306,7 @@ class Checkpoints:
         def accept(manifest: Manifest) -> None:
             if step is None:
                 refuse_outdated(manifest)
+                refuse_non_finite_weights(manifest)
             if dense:
                 check_dense_manifest(self.config, root, manifest, self._say)
             else:
@@ -322,12 +337,18 @@ class Checkpoints:
         self._say(*setting_differences(self.config, loaded.manifest.config))
         self._saved_data = loaded.manifest.config.get("data", {})
         self._saved_order = loaded.manifest.config.get("data_order", {})
-        parts.state.restore(TrainState.from_json(common["train_state"]))
+        self._saved_drawn = common.get("samples_drawn")
+        manifest = loaded.folder / MANIFEST
+        parts.state.restore(TrainState.from_json(common["train_state"], f"{manifest}: common.train_state"))
+        if goes_back:
+            self._continue_mix(parts.state.consumed_train_samples)
         if not self.config.evaluation.skip_train:
-            spelling = partial(schedule_flag, self.config)
-            parts.scheduler.load_state_dict(common["scheduler"], spelling, log=self._say)
+            with naming_of_damage(manifest, "scheduler"):
+                spelling = partial(schedule_flag, self.config)
+                parts.scheduler.load_state_dict(common["scheduler"], spelling, log=self._say)
             if not self.flags.no_load_optim:
-                parts.optimizer.load_common_state(common["optimizer"])
+                with naming_of_damage(manifest, "optimizer"):
+                    parts.optimizer.load_common_state(common["optimizer"])
             if parts.spikes is not None:
                 parts.spikes.load_state_dict(common.get("loss_spikes"))
         if self.record.is_in_save(loaded.folder):
@@ -341,14 +362,22 @@ class Checkpoints:
         state.consumed_train_samples = batches.samples_of(iteration)
         state.consumed_tokens = state.consumed_train_samples * (self.config.data.seq_length or 0)
 
-    def take_data(self, digests: Mapping[str, str], order: Mapping[str, str], consumed: int) -> None:
-        """Stores the digests of the run's data, and the order of its training samples, in later checkpoints. Prints
-        what differs from the checkpoint that was loaded, which had trained on `consumed` samples."""
-        self.data, self.data_order = digests, order
-        if self._saved_data:
+    def take_data(self, digests: Mapping[str, str], order: Mapping[str, str], mix: Mix | None, consumed: int) -> None:
+        """Stores the digests of the run's data, the order of its training samples and its mix in later checkpoints.
+        Prints what differs from the checkpoint that was loaded, which had trained on `consumed` samples. The first rank
+        needs the digests."""
+        self.data, self.data_order, self.mix = digests, order, mix
+        if self._saved_data and digests:
             self._say(*data_differences(digests, self._saved_data))
         if not self.config.evaluation.skip_train:
             self._say(*order_differences(order, self._saved_order, consumed))
+        self._continue_mix(consumed)
+
+    def _continue_mix(self, consumed: int) -> None:
+        if self.mix is not None and consumed:
+            changed = bool([*order_differences(self.data_order, self._saved_order, consumed)])
+            same_order = bool(self._saved_order) and not changed
+            self._say(*self.mix.continue_from(self._saved_drawn, consumed, same_order))
 
     def _place(self) -> str:
         return "[ t {}/{}, p {}/{} ]".format(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.collectives import Group, all_reduce
+from megatron.core.communication.collectives import Group, all_reduce
 from megatron.core.exceptions import UserError
 from megatron.training.data.step_data import is_end_of_data, step_data_of
 from megatron.training.logging.metrics import synchronization_allowed
@@ -61,6 +61,7 @@ def evaluate(
     non_loss: NonLossFunctions | None = None,
 ) -> EvaluationResult:
     """Runs `num_iterations` global batches forward and returns the mean losses. Reads the device only at the end.
+    `StepData` begins again at its first sample, if it can.
 
     Args:
         forward_backward_func: from get_forward_backward_func; returns the report of each micro-batch.
@@ -80,6 +81,8 @@ def evaluate(
         )
     started = time.perf_counter()
     data = step_data_of(data_iterator)
+    if data is not None:
+        data.restart()
     sums: dict[str, Tensor] = {}
     done, collected = 0, None
     collects = non_loss is not None and non_loss.collect is None

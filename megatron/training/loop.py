@@ -1,6 +1,6 @@
 """The training loop, `train`, and one iteration of it, `train_step`.
 
-`run_step` is the one training step of the app: Megatron-LM's `train_step` (megatron.training.training) calls it too.
+`run_step` is the one training step of the app: Megatron-LM's `train_step` (megatron.facades.training) calls it too.
 """
 
 import contextlib
@@ -14,12 +14,12 @@ from torch import Tensor
 
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.exceptions import UserError
+from megatron.core.health.rerun_state_machine import RerunStateMachine
 from megatron.core.ops.fp8.recipes import DelayedScaling
 from megatron.core.optimizer import MegatronOptimizer, StepUpdate
 from megatron.core.optimizer.clip_grads import weight_norm
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel.chunk_hooks import accepts_argument
-from megatron.core.rerun_state_machine import RerunStateMachine
+from megatron.core.schedule.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.timers import Timers, timed
 from megatron.training.data.step_data import StepData, is_end_of_data, step_data_of
 from megatron.training.hooks.exit import ExitDecision, ExitReason
@@ -46,7 +46,7 @@ def train(trainer: Trainer) -> ExitDecision | None:
             trainer.record_step(train_step(trainer))
         trainer.hooks.after_step(state.iteration)
         if trainer.evaluation_is_due():
-            trainer.evaluate("valid")
+            trainer.evaluate("valid", at_end=trainer.is_done())
         decision = trainer.check_exit()
         if decision is not None and decision.reason is ExitReason.LOSS_SPIKE:
             decision = go_back(trainer, decision)

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.collectives import all_reduce
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.communication.collectives import all_reduce
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.training.config.resilience import ResilienceConfig
 
 

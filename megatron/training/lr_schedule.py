@@ -4,9 +4,9 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from megatron.core.num_microbatches_calculator import BatchSchedule
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.schedule.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.facades.num_microbatches_calculator import BatchSchedule
 from megatron.training.config.flag_table import spelling_of
 from megatron.training.config.pretrain_config import PretrainConfig
 

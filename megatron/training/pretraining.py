@@ -10,20 +10,20 @@ from typing import Any
 
 from torch import nn
 
-from megatron.core.enums import ModelType
+from megatron.conversion.hub_run import take_hub_args, with_hub_folders
+from megatron.core.declarations.enums import ModelType
 from megatron.core.exceptions import UserError
+from megatron.diagnosis.device_memory import explains_lack_of_gpu_memory
+from megatron.diagnosis.dry_run.report import print_dry_run
+from megatron.diagnosis.non_finite import dump_and_search
 from megatron.training import loop
 from megatron.training.arguments import config_of_command_line
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.conversion.hub_run import take_hub_args, with_hub_folders
-from megatron.training.device_memory import explains_lack_of_gpu_memory
-from megatron.training.dry_run.report import print_dry_run
 from megatron.training.hooks.exit import ExitDecision
 from megatron.training.launch.environment import Environment, process_environment
 from megatron.training.launch.errors import delay_errors_on_other_ranks, exit_with_error_of_rank
 from megatron.training.launch.signals import DEFAULT_SIGNALS, SignalWatch
 from megatron.training.launch.start_times import startup_line
-from megatron.training.non_finite import dump_and_search
 from megatron.training.providers import (
     NonLossFunctions,
     Providers,

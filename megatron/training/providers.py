@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from megatron.core.exceptions import UserError
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel.stage_map import stage_map
 from megatron.core.pipeline_parallel.stages import decoder_ranks, encoder_ranks
+from megatron.core.schedule.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.timers import Timers
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.hooks.hook import Hook
@@ -22,7 +22,7 @@ from megatron.training.launch.environment import Environment
 from megatron.training.state import TrainState
 
 if TYPE_CHECKING:
-    from megatron.training.tokenizer.base import Tokenizer
+    from megatron.data.tokenizer.base import Tokenizer
 
 LossFunction = Callable[..., Any]
 ForwardStep = Callable[[Any, nn.Module], tuple[Tensor, LossFunction]]

@@ -24,7 +24,7 @@ from megatron.core.dist_checkpointing.coordination import RankCoordinator
 from megatron.core.dist_checkpointing.disk import Disk
 from megatron.core.dist_checkpointing.manifest import BrokenCheckpoint, Manifest, OutdatedCheckpoint
 from megatron.core.exceptions import UserError
-from megatron.core.utils.files import parse_json, write_atomically
+from megatron.core.utils.files import parse_json, read_regular_file, write_atomically
 from megatron.training.config.checkpoint import CheckpointConfig
 
 RECORD = "rewinds.json"
@@ -118,7 +118,7 @@ def read_record(root: Path) -> Rewinds:
     it cannot be read."""
     path = root / RECORD
     try:
-        content = parse_json(path.read_bytes())
+        content = parse_json(read_regular_file(path))
     except (FileNotFoundError, NotADirectoryError):
         return Rewinds()
     except OSError as error:
@@ -268,7 +268,7 @@ class RewindRecord:
             _refuse_outdated(checkpoint.manifest, self.rewinds)
         except BrokenCheckpoint:
             return False
-        return True
+        return checkpoint.manifest.weights_finite is not False
 
     # Writing ---------------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ class TrainState:
     skipped_train_samples: int = 0
     """Those of the consumed samples whose iterations were skipped on request."""
     consumed_valid_samples: int = 0
-    """Samples that evaluation took from the validation set."""
+    """Samples of all evaluations on the validation set. With --eval-fresh-samples, also the next one's first."""
     consumed_tokens: int = 0
     """Tokens of the consumed training samples."""
     floating_point_operations_so_far: float = 0.0
@@ -43,12 +43,12 @@ class TrainState:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> "TrainState":
+    def from_json(cls, fields: Mapping[str, Any], source: str = "the training state") -> "TrainState":
         """Builds the state that `to_json` described. Counts that an older release did not save start at 0. Raises
-        UserError for an unknown count."""
+        UserError, naming the source, for an unknown count."""
         unknown = sorted(fields.keys() - {field.name for field in dataclasses.fields(cls)})
         if unknown:
-            raise UserError(f"the training state holds {', '.join(unknown)}, which this release does not know")
+            raise UserError(f"{source} holds {', '.join(unknown)}, which this release does not know")
         return cls(**fields)
 
     def restore(self, other: "TrainState") -> None:

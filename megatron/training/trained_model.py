@@ -12,6 +12,8 @@ from megatron.core.dist_checkpointing.checkpoint_selection import Log, open_newe
 from megatron.core.dist_checkpointing.chunk import SCALING_STATE, model_chunks, optimizer_state_name
 from megatron.core.dist_checkpointing.planning import MismatchPolicy
 from megatron.core.dist_checkpointing.reading import load
+from megatron.data.tokenizer.base import Tokenizer
+from megatron.data.tokenizer.build import build_tokenizer
 from megatron.training.arguments import configure
 from megatron.training.config.command_line import split_words
 from megatron.training.config.flag_table import Flag, flags_by_spelling
@@ -21,8 +23,6 @@ from megatron.training.inspection.run_description import check_architecture
 from megatron.training.launch.environment import process_environment
 from megatron.training.providers import Context, Stage
 from megatron.training.state import TrainState
-from megatron.training.tokenizer.base import Tokenizer
-from megatron.training.tokenizer.build import build_tokenizer
 
 _FORMATS = ("fp16", "bf16", "fp64")
 _OF_MANY_PROCESSES = ("number formats, seed and ranks", "data parallel", "pipeline stages", "memory", "fp8 and fp4")

@@ -12,7 +12,7 @@ import pytest
 from support.ports import free_port
 from support.programs import commands
 
-from megatron.training.conversion.exporting import export_model
+from megatron.conversion.exporting import export_model
 from pretrain_gpt import build_model
 
 ROOT = Path(__file__).resolve().parents[2]

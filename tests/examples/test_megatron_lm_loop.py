@@ -12,7 +12,7 @@ from support.launch import launch
 
 QUOTED = """
 import torch
-from megatron.core import parallel_state
+from megatron.facades import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 parallel_state.initialize_model_parallel(tensor_model_parallel_size=2, pipeline_model_parallel_size=1)

@@ -11,7 +11,7 @@ from support.ports import free_port
 from support.processes import run_on_ranks
 from support.programs import commands
 
-from megatron.core import parallel_state
+from megatron.facades import parallel_state
 
 PATH = Path(__file__).resolve().parents[2] / "examples" / "run_simple_mcore_train_loop.py"
 

@@ -2,12 +2,16 @@
 
 import pytest
 import torch
+from support.small_models import SmallModel
 
 from megatron.core.dist_checkpointing import data_file
 from megatron.core.dist_checkpointing.chunk import Chunk
 from megatron.core.dist_checkpointing.reading import load
 from megatron.core.dist_checkpointing.writing import save
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
+from megatron.core.groups.rank_grid import RankGrid
 from megatron.core.parameters import Box
+from megatron.training.checkpoint_contents import weights_are_finite
 
 pytestmark = pytest.mark.gpu
 
@@ -55,3 +59,15 @@ def test_memory_of_the_device_is_not_copied(tmp_path):
     save(tmp_path, [chunk_of("w", values)], step=1, **EMPTY)
     load(tmp_path, [chunk_of("w", values)])
     assert torch.cuda.max_memory_allocated() - before < 64 << 20
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_a_weight_that_is_not_finite_is_found(dtype, bad):
+    groups = ProcessGroupCollection.from_grid(RankGrid(1), 0)
+    model = SmallModel(dtype=dtype, seed=5).cuda()
+    weight = list(model.parameters())[-1].data.view(-1)
+    weight[0] = torch.finfo(dtype).max
+    assert weights_are_finite([model], groups)
+    weight[-1] = bad
+    assert not weights_are_finite([model], groups)

@@ -18,24 +18,24 @@ import torch.distributed as dist
 from support.gpus import need_room
 from torch import Tensor
 
-from megatron.core import parallel_state
 from megatron.core.context_parallel import cut_rows, sequence_part
 from megatron.core.context_parallel.kv_exchange import PendingKeyValues, ring_steps
 from megatron.core.context_parallel.ring import RingCall, ring_attention
 from megatron.core.context_parallel.splitting import in_natural_order
 from megatron.core.context_parallel.tiles import QueryKeyTile
+from megatron.core.groups.defaults import default_collection
 from megatron.core.ops.attention.blocks import BlockCall, merge_block
 from megatron.core.ops.attention.blocks_cuda import cudnn_takes
 from megatron.core.ops.attention.kernels import FLASH_BLOCKS, FUSED_BLOCKS, UNFUSED_BLOCKS, BlockKernel
 from megatron.core.ops.attention.unfused import AttentionCall, AttentionVariant, attention
 from megatron.core.ops.precision import at_least_float32
-from megatron.core.process_groups_config import default_collection
 from megatron.core.tokens import SequencePart, Tokens
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.layer_inputs import LayerInputs
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils.rendezvous import local_device
+from megatron.facades import parallel_state
 
 ROOT = Path(__file__).parents[2]
 ROW, RANKS = 1024, 4

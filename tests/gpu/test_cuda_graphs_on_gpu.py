@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,12 +16,16 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 DATA = "--mock-data --tokenizer-type NullTokenizer --vocab-size 1000 --num-workers 0"
 
 
-@functools.cache
-def trained(name: str, number: int, *flags: str) -> Outcome:
-    """The outcome of a run. `number` tells apart runs with equal flags."""
+def trained(name: str, *flags: str) -> Outcome:
     words = [*GRAPH_RUNS[name], *flags]
     assert words in RUNS.values(), "a command line that no test on a CPU checks"
     return train(DATA, base=" ".join(words))
+
+
+@functools.cache
+def trained_eagerly(name: str, number: int, *flags: str) -> Outcome:
+    """The outcome of a run without graphs, which several tests share. `number` tells apart runs with equal flags."""
+    return trained(name, *flags)
 
 
 @pytest.fixture
@@ -35,16 +40,16 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("optimizer", [[], ["--optimizer-cuda-graph"]], ids=["micro-batches", "and optimizer"])
 @pytest.mark.parametrize("name", GRAPH_RUNS)
 def test_graphs_give_the_bits_of_the_eager_run(name: str, optimizer: list[str], captures: list[int]) -> None:
-    eager = trained(name, 0, DETERMINISTIC)
-    graphed = trained(name, 0, DETERMINISTIC, *GRAPHS, *optimizer)
+    eager = trained_eagerly(name, 0, DETERMINISTIC)
+    graphed = trained(name, DETERMINISTIC, *GRAPHS, *optimizer)
     assert len(captures) == 1 + len(optimizer), "nothing was captured, so nothing was compared"
     assert_equal(name, graphed, eager)
 
 
 @pytest.mark.parametrize("name", PART_RUNS)
 def test_graphs_of_parts_give_the_bits_of_the_eager_run(name: str, captures: list[int]) -> None:
-    eager = trained(name, 0, DETERMINISTIC)
-    graphed = trained(name, 0, DETERMINISTIC, *PARTS)
+    eager = trained_eagerly(name, 0, DETERMINISTIC)
+    graphed = trained(name, DETERMINISTIC, *PARTS)
     assert len(captures) == 2 * PART_RUNS[name], "each part has a forward and a backward"
     assert_equal(name, graphed, eager)
 
@@ -59,8 +64,8 @@ def assert_equal(name: str, graphed: Outcome, eager: Outcome) -> None:
 
 @pytest.mark.parametrize("name", ["gpt", "gpt dropout", "llama"])
 def test_the_fastest_kernels_in_graphs_differ_no_more_than_from_run_to_run(name: str, captures: list[int]) -> None:
-    eager = [trained(name, number).losses for number in range(3)]
-    graphed = trained(name, 0, *GRAPHS, "--optimizer-cuda-graph").losses
+    eager = [trained_eagerly(name, number).losses for number in range(3)]
+    graphed = trained(name, *GRAPHS, "--optimizer-cuda-graph").losses
     assert len(captures) == 2
     spread = max(abs(x - y) for a, b in itertools.combinations(eager, 2) for x, y in zip(a, b, strict=True))
     apart = min(max(abs(x - y) for x, y in zip(graphed, one, strict=True)) for one in eager)
@@ -68,8 +73,44 @@ def test_the_fastest_kernels_in_graphs_differ_no_more_than_from_run_to_run(name:
     assert apart <= 2 * spread
 
 
-def test_what_waits_for_the_device_cannot_be_captured() -> None:
-    recorder = CudaGraphRecorder(torch.device("cuda"))
-    number = torch.ones((), device="cuda")
+def waits() -> None:
+    torch.ones((), device="cuda").item()
+
+
+def waits_and_draws() -> None:
+    torch.rand(8, device="cuda")
+    torch.cuda.synchronize()
+
+
+def forks() -> None:
+    """Starts work on another stream, and does not wait for it."""
+    other = torch.cuda.Stream()
+    other.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(other):
+        torch.ones(8, device="cuda").add_(1)
+
+
+def raises() -> None:
+    torch.rand(8, device="cuda")
+    raise RuntimeError("an error of the function during the capture")
+
+
+@pytest.mark.parametrize("function", [waits, waits_and_draws, forks, raises])
+def test_a_capture_that_fails_leaves_nothing_behind(function: Callable[[], None]) -> None:
+    """Streams, memory, random numbers, graphs from before, and later captures."""
+    recorder = CudaGraphRecorder(torch.device("cuda", torch.cuda.current_device()))
+    number = torch.ones(8, device="cuda").add_(1).mul_(torch.zeros(8, device="cuda"))  # loads the kernels
+    before = recorder.capture(lambda: number.add_(1))
+    torch.manual_seed(7)
+    expected = [torch.rand(8, device="cuda") for _ in range(2)]
+    stream = torch.cuda.current_stream()
+    torch.manual_seed(7)
     with pytest.raises(RuntimeError, match="captur"):
-        recorder.capture(number.item)
+        recorder.capture(function)
+    assert torch.cuda.current_stream() == stream and not torch.cuda.is_current_stream_capturing()
+    assert torch.equal(torch.rand(8, device="cuda"), expected[0])
+    before.replay()
+    after = recorder.capture(lambda: number.mul_(torch.rand(8, device="cuda")))
+    after.replay()
+    assert torch.equal(number, expected[1])
+    torch.cuda.empty_cache()

@@ -14,11 +14,11 @@ from support.gpus import two_ranks
 from support.small_models import SmallModel, batch
 from torch import Tensor
 
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.parameters import info_of
 from megatron.core.timers import Timers
+from megatron.facades import parallel_state
 
 ROOT = Path(__file__).parents[2]
 SAMPLES = 8

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from support.gpus import two_ranks
 from torch import Tensor, nn
 
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
+from megatron.core.groups.rank_grid import RankGrid
 from megatron.core.parameters import name_parameters
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rank_grid import RankGrid
 from megatron.core.tokens import Tokens
 from megatron.core.transformer.layer_inputs import LayerInputs
 from megatron.core.transformer.moe.experts import GroupedMLP

@@ -15,8 +15,8 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.segments import FlatSegments, StepInputs
 from megatron.core.optimizer.update_rules import Adam, Sgd
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.schedule.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tokens import RngPosition, Tokens
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig

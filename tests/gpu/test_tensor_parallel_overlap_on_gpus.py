@@ -18,14 +18,14 @@ import torch.distributed as dist
 from support.gpus import need_room
 from torch import Tensor, nn
 
-from megatron.core import parallel_state
-from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.communication.piece_exchange import PieceExchange, open_exchange
+from megatron.core.declarations.model_parallel_config import ModelParallelConfig
+from megatron.core.groups.defaults import default_collection
 from megatron.core.parameters import name_parameters
-from megatron.core.piece_exchange import PieceExchange, open_exchange
-from megatron.core.process_groups_config import default_collection
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.utils.rendezvous import local_device
 from megatron.core.utils.torch_private import sleep_on_gpu
+from megatron.facades import parallel_state
 
 ROOT = Path(__file__).parents[2]
 ON_GPU = torch.cuda.is_available()

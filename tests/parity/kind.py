@@ -7,7 +7,7 @@ from typing import Any
 from parity.models import Model
 from torch import Tensor, nn
 
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 

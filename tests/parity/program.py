@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from megatron.core.dist_checkpointing.chunk import Chunk as TensorChunk
 from megatron.core.dist_checkpointing.chunk import parameter_chunk
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
+from megatron.core.groups.rank_grid import RankGrid
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.parameters import canonical_names
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.stage_map import StageMap, stage_map
 from megatron.core.pipeline_parallel.stages import decoder_ranks, embedding_ranks, encoder_ranks
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rank_grid import RankGrid
 from megatron.core.transformer.layer_costs import stages_of_auto_layout
 from megatron.core.transformer.transformer_config import TransformerConfig
 

@@ -1,4 +1,5 @@
-"""Layouts of models that Muon trains, against one process in float64; and a bug that they notice."""
+"""Layouts of models that Muon trains with its default --muon-tp-mode, against one process in float64; and a bug that
+they notice."""
 
 import pytest
 from parity.cells import Cell, cell_of
@@ -9,7 +10,7 @@ from support.pool import Pool
 
 from megatron.core.optimizer import muon
 
-MUON = Precision({}, {"optimizer": "muon", "muon_tp_mode": "distributed", "muon_extra_scale_factor": 0.2, "lr": 1e-3})
+MUON = Precision({}, {"optimizer": "muon", "muon_extra_scale_factor": 0.2, "lr": 1e-3})
 LLAMA = cell_of("llama-gqa/one/per-token").model
 EXPERTS = cell_of("moe-aux/one/per-token").model
 STEPS = 3

@@ -55,7 +55,7 @@ def save_as(root: Path, chunks_by_rank: Sequence[Sequence[Chunk]], step: int = 1
     temporary = root / writing._create_temporary(disk, root, step)["temporary"]
     for rank, chunks in enumerate(chunks_by_rank):
         write_rank(disk, temporary, rank, assign_writes(chunks, rank))
-    contents = writing._Contents(len(chunks_by_rank), {"train_state": {"iteration": step}}, {}, {})
+    contents = writing.Contents(len(chunks_by_rank), {"train_state": {"iteration": step}}, {}, {})
     writing._publish(disk, temporary, step, contents, None)
     return root / f"iter_{step:07d}"
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pretrain_bert
 import pretrain_t5
-from megatron.core.config_fields import describe_problem
+from megatron.core.declarations.config_fields import describe_problem, value_text
 from megatron.core.exceptions import UserError
 from megatron.training.arguments import configure
-from megatron.training.config.flag_table import spelling_of
+from megatron.training.config.flag_table import Flag, spelling_of
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.resolution import ConfigurationError
 from megatron.training.config.settings import LaunchEnvironment
@@ -59,6 +59,29 @@ def without(flag: str) -> str:
     while end < len(words) and not words[end].startswith("--"):
         end += 1
     return " ".join(words[:at] + words[end:])
+
+
+def words_of(flag: Flag) -> list[str]:
+    """Returns words that the flag accepts and that are not its default."""
+    if flag.nargs == 0:
+        return []
+    count = flag.nargs if isinstance(flag.nargs, int) else 1
+    default = value_text(flag.default)
+    tried = [choice for choice in flag.choices or () if choice != default] or [
+        "3",
+        "1,2",
+        "SIGUSR1",
+        "x",
+        "1:2",
+        "1:2 3:4",
+    ]
+    for word in tried:
+        try:
+            flag.parse(word)
+        except ValueError:
+            continue
+        return [word] * count
+    raise AssertionError(f"no value for {flag.spelling}")
 
 
 def megatron_lm_commands() -> list[dict[str, str]]:

@@ -3,7 +3,7 @@
 100,000 documents are ten million samples of a test's few tokens each. Shuffling them took a third of the suite's time.
 """
 
-from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
+from megatron.data.datasets.gpt_dataset import MockGPTLowLevelDataset
 
 NUM_DOCUMENTS = MockGPTLowLevelDataset.num_documents
 

@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tokens import RngPosition, Tokens
 from megatron.core.transformer.transformer_config import TransformerConfig
 

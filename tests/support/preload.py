@@ -19,7 +19,7 @@ MODULES = (
     "torch",
     "torch._dynamo",  # recompute and torch.optim import it at their first call, which takes a second
     "torch.distributed.run",
-    "megatron.training.training",
+    "megatron.facades.training",
     "pretrain_gpt",
     "parity.mutated",
     "support.runs",
@@ -59,9 +59,9 @@ def _load_kernels() -> None:
     import numpy as np
     import torch
 
-    from megatron.core.datasets.index_building import SamplePlan, build_indices
     from megatron.core.ops.dropout.dropout import Draw
     from megatron.core.ops.dropout.dropout_cpu import keep_rows_compiled
+    from megatron.data.datasets.index_building import SamplePlan, build_indices
 
     rows = torch.zeros(1, dtype=torch.int64)
     keep_rows_compiled(Draw((0, 0), torch.zeros((), dtype=torch.int64), 0.5), rows, rows, rows, 4)
@@ -75,7 +75,7 @@ def _fill_caches() -> None:
     from support.runs import TINY, train
 
     from megatron.core.utils import warn
-    from megatron.training.tokenizer.byte_level import classes_of_code_points
+    from megatron.data.tokenizer.byte_level import classes_of_code_points
 
     printed = io.StringIO()
     with torch.random.fork_rng(), contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):

@@ -144,4 +144,4 @@ def rounded_scans() -> None:
             assert own <= 1.5 * other + 1e-3, (length, state_dim, NAMES[number], float(own), float(other))
 
 
-NAMES = "y x,B,C dt dt_bias A_log D".split()
+NAMES = "y", "x, B, C", "dt", "dt_bias", "A_log", "D"

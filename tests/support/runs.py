@@ -16,9 +16,9 @@ from support.processes import run_on_ranks
 from torch import Tensor
 
 import pretrain_gpt
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.initializers import Constant
 from megatron.core.parameters import Box, ParameterInfo, canonical_index
+from megatron.data.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.training import pretraining
 from megatron.training.arguments import configure
 from megatron.training.checkpoint_contents import weight_chunks

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing.chunk import Chunk
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
+from megatron.core.groups.rank_grid import RankGrid
 from megatron.core.optimizer import FlatOptimizer, OptimizerConfig, get_megatron_optimizer
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rank_grid import RankGrid
 
 SAMPLES = 8
 """Samples of a step."""

@@ -9,11 +9,11 @@ from support.command_lines import configured
 from support.small_models import SmallModel, batch
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
+from megatron.core.groups.rank_grid import RankGrid
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.parameters import info_of
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rank_grid import RankGrid
+from megatron.core.schedule.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.training.checkpoint_contents import SavedParts
 from megatron.training.checkpoints import Checkpoints
 from megatron.training.state import TrainState

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.context_parallel import cut_rows, sequence_part
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.models.gpt import GPTModel
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tokens import RngPosition, Tokens
 
 VOCABULARY, ROW, ROWS = 37, 16, 2

@@ -11,9 +11,9 @@ import torch
 from support.launch import launch
 
 from benchmarks import add_row
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from megatron.data.datasets.indexed_dataset import IndexedDatasetBuilder
+from megatron.data.tokenizer.build import build_tokenizer
 from megatron.training.arguments import configure
-from megatron.training.tokenizer.build import build_tokenizer
 from tools.bench import RandomDocuments, main, read_options
 from tools.bench_cells import CELLS
 from tools.bench_trace import kind_of, timeline_lines, timeline_of

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from support.processes import run_on_ranks
 from support.runs import TINY, train
 
-from megatron.training.layout_check.layout_trace import LayoutTrace
+from megatron.diagnosis.layout_check.layout_trace import LayoutTrace
 from tools.bisect_divergence import main
 from tools.verify_layout import trace_of_rank
 

@@ -15,14 +15,15 @@ from support.reference_gpt import reference_logits
 from megatron.core.dist_checkpointing.chunk import model_chunks
 from megatron.core.dist_checkpointing.writing import save
 from megatron.core.parameters import info_of
+from megatron.data.tokenizer.build import build_tokenizer
+from megatron.data.tokenizer.config import TokenizerConfig
+from megatron.data.tokenizer.null import NullTokenizer
 from megatron.training.arguments import configure
 from megatron.training.config.settings import LaunchEnvironment
 from megatron.training.inspection.run_description import describe_run
 from megatron.training.launch.environment import process_environment
 from megatron.training.providers import Context, Stage
 from megatron.training.state import TrainState
-from megatron.training.tokenizer.build import build_tokenizer
-from megatron.training.tokenizer.null import NullTokenizer
 from megatron.training.trained_model import load_trained_model
 
 ROOT = Path(__file__).parents[2]
@@ -114,7 +115,7 @@ def test_rows_longer_than_those_of_training_are_told(
     trained = SimpleNamespace(
         model=None,
         tokenizer=NullTokenizer(100),
-        config=SimpleNamespace(model=model),
+        config=SimpleNamespace(model=model, tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer")),
         iteration=1,
         device="cpu",
         max_sequence_length=16,

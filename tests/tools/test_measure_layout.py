@@ -10,9 +10,9 @@ import pytest
 import torch
 from support.processes import run_on_ranks
 
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rank_grid import RankGrid
-from megatron.core.traffic import Traffic
+from megatron.core.communication.traffic import Traffic
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
+from megatron.core.groups.rank_grid import RankGrid
 from megatron.training.config.settings import LaunchEnvironment
 
 PATH = Path(__file__).resolve().parents[2] / "tools" / "measure_layout.py"

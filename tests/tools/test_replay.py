@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
+from diagnosis.test_non_finite import overflow_in_layer_1
 from support.runs import train, write_documents
-from training.test_non_finite import overflow_in_layer_1
 
 from tools.replay import main
 

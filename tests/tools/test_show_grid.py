@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.rank_grid import RankGrid
+from megatron.core.groups.rank_grid import RankGrid
 from tools.show_grid import all_groups, communicators, communicators_of_ranks, main
 
 SIXTEEN_THOUSAND = [

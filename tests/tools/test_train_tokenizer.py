@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.tokenizer.bert_wordpiece import BertWordPieceTokenizer
-from megatron.training.tokenizer.gpt2_bpe import GPT2BPETokenizer
-from megatron.training.tokenizer.huggingface import HuggingFaceTokenizer
-from megatron.training.tokenizer.sentencepiece import SentencePieceTokenizer
+from megatron.data.tokenizer.bert_wordpiece import BertWordPieceTokenizer
+from megatron.data.tokenizer.gpt2_bpe import GPT2BPETokenizer
+from megatron.data.tokenizer.huggingface import HuggingFaceTokenizer
+from megatron.data.tokenizer.sentencepiece import SentencePieceTokenizer
 
 ROOT = Path(__file__).parents[2]
 CORPUS = ROOT / "tests/data/golden/corpus/corpus.jsonl"

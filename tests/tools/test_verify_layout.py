@@ -1,6 +1,7 @@
 """The tool that checks a layout, as a command: equal runs, runs that cannot be, runs that fail."""
 
 import os
+import re
 import subprocess
 from pathlib import Path
 from unittest import mock
@@ -11,7 +12,7 @@ from support.processes import run_on_ranks
 from support.programs import python
 
 from megatron.core.exceptions import UserError
-from megatron.training.layout_check.layout_trace import LayoutTrace
+from megatron.diagnosis.layout_check.layout_trace import LayoutTrace
 from tools.verify_layout import load_script, main, trace_of_rank
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,3 +73,22 @@ def test_a_script_without_providers_is_refused(tmp_path: Path) -> None:
         load_script(script)
     with pytest.raises(UserError, match=r"--script .*: no such Python file"):
         load_script(tmp_path / "missing.py")
+
+
+def test_what_a_script_lacks_is_taken_from_the_entry_script_that_it_imports(tmp_path: Path) -> None:
+    script = tmp_path / "script_with_another_model.py"
+    script.write_text("import pretrain_gpt\n\n\ndef build_model(context, stage): ...")
+    loaded = load_script(script)
+    assert loaded.providers.build_model.__module__ == "script_with_another_model"
+    assert loaded.providers.build_datasets.__module__ == "pretrain_gpt"
+    assert loaded.note == (f"--script {script}: build_datasets, build_forward_step of pretrain_gpt, which it imports")
+    assert load_script(ROOT / "pretrain_bert.py").note is None
+
+
+def test_the_examples_of_the_page_on_extending_can_be_checked(tmp_path: Path) -> None:
+    page = (ROOT / "docs/extending.md").read_text("utf-8")
+    scripts = [text for text in re.findall(r"^```python\n(.*?)^```", page, flags=re.M | re.S) if "pretrain(" in text]
+    assert len(scripts) > 1
+    for number, text in enumerate(scripts):
+        (tmp_path / f"example_{number}.py").write_text(text)
+        load_script(tmp_path / f"example_{number}.py")

@@ -11,9 +11,9 @@ from support.processes import run_on_ranks
 from support.runs import Outcome, differences, logger_of, state_at_end, state_at_start, train
 
 from megatron.core import backends
+from megatron.core.communication.traffic import recorded
 from megatron.core.distributed.fp8_unit import Fp8Unit
 from megatron.core.ops.transformer_engine import engine
-from megatron.core.traffic import recorded
 from megatron.training.trainer import Trainer
 
 FLAGS = "--mock-data --eval-interval 3 --eval-iters 1 --hidden-size 32 --ffn-hidden-size 64 --fp8-format hybrid --bf16"

@@ -9,8 +9,8 @@ import torch
 from support.processes import run_on_ranks
 from support.runs import TensorSlice, differences, train
 
+from megatron.core.communication.traffic import recorded
 from megatron.core.distributed.main_grad import WeightGradientQueue
-from megatron.core.traffic import recorded
 
 EXPERTS = (
     "--mock-data --train-iters 2 --eval-iters 0 --num-experts 4 --moe-router-topk 2 --moe-grouped-gemm --swiglu "

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.optimizer import StepUpdate
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.schedule.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.training import loop
 from megatron.training.hooks.exit import ExitDecision, ExitReason
 
@@ -52,7 +52,8 @@ class FakeTrainer:
     def evaluation_is_due(self) -> bool:
         return self.state.iteration == 1
 
-    def evaluate(self, split: str) -> None:
+    def evaluate(self, split: str, *, at_end: bool) -> None:
+        assert at_end == self.is_done()
         self.calls.append(f"evaluate {split}")
 
     def check_exit(self) -> ExitDecision | None:

@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rank_grid import RankGrid
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
+from megatron.core.groups.rank_grid import RankGrid
 from megatron.training.config.resilience import ResilienceConfig
 from megatron.training.loss_spikes import LossSpikes
 

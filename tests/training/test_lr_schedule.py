@@ -11,7 +11,7 @@ from support.processes import run_on_ranks
 from support.runs import train
 
 from megatron.core.exceptions import UserError
-from megatron.core.optimizer_param_scheduler import STATE_NAMES
+from megatron.core.schedule.optimizer_param_scheduler import STATE_NAMES
 from megatron.training.arguments import configure
 from megatron.training.config.settings import LaunchEnvironment
 from megatron.training.lr_schedule import build_scheduler, schedule_flag

@@ -19,9 +19,9 @@ from support.launch import launch
 from support.programs import python
 from support.runs import GPT, run_script
 
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-from megatron.training.dry_run.rank_memory import rank_memory
-from megatron.training.tokenizer.null import NullTokenizer
+from megatron.data.datasets.indexed_dataset import IndexedDatasetBuilder
+from megatron.data.tokenizer.null import NullTokenizer
+from megatron.diagnosis.dry_run.rank_memory import rank_memory
 
 ROOT = Path(__file__).parents[2]
 BPE = ROOT / "tests/data/golden/corpus/gpt2bpe"

@@ -17,14 +17,14 @@ import pretrain_t5
 from megatron.core.exceptions import UserError
 from megatron.core.pipeline_parallel.stage_map import stages_text
 from megatron.core.transformer.enums import AttnBackend
+from megatron.data.tokenizer.null import NullTokenizer
+from megatron.diagnosis.dry_run.rank_memory import rank_memory
 from megatron.training.arguments import configure
 from megatron.training.config.resolution import ConfigurationError
 from megatron.training.config.settings import LaunchEnvironment
-from megatron.training.dry_run.rank_memory import rank_memory
 from megatron.training.inspection.run_description import architecture_differences, architecture_of, command_line_of
 from megatron.training.providers import Providers
 from megatron.training.setup.set_up import resolve_auto_layout
-from megatron.training.tokenizer.null import NullTokenizer
 from tools import generate
 
 CORPUS = Path(__file__).parents[1] / "data" / "golden" / "corpus"

@@ -7,7 +7,7 @@ import pytest
 from support.runs import GPT, TINY
 
 from megatron.core.exceptions import UserError
-from megatron.training import training
+from megatron.facades import training
 from megatron.training.arguments import configure
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.settings import LaunchEnvironment

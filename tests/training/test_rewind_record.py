@@ -52,7 +52,7 @@ def test_a_file_that_cannot_be_written_or_read_is_an_error(tmp_path: Path) -> No
     (tmp_path / RECORD).mkdir()
     with pytest.raises(UserError, match=r"rewinds.json: Is a directory; the run cannot go back from a loss spike"):
         write_record(tmp_path, Rewinds([FIRST]))
-    with pytest.raises(UserError, match=r"rewinds.json: Is a directory"):
+    with pytest.raises(UserError, match=r"rewinds.json: it is a folder"):
         read_record(tmp_path)
 
 

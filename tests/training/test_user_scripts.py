@@ -10,23 +10,34 @@ from unittest import mock
 
 import pytest
 import torch
-from megatron.training.datasets.data_samplers import build_pretraining_data_loader  # type: ignore[import-not-found]
 from support.launch import launch
 from support.runs import TINY, Outcome, differences, run_script, train
 from torch import Tensor, nn
 
 from megatron.core import mpu
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-from megatron.core.datasets.utils import get_blend_from_list
-from megatron.core.enums import ModelType
+from megatron.core.declarations.enums import ModelType
 from megatron.core.exceptions import UserError
+from megatron.core.health.rerun_state_machine import get_rerun_state_machine
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
-from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.data.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.data.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.data.datasets.utils import get_blend_from_list
+from megatron.facades.checkpointing import checkpoint_exists
+from megatron.facades.num_microbatches_calculator import get_num_microbatches
+from megatron.facades.training import (
+    build_train_valid_test_data_iterators,
+    evaluate,
+    setup_model_and_optimizer,
+)
+from megatron.facades.utils import (
+    average_losses_across_data_parallel_group,
+    get_batch_on_this_cp_rank,
+    get_batch_on_this_tp_rank,
+    unwrap_model,
+)
 from megatron.training import (
     get_args,
     get_tensorboard_writer,
@@ -41,19 +52,8 @@ from megatron.training import (
     training,
 )
 from megatron.training.arguments import core_transformer_config_from_args
-from megatron.training.checkpointing import checkpoint_exists
+from megatron.training.datasets.data_samplers import build_pretraining_data_loader  # type: ignore[import-not-found]
 from megatron.training.launch.signals import DEFAULT_SIGNALS
-from megatron.training.training import (
-    build_train_valid_test_data_iterators,
-    evaluate,
-    setup_model_and_optimizer,
-)
-from megatron.training.utils import (
-    average_losses_across_data_parallel_group,
-    get_batch_on_this_cp_rank,
-    get_batch_on_this_tp_rank,
-    unwrap_model,
-)
 
 EXACT = "--make-vocab-size-divisible-by 1"
 """A script of Megatron-LM's kind gives its model the padded vocabulary as the true one."""

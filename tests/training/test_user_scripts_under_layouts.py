@@ -15,22 +15,23 @@ from support.runs import TINY, Outcome, logger_of, run_script, train
 from torch import Tensor, nn
 
 from megatron.core import mpu
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-from megatron.core.datasets.utils import get_blend_from_list
-from megatron.core.enums import ModelType
+from megatron.core.declarations.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from megatron.training import get_args, get_tokenizer, global_vars, initialize_megatron, train_step
-from megatron.training.arguments import core_transformer_config_from_args
-from megatron.training.training import (
+from megatron.data.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.data.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.data.datasets.utils import get_blend_from_list
+from megatron.facades import global_vars
+from megatron.facades.training import (
     build_train_valid_test_data_iterators,
     evaluate,
     setup_model_and_optimizer,
 )
-from megatron.training.utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank, unwrap_model
+from megatron.facades.utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank, unwrap_model
+from megatron.training import get_args, get_tokenizer, initialize_megatron, train_step
+from megatron.training.arguments import core_transformer_config_from_args
 
 EXACT = "--make-vocab-size-divisible-by 1"
 

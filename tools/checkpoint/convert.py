@@ -30,15 +30,15 @@ if __name__ == "__main__":  # before the imports that take seconds
 
 import torch  # noqa: E402
 
-from megatron.core.config_fields import flag  # noqa: E402
+from megatron.conversion.exporting import export_model  # noqa: E402
+from megatron.conversion.families import FAMILIES  # noqa: E402
+from megatron.conversion.importing import FLAGS, import_model  # noqa: E402
+from megatron.conversion.megatron_lm.exporting import export_run  # noqa: E402
+from megatron.conversion.megatron_lm.importing import import_run  # noqa: E402
+from megatron.conversion.verification import Comparison  # noqa: E402
+from megatron.core.declarations.config_fields import flag  # noqa: E402
 from megatron.core.exceptions import UserError  # noqa: E402
 from megatron.training.config.tool_flags import Section, read_tool_flags  # noqa: E402
-from megatron.training.conversion.exporting import export_model  # noqa: E402
-from megatron.training.conversion.families import FAMILIES  # noqa: E402
-from megatron.training.conversion.importing import FLAGS, import_model  # noqa: E402
-from megatron.training.conversion.megatron_lm.exporting import export_run  # noqa: E402
-from megatron.training.conversion.megatron_lm.importing import import_run  # noqa: E402
-from megatron.training.conversion.verification import Comparison  # noqa: E402
 from tools.entry_scripts import build_model  # noqa: E402
 
 PROGRAM = "python tools/checkpoint/convert.py"
@@ -110,9 +110,10 @@ class ExportConfig:
     tokenizer_model: str | None = None
     """Folder to copy the tokenizer's files from. Default: the run's tokenizer."""
 
-    verify: bool = False
-    """Compare the logits of transformers, from the written files, with the checkpoint's, in float32 on the CPU. Needs
-    transformers and memory for the model in float32. If the logits differ, nothing is exported."""
+    verify: bool | None = flag(None, off="--no-verify")
+    """Compare the logits of transformers, from the written files, with the checkpoint's, in float32 on the CPU. If they
+    differ, nothing is exported. Needs transformers and memory for the model in float32. Default: compare where
+    transformers is installed and half of the free memory is enough."""
 
 
 @dataclass(kw_only=True, frozen=True)

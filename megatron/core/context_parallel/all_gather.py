@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.core.collectives import Group, all_to_all_rows, gather_rows
+from megatron.core.communication.collectives import Group, all_to_all_rows, gather_rows
 from megatron.core.context_parallel.kv_exchange import sum_of_parts
 from megatron.core.context_parallel.splitting import in_natural_order, in_rank_order
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.attention_plan import AttentionPlan, BlockPlan
-from megatron.core.collectives import Group, group_size
+from megatron.core.communication.collectives import Group, group_size
 from megatron.core.context_parallel.all_gather import gather_whole_rows
 from megatron.core.context_parallel.comm_types import CommType
 from megatron.core.context_parallel.kv_exchange import Gather, Ring
@@ -23,10 +23,10 @@ from megatron.core.context_parallel.ulysses import (
     whole_rows_of,
 )
 from megatron.core.exceptions import UserError
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.ops.attention.blocks import BlockCall
 from megatron.core.ops.attention.kernels import Situation
 from megatron.core.ops.attention.unfused import AttentionCall, AttentionVariant
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tokens import SequencePart, Tokens, row_index
 
 

@@ -6,8 +6,9 @@ from torch import Tensor
 
 from megatron.core.context_parallel.splitting import cut_rows, sequence_part
 from megatron.core.exceptions import UserError
+from megatron.core.groups.defaults import groups_or_default
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 
 _NOT_ROWS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "sample_ids")
 
@@ -18,7 +19,7 @@ def get_batch_on_this_cp_rank(batch: dict[str, Any], cp_group: Any = None) -> di
     The rows are cut in zig-zag order into 2 * ranks chunks. `attention_mask` [.., .., s, s] keeps the rows of this
     rank's queries; document boundaries stay those of whole rows. Raises UserError if the rows cannot be divided.
     """
-    groups = default_collection()
+    groups = groups_or_default(None)
     part = sequence_part(groups if cp_group is None else ProcessGroupCollection(cp=cp_group))
     if part is None:
         return batch
@@ -38,7 +39,7 @@ def get_thd_batch_on_this_cp_rank(
 ) -> tuple[dict[str, Any], PackedSeqParams]:
     """Returns the batch of one packed row and the record of its documents, whose boundaries `cu_seqlens` is [1, n + 1]
     or [n + 1], and `max_seqlen` the longest. Raises UserError with context parallel ranks, and for padded documents."""
-    size = default_collection().size("cp") if cp_size is None else cp_size
+    size = groups_or_default(None).size("cp") if cp_size is None else cp_size
     if size > 1:
         raise UserError(
             "get_thd_batch_on_this_cp_rank: not yet: packed documents cut one by one for context parallel ranks; "

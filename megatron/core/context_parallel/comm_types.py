@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron.core.exceptions import UserError
-from megatron.core.rank_grid import divisors
+from megatron.core.groups.rank_grid import divisors
 
 
 class CommType(enum.Enum):

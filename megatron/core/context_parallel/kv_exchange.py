@@ -13,7 +13,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron.core.collectives import Group, Pending, start_all_to_all_rows, start_exchange, start_gather_rows
+from megatron.core.communication.collectives import (
+    Group,
+    Pending,
+    start_all_to_all_rows,
+    start_exchange,
+    start_gather_rows,
+)
 from megatron.core.context_parallel.splitting import in_natural_order, in_rank_order
 from megatron.core.context_parallel.tiles import (
     QueryKeyTile,

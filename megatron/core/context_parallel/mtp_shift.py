@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron.core.collectives import Group, gather_rows
+from megatron.core.communication.collectives import Group, gather_rows
 from megatron.core.context_parallel.splitting import in_natural_order
 from megatron.core.tokens import Tokens, row_index
 

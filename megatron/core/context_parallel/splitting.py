@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.exceptions import UserError
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.tokens import SequencePart
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.core.collectives import Group, Pending, gather_rows, start_all_to_all_rows
+from megatron.core.communication.collectives import Group, Pending, gather_rows, start_all_to_all_rows
 from megatron.core.context_parallel.splitting import in_natural_order, in_rank_order
 
 

@@ -25,7 +25,7 @@ from megatron.core.dist_checkpointing.folders import Step
 from megatron.core.dist_checkpointing.manifest import index_name
 from megatron.core.dist_checkpointing.planning import assign_writes
 from megatron.core.dist_checkpointing.rank_file import write_rank
-from megatron.core.dist_checkpointing.writing import SaveResult, begin, publisher
+from megatron.core.dist_checkpointing.writing import Contents, SaveResult, begin, publisher
 
 _POLL_SECONDS = 0.05
 _ALIGNMENT = 64
@@ -145,6 +145,7 @@ def begin_save(
     common: Mapping[str, Any],
     config: Mapping[str, Any],
     layout: Mapping[str, Any],
+    weights_finite: bool | None = None,
     keep_last: int | None = None,
     keep_every: int | None = None,
     group: dist.ProcessGroup | None = None,
@@ -158,7 +159,8 @@ def begin_save(
     """
     ranks, disk = RankCoordinator(group), disk or Disk()
     temporary, notes = begin(ranks, disk, root, step, common)
-    publish = publisher(ranks, disk, step, common, config, layout, keep_last, keep_every)
+    contents = Contents(ranks.size, common, config, layout, weights_finite)
+    publish = publisher(disk, step, contents, keep_last, keep_every)
     result = SaveResult(root / folders.folder_name(step), 0, 0.0, notes)
     staged = ranks.run_on_all(lambda: memory.copy(assign_writes(chunks, ranks.global_rank)))
     return PendingSave(ranks, disk, temporary, staged, publish, result, announce)

@@ -30,7 +30,7 @@ def select_folders(root: Path, step: Step | None = None) -> Selection:
     """Returns the folders that may be loaded, newest first; with `step`, only that checkpoint's.
 
     The selection is empty if `root` contains neither checkpoints nor a tracker file. Raises UserError if the requested
-    checkpoint does not exist, if the tracker names a checkpoint and there are none, or if another program wrote all
+    checkpoint does not exist, if there is a tracker file and no checkpoint, or if another program wrote all
     checkpoints.
     """
     available = folders.candidates(root)
@@ -129,6 +129,8 @@ def _by_tracker(root: Path, available: Sequence[Folder], notes: list[str]) -> li
     or the user edited the tracker after the save. The times of the files tell these cases apart.
     """
     tracker_path, tracker = root / folders.TRACKER, folders.read_tracker(root)
+    if tracker.problem is not None and not available:
+        raise UserError(f"{tracker.problem}, and {root} contains no checkpoint")
     if tracker.problem is not None:
         notes.append(f"WARNING: {tracker.problem}: looking for the newest complete checkpoint")
     elif tracker.step is None and available:

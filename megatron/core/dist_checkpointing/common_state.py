@@ -5,9 +5,11 @@ JSON has no tuples, tensors or keys that are not strings. Such a value becomes a
 """
 
 import argparse
+import contextlib
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
+from pathlib import Path as FilePath
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing.chunk import Chunk
 from megatron.core.dist_checkpointing.data_file import DTYPE_NAMES, DTYPES
+from megatron.core.dist_checkpointing.manifest import BrokenCheckpoint
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
 from megatron.core.exceptions import UserError
 from megatron.core.parameters import Box
@@ -89,6 +92,19 @@ def _encode_mapping(value: Mapping[Any, Any], tensors: dict[str, Tensor], path: 
     if all(isinstance(key, str) and not key.startswith("$") for key in here):
         return here
     return {"$dict": [[encode(key, tensors, (*path, key)), item] for key, item in here.items()]}
+
+
+@contextlib.contextmanager
+def refusing_forgeries(manifest: FilePath) -> Iterator[None]:
+    """Makes the errors of `tensors_of` and `decode` for what `encode` never returns a BrokenCheckpoint of this file."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise BrokenCheckpoint(
+            manifest, f"its state is not what dist_checkpointing.save writes ({error!r:.200})"
+        ) from error
 
 
 def tensors_of(common: Json) -> dict[str, Tensor]:

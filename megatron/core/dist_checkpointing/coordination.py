@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from megatron.core.collectives import all_gather, all_reduce
+from megatron.core.communication.collectives import all_gather, all_reduce
 from megatron.core.dist_checkpointing.manifest import BrokenCheckpoint
 from megatron.core.exceptions import UserError
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.disk import Disk
+from megatron.core.utils.files import open_regular_file
 
 BLOCK_BYTES = 16 << 20
 """Bytes of a block."""
@@ -190,7 +191,7 @@ class _Staging:
 def read_header_crc32(path: Path) -> int:
     """Returns the CRC-32 of a data file's header and its length field; -1 if the length is impossible. Raises
     OSError."""
-    with open(path, "rb") as file:
+    with open_regular_file(path) as file:
         length = file.read(8)
         count = int.from_bytes(length, "little")
         return zlib.crc32(file.read(count), zlib.crc32(length)) if count <= MAX_HEADER_BYTES else -1
@@ -210,7 +211,7 @@ class BlockReader:
         or EOFError if the file is too short."""
         if self._file is None or path != self._path:
             self.close()
-            self._file, self._path = io.FileIO(path), path
+            self._file, self._path = open_regular_file(path), path
         self._file.seek(offset)
         done = 0
         while done < count:

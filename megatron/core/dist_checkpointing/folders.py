@@ -16,6 +16,8 @@ from typing import Final, Literal
 
 from megatron.core.dist_checkpointing.disk import Disk
 from megatron.core.dist_checkpointing.manifest import MANIFEST
+from megatron.core.exceptions import UserError
+from megatron.core.utils.files import read_regular_file
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE: Final = "release"
@@ -54,15 +56,19 @@ class Folder:
 
 
 def list_folders(root: Path) -> list[Folder]:
-    """Returns all checkpoint folders in `root`, complete or not, in no order. Empty if `root` does not exist."""
-    if not root.is_dir():
-        return []
+    """Returns all checkpoint folders in `root`, complete or not, in no order. Empty if `root` does not exist or is no
+    folder. Raises UserError if it cannot be read."""
     found = []
-    for path in root.iterdir():
-        match = _FOLDER.fullmatch(path.name)
-        if match and path.is_dir():
-            step: Step = int(match["iteration"]) if match["iteration"] else RELEASE
-            found.append(Folder(path, step, match["state"]))
+    try:
+        for path in root.iterdir():
+            match = _FOLDER.fullmatch(path.name)
+            if match and path.is_dir():
+                step: Step = int(match["iteration"]) if match["iteration"] else RELEASE
+                found.append(Folder(path, step, match["state"]))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise UserError(f"{root}: {error.strerror}") from error
     return found
 
 
@@ -98,9 +104,13 @@ class Tracker:
 
 def read_tracker(root: Path) -> Tracker:
     """Reads the tracker file of a checkpoint directory. Does not raise."""
-    path = root / TRACKER
+    return read_tracker_file(root / TRACKER)
+
+
+def read_tracker_file(path: Path) -> Tracker:
+    """Reads a tracker file. Does not raise."""
     try:
-        content = path.read_bytes()[:64]
+        content = read_regular_file(path, 64)
         written = path.stat().st_mtime_ns
     except FileNotFoundError:
         return Tracker()

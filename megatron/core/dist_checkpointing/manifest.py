@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +14,11 @@ import torch
 from megatron.core.dist_checkpointing import data_file
 from megatron.core.dist_checkpointing.data_file import DTYPE_NAMES, DTYPES
 from megatron.core.dist_checkpointing.geometry import FlatRange
+from megatron.core.dist_checkpointing.manifest_schema import problem_in_index, problem_in_manifest
 from megatron.core.exceptions import UserError
 from megatron.core.parameters import Box
-from megatron.core.utils.files import parse_json
+from megatron.core.utils.files import parse_json, read_regular_file
+from megatron.core.utils.json_schema import MOST, shown
 
 FORMAT = "megatron safetensors"
 FORMAT_VERSION = 1
@@ -90,19 +93,28 @@ class StoredChunk:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Json]) -> "StoredChunk":
-        """Returns the chunk of a JSON object. Raises KeyError, TypeError or ValueError."""
-        box = Box(tuple(fields["box"]["start"]), tuple(fields["box"]["shape"]))
-        begin, end = fields["range"]
-        return cls(
+        """Returns the chunk of a JSON object that fits `CHUNK`. Raises ValueError if its numbers contradict each
+        other."""
+        chunk = cls(
             name=fields["name"],
             global_shape=tuple(fields["global_shape"]),
-            box=box,
-            range=(begin, end),
+            box=Box(tuple(fields["box"]["start"]), tuple(fields["box"]["shape"])),
+            range=(fields["range"][0], fields["range"][1]),
             dtype=DTYPES[fields["dtype"]],
             key=fields["key"],
             offset=fields["offset"],
             checksums=tuple(fields["checksums"]),
         )
+        shape, box, (begin, end) = chunk.global_shape, chunk.box, chunk.range
+        if not len(shape) == len(box.start) == len(box.shape) or any(
+            start + extent > size for start, extent, size in zip(box.start, box.shape, shape, strict=True)
+        ):
+            raise ValueError(f"{chunk.name}: its box does not fit into its global_shape")
+        if math.prod(max(size, 1) for size in shape) > MOST or not begin <= end <= box.numel:
+            raise ValueError(f"{chunk.name}: its range does not fit into its box")
+        if len(chunk.checksums) != -(-chunk.nbytes // data_file.BLOCK_BYTES):
+            raise ValueError(f"{chunk.name}: {chunk.nbytes} bytes have {len(chunk.checksums)} checksums")
+        return chunk
 
 
 @dataclass(frozen=True)
@@ -131,12 +143,18 @@ class RankIndex:
         """Parses the content of the index file `path`. Raises BrokenCheckpoint."""
         try:
             fields = parse_json(content, with_nan=True)
-            if fields["block_bytes"] != data_file.BLOCK_BYTES:
-                raise ValueError(f"blocks of {fields['block_bytes']} bytes, not {data_file.BLOCK_BYTES}")
-            chunks = tuple(map(StoredChunk.from_json, fields["chunks"]))
-            return cls(_name_of_file(fields["data_file"]), fields["data_size"], fields["header_crc32"], chunks)
-        except (KeyError, TypeError, ValueError) as error:
-            raise BrokenCheckpoint(path, f"not an index of format version {FORMAT_VERSION} ({error!r})") from error
+            problem = problem_in_index(fields)
+            if problem is not None:
+                raise ValueError(problem)
+            if fields.get("block_bytes") != data_file.BLOCK_BYTES:
+                raise ValueError(f"blocks of {fields.get('block_bytes')!r:.40} bytes, not {data_file.BLOCK_BYTES}")
+            chunks, size = tuple(map(StoredChunk.from_json, fields["chunks"])), fields["data_size"]
+            beyond = next((chunk for chunk in chunks if chunk.offset + chunk.nbytes > size), None)
+            if beyond is not None:
+                raise ValueError(f"{beyond.name} ends at byte {beyond.offset + beyond.nbytes}, data_size is {size}")
+            return cls(_name_of_file(fields["data_file"]), size, fields["header_crc32"], chunks)
+        except ValueError as error:
+            raise BrokenCheckpoint(path, f"not an index of format version {FORMAT_VERSION}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -158,7 +176,7 @@ class Manifest:
 
     `indexes` has the digest of each rank's index, by file name. `common` is the state that all ranks share (iteration
     counts, scheduler, loss scale), `config` describes the run, and `layout` describes how it was split over ranks. All
-    are JSON.
+    are JSON. `weights_finite` is False if a weight is NaN or infinite, None if that is unknown.
     """
 
     iteration: int
@@ -166,6 +184,7 @@ class Manifest:
     common: Mapping[str, Json]
     config: Mapping[str, Json]
     layout: Mapping[str, Json]
+    weights_finite: bool | None = None
 
     def to_bytes(self) -> bytes:
         """Returns the content of the file: JSON whose `sha256` is the digest of the same bytes with 64 zeros in its
@@ -186,21 +205,26 @@ class Manifest:
             raise BrokenCheckpoint(path, f"not JSON ({error})") from error
         _check_digest(content, fields.get("sha256"), path)
         if fields.get("format") != FORMAT or fields.get("format_version") != FORMAT_VERSION:
-            raise UserError(
-                f"{path}: format {fields.get('format')!r} version {fields.get('format_version')!r}; this release reads "
-                f"{FORMAT!r} version {FORMAT_VERSION}"
-            )
+            found = f"format {shown(fields.get('format'))} version {shown(fields.get('format_version'))}"
+            raise UserError(f'{path}: {found}; this release reads "{FORMAT}" version {FORMAT_VERSION}')
         try:
-            indexes = {_name_of_file(name): FileDigest(**digest) for name, digest in fields["indexes"].items()}
-            return cls(int(fields["iteration"]), indexes, fields["common"], fields["config"], fields["layout"])
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise BrokenCheckpoint(path, f"not a manifest of format version {FORMAT_VERSION} ({error!r})") from error
+            problem = problem_in_manifest(fields)
+            if problem is not None:
+                raise ValueError(problem)
+            indexes = {
+                _name_of_file(name): FileDigest(digest["size"], digest["sha256"])
+                for name, digest in fields["indexes"].items()
+            }
+        except ValueError as error:
+            raise BrokenCheckpoint(path, f"not a manifest of format version {FORMAT_VERSION}: {error}") from error
+        common, config, layout = fields["common"], fields["config"], fields["layout"]
+        return cls(fields["iteration"], indexes, common, config, layout, fields.get("weights_finite"))
 
 
 def _name_of_file(name: str) -> str:
-    """Returns the name. Raises ValueError if it could lead out of the checkpoint's folder."""
-    if Path(name).name != name or name in ("", "..", "."):
-        raise ValueError(f"{name!r} is not the name of a file in this folder")
+    """Returns the name. Raises ValueError if it could lead out of the checkpoint's folder, or if no file has it."""
+    if Path(name).name != name or name in ("", "..", ".") or "\0" in name or len(name.encode()) > 255:
+        raise ValueError(f"{shown(name)} is not the name of a file in this folder")
     return name
 
 
@@ -215,7 +239,7 @@ def _check_digest(content: bytes, digest: Json, path: Path) -> None:
 def read_bytes(path: Path) -> bytes:
     """Returns a file's content. Raises BrokenCheckpoint if it cannot be read."""
     try:
-        return path.read_bytes()
+        return read_regular_file(path)
     except OSError as error:
         raise BrokenCheckpoint(path, error.strerror or str(error)) from error
 

@@ -1,6 +1,7 @@
 """Reads safetensors files of any program: the tensors in a file, and the elements of one tensor."""
 
 import itertools
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing.data_file import DTYPES, MAX_HEADER_BYTES
 from megatron.core.dist_checkpointing.manifest import BrokenCheckpoint
-from megatron.core.utils.files import parse_json
+from megatron.core.utils.files import open_regular_file, parse_json
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,8 @@ def read_header(path: Path) -> dict[str, TensorInFile]:
     """Returns the tensors of a safetensors file by name. Raises BrokenCheckpoint if it is not a complete safetensors
     file."""
     try:
-        size = path.stat().st_size
-        with open(path, "rb") as file:
+        with open_regular_file(path) as file:
+            size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if length > MAX_HEADER_BYTES:
                 raise BrokenCheckpoint(path, "not a safetensors file: its first 8 bytes are not the length of a header")
@@ -79,7 +80,7 @@ def read_tensor(location: TensorInFile) -> Tensor:
     """Reads a tensor. Raises BrokenCheckpoint."""
     flat = torch.empty(location.nbytes, dtype=torch.uint8)
     try:
-        with open(location.path, "rb", buffering=0) as file:
+        with open_regular_file(location.path) as file:
             file.seek(location.offset)
             done, content = 0, flat.numpy().data
             while done < location.nbytes:

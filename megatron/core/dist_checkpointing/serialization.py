@@ -23,12 +23,13 @@ from megatron.core.dist_checkpointing.common_state import (
     leaves,
     merged,
     path_text,
+    refusing_forgeries,
     tensor_chunks,
     tensors_of,
 )
 from megatron.core.dist_checkpointing.coordination import RankCoordinator
 from megatron.core.dist_checkpointing.geometry import intersect
-from megatron.core.dist_checkpointing.manifest import Manifest, read_manifest
+from megatron.core.dist_checkpointing.manifest import MANIFEST, BrokenCheckpoint, Manifest, read_manifest
 from megatron.core.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
     ShardedObject,
@@ -111,19 +112,26 @@ def load(
     common = manifest.common.get("state_dict", manifest.common)
     requested = ranks.run_on_all(lambda: apply_factories(sharded_state_dict))
     objects = manifest.common.get("sharded_objects", {})
+    if not isinstance(objects, dict):
+        raise BrokenCheckpoint(folder / MANIFEST, "common.sharded_objects is not an object")
     wanted = {part.unique_key for _, part in leaves(requested, (ShardedObject,))}
-    tensors = tensors_of([common, [objects[key] for key in sorted(wanted & objects.keys())]])
+    with refusing_forgeries(folder / MANIFEST):
+        tensors = tensors_of([common, [objects[key] for key in sorted(wanted & objects.keys())]])
     request = ranks.run_on_all(lambda: _LoadRequest(requested, folder))
     chunks = [*request.chunks, *tensor_chunks(tensors)]
     quiet = ranks.rank != 0 or handling is StrictHandling.IGNORE_ALL
     loaded = load_folder(folder, chunks, policy=handling.policy, log=(lambda text: None) if quiet else print)
+    if tensors.keys() & loaded.missing:
+        raise BrokenCheckpoint(folder / MANIFEST, f"{min(tensors.keys() & loaded.missing)} is in no file")
 
     def value_of(part: Any) -> Any:
         if isinstance(part, ShardedObject):
             return decode(objects[part.unique_key], tensors) if part.unique_key in objects else LEFT_OUT
         return request.value(part, loaded.missing)
 
-    state = merged(requested, decode(common, tensors), value_of)
+    with refusing_forgeries(folder / MANIFEST):
+        decoded = decode(common, tensors)
+    state = merged(requested, decoded, value_of)
     state = apply_factory_merges(state, sharded_state_dict)
     lost = wanted - objects.keys()
     if lost and not handling.policy.missing:
@@ -139,16 +147,21 @@ def load_common_state_dict(checkpoint_dir: str | Path) -> StateDict:
     folder = Path(checkpoint_dir)
     manifest = RankCoordinator().run_on_all(lambda: _open(folder))
     common = manifest.common.get("state_dict", manifest.common)
-    tensors = tensors_of(common)
-    everything = StrictHandling.IGNORE_ALL.policy
-    load_folder(folder, tensor_chunks(tensors), policy=everything, log=lambda text: None)
-    return decode(common, tensors)
+    with refusing_forgeries(folder / MANIFEST):
+        tensors = tensors_of(common)
+        load_folder(
+            folder, tensor_chunks(tensors), policy=StrictHandling.ASSUME_OK_UNEXPECTED.policy, log=lambda text: None
+        )
+        return decode(common, tensors)
 
 
 def load_content_metadata(checkpoint_dir: str | Path) -> dict[str, Any] | None:
     """Returns the `content_metadata` of a saved checkpoint; None if it has none. A single process may call it, or all
     ranks together."""
-    return decode(RankCoordinator().run_on_all(lambda: _open(Path(checkpoint_dir))).common.get("content_metadata"), {})
+    folder = Path(checkpoint_dir)
+    common = RankCoordinator().run_on_all(lambda: _open(folder)).common
+    with refusing_forgeries(folder / MANIFEST):
+        return decode(common.get("content_metadata"), {})
 
 
 def load_plain_tensors(checkpoint_dir: str | Path) -> dict[str, Tensor]:
@@ -156,7 +169,9 @@ def load_plain_tensors(checkpoint_dir: str | Path) -> dict[str, Tensor]:
     ranks together; each gets all tensors."""
     folder = Path(checkpoint_dir)
     manifest = RankCoordinator().run_on_all(lambda: _open(folder))
-    shared = tensors_of([manifest.common.get("state_dict", manifest.common), manifest.common.get("sharded_objects")])
+    with refusing_forgeries(folder / MANIFEST):
+        parts = [manifest.common.get("state_dict", manifest.common), manifest.common.get("sharded_objects")]
+        shared = tensors_of(parts)
     found = {}
     for name, stored in open_checkpoint(folder).catalogue.items():
         if name not in shared:

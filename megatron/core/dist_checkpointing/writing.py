@@ -56,6 +56,7 @@ def save(
     common: Mapping[str, Any],
     config: Mapping[str, Any],
     layout: Mapping[str, Any],
+    weights_finite: bool | None = None,
     keep_last: int | None = None,
     keep_every: int | None = None,
     group: dist.ProcessGroup | None = None,
@@ -63,15 +64,18 @@ def save(
 ) -> SaveResult:
     """Writes a checkpoint `root/iter_NNNNNNN` (or `root/release`). Collective: each rank passes its own chunks.
 
-    `common`, `config` and `layout` are JSON objects; `common` must be equal on all ranks. With `keep_last`, all
-    checkpoints older than the newest `keep_last` complete ones (including this one) are deleted afterwards; with
-    `keep_every`, those whose iteration is a multiple of it stay, and `keep_last` is 1 by default. Returns once the
+    `common`, `config` and `layout` are JSON objects; `common` must be equal on all ranks. `weights_finite` says whether
+    the weights of all ranks are finite, if it is known. With `keep_last`, all checkpoints older than the newest
+    `keep_last` complete ones (including this one) are deleted afterwards; with `keep_every`, those whose iteration is a
+    multiple of it stay, and `keep_last` is 1 by default. If the weights of all these are known not to be finite, the
+    newest one with others stays, too. Returns once the
     checkpoint is complete on disk and the tracker file names it. If one rank fails (disk full, no permission), all
     ranks raise UserError, earlier checkpoints stay as they were, and no partial files remain.
     """
     ranks, disk, started = RankCoordinator(group), disk or Disk(), time.monotonic()
     temporary, notes = begin(ranks, disk, root, step, common)
-    publish = publisher(ranks, disk, step, common, config, layout, keep_last, keep_every)
+    contents = Contents(ranks.size, common, config, layout, weights_finite)
+    publish = publisher(disk, step, contents, keep_last, keep_every)
     done = _write_and_publish(ranks, disk, temporary, chunks, publish)
     seconds = time.monotonic() - started
     return SaveResult(root / folders.folder_name(step), done["nbytes"], seconds, [*notes, *done["notes"]])
@@ -88,17 +92,9 @@ def begin(
 
 
 def publisher(
-    ranks: RankCoordinator,
-    disk: Disk,
-    step: Step,
-    common: Mapping[str, Any],
-    config: Mapping[str, Any],
-    layout: Mapping[str, Any],
-    keep_last: int | None,
-    keep_every: int | None = None,
+    disk: Disk, step: Step, contents: "Contents", keep_last: int | None, keep_every: int | None = None
 ) -> Callable[[Path], dict[str, Any]]:
     """Returns the function that completes the temporary folder of a save, for rank 0."""
-    contents = _Contents(ranks.size, common, config, layout)
     return lambda temporary: _publish(disk, temporary, step, contents, keep_last, keep_every)
 
 
@@ -115,7 +111,7 @@ def save_folder(
     """
     ranks, disk, started = RankCoordinator(), Disk(), time.monotonic()
     begun = ranks.run_on_first(lambda: _create_temporary_for_folder(disk, folder))
-    contents = _Contents(ranks.size, common, {}, layout)
+    contents = Contents(ranks.size, common, {}, layout)
     done = _write_and_publish(
         ranks,
         disk,
@@ -146,7 +142,7 @@ def save_streamed(
     try:
         for count, chunks in enumerate(files, 1):
             write_rank(disk, temporary, count - 1, chunks, values_of)
-        done = _publish(disk, temporary, step, _Contents(count, common, config, {}), None)
+        done = _publish(disk, temporary, step, Contents(count, common, config, {}), None)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -208,20 +204,21 @@ def _create_temporary_for_folder(disk: Disk, folder: Path) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class _Contents:
+class Contents:
     """The contents of the manifest, except for the indexes."""
 
     world_size: int
     common: Mapping[str, Any]
     config: Mapping[str, Any]
     layout: Mapping[str, Any]
+    weights_finite: bool | None = None
 
 
 def _publish(
     disk: Disk,
     temporary: Path,
     step: Step,
-    contents: _Contents,
+    contents: Contents,
     keep_last: int | None,
     keep_every: int | None = None,
 ) -> dict[str, Any]:
@@ -241,7 +238,7 @@ def _publish(
     return {"nbytes": nbytes, "notes": notes}
 
 
-def _publish_folder(disk: Disk, temporary: Path, folder: Path, contents: _Contents) -> dict[str, Any]:
+def _publish_folder(disk: Disk, temporary: Path, folder: Path, contents: Contents) -> dict[str, Any]:
     """Writes the manifest of a single folder and renames it."""
     nbytes = _write_manifest(disk, temporary, folder, 0, contents)
     try:
@@ -252,7 +249,7 @@ def _publish_folder(disk: Disk, temporary: Path, folder: Path, contents: _Conten
     return {"nbytes": nbytes}
 
 
-def _write_manifest(disk: Disk, temporary: Path, folder: Path, iteration: int, contents: _Contents) -> int:
+def _write_manifest(disk: Disk, temporary: Path, folder: Path, iteration: int, contents: Contents) -> int:
     """Checks that the ranks' files contain all tensors, and writes the manifest. Returns the bytes of the data
     files."""
     indexes, digests = [], {}
@@ -268,7 +265,7 @@ def _write_manifest(disk: Disk, temporary: Path, folder: Path, iteration: int, c
         digests[path.name] = FileDigest.of(content)
     check_complete(make_catalogue(indexes))
     layout = {"world_size": contents.world_size, **contents.layout}
-    manifest = Manifest(iteration, digests, contents.common, contents.config, layout)
+    manifest = Manifest(iteration, digests, contents.common, contents.config, layout, contents.weights_finite)
     try:
         disk.write_file(temporary / MANIFEST, manifest.to_bytes())
         disk.sync_directory(temporary)
@@ -279,21 +276,27 @@ def _write_manifest(disk: Disk, temporary: Path, folder: Path, iteration: int, c
 
 def keep_newest(disk: Disk, root: Path, current: Path, count: int, every: int | None = None) -> list[str]:
     """Deletes the checkpoints in `root` that are older than the newest `count` complete ones (including `current`),
-    except those whose iteration is a multiple of `every`.
+    except those whose iteration is a multiple of `every`. If the weights of all that stay are known not to be finite,
+    the newest complete one with other weights stays, too.
 
     `current` is the checkpoint that was just saved. Folders of later iterations (after a run was set back), `release`,
-    and folders without a manifest are kept. Returns sentences about the deleted folders.
+    and folders without a manifest are kept. Returns sentences about the folders that were deleted or kept.
     """
     found = [f for f in folders.candidates(root) if isinstance(f.step, int) and (f.path / MANIFEST).exists()]
     ours = [f.path for f in found]
-    complete, notes = 1, []
+    has_finite, complete, notes = _has_finite_weights(_complete_manifest(current)), 1, []
     flags = f"--keep-last {count}" if every is None else f"--save-retain-interval {every}"
     for folder in found[ours.index(current) + 1 :] if current in ours else ():
         path = folder.path
-        if complete < count:
-            complete += _is_complete(path)
-            continue
-        if every is not None and folder.iteration % every == 0:
+        stays = complete < count or (every is not None and folder.iteration % every == 0)
+        if complete < count or not has_finite:
+            manifest = _complete_manifest(path)
+            complete += manifest is not None
+            if not has_finite and _has_finite_weights(manifest):
+                has_finite = True
+                notes += [] if stays else [f"kept {path.name}: weights of newer checkpoints are not finite"]
+                stays = True
+        if stays:
             continue
         try:
             folders.delete(disk, path)
@@ -303,9 +306,16 @@ def keep_newest(disk: Disk, root: Path, current: Path, count: int, every: int | 
     return notes
 
 
-def _is_complete(folder: Path) -> bool:
+def _complete_manifest(folder: Path) -> Manifest | None:
+    """Returns the manifest of a complete checkpoint; None if a file is broken or missing."""
     try:
-        check_files(open_checkpoint(folder))
+        checkpoint = open_checkpoint(folder)
+        check_files(checkpoint)
     except UserError:
-        return False
-    return True
+        return None
+    return checkpoint.manifest
+
+
+def _has_finite_weights(manifest: Manifest | None) -> bool:
+    """Whether nothing says that a weight is not finite. Older releases did not look."""
+    return manifest is not None and manifest.weights_finite is not False

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.collectives import Group, broadcast
+from megatron.core.communication.collectives import Group, broadcast
 from megatron.core.dist_checkpointing.chunk import Chunk, EncodedTensor, parameter_chunk
 from megatron.core.distributed.buckets import BucketQueue, TwoLevelReduction, make_buckets, wire_dtype_of
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
@@ -24,8 +24,9 @@ from megatron.core.distributed.sharding_strategy import replica_ranks, shardings
 from megatron.core.distributed.units import ParameterSlice, UnitPlan, named_infos, plan_units
 from megatron.core.distributed.weight_hooks import WeightHooks
 from megatron.core.exceptions import UserError
+from megatron.core.groups.defaults import groups_or_default
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.ops.fp8.linear import QuantizedWeights
-from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 
 
 class DistributedDataParallel(nn.Module):
@@ -60,7 +61,7 @@ class DistributedDataParallel(nn.Module):
         self.config = config
         self.ddp_config = ddp_config
         self.module = module
-        self.pg_collection = (pg_collection or default_collection()).freeze()
+        self.pg_collection = groups_or_default(pg_collection).freeze()
         self.shardings = shardings(ddp_config, self.pg_collection)
         shards = {grid: sharding.shards for grid, sharding in self.shardings.items()}
         plans = plan_units(module, shards, ddp_config.main_grads_dtype)
@@ -173,7 +174,7 @@ class DistributedDataParallel(nn.Module):
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Returns the wrapped model's sharded state dict. Raises UserError if parameters are sharded or exist only in
-        fp8: the model does not have the whole ones. `megatron.training.checkpointing.save_checkpoint` saves them."""
+        fp8: the model does not have the whole ones. `megatron.facades.checkpointing.save_checkpoint` saves them."""
         if any(unit.frees_parameters for unit in self.units):
             raise UserError(
                 "sharded_state_dict(): not with sharded parameters or --fp8-param-gather; save_checkpoint() saves them"

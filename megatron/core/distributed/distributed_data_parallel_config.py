@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 
-from megatron.core.config_fields import flag, not_a_flag, refuse, unsupported_values
+from megatron.core.declarations.config_fields import flag, not_a_flag, refuse, unsupported_values
 
 Sharding = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 

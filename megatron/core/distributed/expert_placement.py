@@ -27,7 +27,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from megatron.core.collectives import (
+from megatron.core.communication.collectives import (
     Group,
     HostCopy,
     Pending,

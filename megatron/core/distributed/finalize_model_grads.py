@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.collectives import Group, all_reduce
+from megatron.core.communication.collectives import Group, all_reduce
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.flat_buffer import Unit
 from megatron.core.exceptions import UserError
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.ops.fp8.recipes import DelayedScaling, finish_step
 from megatron.core.parameters import ParameterInfo
-from megatron.core.process_groups_config import ProcessGroupCollection
 
 _GROUP_OF_AXIS = {"tp": "tp", "etp": "expt_tp", "ep": "ep"}
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from megatron.core.collectives import Group, Pending, start_gather_rows
+from megatron.core.communication.collectives import Group, Pending, start_gather_rows
 from megatron.core.distributed.freed_parameter import mark_freed, mark_gathered
 from megatron.core.distributed.main_grad import BufferMainGrad, attach_main_grad
 from megatron.core.distributed.sharding_strategy import Sharding

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.collectives import Group, all_reduce, start_gather_rows
+from megatron.core.communication.collectives import Group, all_reduce, start_gather_rows
 from megatron.core.distributed.flat_buffer import Unit
 from megatron.core.distributed.freed_parameter import mark_gathered
 from megatron.core.distributed.sharding_strategy import Sharding

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from megatron.core.collectives import Pending
+from megatron.core.communication.collectives import Pending
 from megatron.core.parameters import AccumulateProduct, InputsToGather, info_of, main_grad_accumulator
 from megatron.core.utils.torch_private import BackwardEndCallback, index_put_unchecked_
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from megatron.core.collectives import (
+from megatron.core.communication.collectives import (
     Group,
     Pending,
     averages_in_collective,

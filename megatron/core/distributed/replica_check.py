@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.core.collectives import all_gather
+from megatron.core.communication.collectives import all_gather
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.flat_buffer import Unit
 from megatron.core.distributed.fp8_unit import Fp8Unit

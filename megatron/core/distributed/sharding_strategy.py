@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.exceptions import UserError
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.parameters import ParameterInfo
-from megatron.core.process_groups_config import ProcessGroupCollection
 
 GRIDS = ("dense", "expert")
 _DATA_GROUP = {"dense": "dp_cp", "expert": "expt_dp"}

@@ -1,12 +1,12 @@
 """Generation with an encoder-decoder model: the encoder reads the prompts once, the decoder writes token by token."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
 
 from megatron.core.exceptions import UserError
-from megatron.core.inference.generation import fill_up
+from megatron.core.inference.generation import fill_up, until_end
 from megatron.core.inference.sampling import SamplingParams, next_tokens
 from megatron.core.inference.static_context import StaticInferenceContext
 from megatron.core.models.T5.t5_model import T5Model
@@ -21,13 +21,14 @@ def generate_from_encoder(
     max_new_tokens: int,
     sampling: SamplingParams,
     *,
-    end: int | None = None,
+    ends: Collection[int] = (),
     first_sequence: int = 0,
 ) -> list[list[int]]:
     """Returns the ids that the decoder writes for each prompt after the id `begin`: up to `max_new_tokens` ids. A row
-    stops at `end`, which is not part of its result. The decoder keeps the keys and values of its own tokens and of the
-    encoder's output. The result of a row does not depend on the other rows. `first_sequence` has the same meaning as in
-    `generate`. The model must not be split over ranks. Raises UserError for a prompt without tokens."""
+    stops at any of the ids `ends`, which is not part of its result. The decoder keeps the keys and values of its own
+    tokens and of the encoder's output. The result of a row does not depend on the other rows. `first_sequence` has the
+    same meaning as in `generate`. The model must not be split over ranks. Raises UserError for a prompt without
+    tokens."""
     if not all(prompts):
         raise UserError("a prompt has no tokens; an encoder needs one to read")
     model.eval()
@@ -38,6 +39,7 @@ def generate_from_encoder(
     newest = torch.full((len(prompts), 1), begin, device=device)
     written: list[Tensor] = []
     encoded = model(tokens, newest, encoder_attn_mask=padding, output_encoder_hidden_only=True)
+    last = torch.tensor(list(ends), dtype=torch.long, device=device)
     finished = torch.zeros(len(prompts), dtype=torch.bool, device=device)
     numbers = list(range(first_sequence, first_sequence + len(prompts)))
     context = StaticInferenceContext(len(prompts), max(1, max_new_tokens))
@@ -55,9 +57,9 @@ def generate_from_encoder(
         chosen = next_tokens(logits[:, -1], sampling, numbers, step)
         written.append(chosen)
         newest = chosen[:, None]
-        if end is not None:
-            finished |= chosen == end
+        if ends:
+            finished |= torch.isin(chosen, last)
             if finished.all():
                 break
     rows = torch.stack(written, 1).tolist() if written else [[] for _ in prompts]
-    return [row[: row.index(end)] if end in row else row for row in rows]
+    return [until_end(row, ends) for row in rows]

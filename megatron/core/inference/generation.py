@@ -1,6 +1,6 @@
 """The generation loop: continues prompts token by token."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +17,13 @@ def generate(
     max_new_tokens: int,
     sampling: SamplingParams,
     *,
-    end: int | None = None,
+    ends: Collection[int] = (),
     first_sequence: int = 0,
 ) -> list[list[int]]:
-    """Continues each prompt by up to `max_new_tokens` ids and returns the new ids; a row stops at `end`, which is not
-    part of its result. The model is a GPTModel; it stays in evaluation mode afterwards. The result of a row does not
-    depend on the other rows. `first_sequence` is the index of the first prompt among all prompts that are continued
-    with this seed."""
+    """Continues each prompt by up to `max_new_tokens` ids and returns the new ids; a row stops at any of the ids
+    `ends`, which is not part of its result. The model is a GPTModel; it stays in evaluation mode afterwards. The result
+    of a row does not depend on the other rows. `first_sequence` is the index of the first prompt among all prompts that
+    are continued with this seed."""
     if not all(prompts):
         raise UserError("a prompt has no tokens; a model needs one to continue from")
     model.eval()
@@ -34,19 +34,25 @@ def generate(
     tokens = fill_up(prompts).to(device)
     positions = context.begin(torch.tensor(lengths, device=device), tokens.shape[1])
     written: list[Tensor] = []
+    last = torch.tensor(list(ends), dtype=torch.long, device=device)
     finished = torch.zeros(len(prompts), dtype=torch.bool, device=device)
     for step in range(max_new_tokens):
         logits = model(tokens, positions.expand(len(prompts), -1), inference_context=context)
         chosen = next_tokens(logits[:, -1], sampling, numbers, step)
         written.append(chosen)
-        if end is not None:
-            finished |= chosen == end
+        if ends:
+            finished |= torch.isin(chosen, last)
             if finished.all():
                 break
         if step + 1 < max_new_tokens:
             tokens, positions = chosen[:, None], context.advance()
     rows = torch.stack(written, 1).tolist() if written else [[] for _ in prompts]
-    return [row[: row.index(end)] if end in row else row for row in rows]
+    return [until_end(row, ends) for row in rows]
+
+
+def until_end(row: list[int], ends: Collection[int]) -> list[int]:
+    """Returns the ids before the first of `ends`."""
+    return next((row[:index] for index, number in enumerate(row) if number in ends), row)
 
 
 def fill_up(prompts: Sequence[Sequence[int]]) -> Tensor:

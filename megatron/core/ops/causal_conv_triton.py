@@ -1,7 +1,8 @@
 """The causal convolution with its activation on a GPU: one kernel in forward and one in backward, which read channels
 inside a packed projection.
 
-A program walks along some tokens of a row with the last ones in registers, so each is read once. Backward computes the
+A program walks along some tokens of a row with the last ones and the next two in registers, so each is read once and
+early. Backward computes the
 convolution again and keeps nothing but the inputs. It sums its tokens' part of the gradients of weight and bias in
 registers; a second kernel sums these parts.
 """
@@ -66,7 +67,7 @@ def _weights(weight, channel, inside, K: tl.constexpr):  # type: ignore[no-untyp
 def _causal_conv_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluate annotations
     output, inputs, weight, bias, documents, length, batch, groups, width, inputs_s, inputs_b, inputs_g,
     K: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, SILU: tl.constexpr,
-    TOKENS: tl.constexpr, CHANNELS: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
+    TOKENS: tl.constexpr, CHANNELS: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(width, CHANNELS)
     group, row = tl.program_id(0) // blocks, tl.program_id(2)
@@ -91,7 +92,7 @@ def _causal_conv_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluat
     x0 = _channels_of(source, 0, first, length, inputs_s, channel, width)
     e1 = _channels_of(source, 1, first, length, inputs_s, channel, width)
     e2 = _channels_of(source, 2, first, length, inputs_s, channel, width)
-    for step in tl.range(0, TOKENS, num_stages=STAGES, loop_unroll_factor=UNROLL):
+    for step in tl.range(0, TOKENS, loop_unroll_factor=UNROLL):
         e3 = _channels_of(source, step + 3, first, length, inputs_s, channel, width)
         if PACKED:
             d0 = _document_of(documents, first + step, length)
@@ -110,7 +111,7 @@ def _causal_conv_backward_kernel(  # type: ignore[no-untyped-def]
     inputs_gradient, weight_parts, gradient, inputs, weight, bias, documents, length, batch, groups, width,
     gradient_s, gradient_b, gradient_g, inputs_s, inputs_b, inputs_g,
     K: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, SILU: tl.constexpr,
-    TOKENS: tl.constexpr, CHANNELS: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
+    TOKENS: tl.constexpr, CHANNELS: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     # Each token adds to the gradients of itself and of the three before it. p1, p2 and p3 are what theirs have so far.
     blocks = tl.cdiv(width, CHANNELS)
@@ -142,7 +143,7 @@ def _causal_conv_backward_kernel(  # type: ignore[no-untyped-def]
     dy0 = _channels_of(given, 0, first, length, gradient_s, channel, width)
     dy1 = _channels_of(given, 1, first, length, gradient_s, channel, width)
     dy2 = _channels_of(given, 2, first, length, gradient_s, channel, width)
-    for step in tl.range(0, TOKENS + 3, num_stages=STAGES, loop_unroll_factor=UNROLL):
+    for step in tl.range(0, TOKENS + 3, loop_unroll_factor=UNROLL):
         e3 = _channels_of(source, step + 3, first, length, inputs_s, channel, width)
         dy3 = _channels_of(given, step + 3, first, length, gradient_s, channel, width)
         dy = dy0
@@ -199,11 +200,6 @@ def causal_conv_triton(
     if weight.shape[1] > _TAPS or torch.float64 in (inputs.dtype, weight.dtype) or not inputs.numel():
         return causal_conv(inputs, weight, bias, document, silu)
     return _CausalConv.apply(inputs, weight, bias, document, silu)
-
-
-_STAGES = 1
-_UNROLL = 4
-_WARPS = 4
 
 
 class _CausalConv(torch.autograd.Function):
@@ -266,7 +262,6 @@ def _settings(ctx: Any, x: Tensor) -> dict[str, Any]:
         "SILU": ctx.silu,
         "TOKENS": _TOKENS,
         "CHANNELS": _channels(x.shape[3]),
-        "STAGES": _STAGES,
-        "UNROLL": _UNROLL,
-        "num_warps": _WARPS,
+        "UNROLL": 4,
+        "num_warps": 4,
     }

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.core.collectives import Group, gather_rows, group_rank, group_size
+from megatron.core.communication.collectives import Group, gather_rows, group_rank, group_size
 from megatron.core.ops.precision import at_least_float32
 
 _LOGITS_AT_ONCE = {"cpu": 1 << 22, "cuda": 1 << 27}

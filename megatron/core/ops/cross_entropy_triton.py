@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.core.collectives import Group
+from megatron.core.communication.collectives import Group
 from megatron.core.ops.cross_entropy import SPENT, VocabularyPart, combine, cross_entropy, vocabulary_part
 from megatron.core.ops.tiles import cdiv
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.core.collectives import Group, group_rank, group_size
+from megatron.core.communication.collectives import Group, group_rank, group_size
 from megatron.core.parameters import main_grad_accumulator
 
 AccumulateRows = Callable[[Tensor, Tensor, Tensor], None]

@@ -162,6 +162,6 @@ def _weight_stride(weight: Tensor) -> int:
 
 
 def _tile(width: int) -> dict[str, int]:
-    """Returns the rows and channels of a program. A warp has whole rows, if they are narrow: it then sums them alone."""
+    """Returns the rows and channels of a program. A warp has whole rows if they are narrow, and sums them alone."""
     channels = next_power_of_2(width)
     return {"ROWS": max(1, 1024 // channels), "WIDTH": channels, "num_warps": max(1, min(16, channels // 1024))}

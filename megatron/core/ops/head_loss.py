@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.core.collectives import Group
+from megatron.core.communication.collectives import Group
 from megatron.core.ops.attention.soft_cap import soft_cap
 from megatron.core.ops.cross_entropy import cross_entropy
 from megatron.core.ops.linear import linear

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.core.collectives import (
+from megatron.core.communication.collectives import (
     Group,
     Pending,
     gather_rows,

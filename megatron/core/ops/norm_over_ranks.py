@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.core.collectives import Group, all_reduce, group_size
+from megatron.core.communication.collectives import Group, all_reduce, group_size
 from megatron.core.ops.precision import at_least_float32, widened
 
 

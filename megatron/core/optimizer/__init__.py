@@ -10,6 +10,7 @@ from torch import nn
 from megatron.core.dist_checkpointing.coordination import RankCoordinator
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.exceptions import UserError
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.optimizer.chained import ChainedOptimizer
 from megatron.core.optimizer.external import ExternalOptimizer
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
@@ -17,7 +18,6 @@ from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradS
 from megatron.core.optimizer.optimizer import MegatronOptimizer, StepUpdate
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import ParamGroupOverride, ParamKey, describe_groups
-from megatron.core.process_groups_config import ProcessGroupCollection
 
 __all__ = [
     "ChainedOptimizer",

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from megatron.core.collectives import all_reduce, broadcast
+from megatron.core.communication.collectives import all_reduce, broadcast
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.flat_buffer import Unit
 from megatron.core.distributed.sharding_strategy import GRIDS, Sharding, is_counted_on_this_rank
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.utils.torch_private import foreach_norm
 
 _MODEL_PARALLEL_GROUP = {"dense": "mp", "expert": "tp_ep_pp"}

@@ -12,11 +12,11 @@ from megatron.core.dist_checkpointing.coordination import RankCoordinator
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.sharding_strategy import replica_ranks, sharding_strategy_of
 from megatron.core.exceptions import UserError
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.optimizer.clip_grads import clip_divisor, grad_norm
 from megatron.core.optimizer.optimizer import MegatronOptimizer, StepUpdate, true_on_all_ranks
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.qk_clip import QKClip
-from megatron.core.process_groups_config import ProcessGroupCollection
 
 
 class ExternalOptimizer(MegatronOptimizer):

@@ -14,6 +14,7 @@ from megatron.core.distributed.fp8_unit import Fp8Unit
 from megatron.core.distributed.sharding_strategy import replica_ranks
 from megatron.core.distributed.units import ParameterSlot
 from megatron.core.exceptions import UserError
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.optimizer.clip_grads import clip_divisor, count_zeros, counted_gradients, grad_norm
 from megatron.core.optimizer.grad_scaler import GradScaler, build_grad_scaler
 from megatron.core.optimizer.host_state import HostPiece, StateSegment, StateStream, choose_offloaded, in_host_memory
@@ -41,7 +42,6 @@ from megatron.core.optimizer.state_storage import (
     rounds_to_model_weights,
 )
 from megatron.core.optimizer.update_rules import Adam, UpdateRule, build_update_rule, update_stored
-from megatron.core.process_groups_config import ProcessGroupCollection
 
 
 @dataclass

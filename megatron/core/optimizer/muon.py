@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.core.collectives import all_to_all_rows, gather_rows, group_rank, group_size
+from megatron.core.communication.collectives import all_to_all_rows, gather_rows, group_rank, group_size
 from megatron.core.distributed.flat_buffer import Unit
 from megatron.core.distributed.units import ParameterSlot
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.optimizer.muon_matrices import Matrices, matrices_of, takes_muon
 from megatron.core.optimizer.newton_schulz import newton_schulz, update_scale
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.segments import StepInputs, replace
-from megatron.core.process_groups_config import ProcessGroupCollection
 
 _ELEMENTS_AT_ONCE = 1 << 28
 """Largest number of elements of neighbouring units that are orthogonalised together. It limits temporary memory."""

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
-from megatron.core.collectives import all_reduce
+from megatron.core.communication.collectives import all_reduce
 from megatron.core.dist_checkpointing.chunk import Chunk
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.exceptions import UserError
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.process_groups_config import ProcessGroupCollection
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 
-from megatron.core.config_fields import flag, not_a_flag, not_yet, refuse, unsupported_values
+from megatron.core.declarations.config_fields import flag, not_a_flag, not_yet, refuse, unsupported_values
 
 _DTYPES: Mapping[str, torch.dtype] = {
     "fp32": torch.float32,
@@ -21,6 +21,7 @@ def _words(*names: str) -> dict[str, torch.dtype]:
 
 
 _MUON = "optimizer=muon|dist_muon"
+_DYNAMIC_SCALE = ("fp16", "loss_scale=None")
 
 
 @dataclass
@@ -32,13 +33,13 @@ class OptimizerConfig:
     lr: float | None = None
     """Largest learning rate of the schedule."""
 
-    min_lr: float | None = None
+    min_lr: float | None = flag(None, only_with="lr_decay_style!=constant")
     """Learning rate at the end of the schedule."""
 
     decoupled_lr: float | None = None
     """Largest learning rate of the embedding and the output layer. Default: --lr."""
 
-    decoupled_min_lr: float | None = flag(None, only_with="decoupled_lr")
+    decoupled_min_lr: float | None = flag(None, only_with=("decoupled_lr", "lr_decay_style!=constant"))
     """Learning rate of the embedding and the output layer at the end of the schedule."""
 
     weight_decay: float = 0.01
@@ -48,7 +49,7 @@ class OptimizerConfig:
     """With muP: width of the model divided by the base width, as in TransformerConfig. Adam divides the rate of the
     matrices of layers by it; SGD multiplies all other rates by it."""
 
-    apply_wd_to_qk_layernorm: bool = False
+    apply_wd_to_qk_layernorm: bool = flag(False, only_with="qk_layernorm")
     """Apply weight decay to the norms of queries and keys (--qk-layernorm) too."""
 
     # Number formats --------------------------------------------------------------------------------------------------
@@ -105,34 +106,34 @@ class OptimizerConfig:
     updates of matrices inside layers, and updates the rest as adam. dist_muon also shards the optimizer's state, as
     --use-distributed-optimizer does."""
 
-    loss_scale: float | None = None
+    loss_scale: float | None = flag(None, only_with="fp16")
     """With --fp16: constant factor of the loss. Default: a dynamic loss scale."""
 
-    initial_loss_scale: float = flag(4294967296, only_with="fp16")
+    initial_loss_scale: float = flag(4294967296, only_with=_DYNAMIC_SCALE)
     """With --fp16: initial value of the dynamic loss scale."""
 
-    min_loss_scale: float = flag(1.0, only_with="fp16")
+    min_loss_scale: float = flag(1.0, only_with=_DYNAMIC_SCALE)
     """With --fp16: smallest value of the dynamic loss scale."""
 
-    loss_scale_window: float = flag(1000, only_with="fp16")
+    loss_scale_window: float = flag(1000, only_with=_DYNAMIC_SCALE)
     """With --fp16: number of steps without overflow after which the dynamic loss scale is doubled."""
 
-    hysteresis: int = flag(2, only_with="fp16")
+    hysteresis: int = flag(2, only_with=_DYNAMIC_SCALE)
     """With --fp16: number of overflows before the dynamic loss scale is halved."""
 
-    adam_beta1: float = 0.9
+    adam_beta1: float = flag(0.9, only_with="optimizer=adam", or_with="muon_scalar_optimizer=adam")
     """Adam: decay rate of the running mean of gradients."""
 
-    adam_beta2: float = 0.999
+    adam_beta2: float = flag(0.999, only_with="optimizer=adam", or_with="muon_scalar_optimizer=adam")
     """Adam: decay rate of the running mean of squared gradients."""
 
-    adam_eps: float = 1e-08
+    adam_eps: float = flag(1e-08, only_with="optimizer=adam", or_with="muon_scalar_optimizer=adam")
     """Adam: number added to the denominator of the update."""
 
     decoupled_weight_decay: bool = not_a_flag(True)
     """True: AdamW. False: weight decay is added to the gradient (Adam with L2 regularisation)."""
 
-    sgd_momentum: float = 0.9
+    sgd_momentum: float = flag(0.9, only_with="optimizer=sgd")
     """Momentum of SGD."""
 
     # Muon ------------------------------------------------------------------------------------------------------------
@@ -163,10 +164,10 @@ class OptimizerConfig:
     muon_num_ns_steps: int = flag(5, only_with=_MUON)
     """Muon: number of steps of the Newton-Schulz iteration."""
 
-    muon_tp_mode: Literal["blockwise", "duplicated", "distributed"] = flag("blockwise", only_with=_MUON)
-    """Muon: how a matrix that tensor parallel ranks divide is orthogonalised. blockwise: each rank computes its own
-    part, so the result depends on the layout; duplicated: each rank computes the whole matrix; distributed: one rank
-    computes the whole matrix."""
+    muon_tp_mode: Literal["blockwise", "duplicated", "distributed"] = flag("distributed", only_with=_MUON)
+    """Muon: how a matrix that tensor parallel ranks divide is orthogonalised. distributed: one rank computes the whole
+    matrix; duplicated: each rank computes the whole matrix; blockwise, Megatron-LM's default: each rank computes its
+    own part, so the result depends on the layout."""
 
     muon_extra_scale_factor: float = flag(1.0, only_with=_MUON)
     """Muon: additional factor of the update. 0.2 with --muon-scale-mode spectral gives updates of AdamW's size."""

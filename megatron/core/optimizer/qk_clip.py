@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.exceptions import UserError
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.optimizer.state_storage import WithRemainder, split_float32
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.attention_logits import AttentionLogits
 
 

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.collectives import all_reduce
+from megatron.core.communication.collectives import all_reduce
 from megatron.core.exceptions import UserError
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
 
 
 class StepLosses:

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.collectives import Group, Pending, start_receive, start_send
+from megatron.core.communication.collectives import Group, Pending, start_receive, start_send
 from megatron.core.exceptions import UserError
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.pipeline_parallel.stages import Pipeline, StatesIn, num_encoder_layers
-from megatron.core.process_groups_config import ProcessGroupCollection
 
 ONE_STATE = StatesIn()
 """One hidden state per token."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatron.core.collectives import Pending
+from megatron.core.communication.collectives import Pending
 from megatron.core.exceptions import UserError
 from megatron.core.micro_batch import MicroBatch
 from megatron.core.pipeline_parallel.actions import Action, ActionKind

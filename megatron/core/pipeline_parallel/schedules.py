@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.exceptions import UserError
+from megatron.core.groups.defaults import groups_or_default
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.pipeline_parallel.action_lists import rank_actions
 from megatron.core.pipeline_parallel.chunk_hooks import accepts_argument, device_of
 from megatron.core.pipeline_parallel.orders import Schedule, schedule_name
@@ -19,7 +21,6 @@ from megatron.core.pipeline_parallel.stages import (
     states_into_stages,
 )
 from megatron.core.pipeline_parallel.task import ForwardStep, PipelineTask
-from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.timers import timed
 from megatron.core.tokens import RngPosition
 
@@ -31,7 +32,7 @@ def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = 
     All three functions take the arguments of `forward_backward_no_pipelining`; config.pipeline_schedule selects the
     order.
     """
-    ranks = pp_size if pp_size is not None else default_collection().size("pp")
+    ranks = pp_size if pp_size is not None else groups_or_default(None).size("pp")
     if (vp_size or 1) > 1:
         return forward_backward_pipelining_with_interleaving
     return forward_backward_pipelining_without_interleaving if ranks > 1 else forward_backward_no_pipelining
@@ -94,7 +95,7 @@ def forward_backward_no_pipelining(
     """
     chunks = [model] if isinstance(model, nn.Module) else list(model)
     config = config_of(chunks[0])
-    groups = pg_collection or getattr(chunks[0], "pg_collection", None) or default_collection()
+    groups = groups_or_default(pg_collection or getattr(chunks[0], "pg_collection", None))
     pipeline = pipeline_of_chunks(config, groups, len(chunks))
     iterators = _one_per_chunk(data_iterator, len(chunks))
     if p2p_communicator is not None:

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.config_fields import refuse
+from megatron.core.declarations.config_fields import refuse
+from megatron.core.declarations.flag_grammars import MOST_LAYERS
 from megatron.core.exceptions import UserError
-from megatron.core.flag_grammars import MOST_LAYERS
 from megatron.core.pipeline_parallel.encoder_decoder import encoder_decoder_problems
 from megatron.core.pipeline_parallel.orders import ONE_CHUNK_ORDERS
 from megatron.core.pipeline_parallel.stages import (

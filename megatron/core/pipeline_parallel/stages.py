@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.flag_grammars import pipeline_layout
+from megatron.core.declarations.flag_grammars import pipeline_layout
 
 AUTO = "auto"
 """Value of `pipeline_model_parallel_layout` that lets `layer_costs.stages_of_auto_layout` choose the stages."""

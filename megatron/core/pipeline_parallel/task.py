@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.pipeline_parallel.p2p_communication import ONE_STATE, PipelineP2P
 from megatron.core.pipeline_parallel.stages import Pipeline, StatesIn
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tokens import RngPosition
 
 ForwardStep = Callable[..., tuple[Tensor, Callable[..., Any] | None]]

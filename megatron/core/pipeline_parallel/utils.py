@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from megatron.core.collectives import Group, group_rank, group_ranks, group_size
+from megatron.core.communication.collectives import Group, group_rank, group_ranks, group_size
 
 
 def is_pp_first_stage(pp_group: Group) -> bool:

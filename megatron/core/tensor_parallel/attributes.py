@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.core.collectives import Group, group_rank
+from megatron.core.communication.collectives import Group, group_rank
+from megatron.core.groups.defaults import tp_group_or_default
 from megatron.core.parameters import info_of
-from megatron.core.process_groups_config import default_collection
 
 _DEFAULTS: dict[str, Any] = {"tensor_model_parallel": False, "partition_dim": -1, "partition_stride": 1}
 
@@ -38,4 +38,4 @@ def param_is_not_tensor_parallel_duplicate(param: Tensor, tp_group: Group = None
     this is the first of these ranks."""
     if getattr(param, "tensor_model_parallel", False) or "tp" in info_of(param).sharded_axes:
         return True
-    return group_rank(tp_group if tp_group is not None else default_collection().tp) == 0
+    return group_rank(tp_group_or_default(tp_group)) == 0

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from megatron.core.collectives import Group, all_reduce, group_size
+from megatron.core.communication.collectives import Group, all_reduce, group_size
+from megatron.core.groups.defaults import tp_group_or_default
 from megatron.core.ops.cross_entropy import cross_entropy, vocabulary_part
 from megatron.core.ops.precision import at_least_float32
-from megatron.core.process_groups_config import default_collection
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 
 
@@ -22,7 +22,7 @@ def vocab_parallel_cross_entropy(
     rank's vocabulary] and labels [s, b]. A negative label marks a token without a loss. Our own keywords: `vocab_size`
     is the whole vocabulary without padding (None: no padding but columns of -inf, as a model's logits have), `tp_group`
     the ranks that share it (None: the default tensor parallel group)."""
-    group = tp_group if tp_group is not None else default_collection().tp
+    group = tp_group_or_default(tp_group)
     logits = vocab_parallel_logits.flatten(0, -2)  # [t, columns]
     if label_smoothing and vocab_size is None and group_size(group) > 1:
         loss = cross_entropy(logits, target.flatten(), group=group)

@@ -7,14 +7,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron.core.backends import Backend, choose_backend
-from megatron.core.collectives import Group, group_size
+from megatron.core.communication.collectives import Group, group_size
+from megatron.core.declarations.model_parallel_config import ModelParallelConfig
 from megatron.core.exceptions import UserError
+from megatron.core.groups.defaults import groups_or_default, tp_group_or_default
 from megatron.core.initializers import Constant
-from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.ops.fp8.recipes import LinearSplit
 from megatron.core.ops.linear import linear
 from megatron.core.parameters import Box
-from megatron.core.process_groups_config import default_collection
 from megatron.core.tensor_parallel.attributes import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
@@ -231,7 +231,7 @@ class RowParallelLinear(ShardedStateModule):
 def _own_group(tp_group: Group, is_expert: bool) -> Group:
     if tp_group is not None:
         return tp_group
-    groups = default_collection()
+    groups = groups_or_default(None)
     return groups.expt_tp if is_expert else groups.tp
 
 
@@ -262,7 +262,7 @@ def linear_with_grad_accumulation_and_async_allreduce(
     group. The weight's gradient goes to its main gradient, if it has one, which accumulates it or defers the product;
     the other switches have no effect."""
     sums = sequence_parallel or allreduce_dgrad or bool(async_grad_allreduce)
-    group = tp_group if tp_group is not None else default_collection().tp
+    group = tp_group_or_default(tp_group)
     return linear(input, weight, bias, group if sums else None, gathers=sequence_parallel)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.core.collectives import (
+from megatron.core.communication.collectives import (
     Group,
     all_gather,
     all_reduce,
@@ -19,7 +19,7 @@ from megatron.core.collectives import (
     reduce_scatter_rows,
 )
 from megatron.core.exceptions import UserError
-from megatron.core.process_groups_config import default_collection
+from megatron.core.groups.defaults import tp_group_or_default
 
 Move = Callable[[Tensor], Tensor]
 
@@ -152,7 +152,7 @@ def _moved(tensor: Tensor, group: Group, move: Move, move_gradient: Move) -> Ten
 
 
 def _tensor_parallel(group: Group) -> Group:
-    return group if group is not None else default_collection().tp
+    return tp_group_or_default(group)
 
 
 def _same(tensor: Tensor) -> Tensor:

@@ -22,12 +22,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.backends import Backend
-from megatron.core.collectives import Group, gather_rows, group_size, reduce_scatter_rows
+from megatron.core.communication.collectives import Group, gather_rows, group_size, reduce_scatter_rows
+from megatron.core.communication.piece_exchange import PieceExchange, Transport, open_exchange, refuse_transport
+from megatron.core.declarations.model_parallel_config import ModelParallelConfig
 from megatron.core.exceptions import UserError
-from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.ops.linear import SequenceShard, product
 from megatron.core.parameters import main_grad_accumulator
-from megatron.core.piece_exchange import PieceExchange, Transport, open_exchange, refuse_transport
 
 
 @dataclass(frozen=True)

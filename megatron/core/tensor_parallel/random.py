@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron.core.process_groups_config import default_collection
+from megatron.core.groups.defaults import tp_group_or_default
 from megatron.core.utils.recomputed import Recomputed
 
 
@@ -66,4 +66,4 @@ def get_cuda_rng_tracker(
 def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool, *args: Any) -> Any:
     """Returns function(*args) and recomputes its intermediate results in backward. With `distribute_saved_activations`
     each tensor parallel rank keeps its part of the tensors in `args`, which must be equal on all ranks."""
-    return Recomputed(function, default_collection().tp if distribute_saved_activations else None)(*args)
+    return Recomputed(function, tp_group_or_default(None) if distribute_saved_activations else None)(*args)

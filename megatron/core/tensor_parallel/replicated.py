@@ -6,9 +6,9 @@ from typing import Any
 from torch import Tensor
 
 from megatron.core.backends import Backend, choose_backend
-from megatron.core.collectives import Group
+from megatron.core.communication.collectives import Group
+from megatron.core.declarations.model_parallel_config import ModelParallelConfig
 from megatron.core.initializers import Constant
-from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.ops.fp8.recipes import LinearSplit
 from megatron.core.tensor_parallel.layers import drop_empty_extra_state
 from megatron.core.tensor_parallel.sharded_state import ShardedStateModule

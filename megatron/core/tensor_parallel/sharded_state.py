@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.distributed.sharding_strategy import replica_ranks
 from megatron.core.exceptions import UserError
+from megatron.core.groups.defaults import groups_or_default
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.parameters import ParameterInfo, canonical_name, info_of
-from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 
 
 class ShardedStateModule(nn.Module):
@@ -33,7 +34,7 @@ class ShardedStateModule(nn.Module):
                 f"sharded_state_dict(sharded_offsets={sharded_offsets}): layers are stored under names of their own, "
                 "not stacked along a new axis; leave it out"
             )
-        groups = getattr(self, "pg_collection", None) or default_collection()
+        groups = groups_or_default(getattr(self, "pg_collection", None))
         return dict(sharded_entries(self, prefix, groups))
 
 
@@ -90,7 +91,7 @@ def make_tp_sharded_tensor_for_checkpoint(
 ) -> ShardedTensor:
     """Returns this tensor parallel rank's part of a tensor that the ranks split evenly along `tp_axis`. Megatron-LM's
     function for a module's own `sharded_state_dict`. Data parallel rank 0 writes it."""
-    groups = default_collection()
+    groups = groups_or_default(None)
     offset = (tp_axis + len(prepend_offsets), groups.rank("tp"), groups.size("tp"))
     return _of_module(
         tensor, key, (*prepend_offsets, offset), (groups.rank("dp_cp"),), replica_id, prepend_offsets, kwargs
@@ -106,7 +107,7 @@ def make_sharded_tensor_for_checkpoint(
 ) -> ShardedTensor:
     """Returns a sharded tensor that is whole on every tensor and data parallel rank. Megatron-LM's function for a
     module's own `sharded_state_dict`. The first of these ranks writes it."""
-    groups = default_collection()
+    groups = groups_or_default(None)
     copies = (groups.rank("tp"), groups.rank("dp_cp"))
     return _of_module(tensor, key, prepend_offsets, copies, replica_id, prepend_offsets, kwargs)
 

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.core.collectives import Group, group_rank, group_size
+from megatron.core.communication.collectives import Group, group_rank, group_size
+from megatron.core.declarations.model_parallel_config import ModelParallelConfig
 from megatron.core.exceptions import UserError
-from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.parameters import Box, declare
 
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron.core.collectives import Group, broadcast, gather_rows, group_rank, group_size
+from megatron.core.communication.collectives import Group, broadcast, gather_rows, group_rank, group_size
 from megatron.core.exceptions import UserError
-from megatron.core.process_groups_config import default_collection
+from megatron.core.groups.defaults import tp_group_or_default
 
 
 def divide(numerator: int, denominator: int) -> int:
@@ -33,7 +33,7 @@ def split_tensor_along_last_dim(
 
 def split_tensor_into_1d_equal_chunks(tensor: Tensor, new_buffer: bool = False, tp_group: Group = None) -> Tensor:
     """Returns this rank's part of the flattened tensor: a view, or a copy with `new_buffer`."""
-    group = tp_group if tp_group is not None else default_collection().tp
+    group = tp_group_or_default(tp_group)
     size = divide(tensor.numel(), group_size(group))
     part = tensor.view(-1)[group_rank(group) * size :][:size]
     return part.clone() if new_buffer else part
@@ -41,7 +41,7 @@ def split_tensor_into_1d_equal_chunks(tensor: Tensor, new_buffer: bool = False, 
 
 def gather_split_1d_tensor(tensor: Tensor, tp_group: Group = None) -> Tensor:
     """Gathers the flat tensor that `split_tensor_into_1d_equal_chunks` has split."""
-    return gather_rows(tensor, tp_group if tp_group is not None else default_collection().tp)
+    return gather_rows(tensor, tp_group_or_default(tp_group))
 
 
 class VocabUtility:
@@ -69,7 +69,7 @@ def broadcast_data(
 ) -> dict[str, Tensor]:
     """Returns the tensors of the group's first rank, on the current device; those of other ranks are ignored. Waits for
     the device once, for the shapes. Raises UserError, on all ranks, for a tensor of another type."""
-    group = tp_group if tp_group is not None else default_collection().tp
+    group = tp_group_or_default(tp_group)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     tensors = [data[key] for key in keys] if data is not None and group_rank(group) == 0 else None
     shapes = broadcast(_shapes(tensors, datatype, len(keys)).to(device), group).tolist()

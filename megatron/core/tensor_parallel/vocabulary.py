@@ -7,10 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from megatron.core.backends import Backend, choose_backend
-from megatron.core.collectives import Group, group_rank, group_size
-from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.communication.collectives import Group, group_rank, group_size
+from megatron.core.declarations.model_parallel_config import ModelParallelConfig
+from megatron.core.groups.defaults import tp_group_or_default
 from megatron.core.parameters import Box
-from megatron.core.process_groups_config import default_collection
 from megatron.core.tensor_parallel.attributes import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import reduce_in_place, reduce_scatter_to_sequence_parallel_region
 from megatron.core.tensor_parallel.sharded_state import ShardedStateModule
@@ -39,7 +39,7 @@ class VocabParallelEmbedding(ShardedStateModule):
     ) -> None:
         super().__init__()
         self.config, self.num_embeddings, self.embedding_dim = config, num_embeddings, embedding_dim
-        self.tp_group = tp_group if tp_group is not None else default_collection().tp
+        self.tp_group = tp_group_or_default(tp_group)
         self.reduce_scatter_embeddings = reduce_scatter_embeddings
         self.backend = backend or choose_backend(config)
         rows, box = vocabulary_box(num_embeddings, self.tp_group, vocab_padding_multiple)

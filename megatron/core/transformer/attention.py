@@ -7,11 +7,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron.core.backends import Backend, choose_backend
-from megatron.core.collectives import Group, group_size
+from megatron.core.communication.collectives import Group, group_size
 from megatron.core.exceptions import UserError
+from megatron.core.groups.defaults import groups_or_default
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.ops.rope import Rotation
 from megatron.core.parameters import add_partial_gradient_axis
-from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.storage import part_size
 from megatron.core.transformer.attention_projections import build_heads_projection, build_output_projection
@@ -63,7 +64,7 @@ class SelfAttention(MegatronModule):
         super().__init__(config)
         self.layer_number, self.attn_mask_type = layer_number, attn_mask_type
         self.backend = backend or choose_backend(config)
-        groups = pg_collection or default_collection()
+        groups = groups_or_default(pg_collection)
         assert config.num_query_groups is not None and config.kv_channels is not None
         self.has_rope = has_rope(config, layer_number)
         self.is_windowed = is_windowed(config, layer_number)
@@ -258,7 +259,7 @@ class CrossAttention(MegatronModule):
             raise UserError("attention_output_gate: cross attention has no gate; unset it")
         self.layer_number, self.attn_mask_type = layer_number, attn_mask_type
         self.backend = backend or choose_backend(config)
-        groups = pg_collection or default_collection()
+        groups = groups_or_default(pg_collection)
         heads, head_size = config.num_attention_heads, config.kv_channels
         assert head_size is not None
         self.num_heads = part_size(heads, groups.tp, "num_attention_heads")

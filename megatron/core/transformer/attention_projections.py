@@ -5,7 +5,7 @@ import math
 from torch import nn
 
 from megatron.core.backends import Backend
-from megatron.core.collectives import Group, group_size
+from megatron.core.communication.collectives import Group, group_size
 from megatron.core.exceptions import UserError
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.spec_utils import Spec, build_module, get_module

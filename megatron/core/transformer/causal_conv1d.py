@@ -5,7 +5,7 @@ import math
 from torch import Tensor, nn
 
 from megatron.core.backends import Backend, choose_backend
-from megatron.core.collectives import Group
+from megatron.core.communication.collectives import Group
 from megatron.core.initializers import Constant, Uniform
 from megatron.core.tensor_parallel.storage import new_parameter, split_box, with_columns
 from megatron.core.transformer.transformer_config import TransformerConfig

@@ -7,17 +7,18 @@ from torch import Tensor, nn
 
 from megatron.core.attention_plan import plan_attention, plan_attention_blocks
 from megatron.core.backends import Backend, choose_backend
-from megatron.core.collectives import group_rank, group_size
+from megatron.core.communication.collectives import group_rank, group_size
 from megatron.core.context_parallel.attention import ContextAttention
 from megatron.core.context_parallel.comm_types import comm_type_of
 from megatron.core.exceptions import UserError
+from megatron.core.groups.defaults import groups_or_default
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.ops.attention.alibi import alibi_slopes
 from megatron.core.ops.attention.chunks import chunks_of_documents, chunks_of_row
 from megatron.core.ops.attention.kernels import SDPA_CUDA, Situation
 from megatron.core.ops.attention.sdpa import first_usable_kernel
 from megatron.core.ops.attention.unfused import AttentionCall, AttentionVariant
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.tensor_parallel.overlap import cuts_products
 from megatron.core.tensor_parallel.storage import new_parameter, split_box
 from megatron.core.tokens import Tokens
@@ -65,7 +66,7 @@ class DotProductAttention(MegatronModule):
         self.layer_number = max(1, layer_number)
         self.attn_mask_type = attn_mask_type
         self.backend = backend or choose_backend(config)
-        groups = pg_collection or default_collection()
+        groups = groups_or_default(pg_collection)
         heads = config.num_attention_heads
         local_heads = heads // group_size(groups.tp)
         self.first_head = local_heads * group_rank(groups.tp)

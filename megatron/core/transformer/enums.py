@@ -2,7 +2,7 @@
 
 import enum
 
-from megatron.core.enums import ModelType
+from megatron.core.declarations.enums import ModelType
 
 __all__ = ["AttnBackend", "AttnMaskType", "AttnType", "LayerType", "ModelType"]
 

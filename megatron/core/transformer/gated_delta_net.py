@@ -7,12 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.backends import Backend, choose_backend
-from megatron.core.collectives import group_rank, group_size
+from megatron.core.communication.collectives import group_rank, group_size
 from megatron.core.context_parallel.ulysses import start_to_heads, start_to_rows
+from megatron.core.groups.defaults import groups_or_default
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.initializers import Constant, LogUniform
 from megatron.core.ops.precision import widened
 from megatron.core.parameters import add_partial_gradient_axis
-from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.tensor_parallel.storage import new_split_vector, part_size
 from megatron.core.tokens import Tokens, document_numbers
 from megatron.core.transformer.attention_projections import build_heads_projection, build_output_projection
@@ -67,7 +68,7 @@ class GatedDeltaNet(MegatronModule):
         super().__init__(config)
         self.layer_number = layer_number
         self.backend = backend or choose_backend(config)
-        groups = pg_collection or default_collection()
+        groups = groups_or_default(pg_collection)
         self.cp_group = groups.cp if groups.size("cp") > 1 else None
         key_heads, value_heads = config.linear_num_key_heads, config.linear_num_value_heads
         dk, dv = config.linear_key_head_dim, config.linear_value_head_dim

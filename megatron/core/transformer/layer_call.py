@@ -14,13 +14,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron.core.backends import choose_backend
-from megatron.core.collectives import group_size
+from megatron.core.communication.collectives import group_size
 from megatron.core.context_parallel import sequence_part
 from megatron.core.exceptions import UserError
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.ops.dropout.dropout import dropout_tokens
 from megatron.core.ops.rope import Rotation, rotation_of_angles
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tokens import Tokens
 from megatron.core.transformer.layer_inputs import EncoderStates, LayerInputs, drops, encoder_states_of, sequence_slice
 from megatron.core.transformer.transformer_config import TransformerConfig

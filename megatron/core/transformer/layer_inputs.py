@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron.core.collectives import Group, group_rank, group_size
+from megatron.core.communication.collectives import Group, group_rank, group_size
 from megatron.core.exceptions import UserError
 from megatron.core.micro_batch import CooperativeTurn
 from megatron.core.ops.dropout.dropout import DropoutRngPosition, DropoutTokens

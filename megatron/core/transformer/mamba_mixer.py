@@ -9,11 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.backends import Backend, choose_backend
-from megatron.core.collectives import group_rank, group_size
+from megatron.core.communication.collectives import group_rank, group_size
 from megatron.core.context_parallel.ulysses import start_to_heads, start_to_rows
+from megatron.core.groups.defaults import groups_or_default
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.initializers import Constant, LogUniform
 from megatron.core.ops.ssd.scan import mamba_scan_with_state
-from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.tensor_parallel.storage import new_split_vector, part_size
 from megatron.core.tokens import Tokens, document_numbers
 from megatron.core.transformer.attention_projections import build_heads_projection, build_output_projection
@@ -65,7 +66,7 @@ class MambaMixer(MegatronModule):
         super().__init__(config)
         self.layer_number = layer_number
         self.backend = backend or choose_backend(config)
-        groups = pg_collection or default_collection()
+        groups = groups_or_default(pg_collection)
         self.cp_group = groups.cp if groups.size("cp") > 1 else None
         heads, state = mamba_heads(config), config.mamba_state_dim
         self.groups = part_size(config.mamba_num_groups, groups.tp, "mamba_num_groups")

@@ -6,10 +6,10 @@ from typing import Any
 from torch import Tensor
 
 from megatron.core.backends import Backend, choose_backend
-from megatron.core.collectives import Group
+from megatron.core.communication.collectives import Group
 from megatron.core.exceptions import UserError
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.ops.activation import Activation, choose_activation
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.replicated import ReplicatedLinear
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import Spec, build_module

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from megatron.core.backends import Backend, choose_backend
 from megatron.core.exceptions import UserError
+from megatron.core.groups.defaults import groups_or_default
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.ops.rope import Rotation
 from megatron.core.ops.rope_frequencies import yarn_magnitude
 from megatron.core.parameters import add_partial_gradient_axis
-from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -87,7 +88,7 @@ class MLASelfAttention(MegatronModule):
         self.config: MLATransformerConfig = config
         self.layer_number = layer_number
         self.backend = backend or choose_backend(config)
-        groups = pg_collection or default_collection()
+        groups = groups_or_default(pg_collection)
         self.tp_group = groups.tp
         self.has_rope = has_rope(config, layer_number)
         heads, position_width = config.num_attention_heads, config.qk_pos_emb_head_dim

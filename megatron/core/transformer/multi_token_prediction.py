@@ -13,14 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.backends import choose_backend
-from megatron.core.collectives import Group, group_rank, group_size
+from megatron.core.communication.collectives import Group, group_rank, group_size
 from megatron.core.context_parallel.mtp_shift import shifted_rows
 from megatron.core.exceptions import UserError
+from megatron.core.groups.defaults import groups_or_default
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.ops.precision import widened
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parameters import add_partial_gradient_axis
 from megatron.core.pipeline_parallel.stage_map import stage_map
-from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
 from megatron.core.tokens import SequencePart, Tokens
@@ -70,7 +71,7 @@ class MultiTokenPredictionLayer(MegatronModule):
     ) -> None:
         super().__init__(config)
         self.layer_number = layer_number
-        self.pg_collection = pg_collection or default_collection()
+        self.pg_collection = groups_or_default(pg_collection)
         if submodules.transformer_layer is None:
             raise UserError("the spec of a multi-token prediction layer has no transformer_layer: give it one")
         h, number = config.hidden_size, config.num_layers + layer_number
@@ -127,7 +128,7 @@ class MultiTokenPredictionBlock(MegatronModule):
         """`layers_before`: number of decoder layers on the same stage; recompute of the first layers counts these
         first."""
         super().__init__(config)
-        groups = pg_collection or default_collection()
+        groups = groups_or_default(pg_collection)
         submodules = spec if isinstance(spec, MultiTokenPredictionBlockSubmodules) else spec.submodules
         if len(submodules.layer_specs) != (config.mtp_num_layers or 0):
             raise UserError(
@@ -180,7 +181,7 @@ def mtp_on_this_rank(config: TransformerConfig, ignore_virtual: bool = True, vp_
     its chunk `vp_stage` does."""
     if not config.mtp_num_layers:
         return False
-    stages, rank = stage_map(config), default_collection().rank("pp")
+    stages, rank = stage_map(config), groups_or_default(None).rank("pp")
     chunks = range(stages.chunks) if ignore_virtual or vp_stage is None else [vp_stage]
     return any(stages.stage_at(rank, chunk).prediction_layers for chunk in chunks)
 

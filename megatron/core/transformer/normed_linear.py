@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron.core.backends import Backend
-from megatron.core.collectives import Group
+from megatron.core.communication.collectives import Group
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig

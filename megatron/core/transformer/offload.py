@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.config.memory import OFFLOAD_MODULES
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_config import TransformerConfig

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
+from megatron.core.declarations.flag_grammars import pipeline_layout
 from megatron.core.exceptions import UserError
-from megatron.core.flag_grammars import pipeline_layout
+from megatron.core.groups.defaults import pp_rank_or_default
 from megatron.core.pipeline_parallel.stages import MEGATRON_LM_NAMES, letters_of_list
-from megatron.core.process_groups_config import default_collection
 from megatron.core.transformer.enums import LayerType
 
 _LETTERS = {
@@ -77,5 +77,5 @@ class PipelineParallelLayerLayout(list[str]):
         return list(range(first, first + self.get_num_layers_to_build(layer_type, vp_stage, pp_rank)))
 
     def _index(self, vp_stage: int | None, pp_rank: int | None) -> int:
-        rank = default_collection().rank("pp") if pp_rank is None else pp_rank
+        rank = pp_rank_or_default(pp_rank)
         return (vp_stage or 0) * self.pipeline_model_parallel_size + rank

@@ -5,11 +5,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron.core.backends import Backend, choose_backend
-from megatron.core.collectives import Group, group_rank, group_size
+from megatron.core.communication.collectives import Group, group_rank, group_size
 from megatron.core.exceptions import UserError
+from megatron.core.groups.defaults import tp_group_or_default
 from megatron.core.initializers import Constant
 from megatron.core.ops.norm_over_ranks import rms_norm_over_ranks
-from megatron.core.process_groups_config import default_collection
 from megatron.core.tensor_parallel.storage import new_parameter, split_box
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -50,7 +50,7 @@ class AllHeadsNorm(nn.Module):
             raise UserError(
                 f"qk_norm_scope full is an RMSNorm; it does not go with normalization {config.normalization}"
             )
-        self.tp_group = tp_group if tp_group is not None else default_collection().tp
+        self.tp_group = tp_group_or_default(tp_group)
         self.backend = backend or choose_backend(config)
         self.eps, self.zero_centered = eps, config.layernorm_zero_centered_gamma
         assert config.kv_channels is not None

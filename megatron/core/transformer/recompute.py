@@ -24,7 +24,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron.core.backends import ByDevice
-from megatron.core.collectives import Group
+from megatron.core.communication.collectives import Group
 from megatron.core.exceptions import UserError
 from megatron.core.transformer.gated_delta_net import GatedDeltaNet
 from megatron.core.transformer.identity_op import IdentityOp

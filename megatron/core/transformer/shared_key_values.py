@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.backends import Backend
-from megatron.core.collectives import Group, group_rank, group_size
+from megatron.core.communication.collectives import Group, group_rank, group_size
 from megatron.core.initializers import Constant
 from megatron.core.parameters import Box
 from megatron.core.tensor_parallel.mappings import (

@@ -9,16 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.backends import Backend, choose_backend
-from megatron.core.collectives import gather_rows
+from megatron.core.communication.collectives import gather_rows
 from megatron.core.context_parallel import cut_rows
 from megatron.core.context_parallel.all_gather import gather_whole_rows
 from megatron.core.exceptions import UserError
+from megatron.core.groups.defaults import groups_or_default
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.ops.attached_loss import attach_loss
 from megatron.core.ops.attention.indexer import indexer_loss, unselected_keys
 from megatron.core.ops.attention.unfused import AttentionCall, AttentionVariant, hidden_keys
 from megatron.core.ops.rope import Rotation
 from megatron.core.parameters import Constant
-from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.tensor_parallel.replicated import ReplicatedLinear
 from megatron.core.tensor_parallel.storage import new_parameter
 from megatron.core.tokens import row_index
@@ -125,7 +126,7 @@ class SparseLatentAttention(MLASelfAttention):
         *,
         backend: Backend | None = None,
     ) -> None:
-        groups = pg_collection or default_collection()
+        groups = groups_or_default(pg_collection)
         backend = backend or choose_backend(config)
         super().__init__(
             config, submodules, layer_number, attn_mask_type, cp_comm_type, pg_collection=groups, backend=backend

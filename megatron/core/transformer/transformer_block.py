@@ -8,9 +8,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron.core.exceptions import UserError
+from megatron.core.groups.defaults import groups_or_default, pp_rank_or_default
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.parameters import add_partial_gradient_axis
 from megatron.core.pipeline_parallel.stage_map import stage_map
-from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.transformer.layer_call import LayerArguments, lone_inputs, run_layer
 from megatron.core.transformer.layer_inputs import LayerInputs
 from megatron.core.transformer.module import MegatronModule
@@ -51,7 +52,7 @@ class TransformerBlock(MegatronModule):
     ) -> None:
         super().__init__(config)
         self.pre_process, self.post_process, self.post_layer_norm = pre_process, post_process, post_layer_norm
-        self.pg_collection = pg_collection or default_collection()
+        self.pg_collection = groups_or_default(pg_collection)
         self.vp_stage = vp_stage
         self.input_tensor: Tensor | None = None
         self.layers_at_once = 1
@@ -142,7 +143,7 @@ def layers_of_stage(config: TransformerConfig, groups: ProcessGroupCollection, v
 
 def get_num_layers_to_build(config: TransformerConfig, vp_stage: int | None = None, pp_rank: int | None = None) -> int:
     """Returns the number of layers on a (virtual) pipeline stage. `pp_rank` defaults to this rank's."""
-    rank = default_collection().rank("pp") if pp_rank is None else pp_rank
+    rank = pp_rank_or_default(pp_rank)
     return len(stage_map(config).stage_at(rank, vp_stage or 0).layers)
 
 

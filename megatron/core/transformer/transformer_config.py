@@ -7,13 +7,13 @@ from typing import Any, Literal
 
 import torch
 
-from megatron.core.config_fields import not_a_flag, refuse
 from megatron.core.context_parallel.comm_types import comm_type_problems
+from megatron.core.declarations.config_fields import not_a_flag, refuse
+from megatron.core.declarations.model_parallel_config import ModelParallelConfig
+from megatron.core.groups.rank_grid import divisors, parallel_sizes_near
 from megatron.core.initializers import Normal
-from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.stage_map import stage_problems
 from megatron.core.pipeline_parallel.stages import pipeline_of
-from megatron.core.rank_grid import divisors
 from megatron.core.transformer.config import (
     architecture,
     attention,
@@ -171,8 +171,7 @@ def _split_problems(config: Any) -> Iterator[str]:
     fitting = [size for size in divisors(math.gcd(heads, width)) if groups % size == 0 or size % groups == 0]
     if tensor in fitting:
         return
-    near = [size for size in fitting if size < tensor][-1:] + [size for size in fitting if size > tensor][:1]
-    works = " or ".join(map(str, near))
+    works = parallel_sizes_near(fitting, tensor, config)
     if heads % tensor:
         yield f"{{tensor_model_parallel_size}} does not divide {{num_attention_heads}}; use {works}"
     elif width % tensor:

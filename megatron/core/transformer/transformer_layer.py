@@ -9,8 +9,9 @@ from torch import Tensor
 from megatron.core.backends import Backend, backend_of_layer, choose_backend
 from megatron.core.exceptions import UserError
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.groups.defaults import groups_or_default
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.parameters import add_partial_gradient_axis
-from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.layer_call import LayerArguments, inputs_of_arguments
@@ -69,7 +70,7 @@ class TransformerLayer(MegatronModule):
         super().__init__(config)
         self.layer_number = layer_number
         self.hidden_dropout = config.hidden_dropout if hidden_dropout is None else hidden_dropout
-        self.pg_collection = groups = pg_collection or default_collection()
+        self.pg_collection = groups = groups_or_default(pg_collection)
         self.backend = backend_of_layer(backend or choose_backend(config), config, layer_number, groups)
         norm = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
         offer = {"backend": self.backend}

@@ -3,15 +3,15 @@
 from megatron.homes import lazy_names
 
 _HOMES = {
-    "StragglerDetector": "megatron.core.straggler_detector",
+    "StragglerDetector": "megatron.core.health.straggler_detector",
     "divide": "megatron.core.tensor_parallel.utils",
     "ensure_divisibility": "megatron.core.tensor_parallel.utils",
     "get_attr_wrapped_model": "megatron.core.utils.wrapped_models",
     "get_batch_on_this_cp_rank": "megatron.core.context_parallel.batches",
     "get_batch_on_this_hybrid_cp_rank": "megatron.core.context_parallel.batches",
     "get_model_config": "megatron.core.utils.wrapped_models",
-    "get_pg_rank": "megatron.core.collectives:group_rank",
-    "get_pg_size": "megatron.core.collectives:group_size",
+    "get_pg_rank": "megatron.core.communication.collectives:group_rank",
+    "get_pg_size": "megatron.core.communication.collectives:group_size",
     "get_te_version": "megatron.core.utils.versions",
     "get_thd_batch_on_this_cp_rank": "megatron.core.context_parallel.batches",
     "get_torch_version": "megatron.core.utils.versions",

@@ -1,8 +1,8 @@
 """The progress of this process's communication. A watch uses it to find the rank for which others wait.
 
-`megatron.core.collectives` counts every collective and message here, and notes which one a thread waits for. Ranks of a
-group call its collectives in one order, so the numbers of two ranks can be compared: a rank with a lower number has not
-joined the collectives that follow.
+`megatron.core.communication.collectives` counts every collective and message here, and notes which one a thread waits
+for. Ranks of a group call its collectives in one order, so the numbers of two ranks can be compared: a rank with a
+lower number has not joined the collectives that follow.
 """
 
 import threading

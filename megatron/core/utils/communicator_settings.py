@@ -61,7 +61,9 @@ def _read(path: str) -> Any:
     except ImportError as error:
         raise UserError(f"{_FLAG} needs the package PyYAML: pip install pyyaml (the extra [mlm]); {error}") from None
     try:
-        return yaml.safe_load(Path(path).read_text("utf-8"))
+        text = Path(path).read_text("utf-8")
+        _refuse_repeated_keys(yaml.compose(text, Loader=yaml.SafeLoader), yaml.MappingNode, path)
+        return yaml.safe_load(text)
     except OSError as error:
         raise UserError(f"{_FLAG} {path}: {error.strerror}") from None
     except UnicodeDecodeError:
@@ -70,3 +72,13 @@ def _read(path: str) -> Any:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark is not None else ""
         raise UserError(f"{_FLAG} {path}{line}: {getattr(error, 'problem', None) or error}") from None
+
+
+def _refuse_repeated_keys(node: Any, mapping: Any, path: str) -> None:
+    """Raises UserError if a mapping of a YAML document has a key twice, of which YAML's loader would take the last."""
+    earlier: dict[str, Any] = {}
+    for key, value in node.value if isinstance(node, mapping) else ():
+        if earlier.setdefault(key.value, key) is not key:
+            line, before = key.start_mark.line + 1, earlier[key.value].start_mark.line + 1
+            raise UserError(f"{_FLAG} {path}:{line}: {key.value} is in line {before} too; give one")
+        _refuse_repeated_keys(value, mapping, path)

@@ -1,9 +1,12 @@
 """Atomic file writes (a file is written under a temporary name, synced to disk and then renamed), digests, and JSON."""
 
 import contextlib
+import errno
 import hashlib
+import io
 import json
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -52,6 +55,41 @@ def sync_directory(path: str | os.PathLike[str]) -> None:
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def open_regular_file(path: str | os.PathLike[str]) -> io.FileIO:
+    """Opens a file for reading, unbuffered. Raises OSError for anything that is no regular file, such as a folder, a
+    FIFO, a socket or a device, which could block or never end; its `strerror` says what it is."""
+    require_regular(path, os.stat(path).st_mode)  # before it is opened, which has effects on some devices
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        require_regular(path, os.fstat(descriptor).st_mode)
+        return io.FileIO(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def require_regular(path: str | os.PathLike[str], mode: int) -> None:
+    """Raises OSError if this is the mode (`st_mode`) of anything else than a regular file."""
+    if not stat.S_ISREG(mode):
+        kind = _KINDS.get(stat.S_IFMT(mode), "not a regular file")
+        raise OSError(errno.EINVAL, f"it is {kind}, not a file", os.fspath(path))
+
+
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def read_regular_file(path: str | os.PathLike[str], most: int = -1) -> bytes:
+    """Returns the content of a file, or its first `most` bytes. Raises OSError as `open_regular_file` does."""
+    with open_regular_file(path) as file:
+        return (file.readall() if most < 0 else file.read(most)) or b""
 
 
 def sha256_of_file(path: str | os.PathLike[str]) -> str:

@@ -7,7 +7,7 @@ all of them at once; no Python runs. Code that uses graphs takes a `GraphRecorde
 
 import dataclasses
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron.core.exceptions import UserError
 from megatron.core.utils.gpu_memory import is_lack_of_gpu_memory
+from megatron.core.utils.torch_private import end_allocation_to_pool
 
 T = TypeVar("T")
 
@@ -58,7 +59,7 @@ class CudaGraphRecorder:
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)
-        self._pool: Any = None
+        self._pool: Any = torch.cuda.graph_pool_handle()
 
     def warm_up(self, function: Callable[[], T]) -> T:
         """Returns function(), run on the stream of captures."""
@@ -73,10 +74,35 @@ class CudaGraphRecorder:
         """Captures function() as a CUDA graph."""
         graph = torch.cuda.CUDAGraph()
         # Other threads (heartbeats, pinned memory of the loader) may call CUDA meanwhile: thread_local.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"):
-            outputs = function()
-        self._pool = self._pool or graph.pool()
+        capturing = torch.cuda.graph(graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local")
+        try:
+            with undoing_a_failed_capture(self.stream.device, self._pool), capturing:
+                outputs = function()
+        except BaseException:
+            self._pool = torch.cuda.graph_pool_handle()  # torch may not have given back that of the failed capture
+            raise
         return CapturedGraph(outputs, graph.replay)
+
+
+@contextmanager
+def undoing_a_failed_capture(device: torch.device, pool: Any) -> Iterator[None]:
+    """Returns a context for a capture. If the capture fails, everything in this process works afterwards as before.
+
+    When CUDA rejects a captured stream, torch stops in the middle of ending the capture. The stream of the capture
+    stays the current one, the allocator keeps `pool` for it, and in older releases the default generator of random
+    numbers refuses every later draw ("Offset increment outside graph capture"). A copy of its state draws again.
+    """
+    before = torch.cuda.current_stream(device)
+    try:
+        yield
+    except BaseException:
+        torch.cuda.set_stream(before)
+        with suppress(RuntimeError):  # of a capture that torch has ended
+            end_allocation_to_pool(device, pool)
+        generator = torch.cuda.default_generators[before.device_index]
+        with suppress(RuntimeError):  # the first error is the one to report
+            generator.graphsafe_set_state(generator.clone_state())
+        raise
 
 
 @dataclass(eq=False)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from megatron.core.collectives import Group, gather_rows, group_rank, group_size
+from megatron.core.communication.collectives import Group, gather_rows, group_rank, group_size
 from megatron.core.utils.offloaded import keep_saved, restore_saved
 from megatron.core.utils.recompute_cache import RecomputeCache, run_once_under_recompute
 

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from megatron.core.rank_grid import Axes, hierarchical_groups
+from megatron.core.groups.rank_grid import Axes, hierarchical_groups
 from megatron.core.utils.activity import activity
 from megatron.core.utils.communicator_settings import CommunicatorSettings
 from megatron.core.utils.torch_private import local_group_named, set_group_timeout

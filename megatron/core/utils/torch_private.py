@@ -53,6 +53,12 @@ def sleep_on_gpu(cycles: int) -> None:
     torch.cuda._sleep(cycles)
 
 
+def end_allocation_to_pool(device: torch.device, pool: Any) -> None:
+    """Ends the use of a memory pool of CUDA graphs for a capture on this device, which has an index. Raises
+    RuntimeError if no capture uses the pool."""
+    torch._C._cuda_endAllocateToPool(device.index, pool)
+
+
 def allocate_symmetric_memory(nbytes: int, device: torch.device) -> torch.Tensor:
     """Allocates uint8 memory that other GPUs can write into after `share_symmetric_memory`. Raises RuntimeError if this
     GPU has no such memory left, or none at all."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megatron.core.config_fields import flag, too_small
+from megatron.core.declarations.config_fields import flag, too_small
 
 _THREAD = "a thread of each rank writes from host memory that is kept between saves"
 _FULL = "ranks always share writing and reading, with equal numbers of bytes"
@@ -66,13 +66,13 @@ class CheckpointConfig:
     finetune: bool = False
     """Load weights only and start at iteration 0."""
 
-    no_save_optim: bool = False
+    no_save_optim: bool = flag(False, only_with="save")
     """Do not save the optimizer's state."""
 
     no_save_rng: bool = flag(False, no_effect="there is no random state to save")
     """Do not save random states."""
 
-    no_load_optim: bool = False
+    no_load_optim: bool = flag(False, only_with="load")
     """Do not load the optimizer's state."""
 
     no_load_rng: bool = flag(False, no_effect="there is no random state to load")
@@ -82,11 +82,11 @@ class CheckpointConfig:
     """Take the model's flags from the checkpoint of --load or --pretrained-checkpoint, even where the command line says
     otherwise. The tokenizer's flags are taken only where the command line does not give them."""
 
-    dist_ckpt_strictness: Strictness = "assume_ok_unexpected"
+    dist_ckpt_strictness: Strictness = flag("assume_ok_unexpected", only_with="load", or_with="pretrained_checkpoint")
     """What to do if tensors are missing in a checkpoint, or if nothing loads them. ignore_all, log_unexpected and
     log_all print the names and continue. With any other value an error names the tensors."""
 
-    ckpt_waive_keys: list[str] | None = flag(None, nargs="+")
+    ckpt_waive_keys: list[str] | None = flag(None, nargs="+", only_with="load", or_with="pretrained_checkpoint")
     """Shell patterns such as 'output_layer.*'. It is no error if a tensor with a matching name is missing in a
     checkpoint or is not loaded."""
 

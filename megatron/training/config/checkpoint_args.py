@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.core.config_fields import value_text
+from megatron.core.declarations.config_fields import value_text
 from megatron.core.dist_checkpointing.checkpoint_selection import find_checkpoint
 from megatron.core.exceptions import UserError
 from megatron.training.config.command_line import CommandLine, read_command_line

@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
-from megatron.core import model_parallel_config
-from megatron.core.config_fields import fields_of_problem
+from megatron.core.declarations import model_parallel_config
+from megatron.core.declarations.config_fields import fields_of_problem, literal_text
 from megatron.core.ops.compiled import missing_compiler
 from megatron.core.ops.transformer_engine.engine import uses_engine
 from megatron.core.optimizer import optimizer_config
 from megatron.core.transformer.transformer_config import transformer_problems
+from megatron.data.tokenizer.config import TokenizerConfig
 from megatron.training.config import file_checks, graph_checks, model_families, parallel_checks, schedule_checks
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.data import DataConfig
@@ -28,7 +29,6 @@ from megatron.training.config.records import FaultInjectorConfig, RecordsConfig
 from megatron.training.config.resilience import ResilienceConfig
 from megatron.training.config.schedule import ScheduleConfig
 from megatron.training.config.settings import Settings
-from megatron.training.config.tokenizer import TokenizerConfig
 from megatron.training.config.training import EvaluationConfig, TrainingConfig
 
 Rule = Callable[[Settings], Iterator[str]]
@@ -40,8 +40,17 @@ def problems_of(settings: Settings) -> list[str]:
     Leaves out problems that name derived values only, if there are others: the mistake is in the values from which
     these are derived.
     """
-    problems = [problem for rule in RULES for problem in rule(settings)]
+    problems = list(dict.fromkeys(problem for rule in RULES for problem in _problems_of(rule, settings)))
     return [problem for problem in problems if not _names_derived_values_only(problem, settings)] or problems
+
+
+def _problems_of(rule: Callable[[Settings], Iterator[str]], settings: Settings) -> Iterator[str]:
+    """Yields the problems of a rule. A file that the system cannot look at is one: its name is too long, its folder
+    closed to this user, or a link leads to itself."""
+    try:
+        yield from rule(settings)
+    except OSError as error:
+        yield literal_text(f"{error.filename}: {error.strerror}")
 
 
 def _names_derived_values_only(problem: str, settings: Settings) -> bool:
@@ -150,6 +159,10 @@ def _positions(s: Settings) -> Iterator[str]:
 
 
 def _rotary(s: Settings) -> Iterator[str]:
+    if not 0.0 < s.rotary_percent <= 1.0:
+        yield "{rotary_percent} must be larger than 0 and at most 1"
+    if not s.rope_scaling_factor > 0:
+        yield "{rope_scaling_factor} must be larger than 0"
     if s.multi_latent_attention:
         scalings = [field for field in s.values if field.startswith("rope_scaling_") and field != "rope_scaling_type"]
         for field in (*scalings, "use_rope_scaling", "rotary_seq_len_interpolation_factor"):
@@ -161,17 +174,13 @@ def _rotary(s: Settings) -> Iterator[str]:
         return
     if s.position_embedding_type != "rope":
         return
-    if not 0.0 < s.rotary_percent <= 1.0:
-        yield "{rotary_percent} must be larger than 0 and at most 1"
-    elif s.kv_channels is not None and s.kv_channels > 0:
+    if 0.0 < s.rotary_percent <= 1.0 and s.kv_channels is not None and s.kv_channels > 0:
         rotated = int(s.kv_channels * s.rotary_percent)
         if rotated < 2 or rotated % 2:
             yield (
                 f"{{rotary_percent}} of {{kv_channels:name}} {s.kv_channels} rotates {rotated} channels of a head; "
                 "the number must be even and at least 2"
             )
-    if not s.rope_scaling_factor > 0:
-        yield "{rope_scaling_factor} must be larger than 0"
     if s.use_rope_scaling and s.rope_scaling_type not in (None, "llama3"):
         yield "{use_rope_scaling} means {rope_scaling_type:name} llama3; it does not go with {rope_scaling_type}"
 

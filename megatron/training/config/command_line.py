@@ -12,9 +12,10 @@ from megatron.core.exceptions import UserError
 from megatron.training.config.config_file import read_config_file
 from megatron.training.config.data import DATA_SOURCES
 from megatron.training.config.flag_table import GROUPS, Flag, flag_table, flags_by_spelling
-from megatron.training.config.help_text import help_about, help_text
+from megatron.training.config.help_text import help_about, help_text, help_topic
 from megatron.training.config.retired import REFUSED, RETIRED, Occurrence, text_of, translate_all
 from megatron.training.config.unsupported_flags import ACCEPTED_FLAGS, REFUSED_FLAGS
+from megatron.training.config.version import version_text
 
 ExtraArgsProvider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 
@@ -56,9 +57,12 @@ def read_command_line(
     script_spellings = parser._option_string_actions if parser is not None else {}
     occurrences, strays = split_words(argv)
     line.problems += [f"{word}: this word belongs to no flag" for word in strays]
-    for occurrence in occurrences:
-        if occurrence.spelling in ("--help", "-h"):
-            _print_help(parser or Parser(), " ".join(occurrence.words))
+    topic = help_topic(occurrences)
+    if topic is not None:
+        _print_help(parser or Parser(), topic)
+    if any(occurrence.spelling == "--version" for occurrence in occurrences) and "--version" not in script_spellings:
+        print(version_text())
+        raise SystemExit(0)
     of_script = _take_config_files(line, occurrences, script_spellings)
     replaced = list(_replaced_flags(occurrences))
     occurrences, warnings = translate_all(occurrences)
@@ -67,7 +71,13 @@ def read_command_line(
     of_script += _take_all(line, occurrences, script_spellings, ignore_unknown_args)
     if parser is not None:
         _take_script_arguments(line, parser, of_script)
+    unknown = [place for place, problem in enumerate(line.problems) if ": unknown flag; " in problem]
+    if unknown:
+        line.problems[unknown[-1]] += f" ({_MIGRATION})"
     return line
+
+
+_MIGRATION = "tools/migrate_args.py rewrites commands and scripts of other releases of Megatron-LM"
 
 
 def _print_help(parser: "Parser", topic: str) -> NoReturn:

@@ -55,6 +55,7 @@ def read_config_file(path: str) -> tuple[list[FileSetting], list[str]]:
         raise UserError(f"--config {path}: expected keys and values, such as num_layers: 12")
     entries: list[FileSetting] = []
     problems: list[str] = []
+    earlier: dict[str, tuple[Any, Any]] = {}
     for key, value in _settings(yaml, root):
         where = f"{path}:{key.start_mark.line + 1 + skipped}"
         try:
@@ -62,6 +63,9 @@ def read_config_file(path: str) -> tuple[list[FileSetting], list[str]]:
         except ValueError as error:
             problems.append(f"{where}: {error}")
         else:
+            line, before = earlier.setdefault(_named(key.value), (key.start_mark.line + 1 + skipped, occurrence))
+            if before != occurrence:
+                problems.append(f"{where}: {key.value} has another value in line {line}; give one")
             entries += [FileSetting(where, occurrence)] if occurrence is not None else []
     return entries, problems
 
@@ -82,6 +86,13 @@ def _settings(yaml: Any, mapping: Any) -> Iterator[tuple[Any, Any]]:
             yield from _settings(yaml, value)
         else:
             yield key, value
+
+
+def _named(key: str) -> str:
+    """Returns the field that a key names; its spelling as a flag if there is no such field."""
+    spelling = f"--{key.removeprefix('--').replace('_', '-')}"
+    flag = flag_table().get(key) or flags_by_spelling().get(spelling)
+    return spelling if flag is None else flag.field
 
 
 def _occurrence(yaml: Any, key: str, value: Any) -> Occurrence | None:

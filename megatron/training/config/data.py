@@ -4,13 +4,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.core.config_fields import flag, literal_text, not_a_flag, too_small
-from megatron.core.datasets.utils import parse_split
+from megatron.core.declarations.config_fields import flag, literal_text, not_a_flag, too_small
 from megatron.core.exceptions import UserError
+from megatron.data.datasets.utils import parse_split
 
+_READS_FILES = "mock_data!=True"
 _SHARDING = "the cyclic order is one permutation of the whole data set, so that it is the same for every layout"
 _PER_SPLIT = ("train_data_path", "valid_data_path", "test_data_path")
 _WHOLE = ("data_path", "data_args_path", "per_split_data_args_path", "data_stages")
+_MOST_WORKERS = 1024
 DATA_SOURCES = frozenset((*_WHOLE, *_PER_SPLIT))
 """Fields that name data sets."""
 
@@ -27,13 +29,13 @@ class DataConfig:
     """Shares of training, validation and test data. Default: 969,30,1; a line says when the default is used. Applies to
     --data-path and --data-args-path."""
 
-    train_data_path: list[str] | None = flag(None, nargs="*")
+    train_data_path: list[str] | None = flag(None, nargs="*", only_with="skip_train!=True")
     """Training data, given separately; the syntax is that of --data-path."""
 
-    valid_data_path: list[str] | None = flag(None, nargs="*")
+    valid_data_path: list[str] | None = flag(None, nargs="*", only_with="eval_iters!=0")
     """Validation data, given separately; the syntax is that of --data-path."""
 
-    test_data_path: list[str] | None = flag(None, nargs="*")
+    test_data_path: list[str] | None = flag(None, nargs="*", only_with="eval_iters!=0")
     """Test data, given separately; the syntax is that of --data-path."""
 
     data_args_path: str | None = None
@@ -46,10 +48,10 @@ class DataConfig:
     per_split_data_args_path: str | None = None
     """JSON file with the keys train, valid and test; each value is written like --data-path."""
 
-    data_cache_path: str | None = None
+    data_cache_path: str | None = flag(None, only_with=_READS_FILES)
     """Folder for index caches; a folder beside each data set when not given."""
 
-    object_storage_cache_path: str | None = flag(None, families=["gpt"])
+    object_storage_cache_path: str | None = flag(None, families=["gpt"], only_with=_READS_FILES)
     """Local folder for copies of the .idx files of data sets in object stores (--data-path s3://bucket/prefix). Without
     it every process reads them into memory."""
 
@@ -69,7 +71,7 @@ class DataConfig:
     decoder_seq_length: int | None = flag(None, families=["t5"])
     """T5: tokens of the decoder's part of a sample. Required."""
 
-    num_workers: int = 2
+    num_workers: int = flag(2, only_with="dataloader_type!=external")
     """Processes per rank that read and prepare batches; 0: the training process does it. The number does not change the
     samples."""
 
@@ -81,7 +83,12 @@ class DataConfig:
     data_sharding: bool = flag(True, off="--no-data-sharding", no_effect=_SHARDING)
     """With --dataloader-type cyclic: each data parallel rank shuffles only its own part of the data."""
 
-    mmap_bin_files: bool = flag(True, off="--no-mmap-bin-files")
+    mmap_bin_files: bool = flag(
+        True,
+        off="--no-mmap-bin-files",
+        no_effect="data files are always read by position, as fast as from a map; a map of a file that becomes shorter "
+        "would end the run without a word",
+    )
     """Map data files into memory instead of reading from them."""
 
     dataloader_fast_cache_load: bool = flag(False, no_effect="opening a dataset is fast, and files are always checked")
@@ -109,10 +116,10 @@ class DataConfig:
     allow_ambiguous_pad_tokens: bool = False
     """Treat the tokenizer's pad id as padding even if another special token has the same id."""
 
-    mid_level_dataset_surplus: float = 0.005
+    mid_level_dataset_surplus: float = flag(0.005, only_with=_READS_FILES)
     """Fraction by which each data set of a blend is built larger than its share, as a margin for rounding."""
 
-    num_dataset_builder_threads: int = 1
+    num_dataset_builder_threads: int = flag(1, only_with=_READS_FILES)
     """Data sets of a blend that are indexed in parallel."""
 
     mask_prob: float = flag(0.15, families=["bert", "t5"])
@@ -166,6 +173,8 @@ class DataConfig:
         """Yields a problem for each impossible value, in the grammar of `config_fields`. Looks at no file."""
         yield from too_small(self, ("seq_length", "num_dataset_builder_threads"), 1)
         yield from too_small(self, ("num_workers", "mid_level_dataset_surplus"), 0)
+        if self.num_workers > _MOST_WORKERS:
+            yield f"{{num_workers}}: each rank would start so many processes; at most {_MOST_WORKERS} are possible"
         yield from too_small(self, ("decoder_seq_length",), 1)
         if not 0 < self.mask_prob < 1:
             yield "{mask_prob}: expected a fraction between 0 and 1, such as 0.15"

@@ -6,9 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from megatron.core.datasets.utils import DEFAULT_SPLIT
 from megatron.core.exceptions import UserError
-from megatron.core.num_microbatches_calculator import BatchSchedule, BatchSteps
 from megatron.core.ops.compiled import missing_compiler
 from megatron.core.ops.transformer_engine.engine import find_engine, unused_line, why_layers_stay_ours
 from megatron.core.pipeline_parallel.stages import virtual_stages
@@ -22,6 +20,8 @@ from megatron.core.transformer.layer_patterns import (
     prediction_letters,
     stages_of_pattern,
 )
+from megatron.data.datasets.utils import DEFAULT_SPLIT
+from megatron.facades.num_microbatches_calculator import BatchSchedule, BatchSteps
 from megatron.training.config.settings import Settings
 
 MOST_ROWS_OF_FLEX = 0.9
@@ -147,8 +147,10 @@ def _mlp_width(s: Settings) -> None:
 
 def _heads(s: Settings) -> str | None:
     note = None
-    if s.is_given("num_query_groups") and not (s.group_query_attention or s.multi_latent_attention):
-        note = f"--num-query-groups {s.num_query_groups}: has no effect without --group-query-attention"
+    if s.is_given("num_query_groups") and not s.group_query_attention:
+        mla = s.multi_latent_attention
+        lack = "with --multi-latent-attention" if mla else "without --group-query-attention"
+        note = f"--num-query-groups {s.num_query_groups}: has no effect {lack}"
     sizes_fit = bool(s.hidden_size and s.num_attention_heads) and s.hidden_size % s.num_attention_heads == 0
     if s.kv_channels is None and sizes_fit:
         s.set_derived("kv_channels", s.hidden_size // s.num_attention_heads)
@@ -438,6 +440,8 @@ def _other_defaults(s: Settings) -> str | None:
         "ckpt_format": f"--ckpt-format {s.ckpt_format}",
         "transformer_impl": f"--transformer-impl {s.transformer_impl}",
     }
+    if s.optimizer in ("muon", "dist_muon") and s.tensor_model_parallel_size > 1:
+        ours["muon_tp_mode"] = f"--muon-tp-mode {s.muon_tp_mode}"
     if not s.launch_environment.has_cuda:
         ours["distributed_backend"] = "--distributed-backend gloo (this machine has no GPU)"
     said = [words for field, words in ours.items() if not s.is_given(field)]

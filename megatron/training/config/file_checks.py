@@ -10,25 +10,25 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from megatron.core.config_fields import literal_text
-from megatron.core.datasets.blend_stages import prefixes_of, read_stages_file
-from megatron.core.datasets.index_format import check_bin_size
-from megatron.core.datasets.object_store import exists, is_url
-from megatron.core.datasets.utils import (
+from megatron.core.declarations.config_fields import literal_text
+from megatron.core.dist_checkpointing.checkpoint_selection import select_folders
+from megatron.core.dist_checkpointing.folders import TRACKER, candidates
+from megatron.core.dist_checkpointing.manifest import MANIFEST
+from megatron.core.exceptions import UserError
+from megatron.core.groups.process_groups_config import GROUPS_WITH_SETTINGS
+from megatron.core.utils.communicator_settings import read_communicator_settings
+from megatron.data.datasets.blend_stages import prefixes_of, read_stages_file
+from megatron.data.datasets.index_format import check_bin_size
+from megatron.data.datasets.object_store import exists, is_url
+from megatron.data.datasets.utils import (
     Blend,
     get_blend_from_list,
     parse_split,
     read_blend_file,
     read_blend_per_split_file,
 )
-from megatron.core.dist_checkpointing.checkpoint_selection import select_folders
-from megatron.core.dist_checkpointing.folders import TRACKER, candidates
-from megatron.core.dist_checkpointing.manifest import MANIFEST
-from megatron.core.exceptions import UserError
-from megatron.core.process_groups_config import GROUPS_WITH_SETTINGS
-from megatron.core.utils.communicator_settings import read_communicator_settings
+from megatron.data.tokenizer.config import TokenizerConfig
 from megatron.training.config.settings import Settings
-from megatron.training.config.tokenizer import TokenizerConfig
 
 
 def files_exist(s: Settings) -> Iterator[str]:

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.config_fields import FlagDeclaration, declaration_of, field_docstrings, value_text
+from megatron.core.declarations.config_fields import FlagDeclaration, declaration_of, field_docstrings
+from megatron.core.declarations.model_parallel_config import ModelParallelConfig
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.transformer.config.architecture import ArchitectureConfig
 from megatron.core.transformer.config.attention import AttentionConfig
@@ -27,6 +27,7 @@ from megatron.core.transformer.config.positions import PositionConfig
 from megatron.core.transformer.config.router import RouterConfig
 from megatron.core.transformer.config.stages import StageConfig
 from megatron.core.transformer.config.token_mixers import TokenMixerConfig
+from megatron.data.tokenizer.config import TokenizerConfig
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.data import DataConfig
 from megatron.training.config.flag_words import Words, choice, takes_one_or_list, word_type
@@ -36,7 +37,6 @@ from megatron.training.config.parallel import ParallelConfig
 from megatron.training.config.records import FaultInjectorConfig, RecordsConfig
 from megatron.training.config.resilience import ResilienceConfig
 from megatron.training.config.schedule import ScheduleConfig
-from megatron.training.config.tokenizer import TokenizerConfig
 from megatron.training.config.training import EvaluationConfig, TrainingConfig
 
 GROUPS: dict[str, tuple[type, ...]] = {
@@ -157,35 +157,6 @@ def flags_by_spelling() -> dict[str, Flag]:
             assert spelling not in found, f"two fields are written {spelling}"
             found[spelling] = flag
     return found
-
-
-def parent_of(flag: Flag) -> tuple[Flag, str] | None:
-    """Returns the flag that `only_with` names and the value that it must have ("": any value but its default). None for
-    a flag without `only_with`."""
-    name, _, value = (flag.declaration.only_with or "").partition("=")
-    parent = flag_table().get(name)
-    return (parent, value) if parent is not None else None
-
-
-def is_inert(flag: Flag) -> bool:
-    """Whether the flag is accepted but never changes anything, or depends on a flag of this kind."""
-    parent = parent_of(flag)
-    return flag.declaration.no_effect is not None or (parent is not None and is_inert(parent[0]))
-
-
-def is_to_come(flag: Flag) -> bool:
-    """Whether the flag's feature is not supported yet: only its default works, or it depends on a flag of this kind."""
-    supported = flag.declaration.supported
-    if supported is not None and len(supported) == 1:
-        return True
-    parent = parent_of(flag)
-    return parent is not None and (is_to_come(parent[0]) or not can_be(parent[0], parent[1]))
-
-
-def can_be(flag: Flag, word: str) -> bool:
-    """Whether this value of the flag is supported."""
-    supported = flag.declaration.supported
-    return not word or supported is None or word in [value_text(value) for value in supported]
 
 
 def spelling_of(field: str) -> str:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megatron.training.config.flag_table import Flag, flag_table, is_inert, is_to_come, parent_of
+from megatron.training.config.conditions import is_inert, is_to_come, needs_of
+from megatron.training.config.flag_table import Flag, flag_table
 from megatron.training.config.retired import REFUSED, RETIRED, Occurrence, translate
 from megatron.training.config.unsupported_flags import ACCEPTED_FLAGS, REFUSED_FLAGS, refusal_of
 
@@ -33,13 +34,13 @@ Made by `python -m megatron.training.config.flags_page`; do not edit.
 """
 
 _TESTS_BY_OTHER_NAMES = {
-    "--data-args-path": "tests/core/datasets/test_utils.py",
-    "--no-mmap-bin-files": "tests/core/datasets/test_indexed_dataset.py",
-    "--tokenizer-hf-include-special-tokens": "tests/training/tokenizer/test_huggingface.py",
-    "--tiktoken-pattern": "tests/training/tokenizer/test_tiktoken.py",
-    "--no-tokenizer-sentencepiece-ignore-extra-whitespaces": "tests/training/tokenizer/test_sentencepiece.py",
+    "--data-args-path": "tests/data/datasets/test_utils.py",
+    "--no-mmap-bin-files": "tests/data/datasets/test_indexed_dataset.py",
+    "--tokenizer-hf-include-special-tokens": "tests/data/tokenizer/test_huggingface.py",
+    "--tiktoken-pattern": "tests/data/tokenizer/test_tiktoken.py",
+    "--no-tokenizer-sentencepiece-ignore-extra-whitespaces": "tests/data/tokenizer/test_sentencepiece.py",
     "--no-manual-gc-eval": "tests/training/hooks/test_gc.py",
-    "--lr-wsd-decay-samples": "tests/core/test_optimizer_param_scheduler.py",
+    "--lr-wsd-decay-samples": "tests/core/schedule/test_optimizer_param_scheduler.py",
     "--min-loss-scale": "tests/core/optimizer/test_grad_scaler.py",
     "--check-for-spiky-loss": "tests/training/logging/test_spikes.py",
     "--record-shapes": "tests/training/hooks/test_profiler.py",
@@ -80,8 +81,7 @@ def _rows_of_fields() -> Iterator[Row]:
     for flag in flag_table().values():
         meaning, answer = flag.help, answer_of(flag)
         if answer == "b":
-            parent = parent_of(flag)
-            reason = flag.declaration.no_effect or (f"goes with {parent[0].spelling}" if parent else "")
+            reason = flag.declaration.no_effect or f"goes with {needs_of(flag)[0].flag.spelling}"
             meaning = f"{meaning} No effect: {reason}."
         elif answer == "d":
             meaning = f"{meaning} Refused: {refusal_of(flag.spelling)}."

@@ -39,7 +39,10 @@ def micro_batch_graphs(s: Settings) -> Iterator[str]:
         "expert_model_parallel_size",
     ):
         if getattr(s, field) > 1:
-            yield f"{name}: a captured micro-batch does not communicate; it needs {{{field}:name}} 1, not {{{field}}}"
+            yield (
+                f"{name}: {{{field}}} communicates inside a micro-batch, and a graph does not; leave the graphs out, "
+                f"or give {{{field}:name}} 1 and use more data parallel ranks ({{use_distributed_optimizer:name}})"
+            )
     for problem in _experts(s) if s.num_moe_experts is not None else ():
         yield f"{name}: {problem}"
     if s.data_parallel_sharding_strategy in ("optim_grads", "optim_grads_params"):

@@ -5,21 +5,35 @@ import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from megatron.core.config_fields import value_text
+from megatron.core.declarations.config_fields import value_text
 from megatron.core.exceptions import UserError
-from megatron.training.config.flag_table import Flag, can_be, flag_table, is_inert, is_to_come, parent_of
+from megatron.training.config.conditions import can_be, is_inert, is_to_come, needs_of, ways_of
+from megatron.training.config.flag_table import Flag, flag_table
 from megatron.training.config.retired import RETIRED, Occurrence, translate
 from megatron.training.config.unsupported_flags import ACCEPTED_FLAGS, REFUSED_FLAGS, UNSUPPORTED_FLAGS, refusal_of
 
 _COLUMN = 36
 """Column where descriptions begin."""
 
-_MORE = "--help SECTION describes the flags of a section, --help FLAG one flag, --help all all of them."
+_MORE = (
+    "--help SECTION describes the flags of a section, --help FLAG one flag, --help all all of them. --version prints "
+    "versions."
+)
 
 _ABOUT = (
     "Train a GPT model, in one process or in several that torchrun starts. --dry-run checks the flags and describes "
     "the run; --print-config shows every value and its source."
 )
+
+
+def help_topic(occurrences: Sequence[Occurrence]) -> str | None:
+    """Returns the topic of --help: the words after it, otherwise the flag after it, otherwise "". None without
+    --help."""
+    for place, occurrence in enumerate(occurrences):
+        if occurrence.spelling in ("--help", "-h"):
+            following = [other.spelling for other in occurrences[place + 1 : place + 2]]
+            return " ".join(occurrence.words or following)
+    return None
 
 
 def help_about(program: str, topic: str, extra: str = "") -> str:
@@ -36,6 +50,8 @@ def help_about(program: str, topic: str, extra: str = "") -> str:
             return _about_flag(flag)
     if f"--{name}" in UNSUPPORTED_FLAGS | RETIRED:
         return f"--{name}: {_why_without_a_field(f'--{name}')}\n"
+    if re.search(rf"--{re.escape(name)}(?![\w-])", extra):
+        return extra
     groups = [group for group in dict.fromkeys(flag.group for flag in flags) if topic.lower() in group.lower()]
     if groups:
         chosen = [flag for flag in flags if flag.group in groups]
@@ -68,20 +84,22 @@ def _about_flag(flag: Flag) -> str:
     """Returns the lines about what a flag does, its default, how it is answered, and related flags."""
     width = min(shutil.get_terminal_size().columns, 120)
     lines = _entry(flag, width)
-    parent = parent_of(flag)
+    conditions = [*needs_of(flag), *ways_of(flag)]
     if is_to_come(flag):
         lines += _filled(f"Refused: {refusal_of(flag.spelling)}.", width, "  ")
     elif flag.declaration.no_effect is not None:
         lines += _filled(f"Accepted without effect: {flag.declaration.no_effect}.", width, "  ")
-    if parent is not None:
-        lines += _filled(f"Has an effect only with {parent[0].spelling} {parent[1]}".rstrip() + ".", width, "  ")
+    if conditions:
+        needs = " and ".join(need.text() for need in needs_of(flag))
+        ways = "".join(f", or {way.text()}" for way in ways_of(flag))
+        lines += _filled(f"Has an effect only {needs}{ways}.", width, "  ")
     named = set(re.findall(r"--[a-z0-9][\w-]*", flag.help))
     related = [
         other.spelling
         for other in flag_table().values()
         if other is not flag
         and (
-            (parent_of(other) or (None,))[0] is flag
+            any(condition.flag is flag for condition in (*needs_of(other), *ways_of(other)))
             or named.intersection(other.spellings)
             or set(flag.spellings).intersection(re.findall(r"--[a-z0-9][\w-]*", other.help))
         )

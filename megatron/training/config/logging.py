@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.core.config_fields import flag, too_small
+from megatron.core.declarations.config_fields import flag, too_small
 
 _TENSORBOARD = "tensorboard_dir"
 _WANDB = "wandb_project"

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 from torch.nn.functional import relu, silu
 
-from megatron.core.config_fields import flag, not_a_flag, not_yet, too_small
+from megatron.core.declarations.config_fields import flag, not_a_flag, not_yet, too_small
 from megatron.core.ops.activation import gelu_tanh, quick_gelu, squared_relu
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -71,7 +71,7 @@ class ModelConfig:
     use_rope_scaling: bool = flag(False, only_with="position_embedding_type=rope")
     """With rope: stretch the low frequencies as Llama 3.1 does."""
 
-    rope_scaling_factor: float = flag(8.0, only_with="position_embedding_type=rope")
+    rope_scaling_factor: float = flag(8.0, only_with="use_rope_scaling", or_with="rope_scaling_type")
     """With --use-rope-scaling or --rope-scaling-type: factor by which the context becomes longer."""
 
     relative_attention_num_buckets: int = flag(32, only_with="position_embedding_type=relative", families=["t5"])
@@ -157,7 +157,9 @@ class ModelConfig:
     """BERT: number of segment types (token types) in the embedding. Default: 2 with the binary head, none without
     it."""
 
-    t5_head_bias: bool = flag(True, off="--t5-no-head-bias", families=["t5"])
+    t5_head_bias: bool = flag(
+        True, off="--t5-no-head-bias", families=["t5"], only_with="untie_embeddings_and_output_weights!=True"
+    )
     """T5: add a bias to the logits if the output layer uses the embedding's weight. T5 of Hugging Face has none."""
 
     model_family: str | None = not_a_flag(None)

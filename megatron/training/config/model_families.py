@@ -3,7 +3,7 @@
 
 from collections.abc import Iterator
 
-from megatron.core.config_fields import literal_text
+from megatron.core.declarations.config_fields import literal_text
 from megatron.core.exceptions import UserError
 from megatron.core.transformer.config.heterogeneous import HETEROGENEOUS
 from megatron.core.transformer.spec_utils import import_module

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.core.config_fields import flag, not_a_flag, too_small
+from megatron.core.declarations.config_fields import flag, not_a_flag, too_small
 
 _PIPELINE = "pipeline_model_parallel_size"
 _GLOO = "there is always one small gloo group, with which ranks agree when to exit"
@@ -74,7 +74,7 @@ class ParallelConfig:
     """With --use-megatron-fsdp: type of gradients during communication; auto: bf16 with --grad-reduce-in-bf16 or with
     main gradients in bf16, otherwise fp32."""
 
-    grad_reduce_in_bf16: bool = False
+    grad_reduce_in_bf16: bool = flag(False, only_with="bf16", or_with="fp16")
     """Reduce gradients over ranks in the model's type. They are still accumulated in float32."""
 
     nccl_communicator_config_path: str | None = None

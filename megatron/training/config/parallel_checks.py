@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 
 from megatron.core.distributed import distributed_data_parallel_config
-from megatron.core.rank_grid import nearest_divisors
+from megatron.core.groups.rank_grid import nearest_divisors
 from megatron.training.config.settings import Settings
 
 

@@ -7,9 +7,10 @@ from functools import cached_property
 from typing import Any
 
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.groups.rank_grid import DEFAULT_ORDER, RankGrid
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.rank_grid import DEFAULT_ORDER, RankGrid
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.data.tokenizer.config import TokenizerConfig
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.data import DataConfig
 from megatron.training.config.logging import LoggingConfig
@@ -19,7 +20,6 @@ from megatron.training.config.records import FaultInjectorConfig, RecordsConfig
 from megatron.training.config.resilience import ResilienceConfig
 from megatron.training.config.schedule import ScheduleConfig
 from megatron.training.config.settings import Source
-from megatron.training.config.tokenizer import TokenizerConfig
 from megatron.training.config.training import EvaluationConfig, TrainingConfig
 
 

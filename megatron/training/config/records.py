@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron.core.config_fields import flag, too_small
+from megatron.core.declarations.config_fields import flag, too_small
 
 KINDS = ("params", "wgrads", "dgrads", "activations", "tokens_per_expert")
 """What the files of single steps contain."""
@@ -35,11 +35,11 @@ class RecordsConfig:
     """Steps between two files with the gradients of the loss with respect to those outputs, in the first micro-batch
     of each rank."""
 
-    save_tokens_per_expert_interval: int | None = flag(None, only_with="save")
+    save_tokens_per_expert_interval: int | None = flag(None, only_with=("save", "num_moe_experts"))
     """Steps between two files with the number of this rank's tokens that each router sends to each expert, summed over
     micro-batches, before tokens are dropped."""
 
-    moe_routing_trace_path: str | None = None
+    moe_routing_trace_path: str | None = flag(None, only_with="num_moe_experts")
     """Folder for traces of routing: rank_NNNNN.jsonl has a line for each router and micro-batch, with iteration, layer,
     and experts and weights of each token of this rank."""
 

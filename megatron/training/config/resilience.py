@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.core.config_fields import flag, too_small
+from megatron.core.declarations.config_fields import flag, too_small
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -20,7 +20,11 @@ class ResilienceConfig:
     """What to do after a non-finite loss or gradient: stop the run, or skip the update and continue. (An overflow under
     the dynamic loss scale of --fp16 always skips.)"""
 
-    nonfinite_dump_dir: str | None = flag(None, only_with="check_for_nan_in_loss_and_grad")
+    max_consecutive_skips: int = 10
+    """End the run, with exit code 1 and without a checkpoint, after this many steps in a row whose update was skipped
+    because of a non-finite loss or gradient. Steps that lower the loss scale of --fp16 do not count."""
+
+    nonfinite_dump_dir: str | None = flag(None, only_with=("check_for_nan_in_loss_and_grad", "nonfinite_action=stop"))
     """Folder for the step that ends a run because of a non-finite loss or gradient: batch, state before the step, and
     the first non-finite value of each rank. `tools/replay.py` computes the step again. Default: `nonfinite` in the
     folder of --save."""
@@ -90,7 +94,7 @@ class ResilienceConfig:
     def validate(self) -> Iterator[str]:
         """Yields a problem for each impossible value, in the grammar of `config_fields`."""
         yield from too_small(self, ("error_injection_rate",), 0)
-        sizes = ("loss_spike_rewind_window", "loss_spike_limit")
+        sizes = ("max_consecutive_skips", "loss_spike_rewind_window", "loss_spike_limit")
         yield from too_small(self, sizes, 1)
         yield from too_small(self, ("loss_spike_history",), 2)
         if not 0.0 < self.loss_spike_z_score < math.inf:

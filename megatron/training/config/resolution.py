@@ -7,13 +7,21 @@ from typing import Any
 
 from torch.nn.functional import gelu
 
-from megatron.core.config_fields import declaration_of, describe_problem, fields_of_problem, literal_text, value_text
+from megatron.core.declarations.config_fields import (
+    declaration_of,
+    describe_problem,
+    fields_of_problem,
+    literal_text,
+    value_text,
+)
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.exceptions import UserError
 from megatron.core.initializers import XavierUniform
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.transformer.config.memory import captured_parts, captures_micro_batches
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.utils.url_keys import hide_keys
+from megatron.data.tokenizer.config import TokenizerConfig
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.checks import missing_values, problems_of
 from megatron.training.config.command_line import CommandLine
@@ -22,6 +30,7 @@ from megatron.training.config.derived_values import derive_values
 from megatron.training.config.flag_table import flag_table, spelling_of
 from megatron.training.config.ineffective_flags import is_read, notes_on_ineffective_flags
 from megatron.training.config.logging import LoggingConfig
+from megatron.training.config.messages import message_of
 from megatron.training.config.model import ACTIVATIONS, ModelConfig
 from megatron.training.config.parallel import ParallelConfig
 from megatron.training.config.pretrain_config import PretrainConfig
@@ -29,7 +38,6 @@ from megatron.training.config.records import FaultInjectorConfig, RecordsConfig
 from megatron.training.config.resilience import ResilienceConfig
 from megatron.training.config.schedule import ScheduleConfig
 from megatron.training.config.settings import LaunchEnvironment, Settings
-from megatron.training.config.tokenizer import TokenizerConfig
 from megatron.training.config.training import EvaluationConfig, TrainingConfig
 from megatron.training.config.unsupported_flags import refusal_of
 
@@ -38,7 +46,7 @@ class ConfigurationError(UserError):
     """All mistakes of a command line. `problems` has one line for each."""
 
     def __init__(self, problems: Iterable[str]) -> None:
-        self.problems = list(dict.fromkeys(problems))
+        self.problems = list(dict.fromkeys(map(hide_keys, problems)))
         super().__init__("\n".join(self.problems))
 
 
@@ -58,7 +66,7 @@ def resolve(
     try:
         settings = Settings(line, launch_environment or LaunchEnvironment.of_this_process())
     except UserError as error:
-        raise ConfigurationError([*line.problems, str(error)]) from error
+        raise ConfigurationError([*line.problems, message_of(error)]) from error
     extra = dict(line.extra)
     notes = list(line.warnings) + _take_script_defaults(settings, extra, args_defaults or {})
     notes += derive_values(settings)
@@ -75,7 +83,7 @@ def resolve(
     except ConfigurationError:
         raise
     except UserError as error:
-        raise ConfigurationError([str(error)]) from error
+        raise ConfigurationError([message_of(error)]) from error
 
 
 def _take_script_defaults(settings: Settings, extra: dict[str, Any], defaults: Mapping[str, Any]) -> list[str]:

@@ -115,6 +115,12 @@ _RENAMED = {
     "--yarn-beta-slow": "--rope-scaling-beta-slow",
     "--yarn-original-max-position-embeddings": "--rope-scaling-original-length",
     "--yaml-cfg": "--config",
+    "--fp32-allreduce": "--accumulate-allreduce-grads-in-fp32",
+    "--distribute-checkpointed-activations": "--distribute-saved-activations",
+    "--layernorm-epsilon": "--norm-epsilon",
+    "--local_rank": "--local-rank",  # torch.distributed.launch of older releases of torch adds it
+    "--s3-cache-path": "--object-storage-cache-path",
+    "--use-custom-fsdp": "--use-megatron-fsdp",
     # releases before 0.5
     "--override-lr-scheduler": "--override-opt_param-scheduler",
     "--use-checkpoint-lr-scheduler": "--use-checkpoint-opt_param-scheduler",
@@ -140,6 +146,7 @@ _GPT_OSS_POSITIONS = tuple(
 )
 """The rotary positions of gpt-oss, as its config.json has them."""
 
+_WHEN_REDUCED = "--overlap-grad-reduce reduces gradients while backward computes; the order changes no result"
 _GONE = {
     "--DDP-impl": "there is one data parallel implementation",
     "--data-impl": "indexed data files are mapped into memory",
@@ -150,13 +157,28 @@ _GONE = {
     "--no-contiguous-buffers-in-local-ddp": "gradients are always in contiguous buffers",
     "--no-scatter-gather-tensors-in-pipeline": "pipeline stages always send only what the next stage needs",
     "--onnx-safe": "there is no ONNX export",
+    "--delay-grad-reduce": _WHEN_REDUCED,
+    "--no-delay-grad-reduce": _WHEN_REDUCED,
+    "--delay-param-gather": "--overlap-param-gather gathers the weights of each layer before its forward",
+    "--enable-one-logger": "there is no such service; metrics go to metrics.jsonl and to TensorBoard",
+    "--moe-token-dropping": "it never had an effect; --moe-expert-capacity-factor lets experts drop tokens",
+    "--no-log-learnig-rate-to-tensorboard": "the learning rate is always written to TensorBoard",
+    "--no-query-key-layer-scaling": "scores are not divided by the number of the layer",
+    "--scattered-embeddings": "--sequence-parallel scatters the output of the embedding",
+    "--split-transformers": "--sequence-parallel splits the activations between the parts of a layer",
 }
 
 REFUSED = {
     "--moe-router-topk-limited-devices": "retired: with it, a token's experts depend on the number of expert parallel "
     "ranks; give --moe-router-num-groups (that number) and --moe-router-group-topk (this value) instead",
+    "--embedding-weights-in-fp32": "retired: --fp32-residual-connection keeps the output of the embedding in float32; "
+    "gradients and main weights are float32 without it",
+    "--renormalize-blend-weights": "retired: the weights of a blend are used as they are given, and another order of "
+    "samples would follow from others; leave it out",
+    "--standalone-embedding-stage": "retired: give --pipeline-model-parallel-layout, whose first stage may be the "
+    "embedding alone, such as E|t*4|t*4|t*4L for four stages",
 }
-"""Flags of older releases whose meaning depends on the layout, and what to give instead."""
+"""Flags of older releases that would change the result or the layout, and what to give instead."""
 
 RETIRED = frozenset({"--no-position-embedding", _GPT_OSS, _QK_DECAY, *_FULL_RECOMPUTATION, *_RENAMED, *_NOW, *_GONE})
 """All flags that `translate` replaces."""

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.core.config_fields import flag, too_small
+from megatron.core.declarations.config_fields import flag, too_small
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -17,10 +17,10 @@ class ScheduleConfig:
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
     """Shape of the learning rate after warm-up. WSD (warm-up, stable, decay): constant, then a decay at the end."""
 
-    lr_decay_iters: int | None = None
+    lr_decay_iters: int | None = flag(None, only_with="lr_decay_style!=constant", or_with="lr_warmup_fraction")
     """Steps until the learning rate reaches --min-lr; --train-iters when not given."""
 
-    lr_decay_samples: int | None = None
+    lr_decay_samples: int | None = flag(None, only_with="lr_decay_style!=constant", or_with="lr_warmup_fraction")
     """With --train-samples: samples until the learning rate reaches --min-lr; --train-samples when not given."""
 
     lr_warmup_fraction: float | None = None
@@ -37,7 +37,7 @@ class ScheduleConfig:
     """JSON file to write. It has the settings of each parameter's group: factors of weight decay and learning rate, and
     the group's own learning rates."""
 
-    lr_warmup_init: float = 0.0
+    lr_warmup_init: float = flag(0.0, only_with="lr_warmup_iters", or_with=("lr_warmup_samples", "lr_warmup_fraction"))
     """Learning rate at the start of warm-up."""
 
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = flag(
@@ -61,12 +61,18 @@ class ScheduleConfig:
     """Weight decay at the last step."""
 
     override_opt_param_scheduler: bool = flag(
-        False, on="--override-opt_param-scheduler", aliases=["--override-opt-param-scheduler"]
+        False,
+        on="--override-opt_param-scheduler",
+        aliases=["--override-opt-param-scheduler"],
+        only_with=("load", "finetune!=True"),
     )
     """When a checkpoint is loaded, follow the schedule of the flags, not of the checkpoint."""
 
     use_checkpoint_opt_param_scheduler: bool = flag(
-        False, on="--use-checkpoint-opt_param-scheduler", aliases=["--use-checkpoint-opt-param-scheduler"]
+        False,
+        on="--use-checkpoint-opt_param-scheduler",
+        aliases=["--use-checkpoint-opt-param-scheduler"],
+        only_with=("load", "finetune!=True"),
     )
     """When a checkpoint is loaded, follow the schedule of the checkpoint, not of the flags."""
 

@@ -68,6 +68,8 @@ class Settings:
         self.values.setdefault("datasets_of_script", None)
         self.values.setdefault("num_encoder_layers", None)
         self.launch_environment = launch_environment
+        self.fixed_world_size = launch_environment.world_size if launch_environment.world_size_is_given else None
+        """Number of ranks that the launcher has started; None if the user can still choose it."""
         self.provenance: dict[str, Source] = dict.fromkeys(self.values, "default")
         self.provenance.update(dict.fromkeys(line.script, "script"))
         self.provenance.update(dict.fromkeys(line.given, "flag"))

@@ -5,11 +5,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.config_fields import describe_problem, unsupported_values, value_text
+from megatron.core.declarations.config_fields import describe_problem, split_condition, unsupported_values
 from megatron.core.exceptions import UserError
 from megatron.training.config.command_line import CommandLine, split_words, take_flag, unknown_flag
+from megatron.training.config.conditions import condition_holds
 from megatron.training.config.flag_table import Flag, flags_of
-from megatron.training.config.help_text import help_of_flags
+from megatron.training.config.help_text import help_of_flags, help_topic
 from megatron.training.config.retired import Occurrence
 
 
@@ -46,8 +47,10 @@ def read_tool_flags(
     by_spelling = {spelling: flag for flag in flags.values() for spelling in flag.spellings}
     line = CommandLine({field: flag.default for field, flag in flags.items()})
     occurrences, strays = split_words(argv)
-    if any(occurrence.spelling in ("--help", "-h") for occurrence in occurrences):
-        print(help_of_flags(f"usage: {usage}", about, list(flags.values())), end="")
+    topic = help_topic(occurrences)
+    if topic is not None:
+        asked = by_spelling.get(f"--{topic.removeprefix('--').replace('_', '-')}")
+        print(help_of_flags(f"usage: {usage}", about, list(flags.values()) if asked is None else [asked]), end="")
         raise SystemExit(0)
     line.problems += [f"{word}: this word belongs to no flag" for word in strays]
     for occurrence in occurrences:
@@ -92,11 +95,9 @@ def _without_effect(line: CommandLine, flags: Mapping[str, Flag]) -> list[str]:
         declaration = flags[field].declaration
         if declaration.no_effect is not None:
             warnings.append(f"{spelling}: no effect: {declaration.no_effect}")
-        parent, _, wanted = (declaration.only_with or "").partition("=")
-        if parent and not _is_looked_at(line.values[parent], flags[parent].default, wanted):
-            warnings.append(f"{spelling}: no effect without {flags[parent].spelling} {wanted}".rstrip())
+        for condition in declaration.only_with:
+            parent, words, is_excluded = split_condition(condition)
+            if not condition_holds(line.values[parent], flags[parent].default, words, is_excluded):
+                wanted = " or ".join(words)
+                warnings.append(f"{spelling}: no effect without {flags[parent].spelling} {wanted}".rstrip())
     return warnings
-
-
-def _is_looked_at(value: Any, default: Any, wanted: str) -> bool:
-    return value_text(value) == wanted if wanted else value != default

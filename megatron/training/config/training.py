@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.core.config_fields import flag, literal_text, too_small
+from megatron.core.declarations.config_fields import flag, literal_text, too_small
+from megatron.core.declarations.flag_grammars import ends_of, number_or_range
 from megatron.core.exceptions import UserError
-from megatron.core.flag_grammars import ends_of, number_or_range
-from megatron.core.num_microbatches_calculator import BatchSteps
+from megatron.facades.num_microbatches_calculator import BatchSteps
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -145,7 +145,7 @@ class TrainingConfig:
 class EvaluationConfig:
     """Validation during training, and validation and test after the last step."""
 
-    eval_interval: int | None = None
+    eval_interval: int | None = flag(None, only_with="eval_iters!=0")
     """Steps between two validations. Without it, validation runs once, after training."""
 
     eval_iters: int = 100
@@ -157,10 +157,14 @@ class EvaluationConfig:
     start_eval_at_iter: int | None = flag(None, only_with="eval_interval")
     """With --eval-interval: first iteration after which validation may run."""
 
-    full_validation: bool = flag(False, families=["gpt"])
+    eval_fresh_samples: bool = flag(False, only_with="eval_iters!=0")
+    """Read other validation samples in each evaluation, as Megatron-LM does. Without it all evaluations read the same
+    samples, so that their losses can be compared."""
+
+    full_validation: bool = flag(False, families=["gpt"], only_with="eval_iters!=0")
     """Evaluate on the whole validation data each time; --eval-iters then applies to the test data only."""
 
-    multiple_validation_sets: bool = False
+    multiple_validation_sets: bool = flag(False, only_with="eval_iters!=0")
     """Evaluate each validation data set separately, on --eval-iters global batches, and report a loss for each. The
     data sets are those of --valid-data-path, or of --data-path after --split, and have no weights."""
 
@@ -168,10 +172,10 @@ class EvaluationConfig:
     """With --multiple-validation-sets: names of the sets in the log, such as validation-wiki; numbers from 0 when not
     given."""
 
-    eval_global_batch_size: int | None = None
+    eval_global_batch_size: int | None = flag(None, only_with="eval_iters!=0")
     """Global batch size of evaluation; --global-batch-size when not given."""
 
-    eval_micro_batch_size: int | None = None
+    eval_micro_batch_size: int | None = flag(None, only_with="eval_iters!=0")
     """Micro-batch size of evaluation; --micro-batch-size when not given."""
 
     def global_batch_size(self, training: TrainingConfig) -> int:

@@ -137,6 +137,10 @@ _REFUSED = {
         bert-load biencoder-projection-dim biencoder-shared-query-context-model block-data-path embedding-path
         evidence-data-path ict-head-size ict-load indexer-batch-size indexer-log-interval query-in-block-prob
         retriever-report-topk-accuracies retriever-score-scaling titles-data-path use-one-sent-docs""",
+    "training of models that retrieve text (RETRO) is out of scope": """
+        retro-add-retriever retro-attention-gate retro-cyclic-train-iters retro-encoder-attention-dropout
+        retro-encoder-hidden-dropout retro-encoder-layers retro-num-neighbors retro-num-retrieved-chunks
+        retro-no-verify-neighbor-count retro-project-dir retro-verify-neighbor-count retro-workdir""",
     "distillation from a teacher is out of scope; without these flags the model trains on the data alone": """
         export-kd-cfg export-kd-teacher-load logits-load-decode-threads logits-load-dir logits-load-ignore-errors
         logits-load-kd-loss-alpha logits-load-msc-prefetch-depth logits-load-prefetch-factor logits-save-dir

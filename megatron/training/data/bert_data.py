@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDatasetConfig
+from megatron.data.datasets.bert_dataset import BERTMaskedWordPieceDatasetConfig
+from megatron.data.tokenizer.base import Tokenizer
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.batch import BatchRecord, stack_items
 from megatron.training.data.sources import masked_fields
-from megatron.training.tokenizer.base import Tokenizer
 
 
 def bert_dataset_config(config: PretrainConfig, tokenizer: Tokenizer) -> BERTMaskedWordPieceDatasetConfig:

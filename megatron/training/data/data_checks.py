@@ -4,14 +4,15 @@ import sys
 from functools import partial
 
 from megatron.core.dist_checkpointing.coordination import RankCoordinator
+from megatron.core.utils.url_keys import hide_keys
+from megatron.data.preparation.checks import bytes_to_read, check_data, check_manifest
+from megatron.data.preparation.manifest import get_manifest_path
+from megatron.data.tokenizer.base import Tokenizer
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.bert_data import bert_dataset_config
 from megatron.training.data.gpt_data import gpt_dataset_config
 from megatron.training.data.sources import prefixes_of_run
 from megatron.training.data.t5_data import t5_dataset_config
-from megatron.training.data_preparation.checks import bytes_to_read, check_data, check_manifest
-from megatron.training.data_preparation.manifest import get_manifest_path
-from megatron.training.tokenizer.base import Tokenizer
 
 _DATASET_CONFIGS = {"gpt": gpt_dataset_config, "bert": bert_dataset_config, "t5": t5_dataset_config}
 """For each model family: the function that makes the config of its data sets, which checks the tokenizer."""
@@ -49,4 +50,4 @@ def _check_data(config: PretrainConfig, tokenizer: Tokenizer, reads_data: bool) 
 
 
 def _warn(message: str) -> None:
-    print(f"warning: {message}", file=sys.stderr, flush=True)
+    print(f"warning: {hide_keys(message)}", file=sys.stderr, flush=True)

@@ -2,12 +2,12 @@
 
 import dataclasses
 
-from megatron.core.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
-from megatron.core.datasets.sft_dataset import SFTDataset
+from megatron.data.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
+from megatron.data.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.data.datasets.sft_dataset import SFTDataset
+from megatron.data.tokenizer.base import Tokenizer
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.sources import shared_fields
-from megatron.training.tokenizer.base import Tokenizer
 
 
 def gpt_dataset_config(config: PretrainConfig, tokenizer: Tokenizer) -> GPTDatasetConfig:

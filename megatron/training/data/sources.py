@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from megatron.core.datasets.blend_stages import BlendStage, prefixes_of, read_stages_file
-from megatron.core.datasets.utils import Blend
 from megatron.core.exceptions import UserError
+from megatron.data.datasets.blend_stages import BlendStage, prefixes_of, read_stages_file
+from megatron.data.datasets.utils import Blend
+from megatron.data.tokenizer.base import Tokenizer
+from megatron.facades.utils import get_blend_and_blend_per_split
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.tokenizer.base import Tokenizer
-from megatron.training.utils import get_blend_and_blend_per_split
 
 
 def shared_fields(config: PretrainConfig, tokenizer: Tokenizer) -> dict[str, Any]:

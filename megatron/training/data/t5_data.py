@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.core.datasets.t5_dataset import T5MaskedWordPieceDatasetConfig
+from megatron.data.datasets.t5_dataset import T5MaskedWordPieceDatasetConfig
+from megatron.data.tokenizer.base import Tokenizer
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.batch import BatchRecord, stack_items
 from megatron.training.data.sources import masked_fields
-from megatron.training.tokenizer.base import Tokenizer
 
 
 def t5_dataset_config(config: PretrainConfig, tokenizer: Tokenizer) -> T5MaskedWordPieceDatasetConfig:

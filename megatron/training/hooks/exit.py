@@ -2,7 +2,7 @@
 
 There are two kinds of reasons. Every rank knows by itself when --exit-interval is reached. A signal,
 --exit-duration-in-mins, a non-finite loss or a loss spike is noticed by one rank first. For these, each step starts one
-all-reduce of five integers on a separate gloo group, and reads the result of the all-reduce that the step before
+all-reduce of six integers on a separate gloo group, and reads the result of the all-reduce that the step before
 started. So nothing waits for the device, and a host waits for other hosts only if one of them is a whole step behind. A
 reason that appears during step k ends the run after step k + 1; if a checkpoint is due (`resolve_pending`), after step
 k.
@@ -18,7 +18,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megatron.core.collectives import Pending, start_all_reduce
+from megatron.core.communication.collectives import Pending, start_all_reduce
 from megatron.core.utils.torch_groups import create_group
 from megatron.training.launch.signals import SignalWatch
 
@@ -31,6 +31,7 @@ class ExitReason(enum.Enum):
     SIGNAL = "signal"
     NON_FINITE = "non-finite"
     LOSS_SPIKE = "loss-spike"
+    SKIPPED_UPDATES = "skipped-updates"
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class ExitDecision:
     exit_code: int
     """0 if the user asked for the exit, by a flag or a signal, so that a launcher does not count it as a failure."""
     save: bool
-    """Whether to save a checkpoint; False after a non-finite loss or a loss spike."""
+    """Whether to save a checkpoint; False after a non-finite loss, a loss spike, or too many skipped updates."""
 
 
 class ExitAgreement:
@@ -60,6 +61,7 @@ class ExitAgreement:
         started: `time.monotonic()` at the start of the program; None: now.
         non_finite: returns whether this rank knows of a non-finite loss or gradient that must stop the run.
         loss_spike: returns whether this rank knows of a loss spike that ends the run or sends it back.
+        skipped_updates: returns whether this rank knows that too many updates in a row were skipped.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class ExitAgreement:
         started: float | None = None,
         non_finite: Callable[[], bool] = lambda: False,
         loss_spike: Callable[[], bool] = lambda: False,
+        skipped_updates: Callable[[], bool] = lambda: False,
     ) -> None:
         self.group = group
         self.rank = rank
@@ -82,6 +85,7 @@ class ExitAgreement:
         self.started = time.monotonic() if started is None else started
         self.non_finite = non_finite
         self.loss_spike = loss_spike
+        self.skipped_updates = skipped_updates
         self.rounds = 0
         """All-reduces started so far."""
         self._decision: ExitDecision | None = None
@@ -110,8 +114,8 @@ class ExitAgreement:
         same place.
 
         Call it before a save and after the last step: without it, other ranks learn one step later what one rank
-        noticed in this step. A non-finite loss or a loss spike replaces an earlier decision, because its state must not
-        be saved.
+        noticed in this step. A non-finite loss, a loss spike or too many skipped updates replace an earlier decision,
+        because their state must not be saved.
         """
         if self.group is None:
             flags: torch.Tensor | None = self._local_flags()
@@ -134,13 +138,14 @@ class ExitAgreement:
         self._finish_round()
 
     def _local_flags(self) -> torch.Tensor:
-        """Returns int32 [non-finite, loss spike, signal number, 1 + rank with the signal, time is up], to be reduced by
-        maximum."""
+        """Returns int32 [non-finite, loss spike, too many skips, signal number, 1 + rank with the signal, time is up],
+        to be reduced by maximum."""
         number = (self.signals.received if self.signals is not None else None) or 0
         limit = self.exit_duration_in_mins
         late = limit is not None and (time.monotonic() - self.started) / 60.0 > limit
         holder = self.rank + 1 if number else 0
-        return torch.tensor([self.non_finite(), self.loss_spike(), number, holder, late], dtype=torch.int32)
+        trouble = [self.non_finite(), self.loss_spike(), self.skipped_updates()]
+        return torch.tensor([*trouble, number, holder, late], dtype=torch.int32)
 
     def _start_round(self) -> None:
         self._round = start_all_reduce(self._local_flags(), self.group, dist.ReduceOp.MAX)
@@ -159,11 +164,14 @@ class ExitAgreement:
     def _decide(self, flags: torch.Tensor | None) -> ExitDecision | None:
         if flags is None:
             return None
-        non_finite, loss_spike, number, holder, late = (int(flag) for flag in flags)
+        non_finite, loss_spike, skips, number, holder, late = (int(flag) for flag in flags)
         if non_finite:
             return ExitDecision(ExitReason.NON_FINITE, "exiting program after a non-finite loss or gradient", 1, False)
         if loss_spike:
             return ExitDecision(ExitReason.LOSS_SPIKE, "exiting program after a loss spike", 1, False)
+        if skips:
+            message = "exiting program after too many skipped updates in a row (--max-consecutive-skips)"
+            return ExitDecision(ExitReason.SKIPPED_UPDATES, message, 1, False)
         if number:
             name = signal.Signals(number).name
             return ExitDecision(

@@ -2,7 +2,7 @@
 
 from datetime import timedelta
 
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.training.hooks.hook import Hook
 
 

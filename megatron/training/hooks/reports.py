@@ -1,7 +1,7 @@
 """Hooks that print reports: slow ranks, and results that change when they are computed again."""
 
-from megatron.core.rerun_state_machine import get_rerun_state_machine
-from megatron.core.straggler_detector import StragglerDetector
+from megatron.core.health.rerun_state_machine import get_rerun_state_machine
+from megatron.core.health.straggler_detector import StragglerDetector
 from megatron.training.hooks.hook import Hook
 
 

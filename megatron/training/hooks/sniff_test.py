@@ -7,7 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from megatron.core.collectives import Group, all_to_all_rows, group_rank, group_size, numbers_of_ranks, start_exchange
+from megatron.core.communication.collectives import (
+    Group,
+    all_to_all_rows,
+    group_rank,
+    group_size,
+    numbers_of_ranks,
+    start_exchange,
+)
 from megatron.training.hooks.hook import Hook
 
 _REPEATS = 5

@@ -17,9 +17,9 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.flat_buffer import Unit
 from megatron.core.distributed.sharding_strategy import replica_ranks
 from megatron.core.exceptions import UserError
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.optimizer import StepUpdate
 from megatron.core.parameters import info_of
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.training.hooks.hook import Hook
 

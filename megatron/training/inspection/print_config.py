@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from megatron.core.config_fields import value_text
+from megatron.core.declarations.config_fields import value_text
 from megatron.training.config.config_file import BEGIN, END
 from megatron.training.config.flag_table import flag_table
 from megatron.training.config.pretrain_config import PretrainConfig

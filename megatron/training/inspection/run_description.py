@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
-from megatron.core.config_fields import value_text
+from megatron.core.declarations.config_fields import value_text
 from megatron.core.exceptions import UserError
 from megatron.training.config.command_line import read_command_line
-from megatron.training.config.flag_table import Flag, flag_table, parent_of, spelling_of
+from megatron.training.config.conditions import UNKNOWN, lacking, needs_of, ways_of
+from megatron.training.config.flag_table import Flag, flag_table, spelling_of
 from megatron.training.config.model import ACTIVATIONS
 from megatron.training.config.pretrain_config import PretrainConfig
 
@@ -170,15 +171,9 @@ def architecture_of(config: PretrainConfig) -> dict[str, Any]:
 def _matters(field: str, values: Mapping[str, Any]) -> bool:
     flag = flag_table().get(field)
     families = flag.declaration.families if flag is not None else None
-    if families is not None and (values["model_family"] or "gpt") not in families:
+    if families is not None and (values.get("model_family") or "gpt") not in families:
         return False
-    parent = parent_of(flag) if flag is not None else None
-    other_way = flag.declaration.or_with if flag is not None else None
-    if parent is None or (other_way is not None and values[other_way]):
-        return True
-    other, wanted = parent
-    value = values[other.field]
-    return value_text(value) == wanted if wanted else value not in (other.default, False)
+    return flag is None or lacking(flag, lambda name: values.get(name, UNKNOWN)) is None
 
 
 def _json_value(value: Any) -> Any:
@@ -236,7 +231,10 @@ def architecture_differences(
     """Returns a sentence for each architecture value that differs from another run's description, except the fields in
     `leave_out`. A field that only one of the two uses, because they differ in the flag that it depends on, is left out
     too."""
-    ours, theirs = architecture_of(config), described.get("architecture", {})
+    ours, recorded = architecture_of(config), described.get("architecture", {})
+    # Older descriptions have fields without effect. All leave out options at their defaults.
+    known = {name: flag_table()[name].default for name in MODEL_OPTIONS} | dict(described) | recorded
+    theirs = {name: value for name, value in recorded.items() if _matters(name, known)}
     differing = [name for name in (*ARCHITECTURE, *MODEL_OPTIONS) if theirs and ours.get(name) != theirs.get(name)]
     return [
         f"{_called(name)} is {_shown(name, ours.get(name))} in this run and {_shown(name, theirs.get(name))} in the "
@@ -321,10 +319,8 @@ def _shown_or_unset(value: Any) -> str:
 def _goes_with(field: str, others: Container[str | None]) -> bool:
     """Whether a flag that this one depends on, directly or through others, is among `others`."""
     flag = flag_table().get(field)
-    parent = parent_of(flag) if flag is not None else None
-    if flag is None or parent is None:
-        return False
-    return parent[0].field in others or flag.declaration.or_with in others or _goes_with(parent[0].field, others)
+    conditions = [] if flag is None else [*needs_of(flag), *ways_of(flag)]
+    return any(other.flag.field in others or _goes_with(other.flag.field, others) for other in conditions)
 
 
 def _called(field: str) -> str:

@@ -14,21 +14,17 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megatron.core import parallel_state
 from megatron.core.exceptions import UserError
+from megatron.core.groups.defaults import default_for_now
+from megatron.core.groups.process_groups_config import GROUPS_WITH_SETTINGS, ProcessGroupCollection
 from megatron.core.pipeline_parallel.stages import Pipeline, decoder_ranks, embedding_ranks, encoder_ranks, pipeline_of
-from megatron.core.process_groups_config import (
-    GROUPS_WITH_SETTINGS,
-    ProcessGroupCollection,
-    default_collection,
-    has_default_collection,
-    set_default_collection,
-)
 from megatron.core.utils.communicator_settings import read_communicator_settings
 from megatron.core.utils.rendezvous import local_device, start_torch_distributed
+from megatron.facades import parallel_state
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.launch.errors import delay_errors_on_other_ranks, end_process_at_exit
 from megatron.training.launch.heartbeat import Heartbeat, Progress
+from megatron.training.launch.open_files import raise_open_file_limit
 from megatron.training.launch.same_flags import check_same_flags
 from megatron.training.launch.signals import leave_error_alone
 from megatron.training.launch.watch import Limits
@@ -86,6 +82,7 @@ def process_environment(config: PretrainConfig, alone: bool = False) -> Iterator
     test's) is used and left as it is. Raises UserError if ranks were started with different flags, and if the number of
     processes is not that of the config's grid.
     """
+    raise_open_file_limit()
     device = local_device()
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
     backend = config.parallel.distributed_backend or "nccl"
@@ -197,15 +194,13 @@ def groups_of_rank(
 def default_groups(groups: ProcessGroupCollection, pipeline: Pipeline) -> Iterator[None]:
     """Inside the context, these groups and stages are the default of user scripts: the functions of parallel_state use
     them, and public constructors that are called without groups."""
-    before = default_collection() if has_default_collection() else None
     chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     v_shaped = parallel_state.is_pipeline_v_shaped()
-    set_default_collection(groups)
     parallel_state.set_virtual_pipeline_model_parallel_world_size(
         pipeline.chunks if pipeline.chunks > 1 else None, v_shaped=pipeline.v_shaped
     )
     try:
-        yield
+        with default_for_now(groups):
+            yield
     finally:
-        set_default_collection(before)
         parallel_state.set_virtual_pipeline_model_parallel_world_size(chunks, v_shaped=v_shaped)

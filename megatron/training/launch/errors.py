@@ -16,9 +16,8 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from megatron.core.config_fields import FieldError
 from megatron.core.exceptions import UserError
-from megatron.training.config.flag_table import spelling_of
+from megatron.training.config.messages import message_of
 from megatron.training.config.resolution import ConfigurationError
 
 _HEAD_START_OF_FIRST_RANK = 5.0
@@ -28,7 +27,7 @@ _HEAD_START_OF_FIRST_RANK = 5.0
 def exit_with_problems(error: UserError) -> NoReturn:
     """Prints each problem of a command line, once for all ranks, and exits with code 2."""
     if os.environ.get("RANK", "0") == "0":
-        problems = error.problems if isinstance(error, ConfigurationError) else [str(error)]
+        problems = error.problems if isinstance(error, ConfigurationError) else [message_of(error)]
         text = "\n".join(f"error: {problem}" for problem in problems)
         print(text, file=sys.stderr, flush=True)
         write_launcher_error_file(text)
@@ -40,7 +39,7 @@ def exit_with_error_of_rank(error: UserError) -> NoReturn:
     """Prints an error that occurred on this rank during the run, and exits with code 2. Names the rank if there are
     several."""
     rank = os.environ.get("RANK")
-    message = error.text(spelling_of) if isinstance(error, FieldError) else str(error)
+    message = message_of(error)
     text = f"error: {message}" if rank is None else f"error on rank {rank}: {message}"
     print(text, file=sys.stderr, flush=True)
     write_launcher_error_file(text)

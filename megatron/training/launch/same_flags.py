@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence
 
-from megatron.core.config_fields import value_text
+from megatron.core.declarations.config_fields import value_text
 from megatron.core.dist_checkpointing.coordination import RankCoordinator
 from megatron.core.exceptions import UserError
 from megatron.training.config.flag_table import flag_table

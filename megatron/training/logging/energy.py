@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron.core.collectives import numbers_of_ranks
+from megatron.core.communication.collectives import numbers_of_ranks
 from megatron.core.exceptions import UserError
 from megatron.training.logging.metrics import synchronization_allowed
 from megatron.training.logging.throughput import StepClock

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from megatron.core.collectives import all_gather, all_reduce, numbers_of_ranks
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.communication.collectives import all_gather, all_reduce, numbers_of_ranks
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.layer_metrics import EXPERT_LOAD, layer_metrics_of, take_layer_metrics
 from megatron.training.logging.metrics import synchronization_allowed
 

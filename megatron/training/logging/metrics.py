@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.collectives import Group, all_reduce
+from megatron.core.communication.collectives import Group, all_reduce
 from megatron.training.data.source_losses import SOURCE
 from megatron.training.logging.finite import NonFinite, name_non_finite
 from megatron.training.logging.records import StepRecord, StepResult

@@ -42,8 +42,9 @@ class Finding:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "Finding":
-        """Builds a finding from the dictionary of its fields."""
-        return cls(**{**fields, "sample_ids": tuple(fields["sample_ids"])})
+        """Builds a finding from the dictionary of its fields. Others are left out."""
+        known = {field.name: fields[field.name] for field in dataclasses.fields(cls) if field.name in fields}
+        return cls(**{**known, "sample_ids": tuple(known.get("sample_ids", ()))})
 
 
 class NonFiniteSearch:

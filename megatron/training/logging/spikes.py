@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron.core.rerun_state_machine import RerunStateMachine
+from megatron.core.health.rerun_state_machine import RerunStateMachine
 from megatron.training.logging.records import LogWriter, Speed, StepRecord
 
 FACTOR = 10.0

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.exceptions import UserError
+from megatron.core.health.rerun_state_machine import RerunStateMachine
 from megatron.core.ops.fp8.linear import QuantizedWeights
 from megatron.core.optimizer import MegatronOptimizer, StepUpdate
 from megatron.core.optimizer.captured_update import CapturedUpdate
 from megatron.core.pipeline_parallel.captured_micro_batch import MicroBatchGraphs
-from megatron.core.rerun_state_machine import RerunStateMachine
 from megatron.core.transformer.captured_parts import PartGraphs, capture_layer_parts
 from megatron.core.transformer.config.memory import captured_parts, captures_micro_batches, why_no_part_is_captured
 from megatron.core.transformer.config.router import listed

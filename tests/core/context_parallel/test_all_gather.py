@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.collectives import Group, PlannedGroup
+from megatron.core.communication.collectives import Group, PlannedGroup
 from megatron.core.context_parallel import all_gather
 from megatron.core.context_parallel.all_gather import gather_whole_rows
 from megatron.core.context_parallel.splitting import cut_rows, in_rank_order

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from megatron.core.attention_plan import KernelChoice, KernelPlan
 from megatron.core.context_parallel.splitting import cut_rows
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
+from megatron.core.groups.rank_grid import RankGrid
 from megatron.core.ops.attention.kernels import FLASH_BLOCKS, FUSED_BLOCKS, BlockKernel, Situation
 from megatron.core.ops.attention.unfused import AttentionVariant
 from megatron.core.ops.dropout.dropout import dropout_tokens, keep_attention
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rank_grid import RankGrid
 from megatron.core.tokens import RngPosition, SequencePart, Tokens
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType

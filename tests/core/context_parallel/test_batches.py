@@ -1,4 +1,4 @@
-"""Megatron-LM's functions that cut batches: packed rows, and refusals. tests/training/test_utils.py has whole rows."""
+"""Megatron-LM's functions that cut batches: packed rows, and refusals. tests/facades/test_utils.py has whole rows."""
 
 import pytest
 import torch

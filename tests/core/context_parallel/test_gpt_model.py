@@ -8,14 +8,14 @@ from support.processes import run_on_ranks
 from support.split_rows import ROW, ROWS, VOCABULARY, loss_of_part
 from torch import Tensor
 
+from megatron.core.communication.traffic import Traffic, recorded
 from megatron.core.exceptions import UserError
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
+from megatron.core.groups.rank_grid import RankGrid
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.parameters import info_of
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rank_grid import RankGrid
 from megatron.core.tokens import Tokens
-from megatron.core.traffic import Traffic, recorded
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 WAYS = ["p2p", "all_gather", "a2a", "a2a+p2p"]

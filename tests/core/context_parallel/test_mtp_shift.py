@@ -9,8 +9,8 @@ from torch import Tensor
 
 from megatron.core.context_parallel.mtp_shift import shifted_rows
 from megatron.core.context_parallel.splitting import cut_rows, sequence_part
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rank_grid import RankGrid
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
+from megatron.core.groups.rank_grid import RankGrid
 from megatron.core.tokens import Tokens
 
 LENGTH, ROWS = 24, 3

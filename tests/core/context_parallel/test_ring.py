@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.collectives import Pending
+from megatron.core.communication.collectives import Pending
 from megatron.core.context_parallel.kv_exchange import Gather, PendingKeyValues
 from megatron.core.context_parallel.ring import RingCall, ring_attention
 from megatron.core.context_parallel.splitting import cut_rows

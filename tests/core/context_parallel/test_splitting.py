@@ -5,9 +5,9 @@ import torch
 
 from megatron.core.context_parallel.splitting import cut_rows, in_natural_order, in_rank_order, sequence_part
 from megatron.core.exceptions import UserError
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
+from megatron.core.groups.rank_grid import RankGrid
 from megatron.core.ops.dropout.dropout import dropout_tokens
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rank_grid import RankGrid
 from megatron.core.tokens import RngPosition, SequencePart, Tokens, position_ids, row_index
 from megatron.training.data.batch import Batch
 

@@ -7,7 +7,7 @@ import torch
 from support.processes import run_on_ranks
 from torch import Tensor
 
-from megatron.core import collectives
+from megatron.core.communication import collectives
 from megatron.core.context_parallel import ulysses
 from megatron.core.context_parallel.ulysses import from_pieces, in_pieces, share_keys, start_to_heads, start_to_rows
 

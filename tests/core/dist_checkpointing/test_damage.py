@@ -9,6 +9,7 @@ import shutil
 import pytest
 import torch
 from support.checkpoints import make_chunk, save_as
+from support.special_files import SPECIAL_FILES, special_file
 
 from megatron.core.dist_checkpointing.checkpoint_selection import find_checkpoint
 from megatron.core.dist_checkpointing.chunk import Chunk
@@ -95,6 +96,62 @@ def test_files_that_are_gone_or_of_another_size(root, name, damage):
         path.write_bytes({"emptied": b"", "cut by a byte": content[:-1], "a byte longer": content + b" "}[damage])
     iteration, said = load_values(root)
     assert iteration == 10 and len(said) == 1 and str(path) in said[0]
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("kind", SPECIAL_FILES)
+def test_what_is_no_file_neither_blocks_nor_never_ends(root, name, kind):
+    path = root / "iter_0000020" / name
+    path.unlink()
+    with special_file(path, kind):
+        iteration, said = load_values(root)
+    assert iteration == 10 and len(said) == 1 and f"{path}: it is a" in said[0]
+
+
+@pytest.mark.parametrize("kind", SPECIAL_FILES)
+def test_a_tracker_that_is_no_file(root, kind):
+    (root / TRACKER).unlink()
+    with special_file(root / TRACKER, kind):
+        iteration, said = load_values(root)
+    assert iteration == 20 and len(said) == 1 and f"{root / TRACKER}: it is a" in said[0]
+
+
+TRACKERS = {
+    "a word": b"soon",
+    "negative": b"-5",
+    "a fraction": b"1.5",
+    "huge": b"9" * 5000,
+    "binary": bytes(range(256)),
+    "other digits": "\u0663\u0664".encode(),
+    "empty": b"",
+}
+
+
+@pytest.mark.parametrize("kind", TRACKERS)
+def test_a_tracker_that_names_no_iteration(root, kind):
+    (root / TRACKER).write_bytes(TRACKERS[kind])
+    iteration, said = load_values(root)
+    assert iteration == 20 and len(said) == 1 and "\n" not in said[0]
+    assert (
+        said[0].startswith(f"WARNING: {root / TRACKER} contains '")
+        and "which is not an iteration: looking for" in said[0]
+    )
+    assert len(said[0].replace(str(root), "")) < 400
+
+
+@pytest.mark.parametrize("kind", TRACKERS)
+def test_a_tracker_that_names_no_iteration_and_no_checkpoint(tmp_path, kind):
+    """There were checkpoints here once, so a new run must not begin."""
+    (tmp_path / TRACKER).write_bytes(TRACKERS[kind])
+    with pytest.raises(UserError, match=rf"which is not an iteration, and {tmp_path} contains no checkpoint"):
+        load(tmp_path, wanted())
+
+
+@pytest.mark.parametrize("name", ["n" * 256, "n/" * 3000])
+def test_a_folder_name_that_is_too_long(tmp_path, name):
+    for ask in (load, find_checkpoint):
+        with pytest.raises(UserError, match=r"n(/n)*: File name too long"):
+            ask(tmp_path / name, *([wanted()] if ask is load else []))
 
 
 def test_the_oldest_whole_one_is_reached_and_every_broken_one_named(root):
@@ -234,7 +291,7 @@ def test_a_newer_format_is_not_passed_over(root):
     content = path.read_bytes().replace(b'"format_version": 1', b'"format_version": 2')
     blank = content.replace(fields["sha256"].encode(), b"0" * 64)
     path.write_bytes(blank.replace(b"0" * 64, hashlib.sha256(blank).hexdigest().encode(), 1))
-    with pytest.raises(UserError, match=r"version 2; this release reads 'megatron safetensors' version 1"):
+    with pytest.raises(UserError, match='version 2; this release reads "megatron safetensors" version 1'):
         load(root, wanted())
 
 

@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.manifest import (
 )
 from megatron.core.parameters import Box
 
-CHUNK = StoredChunk("w", (4, 6), Box((2, 0), (2, 6)), (3, 9), torch.bfloat16, "w[x]", 128, (1, 2))
+CHUNK = StoredChunk("w", (4, 6), Box((2, 0), (2, 6)), (3, 9), torch.bfloat16, "w[x]", 128, (1,))
 
 
 def test_an_index_comes_back(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from megatron.core.dist_checkpointing import (
     ShardedTensorFactory,
     StrictHandling,
 )
+from megatron.core.dist_checkpointing.manifest import MANIFEST, Manifest
 from megatron.core.exceptions import UserError
 
 WHOLE = torch.arange(6 * 4, dtype=torch.float32).view(6, 4) + 1
@@ -53,6 +54,36 @@ def same(a, b) -> bool:
     if isinstance(a, list | tuple):
         return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
     return type(a) is type(b) and a == b
+
+
+FORGED = [
+    {"$tensor": 3},
+    {"$tensor": ["common.step", "F128", [], 0]},
+    {"$tensor": ["common.step", "I64", [-1], 0]},
+    {"$tensor": ["common.step", "I64", [1 << 62, 1 << 62], 0]},
+    {"$tensor": ["common.elsewhere", "I64", [], 0]},
+    {"$tuple": 7},
+    {"$dict": [[1, 2, 3]]},
+    {"$dict": [[[1], 2]]},
+    {"$dtype": []},
+    {"$namespace": {"$tuple": []}},
+]
+
+
+@pytest.mark.parametrize("value", FORGED, ids=str)
+def test_forged_shared_values_are_refused(tmp_path, value):
+    folder = tmp_path / "c"
+    dist_checkpointing.save({"step": torch.tensor(7), "w": whole()}, str(folder))
+    path = folder / MANIFEST
+    manifest = Manifest.from_bytes(path.read_bytes(), path)
+    manifest.common["state_dict"]["forged"] = value
+    path.write_bytes(manifest.to_bytes())
+    for ask in (
+        lambda: dist_checkpointing.load_common_state_dict(folder),
+        lambda: dist_checkpointing.load({"w": whole()}, str(folder)),
+    ):
+        with pytest.raises(UserError, match=rf"{path.parent}"):
+            ask()
 
 
 def test_shared_values_keep_their_types(tmp_path):

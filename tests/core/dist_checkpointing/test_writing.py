@@ -11,7 +11,7 @@ from support.programs import python
 
 from megatron.core.dist_checkpointing.chunk import Chunk, model_chunks
 from megatron.core.dist_checkpointing.disk import Disk
-from megatron.core.dist_checkpointing.folders import TRACKER, read_tracker
+from megatron.core.dist_checkpointing.folders import TRACKER, folder_name, read_tracker
 from megatron.core.dist_checkpointing.manifest import MANIFEST, BrokenCheckpoint
 from megatron.core.dist_checkpointing.reading import load
 from megatron.core.dist_checkpointing.writing import save, save_streamed
@@ -28,6 +28,10 @@ def save_step(root, step, **options):
 
 def names(root):
     return sorted(path.name for path in root.iterdir())
+
+
+def folders_of(*steps):
+    return [folder_name(step) for step in steps]
 
 
 def test_the_files_of_a_checkpoint(tmp_path):
@@ -128,6 +132,25 @@ def test_a_pointer_that_cannot_be_written(tmp_path):
         save_step(tmp_path, 20, disk=Disk(fail))
     loaded = load(tmp_path, [make_chunk("a", (4,), empty=True)])
     assert loaded.manifest.iteration == 20
+
+
+@pytest.mark.parametrize(("count", "every"), [(1, None), (2, None), (None, 30)])
+def test_the_newest_checkpoint_with_finite_weights_is_kept(tmp_path, count, every):
+    for step, finite in ((10, True), (20, True), (30, False), (40, False), (50, False), (60, False)):
+        saved = save_step(tmp_path, step, keep_last=count, keep_every=every, weights_finite=finite)
+    newest = {1: [60], 2: [50, 60], None: [30, 60]}[count]
+    assert names(tmp_path) == [*folders_of(20, *newest), TRACKER]
+    assert "kept iter_0000020: weights of newer checkpoints are not finite" in saved.notes
+    save_step(tmp_path, 70, keep_last=count, keep_every=every, weights_finite=True)
+    assert names(tmp_path) == [*folders_of(*{1: [70], 2: [60, 70], None: [30, 60, 70]}[count]), TRACKER]
+
+
+def test_a_damaged_checkpoint_does_not_stay_for_its_finite_weights(tmp_path):
+    for step in (10, 20):
+        save_step(tmp_path, step, weights_finite=True)
+    (tmp_path / "iter_0000020" / "rank_00000.safetensors").write_bytes(b"")
+    save_step(tmp_path, 30, keep_last=1, weights_finite=False)
+    assert names(tmp_path) == [*folders_of(10, 30), TRACKER]
 
 
 def test_keep_last_does_not_count_broken_ones(tmp_path):

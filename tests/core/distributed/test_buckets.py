@@ -7,7 +7,7 @@ import torch
 from support.small_models import SmallModel, batch
 from torch import Tensor
 
-from megatron.core.collectives import Pending
+from megatron.core.communication.collectives import Pending
 from megatron.core.distributed.buckets import BucketQueue, TwoLevelReduction, make_buckets, wire_dtype_of
 from megatron.core.distributed.flat_buffer import Unit
 from megatron.core.distributed.main_grad import WeightGradientQueue

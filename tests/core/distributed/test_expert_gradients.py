@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from megatron.core import backends
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
+from megatron.core.groups.rank_grid import RankGrid
 from megatron.core.parameters import ParameterInfo, info_of, initialize_parameters, name_parameters
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rank_grid import RankGrid
 from megatron.core.tokens import Tokens
 from megatron.core.transformer.layer_inputs import LayerInputs
 from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP

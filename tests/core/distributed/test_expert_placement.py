@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.exceptions import UserError
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
+from megatron.core.groups.rank_grid import RankGrid
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.parameters import info_of
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rank_grid import RankGrid
 from megatron.core.tokens import Tokens
 from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules

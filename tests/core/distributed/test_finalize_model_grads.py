@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.distributed.sharding_strategy import is_counted_on_this_rank, replica_ranks, shardings
 from megatron.core.exceptions import UserError
+from megatron.core.groups.process_groups_config import ProcessGroupCollection, first_and_last
+from megatron.core.groups.rank_grid import RankGrid
 from megatron.core.initializers import Constant
 from megatron.core.optimizer.clip_grads import count_zeros, grad_norm
 from megatron.core.parameters import Box, ParameterInfo, declare, main_grad_accumulator, name_parameters
-from megatron.core.process_groups_config import ProcessGroupCollection, first_and_last
-from megatron.core.rank_grid import RankGrid
 
 
 class Declared(nn.Module):

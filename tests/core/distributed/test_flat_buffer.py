@@ -5,7 +5,7 @@ import torch
 from support.small_models import SmallModel
 from torch import Tensor
 
-from megatron.core.collectives import Group, Pending, PlannedGroup
+from megatron.core.communication.collectives import Group, Pending, PlannedGroup
 from megatron.core.distributed import flat_buffer
 from megatron.core.distributed.flat_buffer import Unit
 from megatron.core.distributed.freed_parameter import FreedParameter

@@ -14,14 +14,14 @@ from support.processes import run_on_ranks
 from torch import Tensor, nn
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
+from megatron.core.groups.rank_grid import RankGrid
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.parameters import info_of
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rank_grid import RankGrid
+from megatron.core.schedule.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tokens import RngPosition, Tokens
 from megatron.core.transformer.transformer_config import TransformerConfig
 

@@ -11,7 +11,7 @@ from support.processes import run_on_ranks
 from support.small_models import Layer
 from torch import Tensor, nn
 
-from megatron.core.collectives import Pending, start_gather_rows
+from megatron.core.communication.collectives import Pending, start_gather_rows
 from megatron.core.distributed.main_grad import (
     BufferMainGrad,
     WeightGradientQueue,

@@ -5,10 +5,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from megatron.core.collectives import Group, Pending, PlannedGroup
+from megatron.core.communication.collectives import Group, Pending, PlannedGroup
+from megatron.core.communication.traffic import recorded
 from megatron.core.distributed import reductions
 from megatron.core.distributed.reductions import Reduction
-from megatron.core.traffic import recorded
 
 GROUP = PlannedGroup((3, 7), 1)
 MINE, OTHERS = torch.tensor([1.0, 2.0, 3.0, 4.0]).double(), torch.tensor([10.0, 20.0, 30.0, 40.0]).double()

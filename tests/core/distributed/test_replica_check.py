@@ -9,8 +9,8 @@ from support.small_models import SmallModel
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.replica_check import ReplicaDifference, checksum, differing_units
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rank_grid import RankGrid
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
+from megatron.core.groups.rank_grid import RankGrid
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "replicated": {},

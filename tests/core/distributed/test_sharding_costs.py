@@ -10,13 +10,13 @@ from support.sharding import STRATEGIES, groups_of, wrap
 from support.small_models import Layer
 from torch import Tensor, nn
 
+from megatron.core.communication.traffic import Traffic, recorded
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.distributed.reductions import Reduction
 from megatron.core.initializers import Normal
 from megatron.core.ops.embedding import embedding
 from megatron.core.ops.linear import linear
 from megatron.core.parameters import declare, initialize_parameters, name_parameters
-from megatron.core.traffic import Traffic, recorded
 
 LAYERS, WIDTH, ROWS = 5, 16, 24
 Held = dict[str, int]

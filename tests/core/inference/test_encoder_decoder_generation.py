@@ -30,7 +30,7 @@ def test_greedy_and_sampled_tokens() -> None:
     found = generate_from_encoder(model, PROMPTS, 0, 7, GREEDY)
     assert found == expected and len({tuple(row) for row in found}) > 1
     end = expected[0][3]
-    stopped = generate_from_encoder(model, PROMPTS, 0, 7, GREEDY, end=end)
+    stopped = generate_from_encoder(model, PROMPTS, 0, 7, GREEDY, ends=[end])
     assert stopped == [row[: row.index(end)] if end in row else row for row in expected]
     sampling = SamplingParams(temperature=2.0, seed=4)
     together = generate_from_encoder(model, PROMPTS, 0, 7, sampling)

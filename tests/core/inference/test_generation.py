@@ -5,13 +5,13 @@ import torch
 from support.pool import Pool
 
 from megatron.core.exceptions import UserError
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
+from megatron.core.groups.rank_grid import RankGrid
 from megatron.core.inference.generation import fill_up, generate
 from megatron.core.inference.sampling import GREEDY, SamplingParams
 from megatron.core.inference.static_context import InferenceParams, StaticInferenceContext
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rank_grid import RankGrid
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 PROMPTS = [[3, 7, 1], [5], [9, 2, 8, 30, 11, 4], [6, 6]]
@@ -159,14 +159,14 @@ def test_draws_depend_on_the_seed_and_the_sequence() -> None:
     assert len({tuple(row) for row in runs[0]}) == 3
 
 
-def test_a_row_stops_at_the_end_token() -> None:
+def test_a_row_stops_at_the_first_end_token() -> None:
     model = build({}, {})
     free = generate(model, PROMPTS, 9, GREEDY)
-    end = free[0][4]
-    stopped = generate(model, PROMPTS, 9, GREEDY, end=end)
+    ends = (free[0][4], free[1][2])
+    stopped = generate(model, PROMPTS, 9, GREEDY, ends=ends)
     for row, whole in zip(stopped, free, strict=True):
-        assert row == (whole[: whole.index(end)] if end in whole else whole)
-    assert len(stopped[0]) <= 4
+        assert row == whole[: min((whole.index(end) for end in ends if end in whole), default=9)]
+    assert len(stopped[0]) <= 4 and len(stopped[1]) <= 2
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -12,12 +12,12 @@ from support.boxes import error
 from support.pool import Pool
 from torch import Tensor, nn
 
+from megatron.core.communication.traffic import recorded
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
+from megatron.core.groups.rank_grid import RankGrid
 from megatron.core.models.common.language_model_head import LanguageModelHead
 from megatron.core.ops.cross_entropy import cross_entropy
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rank_grid import RankGrid
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
-from megatron.core.traffic import recorded
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 TOKENS = 6

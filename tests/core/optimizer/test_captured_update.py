@@ -11,10 +11,10 @@ from torch import Tensor
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.exceptions import UserError
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
+from megatron.core.groups.rank_grid import RankGrid
 from megatron.core.optimizer import ChainedOptimizer, FlatOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.captured_update import CapturedUpdate
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rank_grid import RankGrid
 
 
 def build(**settings: Any) -> FlatOptimizer:

@@ -6,9 +6,9 @@ from support.processes import run_on_ranks
 from support.small_models import SmallModel
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
+from megatron.core.groups.rank_grid import RankGrid
 from megatron.core.optimizer.clip_grads import weight_norm
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rank_grid import RankGrid
 
 
 def norms(dtype: torch.dtype = torch.float64) -> tuple[float, float]:

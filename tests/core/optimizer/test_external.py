@@ -9,12 +9,12 @@ from support.small_models import SmallModel, batch
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.exceptions import UserError
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
+from megatron.core.groups.rank_grid import RankGrid
 from megatron.core.initializers import Normal
 from megatron.core.optimizer import ExternalOptimizer, OptimizerConfig
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.parameters import declare, initialize_parameters, name_parameters
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rank_grid import RankGrid
+from megatron.core.schedule.optimizer_param_scheduler import OptimizerParamScheduler
 
 
 def build(kind: Any = torch.optim.Adam, clip: float = 0.5, **settings: Any) -> tuple[Any, ExternalOptimizer]:

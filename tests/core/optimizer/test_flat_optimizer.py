@@ -13,12 +13,12 @@ from torch import Tensor
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.exceptions import UserError
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
+from megatron.core.groups.rank_grid import RankGrid
 from megatron.core.optimizer import FlatOptimizer, OptimizerConfig, ParamKey, get_megatron_optimizer
 from megatron.core.optimizer.muon import Muon
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.parameters import info_of
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rank_grid import RankGrid
+from megatron.core.schedule.optimizer_param_scheduler import OptimizerParamScheduler
 
 LR, BETA1, BETA2, EPS, DECAY, MOMENTUM = 0.05, 0.9, 0.95, 1e-8, 0.1, 0.9
 

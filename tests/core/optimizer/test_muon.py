@@ -13,14 +13,14 @@ from torch import Tensor
 from megatron.core.dist_checkpointing import load, save
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.exceptions import UserError
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
+from megatron.core.groups.rank_grid import RankGrid
 from megatron.core.initializers import Normal
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import FlatOptimizer, OptimizerConfig, get_megatron_optimizer, muon
 from megatron.core.optimizer.newton_schulz import newton_schulz
 from megatron.core.parameters import ParameterInfo, canonical_index, draw_range, info_of, initialize_parameters
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rank_grid import RankGrid
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 LR, DECAY, MOMENTUM = 0.02, 0.1, 0.9
@@ -191,10 +191,12 @@ def test_a_run_resumes_to_the_bit(dtype: torch.dtype, tmp_path: Path) -> None:
 SHARDED = {"use_distributed_optimizer": True, "overlap_param_gather": True, "overlap_grad_reduce": True}
 FULL = {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads_params"}
 DISTRIBUTED = {"muon_tp_mode": "distributed"}
+BLOCKWISE = {"muon_tp_mode": "blockwise"}
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "sharded state": ({"ddp": SHARDED, "elements_at_once": 1000}, {}),
     "sharded weights, experts": ({"ddp": FULL, "model": EXPERTS}, {"model": EXPERTS}),
+    "tensor parallel, by default": ({"grid": {"tensor": 2}}, {}),
     "tensor parallel, duplicated": ({"grid": {"tensor": 2}, "muon_tp_mode": "duplicated"}, {}),
     "tensor parallel, distributed": ({"grid": {"tensor": 2}, **DISTRIBUTED}, {}),
     "more ranks than groups": (
@@ -241,7 +243,7 @@ def blocks_and_refusal() -> tuple[dict[Any, float], str]:
     with pytest.raises(UserError) as caught:
         case = {"grid": {"tensor": 2}, "model": {"num_query_groups": 1}, "muon_split_qkv": False}
         build(**case, **DISTRIBUTED)
-    return trained({"grid": {"tensor": 2}}), str(caught.value)
+    return trained({"grid": {"tensor": 2}, **BLOCKWISE}), str(caught.value)
 
 
 def test_products_have_the_chosen_precision_and_number_of_steps() -> None:

@@ -7,15 +7,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.core.collectives import Group
+from megatron.core.communication.collectives import Group
 from megatron.core.dist_checkpointing.chunk import Chunk, optimizer_state_chunk
 from megatron.core.exceptions import UserError
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
+from megatron.core.groups.rank_grid import RankGrid
 from megatron.core.initializers import Constant
 from megatron.core.optimizer import optimizer as module
 from megatron.core.optimizer.optimizer import MegatronOptimizer, StepUpdate, true_on_all_ranks
 from megatron.core.parameters import Box, ParameterInfo
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rank_grid import RankGrid
 
 
 class Fake(MegatronOptimizer):

@@ -9,10 +9,10 @@ from support.graph_recorder import OperationRecorder
 from torch import Tensor, nn
 
 from megatron.core.exceptions import UserError
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
+from megatron.core.groups.rank_grid import RankGrid
 from megatron.core.pipeline_parallel.captured_micro_batch import MOST_GRAPHS, MicroBatchGraphs
 from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rank_grid import RankGrid
 from megatron.core.tokens import RngPosition
 from megatron.core.transformer.transformer_config import TransformerConfig
 

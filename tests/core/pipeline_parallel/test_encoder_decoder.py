@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from megatron.core.exceptions import UserError
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
+from megatron.core.groups.rank_grid import RankGrid
 from megatron.core.pipeline_parallel.p2p_communication import MessageFormat, message_format_of
 from megatron.core.pipeline_parallel.stage_map import stage_map
 from megatron.core.pipeline_parallel.stages import (
@@ -16,8 +18,6 @@ from megatron.core.pipeline_parallel.stages import (
     encoder_ranks,
     states_into_stages,
 )
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rank_grid import RankGrid
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 

@@ -16,15 +16,15 @@ from core.pipeline_parallel.stage_models import LENGTH, StageModel, batch, confi
 from support.processes import run_on_ranks
 from torch import Tensor, nn
 
-from megatron.core.collectives import start_all_to_all_rows
+from megatron.core.communication.collectives import start_all_to_all_rows
+from megatron.core.communication.traffic import recorded
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
+from megatron.core.groups.rank_grid import RankGrid
 from megatron.core.micro_batch import CooperativeTurn, MicroBatch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.interleaving import Interleaver, MicroBatchTurn
 from megatron.core.pipeline_parallel.stage_map import stage_map
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rank_grid import RankGrid
-from megatron.core.traffic import recorded
 from megatron.core.utils.recomputed import Recomputed
 
 Events = list[str]

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.collectives import Group, PlannedGroup
+from megatron.core.communication.collectives import Group, PlannedGroup
 from megatron.core.exceptions import UserError
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
+from megatron.core.groups.rank_grid import RankGrid
 from megatron.core.pipeline_parallel import losses
 from megatron.core.pipeline_parallel.losses import StepLosses
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rank_grid import RankGrid
 
 OUTPUT = torch.tensor(6.0, dtype=torch.float64)
 

@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.collectives import Group, Pending
+from megatron.core.communication.collectives import Group, Pending
 from megatron.core.exceptions import UserError
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
+from megatron.core.groups.rank_grid import RankGrid
 from megatron.core.pipeline_parallel import p2p_communication
 from megatron.core.pipeline_parallel.p2p_communication import (
     MessageFormat,
@@ -18,8 +20,6 @@ from megatron.core.pipeline_parallel.p2p_communication import (
     message_format_of,
 )
 from megatron.core.pipeline_parallel.stages import Pipeline, StatesIn
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rank_grid import RankGrid
 
 CPU = torch.device("cpu")
 FORMAT = MessageFormat((4, 1, 2), torch.float32, CPU)

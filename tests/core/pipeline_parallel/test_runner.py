@@ -12,16 +12,16 @@ from core.pipeline_parallel.stage_models import LENGTH, StageModel, batch, confi
 from support.processes import run_on_ranks
 from torch import Tensor, nn
 
+from megatron.core.communication.traffic import recorded
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.exceptions import UserError
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
+from megatron.core.groups.rank_grid import RankGrid
 from megatron.core.micro_batch import MicroBatch
 from megatron.core.ops.attached_loss import attach_loss
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.stage_map import stage_map
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rank_grid import RankGrid
 from megatron.core.tokens import RngPosition
-from megatron.core.traffic import recorded
 
 
 def loss_func(mask: Tensor, total: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

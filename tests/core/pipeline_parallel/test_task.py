@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
+from megatron.core.groups.rank_grid import RankGrid
 from megatron.core.pipeline_parallel.stages import Pipeline, StatesIn
 from megatron.core.pipeline_parallel.task import PipelineTask
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rank_grid import RankGrid
 
 
 def task(rank: int, pipeline: Pipeline, **fields: Any) -> PipelineTask:

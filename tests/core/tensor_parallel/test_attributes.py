@@ -3,7 +3,7 @@
 import torch
 
 from megatron.core import tensor_parallel as tp
-from megatron.core.collectives import PlannedGroup
+from megatron.core.communication.collectives import PlannedGroup
 from megatron.core.initializers import Normal
 from megatron.core.parameters import declare
 

@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.core import tensor_parallel
-from megatron.core.collectives import PlannedGroup
+from megatron.core.communication.collectives import PlannedGroup
+from megatron.core.declarations.model_parallel_config import ModelParallelConfig
 from megatron.core.exceptions import UserError
-from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.parameters import Box, info_of
 from megatron.core.tensor_parallel.layers import vocabulary_box
 from megatron.core.tensor_parallel.storage import split_box

@@ -11,9 +11,10 @@ from support.boxes import error, fill, gradient_errors, part_of
 from support.pool import Pool
 from torch import Tensor, nn
 
-from megatron.core.collectives import PlannedGroup
+from megatron.core.communication.collectives import PlannedGroup
+from megatron.core.communication.traffic import recorded
+from megatron.core.declarations.model_parallel_config import ModelParallelConfig
 from megatron.core.exceptions import UserError
-from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.ops.linear import SequenceShard
 from megatron.core.parameters import name_parameters
 from megatron.core.tensor_parallel import (
@@ -22,7 +23,6 @@ from megatron.core.tensor_parallel import (
     VocabParallelEmbedding,
     linear_with_grad_accumulation_and_async_allreduce,
 )
-from megatron.core.traffic import recorded
 
 T, B, IN, OUT, VOCABULARY = 4, 3, 6, 8, 11
 TOLERANCE = 1e-13

@@ -10,7 +10,7 @@ from support.pool import Pool
 from torch import Tensor
 
 from megatron.core import tensor_parallel as tp
-from megatron.core.collectives import PlannedGroup
+from megatron.core.communication.collectives import PlannedGroup
 from megatron.core.exceptions import UserError
 
 

@@ -13,14 +13,14 @@ from support.pool import Pool
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron.core.collectives import PlannedGroup
+from megatron.core.communication.collectives import PlannedGroup
+from megatron.core.communication.traffic import recorded
+from megatron.core.declarations.model_parallel_config import ModelParallelConfig
 from megatron.core.exceptions import UserError
-from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.ops.linear import SequenceShard
 from megatron.core.parameters import name_parameters
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.overlap import ProductsInPieces
-from megatron.core.traffic import recorded
 
 RANKS = 3
 T, B, IN, OUT = 2 * RANKS, 2, 2 * RANKS, 4 * RANKS

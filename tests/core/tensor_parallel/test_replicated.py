@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from megatron.core.declarations.model_parallel_config import ModelParallelConfig
 from megatron.core.initializers import Normal
-from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.parameters import info_of
 from megatron.core.tensor_parallel.replicated import ReplicatedLinear
 

@@ -7,7 +7,7 @@ import torch
 from support.processes import run_on_ranks
 from torch import Tensor
 
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import LocalNonpersistentObject
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.exceptions import UserError
@@ -24,6 +24,7 @@ from megatron.core.tensor_parallel.sharded_state import (
 )
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.facades import parallel_state
 
 VOCABULARY = 37
 

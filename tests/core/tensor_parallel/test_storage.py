@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from megatron.core.collectives import PlannedGroup
+from megatron.core.communication.collectives import PlannedGroup
+from megatron.core.declarations.model_parallel_config import ModelParallelConfig
 from megatron.core.exceptions import UserError
 from megatron.core.initializers import Constant
-from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.parameters import Box, info_of
 from megatron.core.tensor_parallel.storage import (
     new_parameter,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron.core import tensor_parallel as tp
-from megatron.core.collectives import PlannedGroup
+from megatron.core.communication.collectives import PlannedGroup
 from megatron.core.exceptions import UserError
 
 X = torch.arange(12.0).view(3, 4)

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from megatron.core.collectives import PlannedGroup
+from megatron.core.communication.collectives import PlannedGroup
+from megatron.core.declarations.model_parallel_config import ModelParallelConfig
 from megatron.core.initializers import Normal
-from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.parameters import Box
 from megatron.core.tensor_parallel.vocabulary import VocabParallelEmbedding, vocabulary_box
 

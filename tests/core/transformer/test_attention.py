@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.core.backends import LOCAL, Backend
-from megatron.core.collectives import PlannedGroup
+from megatron.core.communication.collectives import PlannedGroup
 from megatron.core.exceptions import UserError
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.ops.dropout.dropout import dropout_tokens

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from megatron.core.backends import LOCAL
-from megatron.core.collectives import PlannedGroup
+from megatron.core.communication.collectives import PlannedGroup
 from megatron.core.exceptions import UserError
 from megatron.core.parameters import Box, info_of
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear

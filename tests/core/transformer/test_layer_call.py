@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.core.exceptions import UserError
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
+from megatron.core.groups.rank_grid import RankGrid
 from megatron.core.inference.static_context import StaticInferenceContext
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.T5.t5_spec import get_t5_decoder_with_local_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rank_grid import RankGrid
 from megatron.core.tokens import RngPosition, Tokens
 from megatron.core.transformer.layer_inputs import EncoderStates, LayerInputs
 from megatron.core.transformer.transformer_config import TransformerConfig

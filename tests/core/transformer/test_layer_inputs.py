@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron.core.collectives import PlannedGroup
+from megatron.core.communication.collectives import PlannedGroup
 from megatron.core.ops.dropout.dropout import dropout_tokens
 from megatron.core.tokens import RngPosition, Tokens
 from megatron.core.transformer.layer_inputs import LayerInputs, as_heads, encoder_states_of, sequence_slice

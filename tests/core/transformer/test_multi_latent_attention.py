@@ -11,16 +11,16 @@ from support.pool import Pool
 from support.split_rows import ROW, ROWS, VOCABULARY, loss_of_part
 from torch import Tensor, nn
 
+from megatron.core.communication.traffic import recorded
 from megatron.core.exceptions import UserError
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
+from megatron.core.groups.rank_grid import RankGrid
 from megatron.core.inference.static_context import InferenceParams, StaticInferenceContext
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import gpt_layer_spec_of
 from megatron.core.parameters import info_of
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rank_grid import RankGrid
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tokens import Tokens
-from megatron.core.traffic import recorded
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.layer_inputs import LayerInputs
 from megatron.core.transformer.multi_latent_attention import score_scale

@@ -22,13 +22,13 @@ from support.reference_gpt import head, reference_hidden, reference_loss, refere
 from torch import Tensor
 
 from megatron.core.exceptions import UserError
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
+from megatron.core.groups.rank_grid import RankGrid
 from megatron.core.micro_batch import MicroBatch
 from megatron.core.models.common.predictions import PredictionLoss
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rank_grid import RankGrid
 from megatron.core.transformer.layer_metrics import LayerMetric, take_layer_metrics
 from megatron.core.transformer.multi_token_prediction import get_mtp_ranks, mtp_on_this_rank, roll_tensor
 from megatron.core.transformer.spec_utils import ModuleSpec

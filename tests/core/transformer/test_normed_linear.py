@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+
 from megatron.core.extensions.transformer_engine import (  # type: ignore[import-not-found]
     TEDotProductAttention,
     TELayerNormColumnParallelLinear,
     TENorm,
     TERowParallelLinear,
 )
-
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec

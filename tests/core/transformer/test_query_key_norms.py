@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.core.collectives import PlannedGroup
+from megatron.core.communication.collectives import PlannedGroup
 from megatron.core.exceptions import UserError
 from megatron.core.parameters import Box, info_of
 from megatron.core.transformer.query_key_norms import AllHeadsNorm, L2Norm

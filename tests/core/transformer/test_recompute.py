@@ -9,7 +9,6 @@ from support.kept_memory import kept_bytes
 from support.processes import run_on_ranks
 from torch import Tensor, nn
 
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.exceptions import UserError
 from megatron.core.models.gpt import GPTModel
@@ -20,6 +19,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from megatron.core.utils.recomputed import Recomputed
+from megatron.facades import parallel_state
 
 LENGTH, ROWS, LAYERS, WIDTH = 32, 2, 3, 64
 

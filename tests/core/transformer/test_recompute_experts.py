@@ -8,15 +8,15 @@ from support.kept_memory import kept_bytes
 from support.processes import run_on_ranks
 from torch import Tensor
 
-from megatron.core import parallel_state
+from megatron.core.communication.traffic import recorded
 from megatron.core.exceptions import UserError
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.tokens import RngPosition, Tokens
-from megatron.core.traffic import recorded
 from megatron.core.transformer.layer_metrics import take_layer_metrics
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.facades import parallel_state
 
 LENGTH, ROWS, WIDTH, FFN, TOPK = 32, 2, 64, 128, 2
 TOKENS = LENGTH * ROWS

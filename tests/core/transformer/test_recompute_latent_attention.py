@@ -9,13 +9,13 @@ from support.kept_memory import kept_bytes
 from support.processes import run_on_ranks
 from torch import Tensor
 
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.exceptions import UserError
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import gpt_layer_spec_of
 from megatron.core.tokens import RngPosition, Tokens
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.facades import parallel_state
 
 LENGTH, ROWS, LAYERS = 32, 2, 2
 HEADS, KEY, VALUE = 4, 16, 24

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.backends import LOCAL
-from megatron.core.collectives import PlannedGroup
+from megatron.core.communication.collectives import PlannedGroup
 from megatron.core.parameters import info_of
 from megatron.core.transformer.shared_key_values import SharedKeyValueLinear
 from megatron.core.transformer.transformer_config import TransformerConfig

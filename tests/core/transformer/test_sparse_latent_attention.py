@@ -14,12 +14,12 @@ from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32At
 
 from megatron.core.context_parallel import cut_rows, sequence_part
 from megatron.core.exceptions import UserError
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
+from megatron.core.groups.rank_grid import RankGrid
 from megatron.core.inference.static_context import InferenceParams, StaticInferenceContext
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import gpt_layer_spec_of
 from megatron.core.ops.rope import Rotation
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rank_grid import RankGrid
 from megatron.core.tokens import Tokens
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.layer_inputs import LayerInputs

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.core.config_fields import field_docstrings
+from megatron.core.declarations.config_fields import field_docstrings
+from megatron.core.declarations.model_parallel_config import ModelParallelConfig
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.exceptions import UserError
 from megatron.core.initializers import Normal
-from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.transformer.config.positions import PositionConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -100,7 +100,7 @@ MODEL_OPTIONS = {field.name for cls in (PositionConfig,) for field in dataclasse
     "moe_upcycling_granularity",
 }
 """Ours too: what models need beyond Megatron-LM's fields (docs/models.md)."""
-OTHER_DEFAULTS = {"transformer_impl": "auto", "is_hybrid_model": "None"}
+OTHER_DEFAULTS = {"transformer_impl": "auto", "is_hybrid_model": "None", "muon_tp_mode": "distributed"}
 
 
 def small(**fields: Any) -> TransformerConfig:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core.exceptions import UserError
-from megatron.core.process_groups_config import GROUPS_WITH_SETTINGS
+from megatron.core.groups.process_groups_config import GROUPS_WITH_SETTINGS
 from megatron.core.utils.communicator_settings import read_communicator_settings
 
 
@@ -41,6 +41,8 @@ def test_a_smallest_number_comes_with_a_largest_one(tmp_path: Path) -> None:
         ("dp: {min_ctas: 8, max_ctas: 4}", "dp: min_ctas 8 is above max_ctas"),
         ("dp: 8", "dp: expected settings, such as {max_ctas: 8}"),
         ("- dp", "expected groups and their settings"),
+        ("tp: {}\ndp: {max_ctas: 8}\ntp: {}", "nccl.yaml:3: tp is in line 1 too; give one"),
+        ("dp: {max_ctas: 8, max_ctas: 9}", "nccl.yaml:1: max_ctas is in line 1 too; give one"),
         ("tp: {}\ndp: [", "nccl.yaml:2: "),
     ],
 )

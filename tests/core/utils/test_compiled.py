@@ -117,8 +117,8 @@ def test_threads_hand_a_kernel_to_numba_once_and_one_at_a_time(monkeypatch: pyte
 @pytest.mark.slow
 def test_the_app_and_the_datasets_do_not_import_numba() -> None:
     code = (
-        "import sys, pretrain_gpt, megatron.core.datasets.blended_megatron_dataset_builder,"
-        "megatron.core.datasets.bert_dataset, megatron.core.datasets.t5_dataset, megatron.training.data.splits;"
+        "import sys, pretrain_gpt, megatron.data.datasets.blended_megatron_dataset_builder,"
+        "megatron.data.datasets.bert_dataset, megatron.data.datasets.t5_dataset, megatron.training.data.splits;"
         "assert 'numba' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=480, cwd=Path(__file__).parents[3])

@@ -5,8 +5,16 @@ import math
 from pathlib import Path
 
 import pytest
+from support.special_files import SPECIAL_FILES, special_file
 
-from megatron.core.utils.files import open_atomically, parse_json, sha256_of_file, write_atomically
+from megatron.core.utils.files import (
+    open_atomically,
+    open_regular_file,
+    parse_json,
+    read_regular_file,
+    sha256_of_file,
+    write_atomically,
+)
 
 
 @pytest.mark.parametrize("sync", [True, False])
@@ -58,3 +66,17 @@ def test_what_is_not_json_is_a_value_error(text: str | bytes, message: str) -> N
 def test_json() -> None:
     assert parse_json('{"a": [1, 2.5, null]}') == {"a": [1, 2.5, None]}
     assert math.isnan(parse_json("NaN", with_nan=True))
+
+
+@pytest.mark.parametrize("kind", SPECIAL_FILES)
+def test_only_regular_files_are_opened(tmp_path: Path, kind: str) -> None:
+    with special_file(tmp_path / "x", kind), pytest.raises(OSError, match=r"it is a \w+, not a file"):
+        open_regular_file(tmp_path / "x")
+
+
+def test_a_regular_file_is_read_also_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"content")
+    (tmp_path / "link").symlink_to("file")
+    assert read_regular_file(tmp_path / "link") == b"content" and read_regular_file(tmp_path / "file", 3) == b"con"
+    with pytest.raises(FileNotFoundError):
+        read_regular_file(tmp_path / "none")

@@ -2,6 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,16 @@ from support.graph_recorder import OperationRecorder
 from torch import Tensor
 
 from megatron.core.exceptions import UserError
-from megatron.core.utils.graph_capture import StaticInputs, StepGraphs, capture_errors, leaves, map_tensors, signature
+from megatron.core.utils import graph_capture
+from megatron.core.utils.graph_capture import (
+    StaticInputs,
+    StepGraphs,
+    capture_errors,
+    leaves,
+    map_tensors,
+    signature,
+    undoing_a_failed_capture,
+)
 
 
 @dataclass(frozen=True)
@@ -22,6 +32,40 @@ class Batch:
 
 def batch(value: int, **changes: object) -> Batch:
     return dataclasses.replace(Batch(torch.full((2, 3), value), sample_ids=torch.tensor([value])), **changes)
+
+
+class _Generator:
+    def __init__(self, done: list[str]) -> None:
+        self.done = done
+
+    def clone_state(self) -> str:
+        return "a copy"
+
+    def graphsafe_set_state(self, state: str) -> None:
+        self.done.append(f"the generator has {state}")
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_capture_that_fails_is_undone(monkeypatch: pytest.MonkeyPatch, ended: bool) -> None:
+    """Stream, allocator and generator, in this order. tests/gpu/test_cuda_graphs_on_gpu.py fails real captures."""
+    done: list[str] = []
+
+    def end(device: torch.device, pool: int) -> None:
+        done.append(f"pool {pool}")
+        if ended:
+            raise RuntimeError("not currently recording to this pool")
+
+    before = SimpleNamespace(device_index=0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: before)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: done.append(f"stream {stream is before}"))
+    monkeypatch.setattr(torch.cuda, "default_generators", (_Generator(done),))
+    monkeypatch.setattr(graph_capture, "end_allocation_to_pool", end)
+    with undoing_a_failed_capture(torch.device("cuda", 0), 7):
+        pass
+    assert done == []
+    with pytest.raises(ValueError, match="of the capture"), undoing_a_failed_capture(torch.device("cuda", 0), 7):
+        raise ValueError("of the capture")
+    assert done == ["stream True", "pool 7", "the generator has a copy"]
 
 
 def test_static_inputs_keep_their_addresses_and_leave_sample_ids_on_the_host() -> None:

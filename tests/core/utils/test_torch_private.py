@@ -26,6 +26,7 @@ def test_it_was_tried_with_these_releases() -> None:
         "_C._current_graph_task_id",
         "_C._distributed_c10d._SymmetricMemory.empty_strided_p2p",
         "_C._profiler._ExperimentalConfig",
+        "_C._cuda_endAllocateToPool",
         "_C.DisableTorchFunctionSubclass",
         "_foreach_copy_",
         "_foreach_mul_",

@@ -6,11 +6,11 @@ import sys
 from functools import partial
 
 import torch
-from megatron.core.inference_params import InferenceParams
 
 from megatron.core import mpu
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.enums import ModelType
+from megatron.core.inference_params import InferenceParams
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.num_microbatches_calculator import get_num_microbatches

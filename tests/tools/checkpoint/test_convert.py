@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from conversion.oracles import make_model, save_model
+from conversion.saved_models import LLAMA, save_checkpoint
 from support.programs import python
 from support.runs import train
-from training.conversion.oracles import make_model, save_model
-from training.conversion.saved_models import LLAMA, save_checkpoint
 
 from megatron.training.trained_model import load_trained_model
 from pretrain_gpt import build_model

@@ -94,7 +94,8 @@ RULES = [
         "--use-precision-aware-optimizer needs --optimizer adam",
     ),
     (
-        "--layout-invariant --global-batch-size 4 --optimizer muon --tensor-model-parallel-size 2",
+        "--layout-invariant --global-batch-size 4 --optimizer muon --muon-tp-mode blockwise "
+        "--tensor-model-parallel-size 2",
         "--layout-invariant: --muon-tp-mode blockwise orthogonalises the part of a matrix on each rank",
     ),
     ("--clip-grad -1", "--clip-grad -1.0 must be at least 0; 0 turns clipping off"),

@@ -221,3 +221,36 @@ def test_of_a_repeated_flag_the_last_counts_and_a_line_says_so() -> None:
     line = read_command_line(["--lr", "1", "--lr", "2", "--bf16", "--bf16", "--seed", "5", "--seed", "5"])
     assert line.values["lr"] == 2.0 and line.problems == []
     assert line.warnings == ["--lr 2 replaces --lr 1, which is before it on the command line"]
+
+
+@pytest.mark.parametrize(
+    ("words", "begins"),
+    [
+        ("--help --lr 3", "  --lr X "),
+        ("--help lr", "  --lr X "),
+        ("--help=--lr", "  --lr X "),
+        ("--num-layers 2 --help", "usage: "),
+        ("--help --DDP-impl", "--DDP-impl: retired"),
+    ],
+)
+def test_help_is_about_the_flag_that_follows(words: str, begins: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        read_command_line(words.split())
+    assert stop.value.code == 0 and capsys.readouterr().out.startswith(begins)
+
+
+def test_help_about_a_flag_of_the_script(capsys: pytest.CaptureFixture[str]) -> None:
+    def add(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        parser.add_argument("--frozen", type=int, help="Layers that stay.")
+        return parser
+
+    with pytest.raises(SystemExit):
+        read_command_line(["--help", "--frozen"], add)
+    assert "Layers that stay." in capsys.readouterr().out
+
+
+def test_the_last_unknown_flag_names_the_tool_that_rewrites_scripts() -> None:
+    first, last = complaints("--hiden-size 3 --xyzzy")
+    assert not first.endswith(")") and last.endswith(
+        "(tools/migrate_args.py rewrites commands and scripts of other releases of Megatron-LM)"
+    )

@@ -56,6 +56,8 @@ def test_a_file_gives_flags_and_the_command_line_wins(tmp_path: Path) -> None:
     [
         ("num_layers: 2\nhiden_size: 3", ":2: --hiden-size: unknown flag; did you mean --hidden-size, --ffn"),
         ("\nnum_layers: many", ":2: --num-layers many: expected a whole number"),
+        ("num_layers: 2\nlr: 1\nnum-layers: 3", ":3: num-layers has another value in line 1; give one"),
+        ("model:\n  lr: 2\nlr: 1", ":3: lr has another value in line 2; give one"),
         ("bf16: 1", ":1: bf16: expected true or false"),
         ("num_layers: {a: 1}", ":1: num_layers: expected a value, not further keys"),
         ("data_path: [[a]]", ":1: data_path: expected a list of values without further lists"),

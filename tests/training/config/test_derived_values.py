@@ -251,5 +251,7 @@ def test_latent_attention_says_that_learned_positions_are_added() -> None:
 def test_defaults_that_are_not_megatron_lms_are_said_once() -> None:
     line = "defaults that differ from Megatron-LM's: --ckpt-format safetensors, --transformer-impl auto"
     assert configured(has_cuda=True).notes[0] == line
+    muon = configured("--optimizer muon --tensor-model-parallel-size 2", ranks=2, has_cuda=True)
+    assert muon.notes[0] == f"{line}, --muon-tp-mode distributed" and muon.optimizer.muon_tp_mode == "distributed"
     given = configured("--ckpt-format torch --transformer-impl local --distributed-backend gloo")
     assert not any("defaults that differ" in note for note in given.notes)

@@ -11,6 +11,7 @@ from support.runs import write_documents
 
 from megatron.training.arguments import configure
 from megatron.training.config import file_checks
+from megatron.training.config.flag_table import spelling_of
 from megatron.training.config.resolution import ConfigurationError
 from megatron.training.config.settings import LaunchEnvironment
 
@@ -52,6 +53,16 @@ def test_a_path_of_a_shell_variable_that_is_not_set(flag: str) -> None:
     """It would be the working folder."""
     sentence = f'{flag} "" is an empty path, perhaps from a shell variable that is not set; give a path'
     assert problems_of(f"{SMALL} {flag} ''", looks=False) == [sentence]
+
+
+@pytest.mark.parametrize("field", file_checks.PATHS)
+def test_a_name_that_is_too_long_for_any_file_system(tmp_path: Path, field: str) -> None:
+    name = f"{tmp_path}/{'n' * 256}"
+    flag = spelling_of(field)
+    found = problems_of(f"{without('--mock-data') if 'data' in field else SMALL} {flag} {name}")
+    assert all("\n" not in problem and len(problem) < 1000 for problem in found)
+    if field in ("save", "load", "pretrained_checkpoint", "tensorboard_dir"):
+        assert f"{name}: File name too long" in found
 
 
 def test_an_empty_path_is_told_once() -> None:

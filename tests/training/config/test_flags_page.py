@@ -5,11 +5,11 @@ import os
 from pathlib import Path
 
 import pytest
-from support.command_lines import SMALL, problems_of
+from support.command_lines import SMALL, problems_of, words_of
 
-from megatron.core.config_fields import value_text
 from megatron.training.config.command_line import read_command_line
-from megatron.training.config.flag_table import Flag, flag_table, flags_by_spelling, is_to_come
+from megatron.training.config.conditions import is_to_come
+from megatron.training.config.flag_table import flag_table, flags_by_spelling
 from megatron.training.config.flags_page import Row, chosen_tests, mentions, page, read_tests, rows
 from megatron.training.config.unsupported_flags import refusal_of
 
@@ -38,29 +38,6 @@ def test_every_honoured_flag_has_a_test() -> None:
     assert mentions(ROWS["--lr"], "--lr 1 --lr-decay-style x config.lr") == 4
 
 
-def words_of(flag: Flag) -> list[str]:
-    """Words that the flag accepts and that are not its default."""
-    if flag.nargs == 0:
-        return []
-    count = flag.nargs if isinstance(flag.nargs, int) else 1
-    default = value_text(flag.default)
-    tried = [choice for choice in flag.choices or () if choice != default] or [
-        "3",
-        "1,2",
-        "SIGUSR1",
-        "x",
-        "1:2",
-        "1:2 3:4",
-    ]
-    for word in tried:
-        try:
-            flag.parse(word)
-        except ValueError:
-            continue
-        return [word] * count
-    raise AssertionError(f"no value for {flag.spelling}")
-
-
 @pytest.mark.parametrize("spelling", sorted(ROWS))
 def test_a_flag_is_answered_as_the_page_says(spelling: str) -> None:
     row: Row = ROWS[spelling]
@@ -77,7 +54,7 @@ def test_a_flag_is_answered_as_the_page_says(spelling: str) -> None:
         assert not (line.problems if row.answer == "b" else line.warnings)
     else:
         assert not line.problems and spelling in line.given.values()
-        alone = is_to_come(flag) and flag.declaration.only_with is None
+        alone = is_to_come(flag) and not flag.declaration.only_with
         if alone and line.values[flag.field] != flag.default:
             problems = problems_of(f"{spelling} {' '.join(words)}")
             expected = row.meaning.rpartition("Refused: ")[2].removesuffix(".")
@@ -93,7 +70,7 @@ def test_a_flag_that_never_works_has_its_reason() -> None:
 
 NEEDS_A_WORD = {"--batch-size", "--model-parallel-size", "--checkpoint-num-layers", "--yarn-beta-fast"} | {
     "--activations-checkpoint-num-layers", "--yarn-beta-slow", "--yarn-original-max-position-embeddings",
-    "--hybrid-override-pattern",
+    "--hybrid-override-pattern", "--layernorm-epsilon", "--local_rank", "--s3-cache-path",
 }  # fmt: skip
 """Flags that are translated into one with a value."""
 

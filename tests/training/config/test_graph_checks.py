@@ -13,11 +13,13 @@ GROUPED = "--num-experts 4 --moe-grouped-gemm --bf16 --disable-bias-linear"
         (
             "--tensor-model-parallel-size 2",
             2,
-            "needs --tensor-model-parallel-size 1, not --tensor-model-parallel-size 2",
+            f"{GRAPHS}: --tensor-model-parallel-size 2 communicates inside a micro-batch, and a graph does not; leave "
+            "the graphs out, or give --tensor-model-parallel-size 1 and use more data parallel ranks "
+            "(--use-distributed-optimizer)",
         ),
-        ("--pipeline-model-parallel-size 2", 2, "needs --pipeline-model-parallel-size 1, not"),
-        ("--context-parallel-size 2", 2, "needs --context-parallel-size 1, not --context-parallel-size 2"),
-        ("--num-experts 4 --expert-model-parallel-size 2", 2, "needs --expert-model-parallel-size 1, not"),
+        ("--pipeline-model-parallel-size 2", 2, "or give --pipeline-model-parallel-size 1 and use more data parallel"),
+        ("--context-parallel-size 2", 2, "or give --context-parallel-size 1 and use more data parallel ranks"),
+        ("--num-experts 4 --expert-model-parallel-size 2", 2, "or give --expert-model-parallel-size 1 and use more"),
         ("--num-experts 4", 1, "--num-experts 4 need --moe-grouped-gemm and --bf16 in a graph; or --cuda-graph-scope"),
         (
             f"{GROUPED} --moe-expert-capacity-factor 1",
@@ -89,7 +91,7 @@ def test_what_is_no_part_of_an_optimizer_graph(flags: str, ranks: int, problem: 
             f"{GRAPHS} --cuda-graph-scope attn --tensor-model-parallel-size 2",
             2,
             "--cuda-graph-impl local: has no effect: layers communicate with --tensor-model-parallel-size 2, and a "
-            "graph does not; results are the same",
+            "graph does not; data parallel ranks have graphs; results are the same",
         ),
         (
             "--cuda-graph-impl transformer_engine --recompute-granularity full --recompute-method uniform "
@@ -131,3 +133,7 @@ def test_what_a_graph_of_an_iteration_holds_is_said() -> None:
     assert "replayed for each micro-batch" in plain and "--optimizer-cuda-graph captures the update" in plain
     assert "captures the update" not in said("--cuda-graph-scope full_iteration --optimizer-cuda-graph")[0]
     assert not said("") and not said("--cuda-graph-scope attn")
+
+
+def test_the_layout_that_a_refusal_names_has_graphs() -> None:
+    assert problems_of(f"{GRAPHS} --use-distributed-optimizer", ranks=2) == []

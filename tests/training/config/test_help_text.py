@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from megatron.core.config_fields import FlagDeclaration
+from megatron.core.declarations.config_fields import FlagDeclaration
 from megatron.training.config.command_line import read_command_line
 from megatron.training.config.flag_table import Flag, flag_table, flags_by_spelling
 from megatron.training.config.help_text import help_about, help_of_flags, help_text
@@ -21,7 +21,7 @@ def test_an_entry_has_placeholder_help_and_default() -> None:
         "--lr-wsd-decay-style {exponential,linear,cosine,minus_sqrt} With WSD"
     )
     assert entry("--rampup-batch-size").startswith("--rampup-batch-size N N N Start with a smaller")
-    assert entry("--no-mmap-bin-files").startswith("--no-mmap-bin-files Turn this off: Map data files")
+    assert entry("--no-bias-gelu-fusion").startswith("--no-bias-gelu-fusion Turn this off: ")
 
 
 def test_flags_without_effect_and_unsupported_flags_are_listed_by_name() -> None:
@@ -56,8 +56,8 @@ def test_help_is_short_and_has_topics() -> None:
     for topic in ("--nonfinite-action", "nonfinite-action", "nonfinite_action"):
         text = " ".join(help_about("script.py", topic).split())
         assert text.startswith("--nonfinite-action {stop,skip} What to do after") and "[stop]" in text
-        assert "Has an effect only with --no-check-for-nan-in-loss-and-grad" in text
-        assert "Related: --fp16" in text and "Section: faults and signals." in text
+        assert "Has an effect only without --no-check-for-nan-in-loss-and-grad" in text
+        assert "Related: --nonfinite-dump-dir --fp16" in text and "Section: faults and signals." in text
 
 
 def test_help_about_flags_that_do_nothing_here() -> None:

@@ -1,57 +1,11 @@
 """Notes about flags that were given and change nothing."""
 
 import pytest
-from support.command_lines import SMALL, configured, without
+from support.command_lines import configured, problems_of
 
+from megatron.training.config.settings import LaunchEnvironment
 
-def test_what_hides_exchanges_says_where_there_are_none() -> None:
-    def said(flags: str, ranks: int = 1) -> list[str]:
-        notes = configured(f"--num-experts 4 {flags}", ranks=ranks).notes
-        return [note.partition(":")[0] for note in notes if "has no effect with --expert-model-parallel-size 1" in note]
-
-    shared = "--moe-shared-expert-overlap"
-    local = "--moe-local-token-overlap"
-    assert said(f"{local} --moe-token-dispatcher-type flex") == [local]
-    placed = "--moe-balanced-expert-placement"
-    assert said(f"{placed} --moe-grouped-gemm") == [placed]
-    assert said(f"{placed} --moe-grouped-gemm --expert-model-parallel-size 2", ranks=2) == []
-    both = f"--overlap-moe-expert-parallel-comm {shared} --moe-shared-expert-intermediate-size 64"
-    assert said(both) == [shared, "--overlap-moe-expert-parallel-comm"]
-    assert said(f"{both} --expert-model-parallel-size 2", ranks=2) == said("") == said(shared) == []
-    assert said(f"{both} --expert-tensor-parallel-size 2", ranks=2) == [shared]  # an expert's channels are elsewhere
-    assert said(f"{both} --tensor-model-parallel-size 2 --sequence-parallel", ranks=2) == [shared]
-
-
-def test_own_tokens_and_transports_say_which_dispatchers_have_none() -> None:
-    def said(flags: str) -> list[str]:
-        flags = f"--num-experts 4 --expert-model-parallel-size 2 {flags}"
-        return [
-            note for note in configured(flags, ranks=2).notes if note.startswith(("--moe-local", "--moe-dispatcher"))
-        ]
-
-    local, peers = "--moe-local-token-overlap", "--moe-dispatcher-transport symmetric-memory"
-    flex, allgather = (f"--moe-token-dispatcher-type {kind}" for kind in ("flex", "allgather"))
-    assert said(f"{flex} {local} {peers}") == said(f"{allgather} {local} {peers}") == said(f"{flex} {peers}") == []
-    alltoall = "--moe-token-dispatcher-type alltoall"
-    assert said(f"{alltoall} {local} {peers}") == [
-        f"{local}: has no effect with {alltoall}; use flex or allgather",
-        f"{peers}: has no effect with {alltoall}; use flex, or allgather with {local}",
-    ]
-    assert said(f"{allgather} {peers}") == [f"{peers}: has no effect with {allgather} without {local}"]
-    fp8 = "--fp8-format hybrid --fp8-recipe tensorwise"
-    assert said(f"{flex} {local} {fp8}") == []
-    (note,) = said(f"{allgather} {local} {fp8}")
-    assert note == f"{local}: has no effect with --fp8-format hybrid and {allgather}; use flex"
-
-
-def test_pieces_say_which_layers_have_none() -> None:
-    def said(flags: str) -> list[str]:
-        flags = f"--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap {flags}"
-        return [note for note in configured(flags, ranks=2).notes if note.startswith("--tp-comm-overlap")]
-
-    assert said("") == said("--tp-comm-overlap-transport process-group --tp-comm-overlap-rs-dgrad") == []
-    (note,) = said("--fp8-format hybrid --fp8-recipe delayed")
-    assert note.startswith("--tp-comm-overlap: products in fp8 are not cut, since a scale needs the largest value")
+ONE_PROCESS = LaunchEnvironment(1, False)
 
 
 def test_without_experts_their_sizes_change_no_grid() -> None:
@@ -116,6 +70,41 @@ def test_without_experts_their_sizes_change_no_grid() -> None:
             "--vocab-file /no/such: has no effect with --tokenizer-type NullTokenizer, which does",
         ),
         ("--use-nccl-ub", "--use-nccl-ub: buffers are not registered with NCCL"),
+        ("--no-load-optim", "--no-load-optim: has no effect without --load"),
+        ("--ckpt-waive-keys x*", "--ckpt-waive-keys x*: has no effect without --load or --pretrained-checkpoint"),
+        ("--non-persistent-save-interval 5", "--non-persistent-save-interval 5: has no effect without --save"),
+        ("--num-query-groups 4", "--num-query-groups 4: has no effect without --group-query-attention"),
+        (
+            "--num-query-groups 4 --multi-latent-attention",
+            "--num-query-groups 4: has no effect with --multi-latent-attention",
+        ),
+        ("--fim-split-sample x --fim-fragment-rate 0.1", "--fim-fragment-rate 0.1: has no effect without --fim-data"),
+        ("--swiglu --no-bias-gelu-fusion", "--no-bias-gelu-fusion: has no effect with --swiglu"),
+        ("--disable-bias-linear --no-bias-gelu-fusion", "--no-bias-gelu-fusion: has no effect with --disable-bias-l"),
+        ("--window-size -1,-1", "--window-size -1 -1: has no effect: -1 means all keys"),
+        (
+            "--recompute-activations --recompute-granularity full --recompute-method block --recompute-num-layers 1",
+            "--recompute-activations: has no effect with --recompute-granularity full",
+        ),
+        ("--use-megatron-fsdp", "--use-megatron-fsdp: shards nothing with --data-parallel-sharding-strategy no_shard"),
+        ("--hang-timeout-seconds 9", "--hang-timeout-seconds 9: has no effect in one process"),
+        ("--distributed-timeout-minutes 9", "--distributed-timeout-minutes 9: has no effect in one process"),
+        (
+            "--check-weight-hash-across-dp-replicas-interval 9",
+            "--check-weight-hash-across-dp-replicas-interval 9: has no effect: there is one replica",
+        ),
+        (
+            "--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 1 --weight-decay 0.5",
+            "--weight-decay 0.5: has no effect with --start-weight-decay 0.0 and --end-weight-decay 1.0",
+        ),
+        (
+            "--hybrid-layer-pattern *- --mamba-state-dim 64 --mamba-head-dim 16",
+            "--mamba-state-dim 64, --mamba-head-dim 16: no effect, since --hybrid-layer-pattern *- has no layer M",
+        ),
+        (
+            "--hybrid-layer-pattern M- --mamba-num-groups 2 --kv-channels 8 --attention-dropout 0",
+            "--kv-channels 8, --attention-dropout 0.0: no effect, since --hybrid-layer-pattern M- has no layer",
+        ),
     ],
 )
 def test_a_flag_without_effect_is_accepted_with_a_reason(flags: str, note: str) -> None:
@@ -130,56 +119,14 @@ def test_flags_at_their_defaults_without_the_flag_that_they_need_share_one_line(
     def said(flags: str) -> list[str]:
         return [note for note in configured(flags).notes if note.startswith("given at ")]
 
-    rotary = "--rotary-base 10000"
-    assert said(rotary) == [f"given at its default, without effect: {rotary} (without --position-embedding-type rope)"]
+    rotary, rope = "--rotary-base 10000", "--position-embedding-type rope or --multi-latent-attention"
+    assert said(rotary) == [f"given at its default, without effect: {rotary} (without {rope})"]
     (together,) = said(f"{rotary} --fp8-margin 0 --save-interval 3 --moe-router-topk 2")
     assert together.startswith("given at their defaults, without effect: ")
-    assert f"{rotary} (without --position-embedding-type rope)" in together
+    assert f"{rotary} (without {rope})" in together
     assert "--fp8-margin 0 (without --fp8-format)" in together
     assert "--save-interval" not in together and "--moe-router-topk" not in together  # these have lines of their own
     assert said("") == said(f"{rotary} --position-embedding-type rope") == []
-
-
-def notes_about(flag: str, flags: str, base: str = SMALL, ranks: int = 1) -> list[str]:
-    return [note for note in configured(flags, base=base, ranks=ranks).notes if note.startswith(f"{flag} ")]
-
-
-def test_a_split_that_nothing_reads() -> None:
-    made_up = "--split 9,1,0: has no effect with --mock-data, which makes up data for training, validation and test"
-    assert notes_about("--split", "--split 9,1,0") == [made_up]
-    assert notes_about("--split", "") == []
-    base = without("--mock-data") + " --data-path some/prefix"
-    unread = (
-        "--split 9,1,0: the validation and test parts are not read with --eval-iters 0; --split 1 trains on all data"
-    )
-    assert notes_about("--split", "--split 9,1,0 --eval-iters 0", base) == [unread]
-    assert (
-        notes_about("--split", "--split 1 --eval-iters 0", base) == notes_about("--split", "--split 9,1,0", base) == []
-    )
-
-
-def test_data_of_a_split_that_nothing_reads() -> None:
-    base = without("--mock-data") + " --train-data-path a --valid-data-path b --test-data-path c"
-    for field, path in (("valid", "b"), ("test", "c")):
-        (note,) = notes_about(f"--{field}-data-path", "--eval-iters 0", base)
-        assert note == f"--{field}-data-path {path}: has no effect with --eval-iters 0"
-        assert notes_about(f"--{field}-data-path", "", base) == []
-    assert notes_about("--train-data-path", "--skip-train", base)
-
-
-def test_a_balance_loss_without_a_coefficient_says_that_it_balances_nothing() -> None:
-    flag = "--moe-router-load-balancing-type"
-    (note,) = notes_about(flag, "--num-experts 4")
-    assert note == (
-        f"{flag} aux_loss: aux_loss does not balance the experts with --moe-aux-loss-coeff 0.0; a coefficient above 0 "
-        "does, such as 0.01"
-    )
-    (note,) = notes_about(flag, f"--num-experts 4 {flag} aux_loss seq_aux_loss --moe-aux-loss-coeff 0.1 0")
-    assert ": seq_aux_loss does not balance" in note
-    for balanced in ("--moe-aux-loss-coeff 0.01", f"{flag} none", f"{flag} sinkhorn --moe-router-topk 1"):
-        assert notes_about(flag, f"--num-experts 4 {balanced}") == []
-    bias = "--num-experts 4 --moe-router-enable-expert-bias --moe-router-score-function sigmoid"
-    assert notes_about(flag, bias) == [] and notes_about(flag, f"{bias} {flag} aux_loss")
 
 
 def test_the_cyclic_order_ignores_data_sharding_and_says_so() -> None:
@@ -195,12 +142,13 @@ def test_a_default_that_is_given_needs_no_line() -> None:
     assert given.notes == quiet
 
 
-def test_logits_are_measured_where_a_layer_has_softmax_attention() -> None:
-    def said(flags: str) -> list[str]:
-        notes = configured(f"--num-layers 2 --qk-clip --log-max-attention-logit --mamba-num-groups 2 {flags}").notes
-        return [note.partition(":")[0] for note in notes if "dense softmax attention, which no layer has" in note]
-
-    both, gated = ["--qk-clip", "--log-max-attention-logit"], "--experimental-attention-variant gated_delta_net"
-    assert said("") == said("--hybrid-layer-pattern M*") == said(f"{gated} --linear-attention-freq [1,0]") == []
-    assert said("--hybrid-layer-pattern M/* --mtp-num-layers 1 --num-layers 1") == []
-    assert said("--hybrid-layer-pattern M-") == said(f"{gated} --linear-attention-freq [1,1]") == both
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ("--rotary-percent 1.5", "--rotary-percent 1.5 must be larger than 0 and at most 1"),
+        ("--window-size (-5,2)", "--window-size -5 2: give the numbers of earlier and of later keys"),
+        ("--rope-scaling-factor -3", "--rope-scaling-factor -3.0 must be larger than 0"),
+    ],
+)
+def test_an_impossible_value_is_refused_even_where_nothing_reads_it(flags: str, problem: str) -> None:
+    assert [line for line in problems_of(flags) if line.startswith(problem)]

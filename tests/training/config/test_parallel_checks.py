@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.command_lines import configured, problems_of
+from support.command_lines import SMALL, configured, problems_of
 
 from megatron.core.distributed.sharding_strategy import ShardingStrategy
 from megatron.training.arguments import configure
@@ -62,7 +62,7 @@ LAYOUTS = [
         4,
         "--tensor-model-parallel-size 4 --num-attention-heads 12 --hidden-size 48 --group-query-attention "
         "--num-query-groups 6",
-        "--tensor-model-parallel-size 4 and --num-query-groups 6: neither divides the other; use 3 or 6",
+        "--tensor-model-parallel-size 4 and --num-query-groups 6: neither divides the other; use 2",
     ),
     # the sequence
     (
@@ -258,3 +258,15 @@ def test_a_dry_run_alone_is_laid_out_for_one_model() -> None:
     assert two.world_size == 16 and two.grid.data == 2
     told = configure([*words.split(), "--vocab-size", "50"], launch_environment=LaunchEnvironment(16, False))
     assert told.world_size == 16 and told.grid.data == 2
+
+
+def test_sizes_that_are_suggested_divide_the_ranks_that_there_are() -> None:
+    experts = "--num-experts 3 --expert-model-parallel-size 2"
+    (line,) = problems_of(experts, ranks=2)
+    assert line == "--expert-model-parallel-size 2 does not divide --num-experts 3; use 1"
+    assert problems_of("--num-experts 12 --expert-model-parallel-size 8", ranks=8)[0].endswith("12; use 4")
+    heads = "--num-attention-heads 3 --hidden-size 48 --tensor-model-parallel-size 2"
+    assert problems_of(heads, ranks=2)[-1].endswith("does not divide --num-attention-heads 3; use 1")
+    free = LaunchEnvironment(1, False, world_size_is_given=False)
+    with pytest.raises(ConfigurationError, match=r"does not divide --num-experts 3; use 1 or 3"):
+        configure(f"{SMALL} {experts} --dry-run".split(), launch_environment=free)

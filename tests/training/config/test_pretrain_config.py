@@ -2,7 +2,7 @@
 
 from support.command_lines import configured
 
-from megatron.core.rank_grid import DEFAULT_ORDER
+from megatron.core.groups.rank_grid import DEFAULT_ORDER
 
 
 def test_the_grid_follows_from_the_sizes() -> None:

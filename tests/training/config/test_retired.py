@@ -5,6 +5,7 @@ from support.command_lines import configured
 
 from megatron.training.config.command_line import read_command_line
 from megatron.training.config.flag_table import flag_table
+from megatron.training.config.retired import REFUSED
 
 
 def read(words: str) -> dict[str, object]:
@@ -92,3 +93,58 @@ def test_flags_of_releases_before_0_5(words: str, field: str, value: object) -> 
     line = read_command_line(words.split())
     assert line.values[field] == value and not line.problems
     assert len(line.warnings) == words.count("--") and all("retired" in warning for warning in line.warnings)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--layernorm-epsilon 1e-6", "--layernorm-epsilon 1e-6: retired; read as --norm-epsilon 1e-6"),
+        ("--local_rank=1", "--local_rank 1: retired; read as --local-rank 1"),
+        ("--use-custom-fsdp", "--use-custom-fsdp: retired; read as --use-megatron-fsdp"),
+        ("--s3-cache-path x", "--s3-cache-path x: retired; read as --object-storage-cache-path x"),
+        (
+            "--distribute-checkpointed-activations",
+            "--distribute-checkpointed-activations: retired; read as --distribut",
+        ),
+        ("--no-query-key-layer-scaling", "--no-query-key-layer-scaling: retired and ignored: scores are not divided"),
+        ("--no-delay-grad-reduce", "--no-delay-grad-reduce: retired and ignored: --overlap-grad-reduce reduces"),
+        ("--delay-param-gather", "--delay-param-gather: retired and ignored: --overlap-param-gather gathers"),
+        ("--moe-token-dropping", "--moe-token-dropping: retired and ignored: it never had an effect"),
+        ("--enable-one-logger", "--enable-one-logger: retired and ignored: there is no such service"),
+        (
+            "--no-log-learnig-rate-to-tensorboard",
+            "--no-log-learnig-rate-to-tensorboard: retired and ignored: the learn",
+        ),
+    ],
+)
+def test_flags_of_later_releases(words: str, said: str) -> None:
+    line = read_command_line(words.split())
+    assert line.warnings[0].startswith(said) and not line.problems
+
+
+def test_a_renamed_flag_has_the_value_that_it_was_given() -> None:
+    assert read("--layernorm-epsilon 1e-6")["layernorm_epsilon"] == 1e-6
+    assert read("--use-custom-fsdp")["use_megatron_fsdp"] is True
+    assert read("--distribute-checkpointed-activations")["distribute_saved_activations"] is True
+
+
+@pytest.mark.parametrize(
+    ("flag", "works"),
+    [
+        (
+            "--standalone-embedding-stage",
+            "give --pipeline-model-parallel-layout, whose first stage may be the embedding",
+        ),
+        ("--embedding-weights-in-fp32", "--fp32-residual-connection keeps the output of the embedding in float32"),
+        ("--renormalize-blend-weights", "the weights of a blend are used as they are given"),
+    ],
+)
+def test_a_retired_flag_that_would_change_the_run_is_refused(flag: str, works: str) -> None:
+    (problem,) = read_command_line([flag]).problems
+    assert problem.startswith(f"{flag}: retired: ") and works in problem
+
+
+def test_the_embedding_can_be_a_stage_of_its_own_as_a_refusal_says() -> None:
+    layout = REFUSED["--standalone-embedding-stage"].partition("such as ")[2].partition(" ")[0]
+    flags = f"--num-layers 12 --pipeline-model-parallel-size 4 --pipeline-model-parallel-layout {layout}"
+    assert configured(flags, ranks=4).transformer.pipeline_model_parallel_layout is not None

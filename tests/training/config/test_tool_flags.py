@@ -5,7 +5,7 @@ from typing import Literal
 
 import pytest
 
-from megatron.core.config_fields import flag, not_yet
+from megatron.core.declarations.config_fields import flag, not_yet
 from megatron.core.exceptions import UserError
 from megatron.training.config.tool_flags import Section, read_tool_flags
 
@@ -87,6 +87,11 @@ def test_help(capsys):
         read("--help")
     assert stop.value.code == 0
     assert "usage: tool" in capsys.readouterr().out
+    for words in ("--help --count 3", "--help count"):
+        with pytest.raises(SystemExit):
+            read(words)
+        printed = capsys.readouterr().out
+        assert "--count N" in printed and "--mode" not in printed
 
 
 def test_a_flag_that_gathers_adds_and_others_start_again() -> None:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -13,13 +14,13 @@ import pretrain_bert
 import pretrain_gpt
 import pretrain_t5
 from megatron.core.exceptions import UserError
+from megatron.data.preparation.config import PreparationConfig
+from megatron.data.preparation.prepare import prepare
+from megatron.data.tokenizer.null import NullTokenizer
+from megatron.diagnosis.dry_run.dry_run import dry_run
 from megatron.training.arguments import configure
 from megatron.training.data.data_checks import check_data_of_run
-from megatron.training.data_preparation.config import PreparationConfig
-from megatron.training.data_preparation.prepare import prepare
-from megatron.training.dry_run.dry_run import dry_run
 from megatron.training.providers import Providers
-from megatron.training.tokenizer.null import NullTokenizer
 
 FLAGS = f"{TINY} --train-iters 2 --split 80,10,10"
 
@@ -74,3 +75,19 @@ def test_a_dry_run_compares_manifests_and_reads_no_tokens(tmp_path: Path) -> Non
         train(f"{flags} 40", providers, base="")
     with pytest.raises(UserError, match="made with the NullTokenizer of 41 ids, but the model has 31"):
         dry_run(configure(f"{flags} 30".split()), providers)
+
+
+@pytest.mark.parametrize("flag", ["--data-args-path", "--per-split-data-args-path", "--data-stages", "--data-path"])
+def test_a_pipe_in_place_of_a_file_is_named(tmp_path: Path, flag: str) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for kind in ("idx", "bin"):
+        os.mkfifo(tmp_path / f"pipe.{kind}")
+    with pytest.raises(UserError, match=r"pipe(\.idx)?: it is a (FIFO|pipe), not a file"):
+        train(f"{flag} {tmp_path / 'pipe'} --train-iters 1", base=TINY.replace("--split 80,10,10", ""))
+
+
+def test_a_data_file_that_becomes_shorter_is_named(tmp_path: Path) -> None:
+    """Without workers, too: a memory map would end the process by a bus error."""
+    prefix = write_documents(tmp_path / "a")
+    with pytest.raises(UserError, match=r"sample \d+: .*/a\.bin: was shortened while it was read"):
+        train(f"--data-path {prefix} --train-iters 2", before=lambda run: os.truncate(f"{prefix}.bin", 100))

@@ -3,9 +3,9 @@
 import pytest
 from support.command_lines import configured, problems_of, without
 
-from megatron.core.datasets.fim_dataset import GPTFIMDatasetConfig
+from megatron.data.datasets.fim_dataset import GPTFIMDatasetConfig
+from megatron.data.tokenizer.null import NullTokenizer
 from megatron.training.data.gpt_data import gpt_dataset_config, gpt_dataset_kind
-from megatron.training.tokenizer.null import NullTokenizer
 
 
 @pytest.mark.parametrize("field", ["reset_position_ids", "reset_attention_mask", "eod_mask_loss"])

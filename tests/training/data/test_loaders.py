@@ -10,8 +10,8 @@ import time
 import pytest
 import torch
 
-from megatron.core.datasets.object_store import StoreError
 from megatron.core.exceptions import UserError
+from megatron.data.datasets.object_store import StoreError
 from megatron.training.data import loaders
 from megatron.training.data.loaders import DamagedSample, SampleError, build_data_iterator, error_of_worker
 from megatron.training.data.step_data import StepData

@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 from support.command_lines import configured
 
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from megatron.data.datasets.indexed_dataset import IndexedDatasetBuilder
+from megatron.data.tokenizer.null import NullTokenizer
 from megatron.training.data.sources import blends, shared_fields
-from megatron.training.tokenizer.null import NullTokenizer
 
 BASE = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --micro-batch-size 2 --lr 1e-3 "

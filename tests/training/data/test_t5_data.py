@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.t5_dataset import T5MaskedWordPieceDataset
 from megatron.core.exceptions import UserError
+from megatron.data.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.data.datasets.t5_dataset import T5MaskedWordPieceDataset
+from megatron.data.tokenizer.build import build_tokenizer
 from megatron.training.arguments import configure
 from megatron.training.data.loaders import build_data_iterator
 from megatron.training.data.splits import collate_of
 from megatron.training.data.t5_data import T5Batch, t5_dataset_config
-from megatron.training.tokenizer.build import build_tokenizer
 
 CORPUS = Path(__file__).parents[2] / "data" / "golden" / "corpus"
 FLAGS = (

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from support.command_lines import configured, problems_of
 
-from megatron.core import process_groups_config
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rank_grid import RankGrid
+from megatron.core.groups import process_groups_config
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
+from megatron.core.groups.rank_grid import RankGrid
 from megatron.training.hooks.group_timeout import GroupTimeout
 
 

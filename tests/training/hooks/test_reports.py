@@ -6,8 +6,8 @@ import pytest
 import torch
 from support.command_lines import configured
 
-from megatron.core.rerun_state_machine import destroy_rerun_state_machine, initialize_rerun_state_machine
-from megatron.core.straggler_detector import StragglerDetector
+from megatron.core.health.rerun_state_machine import destroy_rerun_state_machine, initialize_rerun_state_machine
+from megatron.core.health.straggler_detector import StragglerDetector
 from megatron.training.hooks.reports import RerunReport, StragglerReport
 from megatron.training.setup.set_up import timed_forward_step
 

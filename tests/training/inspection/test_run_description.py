@@ -137,3 +137,17 @@ def test_settings_with_which_a_run_goes_on_otherwise_are_named():
         f"torch is {torch.__version__} in this run and was 1.0 when the checkpoint was saved",
     ]
     assert setting_differences(configured(""), {}) == []
+
+
+def test_fields_without_effect_in_older_descriptions_are_not_compared() -> None:
+    """Checkpoints of earlier versions have fields that their model does not read."""
+    rope = "--position-embedding-type rope"
+    described = describe_run(configured(rope))
+    unread = {"rope_scaling_factor": 8.0, "add_qkv_bias": True, "mscale": 1.0, "rotary_scaling_factor": 40}
+    assert not unread.keys() & described["architecture"].keys()
+    described["architecture"] |= unread
+    assert architecture_differences(configured(rope), described) == []
+    (sentence,) = architecture_differences(configured(f"{rope} --use-rope-scaling --rope-scaling-factor 4"), described)
+    assert sentence.startswith("--use-rope-scaling is ")
+    grouped = describe_run(configured("--group-query-attention --num-query-groups 2"))
+    assert architecture_differences(configured(), grouped)

@@ -13,7 +13,7 @@ import pytest
 from support.programs import python
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from megatron.core.config_fields import FieldError
+from megatron.core.declarations.config_fields import FieldError
 from megatron.core.exceptions import UserError
 from megatron.core.transformer.enums import AttnBackend
 from megatron.training.launch.errors import (

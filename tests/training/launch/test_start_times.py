@@ -2,9 +2,8 @@
 
 import time
 
-from megatron.training.inprocess_restart import maybe_wrap_for_inprocess_restart  # type: ignore[import-not-found]
-
 from megatron.training import set_startup_timestamps
+from megatron.training.inprocess_restart import maybe_wrap_for_inprocess_restart  # type: ignore[import-not-found]
 from megatron.training.launch.start_times import startup_line
 
 

@@ -11,8 +11,8 @@ from support.runs import logger_of, train, train_on_ranks
 from torch import Tensor, nn
 
 import pretrain_gpt
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rank_grid import RankGrid
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
+from megatron.core.groups.rank_grid import RankGrid
 from megatron.core.transformer.layer_metrics import LayerMetrics
 from megatron.training.logging.console_line import format_line
 from megatron.training.logging.jsonl import read_metrics

@@ -16,9 +16,9 @@ from torch import Tensor
 import pretrain_gpt
 from megatron.core import backends
 from megatron.core.exceptions import UserError
+from megatron.core.health.rerun_state_machine import get_rerun_state_machine
 from megatron.core.ops.dropout.dropout import keep_rows
 from megatron.core.ops.moe.grouped_linear import GroupedProducts, RowGroups, grouped_linear
-from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokens import RngPosition
 from megatron.training.providers import Context, ForwardStep, Providers
 from megatron.training.setup import graphs

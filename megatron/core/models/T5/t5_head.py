@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from megatron.core.collectives import Group
+from megatron.core.communication.collectives import Group
 from megatron.core.models.common.language_model_head import LanguageModelHead
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig

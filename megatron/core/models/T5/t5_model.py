@@ -8,8 +8,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron.core.collectives import group_size
+from megatron.core.communication.collectives import group_size
 from megatron.core.exceptions import UserError
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.micro_batch import MicroBatch
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.embeddings.relative_pos_embedding import RelativePositionEmbedding
@@ -19,7 +20,6 @@ from megatron.core.models.T5.t5_head import T5LMHead
 from megatron.core.models.T5.t5_stage import part_of_stage
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parameters import initialize_parameters, name_parameters
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tokens import Tokens, position_ids
 from megatron.core.transformer.layer_inputs import EncoderStates, InferenceContext, LayerInputs, encoder_states_of
 from megatron.core.transformer.spec_utils import ModuleSpec

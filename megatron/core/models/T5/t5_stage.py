@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 from megatron.core.exceptions import UserError
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.pipeline_parallel.p2p_communication import ONE_STATE
 from megatron.core.pipeline_parallel.stage_map import stage_map
 from megatron.core.pipeline_parallel.stages import StatesIn, decoder_stage, states_into_stages
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 

@@ -1,8 +1,8 @@
 """Specs of BERT layers: those of GPT, whose tokens attend to the tokens on both sides."""
 
+from megatron.core.groups.defaults import pp_rank_or_default
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, gpt_layer_spec_of
 from megatron.core.pipeline_parallel.stage_map import stage_map
-from megatron.core.process_groups_config import default_collection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -29,7 +29,7 @@ def get_bert_encoder_block_spec(
 ) -> TransformerBlockSubmodules:
     """Returns the specs of a BERT's layers on a pipeline stage, and of its last norm, as the config describes them.
     `pp_rank` defaults to this rank's."""
-    rank = default_collection().rank("pp") if pp_rank is None else pp_rank
+    rank = pp_rank_or_default(pp_rank)
     layers = stage_map(config).stage_at(rank, vp_stage or 0).layers
     specs = [gpt_layer_spec_of(config, number, AttnMaskType.padding) for number in layers]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=WrappedTorchNorm)

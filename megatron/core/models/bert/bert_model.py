@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.exceptions import UserError
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.micro_batch import MicroBatch
 from megatron.core.models.bert.bert_lm_head import BertLMHead
 from megatron.core.models.bert.pooler import Pooler
@@ -16,7 +17,6 @@ from megatron.core.models.common.language_model_head import LanguageModelHead
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.ops.precision import widened
 from megatron.core.parameters import initialize_parameters, name_parameters
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.replicated import ReplicatedLinear
 from megatron.core.tokens import Tokens, position_ids

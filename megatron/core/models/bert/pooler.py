@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from megatron.core.collectives import Group
+from megatron.core.communication.collectives import Group
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.replicated import ReplicatedLinear
 from megatron.core.transformer.module import MegatronModule

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.collectives import group_size
+from megatron.core.communication.collectives import group_size
 from megatron.core.ops.attention.soft_cap import soft_cap
 from megatron.core.ops.cross_entropy import vocabulary_part
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.collectives import Group, all_reduce
+from megatron.core.communication.collectives import Group, all_reduce
 from megatron.core.context_parallel.mtp_shift import shifted_rows
 from megatron.core.exceptions import UserError
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.ops.attached_loss import attach_loss
 from megatron.core.ops.precision import widened
 from megatron.core.parameters import info_of
 from megatron.core.pipeline_parallel.stage_map import stage_map
 from megatron.core.pipeline_parallel.stages import states_into_stages
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tokens import Tokens, position_ids
 from megatron.core.transformer.layer_inputs import LayerInputs
 from megatron.core.transformer.layer_metrics import LayerMetrics

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 from megatron.core.exceptions import UserError
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.groups.defaults import pp_rank_or_default
 from megatron.core.pipeline_parallel.stage_map import StageModules, stage_map
-from megatron.core.process_groups_config import default_collection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.replicated import ReplicatedLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -346,5 +346,5 @@ def get_gpt_mtp_block_spec(
 
 
 def _stage_of_chunk(config: TransformerConfig, vp_stage: int | None, pp_rank: int | None) -> StageModules:
-    rank = default_collection().rank("pp") if pp_rank is None else pp_rank
+    rank = pp_rank_or_default(pp_rank)
     return stage_map(config).stage_at(rank, vp_stage or 0)

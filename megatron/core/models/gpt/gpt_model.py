@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.exceptions import UserError
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.micro_batch import MicroBatch
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.embeddings.rotary_pos_embedding import choose_rotary_embeddings
@@ -24,7 +25,6 @@ from megatron.core.models.common.predictions import (
 )
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parameters import initialize_parameters, name_parameters
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
 from megatron.core.tokens import Tokens, position_ids
 from megatron.core.transformer.layer_inputs import InferenceContext, LayerInputs

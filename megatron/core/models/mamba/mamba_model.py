@@ -5,9 +5,10 @@ from collections.abc import Callable
 from typing import Literal
 
 from megatron.core.exceptions import UserError
+from megatron.core.groups.defaults import groups_or_default
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.transformer.layer_patterns import evenly_mixed
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -55,7 +56,7 @@ class MambaModel(GPTModel):
             if not config.is_hybrid_model:
                 raise UserError("MambaModel: the config is not that of a hybrid model; make it with is_hybrid_model")
             config = dataclasses.replace(config, hybrid_layer_pattern=pattern)
-        groups = pg_collection or default_collection()
+        groups = groups_or_default(pg_collection)
         place = {"vp_stage": vp_stage, "pp_rank": groups.rank("pp")}
         layers = mamba_stack_spec(config, **place)
         super().__init__(

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron.core.collectives import Group, all_reduce
+from megatron.core.communication.collectives import Group, all_reduce
 from megatron.core.ops.attention.unfused import SCORES_AT_ONCE
 from megatron.core.ops.precision import widened
 

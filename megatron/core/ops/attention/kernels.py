@@ -9,7 +9,7 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor
 
-from megatron.core.config_fields import value_text
+from megatron.core.declarations.config_fields import value_text
 from megatron.core.ops.attention.blocks import (
     BlockCall,
     BlockOffsets,

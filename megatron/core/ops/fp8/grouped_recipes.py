@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.collectives import Group, all_reduce
+from megatron.core.communication.collectives import Group, all_reduce
 from megatron.core.ops.fp8.formats import BLOCK, scale_for
 from megatron.core.ops.fp8.grouped import QuantizedGroups, QuantizedGroupsPair, Segments, pair_of_segments
 from megatron.core.ops.fp8.quantize import noted_largest_of_rows

@@ -14,7 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megatron.core.collectives import Group, gather_rows, start_all_reduce, start_gather_rows, start_reduce_scatter_rows
+from megatron.core.communication.collectives import (
+    Group,
+    gather_rows,
+    start_all_reduce,
+    start_gather_rows,
+    start_reduce_scatter_rows,
+)
 from megatron.core.exceptions import UserError
 from megatron.core.ops.fp8.quantize import Quantized, QuantizedPair
 from megatron.core.ops.fp8.recipes import Fp8Settings, LinearSplit, Role, build_scaling

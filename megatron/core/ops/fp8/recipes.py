@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.core.collectives import Group, all_reduce
+from megatron.core.communication.collectives import Group, all_reduce
 from megatron.core.initializers import Constant
 from megatron.core.ops.fp8.formats import BLOCK, Fp8Formats, scale_for
 from megatron.core.ops.fp8.grouped import GroupedKernels

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.core.collectives import Pending
+from megatron.core.communication.collectives import Pending
 from megatron.core.ops.precision import widened
 from megatron.core.parameters import main_grad_accumulator
 

@@ -131,8 +131,8 @@ def gradients_of_steps(
     step_gradient = torch.empty(step.shape, dtype=step.dtype, device=step.device)
     parts = torch.empty(batch * count, 3 * heads, dtype=torch.float32, device=step.device)
     _steps_backward_kernel[(count, cdiv(heads, tile), batch)](
-        step_gradient, parts, gradients.sizes, gradients.pairs, gradients.reads, gradients.adds, gradients.skip, of_through,
-        step, bias, log_rate, length, batch, count * chunk, heads, per_group, *step.stride()[:3], min_step,
+        step_gradient, parts,
+        gradients.sizes, gradients.pairs, gradients.reads, gradients.adds, gradients.skip, of_through, step, bias, log_rate, length, batch, count * chunk, heads, per_group, *step.stride()[:3], min_step,
         PARTS=of_through.shape[1] // heads, BLOCKS=of_through.shape[3], CHUNK=chunk, HEADS=tile,
     )  # fmt: skip
     dtype = bias.dtype if len({parameter.dtype for parameter in parameters}) == 1 else torch.float32

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.config_fields import value_text
+from megatron.core.declarations.config_fields import value_text
 from megatron.core.ops.attention.kernels import AttentionKernel, Situation
 from megatron.core.ops.attention.sdpa import sdpa_attention_cuda
 from megatron.core.ops.attention.unfused import AttentionCall, AttentionVariant, attention

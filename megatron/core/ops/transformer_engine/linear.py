@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megatron.core.collectives import Group, gather_rows, start_all_reduce, start_reduce_scatter_rows
+from megatron.core.communication.collectives import Group, gather_rows, start_all_reduce, start_reduce_scatter_rows
 from megatron.core.ops.fp8.linear import QuantizedWeights
 from megatron.core.ops.fp8.recipes import Fp8Settings
 from megatron.core.ops.linear import linear

@@ -8,8 +8,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megatron.core.config_fields import flag, not_a_flag, too_small
-from megatron.core.flag_grammars import MOST_LAYERS
+from megatron.core.declarations.config_fields import flag, not_a_flag, too_small
+from megatron.core.declarations.flag_grammars import MOST_LAYERS
 
 
 @dataclass(kw_only=True)
@@ -83,7 +83,7 @@ class ArchitectureConfig:
     hidden_dropout: float = 0.1
     """Dropout probability after embedding, attention and MLP."""
 
-    fp32_residual_connection: bool = False
+    fp32_residual_connection: bool = flag(False, only_with="bf16", or_with=("fp16", "fp64"))
     """Keep the residual stream in float32."""
 
     apply_residual_connection_post_layernorm: bool = False

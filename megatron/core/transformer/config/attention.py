@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.core.config_fields import flag, not_yet, pattern_problems, too_small
-from megatron.core.flag_grammars import layer_pattern, window
-from megatron.core.rank_grid import divisors
+from megatron.core.declarations.config_fields import flag, not_yet, pattern_problems, too_small
+from megatron.core.declarations.flag_grammars import layer_pattern, window
+from megatron.core.groups.rank_grid import divisors
 from megatron.core.transformer.enums import AttnBackend
 
 
@@ -40,13 +40,15 @@ class AttentionConfig:
     attention_dropout: float = 0.1
     """Dropout probability of the attention weights."""
 
-    add_qkv_bias: bool = False
+    add_qkv_bias: bool = flag(False, only_with="add_bias_linear!=True")
     """Give the QKV projection a bias even with --disable-bias-linear."""
 
-    rotary_interleaved: bool = False
+    rotary_interleaved: bool = flag(False, only_with="position_embedding_type=rope", or_with="multi_latent_attention")
     """Rotate pairs of neighbouring channels (2i, 2i+1) instead of (i, i + d/2)."""
 
-    no_rope_freq: int | list[int] | None = flag(None, parse=layer_pattern)
+    no_rope_freq: int | list[int] | None = flag(
+        None, parse=layer_pattern, only_with="position_embedding_type=rope", or_with="multi_latent_attention"
+    )
     """Layers without rotary positions: every N-th, or a list expression with a 1 for each layer without."""
 
     mrope_section: list[int] | None = not_yet(None)
@@ -78,7 +80,7 @@ class AttentionConfig:
     qk_norm_scope: Literal["head", "full"] = flag("head", only_with="qk_layernorm")
     """With --qk-layernorm: norm each head by itself (head), or all heads of a token together (full)."""
 
-    qk_l2_norm: bool = False
+    qk_l2_norm: bool = flag(False, only_with="position_embedding_type=rope", or_with="multi_latent_attention")
     """Scale each query and key head to a root mean square of 1, without weights (epsilon 1e-6), in layers with rotary
     positions."""
 
@@ -122,6 +124,8 @@ def validate(config: Any) -> Iterator[str]:
     yield from too_small(config, ("kv_channels", "num_query_groups", "attention_chunk_size"), 1)
     if not 0.0 <= config.attention_dropout < 1.0:
         yield "{attention_dropout} must be at least 0 and less than 1"
+    if config.window_size is not None and min(config.window_size) < -1:
+        yield "{window_size}: give the numbers of earlier and of later keys, such as 127,0; -1 means all"
     yield from pattern_problems(config, "no_rope_freq", "without rotary positions")
     yield from pattern_problems(config, "window_attn_skip_freq", "with a window")
     yield from pattern_problems(config, "attention_chunk_skip_freq", "with chunks")

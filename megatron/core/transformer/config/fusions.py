@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.core.config_fields import flag, not_a_flag, not_yet
+from megatron.core.declarations.config_fields import flag, not_a_flag, not_yet
 from megatron.core.ops.transformer_engine.engine import uses_engine
 
 _CHOSEN = "kernels are chosen with their backend when a layer is built"
@@ -57,7 +57,7 @@ class FusionConfig:
     )
     """Apply the squared relu of experts and the router's weights in one kernel."""
 
-    disable_bf16_reduced_precision_matmul: bool = False
+    disable_bf16_reduced_precision_matmul: bool = flag(False, only_with="bf16")
     """GPU, bf16: if cuBLAS splits a matrix product into partial sums, add these in float32 instead of bfloat16. Sets
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction."""
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from megatron.core.config_fields import literal_text
+from megatron.core.declarations.config_fields import literal_text
 from megatron.core.exceptions import UserError
 
 HETEROGENEOUS = ("heterogeneous_layers_config_encoded_json", "heterogeneous_layers_config_path")

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.core.config_fields import flag, literal_text, too_small
-from megatron.core.rank_grid import divisors
+from megatron.core.declarations.config_fields import flag, literal_text, too_small
+from megatron.core.groups.rank_grid import divisors
 from megatron.core.transformer.layer_patterns import (
     HYBRID_LAYERS,
     PREDICTION_BORDER,

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.core.config_fields import flag, not_a_flag
+from megatron.core.declarations.config_fields import flag, not_a_flag
 
 _TRAINING = "it concerns generation, not training"
 

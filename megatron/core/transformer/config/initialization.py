@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.core.config_fields import flag, not_a_flag, too_small
+from megatron.core.declarations.config_fields import flag, not_a_flag, too_small
 
 
 @dataclass(kw_only=True)
@@ -32,13 +32,13 @@ class InitializationConfig:
     output_layer_init_method: Callable[[Tensor], Any] | None = not_a_flag(None)
     """Initializes the output projections of attention and MLP; None: Normal(init_method_std / sqrt(2 * layers))."""
 
-    init_method_std: float = 0.02
+    init_method_std: float = flag(0.02, only_with="init_method_xavier_uniform!=True")
     """Standard deviation of initial weights."""
 
     embedding_init_method: Callable[[Tensor], Any] | None = not_a_flag(None)
     """Initializes the embeddings; None: Normal(embedding_init_method_std)."""
 
-    embedding_init_method_std: float | None = None
+    embedding_init_method_std: float | None = flag(None, only_with="init_method_xavier_uniform!=True")
     """Standard deviation of initial embeddings. Default: --init-method-std."""
 
     use_mup: bool = False

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.core.config_fields import flag, not_a_flag, too_small
+from megatron.core.declarations.config_fields import flag, not_a_flag, too_small
 
+_YARN = "rope_type=yarn"
 _SIZES = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 _POSITIVE = ("rotary_scaling_factor", "original_max_position_embeddings", "beta_slow")
 _OTHER_ATTENTION = {
@@ -40,7 +41,7 @@ class LatentAttentionConfig:
     v_head_dim: int = flag(128, only_with="multi_latent_attention")
     """Width of a value head."""
 
-    latent_layernorm_epsilon: float | None = flag(None, only_with="multi_latent_attention")
+    latent_layernorm_epsilon: float | None = flag(None, only_with=("multi_latent_attention", "qk_layernorm"))
     """Epsilon of the norms of the latents (--qk-layernorm). Default: that of the other norms."""
 
     rope_type: Literal["rope", "yarn"] = flag("yarn", only_with="multi_latent_attention")
@@ -52,22 +53,22 @@ class LatentAttentionConfig:
     rotary_percent: float = not_a_flag(1.0)
     """Fraction of the rotary part of a head that is rotated."""
 
-    rotary_scaling_factor: float = flag(40, only_with="multi_latent_attention")
+    rotary_scaling_factor: float = flag(40, only_with=_YARN)
     """YaRN: factor by which the context is longer than in the original training."""
 
-    original_max_position_embeddings: int = flag(4096, only_with="multi_latent_attention")
+    original_max_position_embeddings: int = flag(4096, only_with=_YARN)
     """YaRN: context length of the original training."""
 
-    beta_fast: float = flag(32, only_with="multi_latent_attention")
+    beta_fast: float = flag(32, only_with=_YARN)
     """YaRN: frequencies with more rotations than this within the original context are not changed."""
 
-    beta_slow: float = flag(1, only_with="multi_latent_attention")
+    beta_slow: float = flag(1, only_with=_YARN)
     """YaRN: frequencies with fewer rotations than this within the original context are divided by the factor."""
 
-    mscale: float = flag(1.0, only_with="multi_latent_attention")
+    mscale: float = flag(1.0, only_with=_YARN)
     """YaRN: scale of cosine and sine."""
 
-    mscale_all_dim: float = flag(0.0, only_with="multi_latent_attention")
+    mscale_all_dim: float = flag(0.0, only_with=_YARN)
     """YaRN: scale of the softmax."""
 
     cache_mla_latents: bool = flag(False, only_with="multi_latent_attention")

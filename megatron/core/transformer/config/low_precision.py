@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.core.config_fields import flag, not_a_flag, not_yet, too_small
+from megatron.core.declarations.config_fields import flag, not_a_flag, not_yet, too_small
 
 
 @dataclass(kw_only=True)
@@ -34,10 +34,10 @@ class LowPrecisionConfig:
     fp8_interval: int = flag(1, no_effect="scales are computed at every step")
     """Used by older releases: steps between updates of the scales."""
 
-    fp8_amax_history_len: int = flag(1, only_with="fp8")
+    fp8_amax_history_len: int = flag(1, only_with="fp8_recipe=delayed")
     """With --fp8-recipe delayed: number of steps whose largest values are kept."""
 
-    fp8_amax_compute_algo: Literal["most_recent", "max"] = flag("most_recent", only_with="fp8")
+    fp8_amax_compute_algo: Literal["most_recent", "max"] = flag("most_recent", only_with="fp8_recipe=delayed")
     """With --fp8-recipe delayed: which of the kept values determines the scale."""
 
     fp8_wgrad: bool = flag(True, off="--disable-fp8-wgrad", aliases=["--no-fp8-wgrad"], only_with="fp8")

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.core.config_fields import flag, not_a_flag, too_small
+from megatron.core.declarations.config_fields import flag, not_a_flag, too_small
 
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "mlp_act", "mla_up_proj", "moe", "moe_act", "shared_experts")
 """Parts of a layer that can be recomputed separately."""
@@ -24,11 +24,11 @@ class MemoryConfig:
     """Recompute activations in backward instead of keeping them: those of whole layers (full), or those of
     --recompute-modules (selective)."""
 
-    recompute_method: Literal["uniform", "block"] | None = flag(None, only_with="recompute_granularity")
+    recompute_method: Literal["uniform", "block"] | None = flag(None, only_with="recompute_granularity=full")
     """With --recompute-granularity full: keep only the input of each group of --recompute-num-layers layers (uniform),
     or recompute only that many layers of a stage (block)."""
 
-    recompute_num_layers: int | None = flag(None, only_with="recompute_granularity")
+    recompute_num_layers: int | None = flag(None, only_with="recompute_granularity=full")
     """With --recompute-granularity full: layers per group (uniform), or recomputed layers of a stage (block)."""
 
     recompute_modules: list[str] | None = flag(None, only_with="recompute_granularity=selective")
@@ -143,7 +143,7 @@ def why_no_part_is_captured(config: Any) -> str | None:
     captured."""
     for field in ("tensor_model_parallel_size", "context_parallel_size"):
         if getattr(config, field) > 1:
-            return f"layers communicate with {{{field}}}, and a graph does not"
+            return f"layers communicate with {{{field}}}, and a graph does not; data parallel ranks have graphs"
     if config.pipeline_model_parallel_size > 1:
         return "with {pipeline_model_parallel_size} several micro-batches are in flight, and a graph holds one"
     if config.recompute_granularity == "full":

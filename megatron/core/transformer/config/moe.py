@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.core.config_fields import flag, pattern_problems, too_small
-from megatron.core.flag_grammars import layer_pattern
-from megatron.core.rank_grid import divisors, nearest_divisors
+from megatron.core.declarations.config_fields import flag, pattern_problems, too_small
+from megatron.core.declarations.flag_grammars import layer_pattern
+from megatron.core.groups.rank_grid import divisors, parallel_sizes_near
 
 _MOE = "num_moe_experts"
 _SHARED = "moe_shared_expert_intermediate_size"
@@ -183,13 +183,13 @@ def _shares(config: Any) -> Iterator[str]:
     numbers of channels."""
     experts, expert = config.num_moe_experts, config.expert_model_parallel_size
     if experts >= 1 and expert >= 1 and experts % expert:
-        near = " or ".join(map(str, nearest_divisors(experts, expert)))
+        near = parallel_sizes_near(divisors(experts), expert, config)
         yield f"{{expert_model_parallel_size}} does not divide {{num_moe_experts}}; use {near}"
     dense = config.tensor_model_parallel_size
     tensor = config.expert_tensor_parallel_size or dense
     width = config.moe_ffn_hidden_size or config.ffn_hidden_size or 4 * (config.hidden_size or 0)
     if tensor >= 1 and width >= 1 and width % tensor:
-        near = " or ".join(map(str, nearest_divisors(width, tensor)))
+        near = parallel_sizes_near(divisors(width), tensor, config)
         ranks = (
             "{expert_tensor_parallel_size}" if config.expert_tensor_parallel_size else "{tensor_model_parallel_size}"
         )
@@ -197,5 +197,5 @@ def _shares(config: Any) -> Iterator[str]:
         yield f"{ranks} does not divide {what}; use {near}"
     shared = config.moe_shared_expert_intermediate_size
     if shared is not None and shared >= 1 and dense >= 1 and shared % dense:
-        near = " or ".join(str(d) for d in divisors(shared) if d < dense) or "1"
+        near = parallel_sizes_near(divisors(shared), dense, config)
         yield f"{{tensor_model_parallel_size}} does not divide {{moe_shared_expert_intermediate_size}}; use {near}"

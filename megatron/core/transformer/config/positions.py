@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.core.config_fields import flag, not_a_flag
+from megatron.core.declarations.config_fields import flag, not_a_flag
 
 
 @dataclass(kw_only=True)
@@ -18,13 +18,15 @@ class PositionConfig:
     (linear), by a base that grows with the row (dynamic), by wavelength (llama3, yarn), or each by its own divisor
     (longrope)."""
 
-    rope_scaling_original_length: int = flag(8192, only_with="position_embedding_type=rope")
+    rope_scaling_original_length: int = flag(
+        8192, only_with="use_rope_scaling", or_with="rope_scaling_type=dynamic|llama3|yarn|longrope"
+    )
     """Rope scaling: row length of the original training."""
 
-    rope_scaling_low_freq_factor: float = flag(1.0, only_with="position_embedding_type=rope")
+    rope_scaling_low_freq_factor: float = flag(1.0, only_with="use_rope_scaling", or_with="rope_scaling_type=llama3")
     """Scaling llama3: frequencies with fewer wavelengths than this in the original length are divided by the factor."""
 
-    rope_scaling_high_freq_factor: float = flag(4.0, only_with="position_embedding_type=rope")
+    rope_scaling_high_freq_factor: float = flag(4.0, only_with="use_rope_scaling", or_with="rope_scaling_type=llama3")
     """Scaling llama3: frequencies with more wavelengths than this in the original length are not changed."""
 
     rope_scaling_beta_fast: float = flag(32.0, only_with="rope_scaling_type=yarn")
@@ -47,7 +49,7 @@ class PositionConfig:
     """Factor of cosines and sines. Default: 0.1 ln(factor) + 1 for yarn, sqrt(1 + ln(factor) / ln(original length)) for
     longrope, else 1."""
 
-    rotary_base_local: float | None = flag(None, only_with="window_size")
+    rotary_base_local: float | None = flag(None, only_with=("window_size", "position_embedding_type=rope"))
     """With --window-size: base of the rotary frequencies in layers with a window; these are not scaled. Default: the
     base of all layers."""
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.core.config_fields import flag, not_a_flag, too_small
-from megatron.core.rank_grid import divisors
+from megatron.core.declarations.config_fields import flag, not_a_flag, too_small
+from megatron.core.groups.rank_grid import divisors
 
 _MOE = "num_moe_experts"
 BALANCE_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")

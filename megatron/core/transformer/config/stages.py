@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.config_fields import flag, not_a_flag
+from megatron.core.declarations.config_fields import flag, not_a_flag
 from megatron.core.pipeline_parallel.stages import layout_of
 
 _PIPELINE = "pipeline_model_parallel_size"

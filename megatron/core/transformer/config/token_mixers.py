@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.core.config_fields import flag, not_yet, pattern_problems, too_small
-from megatron.core.flag_grammars import layer_pattern
-from megatron.core.rank_grid import divisors, nearest_divisors
+from megatron.core.declarations.config_fields import flag, not_yet, pattern_problems, too_small
+from megatron.core.declarations.flag_grammars import layer_pattern
+from megatron.core.groups.rank_grid import divisors, parallel_sizes_near
 from megatron.core.transformer.layer_patterns import has_mixer
 
 _DELTA = "experimental_attention_variant=gated_delta_net"
@@ -143,7 +143,7 @@ def _delta_problems(config: Any) -> Iterator[str]:
         works = f"{below} or {below + keys}" if below else f"{keys}"
         yield f"{{linear_num_value_heads}} is no multiple of {{linear_num_key_heads}}; {works} is"
     if tensor >= 1 and keys % tensor:
-        near = " or ".join(map(str, nearest_divisors(keys, tensor)))
+        near = parallel_sizes_near(divisors(keys), tensor, config)
         yield f"{{tensor_model_parallel_size}} does not divide {{linear_num_key_heads}}; use {near}"
         return
     context, own = config.context_parallel_size, keys // max(1, tensor)

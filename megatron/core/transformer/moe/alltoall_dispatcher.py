@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from megatron.core.collectives import HostCopy
+from megatron.core.communication.collectives import HostCopy
 from megatron.core.distributed.expert_placement import AT_HOME, Placement
 from megatron.core.micro_batch import CooperativeTurn
 from megatron.core.ops.moe.grouped_linear import RowGroups

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.core.collectives import (
+from megatron.core.communication.collectives import (
     Group,
     Pending,
     group_size,

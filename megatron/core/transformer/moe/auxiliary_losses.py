@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.core.collectives import Group, all_reduce, group_size
+from megatron.core.communication.collectives import Group, all_reduce, group_size
 from megatron.core.ops.moe.routing import count_experts
 from megatron.core.ops.precision import widened
 from megatron.core.transformer.config.router import BALANCE_LOSSES, listed

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from megatron.core.backends import Backend, choose_backend
-from megatron.core.collectives import group_rank, group_size
+from megatron.core.communication.collectives import group_rank, group_size
+from megatron.core.groups.defaults import groups_or_default
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.initializers import Initializer
 from megatron.core.ops.moe.routing import best, router_logits
-from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.tensor_parallel.storage import new_parameter
 from megatron.core.transformer.layer_inputs import LayerInputs
 from megatron.core.transformer.module import MegatronModule
@@ -36,7 +37,7 @@ class Router(MegatronModule):
     ) -> None:
         super().__init__(config)
         assert config.num_moe_experts is not None and config.init_method is not None
-        self.groups = pg_collection or default_collection()
+        self.groups = groups_or_default(pg_collection)
         self.backend = backend or choose_backend(config)
         self.num_experts, self.topk = config.num_moe_experts, config.moe_router_topk
         # Under sequence parallelism every rank routes its own tokens only.

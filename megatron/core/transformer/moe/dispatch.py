@@ -16,13 +16,13 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from megatron.core.backends import Backend, choose_backend
-from megatron.core.collectives import gather_rows, group_rank, group_size
+from megatron.core.communication.collectives import gather_rows, group_rank, group_size
 from megatron.core.distributed.expert_placement import AT_HOME, Placement
 from megatron.core.exceptions import UserError
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.micro_batch import CooperativeTurn
 from megatron.core.ops.moe.grouped_linear import RowGroups
 from megatron.core.ops.moe.permute import Copies
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.async_collective import (
     AsyncCollective,
 )

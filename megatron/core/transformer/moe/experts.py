@@ -17,14 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.backends import Backend, choose_backend
-from megatron.core.collectives import group_rank
+from megatron.core.communication.collectives import group_rank
+from megatron.core.groups.defaults import groups_or_default
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.initializers import each_of
 from megatron.core.ops.fp8.grouped_linear import Fp8ExpertLinear
 from megatron.core.ops.fp8.recipes import LinearSplit
 from megatron.core.ops.moe.grouped_linear import ArrivingRows, PartSteps, RowGroups, grouped_linear, is_one_product
 from megatron.core.ops.moe.weighted_activation import weighted
 from megatron.core.parameters import Box, info_of
-from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLP, MLPSubmodules, activation_of
 from megatron.core.transformer.module import MegatronModule
@@ -77,7 +78,7 @@ class GroupedMLP(MegatronModule):
     ) -> None:
         """`submodules` has no effect: the products are grouped."""
         super().__init__(config)
-        groups = pg_collection or default_collection()
+        groups = groups_or_default(pg_collection)
         self.backend = backend = backend or choose_backend(config)
         sizes, numbers = ExpertSizes.of(config), local_experts(num_local_experts, groups)
         assert config.init_method is not None and config.output_layer_init_method is not None
@@ -159,7 +160,7 @@ class SequentialMLP(MegatronModule):
         backend: Backend | None = None,
     ) -> None:
         super().__init__(config)
-        groups = pg_collection or default_collection()
+        groups = groups_or_default(pg_collection)
         if submodules is None:
             submodules = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
         sizes = ExpertSizes.of(config)

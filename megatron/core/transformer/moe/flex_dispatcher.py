@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from megatron.core.backends import Backend
-from megatron.core.collectives import HostCopy
+from megatron.core.communication.collectives import HostCopy
 from megatron.core.distributed.expert_placement import AT_HOME, Placement
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.micro_batch import CooperativeTurn
 from megatron.core.ops.moe.grouped_linear import RowGroups
 from megatron.core.ops.moe.permute import Copies
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.alltoall_dispatcher import AlltoAllDispatchCombine, MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.moe.async_collective import (
     AsyncCollective,

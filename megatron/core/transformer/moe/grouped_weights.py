@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.backends import Backend
-from megatron.core.collectives import Group, group_rank
+from megatron.core.communication.collectives import Group, group_rank
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.initializers import Constant, Initializer, each_of
 from megatron.core.ops.fp8.grouped_recipes import MicroBatches
 from megatron.core.ops.fp8.recipes import LinearSplit
 from megatron.core.ops.moe.grouped_linear import ArrivingRows, PartSteps, RowGroups
 from megatron.core.parameters import Box
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.sharded_state import ShardedStateModule
 from megatron.core.tensor_parallel.storage import new_parameter, split_box
 from megatron.core.transformer.transformer_config import TransformerConfig

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.core.collectives import Group, all_reduce, gather_rows, group_rank, group_size
+from megatron.core.communication.collectives import Group, all_reduce, gather_rows, group_rank, group_size
 from megatron.core.context_parallel import sequence_part
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.ops.dropout.dropout import DropoutRngPosition, dropout_tokens
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tokens import RngPosition, Tokens, row_index
 
 

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from megatron.core.backends import Backend, choose_backend
 from megatron.core.distributed.expert_placement import AT_HOME, ExpertPlacement, MicroBatchPlacement, Placement
 from megatron.core.exceptions import UserError
+from megatron.core.groups.defaults import groups_or_default
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.ops.moe.grouped_linear import RowGroups
-from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.replicated import ReplicatedLinear
 from megatron.core.tokens import Tokens
@@ -72,7 +73,7 @@ class MoELayer(MegatronModule):
     ) -> None:
         super().__init__(config)
         submodules = submodules or MoESubmodules()
-        self.pg_collection = groups = pg_collection or default_collection()
+        self.pg_collection = groups = groups_or_default(pg_collection)
         backend = backend or choose_backend(config)
         offer = {"backend": backend}
         self.router = build_module(

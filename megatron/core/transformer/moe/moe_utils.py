@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from megatron.core.collectives import Group, all_reduce
+from megatron.core.communication.collectives import Group, all_reduce
 from megatron.core.exceptions import UserError
 from megatron.core.ops.attached_loss import attach_loss
 from megatron.core.ops.moe.permute import ChoiceNumbers

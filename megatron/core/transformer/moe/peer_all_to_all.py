@@ -1,8 +1,8 @@
 """Exchanges of rows by copy engines, which write into the memory of the other GPUs of a host.
 
-Neither the copies nor the words that announce arrived data need a multiprocessor (`megatron.core.peer_memory`), so they
-run in parallel with matrix products. NCCL's kernels need multiprocessors, so kernels and products would wait for each
-other.
+Neither the copies nor the words that announce arrived data need a multiprocessor
+(`megatron.core.communication.peer_memory`), so they run in parallel with matrix products. NCCL's kernels need
+multiprocessors, so kernels and products would wait for each other.
 """
 
 import math
@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron.core.collectives import Group, group_rank, group_ranks
+from megatron.core.communication.collectives import Group, group_rank, group_ranks
+from megatron.core.communication.peer_memory import PeerMemory, SymmetricMemory
+from megatron.core.communication.piece_exchange import lacks_gpu
+from megatron.core.communication.traffic import record_traffic
 from megatron.core.exceptions import UserError
-from megatron.core.peer_memory import PeerMemory, SymmetricMemory
-from megatron.core.piece_exchange import lacks_gpu
-from megatron.core.traffic import record_traffic
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from megatron.core.backends import Backend
 from megatron.core.exceptions import UserError
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.initializers import Constant
 from megatron.core.ops.attached_loss import attach_loss
 from megatron.core.ops.moe.routing import (
@@ -22,7 +23,6 @@ from megatron.core.ops.moe.routing import (
 from megatron.core.ops.moe.token_noise import token_normal, token_uniform
 from megatron.core.ops.precision import widened
 from megatron.core.parameters import declare
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.storage import parameter_device
 from megatron.core.transformer.config.router import listed
 from megatron.core.transformer.layer_inputs import LayerInputs

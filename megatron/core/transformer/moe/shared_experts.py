@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.backends import Backend
-from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
+from megatron.core.groups.defaults import groups_or_default
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.storage import new_parameter
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -25,7 +26,7 @@ class SharedExpertMLP(MLP):
         *,
         backend: Backend | None = None,
     ) -> None:
-        groups = pg_collection or default_collection()
+        groups = groups_or_default(pg_collection)
         width = config.moe_shared_expert_intermediate_size
         super().__init__(config, submodules, ffn_hidden_size=width, tp_group=groups.tp, backend=backend)
         self.register_parameter("gate_weight", None)

@@ -22,13 +22,20 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from megatron.core.backends import Backend
-from megatron.core.collectives import Group, Pending, group_rank, group_size, start_all_to_all_rows, start_gather_rows
+from megatron.core.communication.collectives import (
+    Group,
+    Pending,
+    group_rank,
+    group_size,
+    start_all_to_all_rows,
+    start_gather_rows,
+)
+from megatron.core.communication.peer_memory import WITHOUT_SHARED_MEMORY
+from megatron.core.communication.traffic import record_traffic
 from megatron.core.distributed.expert_placement import Placement
 from megatron.core.exceptions import UserError
 from megatron.core.micro_batch import CooperativeTurn
 from megatron.core.ops.moe.grouped_linear import ArrivingRows, Bounds, PartSteps
-from megatron.core.peer_memory import WITHOUT_SHARED_MEMORY
-from megatron.core.traffic import record_traffic
 from megatron.core.transformer.moe.peer_all_to_all import RowRing, ring_of, uses_peers
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils.warn import warn_on_first_rank

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from megatron.core.exceptions import UserError
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
+from megatron.core.groups.rank_grid import RankGrid
 from megatron.core.models.T5.t5_stage import T5Part, part_of_stage
 from megatron.core.pipeline_parallel.stages import StatesIn
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rank_grid import RankGrid
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 

@@ -11,10 +11,10 @@ from support.pool import Pool
 from torch import nn
 
 from megatron.core.exceptions import UserError
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
+from megatron.core.groups.rank_grid import RankGrid
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import gpt_layer_spec_of
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rank_grid import RankGrid
 from megatron.core.tokens import RngPosition, Tokens
 from megatron.core.transformer.attention import groups_of_rank
 from megatron.core.transformer.transformer_config import TransformerConfig

@@ -28,12 +28,12 @@ from torch import Tensor, nn
 from megatron.core.context_parallel import cut_rows, sequence_part
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.exceptions import UserError
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
+from megatron.core.groups.rank_grid import RankGrid
 from megatron.core.parameters import info_of
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.stage_map import stage_map
 from megatron.core.pipeline_parallel.stages import embedding_ranks
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rank_grid import RankGrid
 from megatron.core.transformer.layer_metrics import take_layer_metrics
 
 MICRO_BATCHES = 2

@@ -6,10 +6,10 @@ import pytest
 import torch
 from support.boxes import error, fill, whole_gradients, whole_values
 
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
+from megatron.core.groups.rank_grid import RankGrid
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rank_grid import RankGrid
 from megatron.core.tokens import RngPosition, Tokens
 from megatron.core.transformer.transformer_config import TransformerConfig
 

@@ -1,7 +1,7 @@
 """Room for the rows of own tokens; `test_moe_layer_over_ranks` and `test_source_exchange` have the exchanges."""
 
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rank_grid import RankGrid
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
+from megatron.core.groups.rank_grid import RankGrid
 from megatron.core.transformer.moe.allgather_dispatcher import MoEAllGatherTokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rank_grid import RankGrid
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
+from megatron.core.groups.rank_grid import RankGrid
 from megatron.core.transformer.moe.alltoall_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.moe.routing import Routing
 from megatron.core.transformer.transformer_config import TransformerConfig

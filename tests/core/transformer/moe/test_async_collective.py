@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.core.collectives import Pending
+from megatron.core.communication.collectives import Pending
 from megatron.core.transformer.moe.async_collective import AsyncCollective, PendingRowSum, Route
 
 

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
+from megatron.core.groups.rank_grid import RankGrid
 from megatron.core.ops.moe.grouped_linear import RowGroups
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rank_grid import RankGrid
 from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP, local_experts
 from megatron.core.transformer.transformer_config import TransformerConfig
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatron.core.exceptions import UserError
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rank_grid import RankGrid
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
+from megatron.core.groups.rank_grid import RankGrid
 from megatron.core.transformer.moe import flex_dispatcher
 from megatron.core.transformer.moe.flex_dispatcher import MoEFlexTokenDispatcher
 from megatron.core.transformer.moe.routing import Routing

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.core.backends import choose_backend
-from megatron.core.collectives import PlannedGroup
+from megatron.core.communication.collectives import PlannedGroup
 from megatron.core.initializers import Normal
 from megatron.core.ops.moe.grouped_linear import RowGroups
 from megatron.core.parameters import Box, info_of

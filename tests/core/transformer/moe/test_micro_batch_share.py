@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.core.collectives import PlannedGroup
+from megatron.core.communication.collectives import PlannedGroup
 from megatron.core.tokens import RngPosition, SequencePart, Tokens
 from megatron.core.transformer.moe.micro_batch_share import MicroBatchShare
 

@@ -14,16 +14,16 @@ from support.pool import Pool
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron.core import collectives
 from megatron.core.backends import LOCAL
-from megatron.core.collectives import HostCopy
+from megatron.core.communication import collectives
+from megatron.core.communication.collectives import HostCopy
 from megatron.core.exceptions import UserError
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
+from megatron.core.groups.rank_grid import RankGrid
 from megatron.core.initializers import EachOf, XavierUniform, each_of
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.parameters import info_of, initialize_parameters, name_parameters
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rank_grid import RankGrid
 from megatron.core.tokens import Tokens
 from megatron.core.transformer.layer_inputs import LayerInputs
 from megatron.core.transformer.mlp import MLP

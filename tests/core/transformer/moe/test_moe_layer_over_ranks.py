@@ -12,11 +12,11 @@ from support.pool import Pool
 from torch import Tensor, nn
 
 from megatron.core.backends import backend_of_layer, choose_backend
+from megatron.core.communication.traffic import recorded
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
+from megatron.core.groups.rank_grid import RankGrid
 from megatron.core.parameters import info_of, initialize_parameters, name_parameters
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rank_grid import RankGrid
 from megatron.core.tokens import Tokens
-from megatron.core.traffic import recorded
 from megatron.core.transformer.layer_inputs import LayerInputs
 from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
 from megatron.core.transformer.moe.moe_layer import DISPATCHERS, MoELayer, MoESubmodules

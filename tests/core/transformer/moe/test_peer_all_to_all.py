@@ -12,8 +12,8 @@ import torch.distributed as dist
 from support.file_memory import FileMemory
 from support.pool import Pool
 
-from megatron.core.collectives import barrier
-from megatron.core.traffic import recorded
+from megatron.core.communication.collectives import barrier
+from megatron.core.communication.traffic import recorded
 from megatron.core.transformer.moe.async_collective import AsyncCollective, Route
 from megatron.core.transformer.moe.peer_all_to_all import PendingRows, RowRing
 

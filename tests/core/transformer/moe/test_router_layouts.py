@@ -13,11 +13,11 @@ import torch.distributed as dist
 from support.pool import Pool
 from torch import Tensor, nn
 
-from megatron.core.collectives import all_reduce
+from megatron.core.communication.collectives import all_reduce
 from megatron.core.context_parallel import sequence_part
 from megatron.core.distributed.finalize_model_grads import finish_routers
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rank_grid import RankGrid
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
+from megatron.core.groups.rank_grid import RankGrid
 from megatron.core.tokens import RngPosition, Tokens, row_index
 from megatron.core.transformer.layer_inputs import LayerInputs
 from megatron.core.transformer.layer_metrics import take_layer_metrics

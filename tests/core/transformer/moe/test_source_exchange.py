@@ -14,12 +14,12 @@ from support.pool import Pool
 from torch import Tensor
 
 from megatron.core.backends import LOCAL
-from megatron.core.collectives import barrier, gather_rows
+from megatron.core.communication.collectives import barrier, gather_rows
+from megatron.core.communication.peer_memory import WITHOUT_SHARED_MEMORY
+from megatron.core.communication.traffic import recorded
 from megatron.core.distributed.expert_placement import AT_HOME
 from megatron.core.exceptions import UserError
 from megatron.core.ops.moe.grouped_linear import RowGroups, grouped_linear
-from megatron.core.peer_memory import WITHOUT_SHARED_MEMORY
-from megatron.core.traffic import recorded
 from megatron.core.transformer.moe.peer_all_to_all import RowRing
 from megatron.core.transformer.moe.source_exchange import FittingLink, GroupLink, PeerLink, SourceExchange
 

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from megatron.core.backends import choose_backend
-from megatron.core.collectives import Group, group_rank, group_size
+from megatron.core.communication.collectives import Group, group_rank, group_size
 from megatron.core.exceptions import UserError
+from megatron.core.groups.defaults import tp_group_or_default
 from megatron.core.ops.dropout.dropout import DropoutRngPosition
 from megatron.core.ops.precision import widened
-from megatron.core.process_groups_config import default_collection
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.tensor_parallel.storage import new_parameter
 from megatron.core.transformer.module import MegatronModule
@@ -58,7 +58,7 @@ class LanguageModelEmbedding(MegatronModule):
     ) -> None:
         super().__init__(config)
         self.backend = choose_backend(config)
-        self.tp_group = tp_group if tp_group is not None else default_collection().tp
+        self.tp_group = tp_group_or_default(tp_group)
         self.scatter_to_sequence_parallel = scatter_to_sequence_parallel
         self.scatters = scatter_to_sequence_parallel and config.sequence_parallel and group_size(self.tp_group) > 1
         assert config.embedding_init_method is not None

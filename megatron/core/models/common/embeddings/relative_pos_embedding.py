@@ -5,10 +5,10 @@ from typing import Any
 from torch import Tensor
 
 from megatron.core.backends import choose_backend
-from megatron.core.collectives import Group
+from megatron.core.communication.collectives import Group
 from megatron.core.exceptions import UserError
+from megatron.core.groups.defaults import tp_group_or_default
 from megatron.core.ops.relative_position import relative_position_bias
-from megatron.core.process_groups_config import default_collection
 from megatron.core.tensor_parallel.storage import new_parameter, split_box
 from megatron.core.tokens import Tokens
 from megatron.core.transformer.module import MegatronModule
@@ -60,7 +60,7 @@ class RelativePositionEmbedding(MegatronModule):
             )
         self.bidirectional, self.max_distance = bidirectional, distance
         self.backend = choose_backend(config)
-        group = tp_group if tp_group is not None else default_collection().tp
+        group = tp_group_or_default(tp_group)
         self.relative_attention_bias = HeadBiases(config, buckets, group, **facts)
 
     def forward(self, tokens: Tokens) -> Tensor:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.collectives import Group
+from megatron.core.communication.collectives import Group
 from megatron.core.exceptions import UserError
 from megatron.core.ops.rope import Rotation
 from megatron.core.ops.rope_frequencies import (

@@ -6,14 +6,15 @@ import torch
 from torch import Tensor
 
 from megatron.core.backends import choose_backend
-from megatron.core.collectives import group_size
+from megatron.core.communication.collectives import group_size
 from megatron.core.context_parallel import sequence_part
 from megatron.core.exceptions import UserError
+from megatron.core.groups.defaults import groups_or_default
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.micro_batch import MicroBatch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding, query_scale
 from megatron.core.ops.dropout.dropout import dropout_tokens
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.tensor_parallel.storage import part_size
 from megatron.core.tokens import RngPosition, Tokens, position_ids
 from megatron.core.transformer.layer_inputs import InferenceContext, LayerInputs, drops, sequence_slice
@@ -26,7 +27,7 @@ class LanguageModule(MegatronModule):
 
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
         super().__init__(config)
-        self.pg_collection = pg_collection or default_collection()
+        self.pg_collection = groups_or_default(pg_collection)
         self.backend = choose_backend(config)
         self.sequence_parallel = config.sequence_parallel and group_size(self.pg_collection.tp) > 1
 

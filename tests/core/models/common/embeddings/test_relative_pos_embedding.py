@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from megatron.core.collectives import PlannedGroup
+from megatron.core.communication.collectives import PlannedGroup
 from megatron.core.exceptions import UserError
 from megatron.core.models.common.embeddings.relative_pos_embedding import RelativePositionEmbedding
 from megatron.core.ops.attention.unfused import AttentionCall, AttentionVariant, attention

@@ -1,0 +1,196 @@
+"""Rules that translate between keys of config.json and fields of our configs. A family is a list of rules.
+
+A rule names the keys that it reads. `fields(config)` returns our values by field name; `keys(values)` returns the keys
+for all values of a run. `config` always has a value for each key of `hub_defaults.py`. If a family cannot express a
+value, `keys` may leave it out: an export reads its keys back and compares, so it notices everything that is lost.
+
+Errors of rules begin with the key; the caller adds the name of the file.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from megatron.conversion.hub_defaults import Json
+from megatron.core.exceptions import UserError
+
+Values = Mapping[str, Any]
+
+
+class Rule(Protocol):
+    """Translates some keys of config.json to fields and back."""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The keys that the rule reads."""
+
+    def fields(self, config: Json) -> dict[str, Any]:
+        """Returns our values by field name. Raises UserError naming key and value if we cannot express them."""
+
+    def keys(self, values: Values) -> dict[str, Json]:
+        """Returns the keys that express these values, as far as the family can express them."""
+
+
+@dataclass(frozen=True)
+class Copied:
+    """A key whose value is the value of one field."""
+
+    key: str
+    field: str
+    also: str = ""
+    """Second name of the key. It is written too, because releases of transformers read one or the other."""
+    unset: Json = None
+    """Value of the key where the field is not set."""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The key under its first name."""
+        return (self.key,)
+
+    def fields(self, config: Json) -> dict[str, Any]:
+        """Returns the key's value."""
+        return {self.field: config[self.key]}
+
+    def keys(self, values: Values) -> dict[str, Json]:
+        """Returns the field's value under each name of the key."""
+        value = self.unset if values[self.field] is None else values[self.field]
+        return dict.fromkeys((self.key, self.also) if self.also else (self.key,), value)
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A key of which only one value is supported."""
+
+    key: str
+    value: Json
+    write: bool = True
+    """Whether exports write the key."""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The key."""
+        return (self.key,)
+
+    def fields(self, config: Json) -> dict[str, Any]:
+        """Returns nothing. Raises UserError for any other value."""
+        found = config.get(self.key, self.value)
+        if found != self.value:
+            raise UserError(f"{self.key} is {found!r}; only {self.value!r} is supported")
+        return {}
+
+    def keys(self, values: Values) -> dict[str, Json]:
+        """Returns the one value."""
+        return {self.key: self.value} if self.write else {}
+
+
+@dataclass(frozen=True)
+class Unused:
+    """Keys that do not change what the model computes."""
+
+    reads: tuple[str, ...]
+
+    def fields(self, config: Json) -> dict[str, Any]:
+        """Returns nothing."""
+        return {}
+
+    def keys(self, values: Values) -> dict[str, Json]:
+        """Returns nothing."""
+        return {}
+
+
+@dataclass(frozen=True)
+class NotApplied:
+    """A key that the class of transformers accepts and does not apply. An import says so if it is set."""
+
+    key: str
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The key."""
+        return (self.key,)
+
+    def fields(self, config: Json) -> dict[str, Any]:
+        """Returns nothing."""
+        return {}
+
+    def keys(self, values: Values) -> dict[str, Json]:
+        """Returns nothing."""
+        return {}
+
+    def note(self, config: Json) -> str | None:
+        """Returns a sentence if the key is set."""
+        if config.get(self.key) is None:
+            return None
+        return f"{self.key} is {config[self.key]}, which transformers does not apply: imported without it"
+
+
+@dataclass(frozen=True)
+class Inverse:
+    """A key whose value is 1 / the value of one field."""
+
+    key: str
+    field: str
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The key."""
+        return (self.key,)
+
+    def fields(self, config: Json) -> dict[str, Any]:
+        """Returns the inverse of the key's value."""
+        if not config[self.key] > 0:
+            raise UserError(f"{self.key} is {config[self.key]}; it must be larger than 0")
+        return {self.field: 1.0 / config[self.key]}
+
+    def keys(self, values: Values) -> dict[str, Json]:
+        """Returns the inverse of the field's value."""
+        return {self.key: 1.0 / values[self.field]}
+
+
+@dataclass(frozen=True)
+class Implied:
+    """Fields that are the same for every model of the family. No key says them."""
+
+    values: Values
+
+    reads = ()
+
+    def fields(self, config: Json) -> dict[str, Any]:
+        """Returns the family's values."""
+        return dict(self.values)
+
+    def keys(self, values: Values) -> dict[str, Json]:
+        """Returns nothing."""
+        return {}
+
+
+@dataclass(frozen=True)
+class Written:
+    """Keys that do not change what the model computes, and that exports write all the same."""
+
+    values: Mapping[str, Json]
+
+    reads = ()
+
+    def fields(self, config: Json) -> dict[str, Any]:
+        """Returns nothing."""
+        return {}
+
+    def keys(self, values: Values) -> dict[str, Json]:
+        """Returns the keys."""
+        return dict(self.values)
+
+
+@dataclass(frozen=True)
+class TiedEmbeddings:
+    """Whether the output layer uses the weight of the embedding."""
+
+    reads = ("tie_word_embeddings",)
+
+    def fields(self, config: Json) -> dict[str, Any]:
+        """Returns the opposite switch."""
+        return {"untie_embeddings_and_output_weights": not config["tie_word_embeddings"]}
+
+    def keys(self, values: Values) -> dict[str, Json]:
+        """Returns the opposite of our switch."""
+        return {"tie_word_embeddings": not values["untie_embeddings_and_output_weights"]}

@@ -1,0 +1,129 @@
+"""All generations of Falcon. Their joint tensor of queries, keys and values has our layout."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.conversion import config_rules as rules
+from megatron.conversion.decoder import OURS, one_to_one
+from megatron.conversion.family import HEAD, Family
+from megatron.conversion.gpt2 import UngatedActivation, WidthOfMLP
+from megatron.conversion.hub_defaults import Json
+from megatron.conversion.rope import RotaryPositions
+from megatron.conversion.spellings import bias_places
+from megatron.conversion.tensor_mapping import TensorMapping
+from megatron.core.exceptions import UserError
+
+
+@dataclass(frozen=True)
+class FalconLayers:
+    """Heads that share keys and values, and where the norms of a layer are.
+
+    The new architecture has any number of key-value heads, and attention beside the MLP, with a norm for each or one
+    for both. The old one has one key-value head or as many as query heads, and attention beside the MLP or before it.
+    """
+
+    reads = (
+        *("num_attention_heads", "num_kv_heads", "multi_query"),
+        *("new_decoder_architecture", "parallel_attn", "num_ln_in_parallel_attn"),
+    )
+
+    def fields(self, config: Json) -> dict[str, Any]:
+        """Returns heads and placement. Raises UserError for settings with which transformers has no such layer."""
+        heads, groups, multi_query, is_new, parallel, norms = (config[key] for key in self.reads)
+        groups = heads if groups is None else groups
+        if is_new and not parallel:
+            raise UserError("parallel_attn is False; with new_decoder_architecture only True is supported")
+        if not is_new and norms == 2:
+            raise UserError("num_ln_in_parallel_attn is 2; it needs new_decoder_architecture")
+        if not is_new and not multi_query and groups != heads:
+            raise UserError(f"num_kv_heads is {groups}; without multi_query only {heads} is supported")
+        if not is_new and multi_query:
+            groups = 1
+        placement = "parallel_two_norms" if is_new and norms in (None, 2) else "parallel" if parallel else "pre"
+        return {
+            "num_attention_heads": heads,
+            "kv_channels": config["hidden_size"] // heads,
+            "norm_placement": placement,
+            **({} if groups == heads else {"group_query_attention": True, "num_query_groups": groups}),
+        }
+
+    def keys(self, values: rules.Values) -> dict[str, Json]:
+        """Returns all keys."""
+        heads, groups, placement = (
+            values[field] for field in ("num_attention_heads", "num_query_groups", "norm_placement")
+        )
+        has_two = placement == "parallel_two_norms"
+        is_new = has_two or (placement == "parallel" and groups not in (1, heads))
+        norms = {"num_ln_in_parallel_attn": 2 if has_two else 1} if is_new else {}
+        return {
+            "num_attention_heads": heads,
+            "num_kv_heads": groups if is_new else heads,
+            "multi_query": groups != heads,
+            "new_decoder_architecture": is_new,
+            "parallel_attn": placement != "pre",
+            **norms,
+        }
+
+
+@dataclass(frozen=True)
+class AllBiases:
+    """One key for the biases of all linear layers."""
+
+    reads = ("bias",)
+
+    def fields(self, config: Json) -> dict[str, Any]:
+        """Returns the key's value."""
+        return {"add_bias_linear": bool(config["bias"])}
+
+    def keys(self, values: rules.Values) -> dict[str, Json]:
+        """Returns whether there are biases everywhere."""
+        return {"bias": all(bias_places(values).values())}
+
+
+_SAME_ROWS = {
+    "self_attention.linear_qkv": "self_attention.query_key_value",
+    "self_attention.linear_proj": "self_attention.dense",
+    "mlp.linear_fc1": "mlp.dense_h_to_4h",
+    "mlp.linear_fc2": "mlp.dense_4h_to_h",
+}
+
+
+def _tensors(values: rules.Values) -> TensorMapping:
+    """Returns the table. The norms have other names where attention and MLP, side by side, have one each."""
+    has_two = values["norm_placement"] == "parallel_two_norms"
+    of_layer = _SAME_ROWS | {
+        "input_layernorm": "ln_attn" if has_two else "input_layernorm",
+        "pre_mlp_layernorm": "ln_mlp" if has_two else "post_attention_layernorm",
+    }
+    both = {f"{OURS}.{ours}": f"transformer.h.{{layer}}.{hub}" for ours, hub in of_layer.items()}
+    both["decoder.final_layernorm"] = "transformer.ln_f"
+    ends = {"embedding.word_embeddings.weight": "transformer.word_embeddings.weight", "output_layer.weight": HEAD}
+    return one_to_one(
+        ends | {f"{ours}.{kind}": f"{hub}.{kind}" for ours, hub in both.items() for kind in ("weight", "bias")}
+    )
+
+
+FALCON_FAMILY = Family(
+    "FalconForCausalLM",
+    "falcon",
+    _tensors,
+    (
+        rules.Copied("num_hidden_layers", "num_layers"),
+        rules.Copied("hidden_size", "hidden_size"),
+        rules.Copied("max_position_embeddings", "max_position_embeddings"),
+        rules.Copied("hidden_dropout", "hidden_dropout"),
+        rules.Copied("attention_dropout", "attention_dropout"),
+        rules.Copied("layer_norm_epsilon", "layernorm_epsilon"),
+        rules.Copied("initializer_range", "init_method_std"),
+        rules.TiedEmbeddings(),
+        WidthOfMLP("ffn_hidden_size", "hidden_size"),
+        UngatedActivation("activation"),
+        FalconLayers(),
+        AllBiases(),
+        RotaryPositions(),
+        rules.Implied({"normalization": "LayerNorm"}),
+        rules.Fixed("alibi", False),
+        rules.Fixed("apply_residual_connection_post_layernorm", False, write=False),
+    ),
+    copies={HEAD: "transformer.word_embeddings.weight"},
+)

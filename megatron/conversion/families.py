@@ -1,0 +1,47 @@
+"""The architectures of transformers that can be converted, as data."""
+
+from collections.abc import Sequence
+
+from megatron.conversion.bert import BERT_FAMILIES
+from megatron.conversion.deepseek import DEEPSEEK_FAMILIES
+from megatron.conversion.deepseek_v32 import DEEPSEEK_V32_FAMILY
+from megatron.conversion.falcon import FALCON_FAMILY
+from megatron.conversion.family import Family
+from megatron.conversion.gemma import GEMMA_FAMILIES
+from megatron.conversion.gpt2 import GPT2_FAMILY
+from megatron.conversion.gpt_oss import GPT_OSS_FAMILIES
+from megatron.conversion.llama import LLAMA_FAMILIES
+from megatron.conversion.mamba import MAMBA2_FAMILY
+from megatron.conversion.nemotron_h import NEMOTRON_H_FAMILY
+from megatron.conversion.olmo import OLMO_FAMILIES
+from megatron.conversion.phi3 import PHI3_FAMILY
+from megatron.conversion.qwen3_next import QWEN3_NEXT_FAMILY
+from megatron.conversion.t5 import T5_FAMILIES
+from megatron.core.exceptions import UserError
+
+FAMILIES: tuple[Family, ...] = (
+    *LLAMA_FAMILIES,
+    *GPT_OSS_FAMILIES,
+    *DEEPSEEK_FAMILIES,
+    DEEPSEEK_V32_FAMILY,
+    *GEMMA_FAMILIES,
+    *OLMO_FAMILIES,
+    GPT2_FAMILY,
+    PHI3_FAMILY,
+    FALCON_FAMILY,
+    QWEN3_NEXT_FAMILY,
+    MAMBA2_FAMILY,
+    NEMOTRON_H_FAMILY,
+    *BERT_FAMILIES,
+    *T5_FAMILIES,
+)
+"""All families. An export takes the first that expresses the model."""
+
+
+def family_of(architecture: str, families: Sequence[Family] = FAMILIES) -> Family:
+    """Returns the family of a class of transformers. Raises UserError with the known classes."""
+    for family in families:
+        if architecture == family.architecture:
+            return family
+    known = ", ".join(family.architecture for family in families)
+    raise UserError(f"{architecture} is unknown; these are known: {known}")

@@ -1,0 +1,125 @@
+"""Settings that differ between layers with a sliding window and layers with full attention (`layer_types`)."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from megatron.conversion.config_rules import Values
+from megatron.conversion.hub_defaults import Json
+from megatron.conversion.rope import scaling_fields, scaling_key, whole_base
+from megatron.conversion.spellings import rope_scaling_of
+from megatron.core.exceptions import UserError
+from megatron.core.transformer.layer_patterns import is_windowed
+
+_WINDOWED, _FULL = "sliding_attention", "full_attention"
+
+
+@dataclass(frozen=True)
+class WindowsByLayerType:
+    """Sliding windows in the layers that `layer_types` names; without it in all but every `period`-th layer.
+
+    A window of W tokens includes the token itself, so it is our `window_size` (W - 1, 0).
+    """
+
+    period: int
+    period_key: str = ""
+    """Key with another period, of a family that has one."""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The keys."""
+        keys = ("sliding_window", "layer_types")
+        return (*keys, self.period_key) if self.period_key else keys
+
+    def fields(self, config: Json) -> dict[str, Any]:
+        """Returns window size and layers; nothing if no layer has a window."""
+        pattern = [int(kind == _WINDOWED) for kind in self._kinds(config)]
+        width = config["sliding_window"]
+        if not any(pattern):
+            return {}
+        if width is None or width < 1:
+            raise UserError(f"sliding_window is {width}; with layers of {_WINDOWED} it must be at least 1")
+        return {"window_size": (width - 1, 0), "window_attn_skip_freq": None if all(pattern) else pattern}
+
+    def _kinds(self, config: Json) -> list[str]:
+        count, kinds = config["num_hidden_layers"], config["layer_types"]
+        if kinds is None:
+            given = config.get(self.period_key)
+            period = self.period if given is None else given
+            return [_WINDOWED if layer % period else _FULL for layer in range(1, count + 1)]
+        unknown = [kind for kind in kinds if kind not in (_WINDOWED, _FULL)]
+        if unknown:
+            raise UserError(f"layer_types has {unknown[0]!r}; {_WINDOWED} and {_FULL} are supported")
+        if len(kinds) != count:
+            raise UserError(f"layer_types has {len(kinds)} entries, but num_hidden_layers is {count}")
+        return list(kinds)
+
+    def keys(self, values: Values) -> dict[str, Json]:
+        """Returns the window and the kind of each layer. A window of another form than (W - 1, 0) is left out.
+
+        A model without windows gets one that no layer uses: transformers makes the mask of all kinds of layers, and
+        refuses a null."""
+        count, window = values["num_layers"], values["window_size"]
+        if window is None or window[1] != 0 or window[0] < 0:
+            return {"sliding_window": values["max_position_embeddings"], "layer_types": [_FULL] * count}
+        config = SimpleNamespace(**values)
+        kinds = [_WINDOWED if is_windowed(config, layer) else _FULL for layer in range(1, count + 1)]
+        return {"sliding_window": window[0] + 1, "layer_types": kinds}
+
+
+@dataclass(frozen=True)
+class RotaryPositionsByLayerType:
+    """Rotary positions with one base in layers with a window, which are never scaled, and another in the others.
+
+    transformers 5 has `rope_parameters` for each type of layer. Older releases have `rope_theta`, `rope_scaling` and,
+    for the layers with a window, `local_key`.
+    """
+
+    base: float
+    """Base of layers with full attention if config.json has none."""
+    local_base: float
+    """Base of layers with a window if config.json has none."""
+    local_key: str = ""
+    """Key of the base of layers with a window; empty: the family has no such key."""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The keys."""
+        keys = ("rope_theta", "rope_scaling", "rope_parameters")
+        return (*keys, self.local_key) if self.local_key else keys
+
+    def fields(self, config: Json) -> dict[str, Any]:
+        """Returns both bases, and the scaling of layers with full attention."""
+        given = config["rope_parameters"] or {}
+        others = sorted(given.keys() - {_FULL, _WINDOWED})
+        if others:
+            raise UserError(f"rope_parameters has {', '.join(others)}; only {_FULL} and {_WINDOWED} are supported")
+        full, local = dict(given.get(_FULL) or {}), dict(given.get(_WINDOWED) or {})
+        full |= config["rope_scaling"] or {}
+        key = "rope_scaling" if config["rope_scaling"] else "rope_parameters"
+        if "rope_theta" not in local and config.get("rope_theta") not in (None, self.base) and not self.local_key:
+            raise UserError(
+                f"rope_theta is {config['rope_theta']}; only {self.base} is supported beside rope_parameters without "
+                f"{_WINDOWED}, because releases of transformers differ in the layers that have it"
+            )
+        base = full.get("rope_theta", config.get("rope_theta"))
+        local_base = local.get("rope_theta", config.get(self.local_key))
+        if scaling_fields("rope_parameters", local, config):
+            raise UserError(f"rope_parameters has {local['rope_type']!r} for {_WINDOWED}; only 'default' is supported")
+        fields = {"position_embedding_type": "rope", "rotary_base": whole_base(self.base if base is None else base)}
+        if any(kind == _WINDOWED for kind in config["layer_types"] or (_WINDOWED,)):
+            fields["rotary_base_local"] = float(self.local_base if local_base is None else local_base)
+        return {**fields, **scaling_fields(key, full, config)}
+
+    def keys(self, values: Values) -> dict[str, Json]:
+        """Returns the keys of older releases if they can express the values, otherwise `rope_parameters`."""
+        base, local = float(values["rotary_base"]), values["rotary_base_local"]
+        if local is None:  # layers with a window have the others' base, and a scaling cannot be expressed for them
+            local = base if rope_scaling_of(values) is None else self.local_base
+        if self.local_key:
+            return {"rope_theta": base, self.local_key: float(local), "rope_scaling": scaling_key(values)}
+        if (base, local) == (self.base, self.local_base):
+            return {"rope_theta": base, "rope_scaling": scaling_key(values)}
+        full = {"rope_type": "default", **(scaling_key(values) or {}), "rope_theta": base}
+        windowed = {"rope_type": "default", "rope_theta": float(local)}
+        return {"rope_parameters": {_FULL: full, _WINDOWED: windowed}}

@@ -1,0 +1,88 @@
+"""Llama, Mistral, Qwen, Mixtral and Granite."""
+
+from megatron.conversion import config_rules as rules
+from megatron.conversion import decoder, layer_rules
+from megatron.conversion.decoder import experts
+from megatron.conversion.family import Family
+
+LLAMA_FAMILIES = (
+    Family(
+        "LlamaForCausalLM",
+        "llama",
+        decoder.AROUND | decoder.ATTENTION | decoder.QKV_BIAS | decoder.OUTPUT_BIAS | decoder.MLP,
+        (*decoder.DECODER, layer_rules.LinearBiases()),
+    ),
+    Family(
+        "MistralForCausalLM",
+        "mistral",
+        decoder.AROUND | decoder.ATTENTION | decoder.MLP,
+        (*decoder.DECODER, layer_rules.SlidingWindows()),
+    ),
+    Family(
+        "Qwen2ForCausalLM",
+        "qwen2",
+        decoder.AROUND | decoder.ATTENTION | decoder.QKV_BIAS | decoder.MLP,
+        (
+            *decoder.DECODER,
+            rules.Implied({"add_qkv_bias": True}),
+            layer_rules.SlidingWindows(by_layer=True),
+            rules.Fixed("use_mrope", False, write=False),
+        ),
+    ),
+    Family(
+        "Qwen3ForCausalLM",
+        "qwen3",
+        decoder.AROUND | decoder.ATTENTION | decoder.HEAD_NORMS | decoder.MLP,
+        (
+            *decoder.DECODER,
+            rules.Fixed("attention_bias", False),
+            rules.Implied({"qk_layernorm": True}),
+            layer_rules.SlidingWindows(by_layer=True),
+        ),
+    ),
+    Family(
+        "MixtralForCausalLM",
+        "mixtral",
+        decoder.AROUND | decoder.ATTENTION | experts("block_sparse_moe", "w1", "w3", "w2"),
+        (
+            *decoder.DECODER,
+            layer_rules.SlidingWindows(),
+            rules.Copied("intermediate_size", "moe_ffn_hidden_size"),
+            rules.Copied("num_local_experts", "num_moe_experts"),
+            rules.Fixed("router_jitter_noise", 0.0),
+            layer_rules.RouterWeights(key=None),
+        ),
+    ),
+    Family(
+        "Qwen3MoeForCausalLM",
+        "qwen3_moe",
+        decoder.AROUND
+        | decoder.ATTENTION
+        | decoder.HEAD_NORMS
+        | decoder.MLP
+        | experts("mlp", "gate_proj", "up_proj", "down_proj"),
+        (
+            *decoder.DECODER,
+            rules.Fixed("attention_bias", False),
+            rules.Implied({"qk_layernorm": True}),
+            layer_rules.NoWindows(),
+            rules.Copied("num_experts", "num_moe_experts", also="num_local_experts"),
+            rules.Copied("moe_intermediate_size", "moe_ffn_hidden_size"),
+            layer_rules.ExpertLayers(),
+            layer_rules.RouterWeights(),
+        ),
+    ),
+    Family(
+        "GraniteForCausalLM",
+        "granite",
+        decoder.AROUND | decoder.ATTENTION | decoder.QKV_BIAS | decoder.OUTPUT_BIAS | decoder.MLP,
+        (
+            *decoder.DECODER,
+            layer_rules.LinearBiases(),
+            layer_rules.ScoreScale("attention_multiplier"),
+            rules.Copied("embedding_multiplier", "embedding_multiplier"),
+            rules.Copied("residual_multiplier", "residual_multiplier"),
+            rules.Inverse("logits_scaling", "logit_scale"),
+        ),
+    ),
+)

@@ -1,0 +1,256 @@
+"""Export to Megatron-LM: a checkpoint becomes a folder in its torch_dist format, from which Megatron-LM continues.
+
+The folder is what torch.distributed.checkpoint reads: one data file of archives of torch.save, one for each layer of
+each tensor, and `.metadata`. Optimizer state has the format of --dist-ckpt-optim-fully-reshardable. One tensor is in
+memory at a time.
+"""
+
+import argparse
+import json
+import math
+import pickle
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.conversion.megatron_lm.arguments import check_token_mixers
+from megatron.conversion.megatron_lm.names import exported_location, exported_shape
+from megatron.core.dist_checkpointing.checkpoint import Checkpoint
+from megatron.core.dist_checkpointing.checkpoint_selection import Log, open_newest
+from megatron.core.dist_checkpointing.chunk import MASTER, Chunk, is_optimizer_state, is_weight, optimizer_state_name
+from megatron.core.dist_checkpointing.disk import Disk
+from megatron.core.dist_checkpointing.folders import RELEASE, Step, folder_name, sibling_name, write_tracker
+from megatron.core.dist_checkpointing.planning import describe_names, match
+from megatron.core.dist_checkpointing.reading import fill_tensors
+from megatron.core.exceptions import UserError
+from megatron.core.parameters import Box
+from megatron.core.utils.torch_private import DistFolderWriter
+from megatron.training.config.flag_table import flag_table, spelling_of
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.inspection.run_description import MODEL_OPTIONS, architecture_of
+from megatron.training.trained_model import config_for_one_process
+
+_DATA = "__0_0.distcp"
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class ExportedRun:
+    """Result of an export."""
+
+    folder: Path
+    nbytes: int
+    with_optimizer: bool
+
+
+def export_run(root: Path, target: Path, *, step: Step | None = None, log: Log = print) -> ExportedRun:
+    """Writes a checkpoint under `root` (the newest whole one, or that of `step`) into the folder `target`, in
+    Megatron-LM's torch_dist format, with its tracker file.
+
+    The rows of the vocabulary are padded with zeros as --make-vocab-size-divisible-by says. Only Adam's optimizer state
+    is exported; a line says so if there is another. Raises UserError if `target` is not empty, for models whose names
+    or order of rows in Megatron-LM cannot be known, and for model options that Megatron-LM lacks.
+    """
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"{target} is not empty; name a folder that is empty or does not exist")
+    checkpoint = open_newest(root, step, log)
+    config = config_for_one_process(checkpoint.manifest.config, [], has_cuda=False)
+    _check_model(config)
+    if config.optimizer.optimizer not in ("adam", "sgd"):
+        log(f"the moments of --optimizer {config.optimizer.optimizer} are left behind: its format there is not known")
+    found: Step = checkpoint.manifest.iteration if "train_state" in checkpoint.manifest.common else RELEASE
+    disk, aside = Disk(), sibling_name(target, "tmp")
+    try:
+        folder = aside / folder_name(found)
+        disk.make_directory(folder)
+        nbytes, with_optimizer = _write(checkpoint, config, folder, log)
+        write_tracker(disk, aside, found)
+        disk.sync_directory(aside)
+        disk.rename(aside, target)
+        disk.sync_directory(target.parent)
+    except OSError as error:
+        raise UserError(f"{error.filename or target}: {error.strerror or error}; nothing is exported") from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return ExportedRun(target / folder_name(found), nbytes, with_optimizer)
+
+
+def _check_model(config: PretrainConfig) -> None:
+    if config.flat()["model_family"] not in (None, "gpt"):
+        raise UserError("export-megatron: only GPT models so far")
+    for field, flag in (("multi_latent_attention", "--multi-latent-attention"), ("mtp_num_layers", "--mtp-num-layers")):
+        if config.flat()[field]:
+            raise UserError(f"export-megatron: not yet for {flag}: their names depend on Megatron-LM's kernels")
+    check_token_mixers(config, "export-megatron")
+    own = ", ".join(spelling_of(name) for name in _own_options(config))
+    if own:
+        raise UserError(f"export-megatron: the model has {own}, without which Megatron-LM computes another function")
+
+
+_THEIR_OPTIONS = frozenset(
+    ("moe_latent_size", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_apply_probs_on_input")
+)
+"""Those of `MODEL_OPTIONS` that Megatron-LM has too."""
+_OWN_SWITCHES = ("relu", "geglu")
+"""Activations that Megatron-LM has no flag for."""
+_BY_WIDTH = ("softmax_scale", "embedding_multiplier", "logit_scale")
+"""What --use-mup sets, which Megatron-LM has."""
+
+
+def _own_options(config: PretrainConfig) -> list[str]:
+    """Returns the fields of the model's options that Megatron-LM has no flag for."""
+    values, turned = config.flat(), architecture_of(config)
+    own = [name for name in MODEL_OPTIONS if name in turned and name not in _THEIR_OPTIONS]
+    own += [name for name in _OWN_SWITCHES if values[name]]
+    own += ["softmax_scale"] if values["softmax_scale"] is not None else []
+    return [name for name in own if not (values["use_mup"] and name in _BY_WIDTH)]
+
+
+def _write(checkpoint: Checkpoint, config: PretrainConfig, folder: Path, log: Log) -> tuple[int, bool]:
+    """Writes all files of the folder; returns the bytes of the tensors, and whether there is optimizer state."""
+    weights = [name for name in checkpoint.catalogue if is_weight(name)]
+    with_optimizer = _has_adam(checkpoint, weights, log)
+    divisor = config.flat()["make_vocab_size_divisible_by"]
+    plan = [item for kind in ("", MASTER, *_MOMENTS) if with_optimizer or not kind for item in _plan(checkpoint, kind)]
+    layers = _layers(weights)
+    stacked = len({tuple(sorted(names)) for names in layers.values()}) == 1
+    writer, nbytes = DistFolderWriter(_DATA), 0
+    with open(folder / _DATA, "wb") as file:
+        for prefix, source, weight, dtype in plan:
+            shape = checkpoint.catalogue[weight][0].chunk.global_shape
+            location = exported_location(weight, stacked)
+            theirs = exported_shape(weight, shape, divisor)
+            values = _read(checkpoint, source, shape, dtype, theirs)
+            lead = () if location.layer is None else (len(layers),)
+            offset = () if location.layer is None else (location.layer,)
+            whole, start = (*lead, *theirs), (*offset, *(0 for _ in theirs))
+            writer.add_tensor(file, prefix + location.name, whole, start, values.view((*(1 for _ in lead), *theirs)))
+            nbytes += values.nbytes
+        for name in _extra_states(weights, stacked, len(layers), checkpoint):
+            writer.add_object(file, name, [None])
+    (folder / ".metadata").write_bytes(pickle.dumps(writer.metadata()))
+    torch.save(_common(checkpoint, config, with_optimizer), folder / "common.pt")
+    backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    (folder / "metadata.json").write_text(
+        json.dumps(backend | {"common_backend": "torch", "common_backend_version": 1})
+    )
+    return nbytes, with_optimizer
+
+
+def _has_adam(checkpoint: Checkpoint, weights: Sequence[str], log: Log) -> bool:
+    """Whether the checkpoint holds the state of Adam, and of no other optimizer."""
+    ours = {optimizer_state_name(kind, name) for kind in (MASTER, *_MOMENTS) for name in weights}
+    other = [name for name in checkpoint.catalogue if is_optimizer_state(name) and name not in ours]
+    if other:
+        log(
+            f"left behind, all optimizer state: only Adam's can be exported, and there is {describe_names(other, 3)}; "
+            "start Megatron-LM with --no-load-optim"
+        )
+        return False
+    return any(optimizer_state_name(_MOMENTS[0], name) in checkpoint.catalogue for name in weights)
+
+
+def _plan(checkpoint: Checkpoint, kind: str) -> Iterator[tuple[str, str, str, torch.dtype]]:
+    """Yields for each tensor of a kind: the prefix of its name there, what it is read from, its weight, its type."""
+    for weight in [name for name in checkpoint.catalogue if is_weight(name)]:
+        own = optimizer_state_name(kind, weight) if kind else weight
+        if kind == MASTER and optimizer_state_name(_MOMENTS[0], weight) in checkpoint.catalogue:
+            yield "optimizer.state.param.", own if own in checkpoint.catalogue else weight, weight, torch.float32
+        elif kind != MASTER and own in checkpoint.catalogue:
+            prefix = f"optimizer.state.{kind}." if kind else ""
+            yield prefix, own, weight, checkpoint.catalogue[own][0].chunk.dtype
+
+
+def _read(checkpoint: Checkpoint, name: str, shape: Sequence[int], dtype: torch.dtype, theirs: Sequence[int]) -> Tensor:
+    """Returns a tensor, one-dimensional, with zeros for the rows that pad a vocabulary."""
+    values = torch.zeros(math.prod(theirs), dtype=dtype)
+    chunk = Chunk(name, tuple(shape), Box.whole(tuple(shape)), None, values[: math.prod(shape)])
+    fill_tensors(checkpoint, match([chunk], {name: checkpoint.catalogue[name]}))
+    return values
+
+
+def _layers(weights: Sequence[str]) -> dict[str, set[str]]:
+    """Returns the names inside each layer."""
+    layers: dict[str, set[str]] = {}
+    for name in weights:
+        if name.startswith("decoder.layers."):
+            number, rest = name.removeprefix("decoder.layers.").split(".", 1)
+            layers.setdefault(number, set()).add(rest)
+    return layers
+
+
+def _extra_states(weights: Sequence[str], stacked: bool, layers: int, checkpoint: Checkpoint) -> Iterator[str]:
+    """Yields the names of the empty entries that Megatron-LM expects for each linear layer."""
+    for weight in weights:
+        module = weight.removesuffix(".weight")
+        if not weight.endswith(".weight") or ".linear_" not in module:
+            continue
+        location = exported_location(weight, stacked)
+        experts = checkpoint.catalogue[weight][0].chunk.global_shape[0] if ".experts.linear_" in weight else 1
+        stem = location.name.removesuffix(".weight")
+        for expert in range(experts):
+            index = [*([location.layer] if location.layer is not None else []), *([expert] if experts > 1 else [])]
+            sizes = [*([layers] if location.layer is not None else []), *([experts] if experts > 1 else [])]
+            yield f"{stem}._extra_state/shard_{'.'.join(map(str, index or [0]))}_{'.'.join(map(str, sizes or [1]))}"
+
+
+def _common(checkpoint: Checkpoint, config: PretrainConfig, with_optimizer: bool) -> dict[str, Any]:
+    saved = checkpoint.manifest.common
+    state = saved.get("train_state") or {}
+    common: dict[str, Any] = {"args": _arguments(config, state), "checkpoint_version": 3.0}
+    if not state:
+        return common
+    common["iteration"] = checkpoint.manifest.iteration
+    common["num_floating_point_operations_so_far"] = state.get("floating_point_operations_so_far", 0.0)
+    common["opt_param_scheduler"] = dict(saved["scheduler"])
+    if with_optimizer:
+        common["optimizer"] = _optimizer(saved["optimizer"], saved["scheduler"], config)
+        common["content_metadata"] = {"distrib_optim_sharding_type": "fully_reshardable"}
+    return common
+
+
+def _optimizer(state: Mapping[str, Any], schedule: Mapping[str, Any], config: PretrainConfig) -> dict[str, Any]:
+    flags = config.optimizer
+    group: dict[str, Any] = {
+        "is_expert_parallel": False,
+        "default_config": True,
+        "lr_mult": 1.0,
+        "is_decoupled_lr": False,
+    }
+    group |= {"max_lr": flags.lr, "min_lr": flags.min_lr, "lr": flags.lr, "eps": flags.adam_eps}
+    group |= {"betas": (flags.adam_beta1, flags.adam_beta2), "weight_decay": flags.weight_decay}
+    group |= {"step": float(state.get("update_count", 0)), "decoupled_weight_decay": True}
+    inner: dict[str, Any] = {"param_groups": [group | {"wd_mult": 1.0}, group | {"wd_mult": 0.0}]}
+    made: dict[str, Any] = {"optimizer": inner, "param_state_sharding_type": "fully_reshardable"}
+    if state.get("grad_scaler"):
+        made["grad_scaler"] = {
+            key: torch.tensor([value], dtype=torch.float32 if key == "scale" else torch.int32)
+            for key, value in state["grad_scaler"].items()
+        }
+    return made
+
+
+def _arguments(config: PretrainConfig, state: Mapping[str, Any]) -> argparse.Namespace:
+    """Returns the flags that were given as Megatron-LM's namespace has them, and the counts of the run."""
+    values: dict[str, Any] = {}
+    flat = config.flat()
+    for field, flag in flag_table().items():
+        turned_off = flag.switch is not None and not flag.switch[flag.spelling]
+        name = field if turned_off else flag.spelling[2:].replace("-", "_")
+        value = flat.get(field)
+        if config.provenance.get(field) in ("flag", "script") and _is_plain(value):
+            values[name] = value
+    for count in ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples"):
+        values[count] = state.get(count, 0)
+    return argparse.Namespace(**values)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, bool | int | float | str)

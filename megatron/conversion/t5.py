@@ -1,0 +1,164 @@
+"""T5 in transformers: the first T5 (ReLU, a tied output layer with scaled logits) and T5 1.1 (gated GELU, an output
+layer with a weight of its own)."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.conversion import config_rules as rules
+from megatron.conversion.family import Family
+from megatron.conversion.hub_defaults import Json
+from megatron.conversion.tensor_mapping import (
+    ALL,
+    GATE,
+    KEYS,
+    QUERIES,
+    UP,
+    VALUES,
+    HubTensorPattern,
+    TensorMapping,
+)
+from megatron.core.exceptions import UserError
+
+_Mapping = dict[str, tuple[HubTensorPattern, ...]]
+
+
+def _stack(name: str, mlp: int, is_gated: bool) -> _Mapping:
+    """Tensors of the encoder or the decoder. `mlp` is the number of the MLP in a block of transformers."""
+    ours, hub = f"{name}.layers.{{layer}}", f"{name}.block.{{layer}}.layer"
+    attention, dense = f"{hub}.0.SelfAttention", f"{hub}.{mlp}.DenseReluDense"
+    gate_and_up = (HubTensorPattern(f"{dense}.wi_0.weight", GATE), HubTensorPattern(f"{dense}.wi_1.weight", UP))
+    table = f"{name}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+    return {
+        f"{name}_relative_pos_emb.relative_attention_bias.weight": (HubTensorPattern(table),),
+        f"{name}.final_layernorm.weight": (HubTensorPattern(f"{name}.final_layer_norm.weight"),),
+        f"{ours}.input_layernorm.weight": (HubTensorPattern(f"{hub}.0.layer_norm.weight"),),
+        f"{ours}.self_attention.linear_qkv.weight": tuple(
+            HubTensorPattern(f"{attention}.{part}.weight", rows)
+            for part, rows in (("q", QUERIES), ("k", KEYS), ("v", VALUES))
+        ),
+        f"{ours}.self_attention.linear_proj.weight": (HubTensorPattern(f"{attention}.o.weight"),),
+        f"{ours}.pre_mlp_layernorm.weight": (HubTensorPattern(f"{hub}.{mlp}.layer_norm.weight"),),
+        f"{ours}.mlp.linear_fc1.weight": gate_and_up if is_gated else (HubTensorPattern(f"{dense}.wi.weight"),),
+        f"{ours}.mlp.linear_fc2.weight": (HubTensorPattern(f"{dense}.wo.weight"),),
+    }
+
+
+def _cross_attention() -> _Mapping:
+    ours, hub = "decoder.layers.{layer}", "decoder.block.{layer}.layer.1"
+    attention = f"{hub}.EncDecAttention"
+    return {
+        f"{ours}.pre_cross_attn_layernorm.weight": (HubTensorPattern(f"{hub}.layer_norm.weight"),),
+        f"{ours}.cross_attention.linear_q.weight": (HubTensorPattern(f"{attention}.q.weight"),),
+        f"{ours}.cross_attention.linear_kv.weight": (
+            HubTensorPattern(f"{attention}.k.weight", (ALL, slice(0, 1))),
+            HubTensorPattern(f"{attention}.v.weight", (ALL, slice(1, 2))),
+        ),
+        f"{ours}.cross_attention.linear_proj.weight": (HubTensorPattern(f"{attention}.o.weight"),),
+    }
+
+
+def _tensors(values: rules.Values) -> TensorMapping:
+    return {
+        "embedding.word_embeddings.weight": (HubTensorPattern("shared.weight"),),
+        "lm_head.output_layer.weight": (HubTensorPattern("lm_head.weight"),),
+        **_stack("encoder", 1, values["geglu"]),
+        **_stack("decoder", 2, values["geglu"]),
+        **_cross_attention(),
+    }
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Layers of the encoder and of the decoder; null or absent, the decoder has as many as the encoder."""
+
+    reads = ("num_layers", "num_decoder_layers")
+
+    def fields(self, config: Json) -> dict[str, Any]:
+        """Returns both numbers."""
+        encoder, decoder = (config[key] for key in self.reads)
+        return {"encoder_num_layers": encoder, "num_layers": encoder if decoder is None else decoder}
+
+    def keys(self, values: rules.Values) -> dict[str, Json]:
+        """Returns both keys."""
+        return {"num_layers": values["encoder_num_layers"], "num_decoder_layers": values["num_layers"]}
+
+
+@dataclass(frozen=True)
+class T5Activation:
+    """ReLU, or a gated MLP with GELU's tanh approximation."""
+
+    reads = ("feed_forward_proj", "dense_act_fn", "is_gated_act")
+
+    def fields(self, config: Json) -> dict[str, Any]:
+        """Returns the switch of the activation. Raises UserError for other activations."""
+        word = config["feed_forward_proj"]
+        if word not in ("relu", "gated-gelu"):
+            raise UserError(f"feed_forward_proj is {word!r}; relu and gated-gelu are supported")
+        gated = word == "gated-gelu"
+        for key, value in (("dense_act_fn", "gelu_new" if gated else "relu"), ("is_gated_act", gated)):
+            if config.get(key, value) != value:
+                raise UserError(f"{key} is {config[key]!r}; with feed_forward_proj {word} only {value!r} is supported")
+        return {"geglu": True} if gated else {"relu": True}
+
+    def keys(self, values: rules.Values) -> dict[str, Json]:
+        """Returns the word of the activation."""
+        return {"feed_forward_proj": "gated-gelu" if values["geglu"] else "relu"}
+
+
+@dataclass(frozen=True)
+class OutputLayer:
+    """A tied output layer, whose logits are multiplied by 1 / sqrt(d_model), or one with a weight of its own.
+
+    transformers 5 writes `tie_word_embeddings` true for both, and `scale_decoder_outputs` tells them apart.
+    """
+
+    reads = ("tie_word_embeddings", "scale_decoder_outputs")
+
+    def fields(self, config: Json) -> dict[str, Any]:
+        """Returns ties, scale, and that there is no bias."""
+        if config["tie_word_embeddings"] and config.get("scale_decoder_outputs", True):
+            tied = {"untie_embeddings_and_output_weights": False, "t5_head_bias": False}
+            return tied | {"logit_scale": config["d_model"] ** -0.5}
+        if config.get("scale_decoder_outputs"):
+            raise UserError("scale_decoder_outputs is True; without tie_word_embeddings only False is supported")
+        return {"untie_embeddings_and_output_weights": True}
+
+    def keys(self, values: rules.Values) -> dict[str, Json]:
+        """Returns whether the weights are tied."""
+        return {"tie_word_embeddings": not values["untie_embeddings_and_output_weights"]}
+
+
+_RULES: tuple[rules.Rule, ...] = (
+    Layers(),
+    T5Activation(),
+    OutputLayer(),
+    rules.Copied("d_model", "hidden_size"),
+    rules.Copied("d_kv", "kv_channels"),
+    rules.Copied("d_ff", "ffn_hidden_size"),
+    rules.Copied("num_heads", "num_attention_heads"),
+    rules.Copied("relative_attention_num_buckets", "relative_attention_num_buckets"),
+    rules.Copied("relative_attention_max_distance", "relative_attention_max_distance"),
+    rules.Copied("dropout_rate", "hidden_dropout"),
+    rules.Copied("dropout_rate", "attention_dropout"),
+    rules.Copied("layer_norm_epsilon", "layernorm_epsilon"),
+    rules.Implied({"position_embedding_type": "relative", "normalization": "RMSNorm", "add_bias_linear": False}),
+    rules.Implied({"softmax_scale": 1.0}),
+    rules.Fixed("is_encoder_decoder", True),
+    rules.Fixed("is_decoder", False, write=False),
+    rules.Unused(("initializer_factor", "n_positions", "classifier_dropout", "decoder_start_token_id", "output_past")),
+    rules.Unused(("task_specific_params",)),
+)
+
+T5_FAMILIES = (
+    Family(
+        "T5ForConditionalGeneration",
+        "t5",
+        _tensors,
+        _RULES,
+        constants=(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",),
+        model_family="t5",
+        copies={
+            f"{name}.weight": "shared.weight" for name in ("lm_head", "encoder.embed_tokens", "decoder.embed_tokens")
+        },
+    ),
+)

@@ -1,0 +1,1 @@
+"""Every communication of the library, and the memory that GPUs of one host share."""

@@ -1,0 +1,1 @@
+"""How settings are declared: fields that are flags, and the grammars of their values."""

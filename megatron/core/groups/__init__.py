@@ -1,0 +1,1 @@
+"""Which ranks form which group: integers first, then groups of torch."""

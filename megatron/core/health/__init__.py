@@ -1,0 +1,1 @@
+"""Hardware that computes wrongly or slowly: results computed again, and ranks that others wait for."""

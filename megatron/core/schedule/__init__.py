@@ -1,0 +1,1 @@
+"""How learning rate and weight decay change over a run."""

@@ -1,0 +1,143 @@
+"""Datasets in object stores: prefixes such as s3://bucket/corpus, read through the package fsspec.
+
+An index (.idx) is read as a whole, or copied once into a local folder (`local_copy`) and mapped from there. Tokens
+(.bin) are read sample by sample, in the processes that read ahead. Every process opens its own connection.
+"""
+
+import hashlib
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron.core.exceptions import UserError
+from megatron.core.utils.files import open_atomically
+from megatron.core.utils.warn import warn_on_first_rank
+
+_SCHEME = re.compile(r"[a-z][a-z0-9+.-]+://", re.IGNORECASE)
+
+
+class StoreError(UserError):
+    """A store does not answer or refuses access. Unlike a missing object, this may be temporary."""
+
+
+_opened: dict[tuple[int, str], Any] = {}
+"""File systems by process id and scheme: connections do not survive a fork."""
+
+
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """Whether a path names an object in a store, such as gs://bucket/key."""
+    return _SCHEME.match(os.fspath(path)) is not None
+
+
+def file_system(url: str) -> Any:
+    """Returns the fsspec file system of a URL. Raises UserError, naming the package, if one is missing."""
+    scheme = url.partition("://")[0].lower()
+    key = os.getpid(), scheme
+    if key not in _opened:
+        try:
+            import fsspec
+
+            _opened[key] = fsspec.filesystem(scheme, skip_instance_cache=True)
+        except ImportError as error:
+            raise UserError(
+                f"{url}: reading {scheme}:// needs a package that is not installed ({error}); install it, or copy or "
+                "mount the files"
+            ) from error
+        except ValueError as error:
+            raise UserError(f"{url}: {scheme}:// is no kind of store that fsspec knows ({error})") from error
+    return _opened[key]
+
+
+def exists(url: str) -> bool:
+    """Whether the object exists. Raises StoreError if the store does not answer."""
+    return bool(_ask(url, "exists"))
+
+
+def size_of(url: str) -> int:
+    """Returns the size of an object in bytes. Raises UserError if it does not exist, StoreError if the store does not
+    answer."""
+    return int(_ask(url, "size"))
+
+
+def read_bytes(url: str, start: int | None = None, stop: int | None = None) -> bytes:
+    """Returns an object's bytes [start, stop). Raises UserError if there is no such object, StoreError if the store
+    does not answer."""
+    return bytes(_ask(url, "cat_file", start=start, end=stop))
+
+
+def _ask(url: str, method: str, **options: Any) -> Any:
+    store = file_system(url)
+    try:
+        return getattr(store, method)(url, **options)
+    except FileNotFoundError:
+        raise UserError(f"{url}: no such object") from None
+    except Exception as error:  # each store raises errors of its own, such as network or permission errors
+        # Without the error itself, whose text may show the keys of the URL.
+        raise StoreError(f"{url}: cannot be read: {type(error).__name__}: {error}") from None
+
+
+def version_of(url: str) -> str | None:
+    """Returns a value that identifies the content of an object: its ETag, checksum, generation or the time of its last
+    change; None if the store provides none of these. Raises UserError if the store cannot be read."""
+    facts = {str(key).lower().replace("_", "").replace("-", ""): value for key, value in _ask(url, "info").items()}
+    known = next((key for key in _VERSIONS if facts.get(key) not in (None, "")), None)
+    return None if known is None else f"{known} {facts[known]}"
+
+
+_VERSIONS = (
+    "etag",
+    "md5hash",
+    "contentmd5",
+    "md5",
+    "checksum",
+    "crc32c",
+    "versionid",
+    "generation",
+    "mtime",
+    "lastmodified",
+    "modifiedat",
+    "modificationtime",
+    "updated",
+    "created",
+)
+"""Keys of fsspec's `info`, in lower case without signs, whose value changes when an object is written again."""
+
+
+def local_copy(url: str, folder: str | os.PathLike[str]) -> str:
+    """Returns the path of an object's copy in a local folder. Makes the copy unless it exists. The copy's name contains
+    the object's size and version (`version_of`), so an object that has changed is copied again. Without a version only
+    the size is compared, and a warning says so."""
+    version = version_of(url)
+    name = hashlib.sha256(f"{url} {size_of(url)} {version}".encode()).hexdigest()[:32]
+    path = Path(folder) / f"{name}-{url.rsplit('/', 1)[-1]}"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = read_bytes(url)
+        with open_atomically(path) as file:
+            file.write(content)
+    elif version is None:
+        warn_on_first_rank(
+            f"{url}: the store tells neither checksum nor time, so {path} is used because its size is the same; delete "
+            "it if the object has changed"
+        )
+    return str(path)
+
+
+class RemoteBin:
+    """Reads tokens of an object by ranges of bytes."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self.size = size_of(url)
+
+    def read(self, start: int, count: int, dtype: np.dtype) -> np.ndarray:
+        """Returns `count` tokens from byte `start` on. Raises UserError if the object does not have them."""
+        if count == 0:
+            return np.empty(0, dtype)
+        data = read_bytes(self._url, start, start + count * dtype.itemsize)
+        if len(data) < count * dtype.itemsize:
+            raise UserError(f"{self._url}: was shortened while it was read")
+        return np.frombuffer(data, dtype)

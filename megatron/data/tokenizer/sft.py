@@ -1,0 +1,142 @@
+"""SFTTokenizer: a Hugging Face tokenizer that also encodes conversations by a chat template."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron.core.exceptions import UserError
+from megatron.core.utils.warn import warn_on_first_rank
+from megatron.data.tokenizer.chat_template import THOUGHTS, ChatTemplate
+from megatron.data.tokenizer.huggingface import HuggingFaceTokenizer
+from megatron.data.tokenizer.huggingface_files import read_json_object
+from megatron.data.tokenizer.learned_turns import LEARNED_ROLE, LearnedTurns, Message
+
+_IDENTITY = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+_DEFAULT, _WITH_TOOLS = "default", "tool_use"
+_ALWAYS_READ = ("role", "content", "add_generation_prompt", "chat_template_kwargs")
+
+
+class SFTTokenizer(HuggingFaceTokenizer):
+    """A HuggingFaceTokenizer with a chat template, for --sft.
+
+    The template is `chat_template` (a file), or that of the tokenizer's folder (chat_template.jinja, or the entry of
+    tokenizer_config.json; an entry named tool_use is for conversations with tools). It runs in Jinja's sandbox.
+    `prompt_format` "identity" joins the contents instead.
+    """
+
+    type_name = "SFTTokenizer"
+
+    def __init__(self, path: str, prompt_format: str = "default", chat_template: str | None = None) -> None:
+        super().__init__(path)
+        identity = {_DEFAULT: _IDENTITY}
+        self._sources = identity if prompt_format == "identity" else _find_templates(self._file.parent, chat_template)
+        self._made: dict[str, tuple[ChatTemplate, LearnedTurns]] = {}
+
+    def encode_conversation(
+        self, messages: Sequence[Message], fields: Mapping[str, Any] | None = None
+    ) -> tuple[list[int], list[bool]]:
+        """Returns the ids of a conversation, and for each whether it is learned: it belongs to what the assistant
+        writes (content, thoughts, calls of tools, the mark that ends the turn), or to a part inside of the template's
+        {% generation %}.
+
+        `fields` are variables for the template, such as tools, documents or enable_thinking; `chat_template_kwargs`
+        holds more of them. Raises UserError if the template rejects the conversation, or if nothing in it is learned.
+        """
+        variables = _variables(fields or {})
+        name = _WITH_TOOLS if variables.get("tools") is not None and _WITH_TOOLS in self._sources else _DEFAULT
+        template, turns = self._template(name)
+        known = {key: value for key, value in variables.items() if key in template.variables}
+        text, spans = turns.find(messages, {**self._special_texts, "add_generation_prompt": False, **known})
+        if template.writes_the_date:
+            warn_on_first_rank(
+                "the chat template writes the date of today into conversations, so that a run on another day learns "
+                f"other text; {_names_of_dates(template)}"
+            )
+        encoding = self._encoding(text, False)
+        begins, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
+        learned = np.zeros(len(begins), bool)
+        for first, last in spans:
+            learned |= (begins < last) & (ends > first)
+        if not learned.any():
+            raise UserError(f"no turn to learn from: {_why_nothing_is_learned(messages, template)}")
+        return encoding.ids, learned.tolist()
+
+    def unread_fields(self, messages: Sequence[Message], fields: Mapping[str, Any]) -> set[str]:
+        """Returns the names of the fields of a row, and of its turns, that the template does not read."""
+        variables = {name for source in self._sources for name in self._template(source)[0].variables}
+        names = {*fields, *fields.get("chat_template_kwargs", {})} - variables
+        for message in messages:
+            names |= {key for key in message if not any(self._reads(source, key) for source in self._sources.values())}
+        return names - set(_ALWAYS_READ)
+
+    @staticmethod
+    def _reads(source: str, key: str) -> bool:
+        return any(name in source for name in (THOUGHTS if key in THOUGHTS else (key,)))
+
+    def _template(self, name: str) -> tuple[ChatTemplate, LearnedTurns]:
+        if name not in self._made:
+            template = ChatTemplate(self._sources[name])
+            end = self._special_texts.get("eos_token", "")
+            self._made[name] = template, LearnedTurns(template, self.special_literals, end)
+        return self._made[name]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_made": {}}
+
+    def _identity(self) -> dict[str, Any]:
+        return super()._identity() | {"template": self._sources}
+
+
+def _variables(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the variables of a template. Raises UserError for values that have another form than in transformers."""
+    more = fields.get("chat_template_kwargs") or {}
+    if not isinstance(more, Mapping):
+        raise UserError('"chat_template_kwargs" is not an object')
+    variables = {**fields, **more}
+    for name in ("tools", "documents"):
+        value = variables.get(name)
+        if value is not None and not (isinstance(value, list) and all(isinstance(entry, dict) for entry in value)):
+            raise UserError(f'"{name}" is not a list of objects')
+    if variables.get("add_generation_prompt"):
+        raise UserError('"add_generation_prompt" is true, and a conversation to learn from ends with its last turn')
+    return variables
+
+
+def _names_of_dates(template: ChatTemplate) -> str:
+    names = sorted(name for name in template.variables if "date" in name)
+    return f"a field {' or '.join(names)} in each line may give one" if names else "it has no variable for another one"
+
+
+def _why_nothing_is_learned(messages: Sequence[Message], template: ChatTemplate) -> str:
+    if template.has_generation_tag:
+        return "the chat template has nothing inside of {% generation %} for it"
+    if all(message["role"] != LEARNED_ROLE for message in messages):
+        return f"none of the {len(messages)} turns has the role {LEARNED_ROLE}"
+    return f"the chat template writes nothing for turns of the role {LEARNED_ROLE}"
+
+
+def _find_templates(folder: Path, given: str | None) -> dict[str, str]:
+    """Returns the templates by name: that of a file, or those of the tokenizer's folder."""
+    file = folder / "chat_template.jinja" if given is None else Path(given)
+    try:
+        if given is not None or file.exists():
+            return {_DEFAULT: file.read_text("utf-8")}
+    except (OSError, ValueError) as error:
+        place = f"--chat-template {given}" if given is not None else str(file)
+        raise UserError(f"{place}: {getattr(error, 'strerror', None) or error}") from None
+    config = folder / "tokenizer_config.json"
+    template = read_json_object(config).get("chat_template")
+    if isinstance(template, list):
+        entries = [entry if isinstance(entry, dict) else {} for entry in template]
+        template = {entry.get("name", ""): entry.get("template") for entry in entries}
+    found: dict[Any, Any] = template if isinstance(template, dict) else {_DEFAULT: template}
+    if not found.get(_DEFAULT):
+        raise UserError(
+            f"--tokenizer-model {folder}: has no chat template; give --chat-template FILE, or "
+            "--sft-tokenizer-prompt-format identity to join the contents of the turns"
+        )
+    if not all(isinstance(name, str) and isinstance(source, str) for name, source in found.items()):
+        raise UserError(f"{config}: chat_template is not a text, or a list of templates with name and template")
+    return {name: source for name, source in found.items() if name in (_DEFAULT, _WITH_TOOLS)}

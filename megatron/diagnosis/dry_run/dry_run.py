@@ -1,0 +1,123 @@
+"""--dry-run: steps and data of a run, without process groups, devices or memory.
+
+The memory of each rank comes from building its part of the model (`rank_memory`).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron.core.transformer.layer_costs import training_flops
+from megatron.data.datasets.indexed_dataset import IndexedDataset
+from megatron.data.datasets.utils import Blend, normalize, parse_split
+from megatron.data.tokenizer.build import build_tokenizer
+from megatron.diagnosis.dry_run.rank_memory import MemoryBytes, RankMemory, parameters_of_model, rank_memory
+from megatron.facades.num_microbatches_calculator import BatchSchedule
+from megatron.training.checkpoint_checks import check_before_build, check_vocabulary
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.data.data_checks import check_data_of_run
+from megatron.training.data.sources import blends
+from megatron.training.providers import Providers
+from megatron.training.setup.set_up import resolve_auto_layout, vocabulary_rows
+
+
+@dataclass(frozen=True)
+class Passes:
+    """How often a run passes over one dataset."""
+
+    name: str
+    tokens: int
+    """Tokens of its part for training."""
+    epochs: float | None
+    """None: the length of training is not given."""
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """The result of a dry run."""
+
+    parameters: int
+    """Number of parameters of the whole model, without padding of the vocabulary."""
+    vocab_size: int
+    padded_vocab_size: int
+    ranks: tuple[RankMemory, ...]
+    """What each rank holds."""
+    tokens_per_step: int
+    microbatches_per_step: int
+    flops_per_step: int
+    data: tuple[Passes, ...]
+    config: PretrainConfig
+    """The run's config, with stages in place of the layout auto."""
+    notes: tuple[str, ...] = ()
+    """Lines about everything that depends on the size of the vocabulary."""
+
+    @property
+    def memory(self) -> MemoryBytes:
+        """Memory of the rank that needs most."""
+        return max((entry.memory for entry in self.ranks), key=lambda memory: memory.total)
+
+
+def dry_run(config: PretrainConfig, providers: Providers) -> DryRun:
+    """Computes the properties of a run. Raises UserError if its tokenizer, model or data cannot be built or do not fit
+    together, or if a checkpoint under --load has another model or schedule. The dry run may be on a machine without the
+    checkpoint."""
+    tokenizer = build_tokenizer(config.tokenizer)
+    training, length = config.training, config.data.seq_length
+    padded = vocabulary_rows(config, tokenizer)
+    config, notes = resolve_auto_layout(config, padded)
+    vocab_size = config.tokenizer.model_vocab_size(tokenizer.vocab_size)
+    check_before_build(config, schedule_of_flags=providers.build_scheduler is None)
+    check_vocabulary(config, (vocab_size, padded))
+    check_data_of_run(config, tokenizer, reads_data=False)
+    ranks = rank_memory(config, providers, tokenizer, padded)
+    return DryRun(
+        parameters=parameters_of_model(entry.shard for entry in ranks),
+        vocab_size=vocab_size,
+        padded_vocab_size=padded,
+        ranks=tuple(ranks),
+        tokens_per_step=training.global_batch_size * length,
+        microbatches_per_step=BatchSchedule.from_config(training, config.grid.data, length).final_num_microbatches,
+        flops_per_step=training_flops(
+            config.transformer,
+            padded,
+            length,
+            training.global_batch_size,
+            config.decoder_seq_length,
+            bidirectional=config.is_bidirectional,
+        ),
+        data=tuple(_passes_over_data(config)),
+        config=config,
+        notes=tuple(notes),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Data
+
+
+def _passes_over_data(config: PretrainConfig) -> Iterator[Passes]:
+    blend, per_split = blends(config)
+    share = 1.0
+    if per_split is not None:
+        blend = per_split[0]
+    elif config.data.split is not None:
+        share = parse_split(config.data.split)[0]
+    if blend is not None and not config.training.sft:
+        yield from _passes_over(blend, share, tokens_to_train_on(config))
+
+
+def _passes_over(blend: Blend, share: float, wanted: int | None) -> Iterator[Passes]:
+    prefixes, weights = blend
+    sizes = [int(IndexedDataset(prefix).sequence_lengths.sum() * share) for prefix in prefixes]
+    parts = normalize(weights if weights is not None else sizes)
+    for prefix, size, part in zip(prefixes, sizes, parts, strict=True):
+        yield Passes(prefix, size, None if wanted is None or size == 0 else wanted * part / size)
+
+
+def tokens_to_train_on(config: PretrainConfig) -> int | None:
+    """Returns the number of tokens of the whole run, None if its length is not given."""
+    training, length = config.training, config.data.seq_length
+    if training.train_samples is not None:
+        return training.train_samples * length
+    return (
+        BatchSchedule.from_config(training, config.grid.data, length).samples_of(training.train_iters) * length or None
+    )

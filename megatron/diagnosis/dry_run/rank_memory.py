@@ -1,0 +1,286 @@
+"""Layers, parameters and bytes of each rank of a run, from building its part of the model on the meta device.
+
+The model provider of the run builds a rank's chunks, in the process groups that the rank would be in, and the run's own
+functions plan and shard their units; there is no second formula. Ranks that differ only in their data parallel
+coordinates (context parallel ranks included) hold the same part of the model: it is built once for all of them.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import nn
+
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.expert_placement import PlacementSteps
+from megatron.core.distributed.sharding_strategy import Sharding, shardings
+from megatron.core.distributed.units import UnitPlan, plan_units
+from megatron.core.exceptions import UserError
+from megatron.core.optimizer.host_state import choose_offloaded
+from megatron.core.optimizer.state_storage import rounds_to_model_weights, state_bytes
+from megatron.core.optimizer.update_rules import build_update_rule
+from megatron.core.parameters import Box, ParameterInfo
+from megatron.core.pipeline_parallel.stage_map import StageModules, stage_map
+from megatron.core.pipeline_parallel.stages import pipeline_of
+from megatron.data.tokenizer.base import Tokenizer
+from megatron.facades import global_vars
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.launch.environment import Environment, default_groups, groups_of_rank
+from megatron.training.providers import Context, Providers, stages_of_rank
+from megatron.training.state import TrainState
+
+_DATA_AXES = ("dp", "cp", "edp")
+"""Along these, ranks hold the same part of the model."""
+
+
+@dataclass(frozen=True)
+class MemoryBytes:
+    """Bytes on a rank, without activations."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    gathered: int = 0
+    """Largest amount at any time of a step for whole weights and gradients of units that are otherwise sharded."""
+    quantized: int = 0
+    """Quantised copies of weights that fp8 layers keep until the weights change."""
+    swapped: int = 0
+    """Largest amount for swapped experts, if a rank swaps all of its experts. The data decides how many it swaps,
+    mostly few, so this is no part of `total`."""
+
+    @property
+    def total(self) -> int:
+        """Sum of all kinds but `swapped`."""
+        return self.weights + self.gradients + self.optimizer + self.gathered + self.quantized
+
+
+@dataclass(frozen=True)
+class ModelShard:
+    """The part of the model that a rank builds: its chunks, and the units of each."""
+
+    stages: tuple[StageModules, ...]
+    plans: tuple[tuple[UnitPlan, ...], ...]
+    shardings: Mapping[str, Sharding]
+    swappable: tuple[tuple[tuple[nn.Parameter, ...], ...], ...]
+    """The weights of the experts that ranks swap for the length of a step, by chunk and layer."""
+
+    @property
+    def infos(self) -> list[ParameterInfo]:
+        """Descriptors of its parameters."""
+        return [slot.info for plans in self.plans for plan in plans for slot in plan.slots]
+
+    @property
+    def parameters(self) -> int:
+        """Elements of its parameters, without padding."""
+        return sum(info.box.numel for info in self.infos)
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """The model shard and the memory of one rank."""
+
+    rank: int
+    place: Mapping[str, int]
+    """Its coordinates along every axis."""
+    shard: ModelShard
+    memory: MemoryBytes
+
+
+def rank_memory(
+    config: PretrainConfig, providers: Providers, tokenizer: Tokenizer, padded_vocab: int
+) -> list[RankMemory]:
+    """Returns the memory of every rank, in the order of ranks. Raises UserError if a part of the model cannot be
+    built."""
+    built: dict[tuple[tuple[str, int], ...], tuple[ModelShard, MemoryBytes]] = {}
+    found = []
+    for rank in range(config.world_size):
+        place = config.grid.coordinates(rank)
+        key = tuple(item for item in place.items() if item[0] not in _DATA_AXES)
+        if key not in built:
+            shard = build_shard(config, providers, tokenizer, padded_vocab, rank)
+            built[key] = shard, memory_of_shard(shard, config)
+        found.append(RankMemory(rank, place, *built[key]))
+    check_complete(entry.shard for entry in found)
+    return found
+
+
+def build_shard(
+    config: PretrainConfig, providers: Providers, tokenizer: Tokenizer, padded_vocab: int, rank: int
+) -> ModelShard:
+    """Builds a rank's chunks on the meta device and plans their units. Communicates with no other rank, and leaves a
+    current run as it is."""
+    groups = groups_of_rank(config, rank, planned=True)
+    pipeline = pipeline_of(config.transformer)
+    environment = Environment(rank, config.world_size, torch.device("meta"), groups, pipeline.loss_rank)
+    context = Context(config, environment, tokenizer, TrainState())
+    shared = shardings(config.ddp, groups)
+    shards = {grid: sharding.shards for grid, sharding in shared.items()}
+    stages, pipeline_rank = stage_map(config.transformer), groups.rank("pp")
+    with (
+        global_vars.run_for_now(context, padded_vocab_size=padded_vocab),  # which Megatron-LM's providers read
+        torch.device("meta"),
+        default_groups(groups, pipeline),
+    ):
+        chunks = [providers.build_model(context, stage) for stage in stages_of_rank(config, pipeline_rank)]
+    return ModelShard(
+        tuple(stages.stage_at(pipeline_rank, number) for number in range(stages.chunks)),
+        tuple(tuple(plan_units(chunk, shards, config.ddp.main_grads_dtype)) for chunk in chunks),
+        shared,
+        tuple(
+            tuple(tuple(placement.experts.parameters()) for placement in PlacementSteps.of(chunk).placements)
+            for chunk in chunks
+        ),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Bytes
+
+
+def memory_of_shard(shard: ModelShard, config: PretrainConfig) -> MemoryBytes:
+    """Returns the bytes of the flat buffers of a shard's units, without optimizer state in host memory."""
+    weights = gradients = optimizer = quantized = 0
+    moments = build_update_rule(config.optimizer).moments
+    plans = [plan for plans in shard.plans for plan in plans]
+    fraction = config.optimizer.optimizer_offload_fraction if config.optimizer.optimizer_cpu_offload else 0.0
+    for plan, is_offloaded in zip(plans, choose_offloaded([plan.numel for plan in plans], fraction), strict=True):
+        sharding = shard.shardings[plan.grid]
+        owned, strategy = plan.numel // sharding.shards, sharding.strategy
+        whole = owned if strategy.shards_weights else plan.numel
+        gathers_in_fp8 = config.ddp.fp8_param_gather and plan.gathers_in_fp8
+        weights += whole if gathers_in_fp8 else plan.dtype.itemsize * whole
+        if gathers_in_fp8 and not rounds_to_model_weights(plan, config.optimizer, is_offloaded):
+            weights += plan.dtype.itemsize * owned
+        if plan.in_fp8 and config.transformer.fp8_weight_cache and not strategy.shards_weights:
+            quantized += plan.numel * (1 if gathers_in_fp8 else 2)
+        gradients += plan.grad_dtype.itemsize * (owned if strategy.shards_gradients else plan.numel)
+        ends = {0, sharding.shards - 1}  # with Muon, the first shards have other moments than the last
+        ranges = [(index * owned, (index + 1) * owned) for index in ends]
+        if not is_offloaded:
+            optimizer += max(state_bytes(plan, shard, moments, config.optimizer) for shard in ranges)
+    gathered = _gathered_bytes(shard, config)
+    return MemoryBytes(weights, gradients, optimizer, gathered, quantized, _swapped_bytes(shard))
+
+
+def _swapped_bytes(shard: ModelShard) -> int:
+    """Returns the largest number of bytes of the experts that a rank sends and receives, if it swaps all of them. The
+    weights that were sent are kept until their chunk returns gradients; those of one layer arrive at a time."""
+    plan_of = {slot.parameter: plan for plans in shard.plans for plan in plans for slot in plan.slots}
+    layers = [[sum(weight.nbytes for weight in layer) for layer in chunk] for chunk in shard.swappable]
+    weights = [sum(chunk) for chunk in layers]
+    gradients = [
+        sum(plan_of[weight].grad_dtype.itemsize * weight.numel() for weight in chain(*chunk) if weight in plan_of)
+        for chunk in shard.swappable
+    ]
+    returning = (2 * gradients[chunk] + sum(weights[chunk + 1 :]) for chunk in range(len(gradients)))
+    return max(sum(weights) + max(chain(*layers), default=0), *returning)
+
+
+def _gathered_bytes(shard: ModelShard, config: PretrainConfig) -> int:
+    """Returns the largest number of bytes of sharded weights and gradients that are whole at one time."""
+    late = config.transformer.pipeline_schedule in ("zb-h1", "zb-v")
+    return _gathered_weights(shard, config.ddp) + (
+        sum(sum(_opened(shard, chunk)) for chunk in range(len(shard.plans)))  # all, from first to last product
+        if late
+        else _gathered_gradients(shard, config.ddp.overlap_grad_reduce)
+    )
+
+
+def _gathered_weights(shard: ModelShard, config: DistributedDataParallelConfig) -> int:
+    """Returns the largest number of bytes of gathered weights. One unit is gathered at a time (a layer stays while its
+    experts are); with overlap the next unit too. The last unit stays after forward, for the backward that often
+    follows, until the chunk is used again."""
+
+    def bytes_of(plan: UnitPlan) -> int:
+        itemsize = 1 if config.fp8_param_gather and plan.gathers_in_fp8 else plan.dtype.itemsize
+        return plan.numel * itemsize * shard.shardings[plan.grid].strategy.shards_weights
+
+    chunks = [_read_together(plans, bytes_of) for plans in shard.plans]
+    most = 0
+    for chunk, sizes in enumerate(chunks):
+        again = sizes[:1] if _head_is_tied(shard, chunk) else []  # the head uses the embedding's
+        others = sum(sum(other[-1:]) for other in chunks) - sum(sizes[-1:])
+        around = _around(shard.plans[chunk], sizes)
+        most = max(most, _largest_run(sizes + again, 2 if config.overlap_param_gather else 1, around) + others)
+    return most
+
+
+def _gathered_gradients(shard: ModelShard, overlap: bool) -> int:
+    """Returns the largest number of bytes of whole gradients. One unit is computed at a time; with overlap the
+    reduction of the previous unit is still running, and that of the last unit of every other chunk. The gradient of an
+    embedding that the head shares stays until backward reaches it."""
+    opened = [_opened(shard, chunk) for chunk in range(len(shard.plans))]
+    most = 0
+    for chunk, sizes in enumerate(opened):
+        tied = int(_head_is_tied(shard, chunk))
+        others = sum(sum(other[:1]) for other in opened) - sum(sizes[:1]) if overlap else 0
+        around = _around(shard.plans[chunk], sizes)[tied:]
+        most = max(most, sum(sizes[:tied]) + _largest_run(sizes[tied:], 2 if overlap else 1, around) + others)
+    return most
+
+
+def _opened(shard: ModelShard, chunk: int) -> list[int]:
+    """Returns the bytes of the whole gradients of each unit of a chunk, 0 for units that keep them anyway."""
+    return _read_together(
+        shard.plans[chunk],
+        lambda plan: plan.numel * plan.grad_dtype.itemsize * shard.shardings[plan.grid].strategy.shards_gradients,
+    )
+
+
+def _read_together(plans: Sequence[UnitPlan], bytes_of: Callable[[UnitPlan], int]) -> list[int]:
+    """Returns the bytes of units. Those that differ only in fp8 have the same module and are one entry."""
+    sizes: dict[tuple[str, str, torch.dtype], int] = {}
+    for plan in plans:
+        key = plan.name, plan.grid, plan.dtype
+        sizes[key] = sizes.get(key, 0) + bytes_of(plan)
+    return list(sizes.values())
+
+
+def _head_is_tied(shard: ModelShard, chunk: int) -> bool:
+    """Whether the head of a chunk uses the weight of the embedding in the same chunk, which is its first unit."""
+    stage, names = shard.stages[chunk], [plan.name for plan in shard.plans[chunk]]
+    return (stage.embedding or stage.prediction_layers > 0) and stage.loss and "output_layer" not in names
+
+
+def _around(plans: Sequence[UnitPlan], sizes: Sequence[int]) -> list[int]:
+    """Returns for each entry of `_read_together` the bytes of those that contain it: of the layer for a unit of its
+    experts."""
+    names = [name for name, _, _ in dict.fromkeys((plan.name, plan.grid, plan.dtype) for plan in plans)]
+    return [sum(sizes[other] for other in range(place) if names[other] == name) for place, name in enumerate(names)]
+
+
+def _largest_run(sizes: Sequence[int], length: int, around: Sequence[int]) -> int:
+    """Returns the largest sum of `length` neighbouring sizes, with the unit around the first."""
+    return max(
+        (
+            sum(sizes[first : first + length]) + (around[first] if first < len(around) else 0)
+            for first in range(len(sizes))
+        ),
+        default=0,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The whole
+
+
+def parameters_of_model(shards: Iterable[ModelShard]) -> int:
+    """Returns the number of elements of the whole model without vocabulary padding; each tensor counts once."""
+    shapes = {info.name: info.global_shape for shard in shards for info in shard.infos}
+    return sum(math.prod(shape) for shape in shapes.values())
+
+
+def check_complete(shards: Iterable[ModelShard]) -> None:
+    """Raises UserError unless some rank holds every element of every tensor, which a user's own model may violate."""
+    boxes: dict[str, tuple[tuple[int, ...], set[Box]]] = {}
+    for shard in {id(shard): shard for shard in shards}.values():
+        for info in shard.infos:
+            boxes.setdefault(info.name, (info.global_shape, set()))[1].add(info.box)
+    for name, (shape, held) in boxes.items():
+        count = sum(box.numel for box in held)
+        if count != math.prod(shape):
+            raise UserError(
+                f"the ranks hold {count:,} elements of {name}, which has {math.prod(shape):,} (shape {list(shape)})"
+            )

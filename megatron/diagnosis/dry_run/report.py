@@ -1,0 +1,236 @@
+"""Prints the result of --dry-run."""
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from megatron.core.exceptions import UserError
+from megatron.core.groups.rank_grid import RankGrid, ranks_text
+from megatron.core.parameters import ParameterInfo
+from megatron.core.pipeline_parallel.stage_map import stage_map, stage_text, stages_text
+from megatron.core.utils.warn import leave_out
+from megatron.diagnosis.dry_run.dry_run import DryRun, dry_run, tokens_to_train_on
+from megatron.diagnosis.dry_run.rank_memory import RankMemory
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.inspection.print_config import config_lines
+from megatron.training.launch.errors import exit_with_problems
+from megatron.training.providers import Providers
+
+
+def print_dry_run(config: PretrainConfig, providers: Providers) -> None:
+    """Prints the notes on the flags, the settings with --print-config, and the dry run, on the first process only. If
+    the run cannot be built, prints why to stderr and exits with code 2."""
+    if os.environ.get("RANK", "0") != "0":
+        return
+    leave_out(config.notes)
+    try:
+        run = dry_run(config, providers)
+    except UserError as error:
+        exit_with_problems(error)
+    shown = config_lines(config) if config.training.print_config else ()
+    print(*config.notes, *run.notes, *shown, sep="\n")
+    print(*report_lines(run.config, run), sep="\n", flush=True)
+
+
+def report_lines(config: PretrainConfig, run: DryRun) -> Iterator[str]:
+    """Yields the lines of the report."""
+    yield from _run_lines(config, run)
+    if config.world_size > 1:
+        yield ""
+        yield from _rank_lines(run.ranks)
+        yield ""
+        yield from _map_lines(config, run.ranks)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The run
+
+
+def _run_lines(config: PretrainConfig, run: DryRun) -> Iterator[str]:
+    transformer, training, grid = config.transformer, config.training, config.grid
+    further = f" and {transformer.mtp_num_layers} for multi-token prediction" if transformer.mtp_num_layers else ""
+    layers, tokens = f"{transformer.num_layers} layers{further}", f"{config.data.seq_length} tokens per sample"
+    if transformer.num_encoder_layers:
+        layers = f"{transformer.num_encoder_layers} layers of the encoder, {transformer.num_layers} of the decoder"
+        tokens = f"{config.data.seq_length} and {config.data.decoder_seq_length} tokens per sample"
+    yield (
+        f"model       {layers}, hidden size {transformer.hidden_size}, {transformer.num_attention_heads} heads, "
+        f"{tokens}"
+    )
+    yield f"parameters  {run.parameters:,}; vocabulary {run.vocab_size:,}, stored as {run.padded_vocab_size:,}"
+    yield (
+        f"ranks       {config.world_size} = tensor {grid.tensor} x pipeline {grid.pipeline} x context {grid.context} "
+        f"x data {grid.data}"
+    )
+    yield (
+        f"a step      {training.global_batch_size:,} samples = {run.tokens_per_step:,} tokens, "
+        f"{run.microbatches_per_step} micro-batches of {training.micro_batch_size} on each rank, "
+        f"{run.flops_per_step / 1e12:,.4g} TFLOP"
+    )
+    total = tokens_to_train_on(config)
+    yield "training    " + (f"{training.train_iters:,} steps, {total:,} tokens" if total else "length not given")
+    if config.data.mock_data:
+        yield "data        synthetic (--mock-data)"
+    for passes in run.data:
+        epochs = "" if passes.epochs is None else f"{passes.epochs:.3g} epochs over "
+        yield f"data        {epochs}{passes.tokens:,} tokens of {passes.name}"
+    memory = run.memory
+    gathered = f", {size_text(memory.gathered)} for gathered units" if memory.gathered else ""
+    gathered += f", {size_text(memory.quantized)} for quantised weights" if memory.quantized else ""
+    swapped = f", and up to {size_text(memory.swapped)} for swapped experts" if memory.swapped else ""
+    where = "on each rank" if len({entry.memory for entry in run.ranks}) == 1 else "on the ranks that need most"
+    yield (
+        f"memory      {size_text(memory.total)} {where}: weights {size_text(memory.weights)}, gradients "
+        f"{size_text(memory.gradients)}, optimizer {size_text(memory.optimizer)}{gathered}; activations are "
+        f"extra{swapped}"
+    )
+
+
+def size_text(count: int) -> str:
+    """Returns a number of bytes in a readable unit and exactly."""
+    short = short_size(count)
+    return short if short.endswith("bytes") else f"{short} ({count:,} bytes)"
+
+
+def short_size(count: int) -> str:
+    """Returns a number of bytes in a readable unit."""
+    value, unit = float(count), "bytes"
+    for unit in ("bytes", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{count:,} bytes" if unit == "bytes" else f"{value:.2f} {unit}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ranks
+
+
+def _rank_lines(ranks: Sequence[RankMemory]) -> Iterator[str]:
+    """Yields a line for each rank."""
+    parts = len({id(entry.shard) for entry in ranks})
+    yield (
+        f"memory of each rank in bytes ({parts} parts of the model were built, without memory: ranks that differ only "
+        "in their data or context parallel rank hold the same part)"
+    )
+    gathered = any(entry.memory.gathered for entry in ranks)
+    titles = ["rank", "tp", "pp", "cp", "dp", "parameters", "weights", "gradients", "optimizer"]
+    quantized = any(entry.memory.quantized for entry in ranks)
+    titles += ["gathered units"] * gathered + ["quantised"] * quantized + ["total", "layers"]
+    rows = []
+    for entry in ranks:
+        memory = entry.memory
+        numbers = [entry.rank, *(entry.place[axis] for axis in ("tp", "pp", "cp", "dp")), entry.shard.parameters]
+        numbers += [memory.weights, memory.gradients, memory.optimizer]
+        numbers += [memory.gathered] * gathered + [memory.quantized] * quantized + [memory.total]
+        rows.append([*(f"{number:,}" for number in numbers), stages_text(entry.shard.stages)])
+    yield from _table([titles, *rows], last_left=True)
+
+
+def _table(rows: Sequence[Sequence[str]], last_left: bool = False) -> Iterator[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        if last_left:
+            cells[-1] = row[-1]
+        yield "  " + "  ".join(cells).rstrip()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Model parts by rank
+
+
+def _map_lines(config: PretrainConfig, ranks: Sequence[RankMemory]) -> Iterator[str]:
+    stages, grid = stage_map(config.transformer), config.grid
+    yield "model parts by rank"
+    for stage in stages.stages:
+        pipeline_rank, chunk = stages.locate(stage.index)
+        yield f"  stage {stage.index} = chunk {chunk} of pipeline rank {pipeline_rank}: {stage_text(stage)}"
+    yield from _ranks_of_parts(grid)
+    yield from _split_lines(grid, ranks)
+    yield from _copy_lines(ranks)
+    yield from _sharding_lines(grid, ranks)
+
+
+def _ranks_of_parts(grid: RankGrid) -> Iterator[str]:
+    """Yields a row for each pipeline rank and a column for each tensor parallel rank: the ranks with the same part.
+    Then the same for experts, if they are split differently."""
+    yield from _table(_cells(grid, ("tp",)))
+    if grid.axis_size("ep") > 1 or grid.axis_size("etp") != grid.tensor:
+        title, *rows = _cells(grid, ("ep", "etp"))
+        yield from _table([["experts", *title[1:]], *rows])
+
+
+def _cells(grid: RankGrid, axes: tuple[str, ...]) -> list[list[str]]:
+    cells: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(grid.world_size):
+        place = grid.coordinates(rank)
+        cells.setdefault((place["pp"], *(place[axis] for axis in axes)), []).append(rank)
+    columns = sorted({key[1:] for key in cells})
+    titles = [" ".join(f"{axis} {n}" for axis, n in zip(axes, column, strict=True)) for column in columns]
+    rows = [["ranks", *titles]]
+    for stage in range(grid.pipeline):
+        rows.append([f"pp {stage}", *(ranks_text(cells[stage, *column]) for column in columns)])
+    return rows
+
+
+_SHARES = {
+    ("tp",): "split over tensor parallel ranks",
+    ("ep",): "experts split over expert parallel ranks",
+    ("etp",): "channels of experts split over expert tensor parallel ranks",
+    ("ep", "etp"): "experts split over expert parallel ranks, their channels over expert tensor parallel ranks",
+    (): "whole on each of these ranks",
+}
+
+
+def _split_lines(grid: RankGrid, ranks: Sequence[RankMemory]) -> Iterator[str]:
+    """Yields which parameters are split among which ranks of a stage, and which each rank holds whole. Layers are alike
+    and listed once."""
+    found: dict[tuple[str, ...], dict[str, str]] = {axes: {} for axes in _SHARES}
+    for info in _all_infos(ranks).values():
+        name = re.sub(r"\.\d+\.", ".*.", info.name)
+        axes = tuple(axis for axis in sorted(info.sharded_axes) if grid.axis_size(axis) > 1)
+        found[axes][name] = " x ".join(map(str, info.global_shape))
+    if not any(names for axes, names in found.items() if axes):
+        return
+    for axes, names in found.items():
+        if names:
+            yield f"  {_SHARES[axes]}:"
+            yield from (f"    {name}  {shape}" for name, shape in names.items())
+
+
+def _copy_lines(ranks: Sequence[RankMemory]) -> Iterator[str]:
+    """Yields the weights of which two pipeline stages have a copy."""
+    for name, info in _all_infos(ranks).items():
+        if info.tied:
+            holders = sorted({h.place["pp"] for h in ranks if any(i.name == name for i in h.shard.infos)})
+            yield f"  copies of one weight, whose gradients are summed: {name} on pipeline ranks {ranks_text(holders)}"
+
+
+def _all_infos(ranks: Sequence[RankMemory]) -> Mapping[str, ParameterInfo]:
+    """Returns a descriptor of each tensor of the model, by canonical name."""
+    found: dict[str, ParameterInfo] = {}
+    for part in {id(entry.shard): entry.shard for entry in ranks}.values():
+        for info in part.infos:
+            found.setdefault(info.name, info)
+    return found
+
+
+_SHARDED = {
+    "optim": "the optimizer's state",
+    "optim_grads": "the optimizer's state and gradients",
+    "optim_grads_params": "the optimizer's state, gradients and weights",
+}
+
+
+def _sharding_lines(grid: RankGrid, ranks: Sequence[RankMemory]) -> Iterator[str]:
+    """Yields what data parallel ranks shard."""
+    sharding = ranks[0].shard.shardings["dense"]
+    if sharding.shards == 1:
+        return
+    group = ranks_text(grid.named_group(sharding.shard_group, 0))
+    instances = f", as do {sharding.instances - 1} other instances of it" if sharding.instances > 1 else ""
+    yield (
+        f"  data parallel ranks shard {_SHARDED[sharding.strategy.value]} of each layer, the embedding and the "
+        f"head in {sharding.shards} equal parts, such as ranks {group}{instances}"
+    )

@@ -1,0 +1,114 @@
+"""Exports to Megatron-LM, read by torch's own reader, and imported again."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from conversion.megatron_lm.test_torch_dist import read_by_torch
+from conversion.megatron_runs import FLAGS, GOLDEN, same_bits, tensors_in
+from conversion.saved_models import build_random, config_of, save_checkpoint
+
+from megatron.conversion.megatron_lm.exporting import export_run
+from megatron.conversion.megatron_lm.importing import ImportedRun, import_run
+from megatron.conversion.megatron_lm.torch_archive import TorchArchive
+from megatron.conversion.megatron_lm.torch_dist import DistFolder
+from megatron.core.dist_checkpointing.chunk import model_chunks
+from megatron.core.dist_checkpointing.writing import save
+from megatron.core.exceptions import UserError
+from megatron.training.inspection.run_description import describe_run
+from pretrain_gpt import build_model
+
+
+def quiet(text: str) -> None:
+    pass
+
+
+def imported(name: str, root: Path) -> ImportedRun:
+    return import_run(GOLDEN / name, root, build_model, flags=FLAGS[name].split(), log=quiet)
+
+
+@pytest.mark.parametrize(
+    ("name", "iteration"),
+    [("gpt2style_optim", 1), ("llamastyle_distopt_fully_reshardable", 1), ("moe_fully_reshardable", 2)],
+)
+def test_there_and_back(name: str, iteration: int, tmp_path: Path) -> None:
+    """An import that is exported has the names, shapes and values that Megatron-LM wrote, but for padded rows."""
+    ours = imported(name, tmp_path / "ours")
+    done = export_run(tmp_path / "ours", tmp_path / "theirs", log=quiet)
+    assert done.folder == tmp_path / "theirs" / f"iter_{iteration:07d}" and done.with_optimizer
+    golden, made = read_by_torch(GOLDEN / name / done.folder.name), read_by_torch(done.folder)
+    missing = {key for key in made.keys() - golden.keys() if not key.startswith("optimizer.state.param.")}
+    assert not missing and golden.keys() <= made.keys()
+    for key, tensor in golden.items():
+        if "word_embeddings" in key or "output_layer" in key:  # rows are padded to a multiple of 128
+            assert made[key].shape == (128, tensor.shape[1]) and same_bits(made[key][: len(tensor)], tensor), key
+        else:
+            assert same_bits(made[key], tensor), key
+    assert DistFolder(done.folder).objects.keys() >= {
+        key for key in DistFolder(GOLDEN / name / done.folder.name).objects if "fc1._extra_state" in key
+    }
+    again = import_run(tmp_path / "theirs", tmp_path / "again", build_model, log=quiet)  # the flags are in it
+    first, second = tensors_in(ours.saved.folder), tensors_in(again.saved.folder)
+    assert first.keys() == second.keys() and all(same_bits(first[key], second[key]) for key in first)
+    assert again.state == ours.state
+
+
+def test_common_state_is_what_torch_loads(tmp_path: Path) -> None:
+    imported("gpt2style_optim", tmp_path / "ours")
+    folder = export_run(tmp_path / "ours", tmp_path / "theirs", log=quiet).folder
+    common = torch.load(folder / "common.pt", weights_only=False)
+    assert common["iteration"] == 1 and common["checkpoint_version"] == 3.0 and common["args"].num_layers == 2
+    assert common["args"].consumed_train_samples == 4 and common["opt_param_scheduler"]["num_steps"] == 4
+    groups = common["optimizer"]["optimizer"]["param_groups"]
+    assert [group["wd_mult"] for group in groups] == [1.0, 0.0] and groups[0]["step"] == 1.0
+    assert TorchArchive(folder / "common.pt").load()["optimizer"]["param_state_sharding_type"] == "fully_reshardable"
+    assert (tmp_path / "theirs" / "latest_checkpointed_iteration.txt").read_text() == "1"
+
+
+def test_state_of_another_optimizer_is_left_behind_and_a_line_says_so(tmp_path: Path) -> None:
+    """Muon: matrices have a momentum, all others the moments of Adam. Half of it would be a broken state."""
+    config = config_of("")
+    chunks = list(model_chunks(build_random(config), lambda info: ()))
+    state = [
+        dataclasses.replace(chunk, name=f"optimizer.{kind}.{chunk.name}")
+        for chunk in chunks
+        for kind in (("momentum_buffer",) if "linear" in chunk.name else ("exp_avg", "exp_avg_sq"))
+    ]
+    save(tmp_path / "ours", [*chunks, *state], step=1, common={}, config=describe_run(config), layout={})
+    said: list[str] = []
+    done = export_run(tmp_path / "ours", tmp_path / "theirs", log=said.append)
+    assert not done.with_optimizer and not [name for name in DistFolder(done.folder).tensors if "optimizer" in name]
+    assert len(said) == 1 and "there is optimizer.momentum_buffer.decoder.layers.0" in said[0], said
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "full" / "x").mkdir(parents=True)
+    with pytest.raises(UserError, match="full is not empty"):
+        export_run(tmp_path, tmp_path / "full")
+    with pytest.raises(UserError, match=r"--load .*none: no such folder"):
+        export_run(tmp_path / "none", tmp_path / "theirs")
+    save_checkpoint("--mtp-num-layers 1", tmp_path / "mtp")
+    with pytest.raises(UserError, match="not yet for --mtp-num-layers"):
+        export_run(tmp_path / "mtp", tmp_path / "theirs", log=quiet)
+    assert not (tmp_path / "theirs").exists()
+
+
+HYBRID = "--hybrid-layer-pattern M- --mamba-head-dim 16 --mamba-num-groups 2"
+DELTA = "--experimental-attention-variant gated_delta_net --linear-num-key-heads 2 --linear-num-value-heads 2"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (HYBRID, "not yet for --hybrid-layer-pattern"),
+        (DELTA, "not yet for --experimental-attention-variant"),
+        ("--norm-placement sandwich", "the model has --norm-placement, without which"),
+        ("--relu --logit-scale 2", "the model has --logit-scale, --relu, without which"),
+        ("--softmax-scale 0.5", "the model has --softmax-scale, without which"),
+    ],
+)
+def test_models_that_they_would_compute_otherwise_are_refused(flags: str, message: str, tmp_path: Path) -> None:
+    save_checkpoint(flags, tmp_path / "ours")
+    with pytest.raises(UserError, match=message):
+        export_run(tmp_path / "ours", tmp_path / "theirs", log=quiet)

@@ -1,0 +1,56 @@
+"""Falcon: the layers of its generations, and what is refused."""
+
+from typing import Any
+
+import pytest
+
+from megatron.conversion.families import family_of
+from megatron.conversion.tensor_mapping import hub_tensors
+from megatron.core.exceptions import UserError
+from megatron.training.config.flag_table import flag_table
+
+FALCON = family_of("FalconForCausalLM")
+
+
+@pytest.mark.parametrize(
+    ("given", "placement", "groups"),
+    [
+        ({}, "parallel", 1),
+        ({"multi_query": False}, "parallel", 71),
+        ({"multi_query": False, "parallel_attn": False}, "pre", 71),
+        ({"new_decoder_architecture": True, "num_kv_heads": 8, "num_attention_heads": 32}, "parallel_two_norms", 8),
+        ({"new_decoder_architecture": True, "num_ln_in_parallel_attn": 1, "num_kv_heads": 1}, "parallel", 1),
+    ],
+)
+def test_layers_of_falcon(given: dict[str, Any], placement: str, groups: int) -> None:
+    fields = FALCON.fields_of(given)
+    heads = given.get("num_attention_heads", 71)
+    assert (fields["norm_placement"], fields.get("num_query_groups", heads)) == (placement, groups)
+    values = {name: flag.default for name, flag in flag_table().items()} | {"num_query_groups": groups} | fields
+    assert FALCON.fields_of(FALCON.config_of(values)) == fields
+
+
+def test_the_norms_of_falcon_have_other_names_where_there_are_two() -> None:
+    shapes = {f"decoder.layers.3.{name}.weight": (8,) for name in ("input_layernorm", "pre_mlp_layernorm")}
+    for placement, names in (("pre", ["input_layernorm", "post_attention_layernorm"]), ("parallel_two_norms", None)):
+        found = hub_tensors(FALCON.tensors_of({"norm_placement": placement}), shapes)
+        wanted = names or ["ln_attn", "ln_mlp"]
+        assert [tensor.name for tensor in found] == [f"transformer.h.3.{name}.weight" for name in wanted]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"alibi": True}, "alibi is True; only False is supported"),
+        ({"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn is 2; it needs new_decoder_architecture"),
+        ({"multi_query": False, "num_kv_heads": 2}, "num_kv_heads is 2; without multi_query only 71 is "),
+        (
+            {"new_decoder_architecture": True, "parallel_attn": False},
+            "parallel_attn is False; with new_decoder_architecture only True is supported",
+        ),
+    ],
+)
+def test_what_is_unsupported_is_named(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError) as refusal:
+        FALCON.fields_of(change)
+    assert str(refusal.value).startswith(f"config.json: {said}")

@@ -1,0 +1,104 @@
+"""Absent keys of config.json have the values that the installed transformers gives them."""
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+import transformers
+from conversion.oracles import MODELS, architecture_of, config_class_of, settings_of
+
+from megatron.conversion.config_json import with_defaults
+from megatron.conversion.config_rules import Unused
+from megatron.conversion.families import FAMILIES, family_of
+from megatron.conversion.family import Family
+from megatron.conversion.hub_defaults import HUB_DEFAULTS
+from megatron.core.exceptions import UserError
+
+NOT_IN_A_CLASS = {"rope_theta", "rope_scaling"}
+"""Keys that are no fields of the config classes."""
+
+WITHOUT_DEFAULT = {"use_mrope", "head_dim", "layer_types", "max_window_layers", "position_embedding_type"} | {
+    "dense_act_fn",
+    "is_gated_act",
+    "scale_decoder_outputs",
+    "moe_layer_freq",
+    "num_mtp_layers",
+    "scoring_func",
+    "topk_method",
+    "sliding_window_pattern",
+    "rope_local_base_freq",
+    "partial_rotary_factor",
+    "attention_bias",
+    "apply_residual_connection_post_layernorm",
+    "full_attention_interval",
+    "hybrid_override_pattern",
+    "num_hidden_layers",
+    "use_sliding_window",
+}
+"""Keys that a family reads and that its config class does not have."""
+
+
+def config_class(family: Family) -> Any:
+    return type(transformers.AutoConfig.for_model(family.model_type))
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
+def test_the_table_is_that_of_transformers(family: Family) -> None:
+    found = {field.name: field.default for field in dataclasses.fields(config_class(family))}
+    for key, value in HUB_DEFAULTS[family.model_type].items():
+        if key not in NOT_IN_A_CLASS | ({"tie_word_embeddings"} if family.model_family == "t5" else set()):
+            assert found[key] == value and type(found[key]) is type(value), key
+    if "rope_theta" in HUB_DEFAULTS[family.model_type]:
+        theta = config_class(family).default_theta
+        theta = theta["global"] if isinstance(theta, dict) else theta
+        assert theta == HUB_DEFAULTS[family.model_type]["rope_theta"]
+    assert config_class(family).model_type == family.model_type
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
+def test_the_table_has_every_key_that_the_family_reads(family: Family) -> None:
+    read = {key for rule in family.rules if not isinstance(rule, Unused) for key in rule.reads}
+    without_default = read - HUB_DEFAULTS[family.model_type].keys()
+    fields = {field.name for field in dataclasses.fields(config_class(family))}
+    assert without_default <= WITHOUT_DEFAULT and not without_default & fields
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_key_that_is_left_out_means_what_transformers_reads(name: str) -> None:
+    """Each key of a model alone is left out; our fields are those of the config that transformers completes."""
+    kind = MODELS[name][0]
+    family = family_of(architecture_of(kind))
+    needed = {"num_experts_per_tok": 3} if kind == "DeepseekV2" else {}  # its default is none
+    whole = {key: value for key, value in settings_of(name).items() if key != "attn_implementation"}
+    for absent in [*whole, None]:
+        config = needed | {key: value for key, value in whole.items() if key != absent}
+        try:
+            completed = json.loads(config_class_of(kind)(**config).to_json_string())
+        except Exception:  # of several kinds: the others no longer fit the default of the one that is absent
+            of_heads = ("num_attention_heads", "num_heads", "head_dim", "expand")
+            assert absent in ("num_hidden_layers", "hidden_size", *of_heads), absent
+            continue
+        assert outcome(family, config) == outcome(family, completed), absent
+
+
+def outcome(family: Family, config: dict[str, Any]) -> Any:
+    """The fields, or why there are none."""
+    try:
+        return family.fields_of(config)
+    except UserError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "key", "value"),
+    [
+        ("qwen3_moe", "num_experts_per_tok", 8),
+        ("mistral", "sliding_window", 4096),
+        ("qwen2", "sliding_window", 4096),
+        ("qwen2", "num_key_value_heads", 32),
+        ("mixtral", "num_local_experts", 8),
+    ],
+)
+def test_known_defaults(model_type: str, key: str, value: int) -> None:
+    assert with_defaults({}, model_type)[key] == value

@@ -1,0 +1,160 @@
+"""--load-hf and --save-hf-interval: a run from a Hugging Face folder to Hugging Face folders."""
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from conversion.oracles import make_model, save_model
+from safetensors.torch import load_file, save_file
+from support.runs import state_at_start, train, train_on_ranks
+
+from megatron.conversion.families import FAMILIES
+from megatron.conversion.hub_run import check_rows, take_hub_args
+from megatron.conversion.importing import import_model, open_hub_model
+from megatron.core.exceptions import UserError
+from megatron.training.config.command_line import read_command_line
+from pretrain_gpt import build_model
+
+BASE = (
+    "--micro-batch-size 1 --global-batch-size 4 --lr 1e-2 --num-workers 0 --log-interval 100 --seq-length 16 "
+    "--eval-iters 0 --mock-data --train-iters 2 --tokenizer-type NullTokenizer --vocab-size 98"
+)
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(make_model("llama 2", torch.float32), tmp_path_factory.mktemp("llama") / "theirs")
+
+
+def flags_of(folder: Path) -> str:
+    words = open_hub_model(folder, folder, (), FAMILIES, lambda text: None).flags
+    tokenizer = words.index("--tokenizer-type")
+    return f"{BASE} {' '.join(words[:tokenizer])}"
+
+
+def imported(folder: Path, root: Path) -> dict[str, torch.Tensor]:
+    """The weights as the tool imports them, by canonical name."""
+    import_model(folder, root, build_model, log=lambda text: None)
+    return state_at_start([train(f"--pretrained-checkpoint {root} --train-iters 1", base=flags_of(folder))])
+
+
+def weights(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.flatten() for name, tensor in state.items() if name.startswith("weight ")}
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys() and len(found) > 10
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def test_a_run_begins_with_the_weights(theirs: Path, tmp_path: Path) -> None:
+    """In float32, and in bfloat16 with main weights: weights are rounded, main weights are not."""
+    run = train(f"--load-hf {theirs} --train-iters 1", base=flags_of(theirs))
+    expected = weights(imported(theirs, tmp_path / "imported"))
+    assert_equal(weights(state_at_start([run])), expected)
+    state = state_at_start([train(f"--load-hf {theirs} --bf16 --train-iters 1", base=flags_of(theirs))])
+    assert_equal(weights(state), {name: tensor.bfloat16() for name, tensor in expected.items()})
+    masters = {name.removeprefix("optimizer.param."): tensor for name, tensor in state.items() if ".param." in name}
+    assert_equal({f"weight {name}": tensor.flatten() for name, tensor in masters.items()}, expected)
+
+
+def test_a_tokenizer_of_the_run_has_all_rows_of_a_folder_without_one(theirs: Path) -> None:
+    rows = open_hub_model(theirs, theirs, (), FAMILIES, lambda text: None).vocab_size
+    for given, size in (([], rows - 1), (["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "x"], rows)):
+        line = read_command_line(["--load-hf", str(theirs), *given])
+        take_hub_args(line)
+        assert line.values["vocab_size"] == size and not line.problems
+
+
+@pytest.mark.parametrize("layout", ["--tensor-model-parallel-size 2", "--use-distributed-optimizer"])
+def test_every_layout_begins_with_the_weights(theirs: Path, tmp_path: Path, layout: str) -> None:
+    ranks = train_on_ranks(f"--load-hf {theirs} {layout} --train-iters 1", 2, base=flags_of(theirs))
+    assert_equal(weights(state_at_start(ranks)), weights(imported(theirs, tmp_path / "imported")))
+
+
+def test_folders_beside_checkpoints_and_a_run_that_goes_on(theirs: Path, tmp_path: Path, capsys: Any) -> None:
+    save = f"--save {tmp_path / 'run'} --load {tmp_path / 'run'} --save-interval 1 --save-hf-interval 2"
+    first = train(f"--load-hf {theirs} {save}", base=flags_of(theirs))
+    shown = capsys.readouterr().out
+    assert f"loaded the weights of {theirs}" in shown and "exported LlamaForCausalLM to " in shown
+    assert [path.name for path in (tmp_path / "run/hf").iterdir()] == ["iter_0000002"]
+    again = train(f"--load-hf {tmp_path / 'run/hf/iter_0000002'} --train-iters 1", base=flags_of(theirs))
+    assert_equal(weights(state_at_start([again])), weights(first.at_end))
+    capsys.readouterr()
+    more = "--train-iters 3 --override-opt-param-scheduler"
+    going = train(f"--load-hf {theirs} {save} {more}", base=flags_of(theirs))
+    assert going.at_start["state"]["iteration"] == 2 and "loaded the weights of" not in capsys.readouterr().out
+
+
+def test_flags_of_the_model_are_taken(theirs: Path, tmp_path: Path) -> None:
+    line = read_command_line(["--load-hf", str(theirs), "--num-layers", "9", "--seq-length", "8"])
+    take_hub_args(line)
+    assert not line.problems and line.values["num_layers"] != 9 and line.values["hidden_size"]
+    assert any("--load-hf replaces --num-layers 9 with" in warning for warning in line.warnings)
+    line = read_command_line(["--load-hf", str(tmp_path / "none")])
+    take_hub_args(line)
+    assert line.problems == [f"--load-hf: {tmp_path / 'none'}: no such folder"]
+    shutil.copytree(theirs, tmp_path / "other")
+    config = json.loads((theirs / "config.json").read_text())
+    (tmp_path / "other/config.json").write_text(json.dumps(config | {"own_key": 3}))
+    line = read_command_line(["--load-hf", str(tmp_path / "other")])
+    take_hub_args(line)
+    assert any("own_key is not known for LlamaForCausalLM" in problem for problem in line.problems)
+
+
+def test_wrong_models_and_weights_are_named(theirs: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"is another model than the run's: .*--ffn-hidden-size"):
+        train(f"--load-hf {theirs} --ffn-hidden-size 24", base=flags_of(theirs))
+    shutil.copytree(theirs, tmp_path / "broken")
+    file = tmp_path / "broken/model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"][3] = float("nan")
+    save_file(tensors, file)
+    with pytest.raises(UserError, match=r"model.norm.weight has values that are NaN or infinite"):
+        train(f"--load-hf {tmp_path / 'broken'}", base=flags_of(theirs))
+    del tensors["model.norm.weight"]
+    save_file(tensors, file)
+    with pytest.raises(UserError, match=r"model.norm.weight is missing"):
+        train(f"--load-hf {tmp_path / 'broken'}", base=flags_of(theirs))
+
+
+def test_a_tokenizer_with_more_ids_than_rows_is_named(theirs: Path) -> None:
+    with pytest.raises(UserError, match=r"has 99 rows, .* NullTokenizer needs 151; give --vocab-size 98 or less"):
+        train(f"--load-hf {theirs}", base=flags_of(theirs).replace("--vocab-size 98", "--vocab-size 150"))
+
+
+@pytest.mark.parametrize(
+    ("ids", "own", "advice"),
+    [
+        (50, "NullTokenizer", "leave --vocab-size 200 out"),
+        (200, "NullTokenizer", "give the tokenizer that the model was trained with"),
+        (200, "HuggingFaceTokenizer", "leave --tokenizer-type out"),
+    ],
+)
+def test_advice_for_too_few_rows_fits_the_cause(ids: int, own: str, advice: str) -> None:
+    flags = SimpleNamespace(family="GPT2BPETokenizer", vocab_size=200)
+    run: Any = SimpleNamespace(
+        vocab_size=200, tokenizer=SimpleNamespace(vocab_size=ids), config=SimpleNamespace(tokenizer=flags)
+    )
+    hub: Any = SimpleNamespace(vocab_size=99, flags=["--tokenizer-type", own], folder=SimpleNamespace(path="x"))
+    with pytest.raises(UserError, match=f"has 99 rows, .* GPT2BPETokenizer needs 200; {advice}"):
+        check_rows(run, hub)
+
+
+def test_an_empty_folder_is_one_problem() -> None:
+    line = read_command_line(["--load-hf", ""])
+    take_hub_args(line)
+    assert line.problems == []  # that of the empty path comes with the checks
+
+
+def test_what_cannot_be_exported_is_told_before_the_first_step(theirs: Path, tmp_path: Path) -> None:
+    save = f"--save {tmp_path} --save-interval 1 --save-hf-interval 1"
+    with pytest.raises(UserError, match=r"--save-hf-interval: "):
+        train(f"{save} --clip-qkv 3", base=flags_of(theirs))
+    with pytest.raises(UserError, match=r"--save-hf-interval 3: give a multiple of --save-interval"):
+        train(f"--save {tmp_path} --save-interval 2 --save-hf-interval 3", base=flags_of(theirs))

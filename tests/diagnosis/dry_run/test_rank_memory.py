@@ -1,0 +1,379 @@
+"""What each rank is said to hold is what it holds in a real world of that layout, to the byte where it can be."""
+
+import gc
+import math
+import shlex
+import time
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.command_lines import configured, megatron_lm_commands, smallest_world
+from support.processes import run_on_ranks
+from support.runs import GPT
+from torch import nn
+
+from megatron.core.communication.collectives import Pending
+from megatron.core.distributed.expert_placement import ExpertPlacement, PlacementSteps
+from megatron.core.distributed.flat_buffer import Unit
+from megatron.core.distributed.reduce_scatter_gradients import TransientGradients
+from megatron.core.exceptions import UserError
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
+from megatron.core.initializers import Normal
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.parameters import Box, declare
+from megatron.core.transformer.enums import AttnBackend
+from megatron.data.tokenizer.build import build_tokenizer, padded_vocab_size
+from megatron.data.tokenizer.null import NullTokenizer
+from megatron.diagnosis.dry_run.rank_memory import (
+    RankMemory,
+    build_shard,
+    memory_of_shard,
+    parameters_of_model,
+    rank_memory,
+)
+from megatron.facades import parallel_state
+from megatron.training import get_args, pretraining
+from megatron.training.arguments import configure, core_transformer_config_from_args
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.config.resolution import ConfigurationError
+from megatron.training.config.settings import LaunchEnvironment
+from megatron.training.launch.environment import Environment, groups_of_rank
+from megatron.training.providers import Context, Providers, providers_of_user_script, stages_of_rank
+from megatron.training.setup.model import parallelize
+from megatron.training.state import TrainState
+from pretrain_gpt import build_model
+
+PROVIDERS = Providers(build_model, lambda context, counts: [], lambda context: lambda data, model: None)  # type: ignore[arg-type,return-value]
+
+
+def held(config: PretrainConfig, providers: Providers = PROVIDERS) -> list[RankMemory]:
+    return rank_memory(config, providers, build_tokenizer(config.tokenizer), config.tokenizer.vocab_size or 1)
+
+
+def bytes_alive() -> int:
+    """Returns the bytes of all tensors on the CPU that were made since `gc.freeze` and are alive."""
+    gc.collect()
+    storages = {}
+    for thing in gc.get_objects():
+        # Not isinstance: that asks weak proxies, which may be dead, for the class they stand for.
+        if issubclass(type(thing), torch.Tensor) and thing.device.type == "cpu":
+            storage = thing.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def bytes_of_a_real_run(config: PretrainConfig, rank: int = 0) -> int:
+    """What model, gradients and optimizer of a set-up run take, counted over all tensors that it leaves alive."""
+    gc.collect()
+    gc.freeze()
+    groups = groups_of_rank(config, rank)
+    environment = Environment(rank, config.world_size, torch.device("cpu"), groups)
+    context = Context(config, environment, build_tokenizer(config.tokenizer), TrainState())
+    stages = stages_of_rank(config, groups.rank("pp"))
+    model = [parallelize(build_model(context, stage), config, environment) for stage in stages]
+    optimizer = get_megatron_optimizer(config.optimizer, model, pg_collection=groups)
+    taken = bytes_alive()
+    del model, optimizer
+    groups.close()
+    return taken
+
+
+def kept(entry: RankMemory) -> int:
+    """Bytes that stay from step to step. fp8 layers quantise their weights in the first one."""
+    return entry.memory.total - entry.memory.gathered - entry.memory.quantized
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--hidden-size 128 --vocab-size 5000",
+        "--hidden-size 128 --vocab-size 5000 --bf16",
+        "--hidden-size 128 --vocab-size 5000 --bf16 --optimizer sgd --untie-embeddings-and-output-weights",
+        "--hidden-size 128 --vocab-size 5000 --bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16 "
+        "--exp-avg-sq-dtype fp8",
+        "--hidden-size 192 --vocab-size 999 --fp64 --swiglu --disable-bias-linear --position-embedding-type rope",
+        "--hidden-size 128 --vocab-size 77 --fp16 --group-query-attention --num-query-groups 2 --qk-layernorm",
+        "--hidden-size 128 --vocab-size 77 --bf16 --fp8-format e4m3",
+        "--hidden-size 128 --vocab-size 77 --bf16 --fp8-format e4m3 --fp8-param-gather",
+        "--hidden-size 128 --vocab-size 77 --bf16 --fp8-format e4m3 --fp8-param-gather --use-precision-aware-optimizer",
+        "--hidden-size 128 --vocab-size 77 --fp8-format e4m3 --fp8-param-gather --first-last-layers-bf16 "
+        "--num-layers-at-start-in-bf16 1 --num-layers-at-end-in-bf16 0",
+    ],
+)
+def test_bytes_are_those_of_a_real_run(flags: str) -> None:
+    config = configured(flags)
+    (entry,) = held(config)
+    assert bytes_of_a_real_run(config) == pytest.approx(kept(entry), rel=0.02)
+
+
+LAYOUTS = [
+    "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --bf16",
+    "--tensor-model-parallel-size 4 --sequence-parallel --group-query-attention --num-query-groups 2",
+    "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 4 --bf16",
+    "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --num-layers 4",
+    "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 1 --num-layers 7 "
+    "--untie-embeddings-and-output-weights",
+    "--use-distributed-optimizer --bf16",
+    "--use-distributed-optimizer --num-distributed-optimizer-instances 2 --bf16",
+    "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads --bf16 --context-parallel-size 2",
+    "--use-torch-fsdp2 --bf16 --tensor-model-parallel-size 2",
+    "--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout Et|t|mm|L --num-layers 2 --mtp-num-layers 2",
+    "--num-experts 8 --expert-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel --bf16",
+]
+SIZES = "--hidden-size 128 --vocab-size 5001 --global-batch-size 8"
+
+
+def bytes_of_real_ranks(layouts: list[str]) -> list[int]:
+    return [bytes_of_a_real_run(configured(f"{SIZES} {flags}", ranks=4), dist.get_rank()) for flags in layouts]
+
+
+def test_bytes_are_those_of_real_ranks_under_every_layout() -> None:
+    real = run_on_ranks(bytes_of_real_ranks, 4, LAYOUTS)
+    for number, flags in enumerate(LAYOUTS):
+        for rank, entry in enumerate(held(configured(f"{SIZES} {flags}", ranks=4))):
+            assert real[rank][number] == pytest.approx(kept(entry), rel=0.02), (flags, rank)
+
+
+SWAPPED = (
+    "--num-experts 4 --moe-grouped-gemm --expert-model-parallel-size 2 --moe-balanced-expert-placement "
+    "--hidden-size 128 --num-layers 3 --vocab-size 77"
+)
+
+
+def bytes_of_swapped_experts(flags: str) -> list[int]:
+    """What the experts take while two ranks swap all of them: in forward and at the end of a step."""
+    config, rank = configured(f"{SWAPPED} {flags}", ranks=2), dist.get_rank()
+    environment = Environment(rank, 2, torch.device("cpu"), groups_of_rank(config, rank))
+    context = Context(config, environment, build_tokenizer(config.tokenizer), TrainState())
+    (stage,) = stages_of_rank(config, 0)
+    model = parallelize(build_model(context, stage), config, environment)
+    placements = PlacementSteps.of(model).placements
+    at_start = 0
+    for placement in placements:
+        placement._start([[1, 1], [0, 0]])
+        at_start = max(at_start, bytes_of_swaps(placements, [placement._arriving for placement in placements]))
+        placement.finish_swap()
+    for placement in placements:
+        placement.start_return()
+    at_end = bytes_of_swaps(placements, [placement._returning for placement in placements])
+    for placement in placements:
+        placement.finish_return()
+    return [at_start, at_end]
+
+
+def bytes_of_swaps(placements: Sequence[ExpertPlacement], moving: Sequence[Pending | None]) -> int:
+    """Returns the bytes of weights that were sent, and of what is on its way."""
+    held = [placement._home_weights for placement in placements if placement._home_weights is not None]
+    held += [tensor for pending in moving if pending is not None for tensor in (pending.tensor, *pending._kept)]
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in held}.values())
+
+
+@pytest.mark.parametrize("flags", ["--bf16", "--bf16 --use-precision-aware-optimizer --main-grads-dtype bf16"])
+def test_bytes_of_swapped_experts_are_those_of_a_step_that_swaps_all(flags: str) -> None:
+    entries = held(configured(f"{SWAPPED} {flags}", ranks=2))
+    for entry, swapped in zip(entries, run_on_ranks(bytes_of_swapped_experts, 2, flags), strict=True):
+        assert entry.memory.swapped == max(swapped)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --context-parallel-size 2",
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --use-tp-pp-dp-mapping",
+        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --use-torch-fsdp2",
+    ],
+)
+def test_ranks_that_share_a_build_would_each_have_built_the_same(flags: str) -> None:
+    config = configured(f"--num-layers 4 --vocab-size 1001 --global-batch-size 16 {flags}", ranks=16)
+    tokenizer = build_tokenizer(config.tokenizer)
+    found = held(config)
+    assert len({id(entry.shard) for entry in found}) < 16
+    for entry in found:
+        own = build_shard(config, PROVIDERS, tokenizer, 1001, entry.rank)
+        assert own.stages == entry.shard.stages
+        described = [[(p.name, p.numel, p.dtype, [s.info for s in p.slots]) for p in plans] for plans in own.plans]
+        assert described == [
+            [(p.name, p.numel, p.dtype, [s.info for s in p.slots]) for p in plans] for plans in entry.shard.plans
+        ]
+        assert memory_of_shard(own, config) == entry.memory
+
+
+@pytest.mark.parametrize("vocabulary", [1000, 1001])
+def test_the_model_is_the_same_under_every_layout(vocabulary: int) -> None:
+    sizes = f"--num-layers 4 --vocab-size {vocabulary} --global-batch-size 16 --swiglu --group-query-attention "
+    sizes += "--num-query-groups 2"
+    whole = parameters_of_model(entry.shard for entry in held(configured(sizes, ranks=8)))
+    for flags in (
+        "--tensor-model-parallel-size 4",
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4",
+        "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --context-parallel-size 2",
+        "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|t||ttL --use-torch-fsdp2",
+    ):
+        assert parameters_of_model(h.shard for h in held(configured(f"{sizes} {flags}", ranks=8))) == whole, flags
+
+
+def test_parts_of_memory() -> None:
+    """In bytes a parameter: 2 of weights, 4 of gradients, 12 of optimizer; what is shared out by four, a quarter."""
+    model = "--bf16 --num-layers 4 --vocab-size 1001 --untie-embeddings-and-output-weights"
+
+    def memory(flags: str) -> tuple[float, ...]:
+        (one,) = {entry.memory for entry in held(configured(f"{model} {flags}", ranks=4))}
+        plain = held(configured(model))[0].memory.weights // 2
+        return tuple(round(size / plain, 1) for size in (one.weights, one.gradients, one.optimizer))
+
+    fsdp = "--use-megatron-fsdp --data-parallel-sharding-strategy"
+    assert memory("") == (2, 4, 12)
+    assert memory("--use-distributed-optimizer") == memory(f"{fsdp} optim") == (2, 4, 3)
+    assert memory("--use-distributed-optimizer --num-distributed-optimizer-instances 2") == (2, 4, 6)
+    assert memory(f"{fsdp} optim_grads") == (2, 1, 3)
+    assert memory(f"{fsdp} optim_grads_params") == (0.5, 1, 3)
+
+
+PASSING = [
+    "--use-torch-fsdp2 --overlap-param-gather --overlap-grad-reduce --untie-embeddings-and-output-weights",
+    "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads",
+    "--use-torch-fsdp2 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --overlap-grad-reduce",
+    "--use-torch-fsdp2 --pipeline-model-parallel-size 2 --pipeline-schedule zb-v --overlap-param-gather",
+    "--use-torch-fsdp2 --pipeline-model-parallel-size 2 --overlap-param-gather --mtp-num-layers 2",
+    "--use-torch-fsdp2 --pipeline-model-parallel-size 2 --mtp-num-layers 3",
+    "--use-torch-fsdp2 --num-experts 8 --expert-model-parallel-size 2",
+    "--use-torch-fsdp2 --num-experts 8 --expert-model-parallel-size 2 --overlap-param-gather --overlap-grad-reduce",
+]
+TRAINED = (
+    "--hidden-size 64 --vocab-size 1001 --seq-length 16 --global-batch-size 16 --num-layers 8 --bf16 --train-iters 2 "
+    "--eval-iters 0 --num-workers 0"
+)
+
+
+def bytes_that_pass(layouts: list[str]) -> list[int]:
+    """Whole weights and whole gradients of shared units in two steps, each at its most, together."""
+    return [_bytes_that_pass(configured(f"{TRAINED} {flags}", ranks=4)) for flags in layouts]
+
+
+def _bytes_that_pass(config: PretrainConfig) -> int:
+    buffers: dict[str, list[torch.Tensor]] = {"weights": [], "gradients": []}
+    most = dict.fromkeys(buffers, 0)
+
+    def watched(method: Any, kind: str, name: str) -> Any:
+        def call(self: Any) -> None:
+            method(self)
+            mine = getattr(self, name)
+            if not any(mine is known for known in buffers[kind]):
+                buffers[kind].append(mine)
+            most[kind] = max(most[kind], sum(buffer.untyped_storage().nbytes() for buffer in buffers[kind]))
+
+        return call
+
+    gather, opening = Unit.start_all_gather, TransientGradients.open
+    sharded = config.ddp.data_parallel_sharding_strategy == "optim_grads_params"
+    with (
+        mock.patch.object(Unit, "start_all_gather", watched(gather, "weights", "param_buffer")),
+        mock.patch.object(TransientGradients, "open", watched(opening, "gradients", "whole")),
+    ):
+        pretraining.run_pretraining(config, GPT, time.monotonic())
+    return most["weights"] * sharded + most["gradients"]
+
+
+@pytest.mark.slow
+def test_what_passes_within_a_step_is_what_real_ranks_have_at_their_most() -> None:
+    real = run_on_ranks(bytes_that_pass, 4, PASSING)
+    for number, flags in enumerate(PASSING):
+        for rank, entry in enumerate(held(configured(f"{TRAINED} {flags}", ranks=4))):
+            assert real[rank][number] <= entry.memory.gathered <= 1.1 * real[rank][number], (flags, rank)
+
+
+@pytest.mark.parametrize(
+    ("layers", "least", "every"),
+    [
+        (range(1, 25), 40, 10),
+        pytest.param(range(1, 25), 40, 1, marks=pytest.mark.slow),
+        pytest.param(range(25, 1000), 4, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_every_megatron_lm_command_that_is_accepted_builds_its_model_on_every_rank(
+    layers: range, least: int, every: int
+) -> None:
+    """Whole, that is: every element of every tensor on some rank. Deep models repeat the layers of others. `make test`
+    builds every tenth model."""
+    built: dict[str, str] = {}
+    for command in megatron_lm_commands():
+        words = shlex.split(command["command"])
+        try:
+            config = configure(words, launch_environment=LaunchEnvironment(smallest_world(words), True))
+        except ConfigurationError:
+            continue
+        # Kernels are the affair of a machine with GPUs; what ranks hold does not depend on them.
+        config.transformer.attention_backend = AttnBackend.auto
+        same = f"{config.transformer} {config.model} {config.ddp} {config.grid}"
+        if same not in built and config.transformer.num_layers in layers:
+            built[same] = command["source"]
+            if len(built) % every:
+                continue
+            assert len(rank_memory(config, PROVIDERS, NullTokenizer(1000, None, None), 1024)) == config.world_size
+    assert len(built) >= least
+
+
+class HalfAModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = declare(
+            nn.Parameter(torch.empty(3, 4)), Normal(1.0), global_shape=(6, 4), box=Box((0, 0), (3, 4))
+        )
+
+
+def test_elements_that_nobody_holds_are_an_error() -> None:
+    def build(*_: Any) -> nn.Module:
+        return HalfAModel()
+
+    broken = Providers(build, PROVIDERS.build_datasets, PROVIDERS.build_forward_step)
+    with pytest.raises(UserError, match=r"the ranks hold 12 elements of weight, which has 24 \(shape \[6, 4\]\)"):
+        held(configured(ranks=2), broken)
+
+
+def test_a_script_that_hands_on_the_padded_vocabulary_gets_the_model_of_the_true_one() -> None:
+    def provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> nn.Module:
+        args = get_args()
+        return GPTModel(
+            core_transformer_config_from_args(args),
+            get_gpt_layer_local_spec(),
+            args.padded_vocab_size,
+            args.max_position_embeddings,
+            pre_process,
+            post_process,
+            share_embeddings_and_output_weights=True,
+            vp_stage=vp_stage,
+        )
+
+    providers = providers_of_user_script(lambda counts: [], provider, lambda data, model: None)  # type: ignore[arg-type,return-value]
+    flags = "--num-layers 4 --vocab-size 100 --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 "
+    config = configured(flags + "--num-virtual-stages-per-pipeline-rank 2", ranks=4)
+    padded = padded_vocab_size(101, 128, 2)
+    scripts = rank_memory(config, providers, build_tokenizer(config.tokenizer), padded)
+    own = rank_memory(config, PROVIDERS, build_tokenizer(config.tokenizer), padded)
+    assert [h.memory for h in scripts] == [h.memory for h in own]
+    assert parameters_of_model(h.shard for h in scripts) == parameters_of_model(h.shard for h in own)
+
+
+def test_megatron_lm_providers_find_what_they_ask_for() -> None:
+    """get_args() and parallel_state, as scripts of other programs use them."""
+    seen = []
+
+    def provider(pre_process: bool = True, post_process: bool = True) -> nn.Module:
+        seen.append((parallel_state.get_pipeline_model_parallel_rank(), get_args().padded_vocab_size, pre_process))
+        return nn.Linear(2, 2)
+
+    providers = providers_of_user_script(lambda counts: [], provider, lambda data, model: None)  # type: ignore[arg-type,return-value]
+    held(configured("--pipeline-model-parallel-size 2", ranks=2), providers)
+    assert seen == [(0, 100, True), (1, 100, False)]
+
+
+def test_groups_of_a_dry_run_are_only_planned() -> None:
+    groups = groups_of_rank(configured("--tensor-model-parallel-size 2", ranks=4), 3)
+    assert isinstance(groups, ProcessGroupCollection) and groups.rank("tp") == 1
+    assert math.prod((groups.size("tp"), groups.size("dp"))) == 4

@@ -1,0 +1,144 @@
+"""What --dry-run prints: each rank of 128, and model parts by rank."""
+
+import re
+import time
+
+import pytest
+from support.command_lines import SMALL, configured
+
+from megatron.core.pipeline_parallel.stage_map import StageModules, stage_text
+from megatron.diagnosis.dry_run.dry_run import dry_run
+from megatron.diagnosis.dry_run.report import report_lines, short_size, size_text
+from megatron.training.providers import Providers
+from pretrain_gpt import build_model
+
+PROVIDERS = Providers(build_model, lambda context, counts: [], lambda context: lambda data, model: None)  # type: ignore[arg-type,return-value]
+MEGATRON_LM = (
+    "--dry-run --tokenizer-type NullTokenizer --vocab-size 50257 --tensor-model-parallel-size 4 "
+    "--pipeline-model-parallel-size 4 --num-layers 32 --hidden-size 4096 --num-attention-heads 32 "
+    "--micro-batch-size 2 --global-batch-size 1024 --seq-length 4096"
+)
+
+
+def report(flags: str = "", base: str = MEGATRON_LM, ranks: int = 128) -> list[str]:
+    config = configured(flags, base=base, ranks=ranks)
+    return list(report_lines(config, dry_run(config, PROVIDERS)))
+
+
+def rows_of_ranks(lines: list[str]) -> list[list[str]]:
+    """The table of ranks: the words of each row."""
+    return [line.split() for line in lines if re.match(r"\s+\d+  ", line)]
+
+
+def test_a_dry_run_of_128_ranks() -> None:
+    """A layer of h = 4096 has 12 h^2 + 13 h parameters, of which 8 h are on every tensor parallel rank."""
+    started = time.process_time()
+    lines = report()
+    assert time.process_time() - started < 60
+    rows = rows_of_ranks(lines)
+    assert [int(row[0]) for row in rows] == list(range(128))
+    h = 4096
+    layer = (12 * h * h + (3 + 4) * h) // 4 + 6 * h
+    vocabulary = {0: 12672, 1: 12672, 2: 12672, 3: 50258 - 3 * 12672}  # padded to 50,688, a quarter each
+    for rank, row in enumerate(rows):
+        tp, pp, dp = rank % 4, rank // 32, rank // 4 % 8
+        assert list(map(int, row[1:5])) == [tp, pp, 0, dp]
+        parameters, weights, gradients, optimizer, total = (int(word.replace(",", "")) for word in row[5:10])
+        ends = {0: vocabulary[tp] * h + 4096 * h, 3: vocabulary[tp] * h + 2 * h}
+        assert parameters == 8 * layer + ends.get(pp, 0)
+        stored = parameters + ((12672 - vocabulary[tp]) * h if pp in (0, 3) else 0)
+        assert weights == gradients == 4 * stored and optimizer == 8 * stored and total == 16 * stored
+        layers = f"layers {8 * pp + 1} to {8 * pp + 8}"
+        expected = {0: f"embedding, {layers}", 3: f"{layers}, head and loss"}.get(pp, layers)
+        assert " ".join(row[10:]) == expected
+    text = "\n".join(lines)
+    assert "ranks       128 = tensor 4 x pipeline 4 x context 1 x data 8" in text
+    assert "parameters  6,666,797,056; vocabulary 50,258, stored as 50,688" in text
+
+
+def test_the_map_says_who_holds_what() -> None:
+    lines = report("--num-virtual-stages-per-pipeline-rank 2 --use-distributed-optimizer --bf16")
+    shown = lines[lines.index("model parts by rank") :]
+    assert "  stage 0 = chunk 0 of pipeline rank 0: embedding, layers 1 to 4" in shown
+    assert "  stage 5 = chunk 1 of pipeline rank 1: layers 21 to 24" in shown
+    assert "  stage 7 = chunk 1 of pipeline rank 3: layers 29 to 32, head and loss" in shown
+    row = next(line for line in shown if line.strip().startswith("pp 1"))
+    assert re.split(r"\s{2,}", row.strip()) == ["pp 1", *(f"{32 + tp} to {60 + tp} by 4" for tp in range(4))]
+    parts = shown.index("  split over tensor parallel ranks:")
+    copies = shown.index("  whole on each of these ranks:")
+    assert "    embedding.word_embeddings.weight  50258 x 4096" in shown[parts:copies]
+    assert "    decoder.layers.*.mlp.linear_fc1.weight  16384 x 4096" in shown[parts:copies]
+    assert "    decoder.layers.*.input_layernorm.weight  4096" in shown[copies:]
+    assert (
+        "  copies of one weight, whose gradients are summed: embedding.word_embeddings.weight on pipeline ranks 0, 3"
+        in shown
+    )
+    assert shown[-1] == (
+        "  data parallel ranks shard the optimizer's state of each layer, the embedding and the head in 8 equal "
+        "parts, such as ranks 0 to 28 by 4"
+    )
+
+
+def test_the_map_says_who_holds_which_experts() -> None:
+    small = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1 --mock-data "
+    small += (
+        "--tokenizer-type NullTokenizer --vocab-size 50 --lr 1 --train-iters 1 --num-experts 8 --sequence-parallel "
+    )
+    small += "--tensor-model-parallel-size 2 --expert-model-parallel-size 4 --expert-tensor-parallel-size 1"
+    lines = report("", base=small, ranks=8)
+    shown = lines[lines.index("model parts by rank") :]
+    experts = next(number for number, line in enumerate(shown) if line.strip().startswith("experts"))
+    assert re.split(r"\s{2,}", shown[experts + 1].strip()) == ["pp 0", "0, 4", "1, 5", "2, 6", "3, 7"]
+    first = shown.index("  experts split over expert parallel ranks:")
+    assert (
+        "    decoder.layers.*.mlp.experts.linear_fc2.weight  8 x 64 x 256"
+        in shown[first : shown.index("  whole on each of these ranks:")]
+    )
+    assert "    decoder.layers.*.mlp.router.weight  8 x 64" in shown[shown.index("  whole on each of these ranks:") :]
+
+
+def test_chunks_of_a_v_shaped_pipeline_lie_on_one_rank() -> None:
+    small = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1 --mock-data "
+    small += "--tokenizer-type NullTokenizer --vocab-size 50 --lr 1 --train-iters 1"
+    lines = report("--pipeline-model-parallel-size 2 --pipeline-schedule zb-v", base=small, ranks=2)
+    rows = rows_of_ranks(lines)
+    assert " ".join(rows[0][10:]) == "embedding, layer 1; layer 4, head and loss"
+    assert " ".join(rows[1][10:]) == "layer 2; layer 3"
+
+
+def test_stages_that_are_balanced_by_cost_are_told() -> None:
+    config = configured("--pipeline-model-parallel-layout auto", base=MEGATRON_LM, ranks=128)
+    run = dry_run(config, PROVIDERS)
+    (note,) = run.notes
+    assert note.startswith("--pipeline-model-parallel-layout auto: stages Et")
+    assert sum(len(stage.layers) for entry in run.ranks[::32] for stage in entry.shard.stages) == 32
+
+
+@pytest.mark.fast("--use-torch-fsdp2-True", "-False")
+@pytest.mark.parametrize(
+    ("flags", "column"), [("--use-torch-fsdp2", True), ("--use-distributed-optimizer", False), ("", False)]
+)
+def test_gathered_units_have_a_column_if_there_are_any(flags: str, column: bool) -> None:
+    lines = report(flags)
+    titles = next(line for line in lines if line.split()[:1] == ["rank"])
+    assert ("gathered units" in titles) == column == any("for gathered units" in line for line in lines)
+
+
+def test_swapped_experts_are_beside_the_total() -> None:
+    experts = "--num-experts 4 --moe-grouped-gemm --expert-model-parallel-size 2"
+    plain = report(experts, base=SMALL, ranks=2)
+    swapped = report(f"{experts} --moe-balanced-expert-placement", base=SMALL, ranks=2)
+    (memory,) = (line for line in swapped if line.startswith("memory      "))
+    kept, up_to = memory.split(", and up to ")
+    assert kept in plain and up_to.endswith(" for swapped experts")
+
+
+def test_sizes_and_stages_in_words() -> None:
+    assert size_text(100) == "100 bytes" and size_text(3 * 2**30) == "3.00 GiB (3,221,225,472 bytes)"
+    assert short_size(1536) == "1.50 KiB"
+    assert stage_text(StageModules(1, range(3, 3), False, False)) == "nothing"
+    assert stage_text(StageModules(0, range(1, 2), True, True)) == "embedding, layer 1, head and loss"
+    apart = "a copy of the embedding, 2 layers for multi-token prediction"
+    assert stage_text(StageModules(2, range(3, 3), False, False, 2)) == apart
+    last = "layer 3, a copy of the embedding, 1 layer for multi-token prediction, head and loss"
+    assert stage_text(StageModules(2, range(3, 4), False, True, 1)) == last
