@@ -1,10 +1,9 @@
 """The causal convolution with its activation on a GPU: one kernel in forward and one in backward, which read channels
 inside a packed projection.
 
-A program walks along some tokens of a row with the last ones and the next two in registers, so each is read once and
-early. Backward computes the
-convolution again and keeps nothing but the inputs. It sums its tokens' part of the gradients of weight and bias in
-registers; a second kernel sums these parts.
+A program walks along some tokens of a row with the last and the next ones in registers, so each is read once and early.
+Backward computes the convolution again and keeps nothing but the inputs. It sums its tokens' part of the gradients of
+weight and bias in registers; a second kernel sums these parts.
 """
 
 from typing import Any

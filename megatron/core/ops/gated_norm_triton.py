@@ -19,7 +19,7 @@ from megatron.core.ops.tiles import cdiv, next_power_of_2
 
 _WIDEST = 16384
 """Channels of a row that fit into one program's registers."""
-_PROGRAMS = 16
+_PROGRAMS = 8
 """Programs of backward for each multiprocessor."""
 
 

@@ -18,15 +18,15 @@ class ScalarGradients:
     """Gradients of step sizes and decays by the places in which they are, [b, heads * parts, s] in float32."""
 
     sizes: Tensor
-    """Of step sizes, without what comes through decays."""
+    """Gradients of step sizes, without what comes through decays."""
     pairs: Tensor
-    """Of a token's decay (its natural logarithm), from pairs of tokens of its chunk before and after it."""
+    """Gradients of a token's decay (its natural logarithm), from pairs of tokens of its chunk before and after it."""
     reads: Tensor
-    """Of all decays of the chunk until a token, with which it reads the state before the chunk."""
+    """Gradients of all decays of the chunk until a token, with which it reads the state before the chunk."""
     adds: Tensor
-    """Of all decays of the chunk after a token, with which it is added to the state after the chunk."""
+    """Gradients of all decays of the chunk after a token, with which it is added to the state after the chunk."""
     skip: Tensor
-    """Of D, from each chunk: [b, chunks, heads * parts]."""
+    """Gradients of D from each chunk: [b, chunks, heads * parts]."""
 
 
 @triton.jit
@@ -132,7 +132,8 @@ def gradients_of_steps(
     parts = torch.empty(batch * count, 3 * heads, dtype=torch.float32, device=step.device)
     _steps_backward_kernel[(count, cdiv(heads, tile), batch)](
         step_gradient, parts,
-        gradients.sizes, gradients.pairs, gradients.reads, gradients.adds, gradients.skip, of_through, step, bias, log_rate, length, batch, count * chunk, heads, per_group, *step.stride()[:3], min_step,
+        gradients.sizes, gradients.pairs, gradients.reads, gradients.adds, gradients.skip, of_through,
+        step, bias, log_rate, length, batch, count * chunk, heads, per_group, *step.stride()[:3], min_step,
         PARTS=of_through.shape[1] // heads, BLOCKS=of_through.shape[3], CHUNK=chunk, HEADS=tile,
     )  # fmt: skip
     dtype = bias.dtype if len({parameter.dtype for parameter in parameters}) == 1 else torch.float32
