@@ -146,14 +146,15 @@ class MambaMixer(MegatronModule):
         )
         state = context.recall(self.layer_number, "state")
         ended = is_padding(context, mixed.shape[0])
-        output, state = self.scan.advance(F.silu(convolved).view(mixed.shape), step, *parameters, None, state, ended)
+        output, state = self.scan.advance(F.silu(convolved).view(mixed.shape), step, parameters, state, ended)
         context.remember(self.layer_number, "state", state)
         return output
 
     def _own(self, parameter: Tensor) -> Tensor:
         """Returns the part of a parameter that belongs to the groups of this context parallel rank."""
-        ranks = group_size(self.cp_group)
-        return parameter if ranks == 1 else parameter.chunk(ranks)[group_rank(self.cp_group)]
+        if self.cp_group is None:  # no chunk of one part, whose backward would copy the gradient
+            return parameter
+        return parameter.chunk(group_size(self.cp_group))[group_rank(self.cp_group)]
 
     def _convolved(self, mixed: Tensor, document: Tensor | None, silu: bool = False) -> Tensor:
         weight, bias = self._own(self.conv1d.weight), self._own(self.conv1d.bias)
@@ -189,9 +190,17 @@ class MambaScan(nn.Module):
         group], and dt_bias, A_log and D of each head."""
         return self.backend.mamba_scan(mixed, step, step_bias, log_rate, skip, document, **self.settings)
 
-    def advance(self, *arguments: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Returns the result of `mamba_scan_with_state`: y, and the states after the last token."""
-        return mamba_scan_with_state(*arguments, **self.settings)
+    def advance(
+        self,
+        mixed: Tensor,
+        step: Tensor,
+        parameters: tuple[Tensor, Tensor, Tensor],
+        state: Tensor | None,
+        ended: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Returns y and the states [b, heads, n, p] after the last token, from the states before the first. Tokens
+        where `ended` [s, b, 1] is True change no state."""
+        return mamba_scan_with_state(mixed, step, *parameters, state=state, ended=ended, **self.settings)
 
 
 @dataclass(frozen=True)

@@ -177,10 +177,10 @@ def scan_gradients(
     of_mixed = torch.empty(mixed.shape, dtype=mixed.dtype, device=mixed.device)
     heads, device = sizes.per_group * sizes.parts, mixed.device
     splits, total = _splits(sizes, heads, num_multiprocessors(device)), sizes.groups * heads
-    scalars = ScalarGradients(
-        *(torch.empty(sizes.batch, total, steps.shape[2], dtype=torch.float32, device=device) for _ in range(4)),
-        torch.empty(sizes.batch, sizes.count, total, dtype=torch.float32, device=device),
+    of_sizes, of_pairs, of_reads, of_adds = (
+        torch.empty(sizes.batch, total, steps.shape[2], dtype=torch.float32, device=device) for _ in range(4)
     )
+    of_skip = torch.empty(sizes.batch, sizes.count, total, dtype=torch.float32, device=device)
     pairs = splits, sizes.batch, sizes.count, sizes.groups, sizes.chunk, sizes.chunk
     of_products = torch.empty(pairs, dtype=mixed.dtype, device=device)
     parts = None
@@ -191,16 +191,16 @@ def scan_gradients(
     settings = {"PACKED": document is not None, "SPLIT": splits > 1, **sizes.tiles()}
     settings |= {"PRECISION": precision_of(mixed.dtype), "num_warps": _WARPS}
     _queries_kernel[grid](
-        of_mixed, parts, of_products, scalars.pairs, scalars.reads, scalars.skip,
+        of_mixed, parts, of_products, of_pairs, of_reads, of_skip,
         gradient, mixed, states, steps, sums, document, *shared, STAGES=_QUERIES_STAGES, **settings,
     )  # fmt: skip
     _keys_kernel[grid](
-        of_mixed, parts, of_products, scalars.sizes, scalars.adds,
+        of_mixed, parts, of_products, of_sizes, of_adds,
         gradient, mixed, after, steps, sums, skip, document, *shared, STAGES=_KEYS_STAGES, **settings,
     )  # fmt: skip
     if parts is not None:
         of_mixed[..., -2 * sizes.state_dim :].copy_(parts.sum(0))
-    return of_mixed, scalars
+    return of_mixed, ScalarGradients(of_sizes, of_pairs, of_reads, of_adds, of_skip)
 
 
 def _splits(sizes: Sizes, heads: int, multiprocessors: int) -> int:
