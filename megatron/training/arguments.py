@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-from megatron.training.config.checkpoint_args import take_checkpoint_args
+from megatron.training.checkpoint_args import take_checkpoint_args
 from megatron.training.config.command_line import CommandLine, ExtraArgsProvider, read_command_line
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.resolution import (
@@ -19,6 +19,7 @@ from megatron.training.config.resolution import (
     transformer_fields,
 )
 from megatron.training.config.settings import LaunchEnvironment
+from megatron.training.inspection.run_description import ARCHITECTURE, architecture_differences
 from megatron.training.launch.errors import exit_with_problems
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -54,8 +55,25 @@ def configure(
     line = read_command_line(argv, extra_args_provider, ignore_unknown_args)
     if take_flags is not None:
         take_flags(line)
-    take_checkpoint_args(line, args_defaults or {})
-    return resolve(line, args_defaults, launch_environment)
+    described = take_checkpoint_args(line, args_defaults or {})
+    config = resolve(line, args_defaults, launch_environment)
+    if described is not None:
+        _check_taken_model(config, described)
+    return config
+
+
+def _check_taken_model(config: PretrainConfig, described: Mapping[str, Any]) -> None:
+    """Raises ConfigurationError if given flags make another model than that of --use-checkpoint-args, whichever flags
+    say so. Fields that the checkpoint does not know yet are left out."""
+    known = described.get("architecture", {})
+    unknown = [name for name in ARCHITECTURE if name not in known]
+    differences = architecture_differences(config, described, leave_out=unknown)
+    if differences:
+        raise ConfigurationError(
+            f"--use-checkpoint-args: {difference}; leave the flag out to take the checkpoint's value, or leave "
+            "--use-checkpoint-args out and give --finetune to change the model on purpose"
+            for difference in differences
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -70,6 +70,9 @@ class FlagDeclaration:
     """Words that people try as the value, and what to give instead; the error message for such a word quotes it."""
     words: Mapping[str, Any] | None = None
     """The words of the command line and their values, if the annotation is neither Literal nor Enum."""
+    from_checkpoint: bool | None = None
+    """Whether the value may be taken from a checkpoint, which anybody may have written. None: True, but False for free
+    text, which may name code, or a file to write."""
 
 
 _BY_THE_RULE = FlagDeclaration()
@@ -123,15 +126,21 @@ def declaration_of(field: "dataclasses.Field[Any]") -> FlagDeclaration:
 # library spells fields as attributes, the command line spells them as flags.
 
 
-def describe_problem(problem: str, config: Any, spelling: Callable[[str], str] = str) -> str:
-    """Returns the sentence with fields filled in; `config` has an attribute for each field named in it."""
+def describe_problem(
+    problem: str,
+    config: Any,
+    spelling: Callable[[str], str] = str,
+    text: Callable[[str, Any], str] = lambda field, value: value_text(value),
+) -> str:
+    """Returns the sentence with fields filled in; `config` has an attribute for each field named in it. `spelling`
+    gives a field's name and `text` its value."""
     words = []
     for literal, field, spec, _ in string.Formatter().parse(problem):
         words.append(literal)
         if field is not None:
             value = getattr(config, field)
             alone = spec == "name" or isinstance(value, bool) or value is None
-            words.append(spelling(field) if alone else f"{spelling(field)} {value_text(value)}")
+            words.append(spelling(field) if alone else f"{spelling(field)} {text(field, value)}")
     return "".join(words)
 
 

@@ -27,7 +27,7 @@ from megatron.training.config.checks import missing_values, problems_of
 from megatron.training.config.command_line import CommandLine
 from megatron.training.config.data import DataConfig
 from megatron.training.config.derived_values import derive_values
-from megatron.training.config.flag_table import flag_table, spelling_of
+from megatron.training.config.flag_table import flag_table, spelling_of, text_of
 from megatron.training.config.ineffective_flags import is_read, notes_on_ineffective_flags
 from megatron.training.config.logging import LoggingConfig
 from megatron.training.config.messages import message_of
@@ -131,7 +131,7 @@ def _unsupported_values(settings: Settings) -> list[str]:
 
 def _in_flags(problem: str, settings: Settings) -> str:
     """Returns the problem with flags and values in place of fields."""
-    return describe_problem(problem, settings, spelling_of)
+    return describe_problem(problem, settings, spelling_of, text_of)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
