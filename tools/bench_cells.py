@@ -35,6 +35,11 @@ CELLS = {
     + "--num-layers 8 --hidden-size 2048 --ffn-hidden-size 1024 --num-attention-heads 32 --num-query-groups 4 "
     "--kv-channels 128 --vocab-size 32000 --seq-length 4096 --max-position-embeddings 4096 --moe-router-topk 8 "
     "--moe-ffn-hidden-size 1024 --micro-batch-size 4 --global-batch-size 16",
+    "HYBRID_M2": _GROUPED
+    + "--hybrid-layer-pattern M-M-M-M*-M-M- --is-hybrid-model --hidden-size 2048 --ffn-hidden-size 5632 "
+    "--num-attention-heads 16 --num-query-groups 4 --kv-channels 128 --mamba-num-heads 64 --mamba-head-dim 64 "
+    "--mamba-state-dim 128 --mamba-num-groups 8 --vocab-size 32000 --seq-length 4096 --max-position-embeddings 4096 "
+    "--micro-batch-size 2 --global-batch-size 8",
     "MLA": _LLAMA
     + _EXPERTS
     + "--num-layers 4 --hidden-size 2048 --ffn-hidden-size 10944 --num-attention-heads 16 --multi-latent-attention "

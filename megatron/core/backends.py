@@ -83,6 +83,7 @@ from megatron.core.ops.normed_rope import normed_rope
 from megatron.core.ops.rope import apply_rope
 from megatron.core.ops.split_columns import split_columns
 from megatron.core.ops.split_heads import split_heads, split_rotated_heads
+from megatron.core.ops.ssd.scan import mamba_scan
 from megatron.core.ops.transformer_engine.attention import with_engine_attention
 from megatron.core.ops.transformer_engine.engine import (
     Engine,
@@ -121,6 +122,7 @@ class Backend:
     gated_rms_norm: Callable[..., Tensor] = gated_rms_norm
     delta_rule_attention: Callable[..., Tensor] = delta_rule_attention
     split_columns: Callable[..., tuple[Tensor, ...]] = split_columns
+    mamba_scan: Callable[..., Tensor] = mamba_scan
     merge_block: Callable[..., None] = merge_block
     max_attention_logits: Callable[..., Tensor] = max_attention_logits
     cross_entropy: Callable[..., Tensor] = cross_entropy
@@ -225,8 +227,9 @@ _SUBJECTS = {
     "keep_rows": "dropout masks",
     "bias_dropout_add": "dropout",
     "weighted_activation": "activations",
-    **dict.fromkeys(("delta_rule_attention", "split_columns"), "gated delta nets"),
+    "delta_rule_attention": "gated delta nets",
     "causal_conv": "convolutions",
+    "mamba_scan": "state spaces",
     "gated_rms_norm": "norms",
 }
 """Names of operations in the log; operations that are not listed keep their field's name."""
@@ -343,6 +346,7 @@ def triton_backend() -> Backend | None:
             split_heads_triton,
             split_rotated_heads_triton,
         )
+        from megatron.core.ops.ssd.scan_triton import mamba_scan_triton
         from megatron.core.ops.sum_rows_triton import sum_rows_triton
     except ImportError:
         return None
@@ -388,6 +392,7 @@ def triton_backend() -> Backend | None:
         causal_conv=ByDevice(cpu=causal_conv, cuda=causal_conv_triton),
         gated_rms_norm=ByDevice(cpu=gated_rms_norm, cuda=gated_rms_norm_triton),
         delta_rule_attention=ByDevice(cpu=delta_rule_attention, cuda=delta_rule_attention_triton),
+        mamba_scan=ByDevice(cpu=mamba_scan, cuda=mamba_scan_triton),
         merge_block=ByDevice(cpu=merge_block, cuda=merge_block_triton),
         max_attention_logits=ByDevice(cpu=max_attention_logits, cuda=max_attention_logits_triton),
         cross_entropy=ByDevice(cpu=cross_entropy, cuda=cross_entropy_triton),

@@ -218,18 +218,24 @@ def parts_of_heads() -> None:
 
 def columns() -> None:
     """Checks gradients of parts of columns with any strides, and of an unused one; a last program with few rows."""
-    for widths, groups, dtype in (((40, 16, 2, 2), 3, torch.bfloat16), ((700, 33, 1, 5), 1, torch.float32)):
+    for widths, groups, dtype in (
+        ((40, 16, 2, 2), 3, torch.bfloat16),
+        ((700, 33, 1, 5), 1, torch.float32),
+        ((24, 40, 3), 3, torch.bfloat16),
+        ((4, 5), 1, torch.float32),
+    ):
         found = []
         for function in (split_columns, split_columns_triton):
             leaf = values(5, 3, groups, sum(widths), dtype=dtype).requires_grad_()
-            one, two, three, four = function(leaf, widths)
-            assert one.data_ptr() == leaf.data_ptr() and four.shape == (5, 3, groups, widths[3])
+            one, two, *others = function(leaf, widths)
+            assert one.data_ptr() == leaf.data_ptr() and [part.shape[-1] for part in others] == list(widths[2:])
             turned = values(3, widths[1], 5, groups, dtype=dtype).permute(2, 0, 3, 1)
-            total = (one * values(*one.shape, dtype=dtype, seed=1)).sum() + (two * turned).sum() + three.sum()
-            (total + four.sum() * 2 if groups == 1 else total).backward()
+            total = (one * values(*one.shape, dtype=dtype, seed=1)).sum() + (two * turned).sum()
+            total = total + sum(part.sum() * 2 for part in others[groups // 3 :])
+            total.backward()
             found.append(leaf.grad)
         assert found[0] is not None and torch.equal(*found), widths
-    assert len(split_columns_triton(values(2, 1, 1, 9), (4, 5))) == 2
+    assert len(split_columns_triton(values(2, 1, 1, 9), (1, 2, 3, 2, 1))) == 5
 
 
 def rotated_parts_of_heads() -> None:

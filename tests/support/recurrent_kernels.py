@@ -13,6 +13,8 @@ from megatron.core.ops.causal_conv import causal_conv
 from megatron.core.ops.causal_conv_triton import causal_conv_triton
 from megatron.core.ops.gated_norm import gated_rms_norm
 from megatron.core.ops.gated_norm_triton import gated_rms_norm_triton
+from megatron.core.ops.ssd import scan_triton
+from megatron.core.ops.ssd.scan import mamba_scan
 
 
 def documents(*lengths: int) -> Tensor:
@@ -81,3 +83,74 @@ def gated_norms() -> None:
             compare(
                 apply(gated_rms_norm), apply(gated_rms_norm_triton), [x, packed, weight], (shape, gate_first), dtype
             )
+
+
+def scan_arguments(
+    length: int, batch: int, groups: int, per_group: int, head_dim: int, state_dim: int, dtype: torch.dtype
+) -> list[Tensor]:
+    """Returns x, B and C of groups, dt, dt_bias, A_log and D."""
+    heads = groups * per_group
+    mixed = values(length, batch, groups, per_group * head_dim + 2 * state_dim, dtype=dtype)
+    step = values(length, batch, groups, per_group + 3, dtype=dtype, seed=1)
+    vectors = [values(heads, dtype=dtype, seed=seed) for seed in (2, 3, 4)]
+    return [mixed, step, *vectors]
+
+
+def scans() -> None:
+    """Float32, so that nothing is hidden by rounding: rows that end within a chunk; documents within, across and as
+    long as chunks; heads and states that do not fill a tile, and heads of two tiles; gradients that are strided."""
+    chunk = scan_triton._CHUNK
+    cases = (
+        (chunk + 5, 2, 2, 2, 8, 4, 0.0, None),
+        (3 * chunk, 1, 1, 2, 20, 20, 0.7, documents(3, 1, chunk - 4, chunk, chunk - 1, 1)),
+        (chunk + 1, 1, 1, 1, 80, 16, 0.0, documents(chunk + 1)),
+        (5, 1, 3, 1, 16, 32, 0.0, documents(2, 3)),
+    )
+    for length, batch, groups, per_group, head_dim, state_dim, least, document in cases:
+        leaves = scan_arguments(length, batch, groups, per_group, head_dim, state_dim, torch.float32)
+
+        def definition(mixed: Tensor, step: Tensor, *vectors: Tensor) -> Tensor:
+            sizes = {"head_dim": head_dim, "state_dim": state_dim, "min_step": least}  # noqa: B023
+            return mamba_scan(mixed, step[..., 2:-1], *vectors, document, **sizes).flip(2)  # noqa: B023
+
+        def kernels(mixed: Tensor, step: Tensor, *vectors: Tensor) -> Tensor:
+            sizes = head_dim, state_dim, least  # noqa: B023
+            return scan_triton.scan_in_kernels(mixed, step[..., 2:-1], *vectors, document, *sizes).flip(2)  # noqa: B023
+
+        compare(definition, kernels, leaves, (length, groups, head_dim, state_dim), torch.float32, units=20.0)
+
+
+def rounded_scans() -> None:
+    """Bfloat16, at the sizes of published models: errors are not much larger than those of the definition, which
+    computes in float32 and rounds its results. Strong and weak decays; several documents. Triton's interpreter
+    truncates to bfloat16, so this runs on GPUs only."""
+    for length, groups, per_group, head_dim, state_dim, fade, document in (
+        (300, 2, 8, 64, 128, 0.0, None),
+        (257, 1, 8, 64, 256, 3.0, documents(100, 157)),
+        (129, 1, 8, 128, 64, -4.0, None),
+    ):
+        leaves = scan_arguments(length, 1, groups, per_group, head_dim, state_dim, torch.bfloat16)
+        leaves[2] = leaves[2] + fade
+        weights = values(length, 1, groups, per_group * head_dim, dtype=torch.bfloat16, seed=5)
+        found = []
+        for scan, wide in ((mamba_scan, True), (mamba_scan, False), (scan_triton.mamba_scan_triton, False)):
+            given = [(leaf.double() if wide else leaf).detach().requires_grad_() for leaf in leaves]
+            parts = given[0], given[1][..., 2:-1], *given[2:], document
+            y = scan(*parts, head_dim=head_dim, state_dim=state_dim)
+            gradients = torch.autograd.grad(y, given, weights.to(y.dtype))
+            found.append([tensor.double() for tensor in (y if wide else y.bfloat16(), *gradients)])
+        for number, (exact, plain, ours) in enumerate(zip(*found, strict=True)):
+            own, other = ((tensor - exact).norm() / exact.norm() for tensor in (ours, plain))
+            assert own <= 1.5 * other + 1e-3, (length, state_dim, NAMES[number], float(own), float(other))
+
+
+NAMES = "y", "x, B, C", "dt", "dt_bias", "A_log", "D"
+
+
+def scans_of_other_types() -> None:
+    """Types whose products would lose digits use the definition."""
+    for dtype in (torch.float32, torch.float64, torch.float16):
+        mixed, step, *vectors = scan_arguments(9, 1, 1, 2, 4, 4, dtype)
+        given = mixed, step[..., 2:-1], *vectors
+        found, plain = (scan(*given, head_dim=4, state_dim=4) for scan in (scan_triton.mamba_scan_triton, mamba_scan))
+        assert torch.equal(found, plain)

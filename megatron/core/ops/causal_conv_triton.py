@@ -1,9 +1,9 @@
 """The causal convolution with its activation on a GPU: one kernel in forward and one in backward, which read channels
 inside a packed projection.
 
-A program walks along some tokens of a row with the last ones in registers, so each is read once. Backward computes the
-convolution again and keeps nothing but the inputs. It sums its tokens' part of the gradients of weight and bias in
-registers; a second kernel sums these parts.
+A program walks along some tokens of a row with the last and the next ones in registers, so each is read once and early.
+Backward computes the convolution again and keeps nothing but the inputs. It sums its tokens' part of the gradients of
+weight and bias in registers; a second kernel sums these parts.
 """
 
 from typing import Any
@@ -28,10 +28,10 @@ _TOKENS = 64
 
 
 @triton.jit
-def _channels_of(inputs, token, length, stride, channel, width):  # type: ignore[no-untyped-def]
-    """The channels of a token in float32; zeros outside of the row."""
-    valid = channel < tl.where((token >= 0) & (token < length), width, 0)
-    return tl.load(inputs + token.to(tl.int64) * stride + channel, mask=valid, other=0.0).to(tl.float32)
+def _channels_of(inputs, step, first, length, stride, channel, width):  # type: ignore[no-untyped-def]
+    """The channels of the token `step` tokens after the first one, in float32; zeros outside of the row."""
+    valid = channel < tl.where((step >= -first) & (step < length - first), width, 0)
+    return tl.load(inputs + step * stride + channel, mask=valid, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -66,7 +66,7 @@ def _weights(weight, channel, inside, K: tl.constexpr):  # type: ignore[no-untyp
 def _causal_conv_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluate annotations
     output, inputs, weight, bias, documents, length, batch, groups, width, inputs_s, inputs_b, inputs_g,
     K: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, SILU: tl.constexpr,
-    TOKENS: tl.constexpr, CHANNELS: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
+    TOKENS: tl.constexpr, CHANNELS: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(width, CHANNELS)
     group, row = tl.program_id(0) // blocks, tl.program_id(2)
@@ -76,28 +76,31 @@ def _causal_conv_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluat
     b = tl.zeros_like(w0)
     if HAS_BIAS:
         b = tl.load(bias + group * width + channel, mask=inside, other=0.0).to(tl.float32)
-    source = inputs + row.to(tl.int64) * inputs_b + group.to(tl.int64) * inputs_g
-    target = output + (row * groups + group).to(tl.int64) * width
-    output_s = batch * groups * width
     first = tl.program_id(1) * TOKENS
-    x3 = _channels_of(source, first - 3, length, inputs_s, channel, width)
-    x2 = _channels_of(source, first - 2, length, inputs_s, channel, width)
-    x1 = _channels_of(source, first - 1, length, inputs_s, channel, width)
+    far = first.to(tl.int64)
+    source = inputs + far * inputs_s + row.to(tl.int64) * inputs_b + group.to(tl.int64) * inputs_g
+    output_s = batch * groups * width
+    target = output + far * output_s + (row * groups + group) * width + channel
+    x3 = _channels_of(source, -3, first, length, inputs_s, channel, width)
+    x2 = _channels_of(source, -2, first, length, inputs_s, channel, width)
+    x1 = _channels_of(source, -1, first, length, inputs_s, channel, width)
     d0, d1, d2, d3 = 0, 0, 0, 0
     if PACKED:
         d1, d2 = _document_of(documents, first - 1, length), _document_of(documents, first - 2, length)
-        d3 = _document_of(documents, first - 3, length)
-    for step in tl.range(0, TOKENS, num_stages=STAGES, loop_unroll_factor=UNROLL):
-        token = first + step
-        x0 = _channels_of(source, token, length, inputs_s, channel, width)
+        d0, d3 = d1, _document_of(documents, first - 3, length)
+    x0 = _channels_of(source, 0, first, length, inputs_s, channel, width)
+    e1 = _channels_of(source, 1, first, length, inputs_s, channel, width)
+    e2 = _channels_of(source, 2, first, length, inputs_s, channel, width)
+    for step in tl.range(0, TOKENS, loop_unroll_factor=UNROLL):
+        e3 = _channels_of(source, step + 3, first, length, inputs_s, channel, width)
         if PACKED:
-            d0 = _document_of(documents, token, length)
+            d0 = _document_of(documents, first + step, length)
         y, x1, x2, x3 = _convolved(x0, x1, x2, x3, d0, d1, d2, d3, w0, w1, w2, w3, b, PACKED)
         if SILU:
             y *= tl.sigmoid(y)
-        valid = channel < tl.where(token < length, width, 0)
-        tl.store(target + token.to(tl.int64) * output_s + channel, y.to(output.dtype.element_ty), mask=valid)
-        x3, x2, x1 = x2, x1, x0
+        valid = channel < tl.where(step < length - first, width, 0)
+        tl.store(target + step * output_s, y.to(output.dtype.element_ty), mask=valid)
+        x3, x2, x1, x0, e1, e2 = x2, x1, x0, e1, e2, e3
         if PACKED:
             d3, d2, d1 = d2, d1, d0
 
@@ -107,7 +110,7 @@ def _causal_conv_backward_kernel(  # type: ignore[no-untyped-def]
     inputs_gradient, weight_parts, gradient, inputs, weight, bias, documents, length, batch, groups, width,
     gradient_s, gradient_b, gradient_g, inputs_s, inputs_b, inputs_g,
     K: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, SILU: tl.constexpr,
-    TOKENS: tl.constexpr, CHANNELS: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
+    TOKENS: tl.constexpr, CHANNELS: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     # Each token adds to the gradients of itself and of the three before it. p1, p2 and p3 are what theirs have so far.
     blocks = tl.cdiv(width, CHANNELS)
@@ -118,26 +121,33 @@ def _causal_conv_backward_kernel(  # type: ignore[no-untyped-def]
     b = tl.zeros_like(w0)
     if HAS_BIAS:
         b = tl.load(bias + group * width + channel, mask=inside, other=0.0).to(tl.float32)
-    source = inputs + row.to(tl.int64) * inputs_b + group.to(tl.int64) * inputs_g
-    given = gradient + row.to(tl.int64) * gradient_b + group.to(tl.int64) * gradient_g
-    target = inputs_gradient + (row * groups + group).to(tl.int64) * width
-    output_s = batch * groups * width
     first = tl.program_id(1) * TOKENS
-    x3 = _channels_of(source, first - 3, length, inputs_s, channel, width)
-    x2 = _channels_of(source, first - 2, length, inputs_s, channel, width)
-    x1 = _channels_of(source, first - 1, length, inputs_s, channel, width)
+    far = first.to(tl.int64)
+    source = inputs + far * inputs_s + row.to(tl.int64) * inputs_b + group.to(tl.int64) * inputs_g
+    given = gradient + far * gradient_s + row.to(tl.int64) * gradient_b + group.to(tl.int64) * gradient_g
+    output_s = batch * groups * width
+    target = inputs_gradient + far * output_s + (row * groups + group) * width + channel
+    x3 = _channels_of(source, -3, first, length, inputs_s, channel, width)
+    x2 = _channels_of(source, -2, first, length, inputs_s, channel, width)
+    x1 = _channels_of(source, -1, first, length, inputs_s, channel, width)
     d0, d1, d2, d3 = 0, 0, 0, 0
     if PACKED:
         d1, d2 = _document_of(documents, first - 1, length), _document_of(documents, first - 2, length)
-        d3 = _document_of(documents, first - 3, length)
+        d0, d3 = d1, _document_of(documents, first - 3, length)
     p1, p2, p3 = tl.zeros_like(x1), tl.zeros_like(x1), tl.zeros_like(x1)
     g0, g1, g2, g3, gb = tl.zeros_like(x1), tl.zeros_like(x1), tl.zeros_like(x1), tl.zeros_like(x1), tl.zeros_like(x1)
-    for step in tl.range(0, TOKENS + 3, num_stages=STAGES, loop_unroll_factor=UNROLL):
-        token = first + step
-        x0 = _channels_of(source, token, length, inputs_s, channel, width)
+    x0 = _channels_of(source, 0, first, length, inputs_s, channel, width)
+    e1 = _channels_of(source, 1, first, length, inputs_s, channel, width)
+    e2 = _channels_of(source, 2, first, length, inputs_s, channel, width)
+    dy0 = _channels_of(given, 0, first, length, gradient_s, channel, width)
+    dy1 = _channels_of(given, 1, first, length, gradient_s, channel, width)
+    dy2 = _channels_of(given, 2, first, length, gradient_s, channel, width)
+    for step in tl.range(0, TOKENS + 3, loop_unroll_factor=UNROLL):
+        e3 = _channels_of(source, step + 3, first, length, inputs_s, channel, width)
+        dy3 = _channels_of(given, step + 3, first, length, gradient_s, channel, width)
+        dy = dy0
         if PACKED:
-            d0 = _document_of(documents, token, length)
-        dy = _channels_of(given, token, length, gradient_s, channel, width)
+            d0 = _document_of(documents, first + step, length)
         y, z1, z2, z3 = _convolved(x0, x1, x2, x3, d0, d1, d2, d3, w0, w1, w2, w3, b, PACKED)
         if SILU:
             s = tl.sigmoid(y)
@@ -150,18 +160,16 @@ def _causal_conv_backward_kernel(  # type: ignore[no-untyped-def]
             p1 += w1 * dy
             p2 += w2 * dy
             p3 += w3 * dy
-        own = tl.where(token < first + TOKENS, dy, 0.0)
+        own = tl.where(step < TOKENS, dy, 0.0)
         g0 += own * x0
         g1 += own * z1
         g2 += own * z2
         g3 += own * z3
         gb += own
-        done = token - 3
-        valid = channel < tl.where((done >= first) & (done < length), width, 0)
-        at = target + done.to(tl.int64) * output_s + channel
-        tl.store(at, p3.to(inputs_gradient.dtype.element_ty), mask=valid)
-        p3, p2, p1 = p2, p1, w0 * dy
-        x3, x2, x1 = x2, x1, x0
+        valid = channel < tl.where((step >= 3) & (step - 3 < length - first), width, 0)
+        tl.store(target + (step - 3) * output_s, p3.to(inputs_gradient.dtype.element_ty), mask=valid)
+        p3, p2, p1, dy0, dy1, dy2 = p2, p1, w0 * dy, dy1, dy2, dy3
+        x3, x2, x1, x0, e1, e2 = x2, x1, x0, e1, e2, e3
         if PACKED:
             d3, d2, d1 = d2, d1, d0
     part = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * groups + group
@@ -220,9 +228,8 @@ class _CausalConv(torch.autograd.Function):
             inputs_gradient, parts, dy, x, weight, ctx.bias, document, *_sizes(x), *dy.stride()[:3], *x.stride()[:3],
             **_settings(ctx, x),
         )  # fmt: skip
-        sums = sum_rows_triton(parts.flatten(1)).view(weight.shape[0], -1)
-        bias_gradient = sums[:, taps].to(ctx.bias.dtype) if has_bias else None
-        return inputs_gradient, sums[:, :taps].to(weight.dtype), bias_gradient, None, None
+        sums = sum_rows_triton(parts.flatten(1), weight.dtype).view(weight.shape[0], -1)
+        return inputs_gradient, sums[:, :taps], sums[:, taps] if has_bias else None, None, None
 
 
 def _in_groups(inputs: Tensor) -> Tensor:
@@ -254,7 +261,6 @@ def _settings(ctx: Any, x: Tensor) -> dict[str, Any]:
         "SILU": ctx.silu,
         "TOKENS": _TOKENS,
         "CHANNELS": _channels(x.shape[3]),
-        "STAGES": 1,
         "UNROLL": 4,
         "num_warps": 4,
     }

@@ -60,13 +60,13 @@ def _gated_norm_backward_kernel(  # type: ignore[no-untyped-def]
     rows, batch, groups, per_group, width, epsilon,
     gradient_s, gradient_b, gradient_g, gradient_r, inputs_s, inputs_b, inputs_g, inputs_r,
     gate_s, gate_b, gate_g, gate_r, weight_g,
-    GATE_FIRST: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
+    GATE_FIRST: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     group, column = tl.program_id(1), tl.arange(0, WIDTH)
     inside = column < width
     weight_part = tl.zeros((ROWS, WIDTH), tl.float32)
     factor = tl.load(weight + group * weight_g + column, mask=inside, other=0.0).to(tl.float32)[None, :]
-    for block in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
+    for block in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
         row = (block * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         valid = (row < rows)[:, None] & inside[None, :]
         at = _at(inputs, row, batch, per_group, group, inputs_s, inputs_b, inputs_g, inputs_r)
@@ -113,7 +113,7 @@ class _GatedNorm(torch.autograd.Function):
         # Keeps the parameter instead of a saved tensor; `ops.linear._Linear` says why.
         ctx.weight, ctx.epsilon, ctx.gate_first = weight, epsilon, gate_first
         output = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-        x, z, (rows, *sizes), tile = _as_rows(inputs), _as_rows(gate), _sizes(inputs), _tile(inputs.shape[-1], 4096)
+        x, z, (rows, *sizes), tile = _as_rows(inputs), _as_rows(gate), _sizes(inputs), _tile(inputs.shape[-1])
         _gated_norm_kernel[(cdiv(rows, tile["ROWS"]), sizes[1])](
             output, x, z, weight.detach().contiguous(), rows, *sizes, epsilon, *x.stride()[:4], *z.stride()[:4],
             _weight_stride(weight), GATE_FIRST=gate_first, **tile,
@@ -128,7 +128,7 @@ class _GatedNorm(torch.autograd.Function):
             torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in (inputs, gate)
         )
         x, z, dy = _as_rows(inputs), _as_rows(gate), _as_rows(output_gradient)
-        (rows, *sizes), tile = _sizes(inputs), _tile(inputs.shape[-1], 2048)
+        (rows, *sizes), tile = _sizes(inputs), _tile(inputs.shape[-1])
         groups, width = sizes[1], inputs.shape[-1]
         most = cdiv(_PROGRAMS * num_multiprocessors(x.device), groups)
         programs = max(1, min(cdiv(rows, tile["ROWS"]), most))
@@ -136,7 +136,7 @@ class _GatedNorm(torch.autograd.Function):
         _gated_norm_backward_kernel[(programs, groups)](
             inputs_gradient, gate_gradient, parts, dy, x, z, weight, rows, *sizes, ctx.epsilon,
             *dy.stride()[:4], *x.stride()[:4], *z.stride()[:4], _weight_stride(weight),
-            GATE_FIRST=ctx.gate_first, STAGES=1, **tile,
+            GATE_FIRST=ctx.gate_first, **tile,
         )  # fmt: skip
         weight_gradient = None
         if ctx.needs_input_grad[2]:
@@ -161,7 +161,7 @@ def _weight_stride(weight: Tensor) -> int:
     return weight.shape[1] if weight.dim() == 2 else 0
 
 
-def _tile(width: int, elements: int) -> dict[str, int]:
-    """Returns the rows and channels of a program."""
+def _tile(width: int) -> dict[str, int]:
+    """Returns the rows and channels of a program. A warp has whole rows if they are narrow, and sums them alone."""
     channels = next_power_of_2(width)
-    return {"ROWS": max(1, elements // channels), "WIDTH": channels, "num_warps": max(4, min(16, channels // 512))}
+    return {"ROWS": max(1, 1024 // channels), "WIDTH": channels, "num_warps": max(1, min(16, channels // 1024))}

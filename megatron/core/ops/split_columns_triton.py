@@ -1,5 +1,5 @@
-"""Backward of `split_columns` on a GPU: one kernel copies the gradients of four parts, which may have any strides, into
-the gradient of the packed columns."""
+"""Backward of `split_columns` on a GPU: one kernel copies the gradients of up to four parts, which may have any strides,
+into the gradient of the packed columns."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -41,8 +41,9 @@ def _join_columns_kernel(  # type: ignore[no-untyped-def]  # Triton would evalua
 
 
 def split_columns_triton(packed: Tensor, widths: Sequence[int]) -> tuple[Tensor, ...]:
-    """Computes `split_columns.split_columns`. Only four parts have the kernel, of at most 4,096 columns together."""
-    if len(widths) != _PARTS or packed.shape[-1] > _ELEMENTS or not packed.numel():
+    """Computes `split_columns.split_columns`. Only up to four parts of at most 4,096 columns together have the
+    kernel."""
+    if len(widths) > _PARTS or packed.shape[-1] > _ELEMENTS or not packed.numel():
         return split_columns(packed, widths)
     return _SplitColumns.apply(packed, tuple(widths))
 
@@ -58,6 +59,7 @@ class _SplitColumns(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         parts = [g if g.stride(-1) == 1 else g.contiguous() for g in gradients]
         s, b, groups, _ = parts[0].shape
+        parts += parts[-1:] * (_PARTS - len(parts))  # of width 0: never read
         width, ends = sum(ctx.widths), [sum(ctx.widths[:number]) for number in range(1, _PARTS)]
         packed = parts[0].new_empty(s, b, groups, width)
         columns = next_power_of_2(width)

@@ -154,6 +154,8 @@ class GatedDeltaNet(MegatronModule):
 
     def _own(self, parameter: Tensor) -> Tensor:
         """Returns the part of a parameter that belongs to the heads of this context parallel rank."""
+        if self.cp_group is None:  # no chunk of one part, whose backward would copy the gradient
+            return parameter
         return parameter.chunk(group_size(self.cp_group))[group_rank(self.cp_group)]
 
     def _convolved(self, mixed: Tensor, document: Tensor | None, silu: bool = False) -> Tensor:
