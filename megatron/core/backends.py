@@ -210,7 +210,7 @@ class Backend:
 
 _NOT_LISTED = (
     *("name", "attention", "attention_blocks", "split_rotated_heads", "normed_rope"),
-    *("sum_rows", "fp8_kernels", "fp8", "engine", "tokens_group"),
+    *("split_columns", "sum_rows", "fp8_kernels", "fp8", "engine", "tokens_group"),
 )
 """Fields of a backend that its line in the log leaves out."""
 

@@ -1,5 +1,5 @@
-"""Backward of `split_columns` on a GPU: one kernel copies the gradients of up to four parts, which may have any strides,
-into the gradient of the packed columns."""
+"""Backward of `split_columns` on a GPU: one kernel copies the gradients of up to four parts, which may have any
+strides, into the gradient of the packed columns."""
 
 from collections.abc import Sequence
 from typing import Any
