@@ -79,10 +79,20 @@ class DataConfig:
     external: the script's datasets provider returns iterables of this rank's micro-batches, which are used as they
     are."""
 
-    data_sharding: bool = flag(True, off="--no-data-sharding", no_effect=_SHARDING)
+    data_sharding: bool = flag(
+        True,
+        off="--no-data-sharding",
+        off_help="With --dataloader-type cyclic: each data parallel rank shuffles all of the data.",
+        no_effect=_SHARDING,
+    )
     """With --dataloader-type cyclic: each data parallel rank shuffles only its own part of the data."""
 
-    mmap_bin_files: bool = flag(True, off="--no-mmap-bin-files", only_with=_READS_FILES)
+    mmap_bin_files: bool = flag(
+        True,
+        off="--no-mmap-bin-files",
+        off_help="Read from data files instead of mapping them into memory.",
+        only_with=_READS_FILES,
+    )
     """Map data files into memory instead of reading from them."""
 
     dataloader_fast_cache_load: bool = flag(False, no_effect="opening a dataset is fast, and files are always checked")
