@@ -15,7 +15,7 @@ endif
 CORPUS ?=
 TEST_WORKERS ?= 2
 
-.PHONY: quickstart test test-quick test-all test-gpu checks format clean
+.PHONY: quickstart test test-quick test-all test-gpu test-scripts checks format clean
 
 quickstart: $(READY)
 	$(PYTHON) tools/quickstart.py $(if $(CORPUS),--corpus $(CORPUS))
@@ -33,6 +33,10 @@ test-all: $(READY_DEV)
 
 test-gpu: $(READY_DEV)
 	$(PYTHON) -m pytest tests -m gpu
+
+# MEGATRON_LM=FOLDER: the entry scripts of a checkout of Megatron-LM, on this package.
+test-scripts: $(READY_DEV)
+	MEGATRON_LM="$(MEGATRON_LM)" $(PYTHON) tests/scripts/checkout.py
 
 checks: $(READY_DEV)
 	$(PYTHON) -m ruff check .

@@ -5,8 +5,12 @@ The run is that of pretrain_gpt.py with `--is-hybrid-model`: without a pattern a
 
 if __name__ == "__main__":  # before the imports that take seconds
     from megatron.interrupts import exit_quietly
+    from megatron.launcher import end_with_launcher
+    from megatron.siblings import notice_siblings
 
     exit_quietly()
+    end_with_launcher()
+    notice_siblings()
 
 from megatron.training import pretrain
 from megatron.training.providers import Providers

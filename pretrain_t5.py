@@ -12,8 +12,12 @@ from typing import Any
 
 if __name__ == "__main__":  # before the imports that take seconds
     from megatron.interrupts import exit_quietly
+    from megatron.launcher import end_with_launcher
+    from megatron.siblings import notice_siblings
 
     exit_quietly()
+    end_with_launcher()
+    notice_siblings()
 
 from torch import Tensor, nn
 

@@ -76,13 +76,12 @@ train_anchor() { # run, more flags
   shift
   OUT=$out LIMIT=$(left) anchor "$run" 1 $model $schedule "$@" > "$out/$run.txt"
 }
-# shellcheck disable=SC2046  # flags are words
 train_ours() { # run, folder of the code, more flags
   local run=$1 code=$2 seconds status=0
   shift 2
   rm -f "$out/$run.jsonl"
   seconds=$(left)
-  PYTHONPATH=$code timeout "$seconds" python3 "$code/pretrain_gpt.py" $(cat "$out/imported/flags.txt") \
+  PYTHONPATH=$code timeout "$seconds" python3 "$code/pretrain_gpt.py" --config "$out/imported/flags.yaml" \
     --load "$out/imported" --data-path "$text" --split 99,1,0 --eval-iters 0 --log-interval 1 \
     --metrics-path "$out/$run.jsonl" "$@" > "$out/$run.log" 2>&1 || status=$?
   echo "$run: exit $status" > "$out/$run.txt"

@@ -2,7 +2,7 @@
 
 The lists are facts about Megatron-LM: tests/data/megatron_lm_api.json (release 0.16.1, and names that published
 recipes import beside them), and megatron_lm_script_names.json (what the entry scripts of releases 0.5 to 0.16 import
-and rely on; tests/scripts compares scripts with it).
+and rely on; the programs of tests/support/released make the calls of the list).
 What may change in them is in docs/api.md.
 """
 

@@ -146,7 +146,7 @@ def rerun(
 ) -> bool:
     """Computes both runs again, for `steps` steps after iteration `start`, and prints what differs first. `differs`:
     whether the files of the runs do."""
-    plans = [rerun_of(each, start) for each in (a, b)]
+    plans = [rerun_of(each, start, options.flags) for each in (a, b)]
     for each, plan in zip((a, b), plans, strict=True):
         if plan.world_size > options.processes:
             raise UserError(f"{each.name} ran in {plan.world_size} processes; --processes {plan.world_size} allows it")

@@ -28,6 +28,8 @@ from megatron.core.inference.generation import generate
 from megatron.core.inference.mask_filling import fill_masks
 from megatron.core.inference.sampling import GREEDY, SamplingParams
 from megatron.data.tokenizer.base import Tokenizer
+from megatron.training.config.recorded_flags import words_of_spec
+from megatron.training.config.retired import Occurrence
 from megatron.training.config.tool_flags import Section, read_tool_flags
 from megatron.training.trained_model import TrainedModel, load_trained_model
 from tools.entry_scripts import build_model
@@ -87,6 +89,10 @@ class GenerationConfig:
     tokenizer_model: str | None = None
     """Tokenizer, if it has moved since the run."""
 
+    spec: list[str] | None = flag(None, nargs="*")
+    """Module and name of the layers, for a model that was trained with --spec. No code is taken from a checkpoint, so
+    give it again."""
+
     echo: bool = flag(True, off="--no-echo")
     """Print the prompt before its continuation."""
 
@@ -130,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def write(config: GenerationConfig) -> None:
     """Loads the model, continues the prompts batch by batch, and prints each batch when it is done."""
     sampling, texts = config.sampling(), read_prompts(config)
-    trained = load_trained_model(build_model, config.load or "", config.ckpt_step, moved_tokenizer(config), log=note)
+    trained = load_trained_model(build_model, config.load or "", config.ckpt_step, given_again(config), log=note)
     note(f"{config.load}: iteration {trained.iteration}, on {trained.device}")
     if trained.config.model.model_family == "bert":
         return write_filled(trained, texts, config)
@@ -257,14 +263,17 @@ def continuation(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int]
     return whole[len(before) :] if whole.startswith(before) else tokenizer.detokenize(ids)
 
 
-def moved_tokenizer(config: GenerationConfig) -> list[str]:
-    """Returns the flags of the tokenizer's new location."""
+def given_again(config: GenerationConfig) -> list[str]:
+    """Returns the flags of the tokenizer's new location, and of the model's layers."""
     places = {
         "--vocab-file": config.vocab_file,
         "--merge-file": config.merge_file,
         "--tokenizer-model": config.tokenizer_model,
     }
-    return [word for name, place in places.items() if place is not None for word in (name, place)]
+    words = [
+        word for name, place in places.items() if place is not None for word in Occurrence(name, (place,)).as_words()
+    ]
+    return words + words_of_spec(config.spec)
 
 
 def note(sentence: str) -> None:

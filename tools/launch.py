@@ -6,7 +6,8 @@ The command needs --save. Once that folder has a complete checkpoint, the tool s
 folder, and without the flags of a first start (--finetune, --ckpt-step, --no-load-optim, --no-load-rng, another
 --load). The tool gives up after three fast failures in a row (--fast-failures). A failure is fast if it comes within
 five minutes (--fast-seconds) and leaves no new checkpoint. A checkpoint to which the run went back after a loss spike
-is not new. A mistake in the command line (exit code 2) is not tried again.
+is not new. A mistake in the command line (exit code 2) is not tried again. Before a restart, the tool ends all
+processes that the command has left.
 
 The tool passes a signal (SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGUSR2) to one rank, and all ranks save a checkpoint and
 end. The tool then exits with 128 + the signal's number. Otherwise it exits with the command's exit code.
@@ -35,10 +36,13 @@ if __name__ == "__main__":  # before the imports that take seconds
 from megatron.core.dist_checkpointing.checkpoint_selection import find_checkpoint
 from megatron.core.dist_checkpointing.manifest import MANIFEST
 from megatron.core.exceptions import UserError
+from megatron.launcher import LAUNCH_TOOL, start_time
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 FIRST_START_ONLY = {"--finetune": 0, "--no-load-optim": 0, "--no-load-rng": 0, "--ckpt-step": 1, "--load": 1}
 """Flags that a restart leaves out, with the number of their values."""
+LEFT_SECONDS = 5.0
+"""Seconds that processes of a run that has failed have to end by themselves, as ranks do without their launcher."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -148,6 +152,7 @@ class Launcher:
         self.command, self.save, self.say = command, save, say
         self.fast_failures, self.fast_seconds, self.wait_seconds = fast_failures, fast_seconds, wait_seconds
         self.received: int | None = None
+        self._mark = f"{os.getpid()}-{start_time(os.getpid())}"
         self._process: subprocess.Popen[bytes] | None = None
 
     def run(self) -> int:
@@ -182,6 +187,7 @@ class Launcher:
             self.say(
                 f"the run failed after {seconds:.0f} s (exit code {code}); its newest checkpoint is {_named(after)}"
             )
+            self._end_processes()
             if fast >= self.fast_failures:
                 self.say(
                     f"{fast} failures in a row in less than {self.fast_seconds:g} s, without a checkpoint: giving up"
@@ -196,13 +202,31 @@ class Launcher:
     def _start(self, command: Sequence[str]) -> int:
         self.say(f"starting {shlex.join(command)}")
         try:
-            self._process = subprocess.Popen(command)
+            self._process = subprocess.Popen(command, env={**os.environ, LAUNCH_TOOL: self._mark})
         except OSError as error:
             raise UserError(f"{command[0]} cannot be started: {error.strerror}") from None
         if self.received is not None:  # since the last look at it
             self._pass_on(self.received, None)
         code = self._process.wait()
         return 128 - code if code < 0 else code
+
+    def _end_processes(self) -> None:
+        """Ends the processes that the command has left: the ranks of a torchrun that was killed would go on, and write
+        into the folder of the next start."""
+        began, told = time.monotonic(), False
+        while left := processes_with(f"{LAUNCH_TOOL}={self._mark}"):
+            seconds, names = time.monotonic() - began, ", ".join(map(str, left))
+            if seconds > LEFT_SECONDS:
+                if not told:
+                    self.say(f"processes of the run that are still there are killed: {names}")
+                told = True
+                for pid in left:
+                    with contextlib.suppress(OSError):
+                        os.kill(pid, signal.SIGKILL)
+            if seconds > LEFT_SECONDS + 30:
+                self.say(f"processes {names} do not end: a disk or a device does not answer them")
+                return
+            time.sleep(0.1)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         self.received = self.received or number
@@ -211,6 +235,18 @@ class Launcher:
             for pid in one_rank(process.pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
+
+
+def processes_with(variable: str) -> list[int]:
+    """Returns the living processes that were started with this environment variable, other than this one."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (folder / "environ").read_bytes().split(b"\0")
+            pid = int(folder.name)
+            if variable.encode() in words and pid != os.getpid() and start_time(pid) is not None:
+                found.append(pid)
+    return sorted(found)
 
 
 def one_rank(launcher: int) -> list[int]:

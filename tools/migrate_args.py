@@ -88,7 +88,7 @@ def migrate(words: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
             problems.append(
                 f"{spelling}: {REFUSED[spelling]}" if spelling in REFUSED else unknown_flag(spelling, known)
             )
-    return [word for occurrence in today for word in (occurrence.spelling, *occurrence.words)], lines, problems
+    return [word for occurrence in today for word in occurrence.as_words()], lines, problems
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -52,8 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def script_of(dump: DumpedStep) -> Path:
-    """Returns the entry script of the model family that the dump names."""
-    return ROOT / f"pretrain_{dump.manifest.config.get('model_family') or 'gpt'}.py"
+    """Returns the entry script of the model family that the dump names. Raises UserError for an unknown family."""
+    family = dump.manifest.config.get("model_family") or "gpt"
+    if family not in ("gpt", "bert", "t5"):
+        raise UserError(f"{dump.folder}: model family {family!r}: give its script with --script")
+    return ROOT / f"pretrain_{family}.py"
 
 
 if __name__ == "__main__":

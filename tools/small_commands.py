@@ -126,5 +126,5 @@ def _without(argv: Sequence[str], fields: set[str]) -> list[str]:
         today = translate_all([occurrence])[0]
         flags = [flags_by_spelling().get(each.spelling) for each in today]
         if not any(flag is not None and flag.field in fields for flag in flags):
-            kept += [occurrence.spelling, *occurrence.words]
+            kept += occurrence.as_words()
     return kept

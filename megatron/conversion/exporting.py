@@ -37,6 +37,7 @@ from megatron.core.dist_checkpointing.reading import fill_tensors
 from megatron.core.exceptions import UserError
 from megatron.core.parameters import Box
 from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.config.recorded_flags import words_of_spec
 from megatron.training.inspection.run_description import architecture_differences
 from megatron.training.trained_model import config_for_one_process
 
@@ -68,6 +69,7 @@ def export_model(
     shard_bytes: int = 5_000_000_000,
     tokenizer: Path | None = None,
     verify: bool | None = False,
+    spec: Sequence[str] | None = None,
     families: Sequence[Family] = FAMILIES,
     log: Log = print,
 ) -> Exported:
@@ -79,6 +81,7 @@ def export_model(
     tensor. The tokenizer's files are copied from the folder `tokenizer`, or from the run's. With `verify`, the logits
     of the checkpoint are compared with those that transformers computes from the written files, before the folder gets
     its name. None verifies where that is possible, and logs why it is not.
+    `spec` are module and name of the layers, for a model that was trained with --spec.
 
     Without `build_model` the checkpoint's tensors are taken as those of the model, and nothing is verified: a run
     exports its own checkpoint so, without building the model again.
@@ -91,7 +94,7 @@ def export_model(
     if verify:
         import_transformers()
     checkpoint = open_newest(root, step, log)
-    config = config_for_one_process(checkpoint.manifest.config, [], has_cuda=False)
+    config = config_for_one_process(checkpoint.manifest.config, words_of_spec(spec), has_cuda=False)
     _check_flags(checkpoint, config)
     family = choose_family(config, architecture, families)
     stored = {name: found[0].chunk for name, found in checkpoint.catalogue.items() if is_weight(name)}
@@ -111,7 +114,7 @@ def export_model(
     keys = family.config_of(config.flat()) | {"vocab_size": vocab_size, "torch_dtype": _main_dtype(dtypes)}
     keys |= special_ids(config, tokenizer, vocab_size, log)
     write_tokenizer = writer_of_tokenizer(config.tokenizer, tokenizer, log)
-    writer = _Writer(checkpoint, build_model, tensors, dtypes, shard_bytes, bool(verify))
+    writer = _Writer(checkpoint, build_model, tensors, dtypes, shard_bytes, bool(verify), spec)
     return writer.write(target, keys, write_tokenizer)
 
 
@@ -189,6 +192,8 @@ class _Writer:
     """Types to write, by canonical name."""
     shard_bytes: int
     verify: bool
+    spec: Sequence[str] | None = None
+    """Module and name of the layers."""
 
     def write(self, target: Path, keys: Mapping[str, Any], write_tokenizer: Callable[[Path], object]) -> Exported:
         """Writes all files into a temporary folder beside `target`, and renames that at the end."""
@@ -210,7 +215,7 @@ class _Writer:
 
     def _compare(self, folder: Path, target: Path) -> Comparison:
         assert self.build_model is not None
-        comparison = compare_logits(self.checkpoint, folder, self.build_model, exported_as=self.dtypes)
+        comparison = compare_logits(self.checkpoint, folder, self.build_model, exported_as=self.dtypes, spec=self.spec)
         comparison.check(f"{target} is not written")
         return comparison
 

@@ -23,10 +23,11 @@ from megatron.core.dist_checkpointing.safetensors_file import read_tensor
 from megatron.core.exceptions import UserError
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.parameters import Box
+from megatron.training.checkpoint_args import nothing_taken, take_model_flags
 from megatron.training.checkpoint_contents import weight_chunks
-from megatron.training.config.checkpoint_args import take_model_flags
 from megatron.training.config.command_line import CommandLine
 from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.config.recorded_flags import words_of_spec
 from megatron.training.hooks.hook import Hook
 from megatron.training.inspection.run_description import architecture_differences, architecture_of, describe_run
 from megatron.training.providers import Context, Providers
@@ -47,7 +48,8 @@ def take_hub_args(line: CommandLine) -> None:
     try:
         hub = _open(folder, line.warnings.append)
     except UserError as error:
-        line.problems += [f"--load-hf: {problem}" for problem in str(error).splitlines()]
+        for problem in str(error).splitlines():
+            nothing_taken(line, f"--load-hf: {problem}")
         return
     words = list(hub.flags)
     if "NullTokenizer" in words and line.values["tokenizer_type"] not in (None, "NullTokenizer"):
@@ -208,9 +210,10 @@ class HubExport(Hook):
         flags = config.checkpoint
         assert flags.save is not None and flags.save_hf_interval is not None
         self._root, self._interval = Path(flags.save), flags.save_hf_interval
-        self._is_first = is_first
+        self._is_first, self._spec = is_first, config.model.spec
         try:
-            choose_family(config_for_one_process(describe_run(config), [], has_cuda=False), None, FAMILIES)
+            alone = config_for_one_process(describe_run(config), words_of_spec(self._spec), has_cuda=False)
+            choose_family(alone, None, FAMILIES)
         except UserError as error:
             raise UserError(f"--save-hf-interval: {error}") from None
 
@@ -223,7 +226,7 @@ class HubExport(Hook):
             target.parent.mkdir(parents=True, exist_ok=True)
             if target.exists():  # of a run that went back to an older checkpoint
                 shutil.rmtree(target)
-            done = export_model(self._root, target, None, step=iteration, log=_say_nothing)
+            done = export_model(self._root, target, None, step=iteration, spec=self._spec, log=_say_nothing)
             print(f"  exported {done.architecture} to {target} ({done.nbytes / 1e6:.1f} MB)", flush=True)
         except (UserError, OSError) as error:
             print(f"WARNING: --save-hf-interval: {target} is not written: {error}", flush=True)

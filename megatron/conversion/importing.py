@@ -1,8 +1,6 @@
 """Import: a Hugging Face model becomes a checkpoint of this project, one tensor at a time."""
 
 import dataclasses
-import re
-import shlex
 import shutil
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,11 +32,12 @@ from megatron.core.parameters import Box
 from megatron.core.utils.files import write_atomically
 from megatron.training.config.flag_table import flag_table
 from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.inspection.print_config import lines_of_words
 from megatron.training.inspection.run_description import describe_run, words_of
 from megatron.training.trained_model import config_for_one_process
 
-FLAGS = "flags.txt"
-"""File beside the checkpoint with the flags that describe its model."""
+FLAGS = "flags.yaml"
+"""File beside the checkpoint with the flags that describe its model, for --config."""
 
 
 _ANY_LENGTH = 512
@@ -73,7 +72,7 @@ def import_model(
     """Writes the model in the folder `source` as the checkpoint `release` under `root`, in files of about `file_bytes`.
 
     Weights keep their type unless `dtype` is given. The tokenizer's files go to root/tokenizer, and the flags of the
-    model to root/flags.txt. `families` are the known architectures. With `verify`, the logits of the checkpoint are
+    model to root/flags.yaml. `families` are the known architectures. With `verify`, the logits of the checkpoint are
     compared with those of transformers.
 
     Raises UserError before anything is written if the architecture or a key of config.json is unsupported, or if
@@ -184,10 +183,8 @@ def _family_in(source: Path, families: Sequence[Family]) -> Family:
 
 
 def write_flags(root: Path, words: Sequence[str]) -> None:
-    """Writes flags to root/flags.txt such that `$(cat flags.txt)` gives these words: a shell does not remove quotes
-    there, so only a word that has whitespace, quotes or a backslash, or is empty, is quoted."""
-    texts = [shlex.quote(word) if not word or re.search(r"[\s'\"\\]", word) else word for word in words]
-    write_atomically(root / FLAGS, " ".join(texts) + "\n")
+    """Writes flags to root/flags.yaml, a file for --config, where a foreign name cannot be read as a flag."""
+    write_atomically(root / FLAGS, "".join(f"{line}\n" for line in lines_of_words(words)))
 
 
 def _check_tensors(

@@ -152,7 +152,7 @@ MAMBA2_FAMILY = Family(
         rules.TiedEmbeddings(),
         rules.Copied("state_size", "mamba_state_dim"),
         rules.Fixed("hidden_act", "silu"),
-        rules.Implied({"hidden_dropout": 0.0, "num_attention_heads": 1}),
+        rules.Implied({"hidden_dropout": 0.0}),
         rules.Unused(("time_step_min", "norm_before_gate", "rms_norm")),
     ),
     copies={HEAD: EMBEDDING},

@@ -2,7 +2,7 @@
 
 import importlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +16,7 @@ from megatron.core.dist_checkpointing.checkpoint import Checkpoint
 from megatron.core.dist_checkpointing.chunk import model_chunks
 from megatron.core.exceptions import UserError
 from megatron.training.config.model import ModelConfig
+from megatron.training.config.recorded_flags import words_of_spec
 from megatron.training.trained_model import config_for_one_process
 
 TOLERANCE = 1e-3
@@ -72,16 +73,20 @@ def compare_logits(
     *,
     exported_as: Mapping[str, torch.dtype] | None = None,
     imported_as: torch.dtype | None = None,
+    spec: Sequence[str] | None = None,
 ) -> Comparison:
     """Computes logits of random tokens with the model of a checkpoint, and with transformers from a folder.
 
     Both compute in float32 on the CPU, one after the other, so memory for one model is needed. Rows are long enough to
     exceed the sliding window, if the model has one. Weights are first rounded as the conversion rounds them: those of
     the checkpoint to the types of the exported tensors, by canonical name, or those of the folder to the type of the
-    imported tensors. Raises UserError if transformers is not installed or cannot read the folder.
+    imported tensors. `spec` are module and name of the layers of a model with --spec. Raises UserError if transformers
+    is not installed or cannot read the folder.
     """
     transformers = import_transformers()
-    config = config_for_one_process(checkpoint.manifest.config, ["--no-initialization"], has_cuda=False)
+    config = config_for_one_process(
+        checkpoint.manifest.config, ["--no-initialization", *words_of_spec(spec)], has_cuda=False
+    )
     vocab_size = vocab_size_of(checkpoint)
     tokens = sample_tokens(vocab_size, config.model.max_position_embeddings, config.transformer.window_size)
     model = load_on_cpu(checkpoint, config, build_model, vocab_size)

@@ -20,7 +20,9 @@ from megatron.diagnosis.non_finite import REPORT, SearchResult, read_batches, se
 from megatron.training.arguments import configure
 from megatron.training.checkpoint_checks import command_line_in
 from megatron.training.config.command_line import ExtraArgsProvider, split_words
-from megatron.training.config.flag_table import flags_by_spelling
+from megatron.training.config.flag_table import Flag, flags_by_spelling
+from megatron.training.config.recorded_flags import check_spec, flags_of_model
+from megatron.training.config.retired import translate_all
 from megatron.training.config.settings import LaunchEnvironment
 from megatron.training.data.recent_steps import RecentStep
 from megatron.training.launch.environment import process_environment
@@ -38,7 +40,7 @@ _FORMATS = {"fp16", "bf16", "fp64"}
 _KEPT |= {*_FORMATS, "seed", "deterministic_mode"}
 """Flags of groups that are otherwise left out."""
 _LEFT_OUT = {"global_batch_size", "rampup_batch_size", "decrease_batch_size_if_needed", "step_batch_size_schedule"}
-_LEFT_OUT |= {"iterations_to_skip", "exit_interval", "exit_duration_in_mins", "dry_run", "print_config", "config_file"}
+_LEFT_OUT |= {"iterations_to_skip", "exit_interval", "exit_duration_in_mins"}
 _LEFT_OUT |= {"manual_gc", "manual_gc_interval", "manual_gc_eval", "optimizer_cuda_graph", "layout_invariant"}
 _LEFT_OUT |= {"use_distributed_optimizer", "overlap_param_gather", "overlap_param_gather_with_optimizer_step"}
 _LEFT_OUT |= {"cp_comm_type", "recompute_activations", "optimizer_cpu_offload", "optimizer_offload_fraction"}
@@ -114,18 +116,20 @@ def read_dump(folder: Path) -> DumpedStep:
 def command_of(dump: DumpedStep, words: Sequence[str] = ()) -> list[str]:
     """Returns the command line that computes the step in one process: that of the run without its layout, data, logs
     and checkpoints. `words` are further flags, which replace those of the run."""
-    table, kept = flags_by_spelling(), []
-    replaced = _fields_of(words)
     source = dump.folder / folder_name(dump.manifest.iteration)
+    recorded, table = command_line_in(source, dump.manifest), flags_by_spelling()
+    unknown = [one.spelling for one in translate_all(split_words(recorded)[0])[0] if one.spelling not in table]
+    if unknown:
+        name = shown(unknown[0])
+        raise UserError(f"{source / MANIFEST}: config.command_line has {name}, which this release does not know")
+    replaced = _fields_of(words)
+    check_spec(recorded, given="spec" in replaced)
     replaced |= _FORMATS if replaced & _FORMATS else set()
-    for occurrence in split_words(command_line_in(source, dump.manifest))[0]:
-        flag = table.get(occurrence.spelling)
-        if flag is None:
-            unknown = shown(occurrence.spelling)
-            raise UserError(f"{source / MANIFEST}: config.command_line has {unknown}, which this release does not know")
-        if flag.field in _LEFT_OUT | replaced or (flag.group in _GROUPS_LEFT_OUT and flag.field not in _KEPT):
-            continue
-        kept += [occurrence.spelling, *occurrence.words]
+
+    def is_kept(flag: Flag) -> bool:
+        return flag.field not in _LEFT_OUT | replaced and (flag.group not in _GROUPS_LEFT_OUT or flag.field in _KEPT)
+
+    kept = [word for _, occurrence in flags_of_model(recorded, is_kept) for word in occurrence.as_words()]
     kept += ["--global-batch-size", str(dump.micro_batch_size * len(dump.batches)), "--mock-data", "--num-workers", "0"]
     return [*kept, "--eval-iters", "0", "--load", str(dump.folder), "--no-load-optim", *words]
 

@@ -16,10 +16,12 @@ from megatron.core.schedule.optimizer_param_scheduler import OptimizerParamSched
 from megatron.facades.global_vars import current_run
 from megatron.facades.utils import print_rank_0
 from megatron.training.arguments import Arguments
+from megatron.training.checkpoint_args import take_model_flags
 from megatron.training.checkpoint_contents import SavedParts
 from megatron.training.checkpoints import checkpoints_of_run
-from megatron.training.config.checkpoint_args import take_model_flags
-from megatron.training.config.command_line import CommandLine, read_command_line
+from megatron.training.config.command_line import CommandLine
+from megatron.training.config.flag_table import spelling_of
+from megatron.training.config.recorded_flags import read_recorded, recorded_words
 
 
 def save_checkpoint(
@@ -101,9 +103,10 @@ def load_args_from_checkpoint(
     if checkpoint is None:
         print_rank_0(f"load_args_from_checkpoint: no checkpoint in {folder}: the arguments are left as they are")
         return args, None
-    words, by = list(checkpoint.manifest.config.get("command_line", [])), "load_args_from_checkpoint"
+    words, by = recorded_words(checkpoint.manifest.config), "load_args_from_checkpoint"
     before = {name: getattr(args, name) for name in args._line.values}
-    line = CommandLine(dict(before), dict(args._line.given))
+    of_script = {name: spelling_of(name) for name, value in before.items() if value != args._line.values[name]}
+    line = CommandLine(dict(before), {**args._line.given, **of_script})
     take_model_flags(line, words, str(checkpoint.folder), by)
     if line.problems:
         raise UserError("\n".join(line.problems))
@@ -112,7 +115,7 @@ def load_args_from_checkpoint(
             setattr(args, name, value)
     for note in line.warnings:
         print_rank_0(note)
-    return args, Arguments(read_command_line(words, ignore_unknown_args=True))
+    return args, Arguments(read_recorded(words, lambda flag: flag.from_checkpoint))
 
 
 def checkpoint_exists(checkpoints_path: str | Path | None) -> bool:

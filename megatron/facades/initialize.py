@@ -21,8 +21,11 @@ from megatron.core.exceptions import UserError
 from megatron.facades.dist_signal_handler import DistributedSignalHandler
 from megatron.facades.global_vars import let_script_count, set_signal_handler
 from megatron.training.arguments import Arguments, config_of_command_line, validate_args
+from megatron.training.data.sources import prefixes_of_run
 from megatron.training.launch.environment import process_environment
 from megatron.training.launch.errors import end_process
+from megatron.training.launch.lease import leases_of_run
+from megatron.training.launch.same_inputs import check_same_inputs
 from megatron.training.providers import warn_unused
 from megatron.training.setup.set_up import start_run
 
@@ -75,6 +78,8 @@ def initialize_megatron(
         config = parsed_args.config or validate_args(parsed_args, args_defaults).config
     _resources.close()
     environment = _resources.enter_context(process_environment(config, alone=True))
+    check_same_inputs(config, prefixes_of_run)
+    _resources.enter_context(leases_of_run(config, environment))
     start_run(config, environment)
     let_script_count(True)
     set_signal_handler(None)

@@ -134,9 +134,10 @@ def build_pretraining_data_loader(dataset: Any, consumed_samples: int) -> DataLo
 
 
 def get_train_valid_test_num_samples() -> tuple[int, int | None, int | None]:
-    """Returns the numbers of samples that training, and all evaluations together, need of each split."""
+    """Returns the numbers of samples that training, and all evaluations together, need of each split. The loader of a
+    script continues from one evaluation to the next, so they are those of --eval-fresh-samples."""
     run = global_vars.current_run()
-    counts = sample_counts(run.config, run.state)
+    counts = sample_counts(run.config, run.state, fresh=True)
     return counts.train, counts.valid, counts.test
 
 
@@ -144,9 +145,10 @@ def build_train_valid_test_datasets(
     build_train_valid_test_datasets_provider: Callable[..., Sequence[Any]],
     train_valid_test_num_samples: Sequence[int | None] | None = None,
 ) -> Sequence[Any]:
-    """Returns the datasets that the provider builds for these numbers of samples, or for those that the run needs."""
+    """Returns the datasets that the provider builds for these numbers of samples, or for those of
+    `get_train_valid_test_num_samples`."""
     run = global_vars.current_run()
-    counts = sample_counts(run.config, run.state)
+    counts = sample_counts(run.config, run.state, fresh=True)
     if train_valid_test_num_samples is not None:
         train_samples, *others = train_valid_test_num_samples
         counts = SampleCounts(train_samples or 0, *others)

@@ -7,8 +7,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from megatron.core.exceptions import UserError
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-from megatron.training.config.checkpoint_args import take_checkpoint_args
+from megatron.training.checkpoint_args import take_checkpoint_args
 from megatron.training.config.command_line import CommandLine, ExtraArgsProvider, read_command_line
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.resolution import (
@@ -19,7 +20,9 @@ from megatron.training.config.resolution import (
     transformer_fields,
 )
 from megatron.training.config.settings import LaunchEnvironment
+from megatron.training.inspection.run_description import ARCHITECTURE, architecture_differences
 from megatron.training.launch.errors import exit_with_problems
+from megatron.training.launch.launcher_variables import take_ranks_of_launcher
 
 # ---------------------------------------------------------------------------------------------------------------------
 # For the app
@@ -36,9 +39,17 @@ def config_of_command_line(
     After mistakes, prints all of them to stderr, one line each, and exits with code 2. After --help, prints the help
     and exits with code 0.
     """
+    _take_ranks()
     try:
         return configure(sys.argv[1:], extra_args_provider, args_defaults, ignore_unknown_args, take_flags=take_flags)
     except ConfigurationError as error:
+        exit_with_problems(error)
+
+
+def _take_ranks() -> None:
+    try:
+        take_ranks_of_launcher()
+    except UserError as error:
         exit_with_problems(error)
 
 
@@ -54,8 +65,25 @@ def configure(
     line = read_command_line(argv, extra_args_provider, ignore_unknown_args)
     if take_flags is not None:
         take_flags(line)
-    take_checkpoint_args(line, args_defaults or {})
-    return resolve(line, args_defaults, launch_environment)
+    described = take_checkpoint_args(line, args_defaults or {})
+    config = resolve(line, args_defaults, launch_environment)
+    if described is not None:
+        _check_taken_model(config, described)
+    return config
+
+
+def _check_taken_model(config: PretrainConfig, described: Mapping[str, Any]) -> None:
+    """Raises ConfigurationError if given flags make another model than that of --use-checkpoint-args, whichever flags
+    say so. Fields that the checkpoint does not know yet are left out."""
+    known = described.get("architecture", {})
+    unknown = [name for name in ARCHITECTURE if name not in known]
+    differences = architecture_differences(config, described, leave_out=unknown)
+    if differences:
+        raise ConfigurationError(
+            f"--use-checkpoint-args: {difference}; leave the flag out to take the checkpoint's value, or leave "
+            "--use-checkpoint-args out and give --finetune to change the model on purpose"
+            for difference in differences
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -89,6 +117,7 @@ def parse_args(extra_args_provider: ExtraArgsProvider | None = None, ignore_unkn
     `extra_args_provider(parser)` adds arguments and returns the parser. Exits with code 2 if a flag is unknown
     (unless `ignore_unknown_args`) or a value cannot be parsed.
     """
+    _take_ranks()
     line = read_command_line(sys.argv[1:], extra_args_provider, ignore_unknown_args)
     take_checkpoint_args(line)
     if line.problems:

@@ -40,6 +40,7 @@ from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.data_order import order_differences
 from megatron.training.data.digests import data_differences
+from megatron.training.hooks.mix_report import Mix
 from megatron.training.inspection.run_description import describe_run, setting_differences
 from megatron.training.lr_schedule import schedule_flag
 from megatron.training.providers import Context
@@ -76,6 +77,10 @@ class Checkpoints:
         """What determines the order of the training samples, which every checkpoint stores."""
         self._saved_order: Mapping[str, str] = {}
         """What determined that order in the checkpoint that was loaded."""
+        self.mix: Mix | None = None
+        """Counts the samples drawn from each data set, which every checkpoint stores."""
+        self._saved_drawn: Mapping[str, int] | None = None
+        """Those counts in the checkpoint that was loaded; None if it has none."""
         self.record = RewindRecord(self.flags, self._say) if record is None else record
         """Decisions to go back from loss spikes; part of every checkpoint."""
         self.memory = StagingMemory()
@@ -161,6 +166,7 @@ class Checkpoints:
             "optimizer": parts.optimizer.common_state() if keep_optimizer else None,
         }
         common |= {} if parts.spikes is None else {"loss_spikes": parts.spikes.state_dict()}
+        common |= {} if self.mix is None else {"samples_drawn": self.mix.drawn(parts.state.consumed_train_samples)}
         common |= self.record.state_dict()
         layout = {name: self.groups.size(name) for name in ("tp", "pp", "cp", "dp", "ep", "expt_tp")}
         of_data = {"data": dict(self.data), "data_order": dict(self.data_order)}
@@ -331,8 +337,11 @@ class Checkpoints:
         self._say(*setting_differences(self.config, loaded.manifest.config))
         self._saved_data = loaded.manifest.config.get("data", {})
         self._saved_order = loaded.manifest.config.get("data_order", {})
+        self._saved_drawn = common.get("samples_drawn")
         manifest = loaded.folder / MANIFEST
         parts.state.restore(TrainState.from_json(common["train_state"], f"{manifest}: common.train_state"))
+        if goes_back:
+            self._continue_mix(parts.state.consumed_train_samples)
         if not self.config.evaluation.skip_train:
             with naming_of_damage(manifest, "scheduler"):
                 spelling = partial(schedule_flag, self.config)
@@ -353,14 +362,22 @@ class Checkpoints:
         state.consumed_train_samples = batches.samples_of(iteration)
         state.consumed_tokens = state.consumed_train_samples * (self.config.data.seq_length or 0)
 
-    def take_data(self, digests: Mapping[str, str], order: Mapping[str, str], consumed: int) -> None:
-        """Stores the digests of the run's data, and the order of its training samples, in later checkpoints. Prints
-        what differs from the checkpoint that was loaded, which had trained on `consumed` samples."""
-        self.data, self.data_order = digests, order
-        if self._saved_data:
+    def take_data(self, digests: Mapping[str, str], order: Mapping[str, str], mix: Mix | None, consumed: int) -> None:
+        """Stores the digests of the run's data, the order of its training samples and its mix in later checkpoints.
+        Prints what differs from the checkpoint that was loaded, which had trained on `consumed` samples. The first rank
+        needs the digests."""
+        self.data, self.data_order, self.mix = digests, order, mix
+        if self._saved_data and digests:
             self._say(*data_differences(digests, self._saved_data))
         if not self.config.evaluation.skip_train:
             self._say(*order_differences(order, self._saved_order, consumed))
+        self._continue_mix(consumed)
+
+    def _continue_mix(self, consumed: int) -> None:
+        if self.mix is not None and consumed:
+            changed = bool([*order_differences(self.data_order, self._saved_order, consumed)])
+            same_order = bool(self._saved_order) and not changed
+            self._say(*self.mix.continue_from(self._saved_drawn, consumed, same_order))
 
     def _place(self) -> str:
         return "[ t {}/{}, p {}/{} ]".format(

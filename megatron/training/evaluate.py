@@ -61,6 +61,7 @@ def evaluate(
     non_loss: NonLossFunctions | None = None,
 ) -> EvaluationResult:
     """Runs `num_iterations` global batches forward and returns the mean losses. Reads the device only at the end.
+    `StepData` begins again at its first sample, if it can.
 
     Args:
         forward_backward_func: from get_forward_backward_func; returns the report of each micro-batch.
@@ -80,6 +81,8 @@ def evaluate(
         )
     started = time.perf_counter()
     data = step_data_of(data_iterator)
+    if data is not None:
+        data.restart()
     sums: dict[str, Tensor] = {}
     done, collected = 0, None
     collects = non_loss is not None and non_loss.collect is None

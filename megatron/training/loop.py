@@ -46,7 +46,7 @@ def train(trainer: Trainer) -> ExitDecision | None:
             trainer.record_step(train_step(trainer))
         trainer.hooks.after_step(state.iteration)
         if trainer.evaluation_is_due():
-            trainer.evaluate("valid")
+            trainer.evaluate("valid", at_end=trainer.is_done())
         decision = trainer.check_exit()
         if decision is not None and decision.reason is ExitReason.LOSS_SPIKE:
             decision = go_back(trainer, decision)

@@ -19,9 +19,12 @@ from megatron.diagnosis.non_finite import dump_and_search
 from megatron.training import loop
 from megatron.training.arguments import config_of_command_line
 from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.data.sources import prefixes_of_run
 from megatron.training.hooks.exit import ExitDecision
 from megatron.training.launch.environment import Environment, process_environment
 from megatron.training.launch.errors import delay_errors_on_other_ranks, exit_with_error_of_rank
+from megatron.training.launch.lease import leases_of_run
+from megatron.training.launch.same_inputs import check_same_inputs
 from megatron.training.launch.signals import DEFAULT_SIGNALS, SignalWatch
 from megatron.training.launch.start_times import startup_line
 from megatron.training.providers import (
@@ -117,7 +120,9 @@ def run_pretraining(config: PretrainConfig, providers: Providers, started: float
         process_environment(config, alone=providers.use_torch_distributed) as environment,
     ):
         try:
-            return set_up_and_train(config, providers, environment, signals, started)
+            check_same_inputs(config, prefixes_of_run)
+            with leases_of_run(config, environment):
+                return set_up_and_train(config, providers, environment, signals, started)
         except UserError as error:
             if environment.heartbeat is not None:
                 environment.heartbeat.report(error)

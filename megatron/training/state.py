@@ -19,7 +19,7 @@ class TrainState:
     skipped_train_samples: int = 0
     """Those of the consumed samples whose iterations were skipped on request."""
     consumed_valid_samples: int = 0
-    """Samples that evaluation took from the validation set."""
+    """Samples of all evaluations on the validation set. With --eval-fresh-samples, also the next one's first."""
     consumed_tokens: int = 0
     """Tokens of the consumed training samples."""
     floating_point_operations_so_far: float = 0.0

@@ -12,12 +12,16 @@ from megatron.core.dist_checkpointing.checkpoint_selection import Log, open_newe
 from megatron.core.dist_checkpointing.chunk import SCALING_STATE, model_chunks, optimizer_state_name
 from megatron.core.dist_checkpointing.planning import MismatchPolicy
 from megatron.core.dist_checkpointing.reading import load
+from megatron.core.exceptions import UserError
 from megatron.data.tokenizer.base import Tokenizer
 from megatron.data.tokenizer.build import build_tokenizer
 from megatron.training.arguments import configure
 from megatron.training.config.command_line import split_words
-from megatron.training.config.flag_table import Flag, flags_by_spelling
+from megatron.training.config.flag_table import Flag
+from megatron.training.config.model_families import NAMES
 from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.config.recorded_flags import check_spec, flags_of_model, is_of_run, recorded_words
+from megatron.training.config.retired import Occurrence
 from megatron.training.config.settings import LaunchEnvironment
 from megatron.training.inspection.run_description import check_architecture
 from megatron.training.launch.environment import process_environment
@@ -25,10 +29,8 @@ from megatron.training.providers import Context, Stage
 from megatron.training.state import TrainState
 
 _FORMATS = ("fp16", "bf16", "fp64")
-_OF_MANY_PROCESSES = ("number formats, seed and ranks", "data parallel", "pipeline stages", "memory", "fp8 and fp4")
-"""Sections of flags that change how a run computes, but not its result."""
-_OTHER_FIELDS = ("cp_comm_type", "torch_compile", "torch_compile_backend")
-"""Flags of other sections of this kind."""
+_OF_THE_RUN = ("checkpoints", "logging", "faults and signals", "tensors of single steps")
+"""Sections of flags that say nothing about the model. Some need paths, which are not taken from a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -80,24 +82,27 @@ def load_trained_model(
 
 def config_for_one_process(described: Mapping[str, Any], changes: Sequence[str], *, has_cuda: bool) -> PretrainConfig:
     """Returns the settings of the run that a checkpoint describes, for its model in one process, with the words
-    `changes` after its flags. Settings that only training needs may be missing. Raises UserError if they make no
-    model."""
-    words = _for_one_process(described.get("command_line", []), half=has_cuda)
-    family = {"model_family": described["model_family"]} if described.get("model_family") else {}
+    `changes` after its flags. Settings that only training needs may be missing.
+
+    Only flags that may come from a checkpoint are taken (`Flag.from_checkpoint`). Raises UserError if they make no
+    model, or if the model's layers are code (--spec) that `changes` does not name.
+    """
+    recorded = recorded_words(described)
+    given = {occurrence.spelling for occurrence in split_words(changes)[0]}
+    check_spec(recorded, given="--spec" in given)
+    words = [word for one in _for_one_process(recorded, half=has_cuda) for word in one.as_words()]
+    name = described.get("model_family")
+    if name and name not in NAMES:
+        raise UserError(f"the checkpoint is of the model family {name!r}; {', '.join(NAMES)} are known")
+    family = {"model_family": name} if name else {}
     return configure([*words, *changes, "--dry-run"], None, family, launch_environment=LaunchEnvironment(1, has_cuda))
 
 
-def _for_one_process(command_line: Sequence[str], *, half: bool) -> list[str]:
+def _for_one_process(words: Sequence[str], *, half: bool) -> list[Occurrence]:
     """Returns the flags of a run without those of its layout; without `half`, also without half-precision formats."""
     kept_formats = _FORMATS if half else _FORMATS[2:]
-    table = flags_by_spelling()
-    words: list[str] = []
-    for occurrence in split_words(command_line)[0]:
-        flag = table.get(occurrence.spelling)
-        if flag is None or flag.field in kept_formats or not _is_of_layout(flag):
-            words += [occurrence.spelling, *occurrence.words]
-    return words
 
+    def is_kept(flag: Flag) -> bool:
+        return flag.field in kept_formats or not (is_of_run(flag) or flag.group in _OF_THE_RUN)
 
-def _is_of_layout(flag: Flag) -> bool:
-    return flag.group in _OF_MANY_PROCESSES or flag.field in _OTHER_FIELDS
+    return [occurrence for _, occurrence in flags_of_model(words, is_kept)]

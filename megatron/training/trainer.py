@@ -17,6 +17,7 @@ from megatron.core.health.rerun_state_machine import RerunStateMachine
 from megatron.core.optimizer import MegatronOptimizer, StepUpdate
 from megatron.core.schedule.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.timers import timed
+from megatron.core.utils.url_keys import hide_keys
 from megatron.facades.num_microbatches_calculator import BatchSchedule
 from megatron.training.checkpoint_contents import SavedParts
 from megatron.training.checkpoints import Checkpoints
@@ -75,6 +76,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.phase = "training"
+        self._last_validated: int | None = None
 
     @property
     def phase(self) -> str:
@@ -155,13 +157,16 @@ class Trainer:
         due = interval and self.state.iteration % interval == 0 and self.state.iteration >= first
         return bool(due and self.splits.valid is not None)
 
-    def evaluate(self, split: str, where: str | None = None) -> None:
+    def evaluate(self, split: str, *, at_end: bool = False) -> None:
         """Runs --eval-iters global batches of a split (`valid` or `test`) through the model, or with --full-validation
         the whole validation set, and logs the mean loss over their tokens. With --multiple-validation-sets it does so
-        for each set; `consumed_valid_samples` counts the samples of one of them, since all advance together."""
+        for each set; `consumed_valid_samples` counts the samples of one of them, since all advance together. `at_end`:
+        the log names the split in the words for the end of a run."""
         data: StepData | None = getattr(self.splits, split)
         if data is None or self.config.evaluation.eval_iters == 0:
             return
+        if split == "valid":
+            self._last_validated = self.state.iteration
         sets = self.splits.valid_sets if split == "valid" else ()
         with self.log.paused(), self.in_phase("evaluation"):
             self.hooks.before_evaluate(self.state.iteration)
@@ -174,7 +179,7 @@ class Trainer:
                 self.state.consumed_valid_samples += results[0][1].samples
             self.hooks.after_evaluate(self.state.iteration)
             for name, result in results:
-                self._log_evaluation(result, {"valid": "validation"}.get(split, split), where, name)
+                self._log_evaluation(result, {"valid": "validation"}.get(split, split), at_end, name)
                 self._process_non_loss_data(result)
 
     def _evaluate_set(self, valid_set: ValidationSet) -> EvaluationResult:
@@ -214,9 +219,10 @@ class Trainer:
             return
         self.non_loss.process(result.non_loss_data, self.state.iteration, writer)
 
-    def _log_evaluation(self, result: EvaluationResult, split: str, where: str | None, name: str | None) -> None:
+    def _log_evaluation(self, result: EvaluationResult, split: str, at_end: bool, name: str | None) -> None:
         if not result.losses:
             return
+        where = f"iteration {self.state.iteration} on {split} set" if at_end else None
         if name is not None:
             split = f"{split}-{name}"
             where = f"iteration {self.state.iteration} on {split}"
@@ -314,13 +320,14 @@ class Trainer:
             print(f"{decision.message}{where}", flush=True)
 
     def finish(self) -> None:
-        """Ends the run after the last iteration: saves the last checkpoint, then evaluates the validation and test
-        sets."""
+        """Ends the run after the last iteration: saves the last checkpoint, then evaluates the validation set, unless
+        --eval-interval has done so after this iteration, and the test set."""
         trained = not self.config.evaluation.skip_train
         if trained and self.config.checkpoint.save is not None and self.state.iteration != self.checkpoints.last_saved:
             self.save()
-        self.evaluate("valid", f"iteration {self.state.iteration} on validation set")
-        self.evaluate("test", f"iteration {self.state.iteration} on test set")
+        if self._last_validated != self.state.iteration:
+            self.evaluate("valid", at_end=True)
+        self.evaluate("test", at_end=True)
 
     def close(self) -> None:
         """Ends the run in order, data included. Every rank calls it."""
@@ -346,7 +353,7 @@ class Trainer:
         elif isinstance(error, Exception) and not isinstance(error, UserError):  # which is printed with its rank later
             rank, ranks = self.environment.rank, self.environment.world_size
             where = f"in {self.phase}, after iteration {self.state.iteration}"
-            text = f"rank {rank} of {ranks} failed {where}: {error}"
+            text = hide_keys(f"rank {rank} of {ranks} failed {where}: {error}")
             print(text, file=sys.stderr, flush=True)
             write_launcher_error_file(text if gone is not None else f"{text}\n{traceback.format_exc()}")
         for step in (

@@ -17,6 +17,7 @@ from megatron.training.config.conditions import is_inert, is_to_come
 from megatron.training.config.flag_table import Flag, flag_table
 from megatron.training.config.model import ModelConfig
 from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.config.recorded_flags import is_of_run
 from megatron.training.inspection.run_description import words_of
 
 OF_OTHER_SCRIPTS = (
@@ -276,9 +277,6 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
 WITHOUT = {"swiglu": "--swiglu", "add_bias_linear": "--disable-bias-linear"}
 """Fields whose other value is what a run has without a flag of the base."""
 
-LAYOUT = ("number formats, seed and ranks", "data parallel", "pipeline stages", "memory", "fp8 and fp4")
-"""Sections of flags that `config_for_one_process` leaves out, because they do not describe the model."""
-
 
 def walked_fields() -> list[str]:
     """The fields of TransformerConfig, and of what else the model is built from."""
@@ -343,7 +341,7 @@ def test_every_field_is_in_config_json_or_refused_by_name(field: str) -> None:
     flag = flag_table()[field]
     if field in OF_OTHER_SCRIPTS:
         assert tries(flag) == []
-    elif flag.group not in LAYOUT and not is_to_come(flag) and not is_inert(flag):
+    elif not is_of_run(flag) and not is_to_come(flag) and not is_inert(flag):
         found = tries(flag)
         assert found, f"EXAMPLES has no example of {field}"
         for flags in found:

@@ -16,7 +16,9 @@ from megatron.conversion.families import FAMILIES
 from megatron.conversion.hub_run import check_rows, take_hub_args
 from megatron.conversion.importing import import_model, open_hub_model
 from megatron.core.exceptions import UserError
+from megatron.training.arguments import configure
 from megatron.training.config.command_line import read_command_line
+from megatron.training.config.resolution import ConfigurationError
 from pretrain_gpt import build_model
 
 BASE = (
@@ -94,8 +96,13 @@ def test_folders_beside_checkpoints_and_a_run_that_goes_on(theirs: Path, tmp_pat
 def test_flags_of_the_model_are_taken(theirs: Path, tmp_path: Path) -> None:
     line = read_command_line(["--load-hf", str(theirs), "--num-layers", "9", "--seq-length", "8"])
     take_hub_args(line)
-    assert not line.problems and line.values["num_layers"] != 9 and line.values["hidden_size"]
-    assert any("--load-hf replaces --num-layers 9 with" in warning for warning in line.warnings)
+    assert line.problems == [
+        f"--load-hf: --num-layers is 9 in this run and 3 in {theirs}; leave --num-layers out to take the latter"
+    ]
+    line = read_command_line(["--load-hf", str(theirs), "--attention-dropout", "0.2", "--seq-length", "8"])
+    take_hub_args(line)
+    assert not line.problems and line.values["num_layers"] == 3 and line.values["hidden_size"]
+    assert line.values["attention_dropout"] == 0.2 and line.values["seq_length"] == 8
     line = read_command_line(["--load-hf", str(tmp_path / "none")])
     take_hub_args(line)
     assert line.problems == [f"--load-hf: {tmp_path / 'none'}: no such folder"]
@@ -105,6 +112,16 @@ def test_flags_of_the_model_are_taken(theirs: Path, tmp_path: Path) -> None:
     line = read_command_line(["--load-hf", str(tmp_path / "other")])
     take_hub_args(line)
     assert any("own_key is not known for LlamaForCausalLM" in problem for problem in line.problems)
+
+
+def test_a_model_that_is_not_known_is_the_only_problem(tmp_path: Path) -> None:
+    """The sizes would come from it, so that none is missing."""
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["OwnModel"], "model_type": "own"}))
+    words = ["--micro-batch-size", "1", "--lr", "1e-3", "--train-iters", "1", "--mock-data"]
+    with pytest.raises(ConfigurationError) as error:
+        configure(["--load-hf", str(tmp_path), *words], take_flags=take_hub_args)
+    (problem,) = error.value.problems
+    assert problem.startswith(f"--load-hf: {tmp_path / 'config.json'}: architectures: OwnModel")
 
 
 def test_wrong_models_and_weights_are_named(theirs: Path, tmp_path: Path) -> None:

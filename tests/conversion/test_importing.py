@@ -16,9 +16,10 @@ from support.runs import train
 
 from megatron.conversion import importing
 from megatron.conversion.hub_defaults import HUB_DEFAULTS
-from megatron.conversion.importing import import_model
+from megatron.conversion.importing import FLAGS, import_model, write_flags
 from megatron.core.dist_checkpointing.checkpoint import open_checkpoint
 from megatron.core.exceptions import UserError
+from megatron.training.config.command_line import read_command_line
 from megatron.training.trained_model import load_trained_model
 from pretrain_gpt import build_model
 
@@ -265,3 +266,22 @@ def test_no_more_than_a_tensor_is_in_memory(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(importing, "read_tensor", read)
     import_model(folder, tmp_path / "ours", build_model, dtype=torch.bfloat16, log=quiet)
     assert alive
+
+
+def test_a_foreign_name_gives_no_flags(tmp_path):
+    """The name of a file or a token may look like flags, like YAML, or like commands of a shell."""
+    names = [
+        "my model --spec os abort",
+        "--spec=os abort",
+        "a\nspec: [os, abort]",
+        "$(touch x)",
+        "'",
+        '"',
+        "# x",
+        "a: b",
+    ]
+    for name in names:
+        write_flags(tmp_path, ["--num-layers", "2", f"--tokenizer-model={name}", "--vocab-size", "9"])
+        line = read_command_line(["--config", str(tmp_path / FLAGS)])
+        assert not line.problems and line.given.keys() == {"num_layers", "tokenizer_model", "vocab_size", "config_file"}
+        assert (line.values["num_layers"], line.values["tokenizer_model"], line.values["vocab_size"]) == (2, name, 9)

@@ -98,7 +98,7 @@ OWN = "--untie-embeddings-and-output-weights"
         (f"{FORM} --geglu {OWN} --logit-scale 0.25", "--logit-scale is"),
         (f"{FORM} {OWN}", "the activation "),
         (f"{FORM} --swiglu {OWN}", "the activation "),
-        (f"{FORM} --geglu {OWN} --qk-layernorm", "--qk-layernorm"),
+        (f"{FORM} --geglu {OWN} --qk-l2-norm", None),  # which needs rotary positions
         (FORM.replace("relative", "rope") + f" --geglu {OWN}", "--position-embedding-type is relative"),
         (FORM.replace("--softmax-scale 1.0", "") + f" --geglu {OWN}", "--softmax-scale is 1.0"),
         (FORM.replace("RMSNorm", "LayerNorm") + f" --geglu {OWN}", "--normalization is RMSNorm"),

@@ -80,8 +80,11 @@ def test_the_file_that_names_the_newest_checkpoint(tmp_path):
 
 def test_arguments_of_a_checkpoint(tmp_path, monkeypatch, capsys):
     """Between `parse_args` and `validate_args`, as scripts call it that convert or use a checkpoint."""
-    train(f"--mock-data --eval-iters 0 --train-iters 1 --save {tmp_path} --swiglu --num-layers 3", base=TINY)
-    words = "--micro-batch-size 1 --lr 1e-2 --train-iters 2 --mock-data --hidden-size 64 --vocab-size 50"
+    train(
+        f"--mock-data --eval-iters 0 --train-iters 1 --save {tmp_path} --swiglu --num-layers 3 --hidden-dropout 0.2",
+        base=TINY,
+    )
+    words = "--micro-batch-size 1 --lr 1e-2 --train-iters 2 --mock-data --hidden-dropout 0 --vocab-size 50"
     monkeypatch.setattr(sys, "argv", ["script.py", *words.split(), "--load", str(tmp_path)])
     args = parse_args()
     found, theirs = load_args_from_checkpoint(args)
@@ -89,14 +92,18 @@ def test_arguments_of_a_checkpoint(tmp_path, monkeypatch, capsys):
     validate_args(args)
     assert (args.num_layers, args.hidden_size, args.swiglu, args.seq_length) == (3, 32, True, 16)
     assert (args.train_iters, args.vocab_size) == (2, 50)  # the script's own
-    assert "replaces --hidden-size 64 with 32" in capsys.readouterr().out
+    assert args.hidden_dropout == 0 and "given flags stay: --hidden-dropout 0.0 (0.2 in" in capsys.readouterr().out
     with pytest.raises(UserError, match="comes before validate_args"):
         load_args_from_checkpoint(args)
     args = parse_args()
-    assert load_args_from_checkpoint(args, "save") == (args, None) and args.hidden_size == 64
+    assert load_args_from_checkpoint(args, "save") == (args, None) and args.hidden_size is None
     args.ckpt_step = 7
     with pytest.raises(UserError, match="no checkpoint of iteration 7"):
         load_args_from_checkpoint(args)
     args.pretrained_checkpoint = str(tmp_path)
     load_args_from_checkpoint(args, "pretrained_checkpoint")
     assert args.hidden_size == 32
+    args = parse_args()
+    args.hidden_size = 64  # by the script
+    with pytest.raises(UserError, match="--hidden-size is 64 in this run and 32 in"):
+        load_args_from_checkpoint(args)

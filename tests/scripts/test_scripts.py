@@ -1,41 +1,35 @@
-"""Entry scripts of Megatron-LM's releases 0.5 to 0.16 train on this package, in one process and in two.
+"""What entry scripts of Megatron-LM's releases 0.5 to 0.16 do works on this package, in one process and in two.
 
-The scripts themselves are not here. Those in `release_*` are written from facts about them: the names that each release
-imports, the attributes that it reads, and how many arguments it gives by position and by which keywords (their list is
-tests/data/megatron_lm_script_names.json). tests/gpu/test_scripts_on_gpu.py runs them on GPUs.
+The scripts themselves are not here, and the programs of tests/support/released are none of them: they are written from
+facts (tests/data/megatron_lm_script_names.json), which say what a release's script imports, reads and calls. They train
+with the losses of our own scripts. tests/gpu/test_scripts_on_gpu.py runs them on GPUs; checkout.py runs the scripts of
+a checkout.
 """
 
-import shutil
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import pytest
 from support.launch import launch
-from support.user_scripts import (
-    FLAGS,
-    LOOP,
-    LOOP_RELEASES,
-    RELEASES,
-    ROOT,
-    entry_scripts,
-    losses_in,
-    run_loop,
-    run_scripts,
-    script,
-)
+from support.released.facts import LOOP_RELEASES, RELEASES
+from support.user_scripts import FLAGS, ROOT, losses_in, programs, run_in, run_scripts
 
 
 def losses_of(
-    kind: str, folder: Path, flags: str, ranks: int, paths: Sequence[str], loss: str = "lm loss"
+    kind: str, folder: Path, flags: str, ranks: int, names: Sequence[str], loss: str = "lm loss"
 ) -> dict[str, list[float]]:
-    """What scripts print: the losses of two iterations, of the validations and of the test, and the gradient norms of
-    the iterations: with Adam, losses do not show that a script's loss is divided by a wrong number."""
+    """What scripts and programs print: the losses of two iterations, of the validations and of the test, and the
+    gradient norms of the iterations: with Adam, losses do not show that a loss is divided by a wrong number. In one
+    process, where each program does everything, it must have used all facts."""
     cached = f"{flags} --data-cache-path {folder}"  # the order of the samples, which all of them share
-    program = launch(cached, ranks, folder, partial(run_scripts, paths), base=FLAGS[kind])
+    program = launch(cached, ranks, folder, partial(run_scripts, names), base=FLAGS[kind])
     codes = program.exit_codes(280.0)
     texts = [program.output(rank) for rank in range(max(ranks, 1))]
     assert set(codes) == {0}, (codes, *texts)
+    unused = [line for line in texts[0].splitlines() if line.startswith("unused facts: ")]
+    assert len(unused) == sum("@" in name for name in names)
+    assert ranks or set(unused) <= {"unused facts: []"}, unused
     return losses_in(texts, f"{loss}|grad norm")
 
 
@@ -58,9 +52,9 @@ GPT_LAYOUTS = {
 def test_gpt(layout: str, tmp_path: Path) -> None:
     flags, ranks, releases = GPT_LAYOUTS[layout]
     ours = str(ROOT / "pretrain_gpt.py")
-    theirs = entry_scripts("gpt", releases)
+    theirs = programs("gpt", releases)
     found = losses_of("gpt", tmp_path / "run", flags, ranks, [ours, *theirs])
-    assert found.keys() == {ours, *theirs} and len(found[ours]) == 7
+    assert found.keys() == {ours, *theirs} and len(found[ours]) == 6
     for path in theirs:
         expected, tolerance = list(found[ours]), 1e-5
         if layout == "context parallel" and path == theirs[0]:  # multiplies its loss itself, which a line tells
@@ -79,12 +73,14 @@ BERT_LAYOUTS = {
 @pytest.mark.parametrize("layout", BERT_LAYOUTS)
 def test_bert(layout: str, tmp_path: Path) -> None:
     flags, ranks, releases = BERT_LAYOUTS[layout]
-    paths = entry_scripts("bert", releases)
-    found = losses_of("bert", tmp_path / "run", flags, ranks, paths, "(?:lm|sop) loss")
-    first = found[paths[0]]
-    assert found.keys() == set(paths) and len(first) == 12
-    for path in paths:
-        assert found[path] == pytest.approx(first, abs=1e-5), path
+    ours, names = str(ROOT / "pretrain_bert.py"), programs("bert", releases)
+    found = losses_of("bert", tmp_path / "run", flags, ranks, [ours, *names], "(?:lm|sop) loss")
+    first = found[names[0]]
+    assert found.keys() == {ours, *names} and len(first) == 10
+    assert found[ours] == pytest.approx(first, abs=0.05)  # ours reports the mean over tokens, not over micro-batches
+    assert [found[ours][place] for place in (2, 5)] == pytest.approx([first[2], first[5]], abs=1e-5)  # gradient norms
+    for name in names:
+        assert found[name] == pytest.approx(first, abs=1e-5), name
 
 
 T5_LAYOUTS = {
@@ -104,9 +100,9 @@ T5_LAYOUTS = {
 def test_t5(layout: str, tmp_path: Path) -> None:
     flags, ranks, releases = T5_LAYOUTS[layout]
     ours = str(ROOT / "pretrain_t5.py")
-    paths = entry_scripts("t5", releases)
+    paths = programs("t5", releases)
     found = losses_of("t5", tmp_path / "run", flags, ranks, [ours, *paths])
-    assert found.keys() == {ours, *paths} and len(found[ours]) == 7
+    assert found.keys() == {ours, *paths} and len(found[ours]) == 6
     for path, release in zip(paths, releases, strict=True):
         # Two releases report the mean over micro-batches, with equal weights for any numbers of tokens.
         assert found[path] == pytest.approx(found[ours], abs=0.05 if release in ("0.5", "0.6") else 1e-5), path
@@ -115,22 +111,19 @@ def test_t5(layout: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_copy_of_one_file(tmp_path: Path) -> None:
     """Two releases have pretrain_gpt.py in three files. A copy of one of them finds ours in place of the others."""
-    copies = []
-    for release in ("0.15", "0.16"):
-        copies.append(str(tmp_path / f"mine_{release}.py"))
-        shutil.copy(script(release, "pretrain_gpt.py"), copies[-1])
+    copies = programs("gpt-with-own-builders", ["0.15", "0.16"])
     flags = f"{VIRTUAL} --num-experts 2 --mtp-num-layers 1"
-    theirs = entry_scripts("gpt", ["0.16"])
+    theirs = programs("gpt", ["0.16"])
     found = losses_of("gpt", tmp_path / "run", flags, 2, [*theirs, *copies])
-    for path in copies:
-        assert found[path] == pytest.approx(found[theirs[0]], abs=1e-5) and found[path], path
+    for name in copies:
+        assert found[name] == pytest.approx(found[theirs[0]], abs=1e-5) and found[name], name
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt", "bert"])
 def test_virtual_stages(kind: str, tmp_path: Path) -> None:
     """Release 0.14 tells virtual stages apart when it builds the model, and not when it builds the datasets."""
-    paths = entry_scripts(kind, ["0.14", "0.15", "0.16"])
+    paths = programs(kind, ["0.14", "0.15", "0.16"])
     found = losses_of(kind, tmp_path / "run", VIRTUAL, 2, paths, "(?:lm|sop) loss")
     for path in paths:
         assert found[path] == pytest.approx(found[paths[0]], abs=1e-5) and found[path], path
@@ -140,16 +133,20 @@ def test_virtual_stages(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("release", RELEASES)
 @pytest.mark.parametrize("kind", FLAGS)
 def test_each_alone(kind: str, release: str, tmp_path: Path) -> None:
-    """Without the scripts that ran before it in the tests above, and what they have imported."""
-    paths = entry_scripts(kind, [release])
-    assert len(losses_of(kind, tmp_path / "run", "", 0, paths)[paths[0]]) == 7
+    """Without the programs that ran before it in the tests above, and what they have imported."""
+    paths = programs(kind, [release])
+    assert len(losses_of(kind, tmp_path / "run", "", 0, paths)[paths[0]]) == 6
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("release", LOOP_RELEASES)
-def test_the_loop(release: str, ranks: int, tmp_path: Path) -> None:
-    program = launch("", ranks, tmp_path, partial(run_loop, script(release, LOOP), tmp_path))
-    assert set(program.exit_codes(100.0)) == {0}, [program.output(rank) for rank in range(ranks)]
-    for rank in range(ranks):
-        assert program.output(rank).count("Losses reduced: [{'lm loss'") == 2
-        assert "Successfully loaded the model" in program.output(rank)
+def test_the_loop(tmp_path: Path) -> None:
+    names, found = programs("loop", LOOP_RELEASES), []
+    for ranks in (1, 2):
+        program = launch("", ranks, tmp_path / str(ranks), partial(run_in, tmp_path / str(ranks), names))
+        assert set(program.exit_codes(100.0)) == {0}, [program.output(rank) for rank in range(ranks)]
+        for rank in range(ranks):
+            text = program.output(rank)
+            assert text.count("loaded\n") == text.count("unused facts: []") == len(names)
+            found += losses_in([text]).values()
+    assert len(found) == 3 * len(names)
+    for losses in found:
+        assert losses == pytest.approx(found[0], abs=1e-5) and len(losses) == 2

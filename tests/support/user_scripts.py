@@ -1,7 +1,7 @@
-"""Runs the entry scripts of tests/scripts, and knows their command lines.
+"""Runs entry scripts, and the programs of tests/support/released, and knows their command lines.
 
-`python user_scripts.py SCRIPT ... -- FLAGS` runs scripts one after the other with the same flags, alone or under
-torchrun.
+`python user_scripts.py SCRIPT ... -- FLAGS` runs them one after the other with the same flags, alone or under torchrun.
+A SCRIPT is the path of a script, or a program and a release, such as gpt@0.16.
 """
 
 import os
@@ -9,14 +9,21 @@ import re
 import runpy
 import sys
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # when it is a program
+
+from support.released.bert import Bert
+from support.released.facts import RELEASES
+from support.released.gpt import Gpt
+from support.released.loop import Loop
+from support.released.t5 import T5
 
 from megatron.core.utils.rendezvous import start_torch_distributed, started_by_torchrun
 
 ROOT = Path(__file__).parents[2]
-RELEASES = ["0.5", "0.6", "0.7", "0.8", "0.9", "0.11", "0.14", "0.15", "0.16"]
-LOOP_RELEASES = ["0.8", "0.9", "0.11", "0.14", "0.15", "0.16"]
-LOOP = "run_simple_mcore_train_loop.py"
+PROGRAMS = {"gpt": Gpt, "gpt-with-own-builders": partial(Gpt, own_builders=True), "bert": Bert, "t5": T5, "loop": Loop}
 
 _TWO_ITERATIONS = (
     "--hidden-size 16 --num-attention-heads 2 --lr 1e-2 --train-iters 2 --eval-iters 1 --eval-interval 2 "
@@ -38,32 +45,34 @@ FLAGS = {
 """The command line of each kind of script."""
 
 
-def script(release: str, name: str) -> str:
-    """Returns the path of a release's script."""
-    return str(ROOT / f"tests/scripts/release_{release.replace('.', '_')}" / name)
+def programs(kind: str, releases: Iterable[str] = RELEASES) -> list[str]:
+    """Returns the names of the releases' programs of a kind."""
+    return [f"{kind}@{release}" for release in releases]
 
 
-def entry_scripts(kind: str, releases: Iterable[str] = RELEASES) -> list[str]:
-    """Returns the paths of the releases' pretrain_gpt.py, pretrain_bert.py or pretrain_t5.py."""
-    return [script(release, f"pretrain_{kind}.py") for release in releases]
-
-
-def run_scripts(paths: Sequence[str]) -> None:
-    """Runs scripts one after the other in this process, as `python PATH` would."""
+def run_scripts(names: Sequence[str]) -> None:
+    """Runs scripts and programs one after the other in this process, a script as `python PATH` would. A program then
+    prints the facts that it has not used."""
     if started_by_torchrun():
         start_torch_distributed()  # once for all of them
-    for path in paths:
-        print(f"=== {path}", flush=True)
-        sys.argv[0], sys.path[0] = path, str(Path(path).parent)
-        for name in ("gpt_builders", "model_provider", "pretrain_gpt"):  # of another release, or our own
-            sys.modules.pop(name, None)
-        runpy.run_path(path, run_name="__main__")
+    for name in names:
+        print(f"=== {name}", flush=True)
+        kind, _, release = name.partition("@")
+        if kind in PROGRAMS:
+            program = PROGRAMS[kind](release)
+            program.start()
+            print("unused facts:", program.unused(), flush=True)
+        else:
+            sys.argv[0], sys.path[0] = name, str(Path(name).parent)
+            for module in ("gpt_builders", "model_provider", "pretrain_gpt"):  # of another folder
+                sys.modules.pop(module, None)
+            runpy.run_path(name, run_name="__main__")
 
 
-def run_loop(path: str, folder: Path) -> None:
-    """Runs a loop, which writes into the current folder."""
+def run_in(folder: Path, names: Sequence[str]) -> None:
+    """Runs scripts that write into the current folder."""
     os.chdir(folder)
-    runpy.run_path(path, run_name="__main__")
+    run_scripts(names)
 
 
 def losses_in(texts: Iterable[str], loss: str = "lm loss") -> dict[str, list[float]]:

@@ -1,6 +1,8 @@
 """tools/generate.py: a checkpoint and its own record are enough; flags, batches, and what is wrong with them."""
 
+import dataclasses
 import importlib.util
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -13,6 +15,7 @@ from support.programs import python
 from support.reference_gpt import reference_logits
 
 from megatron.core.dist_checkpointing.chunk import model_chunks
+from megatron.core.dist_checkpointing.manifest import Manifest
 from megatron.core.dist_checkpointing.writing import save
 from megatron.core.parameters import info_of
 from megatron.data.tokenizer.build import build_tokenizer
@@ -35,15 +38,16 @@ MODEL = [
 ]
 
 
-def tool() -> ModuleType:
-    specification = importlib.util.spec_from_file_location("generate_tool", ROOT / "tools" / "generate.py")
+def tool(path: str) -> ModuleType:
+    specification = importlib.util.spec_from_file_location(f"{Path(path).stem}_tool", ROOT / "tools" / path)
     module = importlib.util.module_from_spec(specification)
-    sys.modules["generate_tool"] = module
+    sys.modules[specification.name] = module
     specification.loader.exec_module(module)
     return module
 
 
-GENERATE = tool()
+GENERATE = tool("generate.py")
+CONVERT = tool("checkpoint/convert.py")
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +87,31 @@ def test_greedy_text_is_what_the_plain_model_says(checkpoints: Path, capsys: pyt
         ids.append(int(logits[0, -1].argmax()))
     assert tokenizer.eod not in ids
     assert out == tokenizer.detokenize(ids) + "\n"
+
+
+def test_a_foreign_checkpoint_runs_no_code(
+    checkpoints: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--spec is only imported if it is given again."""
+    (tmp_path / "own_layers.py").write_text(
+        "from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec\n"
+        "def layers(**options): return get_gpt_layer_local_spec(qk_layernorm=True)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    shutil.copytree(checkpoints, tmp_path / "run")
+    path = tmp_path / "run/iter_0000003/manifest.json"
+    manifest = Manifest.from_bytes(path.read_bytes(), path)
+    words = ("--load", tmp_path / "run", "--prompt", "The ", "--max-new-tokens", 4)
+    for spec in ("os abort", "own_layers layers"):
+        config = {**manifest.config, "command_line": [*manifest.config["command_line"], "--spec", *spec.split()]}
+        path.write_bytes(dataclasses.replace(manifest, config=config).to_bytes())
+        code, _, err = run(capsys, *words)
+        assert code == 2 and f"--spec {spec}, which is code" in err and "own_layers" not in sys.modules
+    assert CONVERT.main(["export", "--load", str(tmp_path / "run"), "--hf-dir", str(tmp_path / "hf")]) == 2
+    assert "give this --spec again" in capsys.readouterr().err
+    code, out, _ = run(capsys, *words, "--spec", "own_layers", "layers")
+    assert code == 0 and "own_layers" in sys.modules
+    assert run(capsys, "--load", checkpoints, *words[2:])[1] == out
 
 
 class BlanksBefore(NullTokenizer):

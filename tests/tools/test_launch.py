@@ -13,6 +13,7 @@ from support.programs import commands
 from support.runs import TINY
 
 from megatron.core.exceptions import UserError
+from megatron.launcher import start_time
 from tools import launch
 from tools.launch import Launcher, Newest, folder_to_save, main, newest_checkpoint, resuming
 
@@ -31,6 +32,12 @@ if what == "wait":
     signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))
     open(f"{folder}/waits", "w").close()
     time.sleep(60)
+if what == "leaves":
+    code = "import os, time; open(os.sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)"
+    subprocess.Popen([sys.executable, "-IS", "-c", code, f"{folder}/left"], start_new_session=True)
+    while not os.path.exists(f"{folder}/left") or not os.path.getsize(f"{folder}/left"):
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
 if what.startswith("saves"):
     open(f"{folder}/newest", "w").write(f"{what.removeprefix('saves')} {time.time_ns()}")
     sys.exit(1)
@@ -88,6 +95,19 @@ def test_a_slow_failure_is_not_counted(launcher, tmp_path: Path) -> None:
     slow = launcher("1,1,1,1,0")
     slow.fast_seconds = 0.0
     assert slow.run() == 0 and len(starts(tmp_path)) == 5
+
+
+def test_processes_that_a_killed_command_left_are_ended(
+    launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "LEFT_SECONDS", 0.1)
+    said: list[str] = []
+    tool = launcher("leaves,0")
+    tool.say = said.append
+    assert tool.run() == 0 and len(starts(tmp_path)) == 2
+    left = int((tmp_path / "left").read_text())
+    assert start_time(left) is None
+    assert f"processes of the run that are still there are killed: {left}" in said
 
 
 def test_a_mistake_is_not_tried_again(launcher, tmp_path: Path) -> None:

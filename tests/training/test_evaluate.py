@@ -11,6 +11,7 @@ from torch import nn
 
 from megatron.core.exceptions import UserError
 from megatron.training.evaluate import evaluate, full_pass
+from megatron.training.logging.jsonl import read_metrics
 from megatron.training.providers import NonLossFunctions
 
 SEQ, MICRO, NMB = 6, 2, 3
@@ -219,6 +220,55 @@ def test_each_validation_set_has_its_own_loss(tmp_path: Path, capfd: pytest.Capt
     assert " validation loss at iteration 2 on validation-code | lm loss value: " in capfd.readouterr().out
     alone = {name: losses(path)["validation"] for name, path in (("wiki", wiki), ("code", code))}
     assert both == {f"validation-{name}": found for name, found in alone.items()}
-    assert alone["wiki"] != alone["code"] and len(alone["wiki"]) == 3  # after each step, and at the end
+    assert alone["wiki"] != alone["code"] and len(alone["wiki"]) == 2  # after each step
     whole = losses(f"{wiki} {code} --multiple-validation-sets --full-validation --train-iters 1")
-    assert whole["validation-0"][0] == whole["validation-0"][1] and whole["validation-1"] != whole["validation-0"]
+    assert len(whole["validation-0"]) == 1 and whole["validation-1"] != whole["validation-0"]
+
+
+FROZEN = "--lr 0 --min-lr 0 --weight-decay 0 --train-iters 3 --eval-interval 1 --fp64"
+EVALUATING = TINY.replace("--eval-iters 0", "--eval-iters 2")
+
+
+def frozen_losses(flags: str, split: str = "validation") -> list[float]:
+    """The losses of each evaluation of a run that does not change its weights."""
+    found = [record for record in train(f"{FROZEN} {flags}", base=EVALUATING).validations if record.split == split]
+    assert [record.iteration for record in found] == list(range(4 - len(found), 4))  # once a step, the last one too
+    return [record.losses["lm loss"] for record in found]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_all_evaluations_read_the_same_samples(tmp_path: Path, workers: int) -> None:
+    data = f"--data-path {write_documents(tmp_path / 'a', documents=600)} --num-workers {workers}"
+    losses = frozen_losses(data)
+    assert len(losses) == 3 and len(set(losses)) == 1
+
+
+def test_a_resumed_run_evaluates_the_same_samples(tmp_path: Path) -> None:
+    data = f"--data-path {write_documents(tmp_path / 'a', documents=600)}"
+    run = f"{FROZEN} {data} --save {tmp_path / 'run'} --load {tmp_path / 'run'} --save-interval 2"
+    first = train(f"{run} --exit-interval 2", base=EVALUATING).validations
+    rest = train(run, base=EVALUATING).validations
+    again = train(run, base=EVALUATING).validations  # nothing is left to train
+    records = [record for record in (*first, *rest, *again) if record.split == "validation"]
+    losses = [(record.iteration, record.losses["lm loss"]) for record in records]
+    assert losses == [(number, losses[0][1]) for number in (1, 2, 3, 3)]
+    lines = [line for line in read_metrics(tmp_path / "run/metrics.jsonl").validation if line["split"] == "validation"]
+    assert [line["iteration"] for line in lines] == [1, 2, 3]
+
+
+def test_fresh_samples_are_megatron_lms_way(tmp_path: Path) -> None:
+    data = f"--data-path {write_documents(tmp_path / 'a', documents=600)}"
+    losses = frozen_losses(f"{data} --eval-fresh-samples")
+    assert len(set(losses)) == 3
+
+
+def frozen_losses_of_rank(flags: str) -> list[float]:
+    return frozen_losses(flags)
+
+
+def test_every_layout_evaluates_the_same_samples(tmp_path: Path) -> None:
+    """A batch ramp-up changes nothing: evaluations have the last size."""
+    data = f"--data-path {write_documents(tmp_path / 'a', documents=600)}"
+    alone = frozen_losses(data)
+    for rank in run_on_ranks(frozen_losses_of_rank, 2, f"{data} --rampup-batch-size 2 2 4"):
+        assert rank == [] or (rank == pytest.approx(alone, rel=1e-13) and len(set(rank)) == 1)

@@ -52,7 +52,8 @@ class FakeTrainer:
     def evaluation_is_due(self) -> bool:
         return self.state.iteration == 1
 
-    def evaluate(self, split: str) -> None:
+    def evaluate(self, split: str, *, at_end: bool) -> None:
+        assert at_end == self.is_done()
         self.calls.append(f"evaluate {split}")
 
     def check_exit(self) -> ExitDecision | None:

@@ -11,6 +11,7 @@ from megatron.core.transformer.layer_costs import flops_per_token, layer_cost
 from megatron.training.arguments import configure
 from megatron.training.config.resolution import ConfigurationError
 from megatron.training.config.settings import LaunchEnvironment
+from megatron.training.inspection.run_description import architecture_differences, describe_run
 from megatron.training.providers import Providers
 
 PROVIDERS = Providers(pretrain_mamba.build_model, pretrain_mamba.build_datasets, pretrain_mamba.build_forward_step)
@@ -37,6 +38,39 @@ def test_the_ways_to_say_the_layers(flags: str, pattern: str) -> None:
     assert transformer.hybrid_layer_pattern == pattern and transformer.num_layers == len(pattern)
 
 
+def test_a_model_without_attention_needs_no_heads() -> None:
+    """Nor do they matter to its layout, or to whether two models are the same."""
+    without = SIZES.replace("--num-attention-heads 2", "")
+    assert without != SIZES
+    two, one = LaunchEnvironment(2, False), LaunchEnvironment(1, False)
+
+    def config_of(flags: str, launch: LaunchEnvironment = one) -> Any:
+        return configure(f"{without} {flags}".split(), None, pretrain_mamba.DEFAULTS, launch_environment=launch)
+
+    for pattern in ("--num-layers 4", "--hybrid-layer-pattern M-M-", "--hybrid-layer-pattern M/M"):
+        config = config_of(pattern)
+        for heads in ("", "--num-attention-heads 1", "--num-attention-heads 3"):
+            other = config_of(f"{pattern} {heads} --tensor-model-parallel-size 2", two)
+            assert not architecture_differences(other, describe_run(config))
+            assert not architecture_differences(config, describe_run(other))
+            recorded = describe_run(other)["architecture"] | {"num_attention_heads": 7}  # as an older version did
+            assert not architecture_differences(config, {"architecture": recorded})
+    for pattern in ("M*", "MM/*-"):
+        with pytest.raises(ConfigurationError, match="--num-attention-heads is missing"):
+            config_of(f"--hybrid-layer-pattern {pattern}")
+
+
+def test_the_bars_of_a_pattern_are_no_other_model() -> None:
+    plain = configured("--hybrid-layer-pattern MMM-M*")
+    split = configured("--hybrid-layer-pattern MM|M-M* --pipeline-model-parallel-size 2", 2)
+    older = describe_run(split)
+    older["architecture"]["hybrid_layer_pattern"] = "MM|M-M*"
+    for config, described in ((plain, describe_run(split)), (split, describe_run(plain)), (plain, older)):
+        assert not architecture_differences(config, described)
+    (difference,) = architecture_differences(configured("--hybrid-layer-pattern MMMMM*"), describe_run(split))
+    assert "--hybrid-layer-pattern is MMMMM* in this run and MMM-M* in the checkpoint" in difference
+
+
 def test_a_bar_ends_a_pipeline_stage() -> None:
     transformer = configured("--hybrid-layer-pattern MM*|M- --pipeline-model-parallel-size 2", 2).transformer
     assert transformer.pipeline_model_parallel_layout == "Ettt|ttL"
@@ -58,6 +92,17 @@ def test_depths_of_multi_token_prediction(flags: str, pattern: str) -> None:
 
 
 @pytest.mark.slow
+def test_without_heads_a_run_resumes_in_other_layouts(tmp_path: Path) -> None:
+    """One process saves; tensor parallel ranks, and stages that a bar divides, go on."""
+    flags = SIZES.replace("--num-attention-heads 2", "") + " --fp64 --eval-iters 0"
+    save = f"--hybrid-layer-pattern M-M --save {tmp_path} --exit-interval 2"
+    (alone,) = train_on_ranks(f"{flags} --hybrid-layer-pattern M-M", 1, base="")
+    train_on_ranks(f"{flags} {save}", 1, base="")
+    for layout in ("M-M --tensor-model-parallel-size 2", "M-|M --pipeline-model-parallel-size 2"):
+        *_, last = train_on_ranks(f"{flags} --load {tmp_path} --hybrid-layer-pattern {layout}", 2, base="")
+        assert last.losses == pytest.approx(alone.losses[2:], rel=1e-11) and len(last.losses) == 2
+
+
 def test_stages_change_nothing_for_a_model_that_predicts_several_tokens() -> None:
     """A Mamba-2 layer and an MLP after the decoder predict one more token, in one process and on two stages."""
     flags = f"{SIZES} --fp64 --num-layers 3 --hybrid-layer-pattern M*-/M- --train-iters 2"

@@ -172,6 +172,10 @@ def test_the_layout_auto_weighs_both_stacks() -> None:
     [
         ("--context-parallel-size 2", 2, "--context-parallel-size 2: T5 does not split sequences"),
         ("--num-experts 4", 1, "--num-experts 4: T5's layers have no such part"),
+        ("--qk-layernorm", 1, "--qk-layernorm: T5's layers have no such part"),
+        ("--attention-output-gate", 1, "--attention-output-gate: T5's layers have no such part"),
+        ("--norm-placement post", 1, "--norm-placement post: T5's layers have their norms before attention and MLP"),
+        ("--norm-placement parallel_two_norms", 1, "--norm-placement parallel_two_norms: T5's layers have their"),
         ("--group-query-attention --num-query-groups 2", 1, "--group-query-attention"),
         ("--position-embedding-type none", 1, "--position-embedding-type none: T5 has"),
         ("--encoder-tensor-model-parallel-size 2", 1, "--encoder-tensor-model-parallel-size 2: the encoder has"),

@@ -151,7 +151,7 @@ def test_a_failure_names_rank_and_phase_and_closes_without_other_ranks(capsys: p
     run.close_after_failure(OSError("disk full"))
     assert capsys.readouterr().err == "rank 1 of 2 failed in saving, after iteration 5: disk full\n"
     assert calls == ["leave_save", "on_exit", "close_writers", "data.close"]
-    with pytest.raises(WorkerCrashed, match=r"a mapped data file \(.bin\) became shorter or its disk failed") as caught:
+    with pytest.raises(WorkerCrashed, match=r"a mapped index \(.idx, or .npy of the index cache\) became") as caught:
         run.close_after_failure(RuntimeError("DataLoader worker (pid 7) is killed by signal: Bus error."))
     assert caught.value.__suppress_context__ and "DataLoader" not in capsys.readouterr().err  # torch's own words
     run.close_after_failure(UserError("a sentence"))

@@ -110,6 +110,10 @@ class ExportConfig:
     tokenizer_model: str | None = None
     """Folder to copy the tokenizer's files from. Default: the run's tokenizer."""
 
+    spec: list[str] | None = flag(None, nargs="*")
+    """Module and name of the layers, for a model that was trained with --spec. No code is taken from a checkpoint, so
+    give it again."""
+
     verify: bool | None = flag(None, off="--no-verify")
     """Compare the logits of transformers, from the written files, with the checkpoint's, in float32 on the CPU. If they
     differ, nothing is exported. Needs transformers and memory for the model in float32. Default: compare where
@@ -148,6 +152,9 @@ class ExportMegatronConfig:
 
     save: str | None = None
     """Folder to write, with a tracker file; it must be empty or not exist. Required."""
+
+    spec: list[str] | None = flag(None, nargs="*")
+    """Module and name of the layers, for a model that was trained with --spec."""
 
 
 AnyConfig = ImportConfig | ExportConfig | ImportMegatronConfig | ExportMegatronConfig
@@ -205,7 +212,7 @@ def run_import(config: ImportConfig) -> None:
     print(f"{done.saved.folder}: {done.saved.nbytes / 1e6:.1f} MB in {done.saved.seconds:.1f} s")
     print_comparison(done.comparison)
     print(f"flags of the model, in {root / FLAGS}:\n  {shlex.join(done.flags)}")
-    run = f"these flags, --pretrained-checkpoint {root} and the flags of a run, in any layout"
+    run = f"--config {root / FLAGS}, --pretrained-checkpoint {root} and the flags of a run, in any layout"
     print(f"to train it, give pretrain_{done.model_family}.py {run}")
 
 
@@ -222,6 +229,7 @@ def run_export(config: ExportConfig) -> None:
         shard_bytes=config.max_shard_size,
         tokenizer=Path(config.tokenizer_model) if config.tokenizer_model else None,
         verify=config.verify,
+        spec=config.spec,
     )
     print(f"{target}: {done.architecture}, {done.nbytes / 1e6:.1f} MB in {len(done.files)} files")
     print_comparison(done.comparison)
@@ -242,15 +250,16 @@ def run_import_megatron(config: ImportMegatronConfig, flags: Sequence[str]) -> N
     print(f"{done.saved.folder}: {done.saved.nbytes / 1e6:.1f} MB in {done.saved.seconds:.1f} s")
     print(f"flags of the run, in {root / FLAGS}:\n  {shlex.join(done.flags)}")
     if done.state is None:
-        print(f"to train it, give these flags, --pretrained-checkpoint {root} and the flags of a run, in any layout")
+        run = f"--config {root / FLAGS}, --pretrained-checkpoint {root} and the flags of a run, in any layout"
+        print(f"to train it, give {run}")
     else:
         at = f"iteration {done.state.iteration}, sample {done.state.consumed_train_samples}"
-        print(f"the run continues at {at}: give its flags and --load {root}, in any layout")
+        print(f"the run continues at {at}: give --config {root / FLAGS} and --load {root}, in any layout")
 
 
 def run_export_megatron(config: ExportMegatronConfig) -> None:
     """Exports a run to Megatron-LM."""
-    done = export_run(Path(config.load or ""), Path(config.save or ""), step=config.ckpt_step)
+    done = export_run(Path(config.load or ""), Path(config.save or ""), step=config.ckpt_step, spec=config.spec)
     what = "with optimizer state" if done.with_optimizer else "weights only"
     print(f"{done.folder}: {done.nbytes / 1e6:.1f} MB, {what}, in the format torch_dist")
 

@@ -32,6 +32,7 @@ from megatron.core.parameters import Box
 from megatron.core.utils.torch_private import DistFolderWriter
 from megatron.training.config.flag_table import flag_table, spelling_of
 from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.config.recorded_flags import words_of_spec
 from megatron.training.inspection.run_description import MODEL_OPTIONS, architecture_of
 from megatron.training.trained_model import config_for_one_process
 
@@ -48,18 +49,21 @@ class ExportedRun:
     with_optimizer: bool
 
 
-def export_run(root: Path, target: Path, *, step: Step | None = None, log: Log = print) -> ExportedRun:
+def export_run(
+    root: Path, target: Path, *, step: Step | None = None, spec: Sequence[str] | None = None, log: Log = print
+) -> ExportedRun:
     """Writes a checkpoint under `root` (the newest whole one, or that of `step`) into the folder `target`, in
     Megatron-LM's torch_dist format, with its tracker file.
 
     The rows of the vocabulary are padded with zeros as --make-vocab-size-divisible-by says. Only Adam's optimizer state
-    is exported; a line says so if there is another. Raises UserError if `target` is not empty, for models whose names
+    is exported; a line says so if there is another. `spec` are module and name of the layers of a model with --spec.
+    Raises UserError if `target` is not empty, for models whose names
     or order of rows in Megatron-LM cannot be known, and for model options that Megatron-LM lacks.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} is not empty; name a folder that is empty or does not exist")
     checkpoint = open_newest(root, step, log)
-    config = config_for_one_process(checkpoint.manifest.config, [], has_cuda=False)
+    config = config_for_one_process(checkpoint.manifest.config, words_of_spec(spec), has_cuda=False)
     _check_model(config)
     if config.optimizer.optimizer not in ("adam", "sgd"):
         log(f"the moments of --optimizer {config.optimizer.optimizer} are left behind: its format there is not known")

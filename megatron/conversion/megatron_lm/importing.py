@@ -177,7 +177,7 @@ def _replaced(words: Sequence[str], by: Sequence[str]) -> list[str]:
 
     taken = {field_of(occurrence.spelling) for occurrence in split_words(by)[0]}
     kept = [one for one in split_words(words)[0] if field_of(one.spelling) not in taken]
-    return [*(word for one in kept for word in (one.spelling, *one.words)), *by]
+    return [*(word for one in kept for word in one.as_words()), *by]
 
 
 def _state(

@@ -42,8 +42,9 @@ def comm_type_of(config: Any, layer_number: int, word: str | None = None) -> Com
     return _WORDS[words]
 
 
-def comm_type_problems(config: Any) -> Iterator[str]:
-    """Yields a sentence for each invalid value; `config` has the fields of TransformerConfig."""
+def comm_type_problems(config: Any, has_heads: bool = True) -> Iterator[str]:
+    """Yields a sentence for each invalid value; `config` has the fields of TransformerConfig. `has_heads` is False for
+    a model without attention."""
     size, sizes = config.context_parallel_size, config.hierarchical_context_parallel_sizes
     words = config.cp_comm_type if isinstance(config.cp_comm_type, list) else [config.cp_comm_type or "p2p"]
     unknown = [word for word in words if word not in _WORDS]
@@ -64,7 +65,8 @@ def comm_type_problems(config: Any) -> Iterator[str]:
             "{cp_comm_type:name} a2a+p2p needs two {hierarchical_context_parallel_sizes:name}, of a2a and of p2p; "
             f"use {near} {size // near}"
         )
-    yield from _head_problems(config, kinds)
+    if has_heads:
+        yield from _head_problems(config, kinds)
 
 
 def _head_problems(config: Any, kinds: set[CommType]) -> Iterator[str]:

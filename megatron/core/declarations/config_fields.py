@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron.core.exceptions import UserError
+from megatron.core.utils.url_keys import hide_keys
 
 _METADATA_KEY = "flag"
 
@@ -71,6 +72,9 @@ class FlagDeclaration:
     """Words that people try as the value, and what to give instead; the error message for such a word quotes it."""
     words: Mapping[str, Any] | None = None
     """The words of the command line and their values, if the annotation is neither Literal nor Enum."""
+    from_checkpoint: bool | None = None
+    """Whether the value may be taken from a checkpoint, which anybody may have written. None: True, but False for free
+    text, which may name code, or a file to write."""
 
 
 _BY_THE_RULE = FlagDeclaration()
@@ -124,15 +128,21 @@ def declaration_of(field: "dataclasses.Field[Any]") -> FlagDeclaration:
 # library spells fields as attributes, the command line spells them as flags.
 
 
-def describe_problem(problem: str, config: Any, spelling: Callable[[str], str] = str) -> str:
-    """Returns the sentence with fields filled in; `config` has an attribute for each field named in it."""
+def describe_problem(
+    problem: str,
+    config: Any,
+    spelling: Callable[[str], str] = str,
+    text: Callable[[str, Any], str] = lambda field, value: value_text(value),
+) -> str:
+    """Returns the sentence with fields filled in; `config` has an attribute for each field named in it. `spelling`
+    gives a field's name and `text` its value."""
     words = []
     for literal, field, spec, _ in string.Formatter().parse(problem):
         words.append(literal)
         if field is not None:
             value = getattr(config, field)
             alone = spec == "name" or isinstance(value, bool) or value is None
-            words.append(spelling(field) if alone else f"{spelling(field)} {value_text(value)}")
+            words.append(spelling(field) if alone else f"{spelling(field)} {text(field, value)}")
     return "".join(words)
 
 
@@ -163,12 +173,12 @@ def fields_of_problem(problem: str) -> set[str]:
 
 
 def value_text(value: Any) -> str:
-    """Returns a value as it is written on the command line."""
+    """Returns a value as it is written on the command line, with hidden keys in URLs: for messages and records."""
     if isinstance(value, enum.Enum):
         return value.name
     if isinstance(value, list | tuple):
         return " ".join(value_text(item) for item in value)
-    return str(value).removeprefix("torch.")
+    return hide_keys(str(value).removeprefix("torch."))
 
 
 def unsupported_values(config: Any, fields: Iterable["dataclasses.Field[Any]"] | None = None) -> list[str]:
@@ -192,7 +202,7 @@ class FieldError(UserError):
 
     def text(self, spelling: Callable[[str], str]) -> str:
         """Returns the message with each field's name spelled by a function."""
-        return "; ".join(describe_problem(problem, self.config, spelling) for problem in self.problems)
+        return hide_keys("; ".join(describe_problem(problem, self.config, spelling) for problem in self.problems))
 
 
 def refuse(problems: Iterable[str], config: Any) -> None:

@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -245,9 +246,18 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads and verifies the manifest of a checkpoint folder. Raises as `Manifest.from_bytes` does."""
+    """Reads and verifies the manifest of a checkpoint folder. Raises as `Manifest.from_bytes` does. Also raises
+    BrokenCheckpoint if the folder is named after another iteration."""
     path = folder / MANIFEST
-    return Manifest.from_bytes(read_bytes(path), path)
+    manifest = Manifest.from_bytes(read_bytes(path), path)
+    named = re.match(r"iter_(\d+)", folder.name)
+    if named is not None and int(named[1]) != manifest.iteration:
+        raise BrokenCheckpoint(
+            path,
+            f"this is the checkpoint of iteration {manifest.iteration}, but its folder is {folder.name}; rename the "
+            f"folder to iter_{manifest.iteration:07d} (--override-ckpt-iteration changes the iteration of a run)",
+        )
+    return manifest
 
 
 def read_index(path: Path, digest: FileDigest) -> RankIndex:

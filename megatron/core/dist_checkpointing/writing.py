@@ -258,9 +258,9 @@ def _write_manifest(disk: Disk, temporary: Path, folder: Path, iteration: int, c
         try:
             content = read_bytes(path)
         except BrokenCheckpoint as error:
-            raise UserError(
-                f"{error}: rank {rank} wrote it, rank 0 cannot see it; is {folder.parent} shared storage?"
-            ) from None
+            second = f"a second run that writes into {folder.parent} may have removed it (its lease.json names the run)"
+            shared = "" if rank == 0 else f"; or is {folder.parent} no storage that all hosts share?"
+            raise UserError(f"{error}: rank {rank} wrote it, and rank 0 does not see it: {second}{shared}") from None
         indexes.append(RankIndex.from_bytes(content, path))
         digests[path.name] = FileDigest.of(content)
     check_complete(make_catalogue(indexes))

@@ -46,6 +46,11 @@ def hybrid_letters(config: Any) -> str | None:
     return None if pattern is None else pattern.partition(PREDICTION_BORDER)[0].replace(STAGE_BORDER, "")
 
 
+def without_stages(pattern: str | None) -> str | None:
+    """Returns a pattern without the ends of pipeline stages, which belong to the layout, not to the model."""
+    return None if pattern is None else pattern.replace(STAGE_BORDER, "")
+
+
 def prediction_letters(config: Any) -> list[str]:
     """Returns the letters of each depth of multi-token prediction of a hybrid model, such as `*E`; empty for other
     models."""
@@ -71,6 +76,12 @@ def has_mixer(config: Any, mixer: str) -> bool:
         return bool(config.experimental_attention_variant == mixer)
     letters += "".join(prediction_letters(config))
     return any(letter in HYBRID_LAYERS and HYBRID_LAYERS[letter].token_mixer == mixer for letter in letters)
+
+
+def has_heads(config: Any) -> bool:
+    """Whether some layer has attention heads: all models but hybrid ones without attention."""
+    letters = hybrid_letters(config)
+    return letters is None or bool({"*", "D"} & set(letters + "".join(prediction_letters(config))))
 
 
 def stages_of_pattern(pattern: str | None) -> str | None:

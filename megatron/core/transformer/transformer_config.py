@@ -45,7 +45,7 @@ from megatron.core.transformer.config.positions import PositionConfig
 from megatron.core.transformer.config.router import RouterConfig
 from megatron.core.transformer.config.stages import StageConfig, has_prediction_stage
 from megatron.core.transformer.config.token_mixers import TokenMixerConfig
-from megatron.core.transformer.layer_patterns import hybrid_letters, prediction_letters, stages_of_pattern
+from megatron.core.transformer.layer_patterns import has_heads, hybrid_letters, prediction_letters, stages_of_pattern
 
 
 @dataclass(kw_only=True)
@@ -157,7 +157,7 @@ def transformer_problems(config: Any) -> Iterator[str]:
     if all((getattr(config, name) or 0) >= 1 for name in ("num_layers", "hidden_size", "num_attention_heads")):
         yield from _split_problems(config)
     yield from stage_problems(config)
-    yield from comm_type_problems(config)
+    yield from comm_type_problems(config, has_heads(config))
 
 
 def _split_problems(config: Any) -> Iterator[str]:
@@ -165,6 +165,8 @@ def _split_problems(config: Any) -> Iterator[str]:
     keys and values are divided among the ranks; if there are fewer groups than ranks, equally many ranks hold each."""
     tensor, heads = config.tensor_model_parallel_size, config.num_attention_heads
     groups = config.num_query_groups or heads
+    if not has_heads(config):
+        heads = groups = tensor
     width = config.ffn_hidden_size or 4 * config.hidden_size
     if tensor < 1 or groups < 1 or width < 1:
         return

@@ -60,17 +60,18 @@ def sync_directory(path: str | os.PathLike[str]) -> None:
 def open_regular_file(path: str | os.PathLike[str]) -> io.FileIO:
     """Opens a file for reading, unbuffered. Raises OSError for anything that is no regular file, such as a folder, a
     FIFO, a socket or a device, which could block or never end; its `strerror` says what it is."""
-    _refuse_other_kinds(path, os.stat(path).st_mode)  # before it is opened, which has effects on some devices
+    require_regular(path, os.stat(path).st_mode)  # before it is opened, which has effects on some devices
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        _refuse_other_kinds(path, os.fstat(descriptor).st_mode)
+        require_regular(path, os.fstat(descriptor).st_mode)
         return io.FileIO(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
         raise
 
 
-def _refuse_other_kinds(path: str | os.PathLike[str], mode: int) -> None:
+def require_regular(path: str | os.PathLike[str], mode: int) -> None:
+    """Raises OSError if this is the mode (`st_mode`) of anything else than a regular file."""
     if not stat.S_ISREG(mode):
         kind = _KINDS.get(stat.S_IFMT(mode), "not a regular file")
         raise OSError(errno.EINVAL, f"it is {kind}, not a file", os.fspath(path))

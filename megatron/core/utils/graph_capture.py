@@ -90,7 +90,8 @@ def undoing_a_failed_capture(device: torch.device, pool: Any) -> Iterator[None]:
 
     When CUDA rejects a captured stream, torch stops in the middle of ending the capture. The stream of the capture
     stays the current one, the allocator keeps `pool` for it, and in older releases the default generator of random
-    numbers refuses every later draw ("Offset increment outside graph capture"). A copy of its state draws again.
+    numbers refuses every later draw ("Offset increment outside graph capture"). A capture of one kernel, which ends
+    well, lets the same generator draw again; graphs that drew from it before the failure still can.
     """
     before = torch.cuda.current_stream(device)
     try:
@@ -99,10 +100,15 @@ def undoing_a_failed_capture(device: torch.device, pool: Any) -> Iterator[None]:
         torch.cuda.set_stream(before)
         with suppress(RuntimeError):  # of a capture that torch has ended
             end_allocation_to_pool(device, pool)
-        generator = torch.cuda.default_generators[before.device_index]
         with suppress(RuntimeError):  # the first error is the one to report
-            generator.graphsafe_set_state(generator.clone_state())
+            _capture_one_kernel(device)
         raise
+
+
+def _capture_one_kernel(device: torch.device) -> None:
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"):
+        torch.zeros(1, device=device)
 
 
 @dataclass(eq=False)

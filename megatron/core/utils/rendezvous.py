@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megatron.core.exceptions import UserError
 from megatron.core.utils.activity import activity
+from megatron.core.utils.world_store import connect_to_store, wait_for_ranks
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _SHARE_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"
@@ -30,8 +31,9 @@ def check_torchrun_variables() -> None:
     rank, size = _number("RANK"), _number("WORLD_SIZE")
     given = [name for name in ("RANK", "WORLD_SIZE") if name in os.environ]
     missing = [name for name in _TORCHRUN if name not in os.environ]
-    if not missing:
-        _number("MASTER_PORT")
+    port = _number("MASTER_PORT") if not missing else None
+    if port is not None and not 0 < port < 1 << 16:
+        raise UserError(f"MASTER_PORT {port} (environment variable): ports are 1 to 65535")
     if given and missing and size != 1:
         values = " and ".join(f"{name}={os.environ[name]}" for name in given)
         raise UserError(
@@ -83,7 +85,8 @@ def start_torch_distributed(
     `backend` (nccl or gloo) communicates GPU tensors. Host tensors always use gloo. Without torchrun there is no world;
     with `alone` the world is this process, for scripts that call torch.distributed themselves. `on_store` is called
     with (a store that all ranks can reach, the rank, the number of ranks) before the ranks connect to each other; it is
-    not called for a world of one. Raises UserError like `check_torchrun_variables`.
+    not called for a world of one. Raises UserError like `check_torchrun_variables`, and StartFailed if the ranks do not
+    find each other.
     """
     if dist.is_available() and dist.is_initialized():
         return True
@@ -96,15 +99,16 @@ def start_torch_distributed(
         torch.cuda.set_device(device)
     here: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     if started_by_torchrun():
-        waits: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
-        store, rank, size = next(dist.rendezvous("env://", **waits))
-        if timeout is not None:
-            store.set_timeout(timeout)
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        store = connect_to_store(rank, size, timeout)
+        before = dist.PrefixStore("before groups", store)
         if on_store is not None and size > 1:
-            on_store(dist.PrefixStore("before groups", store), rank, size)
+            on_store(before, rank, size)
         here = {"store": dist.PrefixStore("world", store), "rank": rank, "world_size": size}
     everyone = tuple(range(here["world_size"]))
     with activity.waiting(activity.begin("init_process_group", "init_process_group", lambda: everyone)):
+        if started_by_torchrun():
+            wait_for_ranks(before, rank, size, timeout)
         dist.init_process_group(
             f"cpu:gloo,cuda:{backend}" if on_gpu else "gloo",
             timeout=timeout,

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from megatron.core.utils.url_keys import hide_keys
+
 
 def warn_on_first_rank(message: str) -> None:
     """Logs a warning once in this process, on the first rank only. Messages of `leave_out` are not logged."""
@@ -27,7 +29,7 @@ def leave_out(messages: Iterable[str]) -> None:
 
 @functools.cache
 def _warn_once(message: str) -> None:
-    logging.getLogger("megatron.core").warning(message)
+    logging.getLogger("megatron.core").warning(hide_keys(message))
 
 
 def is_first_rank() -> bool:

@@ -9,13 +9,12 @@ import json
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatron.core.exceptions import UserError
-from megatron.core.utils.files import parse_json
+from megatron.core.utils.files import parse_json, read_regular_file
 from megatron.data.datasets.blending import BlendOrder
 from megatron.data.datasets.utils import Blend, check_weights, get_blend_from_list, normalize
 
@@ -35,7 +34,7 @@ def read_stages_file(path: str) -> list[BlendStage]:
     """Reads the stages from a JSON file: a list of objects with `from_sample` and `data_path`, the words of
     --data-path in a list or a text. Raises UserError that names the file and the stage."""
     try:
-        content = parse_json(Path(path).read_text("utf-8"))
+        content = parse_json(read_regular_file(path))
     except OSError as error:
         raise UserError(f"--data-stages {path}: {error.strerror}") from None
     except ValueError as error:

@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -27,6 +28,7 @@ _IN_MEMORY_BELOW = 1 << 20  # bytes; larger arrays are mapped, each of which hol
 _POLL_SECONDS = 0.1
 _BLOCK_BYTES = 16 << 20
 _THREADS = 4
+_FORMS = "types and shapes"
 
 Arrays = dict[str, np.ndarray]
 
@@ -73,11 +75,15 @@ class IndexCache:
             arrays = {name: load_array(self._path(f"{name}.npy")) for name in names}
             if any(_checksums(array) != expected.get(name) for name, array in arrays.items()):
                 raise ValueError("a checksum does not match")
+            forms = expected.get(_FORMS, {})  # an older release did not write them
+            if any(forms.get(name, _form(array)) != _form(array) for name, array in arrays.items()):
+                raise ValueError("an array is of another type or shape than the one that was saved")
             return arrays
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, EOFError, MemoryError) as error:  # of memory: a header with a wrong shape
-            warn_on_first_rank(f"index cache {self._folder}/{self._stem}: not readable ({error}); building it again")
+        except Exception as error:  # a damaged header of an array is read as Python, which raises many kinds of errors
+            reason = str(error).partition("\n")[0]
+            warn_on_first_rank(f"index cache {self._folder}/{self._stem}: not readable ({reason}); building it again")
             return None
 
     def save(self, arrays: Arrays) -> bool:
@@ -89,7 +95,8 @@ class IndexCache:
             for name, array in arrays.items():
                 with open_atomically(self._path(f"{name}.npy"), sync=_is_large(array)) as file:
                     np.lib.format.write_array(file, array, allow_pickle=False)
-            checksums = json.dumps({name: _checksums(array) for name, array in arrays.items()})
+            facts: dict[str, Any] = {name: _checksums(array) for name, array in arrays.items()}
+            checksums = json.dumps(facts | {_FORMS: {name: _form(array) for name, array in arrays.items()}})
             any_large = any(_is_large(array) for array in arrays.values())
             write_atomically(self._path("description.txt"), f"{self._description}\n{checksums}", sync=any_large)
         except OSError as error:
@@ -181,6 +188,12 @@ def load_array(path: Path) -> np.ndarray:
         if os.fstat(file.fileno()).st_size > _IN_MEMORY_BELOW:
             return np.load(path, mmap_mode="r", allow_pickle=False)
         return np.load(file, allow_pickle=False)
+
+
+def _form(array: np.ndarray) -> list[Any]:
+    """Returns type and shape of an array, as JSON values: one flipped bit of a header changes the order of bytes, and
+    no byte."""
+    return [array.dtype.str, list(array.shape)]
 
 
 def _is_large(array: np.ndarray) -> bool:

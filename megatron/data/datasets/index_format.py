@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from megatron.core.exceptions import UserError
-from megatron.core.utils.files import open_atomically
+from megatron.core.utils.files import open_atomically, open_regular_file
 from megatron.data.datasets.object_store import is_url, read_bytes, size_of
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -119,7 +119,7 @@ def read_header(path: str | os.PathLike[str]) -> IndexHeader:
         head = read_bytes(path, 0, min(size, _HEADER.size))
     else:
         try:
-            with open(path, "rb") as file:
+            with open_regular_file(path) as file:
                 head = file.read(_HEADER.size)
                 size = os.fstat(file.fileno()).st_size
         except FileNotFoundError:

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron.core.exceptions import UserError
 from megatron.core.utils.files import sync_directory
 from megatron.data.datasets import object_store
-from megatron.data.datasets.bin_file import ReadBin, map_or_read, open_bin
+from megatron.data.datasets.bin_file import map_or_read, open_bin
 from megatron.data.datasets.index_format import (
     DType,
     get_bin_path,
@@ -40,7 +40,7 @@ class IndexedDataset(torch.utils.data.Dataset):
             (object_store.py).
         multimodal: the .idx file ends with a mode for each sequence (its header does not say so). Items are then
             (tokens, mode).
-        mmap: map the .bin file into memory; False: read each item from the file.
+        mmap: has no effect: the .bin file is always read by position (bin_file.py).
         object_storage_config: for a URL: a local folder for a copy of the .idx file, or an object with such a
             `path_to_idx_cache`; None: it is read into memory.
         dtype_code, sequences_per_dataset: expected token type, and expected numbers of sequences and of document
@@ -169,9 +169,8 @@ class IndexedDataset(torch.utils.data.Dataset):
         digest.update(self._lengths.data)
         if with_documents:
             digest.update(np.ascontiguousarray(self._document_indices).data)
-        blocks = ReadBin(get_bin_path(self.path_prefix)) if not is_url(self.path_prefix) else self._tokens
         for start in np.linspace(0, max(size - _DIGEST_BLOCK_BYTES, 0), _DIGEST_BLOCKS, dtype=np.int64).tolist():
-            digest.update(blocks.read(start, min(_DIGEST_BLOCK_BYTES, size - start), np.dtype(np.uint8)).data)
+            digest.update(self._tokens.read(start, min(_DIGEST_BLOCK_BYTES, size - start), np.dtype(np.uint8)).data)
         return digest.hexdigest()
 
     def _read(self, idx: int, offset: int, length: int | None) -> np.ndarray:
@@ -216,7 +215,7 @@ class IndexedDataset(torch.utils.data.Dataset):
                 raise UserError(f"{idx_path}: contains no modes; it was not written as multimodal")
             self._modes = np.frombuffer(data, np.int8, header.num_sequences, header.modes_offset)
         bin_path = get_bin_path(self.path_prefix)
-        self._tokens = open_bin(bin_path, self.mmap)
+        self._tokens = open_bin(bin_path)
 
     def _check_sizes(self) -> None:
         idx_path, bin_path = get_idx_path(self.path_prefix), get_bin_path(self.path_prefix)

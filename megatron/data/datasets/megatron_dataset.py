@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron.core.utils.url_keys import hide_keys
 from megatron.data.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.data.datasets.index_cache import Arrays, IndexCache, load_array
 from megatron.data.datasets.index_format import get_bin_path, get_idx_path
@@ -65,7 +66,7 @@ class MegatronDataset(ABC, torch.utils.data.Dataset):
         return OrderedDict(
             {
                 "class": type(self).__name__,
-                "dataset_path": self.dataset_path,
+                "dataset_path": None if self.dataset_path is None else hide_keys(self.dataset_path),
                 "num_samples": self.num_samples,
                 "index_split": self.index_split.name,
                 "random_seed": self.config.random_seed,

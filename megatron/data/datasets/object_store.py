@@ -75,7 +75,8 @@ def _ask(url: str, method: str, **options: Any) -> Any:
     except FileNotFoundError:
         raise UserError(f"{url}: no such object") from None
     except Exception as error:  # each store raises errors of its own, such as network or permission errors
-        raise StoreError(f"{url}: cannot be read: {type(error).__name__}: {error}") from error
+        # Without the error itself, whose text may show the keys of the URL.
+        raise StoreError(f"{url}: cannot be read: {type(error).__name__}: {error}") from None
 
 
 def version_of(url: str) -> str | None:

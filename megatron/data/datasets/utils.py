@@ -6,12 +6,11 @@ import os
 import re
 from collections.abc import Sequence
 from enum import Enum
-from pathlib import Path
 
 import numpy as np
 
 from megatron.core.exceptions import UserError
-from megatron.core.utils.files import parse_json
+from megatron.core.utils.files import parse_json, read_regular_file
 from megatron.core.utils.warn import warn_on_first_rank
 
 DEFAULT_SPLIT = "969,30,1"
@@ -147,7 +146,7 @@ def read_blend_per_split_file(path: str | os.PathLike[str]) -> list[Blend | None
 
 def _read_text(path: str | os.PathLike[str], flag: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return read_regular_file(path).decode()
     except OSError as error:
         raise UserError(f"{flag} {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:

@@ -8,6 +8,7 @@ import numpy as np
 
 from megatron.core.exceptions import UserError
 from megatron.core.utils.files import sha256_of_file
+from megatron.data.datasets.bin_file import ReadBin
 from megatron.data.datasets.index_format import get_bin_path, get_idx_path, read_header
 from megatron.data.datasets.object_store import is_url, size_of
 from megatron.data.preparation.manifest import DataManifest, get_manifest_path, read_manifest
@@ -19,7 +20,13 @@ _READ_BYTES = 256 << 20
 _READ_BYTES_OF_RUN = 2 << 30
 """Most bytes that a run reads of all its data sets before it starts: a blend may have thousands."""
 
+_READ_BYTES_WITH_MANIFEST = 8 << 20
+"""Most bytes of ids that a run reads of a file that is too large to be compared with its manifest."""
+
 _SCANNED_IDS = 1 << 18
+
+_FEWEST_ZEROS = 1 << 12
+"""Fewest ids of a part of a file that are taken for empty space if all of them are 0."""
 
 
 def bytes_to_read(data_sets: int) -> int:
@@ -37,13 +44,17 @@ def check_data(
     """Checks that the ids of a data set are below `vocab_size`, and that `tokenizer` made them. One process of a run is
     enough.
 
-    Uses the manifest if there is one; files of more than `most_bytes` are then compared by size only. Otherwise reads
-    the ids: of a larger file, parts of `most_bytes` in all. Ids of object stores are not read. Returns the manifest.
-    Raises UserError that names the file and the remedy.
+    Uses the manifest if there is one; files of more than `most_bytes` are then compared by size, and some of their ids
+    are read. Otherwise reads the ids: of a larger file, parts of `most_bytes` in all. Ids of object stores are not
+    read. Returns the manifest. Raises UserError that names the file and the remedy.
     """
     manifest = check_manifest(path_prefix, tokenizer, vocab_size, warn, most_bytes)
-    if manifest is None and not is_url(path_prefix):
-        check_token_ids(path_prefix, vocab_size, most_bytes)
+    if is_url(path_prefix):
+        return manifest
+    if manifest is None:
+        check_token_ids(path_prefix, vocab_size, most_bytes, warn)
+    elif manifest.files["bin"].bytes > most_bytes:
+        check_token_ids(path_prefix, vocab_size, min(most_bytes, _READ_BYTES_WITH_MANIFEST), warn)
     return manifest
 
 
@@ -106,9 +117,12 @@ def check_file(path: Path, size: int, sha256: str, manifest: str, most_bytes: in
         raise UserError(f"{path}: not the file that {manifest} lists: {what}; prepare the data again")
 
 
-def check_token_ids(path_prefix: str, vocab_size: int, most_bytes: int | None = None) -> None:
+def check_token_ids(
+    path_prefix: str, vocab_size: int, most_bytes: int | None = None, warn: Callable[[str], None] = lambda text: None
+) -> None:
     """Reads the ids of a data set; of a file with more than `most_bytes`, as many bytes in evenly spread parts. Raises
-    UserError, naming document and offset, for the first id outside [0, vocab_size)."""
+    UserError, naming document and offset, for the first id outside [0, vocab_size), and if all ids are 0 in a file of
+    thousands: an interrupted copy leaves such a file. Warns if whole parts of the file are like this."""
     header = read_header(get_idx_path(path_prefix))
     path = get_bin_path(path_prefix)
     try:
@@ -122,19 +136,40 @@ def check_token_ids(path_prefix: str, vocab_size: int, most_bytes: int | None = 
         )
     if size == 0:
         return
-    ids = np.memmap(path, np.dtype(header.dtype).newbyteorder("<"), mode="r")
-    starts = np.arange(0, ids.size, _SCANNED_IDS)
+    kind = np.dtype(header.dtype).newbyteorder("<")
+    count = size // kind.itemsize
+    starts = np.arange(0, count, _SCANNED_IDS)
     if most_bytes is not None and size > most_bytes:
-        parts = max(1, most_bytes // (_SCANNED_IDS * ids.itemsize))
-        starts = np.linspace(0, max(ids.size - _SCANNED_IDS, 0), parts, dtype=np.int64)
+        parts = max(1, most_bytes // (_SCANNED_IDS * kind.itemsize))
+        starts = np.linspace(0, max(count - _SCANNED_IDS, 0), parts, dtype=np.int64)
+    reader, empty, full = ReadBin(path), 0, 0
     for start in starts.tolist():
-        chunk = ids[start : start + _SCANNED_IDS]
-        if int(chunk.max()) >= vocab_size or int(chunk.min()) < 0:
-            wrong = start + int(np.argmax((chunk < 0) | (chunk >= vocab_size)))
+        chunk = reader.read(start * kind.itemsize, min(_SCANNED_IDS, count - start), kind)
+        least, most = int(chunk.min()), int(chunk.max())
+        if most >= vocab_size or least < 0:
+            wrong = int(np.argmax((chunk < 0) | (chunk >= vocab_size)))
             raise UserError(
-                f"{path}: id {ids[wrong]} at {_describe_position(path_prefix, wrong)}, but the model has ids 0 to "
-                f"{vocab_size - 1}; use the tokenizer that made the data, or prepare the data again"
+                f"{path}: id {chunk[wrong]} at {_describe_position(path_prefix, start + wrong)}, but the model has ids "
+                f"0 to {vocab_size - 1}; use the tokenizer that made the data, or prepare the data again"
             )
+        is_empty = least == most == 0
+        empty += is_empty and chunk.size >= _FEWEST_ZEROS
+        full += not is_empty
+    _judge_empty_parts(path, empty, full, warn)
+
+
+def _judge_empty_parts(path: str, empty: int, full: int, warn: Callable[[str], None]) -> None:
+    if empty and not full:
+        raise UserError(
+            f"{path}: all ids that were read are 0, as after a copy that was interrupted; copy the data set again, or "
+            "prepare it again (a small file that tools/preprocess_data.py has written like this is accepted, by its "
+            "manifest)"
+        )
+    if empty:
+        warn(
+            f"{path}: {empty} of {empty + full} parts of the file that were read, of up to {_SCANNED_IDS} ids, are "
+            "nothing but id 0, as after a copy that was interrupted; compare the file with its source"
+        )
 
 
 def _describe_position(path_prefix: str, token: int) -> str:

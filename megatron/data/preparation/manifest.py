@@ -4,11 +4,10 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from megatron.core.exceptions import UserError
-from megatron.core.utils.files import parse_json, write_atomically
+from megatron.core.utils.files import parse_json, read_regular_file, write_atomically
 from megatron.data.datasets.object_store import exists, is_url, read_bytes
 from megatron.data.tokenizer.base import Tokenizer
 
@@ -77,7 +76,7 @@ def get_manifest_path(path_prefix: str) -> str:
 
 def _text_of(path: str) -> str:
     if not is_url(path):
-        return Path(path).read_text("utf-8")
+        return read_regular_file(path).decode()
     if not exists(path):
         raise FileNotFoundError(path)
     return read_bytes(path).decode()
@@ -96,6 +95,8 @@ def read_manifest(path_prefix: str) -> DataManifest | None:
         return DataManifest(tokenizer=tokenizer, files=files, inputs=inputs, **content)
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; prepare the data again, or remove the file") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, UserError):
             raise

@@ -71,14 +71,14 @@ class TokenizerConfig:
     GPTSentencePieceTokenizer and Llama2Tokenizer (a .model file); BertWordPieceLowerCase and BertWordPieceCase
     (--vocab-file); NullTokenizer (text consists of ids)."""
 
-    vocab_file: str | None = None
+    vocab_file: str | None = flag(None, from_checkpoint=True)
     """Vocabulary file: a vocab.json for GPT2BPETokenizer, a vocab.txt for BertWordPieceLowerCase and
     BertWordPieceCase."""
 
-    merge_file: str | None = None
+    merge_file: str | None = flag(None, from_checkpoint=True)
     """Merges file (merges.txt) of GPT2BPETokenizer."""
 
-    tokenizer_model: str | None = None
+    tokenizer_model: str | None = flag(None, from_checkpoint=True)
     """File or folder of HuggingFaceTokenizer, file of TikTokenizer and of the SentencePiece tokenizers."""
 
     vocab_size: int | None = None
@@ -121,7 +121,7 @@ class TokenizerConfig:
     """Run the code in a tokenizer folder."""
 
     tokenizer_special_tokens: list[str] | None = flag(
-        None, nargs="+", aliases=["--tiktoken-special-tokens"], only_with=_TIKTOKEN
+        None, nargs="+", aliases=["--tiktoken-special-tokens"], only_with=_TIKTOKEN, from_checkpoint=True
     )
     """TikTokenizer: names of the first special tokens. </s> must be one of them."""
 
@@ -159,7 +159,7 @@ class TokenizerConfig:
     use_gigatoken: bool = flag(False, no_effect="byte-level BPE is encoded by compiled loops anyway, with the same ids")
     """Encode text with a faster library."""
 
-    chat_template: str | None = flag(None, only_with="tokenizer_type=SFTTokenizer")
+    chat_template: str | None = flag(None, only_with="tokenizer_type=SFTTokenizer", from_checkpoint=True)
     """SFTTokenizer: file with a Jinja template for conversations. Default: the template in the tokenizer's folder."""
 
     sft_tokenizer_prompt_format: Literal["default", "identity"] = flag(

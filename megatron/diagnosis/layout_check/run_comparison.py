@@ -25,6 +25,7 @@ from megatron.core.parameters import Box
 from megatron.training.checkpoint_checks import command_line_in
 from megatron.training.config.command_line import split_words
 from megatron.training.config.flag_table import flags_by_spelling
+from megatron.training.config.recorded_flags import check_spec, recorded_flags
 from megatron.training.logging.jsonl import MetricsHistory
 
 _COMPARED = ("lm loss", "grad norm", "params norm", "learning rate", "loss scale", "global batch size")
@@ -253,17 +254,20 @@ class Rerun:
     world_size: int
 
 
-def rerun_of(run: ComparedRun, iteration: int | None) -> Rerun:
+def rerun_of(run: ComparedRun, iteration: int | None, flags: Sequence[str] = ()) -> Rerun:
     """Returns the flags and the number of processes to compute a run again, from the checkpoint of `iteration` or, for
     None, from the start. Leaves out flags of checkpoints, logs and evaluation. Raises UserError if the folder has no
-    checkpoint."""
+    checkpoint, or if the run's layers are code (--spec) that `flags`, which the user adds, do not name."""
     if run.root is None:
         words, ranks = _without_launcher(run.words)
         return Rerun(_kept(words), ranks)
     if not run.checkpoints:
         raise UserError(f"{run.name}: without a checkpoint its flags are not known; give a file with the command line")
     checkpoint = open_checkpoint(run.checkpoints[max(run.checkpoints) if iteration is None else iteration])
-    words = _kept(command_line_in(checkpoint.folder, checkpoint.manifest))
+    recorded = command_line_in(checkpoint.folder, checkpoint.manifest)
+    check_spec(recorded, given="--spec" in flags)
+    taken = recorded_flags(recorded, lambda flag: flag.from_checkpoint)
+    words = _kept([word for _, occurrence in taken for word in occurrence.as_words()])
     ranks = 1
     for axis in ("tp", "pp", "cp", "dp"):
         ranks *= int(checkpoint.manifest.layout.get(axis, 1))
@@ -292,5 +296,5 @@ def _kept(words: Sequence[str]) -> list[str]:
     for occurrence in occurrences:
         flag = table.get(occurrence.spelling)
         if flag is None or not (flag.group in _DROPPED_GROUPS or flag.field in _DROPPED):
-            kept += [occurrence.spelling, *occurrence.words]
+            kept += occurrence.as_words()
     return [*kept, "--eval-iters", "0", "--log-interval", "1000000"]

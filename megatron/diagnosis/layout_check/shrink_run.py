@@ -64,7 +64,7 @@ def flags_that_matter(flags: Sequence[str]) -> list[str]:
         flag = table.get(occurrence.spelling)
         # What is unknown, or not built yet, is left for the command line to be told.
         if flag is None or flag.group in groups or flag.field in _MODEL_TOO | _SIZES or is_to_come(flag):
-            kept += [occurrence.spelling, *occurrence.words]
+            kept += occurrence.as_words()
     # A dry run needs no length of training.
     return [*kept, "--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "100", "--dry-run"]
 
@@ -74,7 +74,7 @@ def flags_of_script(flags: Sequence[str]) -> list[str]:
     occurrences, _ = translate_all(split_words(flags)[0])
     table = flags_by_spelling()
     own = (occurrence for occurrence in occurrences if occurrence.spelling not in table)
-    return [word for occurrence in own for word in (occurrence.spelling, *occurrence.words)]
+    return [word for occurrence in own for word in occurrence.as_words()]
 
 
 def shrink_run(config: PretrainConfig, processes: int, steps: int) -> ShrunkRun:

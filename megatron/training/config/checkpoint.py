@@ -55,9 +55,9 @@ class CheckpointConfig:
     """Folder to load weights from when --load contains no checkpoint. Only weights are loaded, as with --finetune."""
 
     load_hf: str | None = None
-    """Folder of a Hugging Face model (config.json and safetensors) whose weights a new run starts from. The model's
-    flags are read from it. The tokenizer's flags are read from it unless they are given. A checkpoint under --load
-    takes precedence."""
+    """Folder of a Hugging Face model (config.json and safetensors) whose weights a new run starts from. Flags of model
+    and tokenizer that are not given are read from it. A given value that makes another model is an error. A checkpoint
+    under --load takes precedence."""
 
     save_hf_interval: int | None = flag(None, only_with="save")
     """Steps between two exports to Hugging Face folders; a multiple of --save-interval. Each export is made from a
@@ -78,9 +78,9 @@ class CheckpointConfig:
     no_load_rng: bool = flag(False, no_effect="there is no random state to load")
     """Do not load random states."""
 
-    use_checkpoint_args: bool = False
-    """Take the model's flags from the checkpoint of --load or --pretrained-checkpoint, even where the command line says
-    otherwise. The tokenizer's flags are taken only where the command line does not give them."""
+    use_checkpoint_args: bool = flag(False, from_checkpoint=False)
+    """Take the flags of model and tokenizer that the command line does not give from the checkpoint of --load or
+    --pretrained-checkpoint. A given value that makes another model is an error. Code (--spec) is not taken."""
 
     dist_ckpt_strictness: Strictness = flag("assume_ok_unexpected", only_with="load", or_with="pretrained_checkpoint")
     """What to do if tensors are missing in a checkpoint, or if nothing loads them. ignore_all, log_unexpected and

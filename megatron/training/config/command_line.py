@@ -13,7 +13,14 @@ from megatron.training.config.config_file import read_config_file
 from megatron.training.config.data import DATA_SOURCES
 from megatron.training.config.flag_table import GROUPS, Flag, flag_table, flags_by_spelling
 from megatron.training.config.help_text import help_about, help_text, help_topic
-from megatron.training.config.retired import REFUSED, RETIRED, Occurrence, text_of, translate_all
+from megatron.training.config.retired import (
+    REFUSED,
+    RETIRED,
+    Occurrence,
+    is_flag,
+    text_of,
+    translate_all,
+)
 from megatron.training.config.unsupported_flags import ACCEPTED_FLAGS, REFUSED_FLAGS
 from megatron.training.config.version import version_text
 
@@ -68,7 +75,7 @@ def read_command_line(
     occurrences, warnings = translate_all(occurrences)
     line.warnings += [*warnings, *replaced]
     occurrences = _without_replaced_data(line, occurrences)
-    of_script += _take_all(line, occurrences, script_spellings, ignore_unknown_args)
+    of_script += take_all(line, occurrences, script_spellings, ignore_unknown_args)
     if parser is not None:
         _take_script_arguments(line, parser, of_script)
     unknown = [place for place, problem in enumerate(line.problems) if ": unknown flag; " in problem]
@@ -91,7 +98,7 @@ def _print_help(parser: "Parser", topic: str) -> NoReturn:
     raise SystemExit(0)
 
 
-def _take_all(
+def take_all(
     line: CommandLine, occurrences: Iterable[Occurrence], script_spellings: Collection[str], ignore_unknown_args: bool
 ) -> list[Occurrence]:
     """Takes flags into `line`. Returns those whose spellings are in `script_spellings`, which a script has added."""
@@ -131,7 +138,7 @@ def _take_config_files(
                 known = len(line.problems)
                 today, warnings = translate_all([entry.occurrence])
                 line.warnings += [f"{entry.where}: {warning}" for warning in warnings]
-                of_script += _take_all(line, today, script_spellings, False)
+                of_script += take_all(line, today, script_spellings, False)
                 line.problems[known:] = [f"{entry.where}: {problem}" for problem in line.problems[known:]]
     line.from_files = set(line.given)
     return of_script
@@ -145,7 +152,7 @@ def split_words(argv: Iterable[str]) -> tuple[list[Occurrence], list[str]]:
     occurrences: list[Occurrence] = []
     strays: list[str] = []
     for word in argv:
-        if (word.startswith("--") and len(word) > 2) or word == "-h":
+        if is_flag(word):
             spelling, equals, value = word.partition("=")
             occurrences.append(Occurrence(spelling, (value,) if equals else ()))
         elif occurrences:
@@ -343,7 +350,7 @@ def _parser_of(provider: ExtraArgsProvider, line: CommandLine) -> Parser:
 
 
 def _take_script_arguments(line: CommandLine, parser: Parser, occurrences: Sequence[Occurrence]) -> None:
-    words = [word for occurrence in occurrences for word in (occurrence.spelling, *occurrence.words)]
+    words = [word for occurrence in occurrences for word in occurrence.as_words()]
     try:
         namespace, rest = parser.parse_known_args(words)
     except UserError as error:

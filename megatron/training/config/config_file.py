@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.core.exceptions import UserError
 from megatron.training.config.flag_table import GROUPS, Flag, flag_table, flags_by_spelling
-from megatron.training.config.retired import Occurrence
+from megatron.training.config.retired import Occurrence, is_flag
 
 BEGIN, END = "# settings of this run; --config reads them", "# end of the settings"
 """Lines that --print-config prints before and after a config. Of a file with these lines, only what is between them is
@@ -109,6 +109,9 @@ def _occurrence(yaml: Any, key: str, value: Any) -> Occurrence | None:
     if not isinstance(value, yaml.SequenceNode) and value.tag == "tag:yaml.org,2002:null":
         return None
     words = tuple(item.value for item in items)
+    strange = [word for word in words[1:] if is_flag(word)]
+    if strange:
+        raise ValueError(f"{key}: {strange[0]} looks like a flag; only the first word of a list may")
     if flag is None and value.tag == "tag:yaml.org,2002:bool":  # a retired flag, or one of a script
         return Occurrence(spelling) if value.value.lower() == "true" else None
     if flag is None:

@@ -12,6 +12,7 @@ _READS_FILES = "mock_data!=True"
 _SHARDING = "the cyclic order is one permutation of the whole data set, so that it is the same for every layout"
 _PER_SPLIT = ("train_data_path", "valid_data_path", "test_data_path")
 _WHOLE = ("data_path", "data_args_path", "per_split_data_args_path", "data_stages")
+_MOST_WORKERS = 1024
 DATA_SOURCES = frozenset((*_WHOLE, *_PER_SPLIT))
 """Fields that name data sets."""
 
@@ -20,31 +21,31 @@ DATA_SOURCES = frozenset((*_WHOLE, *_PER_SPLIT))
 class DataConfig:
     """Data sets, their division into training, validation and test data, and the contents of a sample."""
 
-    data_path: list[str] | None = flag(None, nargs="*")
+    data_path: list[str] | None = flag(None, nargs="*", from_checkpoint=True)
     """Prefix of a preprocessed data set, without .bin and .idx, or the URL of one in an object store
     (s3://bucket/prefix). Several prefixes make a blend; a number before each is its weight."""
 
-    split: str | None = None
+    split: str | None = flag(None, from_checkpoint=True)
     """Shares of training, validation and test data. Default: 969,30,1; a line says when the default is used. Applies to
     --data-path and --data-args-path."""
 
-    train_data_path: list[str] | None = flag(None, nargs="*", only_with="skip_train!=True")
+    train_data_path: list[str] | None = flag(None, nargs="*", from_checkpoint=True, only_with="skip_train!=True")
     """Training data, given separately; the syntax is that of --data-path."""
 
-    valid_data_path: list[str] | None = flag(None, nargs="*", only_with="eval_iters!=0")
+    valid_data_path: list[str] | None = flag(None, nargs="*", from_checkpoint=True, only_with="eval_iters!=0")
     """Validation data, given separately; the syntax is that of --data-path."""
 
-    test_data_path: list[str] | None = flag(None, nargs="*", only_with="eval_iters!=0")
+    test_data_path: list[str] | None = flag(None, nargs="*", from_checkpoint=True, only_with="eval_iters!=0")
     """Test data, given separately; the syntax is that of --data-path."""
 
-    data_args_path: str | None = None
+    data_args_path: str | None = flag(None, from_checkpoint=True)
     """File that contains the words of --data-path."""
 
-    data_stages: str | None = flag(None, families=["gpt"])
+    data_stages: str | None = flag(None, families=["gpt"], from_checkpoint=True)
     """JSON file with stages of the training data, whose blend changes at given samples: a list of objects with
     from_sample and data_path (as in --data-path, with weights)."""
 
-    per_split_data_args_path: str | None = None
+    per_split_data_args_path: str | None = flag(None, from_checkpoint=True)
     """JSON file with the keys train, valid and test; each value is written like --data-path."""
 
     data_cache_path: str | None = flag(None, only_with=_READS_FILES)
@@ -91,7 +92,8 @@ class DataConfig:
         True,
         off="--no-mmap-bin-files",
         off_help="Read from data files instead of mapping them into memory.",
-        only_with=_READS_FILES,
+        no_effect="data files are always read by position, as fast as from a map; a map of a file that becomes shorter "
+        "would end the run without a word",
     )
     """Map data files into memory instead of reading from them."""
 
@@ -142,26 +144,26 @@ class DataConfig:
     fim_spm_rate: float = flag(0.5, only_with="fim_data")
     """With --fim-data: fraction of the rearranged documents that put the suffix first."""
 
-    fim_split_sample: str | None = flag(None, only_with="fim_data")
+    fim_split_sample: str | None = flag(None, only_with="fim_data", from_checkpoint=True)
     """With --fim-data: token that divides documents into fragments, which are rearranged one by one."""
 
     fim_fragment_rate: float | None = flag(None, only_with="fim_split_sample")
     """With --fim-split-sample: fraction of the fragments that are rearranged; --fim-rate when not given."""
 
-    fim_no_prefix: str | None = flag(None, only_with="fim_data")
+    fim_no_prefix: str | None = flag(None, only_with="fim_data", from_checkpoint=True)
     """With --fim-data: texts that begin with this are not rearranged."""
 
-    fim_prefix_token: str = flag("<fim_prefix>", only_with="fim_data")
+    fim_prefix_token: str = flag("<fim_prefix>", only_with="fim_data", from_checkpoint=True)
     """With --fim-data: token before the prefix. It must be a single token of the tokenizer. The same holds for the
     other tokens of fill in the middle."""
 
-    fim_middle_token: str = flag("<fim_middle>", only_with="fim_data")
+    fim_middle_token: str = flag("<fim_middle>", only_with="fim_data", from_checkpoint=True)
     """With --fim-data: token before the middle."""
 
-    fim_suffix_token: str = flag("<fim_suffix>", only_with="fim_data")
+    fim_suffix_token: str = flag("<fim_suffix>", only_with="fim_data", from_checkpoint=True)
     """With --fim-data: token before the suffix."""
 
-    fim_eod_token: str | None = flag(None, only_with="fim_data")
+    fim_eod_token: str | None = flag(None, only_with="fim_data", from_checkpoint=True)
     """With --fim-data: token that ends a document; the tokenizer's when not given."""
 
     fim_pad_token: str = flag("<fim_pad>", no_effect="samples that become shorter are padded without loss")
@@ -177,6 +179,8 @@ class DataConfig:
         """Yields a problem for each impossible value, in the grammar of `config_fields`. Looks at no file."""
         yield from too_small(self, ("seq_length", "num_dataset_builder_threads"), 1)
         yield from too_small(self, ("num_workers", "mid_level_dataset_surplus"), 0)
+        if self.num_workers > _MOST_WORKERS:
+            yield f"{{num_workers}}: each rank would start so many processes; at most {_MOST_WORKERS} are possible"
         yield from too_small(self, ("decoder_seq_length",), 1)
         if not 0 < self.mask_prob < 1:
             yield "{mask_prob}: expected a fraction between 0 and 1, such as 0.15"

@@ -16,6 +16,7 @@ from megatron.core.transformer.config.memory import captures_micro_batches
 from megatron.core.transformer.layer_patterns import (
     PREDICTION_BORDER,
     evenly_mixed,
+    has_heads,
     hybrid_letters,
     prediction_letters,
     stages_of_pattern,
@@ -151,6 +152,8 @@ def _heads(s: Settings) -> str | None:
         mla = s.multi_latent_attention
         lack = "with --multi-latent-attention" if mla else "without --group-query-attention"
         note = f"--num-query-groups {s.num_query_groups}: has no effect {lack}"
+    if s.num_attention_heads is None and not has_heads(s):
+        s.set_derived("num_attention_heads", 1)  # no layer reads it
     sizes_fit = bool(s.hidden_size and s.num_attention_heads) and s.hidden_size % s.num_attention_heads == 0
     if s.kv_channels is None and sizes_fit:
         s.set_derived("kv_channels", s.hidden_size // s.num_attention_heads)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.declarations.config_fields import FlagDeclaration, declaration_of, field_docstrings
+from megatron.core.declarations.config_fields import FlagDeclaration, declaration_of, field_docstrings, value_text
 from megatron.core.declarations.model_parallel_config import ModelParallelConfig
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
@@ -148,6 +148,30 @@ class Flag:
         """The spelling that messages use."""
         return self.spellings[0]
 
+    @property
+    def is_free_text(self) -> bool:
+        """Whether every word is a value."""
+        return self.switch is None and self.choices is None and self.parse is str
+
+    @property
+    def from_checkpoint(self) -> bool:
+        """Whether the value may be taken from a checkpoint, which anybody may have written."""
+        declared = self.declaration.from_checkpoint
+        return not self.is_free_text if declared is None else declared
+
+    def word_of(self, value: Any) -> str:
+        """Returns the word that `parse` turns into this value."""
+        named = (self.declaration.words or {}).items()
+        found = [word for word, means in named if means == value]
+        if found:
+            return found[0]
+        if isinstance(value, tuple):
+            return ",".join(map(value_text, value))
+        if isinstance(value, list):  # over the layers, or the stages of a layout
+            items = [value_text(item) for item in value]
+            return "|".join(items) if value and isinstance(value[0], str) else f"[{','.join(items)}]"
+        return value_text(value)
+
 
 _TOPIC = re.compile("((?:[^.:]*: )?)(.*)", re.DOTALL)
 """The beginning of a help text that says what it is about, such as `With --fp8-format: `, and the rest."""
@@ -180,6 +204,12 @@ def spelling_of(field: str) -> str:
     """Returns the flag that sets a field, for messages; the field's name if it has no flag."""
     flag = flag_table().get(_SET_BY.get(field, field))
     return flag.spelling if flag is not None else field
+
+
+def text_of(field: str, value: Any) -> str:
+    """Returns a field's value as the command line accepts it, for messages."""
+    flag = flag_table().get(field)
+    return flag.word_of(value) if flag is not None and flag.declaration.words else value_text(value)
 
 
 _SET_BY = {

@@ -35,7 +35,7 @@ def word_type(annotation: Any) -> Words:
     if origin is list:
         return dataclasses.replace(word_type(arguments[0]), is_list=True)
     if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
-        return Words(annotation, choice({member.name: member for member in annotation}), tuple(annotation.__members__))
+        return Words(annotation, choice(annotation.__members__), tuple(annotation.__members__))
     parsers: dict[Any, Callable[[str], Any]] = {int: whole_number, float: number, str: str}
     return Words(annotation if isinstance(annotation, type) else str, parsers.get(annotation, str))
 

@@ -265,6 +265,13 @@ def _tokenizer(s: Settings) -> Iterator[str]:
             yield f"{{{field}}}: has no effect with {{tokenizer_type:name}} {config.family}, which does not read it"
 
 
+def _evaluation(s: Settings) -> Iterator[str]:
+    if s.eval_fresh_samples and s.full_validation:
+        yield "{eval_fresh_samples}: has no effect with {full_validation:name}, which reads all samples each time"
+    if s.eval_fresh_samples and s.dataloader_type == "external":
+        yield "{eval_fresh_samples}: has no effect with {dataloader_type}, whose iterators always continue"
+
+
 RULES: tuple[Callable[[Settings], Iterator[str]], ...] = (
     _communicators,
     _tensor_overlap,
@@ -282,4 +289,5 @@ RULES: tuple[Callable[[Settings], Iterator[str]], ...] = (
     _expert_overlap,
     _data,
     _tokenizer,
+    _evaluation,
 )

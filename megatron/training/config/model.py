@@ -180,7 +180,7 @@ class ModelConfig:
 
     # Older releases --------------------------------------------------------------------------------------------------
 
-    mtp_hybrid_override_pattern: str | None = flag(None, only_with="hybrid_layer_pattern")
+    mtp_hybrid_override_pattern: str | None = flag(None, only_with="hybrid_layer_pattern", from_checkpoint=True)
     """Older releases: layer letters of each depth of multi-token prediction in a hybrid model. --hybrid-layer-pattern
     takes them after a slash (/)."""
 

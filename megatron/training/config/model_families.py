@@ -63,6 +63,12 @@ def encoder_and_decoder(s: Settings) -> Iterator[str]:
     for field in ("num_moe_experts", "multi_latent_attention", "mtp_num_layers", "group_query_attention"):
         if getattr(s, field):
             yield f"{{{field}}}: T5's layers have no such part; leave it out"
+    if s.model_family == "t5":  # the layers of a script of its own may have them
+        for field in ("qk_layernorm", "attention_output_gate", "experimental_attention_variant"):
+            if getattr(s, field):
+                yield f"{{{field}}}: T5's layers have no such part; leave it out"
+        if s.norm_placement != "pre":
+            yield "{norm_placement}: T5's layers have their norms before attention and MLP; pre works"
     if s.context_parallel_size > 1:
         yield "{context_parallel_size}: T5 does not split sequences; use 1"
     if s.position_embedding_type == "none":

@@ -20,13 +20,14 @@ from megatron.core.initializers import XavierUniform
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.transformer.config.memory import captured_parts, captures_micro_batches
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.utils.url_keys import hide_keys
 from megatron.data.tokenizer.config import TokenizerConfig
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.checks import missing_values, problems_of
 from megatron.training.config.command_line import CommandLine
 from megatron.training.config.data import DataConfig
 from megatron.training.config.derived_values import derive_values
-from megatron.training.config.flag_table import flag_table, spelling_of
+from megatron.training.config.flag_table import flag_table, spelling_of, text_of
 from megatron.training.config.ineffective_flags import is_read, notes_on_ineffective_flags
 from megatron.training.config.logging import LoggingConfig
 from megatron.training.config.messages import message_of
@@ -45,7 +46,7 @@ class ConfigurationError(UserError):
     """All mistakes of a command line. `problems` has one line for each."""
 
     def __init__(self, problems: Iterable[str]) -> None:
-        self.problems = list(dict.fromkeys(problems))
+        self.problems = list(dict.fromkeys(map(hide_keys, problems)))
         super().__init__("\n".join(self.problems))
 
 
@@ -130,7 +131,7 @@ def _unsupported_values(settings: Settings) -> list[str]:
 
 def _in_flags(problem: str, settings: Settings) -> str:
     """Returns the problem with flags and values in place of fields."""
-    return describe_problem(problem, settings, spelling_of)
+    return describe_problem(problem, settings, spelling_of, text_of)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -10,6 +10,17 @@ class Occurrence:
     spelling: str
     words: tuple[str, ...] = ()
 
+    def as_words(self) -> list[str]:
+        """Returns the words of a command line that give the flag."""
+        if self.words and is_flag(self.words[0]):
+            return [f"{self.spelling}={self.words[0]}", *self.words[1:]]
+        return [self.spelling, *self.words]
+
+
+def is_flag(word: str) -> bool:
+    """Whether a word of a command line begins a flag. A value of this kind needs `--flag=word`."""
+    return (word.startswith("--") and len(word) > 2) or word == "-h"
+
 
 @dataclass(frozen=True)
 class Translation:

@@ -27,7 +27,7 @@ class TrainingConfig:
     decrease_batch_size_if_needed: bool = False
     """Round the global batch size down to a multiple of micro batch size x data parallel ranks."""
 
-    step_batch_size_schedule: str | None = None
+    step_batch_size_schedule: str | None = flag(None, from_checkpoint=True)
     """Change the global batch size at given numbers of tokens: TOKENS:SIZE pairs in quotes, such as "0:384 200B:768"
     (K, M, B, T: thousands to trillions). The last size takes the place of --global-batch-size."""
 
@@ -80,11 +80,11 @@ class TrainingConfig:
     """Fine-tune on conversations: --data-path names .jsonl files with "messages", which --tokenizer-type SFTTokenizer
     encodes. Only assistants' turns are learned; conversations are packed into samples and do not see each other."""
 
-    dry_run: bool = False
+    dry_run: bool = flag(False, from_checkpoint=False)
     """Check all flags, print parameters, tokens and memory of the run, and exit: code 0, or 2 after errors. Set the
     environment variable WORLD_SIZE to choose the number of ranks."""
 
-    print_config: bool = False
+    print_config: bool = flag(False, from_checkpoint=False)
     """Print every value and its source: default, flag or derived. Save the output to a file and pass it to --config to
     get the same run."""
 
@@ -157,6 +157,10 @@ class EvaluationConfig:
     start_eval_at_iter: int | None = flag(None, only_with="eval_interval")
     """With --eval-interval: first iteration after which validation may run."""
 
+    eval_fresh_samples: bool = flag(False, only_with="eval_iters!=0")
+    """Read other validation samples in each evaluation, as Megatron-LM does. Without it all evaluations read the same
+    samples, so that their losses can be compared."""
+
     full_validation: bool = flag(False, families=["gpt"], only_with="eval_iters!=0")
     """Evaluate on the whole validation data each time; --eval-iters then applies to the test data only."""
 
@@ -164,7 +168,9 @@ class EvaluationConfig:
     """Evaluate each validation data set separately, on --eval-iters global batches, and report a loss for each. The
     data sets are those of --valid-data-path, or of --data-path after --split, and have no weights."""
 
-    validation_set_names: list[str] | None = flag(None, nargs="+", only_with="multiple_validation_sets")
+    validation_set_names: list[str] | None = flag(
+        None, nargs="+", only_with="multiple_validation_sets", from_checkpoint=True
+    )
     """With --multiple-validation-sets: names of the sets in the log, such as validation-wiki; numbers from 0 when not
     given."""
 

@@ -4,6 +4,7 @@ import sys
 from functools import partial
 
 from megatron.core.dist_checkpointing.coordination import RankCoordinator
+from megatron.core.utils.url_keys import hide_keys
 from megatron.data.preparation.checks import bytes_to_read, check_data, check_manifest
 from megatron.data.preparation.manifest import get_manifest_path
 from megatron.data.tokenizer.base import Tokenizer
@@ -49,4 +50,4 @@ def _check_data(config: PretrainConfig, tokenizer: Tokenizer, reads_data: bool) 
 
 
 def _warn(message: str) -> None:
-    print(f"warning: {message}", file=sys.stderr, flush=True)
+    print(f"warning: {hide_keys(message)}", file=sys.stderr, flush=True)

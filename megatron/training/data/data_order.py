@@ -7,12 +7,14 @@ same position.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megatron.core.utils.url_keys import hide_keys
 from megatron.data.datasets.blended_dataset import BlendedDataset
 from megatron.data.datasets.megatron_dataset import MegatronDataset
 from megatron.data.datasets.staged_blend import StagedBlend
 
 _LOADER = "--dataloader-type"
 _STAGE = "stage from sample "
+_OF_BLEND = "% of the samples"
 _MOST_NAMED = 3
 
 
@@ -29,7 +31,7 @@ def order_of(dataset: Any, dataloader_type: str) -> dict[str, str]:
         found = {}
         for number, (each, weight) in enumerate(zip(dataset.datasets, weights, strict=True)):
             name = _name(each) if _name(each) not in found else f"{_name(each)} (number {number + 1})"
-            found[name] = f"{100 * weight:.6g}% of the samples{_epochs(each, ', ')}"
+            found[name] = f"{100 * weight:.6g}{_OF_BLEND}{_epochs(each, ', ')}"
     elif isinstance(dataset, MegatronDataset):
         found = {_name(dataset): _epochs(dataset)}
     else:
@@ -49,6 +51,8 @@ def order_differences(now: Mapping[str, str], before: Mapping[str, str], consume
         return
     changes = [f"{name}: {now.get(name, 'none')} (was {before.get(name, 'none')})" for name in names[:_MOST_NAMED]]
     more = f"; and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    if any(_OF_BLEND in now.get(name, "") + before.get(name, "") for name in names):
+        more += "; to change weights in the course of a run, without samples that come again, give --data-stages"
     yield (
         f"WARNING: the order of the training samples is not that of the checkpoint, so some of the {consumed} samples "
         f"that it has trained on come again, and others are left out: {'; '.join(changes)}{more}"
@@ -56,7 +60,7 @@ def order_differences(now: Mapping[str, str], before: Mapping[str, str], consume
 
 
 def _name(dataset: MegatronDataset) -> str:
-    return dataset.dataset_path or "made-up data"
+    return hide_keys(dataset.dataset_path or "made-up data")
 
 
 def _epochs(dataset: MegatronDataset, before: str = "") -> str:
@@ -64,4 +68,6 @@ def _epochs(dataset: MegatronDataset, before: str = "") -> str:
 
 
 def _blend(prefixes: tuple[str, ...], weights: tuple[float, ...]) -> str:
-    return ", ".join(f"{100 * weight:.6g}% {prefix}" for prefix, weight in zip(prefixes, weights, strict=True))
+    return ", ".join(
+        f"{100 * weight:.6g}% {hide_keys(prefix)}" for prefix, weight in zip(prefixes, weights, strict=True)
+    )

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from megatron.core.utils.url_keys import hide_keys
 from megatron.data.datasets.blended_dataset import BlendedDataset
 from megatron.data.datasets.megatron_dataset import MegatronDataset
 from megatron.data.datasets.staged_blend import StagedBlend
@@ -42,7 +43,7 @@ def _sources(split: Any, samples: int | None) -> Iterator[tuple[MegatronDataset,
 
 
 def _line(dataset: MegatronDataset, samples: int, seq_length: int) -> str:
-    text = f"{samples:,} samples of {dataset.dataset_path or 'made-up data'}"
+    text = f"{samples:,} samples of {hide_keys(dataset.dataset_path or 'made-up data')}"
     tokens = getattr(dataset, "tokens_per_epoch", None)
     if not tokens or dataset.dataset_path is None:
         return text

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from megatron.core.utils.files import sha256_of_file
+from megatron.core.utils.url_keys import hide_keys
 from megatron.data.datasets.indexed_dataset import IndexedDataset
 from megatron.data.preparation.manifest import read_manifest
 from megatron.training.config.pretrain_config import PretrainConfig
@@ -21,7 +22,7 @@ def data_digests(config: PretrainConfig) -> dict[str, str]:
     It is made from the digests in the manifest. Without a manifest it covers token type, lengths, documents, and 64
     blocks of the tokens.
     """
-    return {prefix: _digest(prefix) for prefix in sorted(prefixes_of_run(config))}
+    return {hide_keys(prefix): _digest(prefix) for prefix in sorted(prefixes_of_run(config))}
 
 
 def _digest(prefix: str) -> str:

@@ -33,8 +33,8 @@ its training process as often."""
 
 
 BUS_ERROR = (
-    "a bus error of a data worker: a mapped data file (.bin) became shorter or its disk failed, or shared memory "
-    "(/dev/shm) is full; with --no-mmap-bin-files the message names a file that is too short"
+    "a bus error of a data worker: a mapped index (.idx, or .npy of the index cache) became shorter or its disk "
+    "failed, or shared memory (/dev/shm) is full; tools/inspect_data.py checks data sets"
 )
 """Likely causes, which torch's message about a worker that was killed by SIGBUS does not name."""
 
@@ -79,10 +79,19 @@ class DamagedSample(SampleError, UserError):
 
 
 class MicroBatchIterator(Iterator[Any]):
-    """One pass over micro-batches. The workers end after `close`, at the end of the pass, and at the program's end."""
+    """One pass over micro-batches. The workers end after `close`, at the end of the pass, and at the program's end.
+    With `restarts` the workers outlive the pass, so that `restart` begins another one."""
 
-    def __init__(self, loader: "DataLoader[Any]") -> None:
-        self._iterator: Iterator[Any] | None = iter(loader)
+    def __init__(self, loader: "DataLoader[Any]", restarts: bool = False) -> None:
+        self._loader = loader if restarts else None
+        self._drawn = False
+        try:
+            self._iterator: Iterator[Any] | None = iter(loader)
+        except OSError as error:
+            raise UserError(
+                f"--num-workers {loader.num_workers}: the system cannot start another process ({error.strerror}); give "
+                "fewer"
+            ) from None
         self._workers: Sequence[Any] = getattr(self._iterator, "_workers", ())
         self._closed = threading.Event()
         if self._workers:
@@ -91,6 +100,7 @@ class MicroBatchIterator(Iterator[Any]):
     def __next__(self) -> Any:
         if self._iterator is None:
             raise StopIteration
+        self._drawn = True
         try:
             return self._read(self._iterator)
         except DamagedSample as error:
@@ -122,6 +132,11 @@ class MicroBatchIterator(Iterator[Any]):
                 _ended.add(pid)
                 kill_if_stopped(pid)
             before = stopped
+
+    def restart(self) -> None:
+        """Goes back to the first micro-batch. No effect without `restarts`, and after `close`."""
+        if self._loader is not None and self._iterator is not None and self._drawn:
+            self._iterator, self._drawn = iter(self._loader), False
 
     def close(self) -> None:
         """Ends the workers and the iterator."""
@@ -157,6 +172,7 @@ def build_data_iterator(
     collate: Callable[[Sequence[Any]], Any] = collate_gpt,
     pin_memory: bool = False,
     multiprocessing_context: str | None = None,
+    restarts: bool = False,
 ) -> Iterator[Any]:
     """Returns an iterator over this rank's micro-batches, which begins after `consumed_samples` samples of the run.
 
@@ -171,6 +187,7 @@ def build_data_iterator(
         collate: makes a batch from a list of items.
         pin_memory: put batches into page-locked memory.
         multiprocessing_context: start method of workers (`fork`, `spawn`, `forkserver`); None: Python's default.
+        restarts: the iterator's `restart` goes back to its first micro-batch. A user's own loader cannot do that.
 
     Raises UserError if no samples are left. The iterator raises SampleError if a sample cannot be read, and
     DamagedSample, a UserError too, if its files are damaged.
@@ -199,10 +216,11 @@ def build_data_iterator(
             pin_memory=pin_memory,
             worker_init_fn=partial(_start_worker, os.getpid(), _LOOK_SECONDS) if num_workers else None,
             multiprocessing_context=multiprocessing_context if num_workers else None,
+            persistent_workers=restarts and num_workers > 0,
             # The loader draws a seed for its workers. Its own generator keeps the global random state unchanged.
             generator=torch.Generator(),
         )
-    return MicroBatchIterator(loader)
+    return MicroBatchIterator(loader, restarts)
 
 
 class _NamingErrors(Dataset[Any]):

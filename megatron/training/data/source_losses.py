@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.utils.url_keys import hide_keys
 from megatron.data.datasets.blend_stages import prefixes_of, read_stages_file
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.batch import Batch
@@ -23,23 +24,35 @@ def source_names(config: PretrainConfig) -> tuple[str, ...]:
     """Returns the names of the data sets that training blends, in the order of the flags. A name is the file name of
     the prefix, or the whole prefix if file names are equal. A prefix that is given again has its count behind the name.
     Empty for a single data set and for made-up data."""
-    data = config.data
-    if data.mock_data:
-        return ()
-    if data.data_stages is not None:
-        prefixes = list(prefixes_of(read_stages_file(data.data_stages)))
-    else:
-        blend, per_split = blends(config)
-        found = per_split[0] if per_split is not None else blend
-        prefixes = [] if found is None else list(found[0])
+    prefixes = _prefixes(config)
     if len(prefixes) < 2:
         return ()
     short = {prefix: Path(prefix).name for prefix in prefixes}
     names = short if len(set(short.values())) == len(short) else {prefix: prefix for prefix in prefixes}
+    return tuple(names[prefix] + suffix for prefix, suffix in zip(prefixes, _suffixes(prefixes), strict=True))
+
+
+def source_keys(config: PretrainConfig) -> tuple[str, ...]:
+    """Returns texts that identify these data sets in a checkpoint, also a single one: the prefix, with its count if it
+    is given again."""
+    prefixes = _prefixes(config)
+    return tuple(prefix + suffix for prefix, suffix in zip(prefixes, _suffixes(prefixes), strict=True))
+
+
+def _prefixes(config: PretrainConfig) -> list[str]:
+    data = config.data
+    if data.mock_data or not data.sources():
+        return []
+    if data.data_stages is not None:
+        return [hide_keys(prefix) for prefix in prefixes_of(read_stages_file(data.data_stages))]
+    blend, per_split = blends(config)
+    found = per_split[0] if per_split is not None else blend
+    return [] if found is None else [hide_keys(prefix) for prefix in found[0]]
+
+
+def _suffixes(prefixes: list[str]) -> list[str]:
     counts = [prefixes[: place + 1].count(prefix) for place, prefix in enumerate(prefixes)]
-    return tuple(
-        names[prefix] + (f" ({count})" if count > 1 else "") for prefix, count in zip(prefixes, counts, strict=True)
-    )
+    return [f" ({count})" if count > 1 else "" for count in counts]
 
 
 def with_source_losses(loss_func: Callable[..., Any], batch: Batch, names: tuple[str, ...]) -> Callable[..., Any]:

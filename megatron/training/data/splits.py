@@ -35,7 +35,7 @@ class ValidationSet:
     """Returns the micro-batches of the next evaluation."""
     num_samples: int | None = None
     """With --full-validation: samples of one pass, which every evaluation reads. Rows without a sample fill up the last
-    global batch. None without the flag: an evaluation continues where the last one stopped."""
+    global batch. None without the flag."""
     name: str | None = None
     """With --multiple-validation-sets: its name in the log."""
 
@@ -52,8 +52,8 @@ class Splits:
 
     def close(self) -> None:
         """Ends the processes that read ahead."""
-        continued = [valid_set.open() for valid_set in self.valid_sets if valid_set.num_samples is None]
-        for split in (self.train, self.valid, self.test, *continued):
+        opened = [valid_set.open() for valid_set in self.valid_sets if valid_set.num_samples is None]
+        for split in (self.train, self.valid, self.test, *opened):
             if split is not None:
                 split.close()
 
@@ -65,7 +65,8 @@ def build_splits(
     datasets: Sequence[Any],
     timers: Timers | None = None,
 ) -> Splits:
-    """Makes iterators over the data sets of a run (train, valid, test), which continue at the counts of `state`.
+    """Makes iterators over the data sets of a run (train, valid, test). Training data continues at the counts of
+    `state`. Evaluations begin at the first sample; with --eval-fresh-samples, validation continues where it stopped.
 
     Each rank reads its own data. In a user's script, some tensor and pipeline parallel ranks may have None instead of a
     data set; they get no iterator. Collective over these ranks. Raises UserError on all ranks if there is no training
@@ -86,6 +87,7 @@ def build_splits(
         micro_batch_size: int,
         fill_to: int | None = None,
         timers: Timers | None = None,
+        restarts: bool = False,
     ) -> StepData:
         if dataset is None:
             return step_data(config, environment, None, micro_batch_size, timers)
@@ -102,6 +104,7 @@ def build_splits(
             seed=config.seed,
             collate=collate_of(dataset),
             pin_memory=environment.device.type == "cuda",
+            restarts=restarts,
         )
         return step_data(config, environment, iterator, micro_batch_size, timers)
 
@@ -110,11 +113,12 @@ def build_splits(
     finished = state.iteration >= config.training.train_iters
     reads = available[0] and not finished
     sizes = config.training.micro_batch_size, config.evaluation.micro_batch_size(config.training)
-    consumed = state.consumed_train_samples
+    fresh, consumed = config.evaluation.eval_fresh_samples, state.consumed_train_samples
+    first_valid = state.consumed_valid_samples if fresh else 0
     training = (
         split(train, consumed, sizes[0], timers=timers) if reads else step_data(config, environment, iter(()), sizes[0])
     )
-    evaluation = split(test, 0, sizes[1]) if available[2] and evaluates else None
+    evaluation = split(test, 0, sizes[1], restarts=not fresh) if available[2] and evaluates else None
     several, whole = config.evaluation.multiple_validation_sets, config.evaluation.full_validation
     if (several or whole) and available[1] and evaluates:
 
@@ -122,19 +126,16 @@ def build_splits(
             if whole:
                 batch = config.evaluation.global_batch_size(config.training)
                 return lambda: split(dataset, 0, sizes[1], batch)
-            continued = split(dataset, state.consumed_valid_samples, sizes[1])
-            return lambda: continued
+            opened = split(dataset, first_valid, sizes[1], restarts=not fresh)
+            return lambda: opened
 
         sets = tuple(
             ValidationSet(open_set(dataset), len(dataset) if whole else None, name)
             for name, dataset in _validation_sets(config.evaluation, valid)
         )
         return Splits(training, step_data(config, environment, iter(()), sizes[1]) if sets else None, evaluation, sets)
-    return Splits(
-        train=training,
-        valid=split(valid, state.consumed_valid_samples, sizes[1]) if available[1] and evaluates else None,
-        test=evaluation,
-    )
+    validation = split(valid, first_valid, sizes[1], restarts=not fresh) if available[1] and evaluates else None
+    return Splits(train=training, valid=validation, test=evaluation)
 
 
 def _check_external(datasets: Sequence[Any], has_training_data: bool) -> None:

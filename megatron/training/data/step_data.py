@@ -66,6 +66,14 @@ class StepData(Iterator[Any]):
         self.iteration = iteration
         self.sample_ids = []
 
+    def restart(self) -> None:
+        """Begins an evaluation. It reads the samples of the one before if the micro-batches can go back to the first;
+        otherwise, the samples that follow."""
+        restart = getattr(self.micro_batches, "restart", None)
+        if restart is not None:
+            restart()
+        self.begin(self.iteration)
+
     def keep_step(self) -> None:
         """From now on, keeps the micro-batches of each step until the next one begins, so that `rewind` works."""
         self._keeps_step = True

@@ -1,16 +1,15 @@
-"""--print-config: prints every value of a run and where it comes from, as a file for --config."""
+"""Files for --config: --print-config prints every value of a run and where it comes from; the flags of an import."""
 
 import dataclasses
-import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from megatron.core.declarations.config_fields import value_text
 from megatron.training.config.config_file import BEGIN, END
-from megatron.training.config.flag_table import flag_table
+from megatron.training.config.flag_table import flag_table, text_of
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.inspection.run_description import words_of
+from megatron.training.config.recorded_flags import read_recorded
+from megatron.training.inspection.run_description import value_words
 
 
 def config_lines(config: PretrainConfig) -> Iterator[str]:
@@ -31,11 +30,20 @@ def config_lines(config: PretrainConfig) -> Iterator[str]:
             if text is not None:
                 yield f"{f'{field}:':<46} {text:<32} # {source}"
             else:
-                yield f"{f'# {field}:':<46} {_text(values[field]):<32} # {source}"
+                yield f"{f'# {field}:':<46} {_text(values[field], field):<32} # {source}"
     if config.extra:
         yield "# this script's own:"
         yield from (f"{f'# {name}:':<46} {_text(value):<32} # script" for name, value in config.extra.items())
     yield END
+
+
+def lines_of_words(words: Sequence[str]) -> Iterator[str]:
+    """Yields the lines of a file for --config that gives the flags of these words."""
+    line = read_recorded(words)
+    for field in line.given:
+        text = _given(field, line.values[field])
+        if text is not None:
+            yield f"{field}: {text}"
 
 
 def _given(field: str, value: Any) -> str | None:
@@ -45,14 +53,24 @@ def _given(field: str, value: Any) -> str | None:
         return None
     if flag.switch is not None:
         return "true" if value else "false"
-    words = list(words_of(flag, value))[1:]
-    quoted = [word if _PLAIN.fullmatch(word) else json.dumps(word, ensure_ascii=False) for word in words]
-    if not words:
+    words = [_scalar(word) for word in value_words(flag, value)]
+    if value is None or (not words and flag.nargs == "+"):
         return None
-    return quoted[0] if flag.nargs is None else f"[{', '.join(quoted)}]"
+    return words[0] if flag.nargs is None else f"[{', '.join(words)}]"
 
 
-_PLAIN = re.compile(r"(?!(?:null|true|false|yes|no|on|off)$)[A-Za-z0-9_./+-][A-Za-z0-9_./+@-]*", re.IGNORECASE)
+def _scalar(word: str) -> str:
+    """Returns a word as a YAML scalar on one line."""
+    return word if _PLAIN.fullmatch(word) else f'"{"".join(map(_escaped, word))}"'
+
+
+def _escaped(letter: str) -> str:
+    return letter if letter.isprintable() and letter not in '"\\' else f"\\U{ord(letter):08x}"
+
+
+_PLAIN = re.compile(
+    r"(?!(?:null|true|false|yes|no|on|off|-+)$)[A-Za-z0-9_./+-][A-Za-z0-9_./+@-]*", re.IGNORECASE | re.ASCII
+)
 """Words that need no quotes in YAML."""
 
 
@@ -68,5 +86,7 @@ def _derived_only(config: PretrainConfig) -> Iterator[str]:
                     yield field.name
 
 
-def _text(value: Any) -> str:
-    return value.__name__ if callable(value) and hasattr(value, "__name__") else value_text(value)
+def _text(value: Any, field: str = "") -> str:
+    """Returns a value on one line, for a comment."""
+    text = value.__name__ if callable(value) and hasattr(value, "__name__") else text_of(field, value)
+    return text if text.isprintable() else _scalar(text)

@@ -8,11 +8,13 @@ import torch
 
 from megatron.core.declarations.config_fields import value_text
 from megatron.core.exceptions import UserError
-from megatron.training.config.command_line import read_command_line
+from megatron.core.transformer.layer_patterns import has_heads, without_stages
 from megatron.training.config.conditions import UNKNOWN, lacking, needs_of, ways_of
 from megatron.training.config.flag_table import Flag, flag_table, spelling_of
 from megatron.training.config.model import ACTIVATIONS
 from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.config.recorded_flags import read_recorded, recorded_words
+from megatron.training.config.retired import Occurrence
 
 ARCHITECTURE = (
     "num_layers",
@@ -146,6 +148,11 @@ MODEL_OPTIONS = (
 before there was such a model option counts as one with the default."""
 
 
+_PATTERN = "hybrid_layer_pattern"
+_OF_HEADS = ("num_attention_heads", "num_query_groups", "kv_channels")
+"""Fields that a model without attention does not read."""
+
+
 def describe_run(config: PretrainConfig) -> dict[str, Any]:
     """Returns a JSON object: the flags that were given, the model family (that of the entry script, or None), the
     architecture in effect, versions of torch and Python."""
@@ -162,10 +169,13 @@ def architecture_of(config: PretrainConfig) -> dict[str, Any]:
     """Returns the architecture by field name, as JSON values, without fields that this model does not use (such as
     `rotary_base` with learned positions)."""
     values = config.flat()
+    values[_PATTERN] = without_stages(values[_PATTERN])
     turned = [
         name for name in MODEL_OPTIONS if values.get(name, flag_table()[name].default) != flag_table()[name].default
     ]
-    return {name: _json_value(values[name]) for name in (*ARCHITECTURE, *turned) if _matters(name, values)}
+    unread = () if has_heads(config.transformer) else _OF_HEADS
+    fields = [name for name in (*ARCHITECTURE, *turned) if name not in unread and _matters(name, values)]
+    return {name: _json_value(values[name]) for name in fields}
 
 
 def _matters(field: str, values: Mapping[str, Any]) -> bool:
@@ -185,12 +195,12 @@ def _json_value(value: Any) -> Any:
 
 
 def command_line_of(config: PretrainConfig, fields: Container[str] | None = None) -> list[str]:
-    """Returns words that give this config, or these fields of it: every setting that a flag or the script chose. A
-    script's own flags are left out."""
+    """Returns words that give this config, or these fields of it: every setting that a flag, a config file or the
+    script chose. A script's own flags are left out."""
     values = config.flat()
     words: list[str] = []
     for field, flag in flag_table().items():
-        wanted = field in values if fields is None else field in fields
+        wanted = field in values and field != "config_file" if fields is None else field in fields
         if wanted and config.provenance.get(field) in ("flag", "script"):
             words += words_of(flag, values[field])
     return words
@@ -201,22 +211,18 @@ def words_of(flag: Flag, value: Any) -> Iterator[str]:
     if flag.switch is not None:
         spellings = [spelling for spelling, sets in flag.switch.items() if sets == value]
         yield from spellings[:1]
-    elif value is not None:
-        yield flag.spelling
-        if flag.nargs is None:
-            yield _one_word(value)
-        else:
-            yield from (value_text(item) for item in (value if isinstance(value, list | tuple) else [value]))
+        return
+    words = value_words(flag, value)
+    if words or (flag.nargs == "*" and value is not None):
+        yield from Occurrence(flag.spelling, tuple(words)).as_words()
 
 
-def _one_word(value: Any) -> str:
-    """Returns a value as one word, also a tuple of integers, a list over layers and the stages of a layout."""
-    if isinstance(value, tuple):
-        return ",".join(map(value_text, value))
-    if isinstance(value, list):
-        items = [value_text(item) for item in value]
-        return "|".join(items) if all(isinstance(item, str) for item in value) else f"[{','.join(items)}]"
-    return value_text(value)
+def value_words(flag: Flag, value: Any) -> list[str]:
+    """Returns the words behind a flag that is no switch; none for None."""
+    if value is None:
+        return []
+    items = value if flag.nargs is not None and isinstance(value, list | tuple) else [value]
+    return [flag.word_of(item) for item in items]
 
 
 OF_EXPERTS = frozenset(
@@ -235,6 +241,10 @@ def architecture_differences(
     # Older descriptions have fields without effect. All leave out options at their defaults.
     known = {name: flag_table()[name].default for name in MODEL_OPTIONS} | dict(described) | recorded
     theirs = {name: value for name, value in recorded.items() if _matters(name, known)}
+    if not has_heads(config.transformer):
+        theirs = {name: value for name, value in theirs.items() if name not in _OF_HEADS}
+    if theirs.get(_PATTERN):
+        theirs[_PATTERN] = without_stages(theirs[_PATTERN])
     differing = [name for name in (*ARCHITECTURE, *MODEL_OPTIONS) if theirs and ours.get(name) != theirs.get(name)]
     return [
         f"{_called(name)} is {_shown(name, ours.get(name))} in this run and {_shown(name, theirs.get(name))} in the "
@@ -299,8 +309,7 @@ def setting_differences(
     """Returns a sentence for each of `fields`, and for each version, that differs from another run's description."""
     if "command_line" not in described:
         return []
-    ours = read_command_line(command_line_of(config), ignore_unknown_args=True).values
-    theirs = read_command_line(described["command_line"], ignore_unknown_args=True).values
+    ours, theirs = (read_recorded(words).values for words in (command_line_of(config), recorded_words(described)))
     pairs = [(spelling_of(name), ours[name], theirs[name]) for name in fields]
     if with_versions:
         pairs += [(name, describe_run(config)[name], described.get(name)) for name in ("torch", "python")]
@@ -349,7 +358,7 @@ def check_trained_parts(config: PretrainConfig, described: Mapping[str, Any]) ->
     round, since the optimizer's state is then that of other parameters."""
     if "command_line" not in described or config.transformer.dsa_indexer_n_heads is None:
         return
-    theirs = read_command_line(described["command_line"], ignore_unknown_args=True).values["dsa_indexer_loss_coeff"]
+    theirs = read_recorded(recorded_words(described)).values["dsa_indexer_loss_coeff"]
     ours = config.transformer.dsa_indexer_loss_coeff
     if bool(ours) == bool(theirs):
         return

@@ -7,7 +7,7 @@ sizes.
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -20,10 +20,18 @@ from megatron.core.groups.process_groups_config import GROUPS_WITH_SETTINGS, Pro
 from megatron.core.pipeline_parallel.stages import Pipeline, decoder_ranks, embedding_ranks, encoder_ranks, pipeline_of
 from megatron.core.utils.communicator_settings import read_communicator_settings
 from megatron.core.utils.rendezvous import local_device, start_torch_distributed
+from megatron.core.utils.world_store import StartFailed
 from megatron.facades import parallel_state
+from megatron.launcher import end_with_launcher
+from megatron.siblings import notice_siblings, stop_noticing
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.launch.errors import delay_errors_on_other_ranks, end_process_at_exit
+from megatron.training.launch.errors import (
+    delay_errors_on_other_ranks,
+    end_process_at_exit,
+    write_launcher_error_file,
+)
 from megatron.training.launch.heartbeat import Heartbeat, Progress
+from megatron.training.launch.open_files import raise_open_file_limit
 from megatron.training.launch.same_flags import check_same_flags
 from megatron.training.launch.signals import leave_error_alone
 from megatron.training.launch.watch import Limits
@@ -79,17 +87,25 @@ def process_environment(config: PretrainConfig, alone: bool = False) -> Iterator
 
     Inside the context the groups are the default of user scripts. A process group that exists already (a user's or a
     test's) is used and left as it is. Raises UserError if ranks were started with different flags, and if the number of
-    processes is not that of the config's grid.
+    processes is not that of the config's grid. Prints a sentence and raises SystemExit if the ranks do not find each
+    other.
     """
+    end_with_launcher()
+    notice_siblings()
+    raise_open_file_limit()
     device = local_device()
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
     backend = config.parallel.distributed_backend or "nccl"
     watched, progress = _Watched(config), Progress()
     mine = False
     try:
-        mine = not dist.is_initialized() and start_torch_distributed(
-            device, timeout, backend, alone, lambda store, rank, size: watched.start(store, rank, size, progress)
+        mine = not dist.is_initialized() and _join(
+            lambda: start_torch_distributed(
+                device, timeout, backend, alone, lambda store, rank, size: watched.start(store, rank, size, progress)
+            ),
+            watched,
         )
+        stop_noticing()
         heartbeat = watched.heartbeat
         _check_same_flags_first(config, heartbeat)
         planned, started = config.grid.world_size, dist.get_world_size() if dist.is_initialized() else 1
@@ -131,6 +147,29 @@ class _Watched:
                 file=sys.stderr,
                 flush=True,
             )
+        except dist.DistError as error:
+            raise StartFailed(
+                f"rank {rank} of {size} lost the store of the run in start: the process that serves it, rank 0 or the "
+                f"torchrun of node 0, has ended ({str(error).splitlines()[0]})"
+            ) from None
+
+
+def _join(start: Callable[[], bool], watched: _Watched) -> bool:
+    """Calls `start`, which joins the other ranks. If they do not find each other, prints why, and raises SystemExit.
+    The ranks print a mistake in torchrun's variables once."""
+    try:
+        return start()
+    except UserError:
+        delay_errors_on_other_ranks()
+        raise
+    except StartFailed as error:
+        if watched.heartbeat is not None:
+            watched.heartbeat.report(error)
+        if watched.heartbeat is None or watched.heartbeat.wait_for_cause() is None:
+            text = f"the run ends: {error}"
+            print(text, file=sys.stderr, flush=True)
+            write_launcher_error_file(text)
+        raise SystemExit(1) from None
 
 
 def _end_with_the_others(error: BaseException, heartbeat: Heartbeat) -> None:
@@ -141,8 +180,9 @@ def _end_with_the_others(error: BaseException, heartbeat: Heartbeat) -> None:
     heartbeat.wait_for_cause()
     consequence = heartbeat.is_consequence()
     if consequence or (isinstance(error, SystemExit) and not error.code):
-        end_process_at_exit(SystemExit(1))
-        raise SystemExit(1) from None
+        code = heartbeat.cause["code"] if consequence and heartbeat.cause is not None else 1
+        end_process_at_exit(SystemExit(code))
+        raise SystemExit(code) from None
     end_process_at_exit(error)
 
 

@@ -35,6 +35,8 @@ from megatron.core.exceptions import UserError
 from megatron.core.utils.activity import activity
 from megatron.core.utils.gpu_memory import is_lack_of_gpu_memory
 from megatron.core.utils.rendezvous import is_first_to_claim
+from megatron.core.utils.url_keys import hide_keys
+from megatron.core.utils.world_store import StartFailed, wait_for_value
 from megatron.training.launch.errors import write_launcher_error_file
 from megatron.training.launch.heartbeat_server import HeartbeatServer
 from megatron.training.launch.process_state import (
@@ -46,7 +48,8 @@ from megatron.training.launch.process_state import (
 from megatron.training.launch.watch import COMMUNICATION, ERROR, SIGNAL, USER_ERROR, Cause, Limits, Message, end_text
 
 _RANKS_PER_SECOND = 1000
-"""Signs of life that the first rank reads per second from all ranks together: the more ranks, the fewer each sends."""
+"""Signs of life that the first rank reads per second from all ranks together: the more ranks, the fewer each sends.
+Those at the beginning of a step, so that the end of a killed rank names the step, are as many again at most."""
 
 _HEAD_START = 1.0
 """Seconds that the failed rank has to print its traceback before other ranks end, which a launcher notices."""
@@ -63,10 +66,11 @@ class Progress:
         self.iteration: int | None = None
         """Iterations done; None before training."""
         self._on_phase: Callable[[], object] | None = None
+        self._on_step: Callable[[], object] | None = None
 
-    def call_on_phase(self, function: Callable[[], object]) -> None:
-        """Calls a function whenever a phase begins from now on."""
-        self._on_phase = function
+    def call_on(self, phase: Callable[[], object], step: Callable[[], object]) -> None:
+        """Calls these functions whenever a phase or a training step begins from now on."""
+        self._on_phase, self._on_step = phase, step
 
     def enter(self, phase: str, iteration: int | None = None) -> None:
         """Begins a phase, after this number of iterations if it is given."""
@@ -77,8 +81,10 @@ class Progress:
             self._on_phase()
 
     def reach(self, iteration: int) -> None:
-        """Notes the number of iterations done."""
+        """Notes the number of iterations done, when a step begins."""
         self.iteration = iteration
+        if self._on_step is not None:
+            self._on_step()
 
     def where(self) -> Message:
         """Returns phase and iteration."""
@@ -108,6 +114,7 @@ class Heartbeat:
         self._kind: str | None = None
         """Kind of this rank's own failure."""
         self._told, self._over, self._sending = threading.Event(), threading.Event(), threading.Lock()
+        self._step_sent = 0.0
         self._first: Message = {"phase": "start", "iteration": None}
         activity.forget()
         _Generation.number += 1
@@ -115,12 +122,12 @@ class Heartbeat:
         self._store, self._end_key = store, f"{key} end"
         if rank == 0:
             token = secrets.token_hex(8)
-            self._server = HeartbeatServer(size, self.limits, token, self.interval)
+            self._server = HeartbeatServer(size, self.limits, token, self.interval, progress.where)
             self._server.start()
             address: dict[str, Any] = {"port": self._server.port, "token": token}
             address |= {"machine": machine_name(), "pid": os.getpid()}
             store.set(key, json.dumps(address))
-        self._address = json.loads(store.get(key))
+        self._address = json.loads(wait_for_value(store, key, rank, size, store.timeout))  # type: ignore[attr-defined]
         self._socket = socket.create_connection((host, self._address["port"]), timeout=10.0)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         hello = {"rank": rank, "machine": machine_name(), "pid": os.getpid(), "token": self._address["token"]}
@@ -128,7 +135,7 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._thread.start()
         _Generation.current = self
-        progress.call_on_phase(self._phase_began)
+        progress.call_on(phase=self._phase_began, step=self._step_began)
 
     # The main thread -------------------------------------------------------------------------------------------------
 
@@ -141,10 +148,12 @@ class Heartbeat:
         """Tells the others of an exception that ends this process. A second call does nothing."""
         if self._kind is None and not self._over.is_set():
             self._kind = kind_of(error)
-            text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+            text = str(error) if isinstance(error, UserError | StartFailed) else f"{type(error).__name__}: {error}"
             if isinstance(error, SystemExit):
                 text = f"SystemExit({error.code}), after a signal" if self._kind == SIGNAL else "the script called exit"
-            self._send({"type": "failed", "kind": self._kind, "text": text.strip()[:2000], **self.progress.where()})
+            self._send(
+                {"type": "failed", "kind": self._kind, "text": hide_keys(text.strip()[:2000]), **self.progress.where()}
+            )
 
     def wait_for_cause(self) -> Message | None:
         """Call it after `report`. Waits until the ranks know why the run ends, and returns the cause. Returns None if
@@ -259,6 +268,13 @@ class Heartbeat:
         self._send_beat()
         if self._server is not None:
             self._server.tell_phase(**self.progress.where())
+
+    def _step_began(self) -> None:
+        """A killed rank cannot say in which step it was, so it says so before, if steps are not too short."""
+        now = time.monotonic()
+        if now - self._step_sent >= self.size / _RANKS_PER_SECOND:
+            self._step_sent = now
+            self._phase_began()
 
     def _send_beat(self) -> None:
         waits = bool(activity.waits)

@@ -6,6 +6,7 @@ import selectors
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from megatron.training.launch.watch import Limits, Message, Watch
@@ -27,12 +28,21 @@ class HeartbeatServer:
         limits: time limits for signs of life and other answers.
         token: a secret of the run; connections without it are closed.
         interval: seconds between two signs of life to the ranks.
+        where: returns phase and iteration of this process, the first rank.
     """
 
-    def __init__(self, size: int, limits: Limits, token: str, interval: float = 1.0) -> None:
+    def __init__(
+        self,
+        size: int,
+        limits: Limits,
+        token: str,
+        interval: float = 1.0,
+        where: Callable[[], Message] = dict,
+    ) -> None:
         self.watch = Watch(size, limits)
         self.token = token
         self.interval = interval
+        self._where = where
         self._ranks: dict[socket.socket, int] = {}
         self._buffers: dict[socket.socket, bytes] = {}
         dual = socket.has_dualstack_ipv6()
@@ -91,9 +101,8 @@ class HeartbeatServer:
             first = self.watch.ranks.get(0)
             if now - last_beat > self.interval or (first is not None and first.phase != told_phase):
                 last_beat = now
-                where: Message = {} if first is None else {"phase": first.phase, "iteration": first.iteration}
                 told_phase = None if first is None else first.phase
-                where["elsewhere"] = self.watch.first_elsewhere()
+                where = {**self._where(), "elsewhere": self.watch.first_elsewhere()}
                 self._send_all([(rank, {"type": "beat", **where}) for rank in self._ranks.values()])
             if now - last_tick < pause:
                 continue

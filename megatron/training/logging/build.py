@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from pathlib import Path
 
 from torch import nn
 
@@ -82,13 +83,19 @@ def build_log(
     )
 
 
+def _only_evaluates(config: PretrainConfig, state: TrainState) -> bool:
+    """Whether the run evaluates a checkpoint and does not train on."""
+    finished = state.iteration >= (config.training.train_iters or 0)
+    return config.evaluation.eval_iters > 0 and (finished or config.evaluation.skip_train)
+
+
 def _writers(config: PretrainConfig, environment: Environment, state: TrainState) -> list[LogWriter]:
     logging = config.logging
     losses, gradients = config.resilience.check_for_spiky_loss, config.ddp.check_for_large_grads
     writers: list[LogWriter] = [SpikeWatch(losses, gradients)] if losses or gradients else []
     if logging.metrics_path is not None:
         named_by = "--save:" if config.provenance.get("metrics_path") == "derived" else "--metrics-path"
-        writers.append(JsonlLog(logging.metrics_path, resumed_iteration=state.iteration, named_by=named_by))
+        writers.append(JsonlLog(logging.metrics_path, state.iteration, named_by, _only_evaluates(config, state)))
     # The fields of TagChoices have the names of their flags.
     choices = TagChoices(**{field.name: getattr(logging, field.name) for field in fields(TagChoices)})
     if logging.tensorboard_dir is not None:
@@ -99,6 +106,8 @@ def _writers(config: PretrainConfig, environment: Environment, state: TrainState
                 queue_size=logging.tensorboard_queue_size,
                 world_size=environment.world_size,
                 device=environment.device,
+                state=state,
+                evaluates_again=_only_evaluates(config, state),
             )
         )
     if logging.wandb_project:
@@ -113,6 +122,8 @@ def _writers(config: PretrainConfig, environment: Environment, state: TrainState
                 config={flag: value_text(value) for flag, value in config.flat().items() if flag in flag_table()},
                 world_size=environment.world_size,
                 device=environment.device,
+                id_file=None if config.checkpoint.save is None else Path(config.checkpoint.save) / "wandb_run_id.txt",
+                resumed=state.iteration > 0,
             )
         )
     assert config.training.train_iters is not None

@@ -19,7 +19,7 @@ and `"non_finite": {"lm loss": "nan"}` beside it says what it was.
 
 A run that resumes at iteration N continues the file. Lines beyond N, which the resumed run writes again, and an
 incomplete last line (after a kill) are moved to `<name>.superseded.jsonl` beside it, so that the file never holds two
-lines for one iteration.
+lines for one iteration. If it has nothing to do but evaluate, the evaluations of iteration N are moved, too.
 """
 
 import json
@@ -45,6 +45,7 @@ class JsonlLog(LogWriter):
         path: the file; its folder is created if needed.
         resumed_iteration: iterations that the run has done (0: a new run); later lines of the file are moved aside (see
             the module's text).
+        evaluates_again: so are the evaluations of this iteration.
         named_by: the flag that an error names if the file cannot be written.
 
     Raises UserError if the file cannot be written. Once it is open, a failed write (a full disk) does not stop the run:
@@ -52,25 +53,30 @@ class JsonlLog(LogWriter):
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], resumed_iteration: int = 0, named_by: str = "--metrics-path"
+        self,
+        path: str | os.PathLike[str],
+        resumed_iteration: int = 0,
+        named_by: str = "--metrics-path",
+        evaluates_again: bool = False,
     ) -> None:
         self.path = Path(path)
         self.dropped = 0
         self._named_by = named_by
-        self._open(resumed_iteration)
+        self._open(resumed_iteration, evaluates_again)
 
-    def _open(self, resumed_iteration: int) -> None:
+    def _open(self, resumed_iteration: int, evaluates_again: bool = False) -> None:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.superseded = supersede(self.path, resumed_iteration)
+            self.superseded = supersede(self.path, resumed_iteration, evaluates_again)
             self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
             self._torn = not _ends_in_a_line(self.path)
         except OSError as error:
             raise UserError(f"{self._named_by} {self.path} cannot be written: {error.strerror or error}") from error
         if self.superseded.path is not None:
             torn = ", the last one torn" if self.superseded.torn else ""
+            what = f"of evaluations of iteration {resumed_iteration}, and" if evaluates_again else ""
             print(
-                f"{self.path}: {self.superseded.lines} lines beyond iteration {resumed_iteration}{torn}: "
+                f"{self.path}: {self.superseded.lines} lines {what}beyond iteration {resumed_iteration}{torn}: "
                 f"moved to {self.superseded.path}",
                 flush=True,
             )
@@ -207,33 +213,43 @@ class Superseded:
     """The file that the lines were moved to; None if there were none."""
 
 
-def supersede(path: Path, resumed_iteration: int) -> Superseded:
-    """Cuts a metrics file at the first line beyond `resumed_iteration` and appends the lines to a file beside it.
+def supersede(path: Path, resumed_iteration: int, evaluates_again: bool = False) -> Superseded:
+    """Cuts a metrics file at the first line beyond `resumed_iteration` and appends the lines to a file beside it. With
+    `evaluates_again`, lines of evaluations of this iteration are moved there, too.
 
-    Lines are in the order of iterations, so all lines after the first one are superseded too. A kill between the two
-    writes leaves the file unchanged; the file beside it then gets these lines twice.
+    Lines are in the order of iterations, so all lines after the first one are superseded, except events between such
+    evaluations. A kill between the writes leaves the file unchanged or without these events; the file beside it may
+    then get its lines twice.
     """
     if not path.exists():
         return Superseded()
-    cut, lines, torn = _first_superseded(path, resumed_iteration)
+    cut, lines, torn = _first_superseded(path, resumed_iteration, evaluates_again)
     if cut == path.stat().st_size:
         return Superseded()
-    aside = path.with_suffix(f".superseded{path.suffix}")
+    aside, events = path.with_suffix(f".superseded{path.suffix}"), []
     with open(path, "r+b") as file:
         file.seek(cut)
         with open(aside, "ab") as kept:
-            while piece := file.read(1 << 20):
-                kept.write(piece)
+            for raw in file:
+                line = _parse(raw)
+                of_checkpoint = line is not None and "event" in line and _iteration_of(line) <= resumed_iteration
+                if evaluates_again and of_checkpoint:
+                    events.append(raw)
+                else:
+                    kept.write(raw)
             if torn:
                 kept.write(b"\n")
             kept.flush()
             os.fsync(kept.fileno())
-        file.truncate(cut)
+        file.seek(cut)
+        file.truncate()
+        file.writelines(events)
+        file.flush()
         os.fsync(file.fileno())
-    return Superseded(lines, torn, aside)
+    return Superseded(lines - len(events), torn, aside)
 
 
-def _first_superseded(path: Path, resumed_iteration: int) -> tuple[int, int, bool]:
+def _first_superseded(path: Path, resumed_iteration: int, evaluates_again: bool) -> tuple[int, int, bool]:
     """Returns the offset of the cut, the number of lines after it, and whether the last one is incomplete."""
     offset = lines = 0
     cut: int | None = None
@@ -242,11 +258,19 @@ def _first_superseded(path: Path, resumed_iteration: int) -> tuple[int, int, boo
         for raw in file:
             line = _parse(raw)
             torn = line is None and not raw.endswith(b"\n")
-            if cut is None and (torn or _iteration_of(line) > resumed_iteration):
+            if cut is None and _is_superseded(line, raw, resumed_iteration, evaluates_again):
                 cut = offset
             lines += cut is not None
             offset += len(raw)
     return (offset if cut is None else cut), lines, torn
+
+
+def _is_superseded(line: Mapping[str, Any] | None, raw: bytes, resumed_iteration: int, evaluates_again: bool) -> bool:
+    if line is None and not raw.endswith(b"\n"):
+        return True
+    iteration = _iteration_of(line)
+    of_evaluation = evaluates_again and line is not None and "split" in line
+    return iteration >= resumed_iteration if of_evaluation else iteration > resumed_iteration
 
 
 def _iteration_of(line: Mapping[str, Any] | None) -> int:

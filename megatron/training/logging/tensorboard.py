@@ -1,5 +1,6 @@
 """Writes scalars under Megatron-LM's tags, for TensorBoard and for Weights & Biases."""
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,9 +9,12 @@ from typing import Any
 import torch
 
 from megatron.core.exceptions import UserError
+from megatron.core.utils.files import open_atomically
 from megatron.training.logging.console_line import perplexity
+from megatron.training.logging.event_files import VS_SAMPLES, supersede_events
 from megatron.training.logging.memory import memory_report
 from megatron.training.logging.records import Event, LogRecord, LogWriter, Speed, StepRecord, ValidationRecord
+from megatron.training.state import TrainState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +45,10 @@ class ScalarLog(LogWriter):
         close: Callable[[], None] = lambda: None,
         tensorboard: Any = None,
         wandb: "WandbWriter | None" = None,
+        go_back: Callable[[int], None] = lambda iteration: None,
     ) -> None:
         self.tensorboard, self.wandb = tensorboard, wandb
+        self._go_back = go_back
         self._write = write
         self._choices = choices
         self._world_size = world_size
@@ -81,6 +87,10 @@ class ScalarLog(LogWriter):
 
     def event(self, event: Event) -> None:
         """Events are not scalars and are not written."""
+
+    def went_back(self, iteration: int) -> None:
+        """Moves the points beyond this iteration aside."""
+        self._go_back(iteration)
 
     def close(self) -> None:
         """Closes the file."""
@@ -128,7 +138,7 @@ class ScalarLog(LogWriter):
 
     def _both(self, tag: str, value: float, iteration: int, samples: int) -> None:
         self._write(tag, value, iteration)
-        self._write(f"{tag} vs samples", value, samples)
+        self._write(f"{tag}{VS_SAMPLES}", value, samples)
 
 
 def tensorboard_log(
@@ -138,12 +148,12 @@ def tensorboard_log(
     queue_size: int = 1000,
     world_size: int = 1,
     device: torch.device | None = None,
+    state: TrainState | None = None,
+    evaluates_again: bool = False,
 ) -> ScalarLog:
     """Returns a writer of event files. Raises UserError if the tensorboard package is missing or the folder cannot be
-    written.
-
-    When a run resumes, points beyond its checkpoint stay in the folder: TensorBoard can hide points only by step, and
-    the steps of the tags "vs samples" are samples. metrics.jsonl has each iteration once.
+    written. Points of earlier runs in the folder that are beyond `state`, the counts of this run, are moved aside
+    (`supersede_events`); so they are when the run goes back.
     """
     try:
         from torch.utils.tensorboard import SummaryWriter
@@ -151,12 +161,40 @@ def tensorboard_log(
         raise UserError(
             f"--tensorboard-dir {directory} needs the package tensorboard: pip install tensorboard, or drop the flag"
         ) from error
+    _move_aside(directory, state or TrainState(), evaluates_again)
     try:
         writer: Any = SummaryWriter(log_dir=str(directory), max_queue=queue_size)
     except OSError as error:
         raise UserError(f"--tensorboard-dir {directory} cannot be written: {error.strerror or error}") from error
     events = _EventFiles(writer, directory)
-    return ScalarLog(events.add, choices, world_size=world_size, device=device, close=events.close, tensorboard=writer)
+
+    def go_back(iteration: int) -> None:
+        events.close()  # the next point begins another file
+        _move_aside(directory, state or TrainState(iteration))
+
+    return ScalarLog(
+        events.add,
+        choices,
+        world_size=world_size,
+        device=device,
+        close=events.close,
+        tensorboard=writer,
+        go_back=go_back,
+    )
+
+
+def _move_aside(directory: str | Path, state: TrainState, evaluates_again: bool = False) -> None:
+    try:
+        for sentence in supersede_events(
+            Path(directory), state.iteration, state.consumed_train_samples, evaluates_again
+        ):
+            print(sentence, flush=True)
+    except (OSError, ValueError) as error:
+        print(
+            f"warning: --tensorboard-dir {directory}: {error}; points beyond iteration {state.iteration} stay, so that "
+            "some iterations will be there twice",
+            flush=True,
+        )
 
 
 class _EventFiles:
@@ -222,11 +260,15 @@ def wandb_log(
     config: dict[str, Any] | None = None,
     world_size: int = 1,
     device: torch.device | None = None,
+    id_file: Path | None = None,
+    resumed: bool = False,
 ) -> ScalarLog:
     """Returns a writer that sends the same scalars to Weights & Biases. Raises UserError without the wandb package,
     if `save_dir` cannot be made, and if the service cannot be reached or refuses the login.
 
-    Steps must increase there, so the tags "vs samples" are left out.
+    Steps must increase there, so the tags "vs samples" are left out. `id_file` keeps the id of the run there. If this
+    run is `resumed` and the file exists, it continues that run, which drops the steps that it has already. The variable
+    WANDB_RUN_ID has precedence.
     """
     try:
         import wandb  # type: ignore[import-not-found, unused-ignore]
@@ -240,15 +282,45 @@ def wandb_log(
     except OSError as error:
         raise UserError(f"--wandb-save-dir {save_dir} cannot be written: {error.strerror or error}") from error
     try:
-        run: Any = wandb.init(project=project, name=name, entity=entity, dir=save_dir, config=config)
+        run: Any = wandb.init(
+            project=project, name=name, entity=entity, dir=save_dir, config=config, **_identity(id_file, resumed)
+        )
     except wandb.Error as error:
         raise UserError(
             f"--wandb-project {project}: {error}; WANDB_MODE=offline keeps the metrics on disk, for `wandb sync` later"
         ) from error
 
     def write(tag: str, value: float, step: int) -> None:
-        if not tag.endswith(" vs samples"):
+        if not tag.endswith(VS_SAMPLES):
             run.log({tag: value}, step)
 
+    if id_file is not None:
+        _keep_id(id_file, getattr(run, "id", None))
     writer = WandbWriter(wandb, run)
     return ScalarLog(write, choices, world_size=world_size, device=device, close=run.finish, wandb=writer)
+
+
+def _identity(id_file: Path | None, resumed: bool) -> dict[str, Any]:
+    """Returns the arguments of wandb.init that continue the run of an earlier process; none for a new run."""
+    if id_file is None or not resumed or "WANDB_RUN_ID" in os.environ:
+        return {}
+    try:
+        known = id_file.read_text("utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return {}
+    return {"id": known, "resume": "allow"} if known else {}
+
+
+def _keep_id(id_file: Path, run_id: str | None) -> None:
+    if run_id is None:
+        return
+    try:
+        id_file.parent.mkdir(parents=True, exist_ok=True)
+        with open_atomically(id_file) as file:
+            file.write(f"{run_id}\n".encode())
+    except OSError as error:
+        print(
+            f"warning: {id_file}: {error.strerror or error}; if this run is resumed, Weights & Biases will show a "
+            "second run",
+            flush=True,
+        )

@@ -15,8 +15,10 @@ from megatron.core.pipeline_parallel.stage_map import stage_map, stages_text
 from megatron.core.pipeline_parallel.stages import overlaps_expert_communication
 from megatron.core.transformer.config.memory import captured_parts, captures_micro_batches
 from megatron.core.transformer.dot_product_attention import describe_kernels
+from megatron.data.datasets.bin_file import most_open_files
 from megatron.data.preparation.config import available_cores
 from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.data.sources import prefixes_of_run
 from megatron.training.data.splits import Splits
 from megatron.training.evaluate import full_pass
 from megatron.training.launch.environment import Environment
@@ -100,6 +102,7 @@ def run_notes(config: PretrainConfig, environment: Environment, splits: Splits) 
             f"--num-workers {config.data.num_workers}: each rank starts this many processes that read data, and this "
             f"machine gives it {cores} cores; --num-workers {cores} or less reads as fast"
         )
+    yield from _open_file_notes(config)
     if evaluation.skip_train and splits.valid is None and splits.test is None:
         raise UserError(
             "--skip-train: there is no validation and no test data to evaluate; give each a share in --split, or files"
@@ -123,6 +126,15 @@ def run_notes(config: PretrainConfig, environment: Environment, splits: Splits) 
         yield f"an evaluation takes {taken_of_each}, not a whole data set"
     if splits.valid is not None and evaluation.eval_interval is None and not evaluation.skip_train:
         yield "without --eval-interval the validation data is looked at once, after the last iteration"
+
+
+def _open_file_notes(config: PretrainConfig) -> Iterator[str]:
+    files, most = len(prefixes_of_run(config)) if config.data.sources() else 0, most_open_files()
+    if files > most:
+        yield (
+            f"the data has {files} .bin files, of which a process keeps {most} open (half of ulimit -n): the others "
+            "are closed and opened again, which takes time; raise the limit, or merge them (tools/merge_datasets.py)"
+        )
 
 
 def _counted(number: int, noun: str) -> str:

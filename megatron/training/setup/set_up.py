@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,8 +23,10 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.timers import Timers, timed
 from megatron.core.transformer.layer_costs import stages_of_auto_layout
+from megatron.core.utils.url_keys import hide_keys
 from megatron.core.utils.warn import leave_out
 from megatron.data.datasets.blended_dataset import BlendedDataset
+from megatron.data.datasets.megatron_dataset import MegatronDataset
 from megatron.data.datasets.staged_blend import StagedBlend
 from megatron.data.tokenizer.base import Tokenizer
 from megatron.data.tokenizer.build import build_tokenizer, padded_vocab_size, padding_line
@@ -37,7 +40,7 @@ from megatron.training.data.data_checks import check_data_of_run
 from megatron.training.data.data_order import order_of
 from megatron.training.data.data_plan import data_plan
 from megatron.training.data.digests import data_digests
-from megatron.training.data.source_losses import source_names
+from megatron.training.data.source_losses import source_keys, source_names
 from megatron.training.data.splits import Splits, build_splits
 from megatron.training.hooks.exit import ExitAgreement, agreement_group
 from megatron.training.hooks.hook import Hook, Hooks
@@ -102,13 +105,16 @@ def set_up(
         environment.progress.enter("building datasets")
         counts = sample_counts(config, context.state)
         datasets = providers.build_datasets(context, counts)
+        mix = mix_of(config, datasets[0])
+        order = order_of(datasets[0], config.data.dataloader_type or "single")
+        digests = data_digests(config) if environment.is_first else {}
+        checkpoints.take_data(digests, order, mix, context.state.consumed_train_samples)
         if environment.is_first:
-            order = order_of(datasets[0], config.data.dataloader_type or "single")
-            checkpoints.take_data(data_digests(config), order, context.state.consumed_train_samples)
             for line in data_plan(datasets, samples_to_read(config, counts), config.data.seq_length or 0):
                 print(line, flush=True)
     hooks_of_script = () if providers.build_hooks is None else providers.build_hooks(context)
-    mix = mix_of(config, datasets[0])
+    if mix is not None and not mix.has_several:
+        mix = None
     if mix is not None and environment.is_first:
         hooks_of_script = (MixReport(mix, context.state, config.logging.log_interval), *hooks_of_script)
     forward_step = timed_forward_step(providers.build_forward_step(context), config, environment)
@@ -150,11 +156,14 @@ def with_steps_left(context: Context) -> Context:
 
 
 def mix_of(config: PretrainConfig, dataset: Any) -> Mix | None:
-    """Returns the object that computes the mix of data sets in a run's training data; None unless the data is a blend
-    of several data sets that is read in the order of the blend."""
-    names = source_names(config)
+    """Returns the object that counts what a run draws from its data sets; None for made-up data, for data sets of a
+    script, and for a blend that is not read in its own order."""
+    keys, names = source_keys(config), source_names(config)
+    is_blend = isinstance(dataset, BlendedDataset | StagedBlend)
     in_order = (config.data.dataloader_type or "single") == "single"
-    return Mix(dataset, names) if names and in_order and isinstance(dataset, BlendedDataset | StagedBlend) else None
+    if len(keys) == 1 and (isinstance(dataset, MegatronDataset) or (is_blend and in_order)):
+        return Mix(dataset, keys, [Path(keys[0]).name])
+    return Mix(dataset, keys, names) if names and is_blend and in_order else None
 
 
 def start_run(config: PretrainConfig, environment: Environment) -> Context:
@@ -175,7 +184,8 @@ def start_run(config: PretrainConfig, environment: Environment) -> Context:
     leave_out(config.notes)
     if environment.is_first:
         settings = config_lines(config) if config.training.print_config else ()
-        print(*config.notes, *settings, *notes, padding_line(context.vocab_size, padded), sep="\n", flush=True)
+        lines = *config.notes, *settings, *notes, padding_line(context.vocab_size, padded)
+        print(*map(hide_keys, lines), sep="\n", flush=True)
     global_vars.set_current_run(context, padded_vocab_size=padded)
     use_schedule(BatchSchedule.from_config(config.training, environment.groups.size("dp"), config.data.seq_length))
     return context
@@ -362,8 +372,9 @@ def samples_to_read(config: PretrainConfig, counts: SampleCounts) -> tuple[int, 
     )
 
 
-def sample_counts(config: PretrainConfig, state: TrainState | None = None) -> SampleCounts:
-    """Returns the number of samples that training, and all evaluations together, need of each split.
+def sample_counts(config: PretrainConfig, state: TrainState | None = None, fresh: bool | None = None) -> SampleCounts:
+    """Returns the number of samples that training and evaluation need of each split. All evaluations read the same
+    samples, unless they are `fresh` (None: as --eval-fresh-samples says).
 
     `state` is that of the checkpoint from which the run continues. Its steps and evaluations may have taken more
     samples than they would with this run's flags. What is left of the run needs samples after those.
@@ -378,6 +389,8 @@ def sample_counts(config: PretrainConfig, state: TrainState | None = None) -> Sa
         left = max(0, iterations - state.iteration)
         train = max(train, batches.samples_of(left, state.consumed_train_samples))
     each = evaluation.eval_iters * evaluation.global_batch_size(training)
+    if not (evaluation.eval_fresh_samples if fresh is None else fresh):
+        return SampleCounts(train, each, each)
     valid = rounds * each
     if state.consumed_valid_samples:
         done = 0 if evaluation.skip_train or not interval else state.iteration // interval

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron.conversion.megatron_lm.importing import ImportedRun, find_folder, import_run
 from megatron.core.exceptions import UserError
+from megatron.training.config.command_line import read_command_line
 from pretrain_gpt import build_model
 
 DATA = "--split 1,0,0 --eval-iters 0 --num-workers 0 --log-interval 100 --data-path"
@@ -123,7 +124,8 @@ def with_arguments(root: Path, change: Any = None) -> Path:
 def test_flags_counts_and_schedule_come_from_the_checkpoint(tmp_path: Path) -> None:
     source = with_arguments(tmp_path / "theirs")
     done = import_run(source, tmp_path / "ours", build_model, log=lambda text: None)
-    assert done.flags == (tmp_path / "ours" / "flags.txt").read_text().split()
+    written = read_command_line(["--config", str(tmp_path / "ours" / "flags.yaml")])
+    assert not written.problems and written.values | {"config_file": None} == read_command_line(done.flags).values
     assert "--seed 77" in " ".join(done.flags) and "--tensor-model-parallel-size" not in done.flags
     common = json.loads((done.saved.folder / "manifest.json").read_text())["common"]
     assert common["train_state"] == {

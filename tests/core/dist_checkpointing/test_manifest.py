@@ -13,6 +13,7 @@ from megatron.core.dist_checkpointing.manifest import (
     RankIndex,
     StoredChunk,
     read_index,
+    read_manifest,
 )
 from megatron.core.parameters import Box
 
@@ -49,6 +50,19 @@ def test_every_byte_of_a_manifest_counts() -> None:
         damaged[position] ^= 1
         with pytest.raises(BrokenCheckpoint):
             Manifest.from_bytes(bytes(damaged), Path("m"))
+
+
+def test_a_folder_named_after_another_iteration_is_refused(tmp_path: Path) -> None:
+    content = Manifest(4, {}, {}, {}, {}).to_bytes()
+    for name, fits in {"iter_0000004": True, "anything": True, "release": True, "iter_0000008": False}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "manifest.json").write_bytes(content)
+        if fits:
+            assert read_manifest(tmp_path / name).iteration == 4
+        else:
+            said = "the checkpoint of iteration 4, but its folder is iter_0000008; rename the folder to iter_0000004"
+            with pytest.raises(BrokenCheckpoint, match=said):
+                read_manifest(tmp_path / name)
 
 
 @pytest.mark.parametrize("name", ["../rank_00000.json", "/etc/passwd", "a/b", "..", ""])

@@ -233,6 +233,20 @@ def test_leftovers_of_killed_saves_are_removed_and_told(tmp_path):
     assert len(saved.notes) == 1 and "iter_0000010.tmp-00ff" in saved.notes[0]
 
 
+class _WithASecondWriter(Disk):
+    """Another run cleans the folder up before the manifest is written."""
+
+    def write_file(self, path, content, *args, **options):
+        super().write_file(path, content, *args, **options)
+        if path.name == "rank_00000.json":
+            path.unlink()
+
+
+def test_a_file_that_vanishes_makes_a_second_writer_suspect(tmp_path):
+    with pytest.raises(UserError, match="rank 0 wrote it, and rank 0 does not see it: a second run that writes into"):
+        save_step(tmp_path, 10, disk=_WithASecondWriter())
+
+
 def test_memory_beyond_the_tensors_is_bounded(tmp_path):
     """Saving and loading 256 MB must not take a copy of it."""
     count = 1 << 26

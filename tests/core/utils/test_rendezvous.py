@@ -40,6 +40,7 @@ TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_
         ({**TORCHRUN, "RANK": "2"}, "RANK 2 .*: with WORLD_SIZE 2 ranks are 0 to 1"),
         ({**TORCHRUN, "RANK": "first"}, "RANK 'first' .*: expected a number"),
         ({**TORCHRUN, "MASTER_PORT": "http"}, "MASTER_PORT 'http' .*: expected a number"),
+        ({**TORCHRUN, "MASTER_PORT": "99999"}, "MASTER_PORT 99999 .*: ports are 1 to 65535"),
     ],
 )
 def test_variables_that_describe_no_world_are_named(

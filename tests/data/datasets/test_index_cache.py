@@ -88,6 +88,21 @@ def test_another_description_is_another_entry(tmp_path):
     assert IndexCache(tmp_path, "X", "one").load(NAMES) is not None
 
 
+def test_any_flipped_bit_of_a_header_builds_the_entry_again(tmp_path):
+    """numpy reads the header as Python. Some flips change type or order of bytes and leave all bytes as they are."""
+    cache = IndexCache(tmp_path, "X", "description")
+    small = {"a": np.arange(5, dtype=np.int64)}
+    cache.save(small)
+    (path,) = tmp_path.glob("*-a.npy")
+    content = path.read_bytes()
+    for bit in range(8 * (len(content) - 40)):
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        found = cache.load(["a"])
+        assert found is None or (found["a"].dtype == np.int64 and found["a"].tolist() == [0, 1, 2, 3, 4]), bit
+
+
 def test_without_a_folder_nothing_is_kept():
     built = IndexCache(None, "X", "one").load_or_build(NAMES, valid, arrays)
     assert np.array_equal(built["a"], np.arange(300_000))
@@ -95,7 +110,10 @@ def test_without_a_folder_nothing_is_kept():
 
 @pytest.mark.parametrize(
     "damage",
-    ["short", "empty", "object", "shape", "huge", "zeros", "a bit", "cut description", "no array", "no description"],
+    [
+        *("short", "empty", "object", "shape", "huge", "zeros", "a bit", "cut description", "no array"),
+        *("no description", "a pipe", "a description of another kind"),
+    ],
 )
 def test_damaged_entries_are_built_again(tmp_path, damage, caplog):
     cache = IndexCache(tmp_path, "X", f"description {damage}")
@@ -120,6 +138,12 @@ def test_damaged_entries_are_built_again(tmp_path, damage, caplog):
     elif damage == "zeros":
         small = next(tmp_path.glob("*-b.npy"))
         small.write_bytes(small.read_bytes()[:-28] + bytes(28))
+    elif damage == "a pipe":
+        path.unlink()
+        os.mkfifo(path)
+    elif damage == "a description of another kind":
+        text = next(tmp_path.glob("*-description.txt"))
+        text.write_text(text.read_text().rpartition("\n")[0] + "\n[]")
     elif damage == "cut description":
         text = next(tmp_path.glob("*-description.txt"))
         text.write_text(text.read_text()[:-3])

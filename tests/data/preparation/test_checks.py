@@ -116,7 +116,8 @@ def test_without_a_manifest_every_id_is_looked_at(prefix):
 def test_a_run_reads_large_files_in_part(prefix, monkeypatch):
     """A run must start within seconds, however much data it has."""
     Path(f"{prefix}.bin").write_bytes(Path(f"{prefix}.bin").read_bytes()[::-1])
-    assert check_data(prefix, TOKENIZER, 100, print, most_bytes=11)  # only sizes are compared
+    with pytest.raises(UserError, match="but the model has ids 0 to 99"):  # its size is that of the manifest
+        check_data(prefix, TOKENIZER, 100, print, most_bytes=11)
     Path(f"{prefix}.manifest.json").unlink()
     monkeypatch.setattr(checks, "_SCANNED_IDS", 2)
     write_data(prefix, [*range(18), 500, 19, 20, 900], [22], [0, 1])
@@ -159,3 +160,27 @@ def test_files_that_are_missing(prefix):
         check_token_ids(prefix, 100)
     with pytest.raises(UserError, match=r"none.idx: no such index file"):
         check_token_ids(prefix.replace("x_text_document", "none"), 100)
+
+
+def test_empty_space_is_not_data(tmp_path, monkeypatch):
+    """Such files remain if a copy is interrupted after the file got its size."""
+    prefix, warnings = str(tmp_path / "x"), []
+    write_data(prefix, [0] * 5000, [5000], [0, 1])
+    with pytest.raises(UserError, match=r"x\.bin: all ids that were read are 0, as after a copy that was interrupted"):
+        check_token_ids(prefix, 100)
+    write_data(prefix, [0] * 4000, [4000], [0, 1])
+    check_token_ids(prefix, 100)  # a few zeros may be a test
+    monkeypatch.setattr(checks, "_SCANNED_IDS", 5000)
+    write_data(prefix, [1] * 5000 + [0] * 5000, [10000], [0, 1])
+    check_token_ids(prefix, 100, warn=warnings.append)
+    assert len(warnings) == 1 and "x.bin: 1 of 2 parts of the file that were read" in warnings[0]
+
+
+def test_empty_space_in_place_of_a_large_file_with_a_manifest(prefix):
+    size = Path(f"{prefix}.bin").stat().st_size
+    monkeypatched = pytest.MonkeyPatch()
+    with monkeypatched.context() as patch:
+        patch.setattr(checks, "_FEWEST_ZEROS", 1)
+        Path(f"{prefix}.bin").write_bytes(bytes(size))
+        with pytest.raises(UserError, match="all ids that were read are 0"):
+            check_data(prefix, TOKENIZER, 100, print, most_bytes=size - 1)

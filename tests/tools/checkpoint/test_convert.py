@@ -50,7 +50,7 @@ def test_a_run_with_the_printed_flags_starts_from_the_imported_weights(
 ) -> None:
     theirs = save_model(make_model("qwen 3", torch.float32), tmp_path / "theirs")
     assert main(["import", "--hf-dir", str(theirs), "--save", str(tmp_path / "ours")]) == 0
-    flags = (tmp_path / "ours" / "flags.txt").read_text().strip()
+    flags = f"--config {tmp_path / 'ours' / 'flags.yaml'}"
     assert flags in capsys.readouterr().out
     rest = "--seq-length 16 --micro-batch-size 1 --global-batch-size 4 --num-workers 0 --mock-data --eval-iters 0"
     end = f"--lr 0 --train-iters 1 --save {tmp_path / 'run'} --no-save-optim"

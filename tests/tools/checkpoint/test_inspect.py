@@ -18,7 +18,7 @@ SCRIPT = Path(__file__).resolve().parents[3] / "tools" / "checkpoint" / "inspect
 def root(tmp_path):
     chunks = [make_chunk("w", (3, 4)), make_chunk(optimizer_state_name("exp_avg", "w"), (3, 4))]
     for step in (10, 20):
-        common = {"train_state": {"iteration": step}}
+        common = {"train_state": {"iteration": step}, "scheduler": {}, "optimizer": None}
         save(tmp_path, chunks, step=step, common=common, config={"command_line": ["--lr", "0.1"]}, layout={"tp": 1})
     return tmp_path
 

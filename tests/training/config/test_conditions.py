@@ -88,7 +88,7 @@ def test_conditions_are_read_through_those_that_they_name() -> None:
     )
     assert lack("hysteresis", fp16=True, loss_scale=8.0) == "with --loss-scale 8.0"
     assert lack("eval_interval", eval_iters=0) == "with --eval-iters 0" and lack("eval_interval") is None
-    assert lack("mmap_bin_files", mock_data=True) == "with --mock-data"
+    assert lack("mid_level_dataset_surplus", mock_data=True) == "with --mock-data"
     assert lack("nonfinite_action", check_for_nan_in_loss_and_grad=False) == "with --no-check-for-nan-in-loss-and-grad"
     assert lack("cp_comm_type") == "while --context-parallel-size is 1"
     assert lack("adam_beta1", optimizer="muon") is None  # muon's other parameters

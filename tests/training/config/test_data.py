@@ -11,6 +11,7 @@ from megatron.training.config.data import DataConfig
     [
         ({"seq_length": 0}, "--seq-length 0 must be at least 1"),
         ({"num_workers": -1}, "--num-workers -1 must be at least 0"),
+        ({"num_workers": 9999999}, "--num-workers 9999999: each rank would start so many processes; at most 1024"),
         ({"data_path": ["x"]}, "--data-path and --mock-data say in 2 ways where data is; give one"),
         ({"mock_data": False, "data_path": []}, "--data-path: a prefix is missing"),
         (

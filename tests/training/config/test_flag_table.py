@@ -25,6 +25,7 @@ OURS = {
     "--fp64",
     "--keep-last",
     "--max-consecutive-skips",
+    "--eval-fresh-samples",
     "--metrics-path",
     "--nonfinite-action",
     "--nonfinite-dump-dir",
@@ -291,3 +292,28 @@ def test_enum_choices_go_by_name() -> None:
     assert value_text(flag.parse("unfused")) == "unfused"
     with pytest.raises(ValueError, match="choose from flash, fused"):
         flag.parse("3")
+
+
+OUT_OF_CHECKPOINTS = {
+    "hybrid_layer_pattern mtp_hybrid_override_pattern heterogeneous_layers_config_encoded_json": "the model's layers",
+    "vocab_file merge_file tokenizer_model tokenizer_special_tokens chat_template": "files of a tokenizer, as data",
+    "data_path train_data_path valid_data_path test_data_path split data_args_path per_split_data_args_path "
+    "data_stages validation_set_names": "data, to compute a run again",
+    "fim_split_sample fim_no_prefix fim_prefix_token fim_middle_token fim_suffix_token fim_eod_token": "tokens",
+    "step_batch_size_schedule": "numbers",
+    "pipeline_model_parallel_layout cp_comm_type recompute_modules offload_modules cuda_graph_scope "
+    "cuda_graph_modules": "names of parts",
+}
+"""Free text that may come from a checkpoint, and what it is. No code, module, command, config file or path to write."""
+ACTING = {"use_checkpoint_args", "print_config", "dry_run"}
+"""Other flags that may not."""
+
+
+def test_what_may_come_from_a_checkpoint():
+    """A new flag with free text may not, unless its field says so; then it needs a reason here."""
+    table = flag_table().values()
+    free = {name for names in OUT_OF_CHECKPOINTS for name in names.split()}
+    assert {flag.field for flag in table if flag.is_free_text and flag.from_checkpoint} == free
+    assert {flag.field for flag in table if not flag.is_free_text and not flag.from_checkpoint} == ACTING
+    never = ("spec", "config_file", "save", "load", "load_hf", "tensorboard_dir", "metrics_path", "data_cache_path")
+    assert not any(flag_table()[field].from_checkpoint for field in never)

@@ -21,7 +21,7 @@ def test_an_entry_has_placeholder_help_and_default() -> None:
         "--lr-wsd-decay-style {exponential,linear,cosine,minus_sqrt} With WSD"
     )
     assert entry("--rampup-batch-size").startswith("--rampup-batch-size N N N Start with a smaller")
-    assert entry("--no-mmap-bin-files").startswith("--no-mmap-bin-files Read from data files instead of")
+    assert entry("--no-bias-gelu-fusion").startswith("--no-bias-gelu-fusion Use exact GELU where linear layers have")
 
 
 def test_flags_without_effect_and_unsupported_flags_are_listed_by_name() -> None:

@@ -240,7 +240,7 @@ def test_types_in_which_gradients_are_accumulated() -> None:
     (problem,) = problems_of("--bf16 --main-grads-dtype bf16")
     assert "needs --use-precision-aware-optimizer" in problem
     (problem,) = problems_of("--use-precision-aware-optimizer --main-grads-dtype bf16")
-    assert problem == "--main-grads-dtype bfloat16 is for a model in bfloat16; add --bf16 or leave it out"
+    assert problem == "--main-grads-dtype bf16 is for a model in bfloat16; add --bf16 or leave it out"
     (problem,) = problems_of(f"{fsdp} bf16 --accumulate-allreduce-grads-in-fp32", ranks=2)
     assert "contradict each other" in problem
     half = configured(f"{fsdp} fp32 --megatron-fsdp-main-params-dtype fp16", ranks=2).optimizer

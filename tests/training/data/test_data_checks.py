@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -74,3 +75,19 @@ def test_a_dry_run_compares_manifests_and_reads_no_tokens(tmp_path: Path) -> Non
         train(f"{flags} 40", providers, base="")
     with pytest.raises(UserError, match="made with the NullTokenizer of 41 ids, but the model has 31"):
         dry_run(configure(f"{flags} 30".split()), providers)
+
+
+@pytest.mark.parametrize("flag", ["--data-args-path", "--per-split-data-args-path", "--data-stages", "--data-path"])
+def test_a_pipe_in_place_of_a_file_is_named(tmp_path: Path, flag: str) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for kind in ("idx", "bin"):
+        os.mkfifo(tmp_path / f"pipe.{kind}")
+    with pytest.raises(UserError, match=r"pipe(\.idx)?: it is a (FIFO|pipe), not a file"):
+        train(f"{flag} {tmp_path / 'pipe'} --train-iters 1", base=TINY.replace("--split 80,10,10", ""))
+
+
+def test_a_data_file_that_becomes_shorter_is_named(tmp_path: Path) -> None:
+    """Without workers, too: a memory map would end the process by a bus error."""
+    prefix = write_documents(tmp_path / "a")
+    with pytest.raises(UserError, match=r"sample \d+: .*/a\.bin: was shortened while it was read"):
+        train(f"--data-path {prefix} --train-iters 2", before=lambda run: os.truncate(f"{prefix}.bin", 100))

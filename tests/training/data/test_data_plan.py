@@ -18,8 +18,8 @@ def test_each_data_set_of_each_split_has_a_line(tmp_path: Path, capsys: pytest.C
     assert [line.partition(",")[0] for line in lines] == [
         f"training data: 2 samples of {first}",
         f"training data: 6 samples of {second}",
-        f"validation data: 4 samples of {first}",
-        f"validation data: 8 samples of {second}",
+        f"validation data: 1 samples of {first}",
+        f"validation data: 3 samples of {second}",
         f"test data: 1 samples of {first}",
         f"test data: 3 samples of {second}",
     ]

@@ -5,13 +5,14 @@ from pathlib import Path
 import fsspec
 import pytest
 from support.command_lines import problems_of, without
-from support.runs import train, write_documents
+from support.runs import TINY, train, write_documents
 
 from megatron.core.exceptions import UserError
 from megatron.training.arguments import configure
 from megatron.training.config.settings import LaunchEnvironment
 
 NO_DATA = without("--mock-data")
+BASE = TINY.replace("--split 80,10,10 ", "")
 
 
 @pytest.fixture
@@ -71,3 +72,22 @@ def test_flags_that_must_fit(prefix: str, tmp_path: Path) -> None:
         assert "--data-path" not in str(caught.value)
     found = problems_of("--data-path memory://runs/corpus --data-cache-path x --sft", base=NO_DATA)
     assert any("--sft reads local .jsonl files; copy them" in problem for problem in found)
+
+
+def test_keys_in_urls_are_shown_nowhere(prefix: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Neither in output, errors, metrics, index caches nor checkpoints."""
+    store, run = fsspec.filesystem("memory"), tmp_path / "run"
+    for name in "ab":
+        for suffix in ("idx", "bin"):
+            content = store.cat_file(f"/runs/corpus.{suffix}")
+            store.pipe_file(f"/key:SECRET@runs/{name}.{suffix}", content)
+    data = "--data-path 1 memory://key:SECRET@runs/a 1 memory://key:SECRET@runs/b"
+    flags = f"{data} --data-cache-path {tmp_path / 'cache'} --save {run} --load {run} --save-interval 2 --eval-iters 0"
+    train(f"{flags} --train-iters 2 --print-config --log-interval 1 --split 1", base=BASE)
+    train(f"{flags} --train-iters 3 --override-opt-param-scheduler --split 100,1,0", base=BASE)
+    with pytest.raises(UserError) as caught:
+        train(f"{flags.replace('runs/a', 'runs/none')} --train-iters 4 --split 1", base=BASE)
+    shown = capfd.readouterr()
+    assert "memory://***@runs/a" in shown.out and "SECRET" not in shown.out + shown.err + str(caught.value)
+    files = [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".safetensors"]
+    assert [path for path in files if b"SECRET" in path.read_bytes()] == []

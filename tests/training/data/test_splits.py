@@ -44,9 +44,11 @@ def next_of(data: Any) -> list[int]:
 
 
 def test_splits_continue_at_the_counts_of_the_run() -> None:
-    splits = build("", Numbers(), Numbers(), Numbers(), iteration=3, consumed_train_samples=6, consumed_valid_samples=4)
-    assert [next_of(data) for data in (splits.train, splits.valid, splits.test)] == [[6, 7], [4, 5], [0, 1]]
-    splits.close()
+    counts = {"iteration": 3, "consumed_train_samples": 6, "consumed_valid_samples": 4}
+    for flags, valid in (("", [0, 1]), ("--eval-fresh-samples", [4, 5])):
+        splits = build(flags, Numbers(), Numbers(), Numbers(), **counts)
+        assert [next_of(data) for data in (splits.train, splits.valid, splits.test)] == [[6, 7], valid, [0, 1]]
+        splits.close()
 
 
 def test_a_split_without_data_or_use_is_none() -> None:
@@ -123,13 +125,18 @@ def test_the_whole_validation_set_is_read_anew_each_time() -> None:
     assert build("", Numbers(), Numbers(), Numbers()).valid_sets == ()
 
 
-def test_each_validation_set_continues_or_is_read_whole() -> None:
+@pytest.mark.parametrize(("fresh", "first", "second"), [("", [0, 1], [0, 1]), ("--eval-fresh-samples", [4, 5], [6, 7])])
+def test_each_validation_set_is_read_again_or_continues_or_is_read_whole(
+    fresh: str, first: list[int], second: list[int]
+) -> None:
     flags = "--multiple-validation-sets --valid-data-path a b c"
     sets = [Numbers(10), None, Numbers(20)]
-    splits = build(flags, Numbers(), sets, Numbers(), base=WITH_DATA, consumed_valid_samples=4)
+    splits = build(f"{flags} {fresh}", Numbers(), sets, Numbers(), base=WITH_DATA, consumed_valid_samples=4)
     assert [(one.name, one.num_samples) for one in splits.valid_sets] == [("0", None), ("2", None)]
-    assert [next_of(one.open()) for one in splits.valid_sets] == [[4, 5], [4, 5]]
-    assert [next_of(one.open()) for one in splits.valid_sets] == [[6, 7], [6, 7]]
+    for expected in (first, second):
+        for one in splits.valid_sets:
+            one.open().restart()
+            assert next_of(one.open()) == expected
     splits.close()
     named = f"{flags} --full-validation --validation-set-names wiki code law"
     splits = build(named, Numbers(), sets, Numbers(), base=WITH_DATA, consumed_valid_samples=4)

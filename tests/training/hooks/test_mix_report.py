@@ -7,6 +7,7 @@ import pytest
 from support.runs import train, write_documents
 
 from megatron.core.exceptions import UserError
+from megatron.training.trainer import Trainer
 
 
 @pytest.fixture
@@ -34,6 +35,46 @@ def test_the_mix_is_in_the_log_and_runs_resume(
     train(f"{flags} {save} --train-iters 5 --exit-interval 3")
     rest = train(f"{flags} {save} --train-iters 5")
     assert rest.losses == whole.losses[3:]
+
+
+def shares_of(run: Path) -> list[dict[str, float]]:
+    """The mix at each log line in the metrics of a run."""
+    kind = "share of samples on source "
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    found = [{key.removeprefix(kind): line[key] for key in line if key.startswith(kind)} for line in lines]
+    return [shares for shares in found if shares]
+
+
+def test_weights_that_change_at_a_resume_count_from_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b, c = (write_documents(tmp_path / name, documents=100, seed=seed) for seed, name in enumerate("abc"))
+    run = tmp_path / "run"
+    flags = f"--split 1 --log-interval 1 --save {run} --load {run} --override-opt-param-scheduler"
+    train(f"{flags} --data-path 50 {a} 50 {b} --train-iters 2")
+    train(f"{flags} --data-path 100 {b} --train-iters 4")
+    assert shares_of(run)[-1] == {"a": 0.25, "b": 0.75}
+    assert "; to change weights in the course of a run" in capsys.readouterr().out
+    train(f"{flags} --data-path 50 {b} 50 {c} --train-iters 8")
+    assert shares_of(run)[-1] == {"a": 4 / 32, "b": 20 / 32, "c": 8 / 32}
+    assert "data: of the run: a 12.50%, b 62.50%, c 25.00%" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("weights", "shares"), [((50, 50), (0.5, 0.5)), ((25, 75), (0.25, 0.75))])
+def test_a_checkpoint_without_counts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], weights: tuple[int, int], shares: tuple[float, float]
+) -> None:
+    """The counts are computed if the weights are those of the checkpoint; otherwise a sentence says what is missing."""
+    a, b = (write_documents(tmp_path / name, documents=100, seed=seed) for seed, name in enumerate("ab"))
+    run = tmp_path / "run"
+    flags = f"--split 1 --log-interval 1 --save {run} --load {run} --override-opt-param-scheduler"
+
+    def forget(trainer: Trainer) -> None:
+        trainer.checkpoints.mix = None
+
+    train(f"{flags} --data-path 50 {a} 50 {b} --train-iters 4 --exit-interval 2", before=forget)
+    train(f"{flags} --data-path {weights[0]} {a} {weights[1]} {b} --train-iters 4")
+    assert tuple(shares_of(run)[-1].values()) == shares
+    left_out = "leaves out 8 of the 8 samples before this run: the checkpoint does not say"
+    assert (left_out in capsys.readouterr().out) == (weights != (50, 50))
 
 
 def test_what_does_not_go_together(stages: Path) -> None:

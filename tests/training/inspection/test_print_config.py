@@ -13,6 +13,7 @@ def test_every_flag_and_every_derived_value_has_a_line() -> None:
     assert rows["num_layers"][1:] == ["2", "flag"]
     assert rows["weight_decay"][1:] == ["0.01", "default"]
     assert rows["ffn_hidden_size"][1:] == ["128", "derived"]
+    assert rows["exp_avg_dtype"][1:] == ["fp32", "default"]  # the word that the flag takes
     assert rows["metrics_path"][1:] == ["x/metrics.jsonl", "derived"]
     assert rows["params_dtype"][1:] == ["bfloat16", "derived"] and rows["activation_func"][1:] == ["silu", "derived"]
     offered = {field for field, flag in flag_table().items() if flag.group != "multi-latent attention"}

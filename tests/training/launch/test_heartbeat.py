@@ -265,3 +265,35 @@ def test_an_error_is_a_consequence_only_if_another_rank_has_failed() -> None:
         assert heartbeat.is_consequence() == consequence
     heartbeat.cause, heartbeat._kind = None, None
     heartbeat.finish()
+
+
+def test_each_step_is_told_when_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A killed rank has no last word: the others know the step in which it was."""
+    monkeypatch.setattr(heartbeat, "_RANKS_PER_SECOND", 1e9)
+    progress = Progress()
+    beats = Heartbeat(dist.HashStore(), 0, 1, "127.0.0.1", progress, Limits(silence=300.0, unreachable=600.0))
+    assert beats._server is not None
+    beats._server.interval = beats.interval = 1000.0  # no sign of life but those of the steps
+    try:
+        for iteration in (5, 6, 7):
+            progress.reach(iteration)
+            end = time.monotonic() + 60
+            while not (known := beats._server.watch.ranks.get(0)) or known.iteration != iteration:
+                assert time.monotonic() < end, "the step was not told"
+                time.sleep(0.01)
+    finally:
+        beats.close()
+
+
+def test_short_steps_are_not_all_told() -> None:
+    """The first rank could not read them all."""
+    progress, told = Progress(), list[Any]()
+    beats = alone()
+    try:
+        progress.call_on(phase=lambda: None, step=beats._step_began)
+        with mock.patch.object(beats, "size", 10**9), mock.patch.object(beats, "_send", told.append):
+            beats._step_sent = time.monotonic()
+            progress.reach(1)
+            assert told == []
+    finally:
+        beats.close()

@@ -81,6 +81,16 @@ def test_lines_beyond_the_checkpoint_are_superseded(tmp_path, capsys):
     assert len(lines(log.superseded.path)) == 24
 
 
+def test_evaluations_that_are_done_again_are_superseded(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    kinds = ({"split": "validation"}, {"event": "save"}, {"split": "test"}, {"event": "exit"})
+    path.write_text("".join(json.dumps({"iteration": number, **kind}) + "\n" for number in (1, 2) for kind in kinds))
+    found = supersede(path, 2, evaluates_again=True)
+    assert [line.get("event", line.get("split")) for line in lines(path)[4:]] == ["save", "exit"]
+    assert (found.lines, [line["split"] for line in lines(found.path)]) == (2, ["validation", "test"])
+    assert supersede(path, 2, evaluates_again=True).lines == 0
+
+
 @pytest.mark.parametrize("keep", [1, 5, 30])
 def test_a_line_torn_by_a_kill_is_cut(tmp_path, keep, capsys):
     path = tmp_path / "metrics.jsonl"

@@ -4,7 +4,7 @@ import errno
 import os
 import subprocess
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from support.programs import python
@@ -12,6 +12,7 @@ from support.programs import python
 from megatron.core.exceptions import UserError
 from megatron.training.logging.records import Speed, StepRecord, ValidationRecord
 from megatron.training.logging.tensorboard import ScalarLog, TagChoices, tensorboard_log, wandb_log
+from megatron.training.state import TrainState
 
 
 def record(log):
@@ -88,6 +89,47 @@ def test_event_files_can_be_read(tmp_path):
     ]
 
 
+def points_of(folder, tag):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = accumulator.EventAccumulator(str(folder))
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars(tag)]
+
+
+def test_steps_beyond_the_checkpoint_are_moved_aside(tmp_path, capsys):
+    """A run that has died after iteration 4 goes on from iteration 2; a script's own steps are of another unit."""
+    pytest.importorskip("tensorboard")
+    first = tensorboard_log(tmp_path, TagChoices())
+    first.tensorboard.add_scalar("tokens of mine", 1.0, 10**9)
+    record(first)
+    again = tensorboard_log(tmp_path, TagChoices(), state=TrainState(iteration=2, consumed_train_samples=8))
+    assert "points beyond iteration 2: moved to " in capsys.readouterr().out
+    for number in (3, 4):
+        again.steps([StepRecord(number, {"lm loss": 0.0}, consumed_samples=4 * number)], Speed(0.5, 100.0, None, None))
+    again.close()
+    assert points_of(tmp_path, "lm loss") == [(1, 1.0), (2, 2.0), (3, 0.0), (4, 0.0)]
+    assert points_of(tmp_path, "lm loss vs samples") == [(4, 1.0), (8, 2.0), (12, 0.0), (16, 0.0)]
+    assert points_of(tmp_path, "tokens of mine") == [(10**9, 1.0)]
+    tensorboard_log(tmp_path, TagChoices()).close()  # a run from the start
+    assert not any(path.stat().st_size > 200 for path in tmp_path.glob("*tfevents*"))
+
+
+def test_a_run_that_goes_back_or_evaluates_again_has_each_step_once(tmp_path):
+    pytest.importorskip("tensorboard")
+    state = TrainState()
+    log = tensorboard_log(tmp_path, TagChoices(), state=state)
+    record(log)
+    state.iteration, state.consumed_train_samples = 3, 12
+    log.went_back(3)
+    record(log)
+    assert [step for step, _ in points_of(tmp_path, "lm loss")] == [1, 2, 3, 1, 2, 3, 4]
+    state.iteration, state.consumed_train_samples = 4, 16
+    tensorboard_log(tmp_path, TagChoices(), state=state, evaluates_again=True).close()
+    assert [step for step, _ in points_of(tmp_path, "lm loss")] == [1, 2, 3, 1, 2, 3, 4]
+    with pytest.raises(KeyError):
+        points_of(tmp_path, "lm loss validation")
+
+
 def test_a_full_disk_drops_points_but_not_the_run(tmp_path, monkeypatch, capsys):
     calls = []
 
@@ -119,6 +161,38 @@ def test_a_folder_of_wandb_that_cannot_be_made(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "wandb", ModuleType("wandb"))
     with pytest.raises(UserError, match=r"--wandb-save-dir .*/file/runs cannot be written: Not a directory"):
         wandb_log("mine", TagChoices(), name="run", save_dir=str(tmp_path / "file/runs"))
+
+
+def test_a_resumed_run_continues_its_run_of_wandb(monkeypatch, tmp_path):
+    """A new run, and one that is branched into another folder, gets an id of its own."""
+    asked = []
+
+    class FakeWandb:
+        Error = RuntimeError
+
+        @staticmethod
+        def init(*, project, name, entity, dir, config, **identity):
+            asked.append(identity)
+            return SimpleNamespace(id=identity.get("id", f"new{len(asked)}"), finish=lambda: None)
+
+    monkeypatch.setitem(sys.modules, "wandb", FakeWandb)
+    monkeypatch.delenv("WANDB_RUN_ID", raising=False)
+    for folder, resumed in (
+        ("a", False),
+        ("a", True),
+        ("a", True),
+        ("b", True),
+        ("b", True),
+        ("a", False),
+        ("a", True),
+    ):
+        wandb_log("mine", TagChoices(), name="run", id_file=tmp_path / folder / "id", resumed=resumed)
+    continued = [identity.get("id") for identity in asked]
+    assert continued == [None, "new1", "new1", None, "new4", None, "new6"]
+    assert asked[1] == {"id": "new1", "resume": "allow"}
+    monkeypatch.setenv("WANDB_RUN_ID", "given")
+    wandb_log("mine", TagChoices(), name="run", id_file=tmp_path / "a/id", resumed=True)
+    assert asked[-1] == {}
 
 
 def test_wandb_gets_growing_steps(monkeypatch):

@@ -1,18 +1,21 @@
 """The notes that a run prints before it starts."""
 
 import importlib.util
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.command_lines import configured, without
 from support.processes import run_on_ranks
-from support.runs import TINY, train
+from support.runs import TINY, train, write_documents
 
 from megatron.core.exceptions import UserError
 from megatron.data.preparation.config import available_cores
 from megatron.training.arguments import configure
 from megatron.training.config.settings import LaunchEnvironment
 from megatron.training.data.splits import ValidationSet
+from megatron.training.setup import notes as setup_notes
 from megatron.training.setup.notes import holding_notes, run_notes, unused_package_notes
 from megatron.training.trainer import Trainer
 
@@ -115,3 +118,11 @@ def test_a_whole_validation_set_is_said() -> None:
     )
     with pytest.raises(UserError, match="the validation set is empty"):
         notes("--eval-interval 2", whole=0)
+
+
+def test_more_data_files_than_a_process_keeps_open(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(setup_notes, "most_open_files", lambda: 1)
+    both = " ".join(write_documents(tmp_path / name) for name in "ab")
+    (note,) = setup_notes._open_file_notes(configured(f"--data-path {both}", base=without("--mock-data")))
+    assert note.startswith("the data has 2 .bin files, of which a process keeps 1 open (half of ulimit -n)")
+    assert list(setup_notes._open_file_notes(configured(""))) == []

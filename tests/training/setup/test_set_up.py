@@ -28,8 +28,11 @@ def config_of(flags: str, ranks: int = 1) -> PretrainConfig:
     ("flags", "counts"),
     [
         ("--train-iters 10", (40, 4, 4)),  # one evaluation, at the end
-        ("--train-iters 10 --eval-interval 4", (40, 12, 4)),  # after 4, 8 and 10
-        ("--train-iters 10 --eval-interval 4 --eval-iters 3", (40, 36, 12)),
+        ("--train-iters 10 --eval-interval 4", (40, 4, 4)),
+        ("--train-iters 10 --eval-interval 4 --rampup-batch-size 2 1 20", (40 - 14, 4, 4)),
+        ("--train-iters 10 --eval-interval 4 --eval-fresh-samples", (40, 12, 4)),  # after 4, 8 and 10
+        ("--train-iters 10 --eval-interval 4 --eval-iters 3", (40, 12, 12)),
+        ("--train-iters 10 --eval-interval 4 --eval-iters 3 --eval-fresh-samples", (40, 36, 12)),
         ("--train-samples 40", (40, 4, 4)),
         ("--train-iters 10 --eval-interval 4 --skip-train", (40, 4, 4)),
     ],
@@ -52,7 +55,8 @@ def test_samples_that_a_run_needs(flags: str, counts: tuple[int, int, int]) -> N
 def test_a_resumed_run_needs_validation_samples_after_those_that_are_taken(flags: str, valid: int) -> None:
     """The checkpoint of a run with an evaluation of 4 samples after each of 6 iterations."""
     state = TrainState(iteration=6, consumed_valid_samples=24)
-    assert sample_counts(config_of(flags), state).valid == valid
+    assert sample_counts(config_of(flags), state).valid == 4
+    assert sample_counts(config_of(f"{flags} --eval-fresh-samples"), state).valid == valid
 
 
 @pytest.mark.parametrize(
@@ -82,10 +86,10 @@ def test_a_blend_lasts_for_a_run_that_goes_on_with_smaller_batches(tmp_path: Pat
 def test_a_blend_of_validation_data_lasts_for_a_run_with_fewer_evaluations(tmp_path: Path) -> None:
     """A weighted blend has only the samples that are asked for. The first run has taken more than the others need."""
     first, second = (write_documents(tmp_path / name, seed=seed) for seed, name in enumerate("ab"))
-    flags = f"--train-iters 8 --eval-iters 1 --data-path 1 {first} 2 {second} --split 80,10,10"
+    flags = f"--train-iters 8 --eval-iters 1 --data-path 1 {first} 2 {second} --split 80,10,10 --eval-fresh-samples"
     train(f"{flags} --eval-interval 1 --exit-interval 6 --save {tmp_path / 'run'}")
     resumed = f"{flags} --load {tmp_path / 'run'}"
-    assert len(train(f"{resumed} --eval-interval 8").validations) == 3  # after 8, and of both sets at the end
+    assert len(train(f"{resumed} --eval-interval 8").validations) == 2  # of both sets, once
     assert len(train(f"{resumed} --eval-interval 8 --skip-train").validations) == 2
 
 

@@ -9,6 +9,7 @@ from megatron.core.declarations.config_fields import flag, not_yet, pattern_prob
 from megatron.core.declarations.flag_grammars import layer_pattern, window
 from megatron.core.groups.rank_grid import divisors
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.layer_patterns import has_heads
 
 
 @dataclass(kw_only=True)
@@ -114,7 +115,9 @@ class AttentionConfig:
     """Use multi-head latent attention: keys and values are computed from a low-rank latent. A part of each head has
     rotary positions under every --position-embedding-type."""
 
-    cp_comm_type: str | list[str] | None = flag(None, only_with="context_parallel_size", nargs="+")
+    cp_comm_type: str | list[str] | None = flag(
+        None, only_with="context_parallel_size", nargs="+", from_checkpoint=True
+    )
     """With --context-parallel-size: how ranks exchange keys and values: p2p, a2a, all_gather or a2a+p2p; one for all
     layers or one per layer."""
 
@@ -138,7 +141,7 @@ def validate(config: Any) -> Iterator[str]:
             "{attention_backend}: cuDNN sums gradients in an order that varies, so {deterministic_mode:name} forbids "
             "it; {attention_backend:name} auto works"
         )
-    if (config.hidden_size or 0) >= 1 and (config.num_attention_heads or 0) >= 1:
+    if (config.hidden_size or 0) >= 1 and (config.num_attention_heads or 0) >= 1 and has_heads(config):
         yield from _head_problems(config)
     yield from _query_key_problems(config)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from megatron.core.declarations.config_fields import literal_text
+from megatron.core.declarations.config_fields import flag, literal_text
 from megatron.core.exceptions import UserError
 
 HETEROGENEOUS = ("heterogeneous_layers_config_encoded_json", "heterogeneous_layers_config_path")
@@ -29,7 +29,7 @@ class HeterogeneousConfig:
     """JSON file whose block_configs describe each layer, in the format of config.json of NVIDIA's Nemotron-NAS models:
     key and value heads, width of the MLP, and parts that are left out or replaced by one linear layer."""
 
-    heterogeneous_layers_config_encoded_json: str | None = None
+    heterogeneous_layers_config_encoded_json: str | None = flag(None, from_checkpoint=True)
     """The text of such a file. Checkpoints keep it; if it is given, --heterogeneous-layers-config-path is not read."""
 
 

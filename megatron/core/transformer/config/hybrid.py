@@ -23,7 +23,7 @@ _HYBRID = "hybrid_layer_pattern"
 class HybridConfig:
     """The layers of a hybrid model and the sizes of its Mamba-2 layers."""
 
-    hybrid_layer_pattern: str | None = None
+    hybrid_layer_pattern: str | None = flag(None, from_checkpoint=True)
     """Make a hybrid model: one letter for each layer, M (Mamba-2), G (gated delta net), * (attention), D (sparse
     attention), - (MLP) or E (experts). Each layer consists of its norm, this one part and a residual. A | ends a
     pipeline stage. After the layers, each depth of multi-token prediction has a / and its letters: M-M*-/*E/*E predicts

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron.core.declarations.config_fields import flag, not_a_flag, not_yet, too_small
+from megatron.core.transformer.layer_patterns import has_heads
 
 
 @dataclass(kw_only=True)
@@ -115,7 +116,8 @@ def validate(config: Any) -> Iterator[str]:
     yield from too_small(config, ("fp8_amax_history_len",), 1)
     yield from too_small(config, ("fp8_margin", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"), 0)
     groups = config.num_query_groups or config.num_attention_heads
-    if groups is not None and groups < config.tensor_model_parallel_size and not config.multi_latent_attention:
+    shared = groups is not None and groups < config.tensor_model_parallel_size and not config.multi_latent_attention
+    if shared and has_heads(config):
         yield (
             "{fp8} with {num_query_groups:name} "
             f"{groups} and {{tensor_model_parallel_size}}: ranks that share a key and value head are not supported in "

@@ -31,7 +31,7 @@ class MemoryConfig:
     recompute_num_layers: int | None = flag(None, only_with="recompute_granularity=full")
     """With --recompute-granularity full: layers per group (uniform), or recomputed layers of a stage (block)."""
 
-    recompute_modules: list[str] | None = flag(None, only_with="recompute_granularity=selective")
+    recompute_modules: list[str] | None = flag(None, only_with="recompute_granularity=selective", from_checkpoint=True)
     """With --recompute-granularity selective: parts of a layer to recompute, any of core_attn, layernorm, mlp,
     mlp_act (of a layer without experts), mla_up_proj, moe, moe_act, shared_experts. Default: core_attn."""
 
@@ -45,7 +45,7 @@ class MemoryConfig:
     fine_grained_activation_offloading: bool = False
     """Keep the inputs of --offload-modules in host memory from forward to backward. Copies overlap with computation."""
 
-    offload_modules: list[str] | None = flag(default_factory=list, only_with=_FINE, nargs="+")
+    offload_modules: list[str] | None = flag(default_factory=list, only_with=_FINE, nargs="+", from_checkpoint=True)
     """With --fine-grained-activation-offloading: parts of a layer whose inputs are kept in host memory, any of
     attn_norm, qkv_linear, core_attn, attn_proj, mlp_norm, expert_fc1, moe_act."""
 
@@ -76,14 +76,18 @@ class MemoryConfig:
     names. transformer_engine: parts of layers, by default all of them; the graphs are the same as with local."""
 
     cuda_graph_scope: str | list[str] = flag(
-        "full", only_with="cuda_graph_impl", or_with="enable_cuda_graph", nargs="+"
+        "full", only_with="cuda_graph_impl", or_with="enable_cuda_graph", nargs="+", from_checkpoint=True
     )
     """With --cuda-graph-impl: the captured code. full and full_iteration: whole micro-batches, the default of local. Or
     parts of layers: attn, mamba, mlp (of layers without experts), moe_router; all other code, such as experts on
     several ranks, then runs without graphs."""
 
     cuda_graph_modules: list[str] = flag(
-        default_factory=list, only_with="cuda_graph_impl", or_with="external_cuda_graph", nargs="+"
+        default_factory=list,
+        only_with="cuda_graph_impl",
+        or_with="external_cuda_graph",
+        nargs="+",
+        from_checkpoint=True,
     )
     """Other spelling of --cuda-graph-scope for parts of layers."""
 

@@ -24,7 +24,9 @@ class StageConfig:
     )
     """Number of layers of the last pipeline stage. Default: an even share."""
 
-    pipeline_model_parallel_layout: str | list[str] | None = flag(None, parse=str, only_with=_PIPELINE)
+    pipeline_model_parallel_layout: str | list[str] | None = flag(
+        None, parse=str, only_with=_PIPELINE, from_checkpoint=True
+    )
     """Contents of each pipeline stage, separated by |, such as Et*3|(tt|)*29,m|L: E embedding, t transformer layer, m
     multi-token prediction layer, L loss. `auto` finds stages of equal cost."""
 
