@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron.core.declarations.config_fields import value_text
 from megatron.training.config.conditions import is_inert, is_to_come, needs_of
 from megatron.training.config.flag_table import Flag, flag_table
 from megatron.training.config.retired import REFUSED, RETIRED, Occurrence, translate
@@ -20,7 +21,7 @@ class Answer:
     """All spellings of the flag."""
     kind: Kind
     meaning: str = ""
-    """What the flag does, or would do. Empty for a flag without a field."""
+    """What the flag does, or would do, and its default in brackets. Empty for a flag without a field."""
     reason: str = ""
     """Why it has no effect or is refused, or how it is translated. Empty for a flag that is honoured."""
     group: str = ""
@@ -42,7 +43,9 @@ def answer_of(flag: Flag) -> Answer:
     elif is_inert(flag):
         kind, reason = "accepted without effect", flag.declaration.no_effect or ""
         reason = reason or f"goes with {needs_of(flag)[0].flag.spelling}"
-    return Answer(flag.spellings, kind, flag.help, reason, flag.group)
+    has_default = flag.switch is None and flag.default not in (None, [], "")
+    meaning = f"{flag.help} [{value_text(flag.default)}]" if has_default else flag.help
+    return Answer(flag.spellings, kind, meaning, reason, flag.group)
 
 
 def answer_without_field(spelling: str) -> Answer | None:

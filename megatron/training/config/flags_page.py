@@ -12,8 +12,8 @@ _INTRODUCTION = """# All flags
 
 Made by `python -m megatron.training.config.flags_page`; do not edit.
 
-The sections with a flag per line have the flags that work, in the order of `--help`. The last three sections have the
-other flags of Megatron-LM's releases, with the flags of one reason in one line:
+The sections with a flag per line have the flags that work, in the order of `--help`; the default is in brackets. The
+last three sections have the other flags of Megatron-LM's releases, with the flags of one reason in one line:
 
 - [translated](#translated): older and other names. The flag is replaced, and a warning says so.
 - [accepted without effect](#accepted-without-effect): the flag cannot change the result. A printed line says why.

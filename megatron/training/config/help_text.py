@@ -5,7 +5,6 @@ import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from megatron.core.declarations.config_fields import value_text
 from megatron.core.exceptions import UserError
 from megatron.training.config.conditions import can_be, is_inert, is_to_come, needs_of, ways_of
 from megatron.training.config.flag_answers import answer_of, answer_without_field
@@ -131,7 +130,7 @@ def help_of_flags(usage: str, about: str, flags: Sequence[Flag], extra: str = ""
 
 def _entry(flag: Flag, width: int) -> list[str]:
     head = "  " + ", ".join(flag.spellings) + _placeholder(flag)
-    body = textwrap.wrap(flag.help + _default(flag), max(width - _COLUMN, 30), break_on_hyphens=False)
+    body = textwrap.wrap(answer_of(flag).meaning, max(width - _COLUMN, 30), break_on_hyphens=False)
     if len(head) <= _COLUMN - 2 and body:
         return [head.ljust(_COLUMN) + body[0], *(" " * _COLUMN + line for line in body[1:])]
     return [head, *(" " * _COLUMN + line for line in body)]
@@ -148,11 +147,6 @@ def _placeholder(flag: Flag) -> str:
     if isinstance(flag.nargs, int):
         return f" {word}" * flag.nargs
     return f" {word} ..." if flag.nargs else f" {word}"
-
-
-def _default(flag: Flag) -> str:
-    shown = flag.switch is None and flag.default not in (None, [], "")
-    return f" [{value_text(flag.default)}]" if shown else ""
 
 
 def _names(title: str, flags: Iterable[Flag], width: int) -> list[str]:
