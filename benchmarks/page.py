@@ -90,7 +90,8 @@ def timelines() -> str:
 def subject(name: str) -> str:
     """Returns a subject: how it was measured, and its table."""
     found = read_subjects()[name]
-    head = f"`{found['command']}`, {found['machine']}, {found['date']}. {found.get('note', '')}".rstrip()
+    command = f"`{found['command']}`, " if "command" in found else ""
+    head = f"{command}{found['machine']}, {found['date']}. {found.get('note', '')}".rstrip()
     return f"{textwrap.fill(head, 118, break_on_hyphens=False)}\n\n{table_of(found['columns'], found['rows'])}"
 
 
