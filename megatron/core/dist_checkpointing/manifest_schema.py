@@ -59,18 +59,19 @@ TRAIN_STATE = Record(
         "floating_point_operations_so_far": _NUMBER,
     }
 )
+# A fraction of the run may be warm-up, so numbers of steps need not be whole.
 _SCHEDULER = Record(
     optional={
         "max_lr": _NUMBER,
         "min_lr": _NUMBER,
-        "lr_warmup_steps": _COUNT,
-        "lr_decay_steps": _COUNT,
+        "lr_warmup_steps": _NUMBER,
+        "lr_decay_steps": _NUMBER,
         "lr_decay_style": OneOf(DECAY_STYLES),
         "num_steps": _COUNT,
         "start_wd": _NUMBER,
         "end_wd": _NUMBER,
         "wd_incr_style": OneOf(WD_STYLES),
-        "wd_incr_steps": _COUNT,
+        "wd_incr_steps": _NUMBER,
     }
 )
 _SCALER = Record({"scale": Number(0.0, above=True)}, {"growth_tracker": _INT32, "hysteresis_tracker": _INT32})

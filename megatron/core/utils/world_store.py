@@ -56,7 +56,7 @@ def connect_to_store(rank: int, size: int, timeout: timedelta | None = None) -> 
             f"{str(error).splitlines()[0]}"
         ) from None
     if of_torchrun:
-        return dist.PrefixStore(f"/worker/attempt_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+        return dist.PrefixStore(f"/worker/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     return store
 
 

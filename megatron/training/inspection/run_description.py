@@ -243,7 +243,7 @@ def architecture_differences(
     theirs = {name: value for name, value in recorded.items() if _matters(name, known)}
     if not has_heads(config.transformer):
         theirs = {name: value for name, value in theirs.items() if name not in _OF_HEADS}
-    if theirs.get(_PATTERN):
+    if isinstance(theirs.get(_PATTERN), str):
         theirs[_PATTERN] = without_stages(theirs[_PATTERN])
     differing = [name for name in (*ARCHITECTURE, *MODEL_OPTIONS) if theirs and ours.get(name) != theirs.get(name)]
     return [
