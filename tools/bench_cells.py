@@ -35,6 +35,11 @@ CELLS = {
     + "--num-layers 8 --hidden-size 2048 --ffn-hidden-size 1024 --num-attention-heads 32 --num-query-groups 4 "
     "--kv-channels 128 --vocab-size 32000 --seq-length 4096 --max-position-embeddings 4096 --moe-router-topk 8 "
     "--moe-ffn-hidden-size 1024 --micro-batch-size 4 --global-batch-size 16",
+    "HYBRID_M2": _GROUPED
+    + "--hybrid-layer-pattern M-M-M-M*-M-M- --is-hybrid-model --hidden-size 2048 --ffn-hidden-size 5632 "
+    "--num-attention-heads 16 --num-query-groups 4 --kv-channels 128 --mamba-num-heads 64 --mamba-head-dim 64 "
+    "--mamba-state-dim 128 --mamba-num-groups 8 --vocab-size 32000 --seq-length 4096 --max-position-embeddings 4096 "
+    "--micro-batch-size 2 --global-batch-size 8",
     "MLA": _LLAMA
     + _EXPERTS
     + "--num-layers 4 --hidden-size 2048 --ffn-hidden-size 10944 --num-attention-heads 16 --multi-latent-attention "
@@ -42,6 +47,12 @@ CELLS = {
     "--seq-length 4096 --max-position-embeddings 4096 --moe-router-topk 6 --moe-ffn-hidden-size 1408 "
     "--moe-shared-expert-intermediate-size 2816 --moe-layer-freq ([0]+[1]*3) --micro-batch-size 4 "
     "--global-batch-size 16",
+    "DELTA1B": _GROUPED
+    + "--num-layers 12 --hidden-size 2048 --ffn-hidden-size 8192 --num-attention-heads 16 --num-query-groups 8 "
+    "--kv-channels 128 --vocab-size 32000 --seq-length 4096 --max-position-embeddings 4096 --micro-batch-size 2 "
+    "--global-batch-size 8 --experimental-attention-variant gated_delta_net --linear-attention-freq 4 "
+    "--linear-num-key-heads 16 --linear-num-value-heads 32 --linear-key-head-dim 128 --linear-value-head-dim 128 "
+    "--linear-conv-kernel-dim 4",
 }
 """Models of the speed table with the batch that they are measured with."""
 COMMON = (

@@ -35,7 +35,7 @@ from megatron.core.ops.attention.max_logits import max_attention_logits
 from megatron.core.ops.causal_conv import causal_conv
 from megatron.core.ops.compiled import CompiledBiasAdd, compiled_operations
 from megatron.core.ops.cross_entropy import cross_entropy
-from megatron.core.ops.delta_rule.chunked import gated_delta_rule
+from megatron.core.ops.delta_rule.attention import delta_rule_attention
 from megatron.core.ops.dropout.dropout import bias_dropout_add, keep_rows
 from megatron.core.ops.dropout.dropout_cpu import keep_rows_compiled
 from megatron.core.ops.embedding import embedding
@@ -70,6 +70,7 @@ from megatron.core.ops.fp8.quantize import (
 )
 from megatron.core.ops.fp8.recipes import Fp8Kernels, Fp8Settings, LinearSplit
 from megatron.core.ops.fp8.weight_blocks import WeightKernels, cast_blocks, largest_of_blocks, transposed_codes
+from megatron.core.ops.gated_norm import gated_rms_norm
 from megatron.core.ops.head_loss import head_loss
 from megatron.core.ops.linear import linear, sum_rows
 from megatron.core.ops.moe.grouped_linear import accumulate_grouped_product, grouped_bias, grouped_linear
@@ -80,7 +81,9 @@ from megatron.core.ops.moe.weighted_activation import weighted_activation
 from megatron.core.ops.norm import layer_norm, layer_norm_with_residual, rms_norm, rms_norm_with_residual
 from megatron.core.ops.normed_rope import normed_rope
 from megatron.core.ops.rope import apply_rope
+from megatron.core.ops.split_columns import split_columns
 from megatron.core.ops.split_heads import split_heads, split_rotated_heads
+from megatron.core.ops.ssd.scan import mamba_scan
 from megatron.core.ops.transformer_engine.attention import with_engine_attention
 from megatron.core.ops.transformer_engine.engine import (
     Engine,
@@ -116,7 +119,10 @@ class Backend:
     keep_rows: Callable[..., Tensor] = keep_rows
     bias_dropout_add: Callable[..., Tensor] = bias_dropout_add
     causal_conv: Callable[..., Tensor] = causal_conv
-    gated_delta_rule: Callable[..., tuple[Tensor, Tensor]] = gated_delta_rule
+    gated_rms_norm: Callable[..., Tensor] = gated_rms_norm
+    delta_rule_attention: Callable[..., Tensor] = delta_rule_attention
+    split_columns: Callable[..., tuple[Tensor, ...]] = split_columns
+    mamba_scan: Callable[..., Tensor] = mamba_scan
     merge_block: Callable[..., None] = merge_block
     max_attention_logits: Callable[..., Tensor] = max_attention_logits
     cross_entropy: Callable[..., Tensor] = cross_entropy
@@ -204,7 +210,7 @@ class Backend:
 
 _NOT_LISTED = (
     *("name", "attention", "attention_blocks", "split_rotated_heads", "normed_rope"),
-    *("sum_rows", "fp8_kernels", "fp8", "engine", "tokens_group"),
+    *("split_columns", "sum_rows", "fp8_kernels", "fp8", "engine", "tokens_group"),
 )
 """Fields of a backend that its line in the log leaves out."""
 
@@ -221,6 +227,10 @@ _SUBJECTS = {
     "keep_rows": "dropout masks",
     "bias_dropout_add": "dropout",
     "weighted_activation": "activations",
+    "delta_rule_attention": "gated delta nets",
+    "causal_conv": "convolutions",
+    "mamba_scan": "state spaces",
+    "gated_rms_norm": "norms",
 }
 """Names of operations in the log; operations that are not listed keep their field's name."""
 
@@ -274,7 +284,9 @@ def triton_backend() -> Backend | None:
         )
         from megatron.core.ops.attention.max_logits_triton import max_attention_logits_triton
         from megatron.core.ops.attention.merge_triton import merge_block_triton
+        from megatron.core.ops.causal_conv_triton import causal_conv_triton
         from megatron.core.ops.cross_entropy_triton import cross_entropy_triton
+        from megatron.core.ops.delta_rule.attention_triton import delta_rule_attention_triton
         from megatron.core.ops.dropout.dropout_triton import bias_dropout_add_triton, keep_rows_triton
         from megatron.core.ops.embedding_triton import accumulate_rows_triton
         from megatron.core.ops.fp8.grouped_product_triton import (
@@ -300,6 +312,7 @@ def triton_backend() -> Backend | None:
             largest_of_blocks_triton,
             transposed_codes_triton,
         )
+        from megatron.core.ops.gated_norm_triton import gated_rms_norm_triton
         from megatron.core.ops.moe.grouped_linear_triton import (
             accumulate_grouped_product_triton,
             grouped_bias_cuda,
@@ -328,10 +341,12 @@ def triton_backend() -> Backend | None:
         )
         from megatron.core.ops.normed_rope_triton import normed_rope_triton
         from megatron.core.ops.rope_triton import apply_rope_triton
+        from megatron.core.ops.split_columns_triton import split_columns_triton
         from megatron.core.ops.split_heads_triton import (
             split_heads_triton,
             split_rotated_heads_triton,
         )
+        from megatron.core.ops.ssd.scan_triton import mamba_scan_triton
         from megatron.core.ops.sum_rows_triton import sum_rows_triton
     except ImportError:
         return None
@@ -363,6 +378,7 @@ def triton_backend() -> Backend | None:
         layer_norm_with_residual=ByDevice(cpu=layer_norm_with_residual, cuda=layer_norm_with_residual_triton),
         rms_norm_with_residual=ByDevice(cpu=rms_norm_with_residual, cuda=rms_norm_with_residual_triton),
         apply_rope=ByDevice(cpu=apply_rope, cuda=apply_rope_triton),
+        split_columns=ByDevice(cpu=split_columns, cuda=split_columns_triton),
         split_heads=ByDevice(cpu=split_heads, cuda=split_heads_triton),
         split_rotated_heads=ByDevice(cpu=split_rotated_heads, cuda=split_rotated_heads_triton),
         normed_rope=ByDevice(cpu=normed_rope, cuda=normed_rope_triton),
@@ -373,6 +389,10 @@ def triton_backend() -> Backend | None:
         balance_sums=ByDevice(cpu=balance_sums, cuda=balance_sums_triton),
         keep_rows=ByDevice(cpu=keep_rows_compiled, cuda=keep_rows_triton),
         bias_dropout_add=ByDevice(cpu=bias_dropout_add, cuda=bias_dropout_add_triton),
+        causal_conv=ByDevice(cpu=causal_conv, cuda=causal_conv_triton),
+        gated_rms_norm=ByDevice(cpu=gated_rms_norm, cuda=gated_rms_norm_triton),
+        delta_rule_attention=ByDevice(cpu=delta_rule_attention, cuda=delta_rule_attention_triton),
+        mamba_scan=ByDevice(cpu=mamba_scan, cuda=mamba_scan_triton),
         merge_block=ByDevice(cpu=merge_block, cuda=merge_block_triton),
         max_attention_logits=ByDevice(cpu=max_attention_logits, cuda=max_attention_logits_triton),
         cross_entropy=ByDevice(cpu=cross_entropy, cuda=cross_entropy_triton),

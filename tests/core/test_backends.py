@@ -53,7 +53,7 @@ def test_the_log_names_what_is_not_plain_torch() -> None:
     assert backend is not None
     assert backend.describe("cuda") == (
         "backend triton: its own kernels for biases, embeddings, norms, rotary positions, attention, dropout masks, "
-        "dropout, losses, experts, activations; plain torch for the rest"
+        "dropout, convolutions, gated delta nets, state spaces, losses, experts, activations; plain torch for the rest"
     )
     assert backend.describe("cpu") == "backend triton: plain torch except dropout masks"
 

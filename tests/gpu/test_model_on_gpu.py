@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from support import elementwise_kernels, triton_agreement
+from support import elementwise_kernels, recurrent_kernels, triton_agreement
 from torch import Tensor
 
 from megatron.core.inference.generation import generate
@@ -48,11 +48,16 @@ def test_triton_kernels_equal_their_definitions() -> None:
     [
         *("sums", "norms", "norms_of_views", "norms_with_residual", "positions", "parts_of_heads", "biases"),
         "normed_positions",
-        *("rotated_parts_of_heads", "table_rows", "updates", "stored_updates"),
+        *("rotated_parts_of_heads", "columns", "table_rows", "updates", "stored_updates"),
     ],
 )
 def test_elementwise_kernels_equal_their_definitions(check: str) -> None:
     getattr(elementwise_kernels, check)()
+
+
+@pytest.mark.parametrize("check", ["convolutions", "gated_norms", "scans", "rounded_scans"])
+def test_kernels_of_recurrent_layers_equal_their_definitions(check: str) -> None:
+    getattr(recurrent_kernels, check)()
 
 
 def qkv(s: int, b: int, a: int, g: int, d: int, dtype: torch.dtype) -> list[Tensor]:

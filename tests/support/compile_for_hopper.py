@@ -82,7 +82,7 @@ def pretend() -> None:
     torch.Tensor.new_empty = torch.Tensor.new_zeros  # type: ignore[method-assign]
     torch.testing.assert_close = lambda *args, **settings: None
 
-    from support import flash_agreement
+    from support import delta_rule_kernels, flash_agreement
 
     from megatron.core.ops import sum_rows_triton
     from megatron.core.ops.attention import (
@@ -93,7 +93,8 @@ def pretend() -> None:
     from megatron.core.ops.fp8 import block_product_specialized_triton, grouped_product_triton
     from megatron.core.ops.moe import grouped_product_specialized_triton
 
-    flash_agreement.ON_GPU, flash_agreement.DTYPE = True, torch.bfloat16
+    for checks in (flash_agreement, delta_rule_kernels):
+        checks.ON_GPU, checks.DTYPE = True, torch.bfloat16
     for module in (flash_forward_triton, flash_backward_triton):
         module.copies_tiles = lambda device: True
     for module in (

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -12,6 +11,8 @@ from megatron.core.context_parallel.ulysses import start_to_heads, start_to_rows
 from megatron.core.groups.defaults import groups_or_default
 from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.initializers import Constant, LogUniform
+from megatron.core.ops.delta_rule.attention import betas, log_decays, split_heads_of_unit_length
+from megatron.core.ops.delta_rule.chunked import gated_delta_rule
 from megatron.core.ops.precision import widened
 from megatron.core.parameters import add_partial_gradient_axis
 from megatron.core.tensor_parallel.storage import new_split_vector, part_size
@@ -22,10 +23,8 @@ from megatron.core.transformer.layer_inputs import InferenceContext, LayerInputs
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.recurrent_cache import convolve_with_cache, is_padding
 from megatron.core.transformer.spec_utils import Spec, build_module
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
-
-KEY_EPSILON = 1e-6
-"""Added to the squared length of queries and keys before they are divided by their length, as in Qwen3-Next."""
 
 
 @dataclass
@@ -118,22 +117,27 @@ class GatedDeltaNet(MegatronModule):
             (projected,) = start_to_heads([projected], self.cp_group, ranks).wait()
             tokens = Tokens(tokens.row_length, tokens.batch_size, cu_seqlens=tokens.cu_seqlens)
         document = document_numbers(tokens, hidden_states.device)
-        mixed, gate, strength, fading = projected.split(self.widths, -1)  # [s, b, key heads, ...] each
+        mixed, gate, strength, fading = self.backend.split_columns(projected, self.widths)  # [s, b, key heads, ...]
         log_rate, bias = map(self._own, (self.A_log, self.dt_bias))
-        log_decay = -widened(log_rate).exp() * F.softplus(widened(fading.flatten(2)) + widened(bias))
-        strength, context = strength.flatten(2), inputs.inference_context
-        if context is None:
-            convolved = F.silu(self._convolved(mixed.flatten(2), document)).view(mixed.shape)
-            output = self.core_attention(convolved, log_decay, strength, document)  # [s, b, value heads, dv]
+        if inputs.inference_context is None:
+            convolved = self._convolved(mixed, document, silu=True)
+            output = self.core_attention(convolved, fading, strength, log_rate, bias, document)  # [s, b, v, dv]
         else:
-            output = self._continued(context, mixed, log_decay, strength)
-        gated = self.out_norm(output) * F.silu(widened(gate.reshape(output.shape)))
-        gated = gated.to(hidden_states.dtype)
+            output = self._continued(inputs.inference_context, mixed, fading, strength)
+        gated = self._gated(output, gate).to(hidden_states.dtype)
         if ranks > 1:
             gated = start_to_rows(gated, self.cp_group, ranks).wait()
         return self.out_proj(gated.flatten(2).flatten(0, 1))
 
-    def _continued(self, context: InferenceContext, mixed: Tensor, log_decay: Tensor, strength: Tensor) -> Tensor:
+    def _gated(self, output: Tensor, gate: Tensor) -> Tensor:
+        """Returns norm(output) * silu(gate) for the outputs [s, b, v, dv] and their gates [s, b, key heads, ...]."""
+        norm = self.out_norm
+        if isinstance(norm, WrappedTorchNorm) and norm.can_gate:
+            shape = (*gate.shape[:3], -1, output.shape[-1])
+            return norm.gated(output.view(shape), gate.unflatten(-1, shape[3:])).flatten(2, 3)
+        return norm(output) * F.silu(widened(gate.reshape(output.shape)))
+
+    def _continued(self, context: InferenceContext, mixed: Tensor, fading: Tensor, strength: Tensor) -> Tensor:
         """Returns the result of `core_attention` for tokens that continue those in the context, which keeps the
         states."""
         taps = self.conv1d.weight.shape[1]
@@ -143,16 +147,19 @@ class GatedDeltaNet(MegatronModule):
         state = context.recall(self.layer_number, "state")
         ended = is_padding(context, mixed.shape[0])
         convolved = F.silu(convolved).view(mixed.shape)
-        output, state = self.core_attention.advance(convolved, log_decay, strength, state=state, ended=ended)
+        log_decay = log_decays(fading, *map(self._own, (self.A_log, self.dt_bias)))
+        output, state = self.core_attention.advance(convolved, log_decay, strength, state, ended)
         context.remember(self.layer_number, "state", state)
         return output
 
     def _own(self, parameter: Tensor) -> Tensor:
         """Returns the part of a parameter that belongs to the heads of this context parallel rank."""
+        if self.cp_group is None:  # no chunk of one part, whose backward would copy the gradient
+            return parameter
         return parameter.chunk(group_size(self.cp_group))[group_rank(self.cp_group)]
 
-    def _convolved(self, mixed: Tensor, document: Tensor | None) -> Tensor:
-        return self.backend.causal_conv(mixed, self._own(self.conv1d.weight), None, document)
+    def _convolved(self, mixed: Tensor, document: Tensor | None, silu: bool = False) -> Tensor:
+        return self.backend.causal_conv(mixed, self._own(self.conv1d.weight), None, document, silu)
 
 
 class DeltaRuleAttention(nn.Module):
@@ -163,35 +170,26 @@ class DeltaRuleAttention(nn.Module):
         super().__init__()
         self.key_width, self.value_width, self.backend = key_width, value_width, backend
 
-    def forward(self, mixed: Tensor, log_decay: Tensor, strength: Tensor, document: Tensor | None) -> Tensor:
-        """Returns the outputs [s, b, v, dv].
-
-        `mixed` has q, k and v of each key head, [s, b, key heads, 2 dk + dv v / key heads]. `log_decay` are the
-        logarithms of the decays, `strength` the strengths of the corrections before their sigmoid, both [s, b, v].
-        """
-        return self.advance(mixed, log_decay, strength, document)[0]
-
-    def advance(
+    def forward(
         self,
         mixed: Tensor,
-        log_decay: Tensor,
+        fading: Tensor,
         strength: Tensor,
-        document: Tensor | None = None,
-        state: Tensor | None = None,
-        ended: Tensor | None = None,
+        log_rate: Tensor,
+        bias: Tensor,
+        document: Tensor | None,
+    ) -> Tensor:
+        """Returns the outputs [s, b, v, dv]. `ops.delta_rule.attention` describes the arguments."""
+        widths = self.key_width, self.value_width
+        return self.backend.delta_rule_attention(mixed, fading, strength, log_rate, bias, widths, document)
+
+    def advance(
+        self, mixed: Tensor, log_decay: Tensor, strength: Tensor, state: Tensor | None, ended: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Returns the outputs and the states [b, v, dk, dv] after the last token, from the states `state` before the
-        first, default 0. Tokens where `ended` [s, b, 1] is True change no state."""
-        query, key, value = mixed.split([self.key_width, self.key_width, mixed.shape[-1] - 2 * self.key_width], -1)
-        query = _of_unit_length(query) * self.key_width**-0.5
-        value = value.reshape(*value.shape[:2], -1, self.value_width)
-        beta = widened(strength).sigmoid()
+        first, default 0. Tokens where `ended` [s, b, 1] is True change no state. `log_decay` [s, b, v] are the
+        logarithms of the decays."""
+        heads, beta = split_heads_of_unit_length(mixed, (self.key_width, self.value_width)), betas(strength)
         if ended is not None:
             log_decay, beta = log_decay.masked_fill(ended, 0.0), beta.masked_fill(ended, 0.0)
-        return self.backend.gated_delta_rule(query, _of_unit_length(key), value, log_decay, beta, document, state)
-
-
-def _of_unit_length(heads: Tensor) -> Tensor:
-    """Returns the heads [..., d] divided by their lengths, in float32 at least."""
-    wide = widened(heads)
-    return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + KEY_EPSILON)
+        return gated_delta_rule(*heads, log_decay, beta, None, state)

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +14,7 @@ from megatron.core.context_parallel.ulysses import start_to_heads, start_to_rows
 from megatron.core.groups.defaults import groups_or_default
 from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.initializers import Constant, LogUniform
-from megatron.core.ops.precision import widened
-from megatron.core.ops.ssd.chunked import ssd
+from megatron.core.ops.ssd.scan import mamba_scan_with_state
 from megatron.core.tensor_parallel.storage import new_split_vector, part_size
 from megatron.core.tokens import Tokens, document_numbers
 from megatron.core.transformer.attention_projections import build_heads_projection, build_output_projection
@@ -100,7 +100,9 @@ class MambaMixer(MegatronModule):
         self.dt_bias = new_split_vector(config, heads, TimeStepBias(), groups.tp)
         self.norm_weight = new_split_vector(config, heads * config.mamba_head_dim, Constant(1.0), groups.tp)
         states_dtype = torch.bfloat16 if config.mamba_training_ssm_states_dtype == "bf16" else None
-        self.scan = MambaScan(config.mamba_head_dim, state, config.mamba_min_time_step, states_dtype)
+        self.scan = MambaScan(
+            config.mamba_head_dim, state, config.mamba_min_time_step, states_dtype, backend=self.backend
+        )
         self.out_proj = build_output_projection(
             submodules.out_proj,
             config,
@@ -121,16 +123,15 @@ class MambaMixer(MegatronModule):
             (projected,) = start_to_heads([projected], self.cp_group, ranks).wait()  # [ranks * s, b, g / ranks, rows]
             tokens = Tokens(tokens.row_length, tokens.batch_size, cu_seqlens=tokens.cu_seqlens)
         document = document_numbers(tokens, hidden_states.device)
-        gate, mixed, step = projected.split(self.widths, -1)  # [s, b, g, ...] each
+        gate, mixed, step = self.backend.split_columns(projected, self.widths)  # [s, b, g, ...] each
         parameters = self._own(self.dt_bias), self._own(self.A_log), self._own(self.D)
         context = inputs.inference_context
         if context is None:
-            output = self.scan(
-                F.silu(self._convolved(mixed.flatten(2), document)).view(mixed.shape), step, *parameters, document
-            )
+            output = self.scan(self._convolved(mixed, document, silu=True), step, *parameters, document)
         else:
             output = self._continued(context, mixed, step, parameters)
-        normed = self._normed(output * F.silu(widened(gate))).to(hidden_states.dtype)  # [s, b, g, channels]
+        weight = self._own(self.norm_weight).view(gate.shape[2:])
+        normed = self.backend.gated_rms_norm(output, gate, weight, self.config.layernorm_epsilon, gate_first=True)
         if ranks > 1:
             normed = start_to_rows(normed, self.cp_group, ranks).wait()
         return self.out_proj(normed.flatten(2).flatten(0, 1))
@@ -145,65 +146,61 @@ class MambaMixer(MegatronModule):
         )
         state = context.recall(self.layer_number, "state")
         ended = is_padding(context, mixed.shape[0])
-        output, state = self.scan.advance(F.silu(convolved).view(mixed.shape), step, *parameters, None, state, ended)
+        output, state = self.scan.advance(F.silu(convolved).view(mixed.shape), step, parameters, state, ended)
         context.remember(self.layer_number, "state", state)
         return output
 
     def _own(self, parameter: Tensor) -> Tensor:
         """Returns the part of a parameter that belongs to the groups of this context parallel rank."""
+        if self.cp_group is None:  # no chunk of one part, whose backward would copy the gradient
+            return parameter
         return parameter.chunk(group_size(self.cp_group))[group_rank(self.cp_group)]
 
-    def _convolved(self, mixed: Tensor, document: Tensor | None) -> Tensor:
+    def _convolved(self, mixed: Tensor, document: Tensor | None, silu: bool = False) -> Tensor:
         weight, bias = self._own(self.conv1d.weight), self._own(self.conv1d.bias)
-        return self.backend.causal_conv(mixed, weight, bias, document)
-
-    def _normed(self, gated: Tensor) -> Tensor:
-        """Returns the RMSNorm of [s, b, g, channels] over the channels of each group."""
-        mean_square = gated.square().mean(-1, keepdim=True)
-        weight = widened(self._own(self.norm_weight)).view(gated.shape[2:])
-        return gated * torch.rsqrt(mean_square + self.config.layernorm_epsilon) * weight
+        return self.backend.causal_conv(mixed, weight, bias, document, silu)
 
 
 class MambaScan(nn.Module):
     """The recurrence of a Mamba-2 layer, without parameters. `--recompute-modules core_attn` recomputes this module."""
 
-    def __init__(self, head_dim: int, state_dim: int, min_step: float, states_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        head_dim: int,
+        state_dim: int,
+        min_step: float,
+        states_dtype: torch.dtype | None = None,
+        *,
+        backend: Backend,
+    ) -> None:
         """`states_dtype` is the type of the states that are kept between chunks; None: that of the computation."""
         super().__init__()
-        self.head_dim, self.state_dim, self.min_step = head_dim, state_dim, min_step
-        self.states_dtype = states_dtype
+        self.backend = backend
+        self.settings: dict[str, Any] = {
+            "head_dim": head_dim,
+            "state_dim": state_dim,
+            "min_step": min_step,
+            "states_dtype": states_dtype,
+        }
 
     def forward(
         self, mixed: Tensor, step: Tensor, step_bias: Tensor, log_rate: Tensor, skip: Tensor, document: Tensor | None
     ) -> Tensor:
-        """Returns y [s, b, g, channels], in float32 at least, for x, B and C of each group [s, b, g, channels + 2 n],
-        dt [s, b, g, heads of a group], and dt_bias, A_log and D of each head."""
-        return self.advance(mixed, step, step_bias, log_rate, skip, document)[0]
+        """Returns y [s, b, g, channels] for x, B and C of each group [s, b, g, channels + 2 n], dt [s, b, g, heads of a
+        group], and dt_bias, A_log and D of each head."""
+        return self.backend.mamba_scan(mixed, step, step_bias, log_rate, skip, document, **self.settings)
 
     def advance(
         self,
         mixed: Tensor,
         step: Tensor,
-        step_bias: Tensor,
-        log_rate: Tensor,
-        skip: Tensor,
-        document: Tensor | None = None,
-        state: Tensor | None = None,
-        ended: Tensor | None = None,
+        parameters: tuple[Tensor, Tensor, Tensor],
+        state: Tensor | None,
+        ended: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Returns y and the states [b, heads, n, p] after the last token, from the states `state` before the first,
-        default 0. Tokens where `ended` [s, b, 1] is True change no state."""
-        x, b, c = widened(mixed).split([mixed.shape[-1] - 2 * self.state_dim, self.state_dim, self.state_dim], -1)
-        heads = x.reshape(*x.shape[:2], -1, self.head_dim)  # [s, b, heads, p]
-        size = F.softplus(widened(step.flatten(2)) + widened(step_bias))
-        if self.min_step > 0.0:
-            size = size.clamp(min=self.min_step)
-        if ended is not None:
-            size = size.masked_fill(ended, 0.0)
-        output, state = ssd(
-            heads, size, -widened(log_rate).exp(), b, c, document, state, states_dtype=self.states_dtype
-        )
-        return (output + widened(skip)[:, None] * heads).reshape(x.shape), state
+        """Returns y and the states [b, heads, n, p] after the last token, from the states before the first. Tokens
+        where `ended` [s, b, 1] is True change no state."""
+        return mamba_scan_with_state(mixed, step, *parameters, state=state, ended=ended, **self.settings)
 
 
 @dataclass(frozen=True)

@@ -48,15 +48,30 @@ class WrappedTorchNorm(nn.Module):
 
     @property
     def can_rotate(self) -> bool:
-        """Whether `rotated` computes norm and rotation as one operation. Hooks of scripts need the norm by itself."""
+        """Whether `rotated` computes norm and rotation as one operation."""
+        return self._is_plain and self.backend.normed_rope is not None
+
+    @property
+    def can_gate(self) -> bool:
+        """Whether `gated` computes norm and gate as one operation."""
+        return self._is_plain and not self.zero_centered
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether this is RMSNorm with a weight. Hooks of scripts need the norm by itself."""
         has_hooks = bool(self._forward_hooks or self._forward_pre_hooks or self._backward_hooks)
         is_plain = type(self) is WrappedTorchNorm and self.normalization == "RMSNorm" and self.weight is not None
-        return is_plain and not has_hooks and self.backend.normed_rope is not None
+        return is_plain and not has_hooks
 
     def rotated(self, heads: Tensor, rotation: Rotation) -> Tensor:
         """Returns the normed heads [s, b, ..., d], rotated. Only if `can_rotate`."""
         assert self.backend.normed_rope is not None
         return self.backend.normed_rope(heads, self.weight, self.eps, self.zero_centered, rotation)
+
+    def gated(self, heads: Tensor, gate: Tensor) -> Tensor:
+        """Returns the normed heads [s, b, g, n, d] times the SiLU of their gates, in the gates' type. Only if
+        `can_gate`."""
+        return self.backend.gated_rms_norm(heads, gate, self.weight, self.eps, False)
 
     def forward(self, x: Tensor, with_residual: bool = False) -> Any:
         """Returns the normed tensor [..., hidden_size], in the type of the model's weights. `with_residual`: returns

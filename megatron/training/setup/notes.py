@@ -15,6 +15,7 @@ from megatron.core.pipeline_parallel.stage_map import stage_map, stages_text
 from megatron.core.pipeline_parallel.stages import overlaps_expert_communication
 from megatron.core.transformer.config.memory import captured_parts, captures_micro_batches
 from megatron.core.transformer.dot_product_attention import describe_kernels
+from megatron.core.transformer.layer_patterns import has_mixer
 from megatron.data.datasets.bin_file import most_open_files
 from megatron.data.preparation.config import available_cores
 from megatron.training.config.pretrain_config import PretrainConfig
@@ -96,6 +97,7 @@ def run_notes(config: PretrainConfig, environment: Environment, splits: Splits) 
             yield f"{flag}: has no effect on a CPU, which has no CUDA graphs; results are the same"
     if config.transformer.fp16 and environment.device.type == "cpu":
         yield "--fp16 on a CPU: products and sums are computed in float32 and rounded to float16"
+    yield from _scan_notes(config, environment)
     cores = available_cores()
     if config.data.num_workers > cores:
         yield (
@@ -126,6 +128,12 @@ def run_notes(config: PretrainConfig, environment: Environment, splits: Splits) 
         yield f"an evaluation takes {taken_of_each}, not a whole data set"
     if splits.valid is not None and evaluation.eval_interval is None and not evaluation.skip_train:
         yield "without --eval-interval the validation data is looked at once, after the last iteration"
+
+
+def _scan_notes(config: PretrainConfig, environment: Environment) -> Iterator[str]:
+    scanned = [name for name in ("mamba", "gated_delta_net") if has_mixer(config.transformer, name)]
+    if scanned and environment.device.type == "cuda" and not config.transformer.bf16:
+        yield f"layers of {' and '.join(scanned)} pass their states by plain torch: the fast kernels are for --bf16"
 
 
 def _open_file_notes(config: PretrainConfig) -> Iterator[str]:

@@ -116,4 +116,4 @@ def test_initial_step_sizes() -> None:
 def test_the_type_of_states_between_chunks() -> None:
     """--mamba-training-ssm-states-dtype"""
     for given, expected in (("bf16", torch.bfloat16), ("fp32", None), (None, None)):
-        assert layer(mamba_training_ssm_states_dtype=given).self_attention.scan.states_dtype is expected
+        assert layer(mamba_training_ssm_states_dtype=given).self_attention.scan.settings["states_dtype"] is expected

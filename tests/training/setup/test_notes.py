@@ -21,16 +21,29 @@ from megatron.training.trainer import Trainer
 
 
 def notes(
-    flags: str, *, valid: Any = "data", test: Any = "data", whole: int | None = None, source: str = "--mock-data"
+    flags: str,
+    *,
+    valid: Any = "data",
+    test: Any = "data",
+    whole: int | None = None,
+    source: str = "--mock-data",
+    device: str = "cpu",
 ) -> list[str]:
     config = configure(
         f"{TINY} --eval-iters 1 {source} --train-iters 4 {flags}".split(),
         launch_environment=LaunchEnvironment(1, False),
     )
-    environment: Any = SimpleNamespace(groups=SimpleNamespace(size=lambda axis: 1), device=SimpleNamespace(type="cpu"))
+    environment: Any = SimpleNamespace(groups=SimpleNamespace(size=lambda axis: 1), device=SimpleNamespace(type=device))
     valid_sets = [] if whole is None else [ValidationSet(open=iter, num_samples=whole)]
     splits: Any = SimpleNamespace(valid=valid, test=test, valid_sets=valid_sets)
     return list(run_notes(config, environment, splits))
+
+
+def test_a_recurrence_without_its_kernel_is_said() -> None:
+    delta = "--experimental-attention-variant gated_delta_net --linear-attention-freq 2"
+    slow = "layers of gated_delta_net pass their states by plain torch: the fast kernels are for --bf16"
+    assert slow in notes(delta, device="cuda")
+    assert slow not in notes(f"{delta} --bf16", device="cuda") + notes(delta) + notes("", device="cuda")
 
 
 def test_an_ordinary_run_says_how_much_is_evaluated() -> None:

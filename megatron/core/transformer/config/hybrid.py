@@ -55,7 +55,8 @@ class HybridConfig:
         None, only_with=_HYBRID, group="number formats, seed and ranks"
     )
     """Type in which Mamba-2 layers keep their states between chunks of 128 tokens for backward. The states pass from
-    chunk to chunk in float32. Default: fp32 (float64 in a model of that type)."""
+    chunk to chunk in float32. Default: fp32 (float64 in a model of that type). Kernels of a GPU keep no states, but
+    compute them again; products read them in bf16."""
 
     use_mamba_mem_eff_path: bool = flag(
         True,
