@@ -54,12 +54,27 @@ def beside_the_anchor() -> str:
     table = []
     for row in read_rows():
         ours, anchor = row["ours"], row["anchor"]
+        if anchor is None:
+            continue
         speeds = [f"{side['milliseconds']:.1f}" for side in (ours, anchor)]
         speeds += [f"{side['tflops']:.1f}" for side in (ours, anchor)]
         memory = f"{ours['peak_memory_gb']:.1f}, {anchor['peak_memory_gb']:.1f}"
         start = [_name(row) + _details(row), row["gpus"], _precision(row)]
         table.append([*start, *speeds, f"{row['ratio']:.3f}", memory, row["date"]])
     return table_of([*columns, "peak GB, ours and anchor", "date"], table)
+
+
+def without_an_anchor() -> str:
+    """Returns the table of speeds of cells that the anchor was not measured for."""
+    table = []
+    for row in read_rows():
+        if row["anchor"] is None:
+            ours = row["ours"]
+            step = f"{ours['milliseconds']:.1f} ({ours['fastest']:.0f} to {ours['slowest']:.0f})"
+            table.append(
+                [_name(row), step, f"{ours['tflops']:.1f}", f"{ours['peak_memory_gb']:.1f}", row["date"], row["note"]]
+            )
+    return table_of(("cell", "ms", "TFLOP/s", "peak GB", "date", "note"), table)
 
 
 def floors() -> str:
@@ -103,6 +118,7 @@ def table_of(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 MADE_OF_ROWS: Mapping[str, Callable[[], str]] = {
     "speed beside the anchor": beside_the_anchor,
+    "speed without an anchor": without_an_anchor,
     "floors": floors,
     "timelines": timelines,
 }
