@@ -16,7 +16,7 @@ from megatron.core.timers import Timers
 from megatron.data.tokenizer.build import build_tokenizer as build_tokenizer_of_config
 from megatron.facades.dist_signal_handler import DistributedSignalHandler
 from megatron.facades.num_microbatches_calculator import use_schedule
-from megatron.training.config.batch_schedule import BatchSchedule
+from megatron.training.batch_schedule import BatchSchedule
 from megatron.training.config.flag_table import spelling_of
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.resolution import field_of_name

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Sequence
 
 from megatron.core.exceptions import UserError
-from megatron.training.config.batch_schedule import BatchSchedule, RampUp
+from megatron.training.batch_schedule import BatchSchedule, RampUp
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Any
 from megatron.core.pipeline_parallel.stages import Pipeline
 from megatron.facades import global_vars, parallel_state
 from megatron.facades.num_microbatches_calculator import use_schedule
-from megatron.training.config.batch_schedule import BatchSchedule
+from megatron.training.batch_schedule import BatchSchedule
 from megatron.training.providers import Context, Providers
 from megatron.training.publication import Publication
 

@@ -20,6 +20,7 @@ from megatron.core.ops.moe.routing import weights_sum_to_one
 from megatron.core.transformer.config.router import listed
 from megatron.core.transformer.moe.router import routing_rule
 from megatron.core.transformer.moe.upcycling import dense_chunks, enlarge_second_products
+from megatron.training.batch_schedule import BatchSchedule
 from megatron.training.checkpoint_checks import (
     check_dense_manifest,
     check_manifest,
@@ -34,7 +35,6 @@ from megatron.training.checkpoint_contents import (
     weight_chunks,
     weights_are_finite,
 )
-from megatron.training.config.batch_schedule import BatchSchedule
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.data_order import order_differences

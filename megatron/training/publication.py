@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron.core.pipeline_parallel.stages import Pipeline
-from megatron.training.config.batch_schedule import BatchSchedule
+from megatron.training.batch_schedule import BatchSchedule
 
 
 class Publication:

@@ -18,9 +18,9 @@ from megatron.core.optimizer import MegatronOptimizer, StepUpdate
 from megatron.core.schedule.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.timers import timed
 from megatron.core.utils.url_keys import hide_keys
+from megatron.training.batch_schedule import BatchSchedule
 from megatron.training.checkpoint_contents import SavedParts
 from megatron.training.checkpoints import Checkpoints
-from megatron.training.config.batch_schedule import BatchSchedule
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.loaders import WorkerCrashed, WorkerStopped, error_of_worker
 from megatron.training.data.splits import Splits, ValidationSet

@@ -30,10 +30,10 @@ from megatron.data.datasets.megatron_dataset import MegatronDataset
 from megatron.data.datasets.staged_blend import StagedBlend
 from megatron.data.tokenizer.base import Tokenizer
 from megatron.data.tokenizer.build import build_tokenizer, padded_vocab_size, padding_line
+from megatron.training.batch_schedule import BatchSchedule
 from megatron.training.checkpoint_checks import check_before_build, check_vocabulary
 from megatron.training.checkpoint_contents import SavedParts
 from megatron.training.checkpoints import Checkpoints
-from megatron.training.config.batch_schedule import BatchSchedule
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.data_checks import check_data_of_run
 from megatron.training.data.data_order import order_of

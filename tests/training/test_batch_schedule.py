@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron.core.exceptions import UserError
-from megatron.training.config.batch_schedule import BatchSchedule, BatchSteps, RampUp
+from megatron.training.batch_schedule import BatchSchedule, BatchSteps, RampUp
 
 
 def test_a_constant_batch() -> None:
