@@ -1,7 +1,7 @@
 """The batch sizes of --step-batch-size-schedule."""
 
 from megatron.core.exceptions import UserError
-from megatron.facades.num_microbatches_calculator import BatchSteps
+from megatron.training.batch_schedule import BatchSteps
 from megatron.training.config.settings import Settings
 
 

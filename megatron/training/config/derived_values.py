@@ -20,7 +20,7 @@ from megatron.core.transformer.layer_patterns import (
     stages_of_pattern,
 )
 from megatron.data.datasets.utils import DEFAULT_SPLIT
-from megatron.facades.num_microbatches_calculator import BatchSchedule
+from megatron.training.batch_schedule import BatchSchedule
 from megatron.training.config import graph_checks
 from megatron.training.config.batch_steps import batch_steps
 from megatron.training.config.flag_table import spelling_of
