@@ -26,6 +26,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -37,10 +38,13 @@ if __name__ == "__main__":  # before the imports that take seconds
 import torch
 from torch import Tensor
 
+from megatron.core import backends
 from megatron.core.declarations.flag_grammars import layer_pattern
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.exceptions import UserError
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.ops.transformer_engine.engine import why_layers_stay_ours
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.moe.router_replay import router_replays
 from megatron.training.arguments import configure
@@ -57,7 +61,8 @@ RECIPES: dict[str, tuple[str, ...]] = {
 }
 RECIPES["delayed"] += ("--fp8-amax-history-len", "1024", "--fp8-amax-compute-algo", "max")
 WARM = 6
-"""Passes over the first micro-batch before delayed scaling is measured, whose first scales come from nothing."""
+"""Passes over the first micro-batch before delayed scaling is measured: Transformer Engine's scales begin at 1."""
+ENGINE = ("--transformer-impl", "transformer_engine")
 
 
 @dataclass(frozen=True)
@@ -148,6 +153,8 @@ def passes(
     """Yields each micro-batch's pass through one model. Routers choose, or take what they chose in `exact`."""
     has_experts = any(flag.startswith("--num-experts") for flag in flags)
     model = build([*flags, *["--moe-enable-routing-replay"] * has_experts], vocabulary)
+    if ENGINE[1] in flags and backends.choose_backend(model.config).engine is None:
+        end_without_engine(why_layers_stay_ours(model.config) or backends.find_engine())
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     replays = router_replays(model)
     warm = WARM if "delayed" in flags else 0
@@ -164,6 +171,11 @@ def passes(
         if warm < 0:
             found = {name: p.main_grad for name, p in named.items()}  # type: ignore[attr-defined]
             yield Pass(found, loss, [replay.recorded for replay in replays])
+
+
+def end_without_engine(reason: object) -> NoReturn:
+    """Ends with an error: what is measured as Transformer Engine's would be our own layers'."""
+    exit_with_problems(UserError(f"{' '.join(ENGINE)}: Transformer Engine does not compute: {reason}"))
 
 
 def references(flags: Sequence[str], vocabulary: int, batches: Sequence[Tensor]) -> list[Pass]:
@@ -204,6 +216,25 @@ def line(found: Sequence[Errors]) -> str:
             f"largest difference of norms {norms:.2%}"
         )
     return text
+
+
+def verdict(ours: Sequence[Errors], theirs: Sequence[Errors]) -> str:
+    """Returns a line that says whether our gradients are as near to float32's as others of the same micro-batches. They
+    are worse if a mean distance is larger by more than two standard errors of the difference."""
+    texts, worse = [], False
+    for name, own, other in zip(
+        ("1 - smallest cosine", "1 - mean cosine", "largest difference of norms"),
+        zip(*(errors.distances for errors in ours), strict=True),
+        zip(*(errors.distances for errors in theirs), strict=True),
+        strict=True,
+    ):
+        apart = [a - b for a, b in zip(own, other, strict=True)]
+        spread = 2 * statistics.stdev(apart) / math.sqrt(len(apart)) if len(apart) > 1 else 0.0
+        mean = statistics.fmean(apart)
+        worse |= mean > spread
+        means = f"{statistics.fmean(own):.5f} ours, {statistics.fmean(other):.5f} theirs"
+        texts.append(f"{name} {means} ({mean:+.5f} +- {spread:.5f})")
+    return f"{'; '.join(texts)}: {'worse' if worse else 'no worse'}"
 
 
 @dataclass(frozen=True)
@@ -280,12 +311,20 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--vocabulary", type=int, default=32000)
     parser.add_argument("--tokens", type=int, default=4096, help="length of a micro-batch's one row")
     parser.add_argument("--micro-batches", type=int, default=1, metavar="N", help="micro-batches with other tokens")
+    parser.add_argument(
+        "--against-transformer-engine", action="store_true", help="compare our fp8 with Transformer Engine's layers"
+    )
     parser.add_argument("--curve", type=int, default=0, metavar="N", help="compare the losses of N steps too")
     parser.add_argument("--curves", type=int, default=1, metavar="M", help="parts of the text, a curve each")
     parser.add_argument("--peak-lr", type=float, default=3e-4, help="largest learning rate of the curve")
     parser.add_argument("--keep", type=Path, metavar="FILE", help="keeps the curves of float32")
     parser.add_argument("--text", type=Path, help="file or folder whose bytes are the tokens of the curve")
     args, flags = parser.parse_known_args(words)
+    if args.against_transformer_engine:
+        # It cannot be imported once torch has loaded its own cuDNN, as attention does.
+        engine = backends.find_engine()
+        if isinstance(engine, str):
+            end_without_engine(engine)
     torch.backends.cuda.matmul.allow_tf32 = False
     model = [*(CELLS[args.cell].split() if args.cell else []), *flags]
     batches = [tokens(args.vocabulary, args.tokens, seed + 1) for seed in range(args.micro_batches)]
@@ -301,7 +340,10 @@ def main(words: Sequence[str] | None = None) -> None:
         return found
 
     for name, more in kinds.items():
-        measured(name, more)
+        ours = measured(name, more)
+        if args.against_transformer_engine and more[-1] != "--bf16":
+            compared = verdict(ours, measured(f"{name} by Transformer Engine", [*more, *ENGINE]))
+            print(f"{name} beside Transformer Engine: {compared}", flush=True)
     if args.curve:
         files = sorted(args.text.rglob("*.py")) if args.text.is_dir() else [args.text]
         data = b"".join(file.read_bytes() for file in files)
@@ -313,6 +355,9 @@ def main(words: Sequence[str] | None = None) -> None:
         print(f"float32: losses {first:.4f} to {last:.4f}, perplexity {math.exp(last):.2f}", flush=True)
         for name, more in kinds.items():
             print(f"{name}: {apart(curves.losses([*model, *more]), reference)}", flush=True)
+            if args.against_transformer_engine and more[-1] != "--bf16":
+                theirs = curves.losses([*model, *more, *ENGINE])
+                print(f"{name} by Transformer Engine: {apart(theirs, reference)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -119,7 +119,8 @@ def _plan(candidates: Sequence[Kernel], variant: AttentionVariant, config: Any) 
 
 def _tell_other_kernel(candidates: Sequence[Kernel], variant: AttentionVariant, config: Any) -> None:
     """Warns if the kernel that `attention_backend` names does not compute training on a GPU."""
-    choice = _choose_kernel(candidates, variant, Situation("cuda", config.params_dtype, True, False))
+    asked = [kernel for kernel in candidates if not (isinstance(kernel, AttentionKernel) and kernel.is_preference)]
+    choice = _choose_kernel(asked, variant, Situation("cuda", config.params_dtype, True, False))
     if choice.refusals:
         warn_on_first_rank(f"--attention-backend {config.attention_backend.name}: attention uses {choice.describe()}")
 

@@ -19,6 +19,7 @@ from megatron.core.declarations.model_parallel_config import ModelParallelConfig
 from megatron.core.exceptions import UserError
 from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.ops.attention.blocks import merge_block
+from megatron.core.ops.attention.flash3 import find_flash3
 from megatron.core.ops.attention.kernels import (
     BLOCK_CANDIDATES,
     CANDIDATES,
@@ -26,6 +27,7 @@ from megatron.core.ops.attention.kernels import (
     BlockKernel,
     before_unfused,
     own_flash_kernels,
+    with_flash3,
     with_own_flash,
 )
 from megatron.core.ops.attention.max_logits import max_attention_logits
@@ -77,7 +79,18 @@ from megatron.core.ops.rope import apply_rope
 from megatron.core.ops.split_columns import split_columns
 from megatron.core.ops.split_heads import split_heads, split_rotated_heads
 from megatron.core.ops.ssd.scan import mamba_scan
+from megatron.core.ops.transformer_engine.attention import with_engine_attention
+from megatron.core.ops.transformer_engine.engine import (
+    Engine,
+    find_engine,
+    recipe_of,
+    unused_line,
+    why_layers_stay_ours,
+)
+from megatron.core.ops.transformer_engine.linear import make_grouped_linear, make_linear
+from megatron.core.ops.transformer_engine.norm import EngineNorms
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.utils.warn import warn_on_first_rank
 
 
 @dataclass(frozen=True)
@@ -128,6 +141,8 @@ class Backend:
     fp8_kernels: Fp8Kernels = field(default_factory=Fp8Kernels)
     fp8: Fp8Settings | None = None
     """Settings with which the linear layers of `make_linear` multiply in fp8; None: not in fp8."""
+    engine: Engine | None = None
+    """Transformer Engine, if it computes grouped experts and linear layers that own their weight; else None."""
     tokens_group: Group = None
     """The ranks that divide the tokens of a micro-batch before they reach a layer (context parallelism)."""
 
@@ -135,6 +150,9 @@ class Backend:
         """Returns the function that computes one linear layer: `linear`, or with fp8 an object that keeps the layer's
         scales and its quantised weight. `weight` [out, in] gives sizes and device; None: the layer does not own a
         weight."""
+        if self.engine is not None and weight is not None and weight.dtype in self.engine.dtypes:
+            made: Callable[..., Tensor] = make_linear(self.engine, self.fp8, weight)
+            return made
         if self.fp8 is None or weight is None:
             return self.linear
         split = dataclasses.replace(split, tokens=(*split.tokens, self.tokens_group))
@@ -145,6 +163,9 @@ class Backend:
     ) -> Callable[..., Tensor]:
         """Returns the function that computes one linear layer of all experts of a rank, as `make_linear` does for other
         layers."""
+        if self.engine is not None and weight.dtype in self.engine.dtypes:
+            made: Callable[..., Tensor] = make_grouped_linear(self.engine, self.fp8, weight)
+            return made
         if self.fp8 is None:
             return self.grouped_linear
         return Fp8GroupedLinear(self.fp8, split, weight, micro_batches)
@@ -162,6 +183,11 @@ class Backend:
     def describe(self, device_type: str) -> str:
         """Returns one line for the log: the backend, and its operations that are not plain torch on a kind of
         device."""
+        if self.engine is not None:
+            fp8 = "" if self.fp8 is None else f" in fp8 by its recipe {recipe_of(self.engine, self.fp8)}"
+            if self.fp8 is not None and self.fp8.recipe == "delayed":
+                fp8 += " (its history is not in checkpoints and starts anew)"
+            return f"backend {self.name} {self.engine.version}: its linear layers{fp8}, {_OF_ENGINE}"
         own = []
         for entry in dataclasses.fields(self):
             function = getattr(self, entry.name)
@@ -176,7 +202,7 @@ class Backend:
 
 _NOT_LISTED = (
     *("name", "attention", "attention_blocks", "split_rotated_heads", "normed_rope"),
-    *("split_columns", "sum_rows", "fp8_kernels", "fp8", "tokens_group"),
+    *("split_columns", "sum_rows", "fp8_kernels", "fp8", "engine", "tokens_group"),
 )
 """Fields of a backend that its line in the log leaves out."""
 
@@ -198,6 +224,12 @@ _SUBJECTS = {
     "gated_rms_norm": "norms",
 }
 """Names of operations in the log; operations that are not listed keep their field's name."""
+
+_OF_ENGINE = (
+    "norms, attention and grouped experts; ours: head and loss, rotary positions, activations, "
+    "dropout, routing, experts one by one, attention under context parallelism, the optimizer (one kernel for all)"
+)
+"""The log's text about the operations that Transformer Engine computes, and those that our code computes."""
 
 
 @dataclass(frozen=True)
@@ -378,12 +410,51 @@ def _scaled_product(left: Quantized, right: Quantized, dtype: torch.dtype, preci
     return (product_cuda if left.values.is_cuda else emulated_product)(left, right, dtype, precise)
 
 
+def engine_backend(engine: Engine) -> Backend:
+    """Returns the backend whose linear layers, norms, attention and grouped experts are Transformer Engine's. Other
+    operations are those of the Triton backend on a GPU."""
+    base = (triton_backend() if torch.cuda.is_available() else None) or LOCAL
+    norms = EngineNorms(engine, base.layer_norm, base.rms_norm)
+    return dataclasses.replace(
+        base,
+        name="transformer_engine",
+        engine=engine,
+        attention=with_engine_attention(engine, base.attention),
+        layer_norm=norms.layer_norm,
+        rms_norm=norms.rms_norm,
+        normed_rope=None,
+        layer_norm_with_residual=norms.layer_norm_with_residual,
+        rms_norm_with_residual=norms.rms_norm_with_residual,
+        grouped_linear=grouped_linear,  # Transformer Engine needs the numbers of rows on the host, like the plain loop
+        fp8_kernels=dataclasses.replace(base.fp8_kernels, noting={}),
+    )
+
+
+_engine_backend = functools.cache(engine_backend)
+
+
 def choose_backend(config: ModelParallelConfig) -> Backend:
-    """Returns the backend of `config.transformer_impl`. local, or no GPU or no Triton: LOCAL. Otherwise: the Triton
-    backend.
+    """Returns the backend of `config.transformer_impl`. transformer_engine: Transformer Engine's backend, if it can be
+    used and `why_layers_stay_ours` returns no reason against it; otherwise a warning says why it is not used. local, or
+    no GPU or no Triton: LOCAL. Otherwise: the Triton backend. With `attention_backend` flash, FlashAttention-3 comes
+    first where it is installed.
 
     Raises UserError if the config asks for Triton and it cannot be imported."""
+    backend = _asked_backend(config)
+    flash3 = find_flash3() if getattr(config, "attention_backend", None) is AttnBackend.flash else None
+    if flash3 is not None:
+        return dataclasses.replace(backend, attention=with_flash3(backend.attention, flash3))
+    return backend
+
+
+def _asked_backend(config: ModelParallelConfig) -> Backend:
     asked = getattr(config, "transformer_impl", "auto")
+    if asked == "transformer_engine":
+        engine = find_engine()
+        reason = engine if isinstance(engine, str) else why_layers_stay_ours(config)
+        if isinstance(engine, Engine) and reason is None:
+            return _engine_backend(engine)
+        warn_on_first_rank(unused_line(reason or ""))
     if asked == "triton":
         backend = triton_backend()
         if backend is None:

@@ -88,6 +88,9 @@ class ParameterInfo:
     """Whether its rows are only looked up, as in tables of positions, token types and relative position biases."""
     is_depthwise: bool = False
     """Whether each of its rows multiplies one channel, as in a depthwise convolution."""
+    is_added_to_directly: bool = False
+    """Whether an operation that cannot multiply by a factor adds to the main gradient's tensor itself, between
+    `begin_write` and `end_write`."""
     separate_heads: tuple[int, ...] = ()
     """For a fused projection [groups, heads, d, h]: the numbers of query, gate, key and value heads. Each kind is a
     separate matrix."""

@@ -70,6 +70,10 @@ def test_a_kernel_that_was_asked_for_and_cannot_compute_is_replaced_and_said(
         "faster)"
     ]
     assert not said([WITHOUT_DROPOUT, UNFUSED], AttnBackend.auto)
+    # Transformer Engine's attention comes before cuDNN's, which --attention-backend fused asks for.
+    preference = kernel("preferred", refusal=lambda variant, situation: "has no chunks", is_preference=True)
+    assert not said([preference, WITHOUT_DROPOUT, UNFUSED], AttnBackend.fused, AttentionVariant(1.0, True))
+    assert said([preference, WITHOUT_DROPOUT, UNFUSED], AttnBackend.fused)
 
 
 def test_a_call_that_the_kernel_cannot_compute_takes_the_unfused_one() -> None:

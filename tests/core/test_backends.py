@@ -1,14 +1,18 @@
 """Which backend a layer gets, which implementation a device gets, and what the log says."""
 
+import logging
 from types import SimpleNamespace
 
 import pytest
 import torch
+from support.fake_transformer_engine import FAKE
 
 from megatron.core import backends
 from megatron.core.backends import LOCAL, ByDevice, choose_backend, fp8_settings, triton_backend
 from megatron.core.exceptions import UserError
+from megatron.core.ops.transformer_engine.engine import unused_line, why_layers_stay_ours
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import warn
 
 
 def test_without_a_gpu_the_backend_is_local() -> None:
@@ -64,7 +68,61 @@ def test_layers_at_both_ends_can_stay_out_of_fp8() -> None:
     assert fp8_settings(TransformerConfig(**sizes), 3, LOCAL.fp8_kernels) is None
 
 
-def test_transformer_engine_is_read_as_auto() -> None:
+def test_transformer_engine_is_used_if_asked_for_and_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "find_engine", lambda: FAKE)
     sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2}
-    asked = TransformerConfig(**sizes, transformer_impl="transformer_engine")
-    assert choose_backend(asked) is choose_backend(TransformerConfig(**sizes)) is LOCAL
+    config = TransformerConfig(**sizes, transformer_impl="transformer_engine")
+    backend = choose_backend(config)
+    assert backend.engine is FAKE and choose_backend(TransformerConfig(**sizes)) is LOCAL
+    assert backend.describe("cpu").startswith("backend transformer_engine fake: its linear layers, norms, attention")
+
+
+def test_a_library_that_asks_for_transformer_engine_hears_once_why_it_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn._warn_once.cache_clear()
+    monkeypatch.setattr(warn, "_left_out", set())
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2}
+    config = TransformerConfig(**sizes, transformer_impl="transformer_engine")
+    monkeypatch.setattr(backends, "find_engine", lambda: "it cannot be imported (no such file)")
+    with caplog.at_level(logging.WARNING):
+        assert choose_backend(config) is LOCAL and choose_backend(config) is LOCAL
+        assert choose_backend(TransformerConfig(**sizes)) is LOCAL
+    assert [record.getMessage() for record in caplog.records] == [unused_line("it cannot be imported (no such file)")]
+    caplog.clear()
+    warn._warn_once.cache_clear()
+    warn.leave_out([unused_line("it cannot be imported (no such file)")])  # a run prints it among its notes
+    with caplog.at_level(logging.WARNING):
+        assert choose_backend(config) is LOCAL
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"fp8": "hybrid", "recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+        {"cuda_graph_impl": "local"},
+        {"fp8": "hybrid", "fp8_recipe": "tensorwise", "fp8_margin": 1},
+        {"fp8": "hybrid", "fp8_wgrad": False},
+    ],
+)
+def test_ours_compute_what_its_layers_cannot_do(settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "find_engine", lambda: FAKE)
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2}
+    config = TransformerConfig(**sizes, **settings, transformer_impl="transformer_engine")
+    assert choose_backend(config) is LOCAL and why_layers_stay_ours(config)
+
+
+@pytest.mark.parametrize(
+    ("settings", "recomputes"),
+    [
+        ({"recompute_granularity": "selective", "recompute_modules": ["moe_act", "layernorm"]}, False),
+        ({"recompute_granularity": "selective"}, False),
+        ({"recompute_granularity": "selective", "recompute_modules": ["moe_act", "moe"]}, True),
+        ({"moe_layer_recompute": True}, True),
+    ],
+)
+def test_delayed_scaling_forbids_only_to_recompute_products(settings: dict, recomputes: bool) -> None:
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "num_moe_experts": 2}
+    config = TransformerConfig(**sizes, fp8="hybrid", fp8_recipe="delayed", **settings)
+    assert (why_layers_stay_ours(config) is not None) == recomputes

@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import fake_transformer_engine as fake
 
+from megatron.core import backends
 from tools import measure_fp8
 from tools.bench_cells import CELLS
-from tools.measure_fp8 import Curves, Pass, apart, compare, first_two_layers
+from tools.measure_fp8 import Curves, Errors, Pass, apart, compare, first_two_layers, passes, verdict
 
 MODEL = (
     "--num-layers 1 --hidden-size 64 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32 "
@@ -50,6 +52,61 @@ def test_means_of_curves_have_their_standard_error() -> None:
     said = apart([[3.0, 2.0], [3.5, 2.2]], [[3.0, 1.9], [3.0, 2.0]])
     assert said == "last loss 2.1000, at most 0.5000 apart, mean of the last ten +0.2000 +- 0.1500"
     assert "+-" not in apart([[2.0]], [[1.0]])
+
+
+@pytest.mark.slow
+def test_transformer_engine_computes_the_same_micro_batches(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The stand-in for Transformer Engine rounds nothing to fp8, so ours are worse."""
+    engine = dataclasses.replace(fake.FAKE, dtypes=(torch.bfloat16,))
+    monkeypatch.setattr(backends, "find_engine", lambda: engine)
+    fake.used.clear()
+    experts = "--num-experts 4 --moe-grouped-gemm --moe-router-topk 2 --disable-bias-linear"
+    more = "--recipes tensorwise --tokens 32 --vocabulary 256 --micro-batches 2 --against-transformer-engine"
+    measure_fp8.main(f"{MODEL} {experts} {more}".split())
+    assert fake.Float8CurrentScaling() in fake.used
+    lines = capsys.readouterr().out.splitlines()
+    ours, theirs = (line for line in lines if line.startswith("fp8 tensorwise") and "means of 2" in line)
+    assert theirs.startswith("fp8 tensorwise by Transformer Engine: ") and ours.split("[")[0] != theirs.split("[")[0]
+    (compared,) = (line for line in lines if line.startswith("fp8 tensorwise beside Transformer Engine: "))
+    assert compared.endswith(": worse")
+
+
+def test_a_comparison_without_transformer_engine_ends_with_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ends before anything is computed, and layers of our own are not measured as Transformer Engine's."""
+    monkeypatch.setattr(backends, "find_engine", lambda: "it cannot be imported")
+    flags = [*MODEL.split(), *measure_fp8.RECIPES["tensorwise"], *measure_fp8.ENGINE]
+    for run in (
+        lambda: measure_fp8.main(f"{MODEL} --recipes tensorwise --against-transformer-engine".split()),
+        lambda: next(passes(flags, 256, [torch.zeros(1, 33, dtype=torch.long)])),
+    ):
+        with pytest.raises(SystemExit) as end:
+            run()
+        printed = capsys.readouterr()
+        assert end.value.code == 2 and not printed.out
+        assert "--transformer-impl transformer_engine: Transformer Engine does not compute: it cannot" in printed.err
+
+
+def errors(*cosines: float) -> list[Errors]:
+    return [Errors(1.0, {"a": cosine, "b": 1.0}, {"a": 0.0, "b": 0.0}) for cosine in cosines]
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "word"),
+    [
+        ((0.92, 0.95), (0.93, 0.94), "no worse"),
+        ((0.92, 0.94), (0.93, 0.95), "worse"),
+        ((0.94, 0.95), (0.93, 0.94), "no worse"),
+        ((0.92,), (0.93,), "worse"),
+    ],
+)
+def test_worse_is_what_the_spread_of_micro_batches_does_not_explain(
+    ours: tuple[float, ...], theirs: tuple[float, ...], word: str
+) -> None:
+    assert verdict(errors(*ours), errors(*theirs)).endswith(f": {word}")
 
 
 def test_gradients_are_compared_by_direction_and_norm() -> None:

@@ -1,10 +1,14 @@
 """Runs in fp8: scales of delayed scaling in checkpoints, weights that stay exact, and refusals."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from support import fake_transformer_engine as fake
 from support.runs import Outcome, differences, train, train_on_ranks
+
+from megatron.core import backends
 
 FLAGS = (
     "--mock-data --micro-batch-size 2 --eval-interval 3 --eval-iters 1 --hidden-size 32 --ffn-hidden-size 64 "
@@ -83,3 +87,32 @@ def test_grouped_and_sequential_experts_compute_the_same() -> None:
     flags = f"{FLAGS} {EXPERTS} --fp8-recipe tensorwise --fp64 --train-iters 2"
     grouped, one_by_one = train(f"{flags} --moe-grouped-gemm"), train(flags)
     assert grouped.losses == pytest.approx(one_by_one.losses, rel=1e-12)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_checkpoints_with_and_without_transformer_engine_are_the_same(
+    fp8: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(backends, "find_engine", lambda: fake.FAKE)
+    fake.used.clear()
+    flags = f"{DELAYED if fp8 else FLAGS.replace('--fp8-format hybrid', '')} --fp64 --lr-decay-iters 9 --eval-iters 0"
+    engine = f"{flags} --transformer-impl transformer_engine"
+    ours = train(f"{flags} --train-iters 2 --save {tmp_path / 'ours'}")
+    assert not fake.used
+    its = train(f"{engine} --train-iters 3 --load {tmp_path / 'ours'} --save {tmp_path / 'its'}")
+    assert fake.used and all((recipe is not None) == fp8 for recipe in fake.used)
+    assert ("8 keys of the checkpoint are not used" in capsys.readouterr().out) == fp8
+    assert differences(tensors(ours.at_end), tensors(its.at_start)) == []
+    back = train(f"{flags} --train-iters 4 --load {tmp_path / 'its'}")
+    assert ("8 keys are not in the checkpoint and keep their values" in capsys.readouterr().out) == fp8
+    assert differences(tensors(its.at_end), tensors(back.at_start)) == []
+    assert len(histories(back)) == 8 * fp8 and all((value > 0).any() for value in histories(back).values())
+    again = train(f"{engine} --train-iters 4 --load {tmp_path / 'its'}")
+    assert ("its history is not in checkpoints" in capsys.readouterr().out) == fp8
+    assert differences(tensors(its.at_end), tensors(again.at_start)) == [] and len(again.losses) == 1
+
+
+def tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Returns the weights and the optimizer's tensors, without histories of delayed scaling."""
+    found = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    return {name: value for name, value in found.items() if not name.endswith("amax_history")}

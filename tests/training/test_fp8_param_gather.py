@@ -6,11 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import fake_transformer_engine as fake
 from support.processes import run_on_ranks
 from support.runs import Outcome, differences, logger_of, state_at_end, state_at_start, train
 
+from megatron.core import backends
 from megatron.core.communication.traffic import recorded
 from megatron.core.distributed.fp8_unit import Fp8Unit
+from megatron.core.ops.transformer_engine import engine
 from megatron.training.trainer import Trainer
 
 FLAGS = "--mock-data --eval-interval 3 --eval-iters 1 --hidden-size 32 --ffn-hidden-size 64 --fp8-format hybrid --bf16"
@@ -181,8 +184,15 @@ def test_a_flag_without_effect_is_said(flags: str, sentence: str, capsys: pytest
 
 
 def test_what_takes_part_of_the_effect_is_said(
-    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (run,) = measured([f"{TENSORWISE} {GATHER} --use-precision-aware-optimizer --train-iters 1"])
     said = "--fp8-param-gather: with --use-precision-aware-optimizer a rank also keeps its shard of these weights"
     assert said in capsys.readouterr().out and run.weight_bytes > 3 * run.fp8_elements
+    for module in (backends, engine):
+        monkeypatch.setattr(module, "find_engine", lambda: fake.FAKE)
+    (run,) = measured(
+        [f"{DELAYED.replace('--bf16', '--fp64')} {GATHER} --transformer-impl transformer_engine --train-iters 1"]
+    )
+    said = "--fp8-param-gather: has no effect with --transformer-impl transformer_engine"
+    assert said in capsys.readouterr().out and run.fp8_elements == 0

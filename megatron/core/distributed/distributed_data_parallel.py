@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -71,7 +71,7 @@ class DistributedDataParallel(nn.Module):
         self.units = [self._unit(plan, device or _default_device()) for plan in plans]
         materialize_rest(module, device or _default_device(), config)
         grids = dict.fromkeys(plan.grid for plan in plans)  # in the same order on every rank, which may create groups
-        reductions = {grid: self._reduction(grid) for grid in grids}
+        reductions = {grid: self._reduction(grid, plans) for grid in grids}
         wire_dtype = functools.partial(wire_dtype_of, reduce_in_main_dtype=ddp_config.grad_reduce_in_fp32)
         by_step = [unit for unit in self.units if not unit.sharding.strategy.shards_gradients]
         by_micro_batch = [unit for unit in self.units if unit.sharding.strategy.shards_gradients]
@@ -115,7 +115,7 @@ class DistributedDataParallel(nn.Module):
             materialize(slot.parameter, device, self.config)
         sharding = self.shardings[plan.grid]
         group = self._group(sharding.shard_group) if sharding.shards > 1 else None
-        if not (self.ddp_config.fp8_param_gather and plan.in_fp8):
+        if not (self.ddp_config.fp8_param_gather and plan.gathers_in_fp8):
             return Unit(plan, self.shardings, group)
         layers = {layer.own_weight: layer for layer in self._quantized}
         self._fp8_units.append(Fp8Unit(plan, self.shardings, group, layers, self._quantize_weights))
@@ -136,14 +136,15 @@ class DistributedDataParallel(nn.Module):
         # Experts are reduced over fewer ranks, but their gradients are sums over the tokens of all ranks: one scale.
         return 1.0 if per_token else 1.0 / self.pg_collection.size("dp_cp")
 
-    def _reduction(self, grid: str) -> TwoLevelReduction:
+    def _reduction(self, grid: str, plans: Sequence[UnitPlan]) -> TwoLevelReduction:
         sharding = self.shardings[grid]
         per_token, scale = getattr(self.config, "calculate_per_token_loss", False), self._gradient_scale
         average = self.ddp_config.average_in_collective and not per_token
         precise = self.ddp_config.reduce_scatter_with_fp32_accumulation
         if sharding.shards == 1:
             group = self._group(sharding.data_group)
-            if group is None:
+            slots = [slot for plan in plans if plan.grid == grid for slot in plan.slots]
+            if group is None and not any(slot.info.is_added_to_directly for slot in slots):
                 return TwoLevelReduction(Reduction(None), contribution_factor=scale)
             return TwoLevelReduction(Reduction(group, scale, average))
         data = Reduction(self._group(sharding.shard_group), scale, average, precise)

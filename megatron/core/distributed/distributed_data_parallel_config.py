@@ -72,7 +72,8 @@ class DistributedDataParallelConfig:
 
     fp8_param_gather: bool = flag(False, only_with="fp8")
     """With --fp8-format: keep the weights of fp8 layers only in fp8, and gather them in fp8 after the update. Saves 2
-    bytes per weight, and half of the gathered bytes; the results are equal to the bit."""
+    bytes per weight, and half of the gathered bytes; the results are equal to the bit. Has no effect
+    with layers of Transformer Engine."""
 
     reuse_grad_buf_for_mxfp8_param_ag: bool = not_a_flag(False)
     """Gather mxfp8 weights into the gradient buffer."""

@@ -120,7 +120,7 @@ class BufferMainGrad:
 
     def begin_write(self) -> None:
         """Makes sure that `gradient` has memory. Call it before adding to it."""
-        assert self.factor == 1.0, f"{info_of(self.parameter).name} has a factor, which this would leave out"
+        assert self.factor == 1.0, f"{info_of(self.parameter).name} is not declared as `is_added_to_directly`"
         self.before_write()
 
     def end_write(self) -> None:

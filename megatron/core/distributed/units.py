@@ -86,6 +86,8 @@ class UnitPlan:
     """Elements of each whole buffer: the parameters, their alignment, and padding that makes all shards equal."""
     in_fp8: bool = False
     """Whether the parameters are weights that fp8 layers quantise."""
+    gathers_in_fp8: bool = False
+    """Whether these layers can read weights that exist only in fp8."""
     narrow_gradients: bool = False
     """Whether gradients are accumulated in the model's type although it is narrower than float32."""
 
@@ -140,6 +142,7 @@ def plan_units(
     return [
         dataclasses.replace(
             plan,
+            gathers_in_fp8=plan.in_fp8 and all(layers[slot.parameter].can_gather_weight for slot in plan.slots),
             narrow_gradients=plan.dtype is main_grads_dtype and main_grads_dtype is not torch.float32,
         )
         for plan in plans

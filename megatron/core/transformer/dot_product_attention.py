@@ -19,6 +19,7 @@ from megatron.core.ops.attention.kernels import SDPA_CUDA, Situation
 from megatron.core.ops.attention.sdpa import first_usable_kernel
 from megatron.core.ops.attention.unfused import AttentionCall, AttentionVariant
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.overlap import cuts_products
 from megatron.core.tensor_parallel.storage import new_parameter, split_box
 from megatron.core.tokens import Tokens
 from megatron.core.transformer.enums import AttnMaskType
@@ -245,8 +246,12 @@ _WITHOUT_TRITON = (
 )
 
 
+_IN_PIECES = "; ours, too: linear layers whose products are cut (--tp-comm-overlap)"
+
+
 def _backend_line(module: DotProductAttention, device: torch.device) -> str:
     backend = module.backend
     plain = backend.name.startswith("local")
     missing = device.type == "cuda" and plain and module.config.transformer_impl != "local"
-    return backend.describe(device.type) + (_WITHOUT_TRITON if missing else "")
+    in_pieces = backend.engine is not None and backend.fp8 is None and cuts_products(module.config)
+    return backend.describe(device.type) + (_WITHOUT_TRITON if missing else _IN_PIECES if in_pieces else "")

@@ -149,7 +149,7 @@ def memory_of_shard(shard: ModelShard, config: PretrainConfig) -> MemoryBytes:
         sharding = shard.shardings[plan.grid]
         owned, strategy = plan.numel // sharding.shards, sharding.strategy
         whole = owned if strategy.shards_weights else plan.numel
-        gathers_in_fp8 = config.ddp.fp8_param_gather and plan.in_fp8
+        gathers_in_fp8 = config.ddp.fp8_param_gather and plan.gathers_in_fp8
         weights += whole if gathers_in_fp8 else plan.dtype.itemsize * whole
         if gathers_in_fp8 and not rounds_to_model_weights(plan, config.optimizer, is_offloaded):
             weights += plan.dtype.itemsize * owned
@@ -194,7 +194,7 @@ def _gathered_weights(shard: ModelShard, config: DistributedDataParallelConfig) 
     follows, until the chunk is used again."""
 
     def bytes_of(plan: UnitPlan) -> int:
-        itemsize = 1 if config.fp8_param_gather and plan.in_fp8 else plan.dtype.itemsize
+        itemsize = 1 if config.fp8_param_gather and plan.gathers_in_fp8 else plan.dtype.itemsize
         return plan.numel * itemsize * shard.shardings[plan.grid].strategy.shards_weights
 
     chunks = [_read_together(plans, bytes_of) for plans in shard.plans]

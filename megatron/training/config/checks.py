@@ -14,6 +14,7 @@ import torch
 
 from megatron.core.declarations import model_parallel_config
 from megatron.core.declarations.config_fields import fields_of_problem, literal_text
+from megatron.core.ops.transformer_engine.engine import uses_engine
 from megatron.core.optimizer import optimizer_config
 from megatron.core.transformer.transformer_config import transformer_problems
 from megatron.data.tokenizer.config import TokenizerConfig
@@ -258,6 +259,11 @@ def _layout_invariance(s: Settings) -> Iterator[str]:
         yield (
             "{layout_invariant}: {fp8_recipe} cuts each rank's part of a tensor into blocks, which depend on "
             "{tensor_model_parallel_size} and {context_parallel_size}; tensorwise does not"
+        )
+    if s.fp8 is not None and s.transformer_impl == "transformer_engine" and uses_engine(s):
+        yield (
+            "{layout_invariant}: with {fp8}, {transformer_impl} computes scales from each rank's values, which depend "
+            "on the layout; --transformer-impl auto computes them from whole tensors"
         )
     if s.optimizer in ("muon", "dist_muon") and s.muon_tp_mode == "blockwise" and s.tensor_model_parallel_size != 1:
         yield (

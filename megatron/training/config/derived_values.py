@@ -8,7 +8,9 @@ import torch
 
 from megatron.core.declarations.config_fields import describe_problem
 from megatron.core.exceptions import UserError
+from megatron.core.ops.transformer_engine.engine import find_engine, unused_line, why_layers_stay_ours
 from megatron.core.pipeline_parallel.stages import virtual_stages
+from megatron.core.tensor_parallel.overlap import cuts_products
 from megatron.core.transformer.config.heterogeneous import HETEROGENEOUS, encoded_layers
 from megatron.core.transformer.config.memory import captures_micro_batches, graph_parts, unknown_parts
 from megatron.core.transformer.layer_patterns import (
@@ -325,7 +327,18 @@ def _recomputation(s: Settings) -> None:
 def _kernels(s: Settings) -> str | None:
     if s.transformer_impl != "transformer_engine":
         return None
-    return "--transformer-impl transformer_engine: read as auto; our own layers compute the same function, as fast"
+    found = find_engine()
+    reason = found if isinstance(found, str) else why_layers_stay_ours(s)
+    if reason is not None:
+        return unused_line(reason)
+    used = "--transformer-impl transformer_engine: Transformer Engine"
+    but = ", but not products in pieces (--tp-comm-overlap), which are ours" if cuts_products(s) else ""
+    compared = f"{used} computes{but}; our own layers (--transformer-impl auto) are"
+    if s.num_moe_experts is not None:
+        speed = "MOE64 took 819 ms with it and 632 without; in fp8 (tensorwise) 1121 and 590"
+        return f"{compared} faster for experts: on one H200 {speed}"
+    speed = "LLAMA1B took 968 ms with it and 964 without; in fp8 (tensorwise) 791 and 781"
+    return f"{compared} as fast: on one H200 {speed}"
 
 
 def _graphs(s: Settings) -> str | None:

@@ -6,6 +6,7 @@ Each rule yields a sentence for each such flag, in the grammar of `config_fields
 from collections.abc import Callable, Iterator
 
 from megatron.core.exceptions import UserError
+from megatron.core.ops.transformer_engine.engine import uses_engine
 from megatron.core.transformer.config.memory import captures_micro_batches
 from megatron.core.transformer.config.router import BALANCE_LOSSES, listed
 from megatron.core.transformer.layer_patterns import has_mixer, hybrid_letters, layer_parts
@@ -28,7 +29,12 @@ def _tensor_overlap(s: Settings) -> Iterator[str]:
 def _gathers_in_fp8(s: Settings) -> Iterator[str]:
     if not s.fp8_param_gather or s.fp8 is None:
         return
-    if s.use_precision_aware_optimizer or s.optimizer_cpu_offload:
+    if s.transformer_impl == "transformer_engine" and uses_engine(s):
+        yield (
+            "{fp8_param_gather}: has no effect with {transformer_impl}, whose layers quantise weights of the model's "
+            "type; results are the same"
+        )
+    elif s.use_precision_aware_optimizer or s.optimizer_cpu_offload:
         other = "use_precision_aware_optimizer" if s.use_precision_aware_optimizer else "optimizer_cpu_offload"
         yield (
             f"{{fp8_param_gather}}: with {{{other}}} a rank also keeps its shard of these weights in the model's type, "

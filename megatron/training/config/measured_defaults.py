@@ -93,8 +93,8 @@ def _products_in_pieces(s: Settings) -> str | None:
     if s.is_given("tp_comm_overlap") or not (_pairs_share_a_host(s) and s.sequence_parallel and ranks == 2):
         return None
     tokens = (s.micro_batch_size or 0) * (s.seq_length or 0) // (ranks * max(1, s.context_parallel_size))
-    # Layers that communicate are in no CUDA graph.
-    if tokens < MEASURED["pieces"].limit or s.fp8 is not None:
+    # Transformer Engine's linear layers compute whole products. Layers that communicate are in no CUDA graph.
+    if tokens < MEASURED["pieces"].limit or s.fp8 is not None or s.transformer_impl == "transformer_engine":
         return None
     s.set_derived("tp_comm_overlap", True)
     if not s.is_given("tp_comm_overlap_rs_dgrad"):

@@ -9,6 +9,7 @@ from megatron.core.dist_checkpointing.coordination import RankCoordinator
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.exceptions import UserError
 from megatron.core.groups.process_groups_config import ProcessGroupCollection
+from megatron.core.ops.attention.flash3 import find_flash3
 from megatron.core.pipeline_parallel.stage_map import stage_map, stages_text
 from megatron.core.pipeline_parallel.stages import overlaps_expert_communication
 from megatron.core.transformer.config.memory import captures_micro_batches
@@ -38,6 +39,17 @@ def kernel_notes(model: Sequence[nn.Module], environment: Environment, config: P
     for line in describe_kernels(nn.ModuleList(model), environment.device, by_document):
         if begins or not line.startswith("backend"):
             yield line
+            if environment.device.type == "cuda":
+                yield from unused_package_notes(line)
+
+
+def unused_package_notes(line: str) -> Iterator[str]:
+    """Yields a line if a package is installed that would compute what this line of the log names, and is not used."""
+    if line.startswith("attention") and "SDPA (cuDNN)" in line and find_flash3() is not None:
+        yield (
+            "FlashAttention-3 is installed and not used: --attention-backend flash uses it; the two have not been "
+            "compared"
+        )
 
 
 def holding_notes(model: Sequence[DistributedDataParallel], groups: ProcessGroupCollection, config: Any) -> list[str]:

@@ -186,5 +186,5 @@ def test_every_contribution_is_multiplied_by_the_factor() -> None:
     agree(product)
     main_grad.add_rows(torch.tensor([2, 0, 2]), dy[:3, :2])
     agree(torch.stack([dy[1, :2], torch.zeros(2), dy[0, :2] + dy[2, :2]]))
-    with pytest.raises(AssertionError, match="has a factor"):
+    with pytest.raises(AssertionError, match="is_added_to_directly"):
         main_grad.begin_write()

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 from support.command_lines import SMALL, configured, problems_of, without
+from support.fake_transformer_engine import FAKE
 
+from megatron.core.ops.transformer_engine import engine
 from megatron.training.arguments import configure
 from megatron.training.config.resolution import ConfigurationError
 from megatron.training.config.settings import LaunchEnvironment
@@ -208,6 +210,15 @@ def test_a_split_for_data_that_is_used_whole(tmp_path: Path) -> None:
 def test_layout_invariant_refuses_what_depends_on_the_layout(flags: str, problem: str) -> None:
     (found,) = problems_of(f"--layout-invariant --global-batch-size 4 {flags}")
     assert found.startswith("--layout-invariant: ") and found.endswith(problem)
+
+
+def test_layout_invariant_refuses_scales_of_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = "--layout-invariant --global-batch-size 4 --fp8-format hybrid --transformer-impl transformer_engine"
+    monkeypatch.setattr(engine, "find_engine", lambda: "it is not installed")
+    assert problems_of(flags) == []
+    monkeypatch.setattr(engine, "find_engine", lambda: FAKE)
+    (found,) = problems_of(flags)
+    assert "--transformer-impl transformer_engine computes scales from each rank's values" in found
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 from support.command_lines import SMALL, configured, problems_of, without
+from support.fake_transformer_engine import FAKE
 
 from megatron.core.transformer.config.heterogeneous import HETEROGENEOUS
+from megatron.training.config import derived_values
 from megatron.training.inspection.run_description import command_line_of
 
 
@@ -112,6 +114,31 @@ def test_formats_of_other_programs_save_in_ours_and_say_so() -> None:
     config = configured("--ckpt-format torch_dist --transformer-impl transformer_engine")
     assert config.checkpoint.ckpt_format == "safetensors"
     assert [note for note in config.notes if note.startswith(("--ckpt-format torch_dist", "--transformer-impl"))]
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("", "Transformer Engine computes; our own layers (--transformer-impl auto) are as fast"),
+        (
+            "--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap",
+            "Transformer Engine computes, but not products in pieces (--tp-comm-overlap), which are ours; our own",
+        ),
+        ("--num-experts 4", "Transformer Engine computes; our own layers (--transformer-impl auto) are faster for exp"),
+        ("--cuda-graph-impl local", "Transformer Engine is not used: its layers are not captured in CUDA graphs"),
+        (
+            "--bf16 --fp8-format hybrid --fp8-recipe delayed --recompute-granularity full --recompute-method uniform "
+            "--recompute-num-layers 1",
+            "Transformer Engine is not used: with --fp8-recipe delayed its layers cannot be recomputed",
+        ),
+    ],
+)
+def test_the_start_says_who_computes(flags: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(derived_values, "find_engine", lambda: FAKE)
+    config = configured(f"--transformer-impl transformer_engine {flags}", ranks=2)
+    (note,) = (note for note in config.notes if note.startswith("--transformer-impl transformer_engine: "))
+    assert note.partition(": ")[2].startswith(expected)
+    assert not any("Transformer Engine" in note for note in configured(flags, ranks=2).notes)
 
 
 def test_other_names_of_one_size() -> None:

@@ -72,6 +72,10 @@ class AttentionKernel:
     queries. It accepts such masks with packed documents too."""
     takes_no_mask: bool = False
     """Whether the kernel accepts neither masks nor positions of the queries."""
+    is_preference: bool = False
+    """True if `attention_backend` does not ask for this kernel. The next kernel may then compute the calls that this
+    one cannot."""
+
     least_queries: int = 0
     """Calls with fewer queries in a row belong to the next kernel that can compute them."""
 
@@ -147,6 +151,10 @@ def _flash_refusal(variant: AttentionVariant, situation: Situation) -> Refusal:
     if variant.window is not None:
         return "has no windows here"
     return _width_refusal(variant) or _half_refusal(variant, situation)
+
+
+def _flash3_refusal(variant: AttentionVariant, situation: Situation) -> Refusal:
+    return "takes no mask of padding" if variant.padded else _varlen_refusal(variant, situation)
 
 
 def _varlen_refusal(variant: AttentionVariant, situation: Situation) -> Refusal:
@@ -332,6 +340,16 @@ def with_own_flash(
         AttnBackend.auto: (for_documents, for_long_rows, *auto[:-1], SDPA_CUDA, auto[-1]),
         AttnBackend.flash: (*flash, kernel, *others),
     }
+
+
+def with_flash3(
+    candidates: Mapping[AttnBackend, tuple[AttentionKernel, ...]], compute: Compute
+) -> dict[AttnBackend, tuple[AttentionKernel, ...]]:
+    """Returns the candidates with FlashAttention-3 as the first choice of `flash`."""
+    kernel = AttentionKernel(
+        "FlashAttention-3", compute, _on_any_cuda, _flash3_refusal, "always", FLASH_WIDTH_MULTIPLE, takes_no_mask=True
+    )
+    return {**candidates, AttnBackend.flash: (kernel, *candidates[AttnBackend.flash])}
 
 
 def before_unfused(candidates: Mapping[AttnBackend, tuple[T, ...]], kernel: T) -> dict[AttnBackend, tuple[T, ...]]:

@@ -77,6 +77,11 @@ class QuantizedWeights(nn.Module, Generic[Pair]):
         """The weight that the layer was built for."""
         return self._own_weight[0]
 
+    @property
+    def can_gather_weight(self) -> bool:
+        """Whether the layer can compute with a weight that exists only in fp8."""
+        return self.scaling.weight_block is not None
+
     def weight_blocks(self) -> WeightBlocks:
         """Returns the blocks of the layer's weight that have one scale each."""
         return WeightBlocks.of(self.own_weight.shape, self.scaling.weight_block)

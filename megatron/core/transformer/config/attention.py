@@ -17,9 +17,9 @@ class AttentionConfig:
     """Heads, masks and options of scaled dot-product attention."""
 
     attention_backend: AttnBackend = AttnBackend.auto
-    """Implementation of attention: flash (FlashAttention-2 and our own), fused (cuDNN), unfused (also called local), or
-    auto, which uses the fastest one that supports the layer. If the one that is named does not support a layer, the
-    next one computes it, and a line says so."""
+    """Implementation of attention: flash (FlashAttention-3 where it is installed), fused (cuDNN), unfused (also called
+    local), or auto, which uses the fastest one that supports the layer. If the one that is named does not support a
+    layer, the next one computes it, and a line says so."""
 
     softmax_scale: float | None = None
     """Factor of the attention scores. Default: 1 / sqrt(width of a query head); with --multi-latent-attention the

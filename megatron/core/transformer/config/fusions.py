@@ -15,8 +15,8 @@ class FusionConfig:
     transformer_impl: Literal["auto", "local", "triton", "transformer_engine", "inference_optimized"] = flag(
         "auto", supported=["auto", "local", "triton", "transformer_engine"]
     )
-    """Implementation of the layers: plain torch (local), our own GPU kernels (triton), or auto, which uses the faster
-    one available. All compute the same function of the same weights. transformer_engine is read as auto."""
+    """Implementation of the layers: plain torch (local), our own GPU kernels (triton), Transformer Engine, or auto,
+    which uses the fastest one available. All compute the same function of the same weights."""
 
     bias_activation_fusion: bool = not_a_flag(False)
     """Add the bias inside the activation. With gelu this selects the tanh approximation; without it gelu is exact."""
