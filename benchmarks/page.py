@@ -49,9 +49,9 @@ def _details(row: Row) -> str:
 
 
 def beside_the_anchor() -> str:
-    """Returns the table of speeds beside the anchor."""
+    """Returns the table of speeds beside the anchor, and notes on its rows."""
     columns = ("cell", "GPUs", "precision", "ms, ours", "anchor", "TFLOP/s, ours", "anchor", "ratio")
-    table = []
+    table, notes = [], []
     for row in read_rows():
         ours, anchor = row["ours"], row["anchor"]
         if anchor is None:
@@ -61,7 +61,9 @@ def beside_the_anchor() -> str:
         memory = f"{ours['peak_memory_gb']:.1f}, {anchor['peak_memory_gb']:.1f}"
         start = [_name(row) + _details(row), row["gpus"], _precision(row)]
         table.append([*start, *speeds, f"{row['ratio']:.3f}", memory, row["date"]])
-    return table_of([*columns, "peak GB, ours and anchor", "date"], table)
+        if "note" in row:
+            notes.append(textwrap.fill(f"- {start[0]}: {row['note']}.", 118, subsequent_indent="  ") + "\n")
+    return table_of([*columns, "peak GB, ours and anchor", "date"], table) + "\n" * bool(notes) + "".join(notes)
 
 
 def without_an_anchor() -> str:
