@@ -29,13 +29,10 @@ from megatron.core.ops.fp8.grouped_linear import Fp8ExpertLinear, Fp8GroupedLine
 from megatron.core.ops.fp8.grouped_recipes import MicroBatches
 from megatron.core.ops.fp8.linear import Fp8Linear
 from megatron.core.ops.fp8.recipes import Fp8Kernels, Fp8Settings, LinearSplit
-from megatron.core.ops.loss_operations import LossOps
-from megatron.core.ops.matrix_operations import MatrixOps
 from megatron.core.ops.moe.grouped_linear import grouped_linear
 from megatron.core.ops.moe.operations import ExpertOps
-from megatron.core.ops.norm_operations import NormOps, every_norm
+from megatron.core.ops.operations import LossOps, MatrixOps, NormOps, RecurrenceOps, every_norm
 from megatron.core.ops.records import ByDevice, Ops, on_gpus
-from megatron.core.ops.recurrence_operations import RecurrenceOps
 from megatron.core.ops.transformer_engine.attention import with_engine_attention
 from megatron.core.ops.transformer_engine.engine import (
     Engine,

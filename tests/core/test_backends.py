@@ -95,6 +95,15 @@ def test_an_operation_and_its_name_in_the_log_are_an_affair_of_its_record() -> N
     assert backend.describe("cuda") == "backend mine: plain torch except layer scales"
 
 
+def test_every_operation_has_a_kernel_for_gpus() -> None:
+    own = triton_backend()
+    assert own is not None
+    fp8 = own.fp8_kernels, own.fp8_kernels.grouped, own.fp8_kernels.weights
+    operations = {name: value for record in (*own.records().values(), *fp8) for name, value in vars(record).items()}
+    left = {name for name, value in operations.items() if not isinstance(value, ByDevice)}
+    assert left == {"noting", "kernels", "block_kernels", "product", "grouped", "weights"}
+
+
 def test_layers_with_tensorwise_scaling_use_kernels_that_note_the_largest_values() -> None:
     own = triton_backend()
     assert own is not None

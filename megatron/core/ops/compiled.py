@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron.core.ops.moe.weighted_activation import weighted_activation
 from megatron.core.ops.norm import layer_norm, rms_norm
-from megatron.core.ops.norm_operations import every_norm
+from megatron.core.ops.operations import every_norm
 from megatron.core.ops.rope import Rotation
 from megatron.core.utils.torch_private import raise_recompile_limit
 

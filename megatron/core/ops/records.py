@@ -5,6 +5,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any, Self, TypeVar
 
 from torch import Tensor
@@ -67,11 +68,14 @@ def operation(default: Callable[..., Any], subject: str, plain: Callable[..., An
     return field(default=default, metadata={"subject": subject, "plain": plain or default})
 
 
-def on_gpus(record: Record, **kernels: Callable[..., Any]) -> Record:
-    """Returns the record with kernels for GPUs; other devices keep its functions."""
-    own = {name: vars(record)[name] for name in kernels}
-    by_device = {
-        name: ByDevice(cpu=own[name].cpu if isinstance(own[name], ByDevice) else own[name], cuda=kernel)
-        for name, kernel in kernels.items()
-    }
-    return dataclasses.replace(record, **by_device)  # type: ignore[type-var]  # every record is a dataclass
+def on_gpus(record: Record, *modules: ModuleType, **others: Callable[..., Any]) -> Record:
+    """Returns the record with kernels for GPUs; other devices keep its functions. The kernel of a function `x` is
+    `x_triton` of one of the modules; `others` are kernels of other names, by field."""
+    found = {name: function for module in modules for name, function in vars(module).items()}
+    made = {}
+    for name, own in vars(record).items():
+        cpu, cuda = (own.cpu, own.cuda) if isinstance(own, ByDevice) else (own, own)
+        kernel = others.get(name) or found.get(f"{getattr(cuda, '__name__', '')}_triton")
+        if kernel is not None:
+            made[name] = ByDevice(cpu=cpu, cuda=kernel)
+    return dataclasses.replace(record, **made)  # type: ignore[type-var]  # every record is a dataclass

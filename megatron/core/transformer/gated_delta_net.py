@@ -117,9 +117,8 @@ class GatedDeltaNet(MegatronModule):
             (projected,) = start_to_heads([projected], self.cp_group, ranks).wait()
             tokens = Tokens(tokens.row_length, tokens.batch_size, cu_seqlens=tokens.cu_seqlens)
         document = document_numbers(tokens, hidden_states.device)
-        mixed, gate, strength, fading = self.backend.recurrence.split_columns(
-            projected, self.widths
-        )  # [s, b, key heads, ...]
+        # [s, b, key heads, ...] each
+        mixed, gate, strength, fading = self.backend.recurrence.split_columns(projected, self.widths)
         log_rate, bias = map(self._own, (self.A_log, self.dt_bias))
         if inputs.inference_context is None:
             convolved = self._convolved(mixed, document, silu=True)

@@ -131,9 +131,8 @@ class MambaMixer(MegatronModule):
         else:
             output = self._continued(context, mixed, step, parameters)
         weight = self._own(self.norm_weight).view(gate.shape[2:])
-        normed = self.backend.recurrence.gated_rms_norm(
-            output, gate, weight, self.config.layernorm_epsilon, gate_first=True
-        )
+        epsilon = self.config.layernorm_epsilon
+        normed = self.backend.recurrence.gated_rms_norm(output, gate, weight, epsilon, gate_first=True)
         if ranks > 1:
             normed = start_to_rows(normed, self.cp_group, ranks).wait()
         return self.out_proj(normed.flatten(2).flatten(0, 1))

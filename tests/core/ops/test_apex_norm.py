@@ -13,7 +13,7 @@ from megatron.core.backends import LOCAL, choose_backend
 from megatron.core.ops import apex_norm
 from megatron.core.ops.apex_norm import ApexNorms, find_apex_norms
 from megatron.core.ops.norm import layer_norm, rms_norm
-from megatron.core.ops.norm_operations import every_norm
+from megatron.core.ops.operations import every_norm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 

@@ -45,30 +45,19 @@ class AttentionOps(Ops):
     @classmethod
     def by_triton(cls) -> Self:
         """Returns the record with our kernels for GPUs."""
-        from megatron.core.ops.attention import flash_triton as flash
-        from megatron.core.ops.attention.max_logits_triton import max_attention_logits_triton
-        from megatron.core.ops.attention.merge_triton import merge_block_triton
-        from megatron.core.ops.normed_rope_triton import normed_rope_triton
-        from megatron.core.ops.rope_triton import apply_rope_triton
-        from megatron.core.ops.split_heads_triton import split_heads_triton, split_rotated_heads_triton
+        from megatron.core.ops import normed_rope_triton, rope_triton, split_heads_triton
+        from megatron.core.ops.attention import flash_triton, max_logits_triton, merge_triton
 
         whole_rows, blocks = own_flash_kernels(
-            flash.flash_attention_triton,
-            flash.flash_block_attention_triton,
-            flash.flash_block_attention_backward_triton,
+            flash_triton.flash_attention_triton,
+            flash_triton.flash_block_attention_triton,
+            flash_triton.flash_block_attention_backward_triton,
         )
         plain = cls(
             split_rotated_heads=split_rotated_heads,
             normed_rope=normed_rope,
-            kernels=with_own_flash(CANDIDATES, whole_rows, flash.has_specialized_warps),
+            kernels=with_own_flash(CANDIDATES, whole_rows, flash_triton.has_specialized_warps),
             block_kernels=before_unfused(BLOCK_CANDIDATES, blocks),
         )
-        return on_gpus(
-            plain,
-            apply_rope=apply_rope_triton,
-            split_heads=split_heads_triton,
-            split_rotated_heads=split_rotated_heads_triton,
-            normed_rope=normed_rope_triton,
-            merge_block=merge_block_triton,
-            max_attention_logits=max_attention_logits_triton,
-        )
+        modules = normed_rope_triton, rope_triton, split_heads_triton, max_logits_triton, merge_triton
+        return on_gpus(plain, *modules)

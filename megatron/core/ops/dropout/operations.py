@@ -23,6 +23,6 @@ class DropoutOps(Ops):
     @classmethod
     def by_triton(cls) -> Self:
         """Returns the record with our kernels for GPUs."""
-        from megatron.core.ops.dropout.dropout_triton import bias_dropout_add_triton, keep_rows_triton
+        from megatron.core.ops.dropout import dropout_triton
 
-        return on_gpus(cls(), keep_rows=keep_rows_triton, bias_dropout_add=bias_dropout_add_triton)
+        return on_gpus(cls(), dropout_triton)

@@ -35,24 +35,20 @@ class ExpertOps(Ops):
     @classmethod
     def by_triton(cls) -> Self:
         """Returns the record with our kernels for GPUs."""
-        from megatron.core.ops.moe import grouped_linear_triton, permute_triton, routing_triton
-        from megatron.core.ops.moe.placement_triton import place_experts_triton
-        from megatron.core.ops.moe.weighted_activation_triton import weighted_activation_triton
+        from megatron.core.ops.moe import (
+            grouped_linear_triton,
+            permute_triton,
+            placement_triton,
+            routing_triton,
+            weighted_activation_triton,
+        )
 
+        modules = permute_triton, placement_triton, routing_triton, weighted_activation_triton
         record = on_gpus(
             cls(),
+            *modules,
             grouped_linear=grouped_linear_triton.grouped_linear_cuda,
             grouped_bias=grouped_linear_triton.grouped_bias_cuda,
-            best=routing_triton.best_triton,
-            choose_experts=routing_triton.choose_experts_triton,
-            count_experts=routing_triton.count_experts_triton,
-            balance_sums=routing_triton.balance_sums_triton,
             number_choices=permute_triton.ChoiceNumbersTriton,
-            place_experts=place_experts_triton,
-            put_tokens=permute_triton.put_tokens_triton,
-            sum_rows_and_addends=permute_triton.sum_rows_and_addends_triton,
-            permute=permute_triton.permute_triton,
-            unpermute=permute_triton.unpermute_triton,
-            weighted_activation=weighted_activation_triton,
         )
         return record.with_noting("weighted_activation", "permute", "unpermute")

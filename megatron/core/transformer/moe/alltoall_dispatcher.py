@@ -87,9 +87,8 @@ class _CopyDispatchCombine(AlltoAllDispatchCombine):
         count = routing.experts.numel()
         if routing.kept is not None:
             count = int(self._sizes()[at.etp_rank, at.ep_rank].sum())
-        self.copies, choice = at.backend.experts.number_choices(routing.experts_with_room(), at.num_experts).copies(
-            count
-        )
+        numbers = at.backend.experts.number_choices(routing.experts_with_room(), at.num_experts)
+        self.copies, choice = numbers.copies(count)
         self.rows = at.backend.experts.permute(hidden, self.copies)
         self.weights = at.weights_of(routing.weights, self.copies, choice)
         if at.ep_size > 1:

@@ -6,7 +6,7 @@ from support import fake_transformer_engine as fake
 from torch import nn
 
 from megatron.core.ops.norm import layer_norm, rms_norm
-from megatron.core.ops.norm_operations import every_norm
+from megatron.core.ops.operations import every_norm
 from megatron.core.ops.transformer_engine.norm import EngineNorms
 
 NORMS = EngineNorms(fake.FAKE)

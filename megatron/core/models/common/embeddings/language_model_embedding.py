@@ -122,9 +122,8 @@ class LanguageModelEmbedding(MegatronModule):
         if not self.training:
             return hidden
         flat = hidden.flatten(0, 1)  # [t, h]
-        return self.backend.dropout.bias_dropout_add(flat, None, None, self.config.hidden_dropout, place).view(
-            hidden.shape
-        )
+        add = self.backend.dropout.bias_dropout_add
+        return add(flat, None, None, self.config.hidden_dropout, place).view(hidden.shape)
 
     def _own(self, ids: Tensor) -> Tensor:
         """Returns this rank's part of ids [s, b or 1]."""
