@@ -1,16 +1,11 @@
 """Which backend a layer gets, which implementation a device gets, and what the log says."""
 
-import dataclasses
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any, Self
+from typing import Any
 
 import pytest
 import torch
 from support.fake_transformer_engine import FAKE
-from torch import Tensor
 
 from megatron.core import backends
 from megatron.core.backends import (
@@ -23,7 +18,6 @@ from megatron.core.backends import (
 from megatron.core.declarations.model_parallel_config import ModelParallelConfig
 from megatron.core.exceptions import UserError
 from megatron.core.groups.process_groups_config import ProcessGroupCollection
-from megatron.core.ops.records import ByDevice, Ops, on_gpus, operation
 from megatron.core.ops.transformer_engine.engine import unused_line, why_layers_stay_ours
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import warn
@@ -59,12 +53,6 @@ def test_triton_is_refused_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) 
     assert choose_backend(configured(transformer_impl="auto")) is LOCAL
 
 
-def test_the_device_of_the_first_tensor_decides() -> None:
-    operation = ByDevice(cpu=lambda *arguments: "cpu", cuda=lambda *arguments: "cuda")
-    assert operation(3, torch.zeros(1)) == "cpu"
-    assert operation(SimpleNamespace(), torch.zeros(1), None) == "cpu"
-
-
 def test_the_log_names_what_is_not_plain_torch() -> None:
     assert LOCAL.describe("cpu") == "backend local: plain torch except dropout masks"
     assert LOCAL.describe("cuda") == "backend local: plain torch"
@@ -75,33 +63,6 @@ def test_the_log_names_what_is_not_plain_torch() -> None:
         "dropout, convolutions, gated delta nets, state spaces, losses, experts, activations; plain torch for the rest"
     )
     assert backend.describe("cpu") == "backend triton: plain torch except dropout masks"
-
-
-@dataclass(frozen=True)
-class ScaleOps(Ops):
-    layer_scale: Callable[..., Tensor] = operation(torch.mul, "layer scales")
-
-    @classmethod
-    def by_triton(cls) -> Self:
-        return on_gpus(cls(), layer_scale=torch.multiply)
-
-
-def test_an_operation_and_its_name_in_the_log_are_an_affair_of_its_record() -> None:
-    ours = ScaleOps.by_triton()
-    assert (ours.layer_scale.cpu, ours.layer_scale.cuda) == (torch.mul, torch.multiply)  # type: ignore[attr-defined]
-    assert [list(ours.subjects(device)) for device in ("cpu", "cuda")] == [[], ["layer scales"]]
-    assert not list(ScaleOps().subjects("cuda"))
-    backend = dataclasses.replace(LOCAL, name="mine", norms=ours)
-    assert backend.describe("cuda") == "backend mine: plain torch except layer scales"
-
-
-def test_every_operation_has_a_kernel_for_gpus() -> None:
-    own = triton_backend()
-    assert own is not None
-    fp8 = own.fp8_kernels, own.fp8_kernels.grouped, own.fp8_kernels.weights
-    operations = {name: value for record in (*own.records().values(), *fp8) for name, value in vars(record).items()}
-    left = {name for name, value in operations.items() if not isinstance(value, ByDevice)}
-    assert left == {"noting", "kernels", "block_kernels", "product", "grouped", "weights"}
 
 
 def test_layers_with_tensorwise_scaling_use_kernels_that_note_the_largest_values() -> None:
