@@ -274,7 +274,7 @@ READ_WHEN_CONFIGS_ARE_MADE = {
     "--eval-global-batch-size", "--eval-micro-batch-size", "--fim-prefix-token", "--fim-middle-token",
     "--fim-suffix-token", "--bert-num-tokentypes",
     "--decoder-num-layers", "--encoder-pipeline-model-parallel-size", "--encoder-tensor-model-parallel-size",
-    "--cuda-graph-scope", "--cuda-graph-modules", "--cuda-graph-impl", "--enable-cuda-graph", "--external-cuda-graph",
+    "--cuda-graph-scope", "--cuda-graph-modules",  # graph_parts
 }  # fmt: skip
 
 

@@ -92,7 +92,7 @@ class GroupedMLP(MegatronModule):
             **common,
         )
         matrices = self.linear_fc1.weight, self.linear_fc2.weight
-        self.reads_sizes = backend.grouped_linear is grouped_linear or not all(
+        self.reads_sizes = backend.experts.grouped_linear is grouped_linear or not all(
             is_one_product(matrix.dtype, *matrix.shape[1:]) for matrix in matrices
         )
 
@@ -105,7 +105,7 @@ class GroupedMLP(MegatronModule):
 
     def activate(self, product: Tensor, bias: Tensor | None, weights: Tensor | None) -> Tensor:
         """Returns the activation of the first product's output, the input of the second product."""
-        return self.backend.weighted_activation(product, bias, weights, self.activation_func)
+        return self.backend.experts.weighted_activation(product, bias, weights, self.activation_func)
 
 
 class SequentialMLP(MegatronModule):

@@ -56,7 +56,7 @@ class _TokenDispatchCombine(AlltoAllDispatchCombine):
         self._sizes = run_once_under_recompute((at, "counts on the host"), lambda: HostCopy(counts)).wait
         # The device orders the rows while the host waits for their counts.
         ranks = torch.where(self.wanted, torch.arange(at.ep_size, device=taken.device), -1)  # [t, ep]
-        self._sent = at.backend.number_choices(ranks, at.ep_size).copies(ranks.numel())
+        self._sent = at.backend.experts.number_choices(ranks, at.ep_size).copies(ranks.numel())
 
     def _all_counts(self) -> Tensor:
         at = self.at
@@ -73,8 +73,8 @@ class _TokenDispatchCombine(AlltoAllDispatchCombine):
         at, routing = self.at, self.routing
         sizes = self._sizes()[at.etp_rank, :, at.num_experts :]  # [from, to]
         self.copies, choice = first_rows(*self._sent, int(sizes[at.ep_rank].sum()))
-        self.rows = at.backend.permute(hidden, self.copies)
-        self.weights = at.backend.permute(routing.weights, self.copies)  # [n, k]
+        self.rows = at.backend.experts.permute(hidden, self.copies)
+        self.weights = at.backend.experts.permute(routing.weights, self.copies)  # [n, k]
         if at.ep_size > 1:
             self.to_experts = all_to_all_route(at.ep_group, sizes[at.ep_rank].tolist(), sizes[:, at.ep_rank].tolist())
             self._exchange = AsyncCollective(self.to_experts, self.turn, self.rows, self.weights)
@@ -100,7 +100,7 @@ class _TokenDispatchCombine(AlltoAllDispatchCombine):
             numbers = self.to_channels.go(numbers).wait()
             rows, weights = AsyncCollective(self.to_channels, self.turn, rows, weights).finish()
         counts, sizes = self.copy_counts[:, :, at.ep_rank], self._copies_here().sum((0, 1)).tolist()
-        self.order, choice = at.backend.number_choices(numbers, at.num_local_experts).copies(sum(sizes))
-        copied = at.backend.permute(rows, self.order)
+        self.order, choice = at.backend.experts.number_choices(numbers, at.num_local_experts).copies(sum(sizes))
+        copied = at.backend.experts.permute(rows, self.order)
         own_weights = at.weights_of(weights, self.order, choice)
         return ExpertRows(copied, own_weights, RowGroups.of_sources(counts, sizes))
