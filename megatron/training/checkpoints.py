@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.async_saving import PendingSave, StagingMemory, begin_save
-from megatron.core.dist_checkpointing.checkpoint_selection import newest_iteration
+from megatron.core.dist_checkpointing.checkpoint_selection import find_checkpoint, newest_iteration
 from megatron.core.dist_checkpointing.chunk import Chunk
 from megatron.core.dist_checkpointing.coordination import RankCoordinator
 from megatron.core.dist_checkpointing.disk import check_room
@@ -199,6 +199,31 @@ class Checkpoints:
         self.record.begin_new_run()
         return loaded
 
+    def state_to_load(self) -> TrainState:
+        """Returns the counts that `load` will restore, before there is a model; zeros for a fresh start. Leaves errors
+        to `load`. That finds broken tensors, too, and may then take an older checkpoint. Collective."""
+        flags, upcycles = self.flags, self.config.transformer.moe_use_upcycling
+        root, step = (flags.save, None) if upcycles else (flags.load, flags.ckpt_step)
+        if root is None or (flags.finetune and not upcycles) or flags.override_ckpt_iteration is not None:
+            return TrainState()
+        folder = Path(root) if upcycles else self._folder_to_load(root, say=False)
+        refuse_outdated = self.record.refusing_outdated(folder, flags.save)
+
+        def accept(manifest: Manifest) -> None:
+            if step is None:
+                refuse_outdated(manifest)
+                refuse_non_finite_weights(manifest)
+
+        def read() -> Any:
+            try:
+                found = find_checkpoint(folder, step, lambda sentence: None, accept)
+            except UserError:
+                return None
+            return None if found is None else [str(found.folder / MANIFEST), found.manifest.common.get("train_state")]
+
+        manifest, counts = RankCoordinator().run_on_first(read) or (None, None)
+        return TrainState() if counts is None else TrainState.from_json(counts, f"{manifest}: common.train_state")
+
     def _load(self, parts: SavedParts) -> bool:
         flags = self.flags
         if flags.load is not None:
@@ -241,7 +266,7 @@ class Checkpoints:
             self.save(parts)
         self.record.write(decision.iteration)
 
-    def _folder_to_load(self, root: str) -> Path:
+    def _folder_to_load(self, root: str, *, say: bool = True) -> Path:
         """Returns the folder of --load, or that of its temporary checkpoints if they are newer."""
         temporary = temporary_folder(self.flags, root)
         if temporary is None or self.flags.ckpt_step is not None:
@@ -252,7 +277,8 @@ class Checkpoints:
         )
         if newest[1] <= newest[0]:
             return Path(root)
-        self._say(f"the temporary checkpoint of iteration {newest[1]} in {temporary} is newer than those in {root}")
+        if say:
+            self._say(f"the temporary checkpoint of iteration {newest[1]} in {temporary} is newer than those in {root}")
         return temporary
 
     def _load_upcycled(self, parts: SavedParts) -> bool:
