@@ -39,7 +39,7 @@ class AttentionInUse:
     kernels: tuple[str, ...]
     """Names of the kernels of training and of evaluation; on a GPU, the kernel that torch selects."""
     why: str
-    """The same with the reasons."""
+    """Those names, with the reasons for the choice."""
     device_type: str
     layers: tuple[int, ...]
 
