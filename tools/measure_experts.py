@@ -77,7 +77,7 @@ def operations(sizes: Sizes, backend: Backend, device: torch.device, dtype: torc
     numbers = popularity.multinomial(sizes.topk)
     counts = torch.bincount(numbers.flatten(), minlength=sizes.experts)
     groups = RowGroups(counts, counts.tolist())
-    copies, _ = backend.number_choices(numbers, sizes.experts).copies(sizes.rows)
+    copies, _ = backend.experts.number_choices(numbers, sizes.experts).copies(sizes.rows)
     hidden = torch.randn(sizes.tokens, sizes.hidden, device=device, dtype=dtype).requires_grad_()
     rows = torch.randn(sizes.rows, sizes.hidden, device=device, dtype=dtype).requires_grad_()
     weight = nn.Parameter(torch.randn(sizes.experts, 2 * sizes.ffn, sizes.hidden, device=device, dtype=dtype) * 0.02)
@@ -89,7 +89,7 @@ def operations(sizes: Sizes, backend: Backend, device: torch.device, dtype: torc
     row_bytes = float(sizes.rows * sizes.hidden * hidden.element_size())
     token_bytes = float(sizes.tokens * sizes.hidden * hidden.element_size())
     inner_bytes = float(sizes.rows * sizes.ffn * hidden.element_size())
-    sort = lambda: backend.number_choices(numbers, sizes.experts).copies(sizes.rows)  # noqa: E731
+    sort = lambda: backend.experts.number_choices(numbers, sizes.experts).copies(sizes.rows)  # noqa: E731
     found = [Operation("sort by expert", sort)]
     moved = row_bytes + token_bytes
 
@@ -103,10 +103,12 @@ def operations(sizes: Sizes, backend: Backend, device: torch.device, dtype: torc
         found.append(Operation(f"{name}, forward", call, flops, nbytes[0]))
         found.append(Operation(f"{name}, backward", backward, 2.0 * flops, nbytes[1]))
 
-    both("permute", lambda: backend.permute(hidden, copies), [hidden], 0.0, moved, moved)
-    both("unpermute", lambda: backend.unpermute(rows, copies), [rows], 0.0, moved, moved)
-    both("grouped linear", lambda: backend.grouped_linear(rows, weight, groups), [rows, weight], flops, 0.0, 0.0)
-    activate = lambda: backend.weighted_activation(product, None, gates, swiglu)  # noqa: E731
+    both("permute", lambda: backend.experts.permute(hidden, copies), [hidden], 0.0, moved, moved)
+    both("unpermute", lambda: backend.experts.unpermute(rows, copies), [rows], 0.0, moved, moved)
+    both(
+        "grouped linear", lambda: backend.experts.grouped_linear(rows, weight, groups), [rows, weight], flops, 0.0, 0.0
+    )
+    activate = lambda: backend.experts.weighted_activation(product, None, gates, swiglu)  # noqa: E731
     both("weighted activation", activate, [product, gates], 0.0, 3.0 * inner_bytes, 5.0 * inner_bytes)
     return found
 

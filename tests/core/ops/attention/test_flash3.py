@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -111,7 +110,7 @@ def test_flash_prefers_it_and_other_settings_do_not_use_it(monkeypatch: pytest.M
         found = kernel(AttentionVariant(1.0, True, **more), AttnBackend.flash)
         assert not found.startswith("FlashAttention-3") and "because FlashAttention-3" in found
     assert "FlashAttention-3" not in kernel(AttentionVariant(1.0, True), AttnBackend.auto)
-    assert choose_backend(SimpleNamespace(attention_backend=AttnBackend.auto)) is LOCAL
+    assert choose_backend(TransformerConfig(**sizes)) is LOCAL
 
 
 def test_a_run_is_told_that_it_is_installed_and_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

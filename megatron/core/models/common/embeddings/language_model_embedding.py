@@ -35,7 +35,7 @@ class VectorTable(MegatronModule):
 
     def forward(self, index: Tensor) -> Tensor:
         """Returns the vectors [..., h] of numbers int64 [...]."""
-        return self.backend.embedding(index, self.weight)
+        return self.backend.matrices.embedding(index, self.weight)
 
 
 class LanguageModelEmbedding(MegatronModule):
@@ -125,7 +125,8 @@ class LanguageModelEmbedding(MegatronModule):
         if not self.training:
             return hidden
         flat = hidden.flatten(0, 1)  # [t, h]
-        return self.backend.bias_dropout_add(flat, None, None, self.config.hidden_dropout, place).view(hidden.shape)
+        add = self.backend.dropout.bias_dropout_add
+        return add(flat, None, None, self.config.hidden_dropout, place).view(hidden.shape)
 
     def embed(
         self, ids: Tensor, inputs: LayerInputs, *, positions: Tensor | None = None, layer_number: int = 0
