@@ -1,6 +1,6 @@
 """Saves and loads checkpoints of a run: their content, when they are loaded, and the messages about them."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -205,12 +205,7 @@ class Checkpoints:
         if root is None or (flags.finetune and not upcycles) or flags.override_ckpt_iteration is not None:
             return TrainState()
         folder = Path(root) if upcycles else self._folder_to_load(root, say=False)
-        refuse_outdated = self.record.refusing_outdated(folder, flags.save)
-
-        def accept(manifest: Manifest) -> None:
-            if step is None:
-                refuse_outdated(manifest)
-                refuse_non_finite_weights(manifest)
+        accept = self._refusing_unasked(folder, flags.save, step)
 
         def read() -> Any:
             try:
@@ -279,6 +274,17 @@ class Checkpoints:
             self._say(f"the temporary checkpoint of iteration {newest[1]} in {temporary} is newer than those in {root}")
         return temporary
 
+    def _refusing_unasked(self, root: Path, save: str | None, step: int | None) -> Callable[[Manifest], None]:
+        """Returns a function that raises OutdatedCheckpoint for a checkpoint that is loaded only if `step` names it."""
+        refuse_outdated = self.record.refusing_outdated(root, save)
+
+        def refuse(manifest: Manifest) -> None:
+            if step is None:
+                refuse_outdated(manifest)
+                refuse_non_finite_weights(manifest)
+
+        return refuse
+
     def _load_upcycled(self, parts: SavedParts) -> bool:
         """Continues from --save if the run was upcycled before. Otherwise turns the MLPs of the dense checkpoint under
         --load or --pretrained-checkpoint into experts, and saves the new model under --save."""
@@ -315,7 +321,7 @@ class Checkpoints:
     ) -> LoadResult | None:
         """Loads weights and, if wanted, optimizer state. Main weights are always loaded, together with the weights.
         `dense`: the checkpoint is that of a dense model, whose MLPs become experts."""
-        refuse_outdated = self.record.refusing_outdated(root, None if weights_only else self.flags.save)
+        refuse_unasked = self._refusing_unasked(root, None if weights_only else self.flags.save, step)
         with_optimizer = not (weights_only or self.flags.no_load_optim or self.config.evaluation.skip_train)
         wanted: Iterable[Chunk] = chain(
             weight_chunks(parts.model, self.groups), optimizer_chunks_to_load(parts.optimizer, with_optimizer)
@@ -328,9 +334,7 @@ class Checkpoints:
             wanted = dense_chunks(own, granularity)
 
         def accept(manifest: Manifest) -> None:
-            if step is None:
-                refuse_outdated(manifest)
-                refuse_non_finite_weights(manifest)
+            refuse_unasked(manifest)
             if dense:
                 check_dense_manifest(self.config, root, manifest, self._say)
             else:
