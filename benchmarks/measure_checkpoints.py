@@ -1,9 +1,9 @@
 """Measures saves and loads of a whole run on several ranks. Prints rows of a table for docs/benchmarks.md:
 
-    torchrun --nproc_per_node 4 tools/measure_checkpoints.py LLAMA8B --global-batch-size 4 --folder /scratch \\
+    torchrun --nproc_per_node 4 benchmarks/measure_checkpoints.py LLAMA8B --global-batch-size 4 --folder /scratch \\
         --layout="--use-distributed-optimizer" --layout="--tensor-model-parallel-size 4 --sequence-parallel"
 
-Trains one step of a model of tools/bench_cells.py in the first layout, saves its state (weights and optimizer), saves
+Trains one step of a model of bench_cells.py in the first layout, saves its state (weights and optimizer), saves
 it as --async-save does, and loads the checkpoint into every layout. All other flags are those of the runs. The folder
 needs room for one checkpoint: 14 bytes a parameter with bf16 and Adam. Loads come from the page cache and, after the
 system was asked to forget the files, from the disk. Sums of all bits show that every load brings back what was saved.
@@ -33,6 +33,8 @@ import torch
 import torch.distributed as dist
 
 import pretrain_gpt
+from benchmarks.bench import build_datasets, read_options
+from benchmarks.bench_checkpoints import write_plainly
 from megatron.core.dist_checkpointing.chunk import Chunk
 from megatron.core.dist_checkpointing.coordination import RankCoordinator
 from megatron.core.dist_checkpointing.planning import assign_writes
@@ -48,8 +50,6 @@ from megatron.training.loop import train_step
 from megatron.training.providers import Providers
 from megatron.training.setup.set_up import set_up
 from megatron.training.trainer import Trainer
-from tools.bench import build_datasets, read_options
-from tools.bench_checkpoints import write_plainly
 
 PROVIDERS = Providers(pretrain_gpt.build_model, build_datasets, pretrain_gpt.build_forward_step)
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

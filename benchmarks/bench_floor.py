@@ -1,15 +1,10 @@
-"""The floor of a run of tools/bench.py: what every rank computes and sends in a step, and how long this takes at least.
+"""The floor of a run of bench.py: what every rank computes and sends in a step, and how long this takes at least.
 
-Each rank records its own micro-batch (tools/recorder.py) and times its own operations (tools/floor.py), all ranks at
+Each rank records its own micro-batch (recorder.py) and times its own operations (floor.py), all ranks at
 the same time. The floor of a step is the mean over the ranks, as if each rank had equally much to compute.
 Communication can hide behind computation, so it is no part of this sum. Its time is the bytes that a rank sends in a
 step, divided by the rate of a large transfer between the ranks.
 """
-
-import sys
-
-if __name__ == "__main__":
-    sys.exit("This file is a part of another program; run: python tools/bench.py CELL --floor")
 
 import contextlib
 import dataclasses
@@ -20,6 +15,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.floor import Clock, Timed, link_rates, measure_floor, summary
+from benchmarks.measure_layout import rows_of
+from benchmarks.recorder import Recorder
 from megatron.core.communication.traffic import Traffic, recorded
 from megatron.core.dist_checkpointing.coordination import RankCoordinator
 from megatron.core.distributed.sharding_strategy import ShardingStrategy
@@ -29,9 +27,6 @@ from megatron.diagnosis.dry_run.rank_memory import build_shard, memory_of_shard
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.hooks.hook import Hook
 from megatron.training.providers import Context, Providers
-from tools.floor import Clock, Timed, link_rates, measure_floor, summary
-from tools.measure_layout import rows_of
-from tools.recorder import Recorder
 
 STAGES_ARE_REFUSED = (
     "--floor does not count pipeline stages: they wait for each other, and the recorder cannot tell the chunks of a "

@@ -1,4 +1,4 @@
-"""tools/measure_layout.py counts memory that is still in use, traffic by group, and a whole run on two ranks."""
+"""benchmarks/measure_layout.py counts memory that is still in use, traffic by group, and a whole run on two ranks."""
 
 import contextlib
 import importlib.util
@@ -15,7 +15,7 @@ from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.groups.rank_grid import RankGrid
 from megatron.training.config.settings import LaunchEnvironment
 
-PATH = Path(__file__).resolve().parents[2] / "tools" / "measure_layout.py"
+PATH = Path(__file__).resolve().parents[2] / "benchmarks" / "measure_layout.py"
 
 RUN = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "

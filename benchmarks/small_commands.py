@@ -1,9 +1,4 @@
-"""Reduces training commands for tools/try_commands.py: flags appended to a command set sizes, data and paths."""
-
-import sys
-
-if __name__ == "__main__":
-    sys.exit("This file is a part of another program; run: python tools/try_commands.py COMMANDS.jsonl")
+"""Reduces training commands for benchmarks/try_commands.py: flags appended to a command set sizes, data and paths."""
 
 from collections.abc import Sequence
 

@@ -1,6 +1,6 @@
 """Measures tools/preprocess_data.py on real text, and compares all token ids with those of the `tokenizers` library.
 
-python tools/bench_preprocess.py
+python benchmarks/bench_preprocess.py
 
 The text is the sources and documents of the installed Python packages. The tool trains a byte-level BPE on part of it.
 Then it times a plain loop over the library (one process, as in many scripts) and the tool. Prints rows of a table for

@@ -1,4 +1,4 @@
-"""Measures the operations of an expert layer:   python tools/measure_experts.py --tokens 16384 --experts 64
+"""Measures the operations of an expert layer:   python benchmarks/measure_experts.py --tokens 16384 --experts 64
 
 Times each operation of this library on a GPU, forward and backward, and its definition in plain torch, with uniform or
 skewed routing. The last column is the share of the hardware's limit: the rate of a large matrix product, or of a device

@@ -1,11 +1,11 @@
-"""tools/bench_checkpoints.py runs, at a small size, and measures what it says."""
+"""benchmarks/bench_checkpoints.py runs, at a small size, and measures what it says."""
 
 import subprocess
 from pathlib import Path
 
 from support.programs import python
 
-TOOL = Path(__file__).parents[2] / "tools" / "bench_checkpoints.py"
+TOOL = Path(__file__).parents[2] / "benchmarks" / "bench_checkpoints.py"
 
 
 def run_tool(*words):

@@ -1,4 +1,4 @@
-"""tools/floor.py finds the products, attention and bytes of a step from what a micro-batch computes, on every rank."""
+"""floor.py finds the products, attention and bytes of a step from what a micro-batch computes, on every rank."""
 
 import io
 import json
@@ -14,14 +14,13 @@ import torch
 import torch.distributed as dist
 from support.processes import run_on_ranks
 
-from benchmarks import add_row
+from benchmarks import add_row, bench
+from benchmarks.bench import main
+from benchmarks.bench_floor import FloorMeasure, StepFloor, update_bytes
+from benchmarks.floor import Clock, Timed, summary
+from benchmarks.recorder import Recorder
 from megatron.core.backends import LOCAL
 from megatron.core.ops.moe.permute import ChoiceNumbers
-from tools import bench
-from tools.bench import main
-from tools.bench_floor import FloorMeasure, StepFloor, update_bytes
-from tools.floor import Clock, Timed, summary
-from tools.recorder import Recorder
 
 LLAMA = (
     "--num-layers 3 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "

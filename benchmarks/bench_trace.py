@@ -1,9 +1,4 @@
-"""Traces one step of tools/bench.py on every rank: its time by kind of kernel, and its exposed communication."""
-
-import sys
-
-if __name__ == "__main__":
-    sys.exit("This file is a part of another program; run: python tools/bench.py CELL --kernels")
+"""Traces one step of benchmarks/bench.py on every rank: its time by kind of kernel, and its exposed communication."""
 
 import collections
 import dataclasses
@@ -25,7 +20,7 @@ _KINDS = {
     "products": r"nvjet|gemm|cutlass|cublas|_accumulate_kernel|_product_(of_blocks_)?kernel|_weight_kernel|_of_blocks",
     "attention": r"sdpa|flash|fmha|cudnn|_merge|^_(for|back)ward_(specialized_)?kernel|_round_kernel|_max_logits",
     "communication": r"nccl|Memcpy PtoP",
-    "state space layers": r"_causal_conv|^_(scan|states?|state_gradients|queries|keys|steps)_",
+    "state space layers": r"_causal_conv|^_(scan|states?|queries|keys|steps|chunk_factors|(state|pair|key|query|decay)_gradients)_",
     "norms": r"_norm_|layer_norm",
     "activations": r"_activation_",
     "rotary positions, packed gradients": r"_rope|_join",

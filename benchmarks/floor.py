@@ -1,15 +1,10 @@
 """The floor of a training step: the least time of its products, its attention and the bytes that it must move.
 
-`measure_floor` times each distinct product and attention call that tools/recorder.py recorded. It times each one alone,
+`measure_floor` times each distinct product and attention call that recorder.py recorded. It times each one alone,
 on random data, long enough for the GPU to reach its power limit as in training. It also times a device copy, whose rate
-gives the time of memory-bound operations. `link_rates` times large transfers between ranks. `tools/bench.py CELL
---floor` prints the result (tools/bench_floor.py).
+gives the time of memory-bound operations. `link_rates` times large transfers between ranks. `benchmarks/bench.py CELL
+--floor` prints the result (benchmarks/bench_floor.py).
 """
-
-import sys
-
-if __name__ == "__main__":
-    sys.exit("This file is a part of another program; run: python tools/bench.py CELL --floor")
 
 import contextlib
 import time
@@ -22,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from benchmarks.recorder import Attention, AttentionBlock, Product, Recorder
 from megatron.core import backends
 from megatron.core.backends import fp8_settings
 from megatron.core.communication.collectives import group_rank, group_size, start_gather_rows
@@ -31,7 +27,6 @@ from megatron.core.exceptions import UserError
 from megatron.core.ops.fp8.quantize import Quantized
 from megatron.core.ops.fp8.recipes import Fp8Settings, LinearSplit, Role, Scaling, build_scaling
 from megatron.core.ops.linear import product
-from tools.recorder import Attention, AttentionBlock, Product, Recorder
 
 PARTS = ("products", "casts to fp8", "attention", "memory-bound operations", "update of the weights")
 """The parts of a floor."""

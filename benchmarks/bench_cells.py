@@ -1,10 +1,5 @@
 """The models of the speed table, as flags of pretrain_gpt.py."""
 
-import sys
-
-if __name__ == "__main__":
-    sys.exit("This file is a part of another program; run: python tools/bench.py CELL")
-
 _LLAMA = (
     "--swiglu --normalization RMSNorm --position-embedding-type rope --rotary-base 500000 --disable-bias-linear "
     "--untie-embeddings-and-output-weights --init-method-std 0.02 "

@@ -1,4 +1,4 @@
-"""tools/bench.py measures any run; its cells are valid command lines; benchmarks/ compares it with an anchor's log."""
+"""bench.py measures any run; its cells are valid command lines; add_row.py compares it with an anchor's log."""
 
 import json
 import re
@@ -11,12 +11,12 @@ import torch
 from support.launch import launch
 
 from benchmarks import add_row
+from benchmarks.bench import RandomDocuments, main, read_options
+from benchmarks.bench_cells import CELLS
+from benchmarks.bench_trace import kind_of, timeline_lines, timeline_of
 from megatron.data.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.data.tokenizer.build import build_tokenizer
 from megatron.training.arguments import configure
-from tools.bench import RandomDocuments, main, read_options
-from tools.bench_cells import CELLS
-from tools.bench_trace import kind_of, timeline_lines, timeline_of
 
 TINY = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 "

@@ -1,4 +1,4 @@
-"""tools/measure_checkpoints.py saves a run of two ranks, loads it into another layout and compares all bits."""
+"""benchmarks/measure_checkpoints.py saves a run of two ranks, loads it into another layout and compares all bits."""
 
 import re
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from support.launch import launch
 
-from tools.measure_checkpoints import main
+from benchmarks.measure_checkpoints import main
 
 TINY = (
     "GPT125M --num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 "

@@ -1,4 +1,4 @@
-"""Measures memory and traffic of a layout:   torchrun --nproc_per_node 4 tools/measure_layout.py FLAGS OF A RUN
+"""Measures memory and traffic of a layout:   torchrun --nproc_per_node 4 benchmarks/measure_layout.py FLAGS OF A RUN
 
 Sets the run up like pretrain_gpt.py, trains two steps and prints three results for the second step: the bytes that
 ranks hold between steps (weights, gradients, optimizer), the bytes that the forward pass of one micro-batch stores for

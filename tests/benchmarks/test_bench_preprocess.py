@@ -1,4 +1,4 @@
-"""tools/bench_preprocess.py: a small run measures, compares, and says that ids are equal."""
+"""benchmarks/bench_preprocess.py: a small run measures, compares, and says that ids are equal."""
 
 import subprocess
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from support.programs import python
 
-TOOL = Path(__file__).parents[2] / "tools/bench_preprocess.py"
+TOOL = Path(__file__).parents[2] / "benchmarks/bench_preprocess.py"
 
 
 @pytest.mark.slow

@@ -1,10 +1,10 @@
-"""tools/measure_experts.py runs anywhere and times every operation of a layer of experts."""
+"""benchmarks/measure_experts.py runs anywhere and times every operation of a layer of experts."""
 
 import re
 
 import pytest
 
-from tools.measure_experts import main
+from benchmarks.measure_experts import main
 
 
 def test_every_operation_has_its_time(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Measures the memory-bound operations of a training step:   python tools/measure_kernels.py --tokens 32768
+"""Measures the memory-bound operations of a training step:   python benchmarks/measure_kernels.py --tokens 32768
 
 Times norms, rotary positions, activations, bias and residual, cross entropy and the update of the weights on a GPU,
 forward and backward separately, and their definitions in plain torch. Prints the speed of each relative to a device
@@ -22,13 +22,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.measure_experts import Operation, ceilings, seconds
 from megatron.core.backends import LOCAL, Backend, triton_backend
 from megatron.core.ops.activation import Activation, gelu_tanh
 from megatron.core.ops.rope import Rotation
 from megatron.core.optimizer.segments import FlatSegments, StepInputs
 from megatron.core.optimizer.update_rules import Adam
 from megatron.core.utils.torch_private import foreach_norm
-from tools.measure_experts import Operation, ceilings, seconds
 
 
 class Bench:

@@ -1,12 +1,7 @@
 """Records the operations of a micro-batch: products, attention, and the bytes that memory-bound operations move. A
 memory-bound operation counts as reading its inputs once and writing its outputs once. The sum of two gradients at a
-residual counts as part of the norm that reads the residual. tools/floor.py times the recorded operations.
+residual counts as part of the norm that reads the residual. benchmarks/floor.py times the recorded operations.
 """
-
-import sys
-
-if __name__ == "__main__":
-    sys.exit("This file is a part of another program; run: python tools/bench.py CELL --floor")
 
 import contextlib
 import dataclasses

@@ -1,10 +1,10 @@
-"""tools/measure_kernels.py runs anywhere and times every memory-bound operation."""
+"""benchmarks/measure_kernels.py runs anywhere and times every memory-bound operation."""
 
 import re
 
 import pytest
 
-from tools.measure_kernels import main
+from benchmarks.measure_kernels import main
 
 
 def test_every_operation_has_its_time(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""tools/measure_fp8.py runs anywhere and compares every recipe with float32 and with Transformer Engine."""
+"""benchmarks/measure_fp8.py runs anywhere and compares every recipe with float32 and with Transformer Engine."""
 
 import dataclasses
 from pathlib import Path
@@ -7,10 +7,10 @@ import pytest
 import torch
 from support import fake_transformer_engine as fake
 
+from benchmarks import measure_fp8
+from benchmarks.bench_cells import CELLS
+from benchmarks.measure_fp8 import Curves, Errors, Pass, apart, compare, first_two_layers, passes, verdict
 from megatron.core import backends
-from tools import measure_fp8
-from tools.bench_cells import CELLS
-from tools.measure_fp8 import Curves, Errors, Pass, apart, compare, first_two_layers, passes, verdict
 
 MODEL = (
     "--num-layers 1 --hidden-size 64 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32 "

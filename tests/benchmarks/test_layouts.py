@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks import layouts, peak_memory
+from benchmarks.bench import read_options
 from benchmarks.layouts import BATCHES, cells_of_gpus, find_cell
 from megatron.training.arguments import configure
 from megatron.training.config.settings import LaunchEnvironment
-from tools.bench import read_options
 
 ROWS = json.loads((Path(layouts.__file__).parent / "results" / "h200.json").read_text())
 MEASURED = {

@@ -1,4 +1,4 @@
-"""Tries training commands:   python tools/try_commands.py COMMANDS.jsonl
+"""Tries training commands:   python benchmarks/try_commands.py COMMANDS.jsonl
 
 Each line of the file is a JSON object with `entry` (pretrain_gpt.py, pretrain_bert.py or pretrain_t5.py), `argv` (a
 list of words, or `command`, one string) and perhaps `source`. For each command:
@@ -45,12 +45,12 @@ import torch
 import pretrain_bert
 import pretrain_gpt  # noqa: F401  # forks find it imported
 import pretrain_t5
+from benchmarks.small_commands import data_words, small_command
 from megatron.core.exceptions import UserError
 from megatron.core.utils.torch_private import import_compiler
 from megatron.training.arguments import configure
 from megatron.training.config.command_line import split_words
 from megatron.training.config.settings import LaunchEnvironment
-from tools.small_commands import data_words, small_command
 
 ROOT = Path(__file__).resolve().parents[1]
 DEFAULTS: Mapping[str, Mapping[str, str]] = {

@@ -1,6 +1,6 @@
 """Measures the time and memory to build and read datasets. Prints rows of a table for docs/benchmarks.md.
 
-python tools/bench_datasets.py
+python benchmarks/bench_datasets.py
 """
 
 import argparse

@@ -1,13 +1,13 @@
-"""Measures how fast training is: python tools/bench.py LLAMA1B
+"""Measures how fast training is: python benchmarks/bench.py LLAMA1B
 
-Trains a model of the speed table (tools/bench_cells.py), or a model described by flags of pretrain_gpt.py, on random
+Trains a model of the speed table (bench_cells.py), or a model described by flags of pretrain_gpt.py, on random
 tokens, or on those of `--data-path`: a few steps to warm up, then 20 timed steps, with optimizer, clipping and logging.
 Prints the median time of a step, model FLOPs and tokens per second, memory, the GPU's clock and the last loss. Flags
 after the name of a model override the model's flags. `--kernels` traces one more step on every rank and prints its time
 by kind of kernel, and the exposed part of its communication. `--floor` measures afterwards, on all ranks, how fast the
-step could be (tools/bench_floor.py). On several GPUs:
+step could be (bench_floor.py). On several GPUs:
 
-    torchrun --nproc_per_node 2 tools/bench.py LLAMA1B --context-parallel-size 2
+    torchrun --nproc_per_node 2 benchmarks/bench.py LLAMA1B --context-parallel-size 2
 """
 
 import argparse
@@ -37,6 +37,10 @@ import numpy as np
 import torch
 
 import pretrain_gpt
+from benchmarks.bench_cells import CELLS, COMMON
+from benchmarks.bench_floor import STAGES_ARE_REFUSED, FloorMeasure, step_flops, step_microbatches
+from benchmarks.bench_trace import StepTrace, gather_timeline, timeline_lines
+from benchmarks.recorder import Recorder
 from megatron.core.dist_checkpointing.coordination import RankCoordinator
 from megatron.core.exceptions import UserError
 from megatron.data.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
@@ -50,10 +54,6 @@ from megatron.training.launch.errors import exit_with_problems
 from megatron.training.logging.device_peaks import peak_tflops
 from megatron.training.logging.timeline import StepTimes
 from megatron.training.providers import Context, ForwardStep, Providers, SampleCounts
-from tools.bench_cells import CELLS, COMMON
-from tools.bench_floor import STAGES_ARE_REFUSED, FloorMeasure, step_flops, step_microbatches
-from tools.bench_trace import StepTrace, gather_timeline, timeline_lines
-from tools.recorder import Recorder
 
 
 @dataclass(frozen=True)

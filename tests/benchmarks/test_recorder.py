@@ -1,9 +1,9 @@
-"""tools/recorder.py counts the products and bytes of the first micro-batch."""
+"""benchmarks/recorder.py counts the products and bytes of the first micro-batch."""
 
 import torch
 
+from benchmarks.recorder import Product, Recorder
 from megatron.core.backends import LOCAL
-from tools.recorder import Product, Recorder
 
 
 def test_bytes_of_memory_bound_operations() -> None:

@@ -1,11 +1,11 @@
-"""tools/bench_datasets.py runs, at a small size, and measures what it says."""
+"""benchmarks/bench_datasets.py runs, at a small size, and measures what it says."""
 
 import subprocess
 from pathlib import Path
 
 from support.programs import python
 
-TOOL = Path(__file__).parents[2] / "tools" / "bench_datasets.py"
+TOOL = Path(__file__).parents[2] / "benchmarks" / "bench_datasets.py"
 
 
 def test_rows_of_a_table():

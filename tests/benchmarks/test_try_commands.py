@@ -1,4 +1,4 @@
-"""tools/try_commands.py: commands are made small and run; the table says what became of each."""
+"""benchmarks/try_commands.py: commands are made small and run; the table says what became of each."""
 
 import json
 import subprocess
@@ -9,13 +9,13 @@ import pytest
 from support.command_lines import megatron_lm_commands
 from support.programs import python
 
+from benchmarks.small_commands import data_words, small_command
+from benchmarks.try_commands import DEFAULTS, Outcome, main, table, words_of
 from megatron.core.exceptions import UserError
 from megatron.training.arguments import configure
 from megatron.training.config.settings import LaunchEnvironment
-from tools.small_commands import data_words, small_command
-from tools.try_commands import DEFAULTS, Outcome, main, table, words_of
 
-TOOL = Path(__file__).parents[2] / "tools/try_commands.py"
+TOOL = Path(__file__).parents[2] / "benchmarks/try_commands.py"
 COMMANDS = megatron_lm_commands()
 
 LARGE = (

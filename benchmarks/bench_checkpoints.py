@@ -1,6 +1,6 @@
 """Measures how fast checkpoints are saved and loaded. Prints rows of a table for docs/benchmarks.md.
 
-python tools/bench_checkpoints.py --folder /scratch --gigabytes 4 --device cuda
+python benchmarks/bench_checkpoints.py --folder /scratch --gigabytes 4 --device cuda
 
 It also measures the speed of the folder itself: one plain stream of bytes, written and synced.
 """

@@ -1,6 +1,6 @@
-"""Measures how far bfloat16 and fp8 are from float32: python tools/measure_fp8.py --cell LLAMA1B
+"""Measures how far bfloat16 and fp8 are from float32: python benchmarks/measure_fp8.py --cell LLAMA1B
 
-Takes a model of the speed table (tools/bench_cells.py), or the one that flags of pretrain_gpt.py describe, with the
+Takes a model of the speed table (bench_cells.py), or the one that flags of pretrain_gpt.py describe, with the
 same initial weights in bfloat16, in bfloat16 with fp8, and in float32. Prints, over the gradients of all parameters of
 one micro-batch, the smallest cosine to float32's and the largest difference of norms. Tokens go to the experts that
 float32 chooses.
@@ -38,6 +38,7 @@ if __name__ == "__main__":  # before the imports that take seconds
 import torch
 from torch import Tensor
 
+from benchmarks.bench_cells import CELLS, COMMON
 from megatron.core import backends
 from megatron.core.declarations.flag_grammars import layer_pattern
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -50,7 +51,6 @@ from megatron.core.transformer.moe.router_replay import router_replays
 from megatron.training.arguments import configure
 from megatron.training.config.resolution import ConfigurationError
 from megatron.training.launch.errors import exit_with_problems
-from tools.bench_cells import CELLS, COMMON
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 WARMUP = 0.2
