@@ -70,27 +70,6 @@ def late_backward(ddp: Any, step: int, micro_batches: int, per_token: bool) -> T
     return torch.zeros(())
 
 
-def plain_training(per_token: bool = False) -> list[Trained]:
-    """One process, plain autograd, torch's clipping and AdamW."""
-    model = small_model(per_token=per_token)
-    named = {info_of(p).name: p for p in model.parameters()}
-    decayed = [p for p in named.values() if info_of(p).decays]
-    rest = [p for p in named.values() if not info_of(p).decays]
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=0.02)
-    seen = []
-    for step in range(STEPS):
-        ids, labels, mask = batch(step * SAMPLES, rows=SAMPLES)
-        (model(ids, labels, mask) / (mask.sum() if per_token else SAMPLES)).backward()
-        gradients = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-        weights = {name: p.detach().clone() for name, p in named.items()}
-        seen.append({"norm": float(norm), "gradients": gradients, "weights": weights})
-    return seen
-
-
 def error(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     assert got.keys() == expected.keys()
     worst = 0.0
@@ -107,40 +86,6 @@ def check(ranks: list[list[Trained]], expected: list[Trained], tolerance: float)
         assert ranks[0][step]["norm"] == pytest.approx(exact["norm"], rel=tolerance)
         for kind in ("gradients", "weights"):
             assert error(joined([rank[step][kind] for rank in ranks]), exact[kind]) < tolerance, (step, kind)
-
-
-@pytest.mark.fast(
-    "no_shard-True",
-    "optim-True",
-    "optim_grads-True",
-    "optim_grads_params-True",
-    "optim, plain-True",
-    "optim_grads, plain-True",
-    "optim_grads_params, plain-True",
-)
-@pytest.mark.parametrize("per_token", [False, True])
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_three_steps_equal_those_of_one_process(pool: Pool, name: str, per_token: bool) -> None:
-    ranks = pool.run(train, 2, 2, STRATEGIES[name], 1, 2, torch.float64, per_token)
-    check(ranks, plain_training(per_token), 1e-11)
-
-
-@pytest.mark.fast("optim_grads_params", "optim, plain")
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_on_four_ranks_with_one_micro_batch_each(pool: Pool, name: str) -> None:
-    check(pool.run(train, 4, 4, STRATEGIES[name], 1, 1), plain_training(), 1e-11)
-
-
-@pytest.mark.fast("optim_grads_params", "optim_grads, plain")
-@pytest.mark.parametrize("name", SHARDED)
-def test_replicas_of_shards_do_too(pool: Pool, name: str) -> None:
-    check(pool.run(train, 4, 4, STRATEGIES[name], 2, 2), plain_training(), 1e-11)
-
-
-@pytest.mark.fast("optim_grads", "optim_grads_params", "optim, plain")
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_products_that_were_put_off_are_reduced_too(pool: Pool, name: str) -> None:
-    check(pool.run(train, 2, 2, STRATEGIES[name], 1, 4, torch.float64, False, True), plain_training(), 1e-11)
 
 
 @pytest.mark.fast(

@@ -164,15 +164,6 @@ def head(sequence_parallel: bool) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_head(sequence_parallel: bool, pool: Pool) -> None:
-    results = pool.run(head, 2, sequence_parallel)
-    assert results[0].pop("padding") == [[[]] * 3] * 4
-    assert results[1].pop("padding") == [[[float("-inf")]] * 3] * 4
-    for errors in results:
-        assert all(value < 1e-13 for value in errors.values()), errors
-
-
 def smoothed_after_a_head(vocab_size: int, columns: int) -> tuple[float, float]:
     """Largest differences of losses and gradients from torch's label smoothing over the true vocabulary, when padding
     is -inf, as in a model's logits."""

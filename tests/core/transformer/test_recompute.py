@@ -9,7 +9,6 @@ from support.kept_memory import kept_bytes
 from support.processes import run_on_ranks
 from torch import Tensor, nn
 
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.exceptions import UserError
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
@@ -246,32 +245,3 @@ def test_no_bit_changes_under_tensor_parallelism(sequence_parallel):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Sharded parameters
-
-
-def _sharded_gradients(**settings) -> dict[str, Tensor]:
-    model = build(**settings)
-    placement = DistributedDataParallelConfig(
-        use_megatron_fsdp=True, data_parallel_sharding_strategy="optim_grads_params", overlap_param_gather=True
-    )
-    chunk = DistributedDataParallel(model.config, placement, model)
-    loss_of(chunk).backward()
-    chunk.finish_grad_sync()
-    held = [unit.plan.name for unit in chunk.units if unit.has_whole_weights]
-    assert not held, held
-    return {str(gradient): gradient.flat.clone() for gradient in chunk.gradient_chunks()}
-
-
-def _shard() -> None:
-    parallel_state.initialize_model_parallel()
-    plain = _sharded_gradients()
-    for way in WAYS.values():
-        found = _sharded_gradients(**way)
-        assert found.keys() == plain.keys()
-        assert [name for name in plain if not torch.equal(found[name], plain[name])] == []
-    assert sum(float(gradient.abs().sum()) for gradient in plain.values()) > 0
-    parallel_state.destroy_model_parallel()
-
-
-@pytest.mark.slow
-def test_sharded_parameters_come_and_go_with_what_is_computed_again():
-    run_on_ranks(_shard, 2)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.boxes import error, fill, part_of, whole_values
+from support.boxes import fill, whole_values
 from support.pool import Pool
 from support.predicting_gpt import (
     LLAMA,
@@ -30,7 +30,6 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.exceptions import UserError
 from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.groups.rank_grid import RankGrid
-from megatron.core.parameters import info_of
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.stage_map import stage_map
 from megatron.core.pipeline_parallel.stages import embedding_ranks
@@ -63,40 +62,6 @@ def stages(ranks: int, layout: str | None = None, **more: Any) -> dict[str, Any]
 
 
 # name: (model, layout)
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "tp2": ("learned, tied", tensor(2)),
-    "sp2": ("learned, tied", tensor(2, True)),
-    "sp4": ("llama, tied", tensor(4, True)),
-    "cp2": ("learned", {"context_parallel_size": 2}),
-    "cp4, packed": ("llama, packed", {"context_parallel_size": 4}),
-    "cp2 x sp2, packed": ("llama, packed", {"context_parallel_size": 2, **tensor(2, True)}),
-    "last of two stages, tied": ("learned, tied", stages(2)),
-    "last of two stages": ("learned", stages(2)),
-    "last of two stages, packed": ("llama, packed", stages(2)),
-    "stage of its own, tied": ("learned, tied", stages(4, "Et|t|mm|L")),
-    "stage of its own": ("learned", stages(4, "Et|t|mm|L")),
-    "stage of its own, packed": ("llama, packed", stages(4, "Et|t|mm|L")),
-    "an empty stage behind": ("learned, tied", stages(4, "Ett|mm||L")),
-    "on the first rank's second chunk": ("learned, tied", stages(2, "Et|t|mm|L")),
-    "three chunks": ("llama, tied", stages(2, "Et|t|t|t|mm|L")),
-    "zero bubble": ("learned, tied", stages(2, pipeline_schedule="zb-h1")),
-    "zero bubble, apart": ("llama, tied", stages(4, "Ett|tt|mm|L", pipeline_schedule="zb-h1")),
-    "V": ("learned, tied", stages(2, "Et|t||mmL", pipeline_schedule="zb-v")),
-    "V, apart": ("learned", stages(2, "Et|t|mm|L", pipeline_schedule="zb-v")),
-    "two stages x sp2": ("learned, tied", {**stages(2), **tensor(2, True)}),
-    "two stages x cp2, packed": ("llama, packed", {**stages(2, "Ett|mmL"), "context_parallel_size": 2}),
-    "tp2, recomputed from inputs that are spread": (
-        "learned, tied",
-        {
-            **tensor(2),
-            "recompute_granularity": "full",
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
-            "distribute_saved_activations": True,
-        },
-    ),
-    "apart x sp2": ("learned, tied", {**stages(2, "Et|t|mm|L"), **tensor(2, True)}),
-}
 
 
 @pytest.fixture(scope="module")
@@ -170,47 +135,6 @@ def step(name: str, layout: dict[str, Any], values: dict[str, Tensor] | None, ra
     gradients = {key: (p, p.main_grad) for key, p in found.items()}
     groups.close()
     return list(reports), {**depths, "start": start}, gradients
-
-
-def on_a_rank(name: str, layout: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
-    reports, depths, gradients = step(name, layout, expected["values"], torch.distributed.get_rank())
-    errors = {f"loss {n}": error(report, expected["loss"][n]) for n, report in enumerate(reports)}
-    errors |= {n: error(got, expected["depths"][n]) for n, got in depths.items() if n != "start"}
-    for (number, path), (parameter, gradient) in gradients.items():
-        info = info_of(parameter)
-        box = gradient.reshape(-1)[: info.box.numel].view(info.box.shape)
-        assert not gradient.reshape(-1)[info.box.numel :].any(), f"{path}: gradient of padding"
-        errors[f"{number} {path}"] = error(box, part_of(expected["gradients"][info.name], parameter))
-    return errors
-
-
-def compare(pool: Pool, name: str, layout: dict[str, Any]) -> list[dict[str, float]]:
-    """Errors on each rank."""
-    reports, depths, gradients = step(name, {}, None)
-    expected = {
-        "values": depths.pop("start"),
-        "loss": reports,
-        "depths": depths,
-        "gradients": {info_of(p).name: g.reshape(info_of(p).box.shape) for p, g in gradients.values()},
-    }
-    ranks = 1
-    for size in ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size"):
-        ranks *= layout.get(size, 1)
-    return pool.run(on_a_rank, ranks, name, layout, expected)
-
-
-@pytest.mark.fast(
-    "cp2 x sp2, packed", "sp2", "two stages x sp2", "three chunks", "stage of its own, packed", "V", "zero bubble"
-)
-@pytest.mark.parametrize("case", CASES)
-def test_equals_one_process(case: str, pool: Pool) -> None:
-    results = compare(pool, *CASES[case])
-    for rank, errors in enumerate(results):
-        wrong = {name: value for name, value in errors.items() if not value < 1e-11}
-        assert not wrong, (rank, wrong)
-    names = {name for errors in results for name in errors}
-    assert {"mtp_1 loss", "mtp_2 loss", "loss 0", "loss 1"} <= names
-    assert sum("eh_proj" in name for name in names) == 2
 
 
 def test_who_holds_a_copy_needs_a_group() -> None:
