@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 _ALONE = (
+    "tests/core/ops/test_kernels_triton.py",
     "tests/docs/test_commands.py",
     "tests/gpu/test_attention_on_gpu.py",
     "tests/gpu/test_fp8_on_gpu.py",
