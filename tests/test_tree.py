@@ -23,6 +23,7 @@ _FIELDS = "architecture", "attention", "latent_attention", "low_precision", "mem
 TESTED_TOGETHER = {
     "training/config/test_impossible_values.py": {f"training/config/{part}.py" for part in _PARTS},
     "core/transformer/config/test_impossible_values.py": {f"core/transformer/config/{name}.py" for name in _FIELDS},
+    "conversion/test_config_rules.py": {"conversion/layer_rules.py"},
     "core/ops/test_kernels_triton.py": {f"core/{file}" for file in _KERNELS},
 }
 """Test files of several modules, each of which would have the same few lines."""

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch
 from support.pool import Pool
-from support.sharding import SAMPLES, STRATEGIES, SlicesByName, backward, groups_of, joined, slices, small_model, wrap
-from support.small_models import batch
+from support.sharding import STRATEGIES, SlicesByName, backward, groups_of, joined, slices, small_model, wrap
 from torch import Tensor
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -37,7 +36,6 @@ def train(
     micro_batches: int = 2,
     dtype: torch.dtype = torch.float64,
     per_token: bool = False,
-    late: bool = False,
 ) -> list[Trained]:
     """Norm, and this rank's gradients and weights, of each step."""
     groups = groups_of(ranks, instances)
@@ -45,29 +43,13 @@ def train(
     seen = []
     for step in range(STEPS):
         ddp.zero_grad_buffer()
-        tokens = (late_backward if late else backward)(ddp, step, micro_batches, per_token)
+        tokens = backward(ddp, step, micro_batches, per_token)
         finalize_model_grads([ddp], tokens if per_token else None)
         gradients = slices(ddp.gradient_chunks())
         norm = optimizer.step_on_device().grad_norm
         seen.append({"norm": float(norm), "gradients": gradients, "weights": slices(ddp.weight_chunks())})
     groups.close()
     return seen
-
-
-def late_backward(ddp: Any, step: int, micro_batches: int, per_token: bool) -> Tensor:
-    """Runs `backward` in the order of a zero-bubble pipeline: a product runs one input gradient later than it could."""
-    place, ranks = ddp.pg_collection.rank("dp_cp"), ddp.pg_collection.size("dp_cp")
-    per = SAMPLES // (ranks * micro_batches)
-    with ddp.no_sync():
-        for number in range(micro_batches):
-            ids, labels, mask = batch(step * SAMPLES + (number * ranks + place) * per, rows=per)
-            loss = ddp(ids, labels, mask) / (per * micro_batches)
-            with ddp.defer_weight_gradients(number):
-                loss.backward()
-            if number > 0:
-                ddp.compute_weight_gradients(number - 1)
-    ddp.compute_weight_gradients(micro_batches - 1)
-    return torch.zeros(())
 
 
 def error(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
