@@ -10,7 +10,6 @@ step could be (bench_floor.py). On several GPUs:
     torchrun --nproc_per_node 2 benchmarks/bench.py LLAMA1B --context-parallel-size 2
 """
 
-import argparse
 import contextlib
 import datetime
 import json
@@ -40,6 +39,7 @@ import pretrain_gpt
 from benchmarks.bench_cells import CELLS, COMMON
 from benchmarks.bench_floor import STAGES_ARE_REFUSED, FloorMeasure, step_flops, step_microbatches
 from benchmarks.bench_trace import StepTrace, gather_timeline, timeline_lines
+from benchmarks.measuring import parser_of
 from benchmarks.recorder import Recorder
 from megatron.core.dist_checkpointing.coordination import RankCoordinator
 from megatron.core.exceptions import UserError
@@ -195,9 +195,7 @@ def _clock_rate() -> int | None:
 
 def read_options(words: Sequence[str]) -> tuple[Options, list[str]]:
     """Returns the options of the measurement and the flags of the run."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--warmup", type=int, default=5, metavar="N", help="steps before the timed ones")
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="timed steps")
     parser.add_argument(

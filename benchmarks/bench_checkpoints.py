@@ -5,7 +5,6 @@ python benchmarks/bench_checkpoints.py --folder /scratch --gigabytes 4 --device 
 It also measures the speed of the folder itself: one plain stream of bytes, written and synced.
 """
 
-import argparse
 import resource
 import sys
 import tempfile
@@ -22,6 +21,7 @@ if __name__ == "__main__":  # before the imports that take seconds
 
 import torch
 
+from benchmarks.measuring import parser_of
 from megatron.core.dist_checkpointing.async_saving import PendingSave, StagingMemory, begin_save
 from megatron.core.dist_checkpointing.chunk import Chunk
 from megatron.core.dist_checkpointing.disk import Disk
@@ -36,9 +36,7 @@ _SMALL_TENSORS = 1000
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the tool and returns its exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--folder", type=Path, help="where to write (default: the system's temporary folder)")
     parser.add_argument("--gigabytes", type=float, default=1.0, help="size of the checkpoint (default: %(default)s)")
     parser.add_argument("--device", default="cpu", help="where the tensors are (default: %(default)s)")

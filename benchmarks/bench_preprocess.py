@@ -31,7 +31,7 @@ import numpy as np
 from megatron.data.datasets.index_format import get_bin_path, get_idx_path, read_header
 from megatron.data.tokenizer.base import load_library
 
-TOOLS = Path(__file__).resolve().parent
+TOOLS = Path(__file__).resolve().parents[1] / "tools"
 TEXT_SUFFIXES = {".py", ".pyi", ".txt", ".md", ".rst", ".json", ".h", ".hpp", ".c", ".cpp", ".cu", ".cuh", ".js"}
 LONGEST_FILE = 4_000_000
 

@@ -7,7 +7,6 @@ gives the time of memory-bound operations. `link_rates` times large transfers be
 """
 
 import contextlib
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from benchmarks.measuring import elapsed
 from benchmarks.recorder import Attention, AttentionBlock, Product, Recorder
 from megatron.core import backends
 from megatron.core.backends import fp8_settings
@@ -67,18 +67,7 @@ class Clock:
 
     def _time(self, run: Callable[[], object], count: int) -> float:
         count = max(1, count)
-        if self.device.type != "cuda":
-            begin = time.perf_counter()
-            for _ in range(count):
-                run()
-            return (time.perf_counter() - begin) * 1000 / count
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(count):
-            run()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / count
+        return elapsed(run, self.device, count) * 1000 / count
 
     def copy_rate(self) -> float:
         """Returns the bytes that a copy reads and writes in a millisecond."""

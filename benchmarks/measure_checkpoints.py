@@ -9,7 +9,6 @@ needs room for one checkpoint: 14 bytes a parameter with bf16 and Adam. Loads co
 system was asked to forget the files, from the disk. Sums of all bits show that every load brings back what was saved.
 """
 
-import argparse
 import gc
 import itertools
 import os
@@ -35,6 +34,7 @@ import torch.distributed as dist
 import pretrain_gpt
 from benchmarks.bench import build_datasets, read_options
 from benchmarks.bench_checkpoints import write_plainly
+from benchmarks.measuring import after_one_step, parser_of
 from megatron.core.dist_checkpointing.chunk import Chunk
 from megatron.core.dist_checkpointing.coordination import RankCoordinator
 from megatron.core.dist_checkpointing.planning import assign_writes
@@ -43,12 +43,8 @@ from megatron.core.exceptions import UserError
 from megatron.core.utils.rendezvous import start_torch_distributed
 from megatron.training.arguments import configure
 from megatron.training.checkpoint_contents import optimizer_chunks_to_load, weight_chunks
-from megatron.training.launch.environment import process_environment
 from megatron.training.launch.errors import exit_with_problems
-from megatron.training.launch.signals import SignalWatch
-from megatron.training.loop import train_step
 from megatron.training.providers import Providers
-from megatron.training.setup.set_up import set_up
 from megatron.training.trainer import Trainer
 
 PROVIDERS = Providers(pretrain_gpt.build_model, build_datasets, pretrain_gpt.build_forward_step)
@@ -156,14 +152,10 @@ def measure_load(trainer: Trainer, found: Measurement, layout: str) -> None:
 def run_in_layout(flags: Sequence[str], found: Measurement, layout: str) -> None:
     """Sets a run up, trains a step, and measures the loads; the first run also measures the saves."""
     config = configure([*flags, "--save", str(found.folder / "run")])
-    with SignalWatch([]) as signals, process_environment(config) as environment:
-        trainer = set_up(config, PROVIDERS, environment, signals, time.monotonic())
-        trainer.log.start(0)
-        trainer.record_step(train_step(trainer))
+    with after_one_step(config, PROVIDERS) as trainer:
         if not found.rows:
             measure_saves(trainer, found)
         measure_load(trainer, found, layout)
-        trainer.close()
     del trainer
     gc.collect()
     if torch.cuda.is_available():
@@ -172,9 +164,7 @@ def run_in_layout(flags: Sequence[str], found: Measurement, layout: str) -> None
 
 def main(words: Sequence[str] | None = None) -> int:
     """Runs the tool on this rank and returns its exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_of(__doc__)
     parser.usage = "%(prog)s CELL [options] [flags of pretrain_gpt.py]"
     parser.add_argument("--folder", type=Path, help="where to write (default: the system's temporary folder)")
     parser.add_argument(

@@ -15,7 +15,6 @@ chance, most where losses jump because the rate is too high for the model, so `-
 prints means. `--keep FILE` keeps float32's losses for later calls.
 """
 
-import argparse
 import gc
 import hashlib
 import json
@@ -39,6 +38,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.bench_cells import CELLS, COMMON
+from benchmarks.measuring import parser_of
 from megatron.core import backends
 from megatron.core.declarations.flag_grammars import layer_pattern
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -307,7 +307,7 @@ def tokens(vocabulary: int, length: int, seed: int) -> Tensor:
 
 def main(words: Sequence[str] | None = None) -> None:
     """Computes gradients with each recipe, and trains with it if asked to; prints how far both are from float32."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--cell", choices=CELLS, help="a model of the speed table")
     parser.add_argument("--recipes", nargs="*", choices=RECIPES, default=list(RECIPES))
     parser.add_argument("--vocabulary", type=int, default=32000)

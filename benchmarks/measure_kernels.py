@@ -7,7 +7,7 @@ copy: an operation with 100% moves its inputs and outputs as fast as a copy. On 
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.measure_experts import Operation, ceilings, seconds
-from megatron.core.backends import LOCAL, Backend, triton_backend
+from benchmarks.measuring import Operation, Operations, parser_of, print_comparison
+from megatron.core.backends import Backend
 from megatron.core.ops.activation import Activation, gelu_tanh
 from megatron.core.ops.rope import Rotation
 from megatron.core.optimizer.segments import FlatSegments, StepInputs
@@ -31,39 +31,17 @@ from megatron.core.optimizer.update_rules import Adam
 from megatron.core.utils.torch_private import foreach_norm
 
 
-class Bench:
-    """Operations of one backend on random data."""
+class Kernels(Operations):
+    """Memory-bound operations of a training step."""
 
     def __init__(self, args: argparse.Namespace, backend: Backend, device: torch.device, dtype: torch.dtype) -> None:
-        self.args, self.backend, self.device, self.dtype = args, backend, device, dtype
-        self.found: list[Operation] = []
-        torch.manual_seed(0)
-
-    def values(self, *shape: int) -> Tensor:
-        """Returns random numbers of a shape, which need a gradient."""
-        return torch.randn(shape, device=self.device, dtype=self.dtype).requires_grad_()
-
-    def both(
-        self, name: str, call: Callable[[], Tensor], leaves: list[Tensor], forward: float, backward: float
-    ) -> None:
-        """Adds an operation and its backward. `forward` and `backward` are the smallest numbers of bytes that each must
-        move."""
-        output = call()
-        gradient = torch.randn_like(output)
-        pull = partial(torch.autograd.grad, output, leaves, gradient, retain_graph=True)
-        self.found += [
-            Operation(f"{name}, forward", call, nbytes=forward),
-            Operation(f"{name}, backward", pull, nbytes=backward),
-        ]
-
-    def operations(self) -> list[Operation]:
-        """Returns all operations, forward and backward."""
+        super().__init__(backend, device, dtype)
+        self.args = args
         self.norms()
         self.positions()
         self.activations()
         self.losses()
         self.updates()
-        return self.found
 
     def norms(self) -> None:
         """Adds norms, and bias with residual."""
@@ -129,26 +107,9 @@ class Bench:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the tool and returns its exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     sizes = {"tokens": 32768, "hidden": 2048, "ffn": 8192, "channels": 64, "vocab": 32000, "weights": 2**28}
-    for name, default in sizes.items():
-        parser.add_argument(f"--{name}", type=int, default=default, metavar="N")
-    parser.add_argument("--repeats", type=int, default=20, metavar="N", help="calls that are timed")
-    args = parser.parse_args(argv)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    _, copy = ceilings(device, dtype, 16384 if device.type == "cuda" else 256)
-    print(f"{dtype} on {device.type}: copy {copy / 1e12:.3g} TB/s")
-    kernels = triton_backend() if device.type == "cuda" else None
-    print(f"{'operation':32} {'plain (ms)':>12} {'ours (ms)':>12} {'of a copy':>12}")
-    plain = {
-        operation.name: seconds(operation.run, args.repeats, device)
-        for operation in Bench(args, LOCAL, device, dtype).operations()
-    }
-    for operation in Bench(args, kernels or LOCAL, device, dtype).operations():
-        time = seconds(operation.run, args.repeats, device)
-        share = operation.nbytes / copy / time
-        print(f"{operation.name:32} {plain[operation.name] * 1e3:12.3f} {time * 1e3:12.3f} {share:12.0%}")
+    args = parser_of(__doc__, **sizes, repeats=20).parse_args(argv)
+    print_comparison("", "of a copy", 16384, partial(Kernels, args), args.repeats)
     return 0
 
 

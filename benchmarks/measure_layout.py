@@ -27,6 +27,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import pretrain_gpt
+from benchmarks.measuring import after_one_step
 from megatron.core.communication.traffic import Traffic, recorded
 from megatron.core.dist_checkpointing.coordination import RankCoordinator
 from megatron.core.exceptions import UserError
@@ -34,26 +35,13 @@ from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.utils.torch_private import TorchDispatchMode, tree_leaves
 from megatron.training.arguments import configure
 from megatron.training.config.settings import LaunchEnvironment
-from megatron.training.launch.environment import process_environment
 from megatron.training.launch.errors import exit_with_problems
-from megatron.training.launch.signals import SignalWatch
 from megatron.training.loop import train_step
 from megatron.training.providers import ForwardStep, Providers
-from megatron.training.setup.set_up import set_up
 from megatron.training.trainer import Trainer
 
 PROVIDERS = Providers(pretrain_gpt.build_model, pretrain_gpt.build_datasets, pretrain_gpt.build_forward_step)
-RANDOM_DATA = [
-    "--mock-data",
-    "--tokenizer-type",
-    "NullTokenizer",
-    "--train-iters",
-    "2",
-    "--eval-iters",
-    "0",
-    "--lr",
-    "1e-4",
-]
+RANDOM_DATA = "--mock-data --tokenizer-type NullTokenizer --train-iters 2 --eval-iters 0 --lr 1e-4"
 _GROUPS = ("tp", "cp", "pp", "dp", "dp_cp", "embd", "intra_dp_cp", "inter_dist_opt", "mp", "tp_cp", "tp_dp_cp")
 """Names of groups. A set of ranks gets the first name that matches."""
 
@@ -61,30 +49,19 @@ _GROUPS = ("tp", "cp", "pp", "dp", "dp_cp", "embd", "intra_dp_cp", "inter_dist_o
 def main(argv: Sequence[str] | None = None, launch_environment: LaunchEnvironment | None = None) -> int:
     """Runs the tool on this rank and returns its exit code. `launch_environment` replaces that of the process."""
     try:
-        words = [
-            *RANDOM_DATA,
-            "--num-workers",
-            "0",
-            "--log-interval",
-            "1000",
-            *(sys.argv[1:] if argv is None else argv),
-        ]
+        given = sys.argv[1:] if argv is None else argv
+        words = [*f"{RANDOM_DATA} --num-workers 0 --log-interval 1000".split(), *given]
         config = configure(words, launch_environment=launch_environment)
-        with SignalWatch([]) as signals, process_environment(config) as environment:
-            trainer = set_up(config, PROVIDERS, environment, signals, time.monotonic())
+        with after_one_step(config, PROVIDERS) as trainer:
             kept: list[int] = []
             trainer.forward_step = _measured(trainer.forward_step, kept)
-            trainer.log.start(0)
-            trainer.record_step(train_step(trainer))
-            kept.clear()
             with recorded() as traffic:
                 result = train_step(trainer)
             trainer.record_step(result)
             everyone = RankCoordinator().gather(
-                {"memory": memory_of(trainer, kept), "traffic": rows_of(traffic, environment.groups)}
+                {"memory": memory_of(trainer, kept), "traffic": rows_of(traffic, trainer.environment.groups)}
             )
-            trainer.close()
-            if environment.is_first:
+            if trainer.environment.is_first:
                 print(*lines(everyone), sep="\n", flush=True)
     except UserError as error:
         exit_with_problems(error)
