@@ -45,7 +45,7 @@ from megatron.core.dist_checkpointing.coordination import RankCoordinator
 from megatron.core.exceptions import UserError
 from megatron.data.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.data.datasets.gpt_dataset import MockGPTDataset, MockGPTLowLevelDataset
-from megatron.training import pretraining
+from megatron.facades.pretrain import pretrain_config
 from megatron.training.arguments import configure
 from megatron.training.config.resolution import ConfigurationError
 from megatron.training.data.gpt_data import gpt_dataset_config
@@ -271,7 +271,7 @@ def measure(options: Options, flags: list[str]) -> tuple[dict[str, Any], Stopwat
         if options.documents is not None:
             recorder.attention_microbatches = step_microbatches(config)
         with contextlib.nullcontext() if options.floor is None else recorder.installed():
-            pretraining.run_pretraining(config, providers, time.monotonic())
+            pretrain_config(config, providers, time.monotonic())
         watch = watches[0]
         if not watch.finished:
             raise SystemExit("the run ended early: nothing was measured")

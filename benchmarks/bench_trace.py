@@ -20,8 +20,8 @@ _KINDS = {
     "products": r"nvjet|gemm|cutlass|cublas|_accumulate_kernel|_product_(of_blocks_)?kernel|_weight_kernel|_of_blocks",
     "attention": r"sdpa|flash|fmha|cudnn|_merge|^_(for|back)ward_(specialized_)?kernel|_round_kernel|_max_logits",
     "communication": r"nccl|Memcpy PtoP",
-    "recurrent layers": r"_causal_conv|^_(scan|states?|queries|keys|steps|chunk_factors)_|"
-    r"^_(state|pair|key|query|decay)_gradients_",
+    "state space layers": r"_causal_conv|_chunk_factors|^_(scan|states?|queries|keys|steps)_"
+    r"|^_(state|pair|query|key|decay)_gradients",
     "norms": r"_norm_|layer_norm",
     "activations": r"_activation_",
     "rotary positions, packed gradients": r"_rope|_join",

@@ -22,8 +22,8 @@ from megatron.core.transformer.moe.allgather_dispatcher import SPARE_ROWS
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.diagnosis.dry_run.dry_run import dry_run
 from megatron.diagnosis.dry_run.rank_memory import RankMemory
-from megatron.facades.num_microbatches_calculator import BatchSchedule
 from megatron.training.arguments import configure
+from megatron.training.batch_schedule import BatchSchedule
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.settings import LaunchEnvironment
 from megatron.training.providers import Providers

@@ -47,6 +47,7 @@ from megatron.core.exceptions import UserError
 from megatron.diagnosis.layout_check.differences import differences, report
 from megatron.diagnosis.layout_check.layout_trace import FORWARD, LayoutTrace, record_layout_trace
 from megatron.diagnosis.layout_check.shrink_run import flags_of_script, flags_that_matter, shrink_run
+from megatron.facades.published_run import published
 from megatron.training.arguments import configure
 from megatron.training.config.command_line import ExtraArgsProvider, read_command_line
 from megatron.training.config.pretrain_config import PretrainConfig
@@ -151,7 +152,7 @@ def load_script(path: Path) -> Script:
     note = f"--script {path}: {', '.join(missing)} of {others[0].__name__}, which it imports" if missing else None
     functions = (getattr(others[0] if name in missing else module, name) for name in names)
     add_flags, defaults = getattr(module, "add_flags", None), getattr(module, "DEFAULTS", None)
-    return Script(Providers(*functions), add_flags, defaults, note)
+    return Script(published(Providers(*functions)), add_flags, defaults, note)
 
 
 def config_of(flags: Sequence[str], add_flags: ExtraArgsProvider | None = None) -> PretrainConfig:

@@ -162,7 +162,7 @@ def replay(
     alone = LaunchEnvironment(1, LaunchEnvironment.of_this_process().has_cuda)
     config = configure(command_of(dump, words), add_flags, defaults, launch_environment=alone)
     providers = dataclasses.replace(providers, build_datasets=lambda context, counts: (_NoData(), None, None))
-    with SignalWatch([]) as signals, process_environment(config) as environment:
+    with SignalWatch([]) as signals, process_environment(config, publication=providers.publication) as environment:
         trainer = set_up(config, providers, environment, signals, time.monotonic())
         with _closed(trainer):
             common = dump.manifest.common.get("optimizer")

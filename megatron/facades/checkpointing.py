@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,18 @@ from megatron.core.dist_checkpointing.folders import TRACKER, folder_name, read_
 from megatron.core.exceptions import UserError
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.schedule.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.facades.global_vars import current_run
+from megatron.facades.global_vars import current_run, shared_record
 from megatron.facades.utils import print_rank_0
 from megatron.training.arguments import Arguments
 from megatron.training.checkpoint_args import take_model_flags
 from megatron.training.checkpoint_contents import SavedParts
-from megatron.training.checkpoints import checkpoints_of_run
+from megatron.training.checkpoints import Checkpoints, print_on_first_rank
 from megatron.training.config.command_line import CommandLine
 from megatron.training.config.flag_table import spelling_of
+from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.recorded_flags import read_recorded, recorded_words
+from megatron.training.providers import Context
+from megatron.training.rewind_record import RewindRecord
 
 
 def save_checkpoint(
@@ -150,3 +154,11 @@ def _refuse(function: str, asked: Mapping[str, bool]) -> None:
     for name, value in asked.items():
         if value:
             raise UserError(f"{function}({name}=...): not yet")
+
+
+def checkpoints_of_run(run: Context, config: PretrainConfig | None = None) -> Checkpoints:
+    """Returns the checkpoints of the current run, with the flags of `config` if it is given. A script may load through
+    one of these objects and save through others: they share the record of which checkpoints belong to this run."""
+    config, groups = config or run.config, run.environment.groups
+    record = shared_record(RewindRecord(config.checkpoint, partial(print_on_first_rank, groups)))
+    return Checkpoints(config, groups, record)

@@ -15,7 +15,8 @@ from megatron.core.pipeline_parallel.stages import decoder_stage
 from megatron.core.timers import Timers
 from megatron.data.tokenizer.build import build_tokenizer as build_tokenizer_of_config
 from megatron.facades.dist_signal_handler import DistributedSignalHandler
-from megatron.facades.num_microbatches_calculator import BatchSchedule, use_schedule
+from megatron.facades.num_microbatches_calculator import use_schedule
+from megatron.training.batch_schedule import BatchSchedule
 from megatron.training.config.flag_table import spelling_of
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.resolution import field_of_name

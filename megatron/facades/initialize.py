@@ -20,6 +20,7 @@ import torch.distributed as dist
 from megatron.core.exceptions import UserError
 from megatron.facades.dist_signal_handler import DistributedSignalHandler
 from megatron.facades.global_vars import let_script_count, set_signal_handler
+from megatron.facades.published_run import PublishedRun
 from megatron.training.arguments import Arguments, config_of_command_line, validate_args
 from megatron.training.data.sources import prefixes_of_run
 from megatron.training.launch.environment import process_environment
@@ -77,7 +78,7 @@ def initialize_megatron(
     else:
         config = parsed_args.config or validate_args(parsed_args, args_defaults).config
     _resources.close()
-    environment = _resources.enter_context(process_environment(config, alone=True))
+    environment = _resources.enter_context(process_environment(config, True, PublishedRun()))
     check_same_inputs(config, prefixes_of_run)
     _resources.enter_context(leases_of_run(config, environment))
     start_run(config, environment)

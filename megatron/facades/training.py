@@ -1,6 +1,6 @@
 """Megatron-LM's training functions, under their names and signatures.
 
-`pretrain` trains a whole run (megatron.training.pretraining). The others serve a script that writes its own loop (see
+`pretrain` trains a whole run (megatron.facades.pretrain). The others serve a script that writes its own loop (see
 megatron.facades.initialize): they act on the run that `initialize_megatron` started, or that `pretrain` set up last.
 """
 
@@ -26,6 +26,7 @@ from megatron.core.schedule.optimizer_param_scheduler import OptimizerParamSched
 from megatron.core.transformer.layer_costs import training_flops
 from megatron.diagnosis.non_finite import dump_and_search
 from megatron.facades import global_vars
+from megatron.facades.checkpointing import checkpoints_of_run
 from megatron.facades.initialize import close_with_run, refuse
 from megatron.facades.num_microbatches_calculator import (
     get_current_running_global_batch_size,
@@ -33,11 +34,12 @@ from megatron.facades.num_microbatches_calculator import (
     get_num_microbatches,
     update_num_microbatches,
 )
+from megatron.facades.pretrain import non_loss_functions
+from megatron.facades.pretrain import pretrain as pretrain
 from megatron.facades.utils import print_rank_0, print_rank_last
 from megatron.training import loop
 from megatron.training.checkpoint_checks import check_before_build
 from megatron.training.checkpoint_contents import SavedParts
-from megatron.training.checkpoints import checkpoints_of_run
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.samplers import MegatronPretrainingRandomSampler, MegatronPretrainingSampler
 from megatron.training.data.splits import Splits, build_splits, step_data
@@ -46,8 +48,6 @@ from megatron.training.evaluate import evaluate as run_evaluation
 from megatron.training.launch.signals import DEFAULT_SIGNALS, SignalWatch
 from megatron.training.logging.console_line import perplexity
 from megatron.training.lr_schedule import build_scheduler
-from megatron.training.pretraining import non_loss_functions
-from megatron.training.pretraining import pretrain as pretrain
 from megatron.training.providers import (
     Context,
     NonLossFunctions,

@@ -21,14 +21,8 @@ from megatron.core.parameters import info_of
 from megatron.core.transformer.layer_inputs import plain_causal_mask
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils.rendezvous import local_device
-from megatron.data.datasets.blend_stages import last_blend, read_stages_file
-from megatron.data.datasets.utils import (
-    Blend,
-    get_blend_from_list,
-    read_blend_file,
-    read_blend_per_split_file,
-)
 from megatron.facades import parallel_state
+from megatron.training.data.sources import get_blend_and_blend_per_split as get_blend_and_blend_per_split
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Printing
@@ -234,22 +228,6 @@ def _mask_of_documents(cu_seqlens: Tensor, tokens: Tensor) -> Tensor:
     document = torch.bucketize(place, cu_seqlens[1:], right=True).view(tokens.shape)
     later = torch.ones(tokens.size(1), tokens.size(1), dtype=torch.bool, device=cu_seqlens.device).triu(diagonal=1)
     return later | (document[:, None, :, None] != document[:, None, None, :])
-
-
-def get_blend_and_blend_per_split(args: Any) -> tuple[Blend | None, list[Blend | None] | None]:
-    """Returns the blend of --data-path or --data-args-path or the last one of --data-stages, and the blends of the
-    splits' own flags. At least one of the two is None; both are without data. Raises UserError for a file that cannot
-    be read."""
-    if args.per_split_data_args_path is not None:
-        return None, read_blend_per_split_file(args.per_split_data_args_path)
-    if args.data_args_path is not None:
-        return read_blend_file(args.data_args_path), None
-    if getattr(args, "data_stages", None) is not None:
-        return last_blend(read_stages_file(args.data_stages)), None
-    if args.data_path is not None:
-        return get_blend_from_list(args.data_path), None
-    each = [get_blend_from_list(words) for words in (args.train_data_path, args.valid_data_path, args.test_data_path)]
-    return None, each if any(each) else None
 
 
 def is_first_or_last_pipeline_stage(vp_stage: int | None) -> bool:

@@ -20,8 +20,7 @@ from megatron.core.ops.moe.routing import weights_sum_to_one
 from megatron.core.transformer.config.router import listed
 from megatron.core.transformer.moe.router import routing_rule
 from megatron.core.transformer.moe.upcycling import dense_chunks, enlarge_second_products
-from megatron.facades.global_vars import shared_record
-from megatron.facades.num_microbatches_calculator import BatchSchedule
+from megatron.training.batch_schedule import BatchSchedule
 from megatron.training.checkpoint_checks import (
     check_dense_manifest,
     check_manifest,
@@ -43,7 +42,6 @@ from megatron.training.data.digests import data_differences
 from megatron.training.hooks.mix_report import Mix
 from megatron.training.inspection.run_description import describe_run, setting_differences
 from megatron.training.lr_schedule import schedule_flag
-from megatron.training.providers import Context
 from megatron.training.rewind_record import Rewind, RewindRecord, temporary_folder
 from megatron.training.state import TrainState
 
@@ -392,11 +390,3 @@ def print_on_first_rank(groups: ProcessGroupCollection, *sentences: str) -> None
     """Prints sentences, one per line, on global rank 0."""
     if groups.global_rank == 0 and sentences:
         print("\n".join(sentences), flush=True)
-
-
-def checkpoints_of_run(run: Context, config: PretrainConfig | None = None) -> Checkpoints:
-    """Returns the checkpoints of the current run, with the flags of `config` if it is given. A script may load through
-    one of these objects and save through others: they share the record of which checkpoints belong to this run."""
-    config, groups = config or run.config, run.environment.groups
-    record = shared_record(RewindRecord(config.checkpoint, partial(print_on_first_rank, groups)))
-    return Checkpoints(config, groups, record)

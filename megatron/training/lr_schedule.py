@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.schedule.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.facades.num_microbatches_calculator import BatchSchedule
+from megatron.training.batch_schedule import BatchSchedule
 from megatron.training.config.flag_table import spelling_of
 from megatron.training.config.pretrain_config import PretrainConfig
 

@@ -19,6 +19,7 @@ from megatron.core.timers import Timers
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.hooks.hook import Hook
 from megatron.training.launch.environment import Environment
+from megatron.training.publication import Publication
 from megatron.training.state import TrainState
 
 if TYPE_CHECKING:
@@ -119,6 +120,8 @@ class Providers:
     """The script's functions for data of evaluations other than losses."""
     use_torch_distributed: bool = False
     """The functions call torch.distributed themselves, so torch.distributed is initialised for one process too."""
+    publication: Publication = field(default_factory=Publication)
+    """Is told of the run, for code that is not handed it."""
 
 
 def providers_of_user_script(

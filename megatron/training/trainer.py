@@ -18,7 +18,7 @@ from megatron.core.optimizer import MegatronOptimizer, StepUpdate
 from megatron.core.schedule.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.timers import timed
 from megatron.core.utils.url_keys import hide_keys
-from megatron.facades.num_microbatches_calculator import BatchSchedule
+from megatron.training.batch_schedule import BatchSchedule
 from megatron.training.checkpoint_contents import SavedParts
 from megatron.training.checkpoints import Checkpoints
 from megatron.training.config.pretrain_config import PretrainConfig

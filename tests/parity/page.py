@@ -6,8 +6,7 @@ from pathlib import Path
 from parity.cells import quick_cells, slow_cells
 from parity.families import FAMILIES, Family
 from parity.layouts import DIMENSIONS, FURTHER
-from parity.models import Model
-from parity.mutations import MUTATIONS
+from parity.mutations import PARTS
 
 PAGE = Path(__file__).parents[2] / "docs" / "parity.md"
 
@@ -29,25 +28,6 @@ def dimensions() -> str:
     return "\n".join(lines)
 
 
-def models() -> str:
-    lines = [
-        "| model | embedding and head | positions | key heads (of 8) | text | settings |",
-        "|---|---|---|---|---|---|",
-    ]
-    for model in [model for family in FAMILIES for model in family.models]:
-        text = "packed documents" if model.packed else "whole rows"
-        tied = "tied" if model.tied else "untied"
-        words = f"{tied}, {model.vocabulary} words"
-        lines.append(f"| `{model.name}` | {words} | {model.positions} | {model.groups} | {text} | {_settings(model)} |")
-    return "\n".join(lines)
-
-
-def _settings(model: Model) -> str:
-    shown = {name: getattr(value, "__name__", value) for name, value in (model.settings | model.options).items()}
-    shown.pop("num_query_groups", None)
-    return ", ".join(f"{name} {value}" for name, value in shown.items())
-
-
 def families() -> str:
     lines = ["| family | models | covered pairs |", "|---|---|---|"]
     for family in FAMILIES:
@@ -65,10 +45,10 @@ def _pairs(family: Family) -> str:
 
 
 def mutations() -> str:
-    lines = ["| bug | what is wrong | where | caught by `test_layout[...]` |", "|---|---|---|---|"]
-    for mutation in MUTATIONS:
-        name = f"**{mutation.name}**" if mutation.quick else mutation.name
-        lines.append(f"| {name} | {mutation.story} | `{mutation.file}` | `{mutation.caught_by}` |")
+    lines = ["| part | bugs | for example | caught by `test_layout[...]` |", "|---|---|---|---|"]
+    for part, bugs in PARTS.items():
+        example = next((bug for bug in bugs if bug.quick), bugs[0])
+        lines.append(f"| {part} | {len(bugs)} | {example.story} | `{example.caught_by}` |")
     return "\n".join(lines)
 
 
@@ -76,7 +56,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "cells": cells,
     "dimensions": dimensions,
     "families": families,
-    "models": models,
     "mutations": mutations,
 }
 

@@ -15,7 +15,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import pretrain_gpt
-from megatron.training import loop, pretraining
+from megatron.facades.pretrain import pretrain_config
+from megatron.training import loop
 from megatron.training.arguments import configure
 from megatron.training.hooks.hook import Hook
 from megatron.training.providers import Providers
@@ -141,7 +142,7 @@ def train_watched(flags: Sequence[str], plant: bool = False) -> int:
     loop.train_step = counted
     try:
         providers = Providers(pretrain_gpt.build_model, pretrain_gpt.build_datasets, pretrain_gpt.build_forward_step)
-        pretraining.run_pretraining(configure(list(flags)), providers, time.monotonic())
+        pretrain_config(configure(list(flags)), providers, time.monotonic())
     finally:
         set_up.build_hooks, loop.train_step = build_hooks, step
     return steps

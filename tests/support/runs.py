@@ -19,6 +19,7 @@ import pretrain_gpt
 from megatron.core.initializers import Constant
 from megatron.core.parameters import Box, ParameterInfo, canonical_index
 from megatron.data.datasets.indexed_dataset import IndexedDatasetBuilder
+from megatron.facades.pretrain import pretrain, pretrain_config
 from megatron.training import pretraining
 from megatron.training.arguments import configure
 from megatron.training.checkpoint_contents import weight_chunks
@@ -190,7 +191,7 @@ def train(
     config = configure(f"{base} {flags}".split(), None, defaults, launch_environment=LaunchEnvironment(world, False))
     outcome = Outcome()
     with _remembered(outcome, before):
-        outcome.decision = pretraining.run_pretraining(config, providers, time.monotonic() - seconds_ago)
+        outcome.decision = pretrain_config(config, providers, time.monotonic() - seconds_ago)
     return outcome
 
 
@@ -199,7 +200,7 @@ def run_script(flags: str, *arguments: Any, base: str = TINY, **keywords: Any) -
     outcome = Outcome()
     words = ["script.py", *f"{base} {flags}".split()]
     with _remembered(outcome, lambda run: None), mock.patch.object(sys, "argv", words):
-        pretraining.pretrain(*arguments, **keywords)
+        pretrain(*arguments, **keywords)
     return outcome
 
 

@@ -1,4 +1,4 @@
-"""Arguments of `pretrain` that are refused or have no effect."""
+"""A run and its config."""
 
 import dataclasses
 import time
@@ -6,13 +6,10 @@ import time
 import pytest
 from support.runs import GPT, TINY
 
-from megatron.core.exceptions import UserError
-from megatron.facades import training
 from megatron.training.arguments import configure
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.settings import LaunchEnvironment
-from megatron.training.pretraining import non_loss_functions, pretrain, run_pretraining
-from megatron.training.providers import NonLossFunctions
+from megatron.training.pretraining import run_pretraining
 
 
 def config_of(flags: str) -> PretrainConfig:
@@ -42,22 +39,3 @@ def test_a_run_writes_nothing_into_its_config(flags: str) -> None:
     assert len(before) > 400 and any(name.startswith("transformer.") for name in before)
     run_pretraining(config, GPT, time.monotonic())
     assert values_of(config) == before
-
-
-def test_pretrain_has_its_public_name() -> None:
-    assert training.pretrain is pretrain
-
-
-@pytest.mark.parametrize("name", ["store", "inprocess_call_wrapper"])
-def test_what_is_not_supported_is_refused(name: str) -> None:
-    with pytest.raises(UserError, match=rf"pretrain\({name}=...\): not yet"):
-        pretrain(lambda counts: (), **{name: object()})
-
-
-def test_a_function_without_its_writer_is_not_called(capsys: pytest.CaptureFixture[str]) -> None:
-    without, board = config_of(""), config_of("--tensorboard-dir board")
-    assert non_loss_functions(None, None, board) is None
-    assert non_loss_functions(None, print, without) is None
-    assert "process_non_loss_data_func is not called" in capsys.readouterr().out
-    assert non_loss_functions(max, print, board) == NonLossFunctions(max, print)
-    assert capsys.readouterr().out == ""

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from megatron.core.exceptions import UserError
-from megatron.facades.num_microbatches_calculator import BatchSchedule
+from megatron.training.batch_schedule import BatchSchedule
 from megatron.training.data.loaders import WorkerCrashed
 from megatron.training.data.step_data import StepData
 from megatron.training.hooks.exit import ExitDecision, ExitReason

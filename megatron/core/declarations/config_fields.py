@@ -42,6 +42,8 @@ class FlagDeclaration:
     """Spelling of the flag, if it is not the field's name with dashes. For a bool: the flag that sets it to True."""
     off: str | None = None
     """For a bool: the flag that sets it to False."""
+    off_help: str | None = None
+    """Help of `off` where it is the field's only flag. None: the field's docstring with "do not" before its verb."""
     aliases: tuple[str, ...] = ()
     """Other spellings of the flag."""
     parse: Callable[[str], Any] | None = None

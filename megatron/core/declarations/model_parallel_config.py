@@ -66,7 +66,11 @@ class ModelParallelConfig:
 
     # Initial values --------------------------------------------------------------------------------------------------
 
-    perform_initialization: bool = flag(True, off="--no-initialization")
+    perform_initialization: bool = flag(
+        True,
+        off="--no-initialization",
+        off_help="Do not draw initial weights. They have arbitrary values until a checkpoint is loaded.",
+    )
     """Draw initial weights. Otherwise they have arbitrary values until a checkpoint is loaded."""
 
     use_cpu_initialization: bool = flag(False, no_effect="initial weights have the same values on every device")
@@ -309,7 +313,11 @@ class ModelParallelConfig:
 
     # Timing ----------------------------------------------------------------------------------------------------------
 
-    barrier_with_L1_time: bool = flag(True, off="--no-barrier-with-level-1-timing")
+    barrier_with_L1_time: bool = flag(
+        True,
+        off="--no-barrier-with-level-1-timing",
+        off_help="Put no barrier before timers of level 0 and 1. Their times then cannot be compared between ranks.",
+    )
     """Put a barrier before timers of level 0 and 1, so that their times can be compared between ranks."""
 
     # Ours ------------------------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ class DistributedDataParallelConfig:
     align_param_gather: bool = flag(
         False,
         off="--no-align-param-gather",
+        off_help="Each pipeline stage starts its all-gathers of weights when it needs them.",
         no_effect="all pipeline stages gather their weights right after the update, which is at the same time",
     )
     """All pipeline stages start their all-gathers of weights at the same time."""

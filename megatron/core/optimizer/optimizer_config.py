@@ -232,7 +232,12 @@ class OptimizerConfig:
     )
     """With --optimizer-cpu-offload: keep gradients in page-locked host memory."""
 
-    pin_cpu_params: bool = flag(True, off="--no-pin-cpu-params", only_with="optimizer_cpu_offload")
+    pin_cpu_params: bool = flag(
+        True,
+        off="--no-pin-cpu-params",
+        off_help="With --optimizer-cpu-offload: do not page-lock the state in host memory. Each copy then waits.",
+        only_with="optimizer_cpu_offload",
+    )
     """With --optimizer-cpu-offload: page-lock the host memory of the state. Without it each copy waits for the
     device."""
 

@@ -72,6 +72,8 @@ def _read(path: str) -> Any:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark is not None else ""
         raise UserError(f"{_FLAG} {path}{line}: {getattr(error, 'problem', None) or error}") from None
+    except RecursionError:
+        raise UserError(f"{_FLAG} {path}: values are nested too deeply") from None
 
 
 def _refuse_repeated_keys(node: Any, mapping: Any, path: str) -> None:

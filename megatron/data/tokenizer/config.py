@@ -150,6 +150,7 @@ class TokenizerConfig:
     tokenizer_sentencepiece_ignore_extra_whitespaces: bool = flag(
         True,
         off="--no-tokenizer-sentencepiece-ignore-extra-whitespaces",
+        off_help="SentencePiece tokenizers: refuse a model that joins runs of blanks.",
         aliases=["--disable-tokenizer-sentencepiece-ignore-extra-whitespaces"],
         only_with=_ANY_SENTENCEPIECE,
     )

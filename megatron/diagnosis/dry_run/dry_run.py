@@ -11,7 +11,7 @@ from megatron.data.datasets.indexed_dataset import IndexedDataset
 from megatron.data.datasets.utils import Blend, normalize, parse_split
 from megatron.data.tokenizer.build import build_tokenizer
 from megatron.diagnosis.dry_run.rank_memory import MemoryBytes, RankMemory, parameters_of_model, rank_memory
-from megatron.facades.num_microbatches_calculator import BatchSchedule
+from megatron.training.batch_schedule import BatchSchedule
 from megatron.training.checkpoint_checks import check_before_build, check_vocabulary
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.data_checks import check_data_of_run

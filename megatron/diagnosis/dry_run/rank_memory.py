@@ -25,7 +25,6 @@ from megatron.core.parameters import Box, ParameterInfo
 from megatron.core.pipeline_parallel.stage_map import StageModules, stage_map
 from megatron.core.pipeline_parallel.stages import pipeline_of
 from megatron.data.tokenizer.base import Tokenizer
-from megatron.facades import global_vars
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.launch.environment import Environment, default_groups, groups_of_rank
 from megatron.training.providers import Context, Providers, stages_of_rank
@@ -119,9 +118,10 @@ def build_shard(
     shards = {grid: sharding.shards for grid, sharding in shared.items()}
     stages, pipeline_rank = stage_map(config.transformer), groups.rank("pp")
     with (
-        global_vars.run_for_now(context, padded_vocab_size=padded_vocab),  # which Megatron-LM's providers read
+        # Megatron-LM's providers read it.
+        providers.publication.run_for_now(context, padded_vocab_size=padded_vocab),
         torch.device("meta"),
-        default_groups(groups, pipeline),
+        default_groups(groups, pipeline, providers.publication),
     ):
         chunks = [providers.build_model(context, stage) for stage in stages_of_rank(config, pipeline_rank)]
     return ModelShard(

@@ -86,7 +86,7 @@ def record_layout_trace(
     if perturb:
         build_model = providers.build_model
         providers = dataclasses.replace(providers, build_model=lambda *place: _perturbed(build_model(*place)))
-    with SignalWatch([]) as signals, process_environment(config) as environment:
+    with SignalWatch([]) as signals, process_environment(config, publication=providers.publication) as environment:
         trainer = set_up(config, providers, environment, signals, time.monotonic())
         try:
             trace = _train_and_record(trainer, steps, watched)

@@ -3,10 +3,10 @@
 import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from megatron.core.exceptions import UserError
+from megatron.core.utils.files import read_regular_file
 from megatron.training.config.flag_table import GROUPS, Flag, flag_table, flags_by_spelling
 from megatron.training.config.retired import Occurrence, is_flag
 
@@ -37,7 +37,7 @@ def read_config_file(path: str) -> tuple[list[FileSetting], list[str]]:
     """
     yaml = _load_yaml()
     try:
-        text = Path(path).read_text("utf-8")
+        text = read_regular_file(path).decode()
     except OSError as error:
         raise UserError(f"--config {path}: {error.strerror}") from None
     except UnicodeDecodeError:
@@ -49,6 +49,8 @@ def read_config_file(path: str) -> tuple[list[FileSetting], list[str]]:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1 + skipped}" if mark is not None else ""
         raise UserError(f"--config {path}{line}: {getattr(error, 'problem', None) or error}") from None
+    except RecursionError:
+        raise UserError(f"--config {path}: values are nested too deeply; settings are keys with plain values") from None
     if root is None:
         return [], []
     if not isinstance(root, yaml.MappingNode):

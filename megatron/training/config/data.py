@@ -80,12 +80,18 @@ class DataConfig:
     external: the script's datasets provider returns iterables of this rank's micro-batches, which are used as they
     are."""
 
-    data_sharding: bool = flag(True, off="--no-data-sharding", no_effect=_SHARDING)
+    data_sharding: bool = flag(
+        True,
+        off="--no-data-sharding",
+        off_help="With --dataloader-type cyclic: each data parallel rank shuffles all of the data.",
+        no_effect=_SHARDING,
+    )
     """With --dataloader-type cyclic: each data parallel rank shuffles only its own part of the data."""
 
     mmap_bin_files: bool = flag(
         True,
         off="--no-mmap-bin-files",
+        off_help="Read from data files instead of mapping them into memory.",
         no_effect="data files are always read by position, as fast as from a map; a map of a file that becomes shorter "
         "would end the run without a word",
     )

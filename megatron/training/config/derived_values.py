@@ -22,7 +22,7 @@ from megatron.core.transformer.layer_patterns import (
     stages_of_pattern,
 )
 from megatron.data.datasets.utils import DEFAULT_SPLIT
-from megatron.facades.num_microbatches_calculator import BatchSchedule, BatchSteps
+from megatron.training.batch_schedule import BatchSchedule, BatchSteps
 from megatron.training.config.settings import Settings
 
 MOST_ROWS_OF_FLEX = 0.9

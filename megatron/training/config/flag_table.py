@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import re
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -126,9 +127,21 @@ class Flag:
     """The dataclass that states the field."""
 
     @property
+    def turns_off(self) -> bool:
+        """Whether the field's only flag is a switch that sets it to False."""
+        return self.switch is not None and not self.switch[self.spelling]
+
+    @property
     def help(self) -> str:
-        """The docstring of the field, which is read from the source file when it is asked for."""
-        return field_docstrings(self.config_class).get(self.field, "")
+        """What the flag does: the docstring of the field, which is read from the source file when it is asked for, or
+        its opposite if the flag turns the field off."""
+        text = field_docstrings(self.config_class).get(self.field, "")
+        if not self.turns_off:
+            return text
+        if self.declaration.off_help is not None:
+            return self.declaration.off_help
+        topic, rest = _TOPIC.fullmatch(text).groups()  # type: ignore[union-attr]
+        return f"{topic}{'do' if topic else 'Do'} not {rest[:1].lower()}{rest[1:]}"
 
     @property
     def spelling(self) -> str:
@@ -158,6 +171,10 @@ class Flag:
             items = [value_text(item) for item in value]
             return "|".join(items) if value and isinstance(value[0], str) else f"[{','.join(items)}]"
         return value_text(value)
+
+
+_TOPIC = re.compile("((?:[^.:]*: )?)(.*)", re.DOTALL)
+"""The beginning of a help text that says what it is about, such as `With --fp8-format: `, and the rest."""
 
 
 @functools.cache

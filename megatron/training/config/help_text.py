@@ -5,12 +5,11 @@ import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from megatron.core.declarations.config_fields import value_text
 from megatron.core.exceptions import UserError
 from megatron.training.config.conditions import can_be, is_inert, is_to_come, needs_of, ways_of
+from megatron.training.config.flag_answers import answer_of, answer_without_field
 from megatron.training.config.flag_table import Flag, flag_table
-from megatron.training.config.retired import RETIRED, Occurrence, translate
-from megatron.training.config.unsupported_flags import ACCEPTED_FLAGS, REFUSED_FLAGS, UNSUPPORTED_FLAGS, refusal_of
+from megatron.training.config.retired import Occurrence
 
 _COLUMN = 36
 """Column where descriptions begin."""
@@ -45,11 +44,13 @@ def help_about(program: str, topic: str, extra: str = "") -> str:
         return _overview(program, extra)
     name = topic.removeprefix("--").replace("_", "-")
     flags = list(flag_table().values())
-    for flag in flags:
-        if f"--{name}" in flag.spellings or flag.field == topic:
-            return _about_flag(flag)
-    if f"--{name}" in UNSUPPORTED_FLAGS | RETIRED:
-        return f"--{name}: {_why_without_a_field(f'--{name}')}\n"
+    for spelling in (topic, f"--{name}"):  # --local_rank is another flag than --local-rank
+        answer = answer_without_field(spelling)
+        if answer is not None:
+            return f"{spelling}: {answer.text()}\n"
+        for flag in flags:
+            if spelling in flag.spellings or flag.field == topic:
+                return _about_flag(flag)
     if re.search(rf"--{re.escape(name)}(?![\w-])", extra):
         return extra
     groups = [group for group in dict.fromkeys(flag.group for flag in flags) if topic.lower() in group.lower()]
@@ -58,14 +59,6 @@ def help_about(program: str, topic: str, extra: str = "") -> str:
         return help_of_flags(f"usage: [torchrun ...] {program} [flags]", "", chosen)
     sections = ", ".join(dict.fromkeys(flag.group for flag in flags))
     raise UserError(f"--help {topic}: no such section and no such flag; the sections are {sections}")
-
-
-def _why_without_a_field(spelling: str) -> str:
-    translation = translate(Occurrence(spelling))
-    if translation is not None:
-        return translation.warning.partition(": ")[2]
-    accepted = spelling in ACCEPTED_FLAGS
-    return ("accepted without effect: " if accepted else "refused: ") + (ACCEPTED_FLAGS | REFUSED_FLAGS)[spelling]
 
 
 def _overview(program: str, extra: str) -> str:
@@ -85,10 +78,9 @@ def _about_flag(flag: Flag) -> str:
     width = min(shutil.get_terminal_size().columns, 120)
     lines = _entry(flag, width)
     conditions = [*needs_of(flag), *ways_of(flag)]
-    if is_to_come(flag):
-        lines += _filled(f"Refused: {refusal_of(flag.spelling)}.", width, "  ")
-    elif flag.declaration.no_effect is not None:
-        lines += _filled(f"Accepted without effect: {flag.declaration.no_effect}.", width, "  ")
+    answer = answer_of(flag)
+    if answer.reason:
+        lines += _filled(answer.text(), width, "  ")
     if conditions:
         needs = " and ".join(need.text() for need in needs_of(flag))
         ways = "".join(f", or {way.text()}" for way in ways_of(flag))
@@ -138,9 +130,7 @@ def help_of_flags(usage: str, about: str, flags: Sequence[Flag], extra: str = ""
 
 def _entry(flag: Flag, width: int) -> list[str]:
     head = "  " + ", ".join(flag.spellings) + _placeholder(flag)
-    turns_off = flag.switch is not None and not flag.switch[flag.spelling]
-    text = ("Turn this off: " if turns_off else "") + flag.help + _default(flag)
-    body = textwrap.wrap(text, max(width - _COLUMN, 30), break_on_hyphens=False)
+    body = textwrap.wrap(answer_of(flag).meaning, max(width - _COLUMN, 30), break_on_hyphens=False)
     if len(head) <= _COLUMN - 2 and body:
         return [head.ljust(_COLUMN) + body[0], *(" " * _COLUMN + line for line in body[1:])]
     return [head, *(" " * _COLUMN + line for line in body)]
@@ -157,11 +147,6 @@ def _placeholder(flag: Flag) -> str:
     if isinstance(flag.nargs, int):
         return f" {word}" * flag.nargs
     return f" {word} ..." if flag.nargs else f" {word}"
-
-
-def _default(flag: Flag) -> str:
-    shown = flag.switch is None and flag.default not in (None, [], "")
-    return f" [{value_text(flag.default)}]" if shown else ""
 
 
 def _names(title: str, flags: Iterable[Flag], width: int) -> list[str]:

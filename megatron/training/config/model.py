@@ -110,7 +110,11 @@ class ModelConfig:
     openai_gelu: bool = False
     """Activation: GELU's tanh approximation."""
 
-    bias_gelu_fusion: bool = flag(True, off="--no-bias-gelu-fusion")
+    bias_gelu_fusion: bool = flag(
+        True,
+        off="--no-bias-gelu-fusion",
+        off_help="Use exact GELU where linear layers have biases too, instead of its tanh approximation.",
+    )
     """Use GELU's tanh approximation where linear layers have biases, and exact GELU elsewhere."""
 
     bias_swiglu_fusion: bool = flag(True, off="--no-bias-swiglu-fusion", no_effect=_ONE_KERNEL)
@@ -150,7 +154,12 @@ class ModelConfig:
     """T5, older releases: tensor parallel size of the encoder. It must be 0 or equal to
     --tensor-model-parallel-size."""
 
-    bert_binary_head: bool = flag(True, off="--bert-no-binary-head", families=["bert"])
+    bert_binary_head: bool = flag(
+        True,
+        off="--bert-no-binary-head",
+        off_help="BERT: train without the head that predicts whether two segments are swapped.",
+        families=["bert"],
+    )
     """BERT: train a head that predicts whether two segments are swapped."""
 
     bert_num_tokentypes: int | None = flag(None, families=["bert"])
@@ -158,7 +167,11 @@ class ModelConfig:
     it."""
 
     t5_head_bias: bool = flag(
-        True, off="--t5-no-head-bias", families=["t5"], only_with="untie_embeddings_and_output_weights!=True"
+        True,
+        off="--t5-no-head-bias",
+        off_help="T5: add no bias to the logits, as T5 of Hugging Face.",
+        families=["t5"],
+        only_with="untie_embeddings_and_output_weights!=True",
     )
     """T5: add a bias to the logits if the output layer uses the embedding's weight. T5 of Hugging Face has none."""
 

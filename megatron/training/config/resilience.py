@@ -13,7 +13,9 @@ from megatron.core.declarations.config_fields import flag, too_small
 class ResilienceConfig:
     """Reaction to non-finite numbers and to signals, and checks of the hardware."""
 
-    check_for_nan_in_loss_and_grad: bool = flag(True, off="--no-check-for-nan-in-loss-and-grad")
+    check_for_nan_in_loss_and_grad: bool = flag(
+        True, off="--no-check-for-nan-in-loss-and-grad", off_help="Do not look for non-finite losses and gradients."
+    )
     """Look for non-finite losses and gradients, and report rank, iteration, micro-batch and sample ids of each."""
 
     nonfinite_action: Literal["stop", "skip"] = flag("stop", only_with="check_for_nan_in_loss_and_grad")

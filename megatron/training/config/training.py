@@ -7,7 +7,7 @@ from typing import Literal
 from megatron.core.declarations.config_fields import flag, literal_text, too_small
 from megatron.core.declarations.flag_grammars import ends_of, number_or_range
 from megatron.core.exceptions import UserError
-from megatron.facades.num_microbatches_calculator import BatchSteps
+from megatron.training.batch_schedule import BatchSteps
 
 
 @dataclass(kw_only=True, frozen=True)

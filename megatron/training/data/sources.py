@@ -3,10 +3,9 @@
 from typing import Any
 
 from megatron.core.exceptions import UserError
-from megatron.data.datasets.blend_stages import BlendStage, prefixes_of, read_stages_file
-from megatron.data.datasets.utils import Blend
+from megatron.data.datasets.blend_stages import BlendStage, last_blend, prefixes_of, read_stages_file
+from megatron.data.datasets.utils import Blend, get_blend_from_list, read_blend_file, read_blend_per_split_file
 from megatron.data.tokenizer.base import Tokenizer
-from megatron.facades.utils import get_blend_and_blend_per_split
 from megatron.training.config.pretrain_config import PretrainConfig
 
 
@@ -62,3 +61,19 @@ def _stages(config: PretrainConfig) -> list[BlendStage] | None:
 def blends(config: PretrainConfig) -> tuple[Blend | None, list[Blend | None] | None]:
     """Returns the blend of the run and the blends of its splits. One of them is None; for mock data both are."""
     return (None, None) if config.data.mock_data else get_blend_and_blend_per_split(config.data)
+
+
+def get_blend_and_blend_per_split(args: Any) -> tuple[Blend | None, list[Blend | None] | None]:
+    """Returns the blend of --data-path or --data-args-path or the last one of --data-stages, and the blends of the
+    splits' own flags. At least one of the two is None; both are without data. Raises UserError for a file that cannot
+    be read."""
+    if args.per_split_data_args_path is not None:
+        return None, read_blend_per_split_file(args.per_split_data_args_path)
+    if args.data_args_path is not None:
+        return read_blend_file(args.data_args_path), None
+    if getattr(args, "data_stages", None) is not None:
+        return last_blend(read_stages_file(args.data_stages)), None
+    if args.data_path is not None:
+        return get_blend_from_list(args.data_path), None
+    each = [get_blend_from_list(words) for words in (args.train_data_path, args.valid_data_path, args.test_data_path)]
+    return None, each if any(each) else None

@@ -21,7 +21,6 @@ from megatron.core.pipeline_parallel.stages import Pipeline, decoder_ranks, embe
 from megatron.core.utils.communicator_settings import read_communicator_settings
 from megatron.core.utils.rendezvous import local_device, start_torch_distributed
 from megatron.core.utils.world_store import StartFailed
-from megatron.facades import parallel_state
 from megatron.launcher import end_with_launcher
 from megatron.siblings import notice_siblings, stop_noticing
 from megatron.training.config.pretrain_config import PretrainConfig
@@ -35,6 +34,7 @@ from megatron.training.launch.open_files import raise_open_file_limit
 from megatron.training.launch.same_flags import check_same_flags
 from megatron.training.launch.signals import leave_error_alone
 from megatron.training.launch.watch import Limits
+from megatron.training.publication import Publication
 
 _BEFORE_COLLECTIVES_TIME_OUT = 0.9
 """By default a run without progress ends after this fraction of the timeout of collectives."""
@@ -54,6 +54,8 @@ class Environment:
     """Phase and iteration of the run."""
     heartbeat: Heartbeat | None = field(default=None, compare=False)
     """Finds ranks that fail; None in a run of one process, and in a process group that existed before the run."""
+    publication: Publication = field(default_factory=Publication, compare=False)
+    """Is told of the run, for code that is not handed it."""
 
     @property
     def is_first(self) -> bool:
@@ -79,16 +81,18 @@ class Environment:
 
 
 @contextlib.contextmanager
-def process_environment(config: PretrainConfig, alone: bool = False) -> Iterator[Environment]:
+def process_environment(
+    config: PretrainConfig, alone: bool = False, publication: Publication | None = None
+) -> Iterator[Environment]:
     """Joins the run that torchrun started, or makes a run of one process without torchrun; leaves it at the end. With
     `alone`, torch.distributed is initialised for one process too.
 
     --distributed-backend moves the device's tensors (nccl or gloo); host tensors always use gloo.
 
-    Inside the context the groups are the default of user scripts. A process group that exists already (a user's or a
-    test's) is used and left as it is. Raises UserError if ranks were started with different flags, and if the number of
-    processes is not that of the config's grid. Prints a sentence and raises SystemExit if the ranks do not find each
-    other.
+    Inside the context the groups are the default of user scripts, and `publication` knows the stages. A process group
+    that exists already (a user's or a test's) is used and left as it is. Raises UserError if ranks were started with
+    different flags, and if the number of processes is not that of the config's grid. Prints a sentence and raises
+    SystemExit if the ranks do not find each other.
     """
     end_with_launcher()
     notice_siblings()
@@ -113,8 +117,9 @@ def process_environment(config: PretrainConfig, alone: bool = False) -> Iterator
             raise UserError(f"WORLD_SIZE is {planned}, but torch.distributed has {started} ranks; make them equal")
         rank = dist.get_rank() if dist.is_initialized() else 0
         groups, pipeline = groups_of_rank(config, rank, timeout), pipeline_of(config.transformer)
-        with default_groups(groups, pipeline):
-            yield Environment(rank, started, device, groups, pipeline.loss_rank, progress, heartbeat)
+        publication = publication or Publication()
+        with default_groups(groups, pipeline, publication):
+            yield Environment(rank, started, device, groups, pipeline.loss_rank, progress, heartbeat, publication)
         if heartbeat is not None:
             heartbeat.finish()
     except BaseException as error:
@@ -229,16 +234,10 @@ def groups_of_rank(
 
 
 @contextlib.contextmanager
-def default_groups(groups: ProcessGroupCollection, pipeline: Pipeline) -> Iterator[None]:
+def default_groups(
+    groups: ProcessGroupCollection, pipeline: Pipeline, publication: Publication | None = None
+) -> Iterator[None]:
     """Inside the context, these groups and stages are the default of user scripts: the functions of parallel_state use
     them, and public constructors that are called without groups."""
-    chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size()
-    v_shaped = parallel_state.is_pipeline_v_shaped()
-    parallel_state.set_virtual_pipeline_model_parallel_world_size(
-        pipeline.chunks if pipeline.chunks > 1 else None, v_shaped=pipeline.v_shaped
-    )
-    try:
-        with default_for_now(groups):
-            yield
-    finally:
-        parallel_state.set_virtual_pipeline_model_parallel_world_size(chunks, v_shaped=v_shaped)
+    with default_for_now(groups), (publication or Publication()).stages(pipeline):
+        yield

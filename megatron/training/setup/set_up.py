@@ -30,8 +30,7 @@ from megatron.data.datasets.megatron_dataset import MegatronDataset
 from megatron.data.datasets.staged_blend import StagedBlend
 from megatron.data.tokenizer.base import Tokenizer
 from megatron.data.tokenizer.build import build_tokenizer, padded_vocab_size, padding_line
-from megatron.facades import global_vars
-from megatron.facades.num_microbatches_calculator import BatchSchedule, use_schedule
+from megatron.training.batch_schedule import BatchSchedule
 from megatron.training.checkpoint_checks import check_before_build, check_vocabulary
 from megatron.training.checkpoint_contents import SavedParts
 from megatron.training.checkpoints import Checkpoints
@@ -151,7 +150,7 @@ def with_steps_left(context: Context) -> Context:
         )
     config = dataclasses.replace(context.config, training=dataclasses.replace(training, train_iters=last))
     context = dataclasses.replace(context, config=config)
-    global_vars.set_train_iters(context)
+    context.environment.publication.set_length(context)
     return context
 
 
@@ -186,8 +185,10 @@ def start_run(config: PretrainConfig, environment: Environment) -> Context:
         settings = config_lines(config) if config.training.print_config else ()
         lines = *config.notes, *settings, *notes, padding_line(context.vocab_size, padded)
         print(*map(hide_keys, lines), sep="\n", flush=True)
-    global_vars.set_current_run(context, padded_vocab_size=padded)
-    use_schedule(BatchSchedule.from_config(config.training, environment.groups.size("dp"), config.data.seq_length))
+    environment.publication.begin(context, padded_vocab_size=padded)
+    environment.publication.set_schedule(
+        BatchSchedule.from_config(config.training, environment.groups.size("dp"), config.data.seq_length)
+    )
     return context
 
 
@@ -219,10 +220,10 @@ def build_trainer(
     config, environment, state = context.config, context.environment, context.state
     model, optimizer, spikes = parts.model, parts.optimizer, parts.spikes
     batches = BatchSchedule.from_config(config.training, environment.groups.size("dp"), config.data.seq_length)
-    use_schedule(batches)
+    environment.publication.set_schedule(batches)
     rows = vocabulary_rows(config, context.tokenizer)
     log = build_log(config, environment, state, rows, model, context.timers, script.mix)
-    global_vars.set_writers(log.tensorboard_writer, log.wandb)
+    environment.publication.set_writers(log.tensorboard_writer, log.wandb)
     skips = count_of_skipped_updates(config, environment.device)
     exit_agreement = ExitAgreement(
         agreement_group(timedelta(minutes=config.parallel.distributed_timeout_minutes)),

@@ -52,6 +52,11 @@ def test_bad_files(tmp_path: Path, text: str, complaint: str) -> None:
     assert str(failure.value).startswith("--nccl-communicator-config-path ") and complaint in str(failure.value)
 
 
+def test_a_file_that_nests_too_deeply(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"nccl\.yaml: values are nested too deeply"):
+        read(tmp_path, f"dp: {'[' * 3000}{']' * 3000}")
+
+
 def test_a_missing_file() -> None:
     with pytest.raises(UserError, match=r"--nccl-communicator-config-path /none: No such file"):
         read_communicator_settings("/none", GROUPS_WITH_SETTINGS)

@@ -230,7 +230,7 @@ def test_of_a_repeated_flag_the_last_counts_and_a_line_says_so() -> None:
         ("--help lr", "  --lr X "),
         ("--help=--lr", "  --lr X "),
         ("--num-layers 2 --help", "usage: "),
-        ("--help --DDP-impl", "--DDP-impl: retired"),
+        ("--help --DDP-impl", "--DDP-impl: Retired"),
     ],
 )
 def test_help_is_about_the_flag_that_follows(words: str, begins: str, capsys: pytest.CaptureFixture[str]) -> None:

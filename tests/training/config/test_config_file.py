@@ -1,12 +1,15 @@
 """--config: flags from a file; --print-config writes one."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 from support.command_lines import configured, problems_of
 
+from megatron.core.exceptions import UserError
 from megatron.training.config.command_line import read_command_line
+from megatron.training.config.config_file import read_config_file
 from megatron.training.inspection.print_config import config_lines
 
 CONFIG = """
@@ -75,6 +78,15 @@ def test_mistakes_name_file_and_line(tmp_path: Path, text: str, says: str) -> No
     problems = problems_of(f"--config {path}")
     (problem,) = problems
     assert problem.removeprefix("--config ").startswith(f"{path}{says}")
+
+
+def test_a_file_that_nests_too_deeply_or_is_no_file(tmp_path: Path) -> None:
+    (tmp_path / "deep.yaml").write_text(f"a: {'[' * 3000}{']' * 3000}")
+    with pytest.raises(UserError, match=r"--config .*deep\.yaml: values are nested too deeply"):
+        read_config_file(str(tmp_path / "deep.yaml"))
+    os.mkfifo(tmp_path / "pipe.yaml")
+    with pytest.raises(UserError, match=r"--config .*pipe\.yaml: it is a FIFO, not a file"):
+        read_config_file(str(tmp_path / "pipe.yaml"))
 
 
 def test_a_file_that_is_not_there() -> None:

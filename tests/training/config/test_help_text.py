@@ -21,7 +21,7 @@ def test_an_entry_has_placeholder_help_and_default() -> None:
         "--lr-wsd-decay-style {exponential,linear,cosine,minus_sqrt} With WSD"
     )
     assert entry("--rampup-batch-size").startswith("--rampup-batch-size N N N Start with a smaller")
-    assert entry("--no-bias-gelu-fusion").startswith("--no-bias-gelu-fusion Turn this off: ")
+    assert entry("--no-bias-gelu-fusion").startswith("--no-bias-gelu-fusion Use exact GELU where linear layers have")
 
 
 def test_flags_without_effect_and_unsupported_flags_are_listed_by_name() -> None:
@@ -65,10 +65,10 @@ def test_help_about_flags_that_do_nothing_here() -> None:
         "--use-flash-attn": "Accepted without effect: --attention-backend chooses",
         "--data-parallel-random-init": "Accepted without effect: replicas have equal",
         "--mrope-section": "Refused: vision models are out of scope; for text, --position-embedding-type rope",
-        "--rl-profile": "--rl-profile: refused: reinforcement learning is out of scope",
-        "--modelopt-enabled": "--modelopt-enabled: accepted without effect: layers need",
+        "--rl-profile": "--rl-profile: Refused: reinforcement learning is out of scope",
+        "--modelopt-enabled": "--modelopt-enabled: Accepted without effect: layers need",
         "--dsa-indexer-topk-freq": "Refused: every layer of sparse attention has its own indexer",
-        "--DDP-impl": "--DDP-impl: retired and ignored: there is one",
+        "--DDP-impl": "--DDP-impl: Retired and ignored: there is one",
     }
     for topic, words in texts.items():
         assert words in " ".join(help_about("script.py", topic).split())

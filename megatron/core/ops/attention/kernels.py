@@ -244,7 +244,7 @@ outside a document and has no copy of keys for each query head."""
 _WITHOUT_CUDNN: Fills = "where cuDNN does not take them"
 LONG_ROW = 2048
 """Tokens of a row from which on our own flash attention with specialised warps is faster than cuDNN
-(docs/benchmarks.md). With 1,024 tokens its backward is slower."""
+(docs/decisions/own-flash-attention.md). With 1,024 tokens its backward is slower."""
 
 SDPA_CUDA = AttentionKernel(
     "SDPA (cuDNN, flash, efficient, math)", sdpa_attention_cuda, _on_cuda, _fused_refusal, _WITHOUT_CUDNN

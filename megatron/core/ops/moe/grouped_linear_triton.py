@@ -46,7 +46,7 @@ class Accumulation:
 
 ACCUMULATIONS = {"read 3": Accumulation(False, 3), "bulk 4": Accumulation(True, 4)}
 ACCUMULATION_IN_USE = "bulk 4"
-"""The faster one in training (docs/benchmarks.md)."""
+"""The faster one in training (docs/decisions/expert-products.md)."""
 ACCUMULATION_ON_SMALLER_GPUS = "read 3"
 """The one where programs have less shared memory than the 227 KB of capabilities 9 and 10. With 4 stages a program
 needs 112 KB, with bulk copies 144 KB, and capabilities 8.6, 8.9 and 12 have 99 KB."""

@@ -47,13 +47,17 @@ class ArchitectureConfig:
     embedding_norm: bool = False
     """Norm the embedding's output before dropout, as the first BERT did."""
 
-    norm_affine: bool = flag(True, off="--no-norm-affine")
+    norm_affine: bool = flag(True, off="--no-norm-affine", off_help="Build norms without weights.")
     """Norms have weights."""
 
-    norm_bias: bool = flag(True, off="--no-norm-bias", only_with="normalization=LayerNorm")
+    norm_bias: bool = flag(
+        True, off="--no-norm-bias", off_help="Build LayerNorm without a bias.", only_with="normalization=LayerNorm"
+    )
     """LayerNorm has a bias besides its weights."""
 
-    add_bias_linear: bool = flag(True, off="--disable-bias-linear")
+    add_bias_linear: bool = flag(
+        True, off="--disable-bias-linear", off_help="Build the linear layers of attention and MLP without biases."
+    )
     """Linear layers of attention and MLP have a bias."""
 
     attention_output_bias: bool | None = flag(None, on="--attention-output-bias", off="--no-attention-output-bias")

@@ -35,7 +35,12 @@ class FusionConfig:
     bias_dropout_fusion: bool = flag(False, off="--no-bias-dropout-fusion", no_effect=_CHOSEN)
     """Add bias and residual in the dropout kernel."""
 
-    masked_softmax_fusion: bool = flag(False, off="--no-masked-softmax-fusion", no_effect=_CHOSEN)
+    masked_softmax_fusion: bool = flag(
+        False,
+        off="--no-masked-softmax-fusion",
+        off_help="Compute scale, mask and softmax of unfused attention in separate kernels.",
+        no_effect=_CHOSEN,
+    )
     """Scale, mask and softmax of unfused attention in one kernel."""
 
     persist_layer_norm: bool = flag(False, off="--no-persist-layer-norm", no_effect=_CHOSEN)
@@ -64,6 +69,7 @@ class FusionConfig:
     clone_scatter_output_in_embedding: bool = flag(
         True,
         off="--disable-clone-scatter-output-in-embedding",
+        off_help="Do not copy a rank's part of the embedding's output. The whole output then stays in memory.",
         aliases=["--no-clone-scatter-output-in-embedding"],
         no_effect="a rank's part of the embedding's output is reduced into separate memory; the rest is never kept",
     )

@@ -35,7 +35,12 @@ class PositionConfig:
     rope_scaling_beta_slow: float = flag(1.0, only_with="rope_scaling_type=yarn")
     """Scaling yarn: frequencies with fewer wavelengths than this in the original length are divided by the factor."""
 
-    rope_scaling_truncate: bool = flag(True, off="--no-rope-scaling-truncate", only_with="rope_scaling_type=yarn")
+    rope_scaling_truncate: bool = flag(
+        True,
+        off="--no-rope-scaling-truncate",
+        off_help="Scaling yarn: do not round the range of channels between these two to whole channels.",
+        only_with="rope_scaling_type=yarn",
+    )
     """Scaling yarn: the range of channels between these two is rounded outwards to whole channels."""
 
     rope_scaling_short_factor: list[float] | None = flag(None, only_with="rope_scaling_type=longrope")

@@ -1,0 +1,108 @@
+"""`pretrain`: trains the model that the command line describes. Here a run meets what stands above it: Megatron-LM's
+functions for scripts, Hugging Face folders, the dry run, and the explanations of failures."""
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from megatron.conversion.hub_run import take_hub_args, with_hub_folders
+from megatron.core.declarations.enums import ModelType
+from megatron.core.exceptions import UserError
+from megatron.diagnosis.device_memory import explains_lack_of_gpu_memory
+from megatron.diagnosis.dry_run.report import print_dry_run
+from megatron.diagnosis.non_finite import dump_and_search
+from megatron.facades.published_run import published
+from megatron.training.arguments import config_of_command_line
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.hooks.exit import ExitDecision
+from megatron.training.launch.errors import exit_with_error_of_rank
+from megatron.training.pretraining import FailureHelp, run_pretraining
+from megatron.training.providers import (
+    NonLossFunctions,
+    Providers,
+    providers_of_user_script,
+    warn_unused,
+)
+
+
+def pretrain(
+    train_valid_test_dataset_provider: Providers | Callable[..., Sequence[Any]],
+    model_provider: Callable[..., nn.Module] | None = None,
+    model_type: ModelType = ModelType.encoder_or_decoder,
+    forward_step_func: Callable[..., Any] | None = None,
+    process_non_loss_data_func: Callable[..., Any] | None = None,
+    extra_args_provider: Callable[..., Any] | None = None,
+    args_defaults: Mapping[str, Any] | None = None,
+    get_embedding_ranks: Callable[..., Any] | None = None,
+    get_position_embedding_ranks: Callable[..., Any] | None = None,
+    non_loss_data_func: Callable[..., Any] | None = None,
+    store: Any = None,
+    inprocess_call_wrapper: Any = None,
+    *,
+    optimizer_provider: Callable[..., Any] | None = None,
+) -> None:
+    """Trains the model that the command line describes, with the given providers.
+
+    Takes Megatron-LM's provider functions, or a `Providers` alone. `optimizer_provider(model_chunks)` may return any
+    torch.optim.Optimizer. Exits with code 2 if the command line is wrong, and with the code of the `ExitDecision` if
+    the run ends early because of a non-finite loss. `get_embedding_ranks` and `get_position_embedding_ranks` have no
+    effect: the layout of the stages decides which ranks hold an embedding. After each evaluation,
+    `non_loss_data_func(model)` collects data that are no losses (without it: `loss_func(output, non_loss_data=True)` of
+    each micro-batch), and `process_non_loss_data_func(data, iteration, writer)` takes them on the rank that logs, if
+    --tensorboard-dir is given. Raises UserError for arguments that are not supported yet: `store`,
+    `inprocess_call_wrapper`.
+    """
+    started = time.monotonic()
+    for name, given in {"store": store, "inprocess_call_wrapper": inprocess_call_wrapper}.items():
+        if given is not None:
+            raise UserError(f"pretrain({name}=...): not yet")
+    warn_unused(
+        "pretrain",
+        {
+            "get_embedding_ranks": get_embedding_ranks,
+            "get_position_embedding_ranks": get_position_embedding_ranks,
+        },
+    )
+    if not isinstance(train_valid_test_dataset_provider, Providers):
+        args_defaults = {**(args_defaults or {}), "datasets_of_script": True}
+    config = config_of_command_line(extra_args_provider, args_defaults, take_flags=take_hub_args)
+    if isinstance(train_valid_test_dataset_provider, Providers):
+        providers = train_valid_test_dataset_provider
+    else:
+        assert model_provider is not None and forward_step_func is not None
+        providers = providers_of_user_script(
+            train_valid_test_dataset_provider,
+            model_provider,
+            forward_step_func,
+            optimizer_provider,
+            non_loss_functions(non_loss_data_func, process_non_loss_data_func, config),
+        )
+    if config.training.dry_run:
+        return print_dry_run(config, published(providers))
+    try:
+        decision = pretrain_config(config, providers, started)
+    except UserError as error:
+        exit_with_error_of_rank(error)
+    if decision is not None and decision.exit_code:
+        raise SystemExit(decision.exit_code)
+
+
+def pretrain_config(config: PretrainConfig, providers: Providers, started: float) -> ExitDecision | None:
+    """Runs what `pretrain` runs once the command line is read. Returns the decision of an early exit, or None."""
+    providers = with_hub_folders(config, published(providers))
+    return run_pretraining(config, providers, started, FailureHelp(explains_lack_of_gpu_memory, dump_and_search))
+
+
+def non_loss_functions(
+    collect: Callable[..., Any] | None, process: Callable[..., Any] | None, config: PretrainConfig
+) -> NonLossFunctions | None:
+    """Returns the record of a script's functions of non-loss data; None without them. Prints a line on the first rank
+    if `process` is given but is not called, because there is no --tensorboard-dir."""
+    if process is not None and config.logging.tensorboard_dir is None:
+        process = None
+        if int(os.environ.get("RANK", 0)) == 0:
+            print("process_non_loss_data_func is not called: it takes the writer of --tensorboard-dir", flush=True)
+    return None if collect is None and process is None else NonLossFunctions(collect, process)
