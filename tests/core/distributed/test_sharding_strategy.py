@@ -1,6 +1,5 @@
 """Every strategy of data parallel units trains the model that one process trains, step by step."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,12 +20,6 @@ STEPS = 3
 SHARDED = [name for name in STRATEGIES if name != "no_shard"]
 
 Trained = dict[str, Any]
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(4) as ranks:
-        yield ranks
 
 
 def train(

@@ -1,7 +1,6 @@
 """Latent attention: parts of other classes, what is sent, writing with a cache. tests/parity has its layouts."""
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -42,12 +41,6 @@ class OwnNorm(nn.LayerNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__(hidden_size, eps, dtype=config.params_dtype)
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(4) as pool:
-        yield pool
 
 
 def build(settings: dict[str, Any], groups: ProcessGroupCollection | None = None, **layout: Any) -> GPTModel:

@@ -1,6 +1,5 @@
 """A layer of experts that ranks share: what is sent, and what fp8 is told. tests/parity compares the numbers."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,12 +21,6 @@ from megatron.core.transformer.moe.routing import Routing
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 HIDDEN, LENGTH, ROWS = 8, 6, 2
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(4) as pool:
-        yield pool
 
 
 def build(settings: dict[str, Any], groups: ProcessGroupCollection | None, grouped: bool, tp: int = 1) -> nn.Module:

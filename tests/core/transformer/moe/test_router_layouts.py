@@ -4,7 +4,6 @@ Each rank routes its own tokens. Routings are equal token by token; the gradient
 that share a micro-batch, is that of one process; what is reported is too. tests/parity has rows without padding.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -33,12 +32,6 @@ PADDED: dict[str, Any] = {
     "calculate_per_token_loss": True,
 }
 LAYOUTS = {"TP2": (2, 1, 1), "CP2": (1, 2, 1), "TP2 x CP2": (2, 2, 1), "DP2": (1, 1, 2), "TP2 x DP2": (2, 1, 2)}
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(4) as pool:
-        yield pool
 
 
 def data() -> Tensor:
