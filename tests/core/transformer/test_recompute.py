@@ -212,36 +212,25 @@ def test_what_cannot_be_recomputed_is_refused(settings, message):
 # ---------------------------------------------------------------------------------------------------------------------
 # Split over ranks
 
-SPLIT_WAYS = [way for way in WAYS if way not in ("uniform by 2", "layernorm", "mlp", "mlp_act")]
 
-
-def _split(sequence_parallel: bool) -> None:
+def _spread() -> None:
+    """Tensor parallel ranks share what is kept. tests/parity has all other ways in layouts."""
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
-    settings = {"tensor_model_parallel_size": 2, "sequence_parallel": sequence_parallel}
-    plain = gradients(build(**settings))
-    for way in SPLIT_WAYS:
-        assert_equal(gradients(build(**settings, **WAYS[way])), plain)
-    if not sequence_parallel:
-        spread = WAYS["uniform"] | {"distribute_saved_activations": True}
-        kept: list[tuple[int, int]] = []
-        keep = Recomputed._keep
+    kept: list[tuple[int, int]] = []
+    keep = Recomputed._keep
 
-        def counted(recomputed: Recomputed, tensor: Tensor):
-            share = keep(recomputed, tensor)
-            kept.append((tensor.nbytes, share.flat.nbytes))
-            return share
+    def counted(recomputed: Recomputed, tensor: Tensor):
+        share = keep(recomputed, tensor)
+        kept.append((tensor.nbytes, share.flat.nbytes))
+        return share
 
-        with mock.patch.object(Recomputed, "_keep", counted):
-            assert_equal(gradients(build(**settings, **spread)), plain)
-        assert kept == [(HIDDEN, HIDDEN // 2)] * LAYERS
+    plain = gradients(build(tensor_model_parallel_size=2))
+    with mock.patch.object(Recomputed, "_keep", counted):
+        spread = build(tensor_model_parallel_size=2, distribute_saved_activations=True, **WAYS["uniform"])
+        assert_equal(gradients(spread), plain)
+    assert kept == [(HIDDEN, HIDDEN // 2)] * LAYERS
     parallel_state.destroy_model_parallel()
 
 
-@pytest.mark.fast("True")
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_no_bit_changes_under_tensor_parallelism(sequence_parallel):
-    run_on_ranks(_split, 2, sequence_parallel)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Sharded parameters
+def test_tensor_parallel_ranks_share_what_is_kept():
+    run_on_ranks(_spread, 2)

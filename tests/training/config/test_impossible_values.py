@@ -5,6 +5,7 @@ import signal
 import pytest
 from support.command_lines import problems_of_config
 
+from megatron.data.tokenizer.config import TokenizerConfig
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.data import DataConfig
 from megatron.training.config.logging import LoggingConfig
@@ -24,6 +25,7 @@ GOOD: dict[type, dict[str, object]] = {
     ScheduleConfig: {},
     TrainingConfig: {"micro_batch_size": 2, "global_batch_size": 16, "train_iters": 3},
     EvaluationConfig: {},
+    TokenizerConfig: {"tokenizer_type": "NullTokenizer", "vocab_size": 10},
 }
 """Values without a problem."""
 
@@ -124,6 +126,28 @@ RULES: list[tuple[type, dict[str, object], str]] = [
     (EvaluationConfig, {"eval_interval": 0}, "--eval-interval 0 must be at least 1"),
     (EvaluationConfig, {"eval_iters": -1}, "--eval-iters -1 must be at least 0"),
     (EvaluationConfig, {"skip_train": True, "eval_iters": 0}, "--skip-train with --eval-iters 0 leaves nothing to do"),
+    (
+        TokenizerConfig,
+        {"tokenizer_type": None},
+        "--vocab-file and --merge-file: GPT2BPETokenizer needs both; --tokenizer-type",
+    ),
+    (
+        TokenizerConfig,
+        {"tokenizer_type": "HuggingFaceTokenizer"},
+        "--tokenizer-model: HuggingFaceTokenizer needs a tokenizer.json, or a folder with one",
+    ),
+    (TokenizerConfig, {"tokenizer_type": "TikTokenizer"}, "--tokenizer-model: TikTokenizer needs a .json file"),
+    (TokenizerConfig, {"tokenizer_type": "BertWordPieceCase"}, "--vocab-file: BertWordPieceCase needs a vocab.txt"),
+    (TokenizerConfig, {"vocab_size": None}, "--vocab-size: NullTokenizer needs it"),
+    (TokenizerConfig, {"vocab_size": 0}, "--vocab-size 0: must be at least 1"),
+    (TokenizerConfig, {"null_tokenizer_eod_id": 11}, "--null-tokenizer-eod-id 11: must be from 0 to --vocab-size 10"),
+    (
+        TokenizerConfig,
+        {"null_tokenizer_pad_id": -2},
+        "--null-tokenizer-pad-id -2: must be -1 (none) or from 0 to --vocab-size 10",
+    ),
+    (TokenizerConfig, {"vocab_extra_ids": 3}, "--vocab-extra-ids 3: NullTokenizer has no extra ids"),
+    (TokenizerConfig, {"tiktoken_num_special_tokens": 0}, "--tiktoken-num-special-tokens 0: must be at least 1"),
 ]
 """A part, values beside the good ones, and how the problem begins."""
 
