@@ -65,7 +65,7 @@ def operations(sizes: Sizes, backend: Backend, device: torch.device, dtype: torc
     numbers = popularity.multinomial(sizes.topk)
     counts = torch.bincount(numbers.flatten(), minlength=sizes.experts)
     groups = RowGroups(counts, counts.tolist())
-    copies, _ = backend.number_choices(numbers, sizes.experts).copies(sizes.rows)
+    copies, _ = backend.experts.number_choices(numbers, sizes.experts).copies(sizes.rows)
     hidden, rows = made.values(sizes.tokens, sizes.hidden), made.values(sizes.rows, sizes.hidden)
     weight = nn.Parameter(torch.randn(sizes.experts, 2 * sizes.ffn, sizes.hidden, device=device, dtype=dtype) * 0.02)
     weight.main_grad_accumulator = PlainMainGrad(torch.zeros(weight.shape, device=device))  # type: ignore[attr-defined]
@@ -76,13 +76,15 @@ def operations(sizes: Sizes, backend: Backend, device: torch.device, dtype: torc
     row_bytes = float(sizes.rows * sizes.hidden * hidden.element_size())
     token_bytes = float(sizes.tokens * sizes.hidden * hidden.element_size())
     inner_bytes = float(sizes.rows * sizes.ffn * hidden.element_size())
-    sort = lambda: backend.number_choices(numbers, sizes.experts).copies(sizes.rows)  # noqa: E731
+    sort = lambda: backend.experts.number_choices(numbers, sizes.experts).copies(sizes.rows)  # noqa: E731
     made.found.append(Operation("sort by expert", sort))
     moved = row_bytes + token_bytes
-    made.both("permute", lambda: backend.permute(hidden, copies), [hidden], moved, moved)
-    made.both("unpermute", lambda: backend.unpermute(rows, copies), [rows], moved, moved)
-    made.both("grouped linear", lambda: backend.grouped_linear(rows, weight, groups), [rows, weight], 0.0, 0.0, flops)
-    activate = lambda: backend.weighted_activation(product, None, gates, swiglu)  # noqa: E731
+    made.both("permute", lambda: backend.experts.permute(hidden, copies), [hidden], moved, moved)
+    made.both("unpermute", lambda: backend.experts.unpermute(rows, copies), [rows], moved, moved)
+    made.both(
+        "grouped linear", lambda: backend.experts.grouped_linear(rows, weight, groups), [rows, weight], 0.0, 0.0, flops
+    )
+    activate = lambda: backend.experts.weighted_activation(product, None, gates, swiglu)  # noqa: E731
     made.both("weighted activation", activate, [product, gates], 3.0 * inner_bytes, 5.0 * inner_bytes)
     return made
 

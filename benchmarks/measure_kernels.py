@@ -48,13 +48,13 @@ class Kernels(Operations):
         args, backend = self.args, self.backend
         x, w, b = self.values(args.tokens, args.hidden), self.values(args.hidden), self.values(args.hidden)
         size = float(x.numel() * x.element_size())
-        self.both("rms norm", lambda: backend.rms_norm(x, w, 1e-5), [x, w], 2 * size, 3 * size)
-        self.both("layer norm", lambda: backend.layer_norm(x, w, b, 1e-5), [x, w, b], 2 * size, 3 * size)
+        self.both("rms norm", lambda: backend.norms.rms_norm(x, w, 1e-5), [x, w], 2 * size, 3 * size)
+        self.both("layer norm", lambda: backend.norms.layer_norm(x, w, b, 1e-5), [x, w, b], 2 * size, 3 * size)
         heads = self.values(args.tokens, args.hidden // args.channels, args.channels)
         v = self.values(args.channels)
-        self.both("norm of heads", lambda: backend.rms_norm(heads, v, 1e-5), [heads, v], 2 * size, 3 * size)
+        self.both("norm of heads", lambda: backend.norms.rms_norm(heads, v, 1e-5), [heads, v], 2 * size, 3 * size)
         residual = self.values(args.tokens, args.hidden)
-        add = lambda: backend.bias_dropout_add(x, b, residual, 0.0, None)  # noqa: E731
+        add = lambda: backend.dropout.bias_dropout_add(x, b, residual, 0.0, None)  # noqa: E731
         self.both("bias and residual", add, [x, b, residual], 3 * size, size)
 
     def positions(self) -> None:
@@ -67,7 +67,7 @@ class Kernels(Operations):
         rotation = Rotation(angle.cos(), angle.sin())
         query = packed[..., :per_group, :].detach().requires_grad_()
         size = float(query.numel() * query.element_size())
-        call = lambda: self.backend.apply_rope(query, rotation)  # noqa: E731
+        call = lambda: self.backend.attention.apply_rope(query, rotation)  # noqa: E731
         self.both("rotary positions", call, [query], 2 * size, 2 * size)
 
     def activations(self) -> None:
@@ -75,9 +75,9 @@ class Kernels(Operations):
         args, backend = self.args, self.backend
         product, bias = self.values(args.tokens, args.ffn), self.values(args.ffn)
         size = float(product.numel() * product.element_size())
-        gelu = lambda: backend.weighted_activation(product, bias, None, Activation(gelu_tanh))  # noqa: E731
+        gelu = lambda: backend.experts.weighted_activation(product, bias, None, Activation(gelu_tanh))  # noqa: E731
         self.both("gelu with bias", gelu, [product, bias], 2 * size, 3 * size)
-        swiglu = lambda: backend.weighted_activation(product, None, None, Activation(F.silu, True))  # noqa: E731
+        swiglu = lambda: backend.experts.weighted_activation(product, None, None, Activation(F.silu, True))  # noqa: E731
         self.both("swiglu", swiglu, [product], 1.5 * size, 2.5 * size)
 
     def losses(self) -> None:
@@ -86,7 +86,7 @@ class Kernels(Operations):
         logits = self.values(args.tokens // 4, args.vocab)
         labels = torch.randint(args.vocab, (args.tokens // 4,), device=self.device)
         size = float(logits.numel() * logits.element_size())
-        self.both("cross entropy", lambda: self.backend.cross_entropy(logits, labels), [logits], size, 2 * size)
+        self.both("cross entropy", lambda: self.backend.losses.cross_entropy(logits, labels), [logits], size, 2 * size)
 
     def updates(self) -> None:
         """Adds AdamW of float32 weights with bfloat16 copies, in segments of the size of a layer."""

@@ -6,7 +6,7 @@ residual counts as part of the norm that reads the residual. benchmarks/floor.py
 import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -135,25 +135,27 @@ class Recorder:
 
     def recording(self, backend: Backend) -> Backend:
         """Returns the backend with operations that are recorded."""
-        changed: dict[str, Any] = {name: self._noting(note, getattr(backend, name)) for name, note in _NOTES.items()}
-        changed["attention"] = {
+        changed: dict[str, dict[str, Any]] = {}
+        for name, record in backend.records().items():
+            changed[name] = {**self._noted(vars(record)), "noting": self._noted(record.noting)}
+        changed["attention"]["kernels"] = {
             asked: tuple(
                 dataclasses.replace(kernel, compute=self._noting_attention(kernel.compute)) for kernel in kernels
             )
-            for asked, kernels in backend.attention.items()
+            for asked, kernels in backend.attention.kernels.items()
         }
-        changed["attention_blocks"] = {
+        changed["attention"]["block_kernels"] = {
             asked: tuple(dataclasses.replace(kernel, forward=self._noting_block(kernel)) for kernel in kernels)
-            for asked, kernels in backend.attention_blocks.items()
+            for asked, kernels in backend.attention.block_kernels.items()
         }
         multiply = self._noting(_note_fp8_product, backend.fp8_kernels.product)
         grouped = backend.fp8_kernels.grouped
         grouped = dataclasses.replace(grouped, product=self._noting(_note_fp8_experts, grouped.product))
-        noting = {name: self._noting(_NOTES[name], kernel) for name, kernel in backend.fp8_kernels.noting.items()}
-        changed["fp8_kernels"] = dataclasses.replace(
-            backend.fp8_kernels, product=multiply, grouped=grouped, noting=noting
-        )
-        return dataclasses.replace(backend, **changed)
+        fp8_kernels = dataclasses.replace(backend.fp8_kernels, product=multiply, grouped=grouped)
+        return dataclasses.replace(backend.with_operations(**changed), fp8_kernels=fp8_kernels)
+
+    def _noted(self, operations: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: self._noting(_NOTES[name], own) for name, own in operations.items() if name in _NOTES}
 
     def _noting(self, note: Callable[..., None], function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **keywords: Any) -> Any:

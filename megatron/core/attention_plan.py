@@ -98,12 +98,12 @@ def plan_attention(backend: Backend, variant: AttentionVariant, config: Any) -> 
     If the kernel of `attention_backend` flash, fused or flex cannot compute a layer, the next one does. On a machine
     with a GPU a warning says so if this concerns training on unpacked rows.
     """
-    return _plan(backend.attention[config.attention_backend], variant, config)
+    return _plan(backend.attention.kernels[config.attention_backend], variant, config)
 
 
 def plan_attention_blocks(backend: Backend, variant: AttentionVariant, config: Any) -> BlockPlan:
     """Chooses the kernels for rows that are split over ranks; otherwise like `plan_attention`."""
-    return _plan(backend.attention_blocks[config.attention_backend], variant, config)
+    return _plan(backend.attention.block_kernels[config.attention_backend], variant, config)
 
 
 def _plan(candidates: Sequence[Kernel], variant: AttentionVariant, config: Any) -> KernelPlan[Kernel]:

@@ -176,14 +176,14 @@ def test_tokens_that_are_moved_in_parts_move_as_many_bytes() -> None:
     whole._microbatch = parts._microbatch = 0
     tokens, rows = torch.randn(4, 5), torch.randn(7, 5)
     backend = whole.recording(LOCAL)
-    backend.permute(tokens, copies)
-    backend.unpermute(rows, copies)
+    backend.experts.permute(tokens, copies)
+    backend.experts.unpermute(rows, copies)
     backend = parts.recording(LOCAL)
     for source in (slice(0, 1), slice(1, 4)):
-        backend.put_tokens(rows, tokens[source], copies.places[source])
-        backend.sum_rows_and_addends(rows, copies.places[source])
+        backend.experts.put_tokens(rows, tokens[source], copies.places[source])
+        backend.experts.sum_rows_and_addends(rows, copies.places[source])
     assert whole.moved == parts.moved and whole.moved["permutation"] == 2 * 4 * 5 * 2 * (4 + 7)
-    backend.sum_rows_and_addends(rows, copies.places, torch.randn(1, 4, 5))
+    backend.experts.sum_rows_and_addends(rows, copies.places, torch.randn(1, 4, 5))
     assert parts.moved["permutation"] - whole.moved["permutation"] == 2 * 4 * 5 * (4 + 7 + 4)
 
 

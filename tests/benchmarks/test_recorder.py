@@ -12,11 +12,11 @@ def test_bytes_of_memory_bound_operations() -> None:
     x, weight = torch.ones(4, 8), torch.ones(8)
 
     def forward_step(data: None, model: None) -> None:
-        backend.rms_norm(x, weight, 1e-5)
-        backend.bias_dropout_add(x, None, x, 0.0, None)
-        backend.linear(x, torch.ones(16, 8, requires_grad=True))
+        backend.norms.rms_norm(x, weight, 1e-5)
+        backend.dropout.bias_dropout_add(x, None, x, 0.0, None)
+        backend.matrices.linear(x, torch.ones(16, 8, requires_grad=True))
 
-    backend.rms_norm(x, weight, 1e-5)  # before the micro-batch
+    backend.norms.rms_norm(x, weight, 1e-5)  # before the micro-batch
     for _ in range(2):  # only the first counts
         recorder.around(forward_step)(None, None)  # type: ignore[arg-type]
     size = 4 * 8 * 4

@@ -1,6 +1,5 @@
 """Which attention kernel a layer gets, what the log says about it, and when another one computes a call."""
 
-import dataclasses
 import logging
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +28,7 @@ WITHOUT_DROPOUT = kernel(
 
 
 def plan(kernels: list[AttentionKernel], variant: AttentionVariant, asked: AttnBackend = AttnBackend.auto) -> Any:
-    backend = dataclasses.replace(LOCAL, attention={asked: tuple(kernels)}, attention_blocks={asked: tuple(kernels)})
+    backend = LOCAL.with_operations(attention={name: {asked: tuple(kernels)} for name in ("kernels", "block_kernels")})
     config = SimpleNamespace(params_dtype=torch.float32, attention_backend=asked, attention_dropout=variant.dropout)
     assert plan_attention_blocks(backend, variant, config) == plan_attention(backend, variant, config)
     return plan_attention(backend, variant, config)

@@ -1,22 +1,35 @@
 """Which backend a layer gets, which implementation a device gets, and what the log says."""
 
 import logging
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from support.fake_transformer_engine import FAKE
 
 from megatron.core import backends
-from megatron.core.backends import LOCAL, ByDevice, choose_backend, fp8_settings, triton_backend
+from megatron.core.backends import (
+    LOCAL,
+    backend_of_layer,
+    choose_backend,
+    fp8_settings,
+    triton_backend,
+)
+from megatron.core.declarations.model_parallel_config import ModelParallelConfig
 from megatron.core.exceptions import UserError
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.ops.transformer_engine.engine import unused_line, why_layers_stay_ours
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import warn
 
 
+def configured(**settings: Any) -> TransformerConfig:
+    return TransformerConfig(**{"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, **settings})
+
+
 def test_without_a_gpu_the_backend_is_local() -> None:
-    assert choose_backend(SimpleNamespace(transformer_impl="auto")) is LOCAL
+    assert choose_backend(configured(transformer_impl="auto")) is LOCAL
+    assert choose_backend(ModelParallelConfig()) is LOCAL
 
 
 @pytest.mark.parametrize(
@@ -28,22 +41,16 @@ def test_with_a_gpu_it_is_triton_unless_asked_otherwise(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     if not has_triton:
         monkeypatch.setattr(backends, "triton_backend", lambda: None)
-    assert choose_backend(SimpleNamespace(transformer_impl=asked)).name == name
+    assert choose_backend(configured(transformer_impl=asked)).name == name
 
 
 def test_triton_is_refused_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = SimpleNamespace(transformer_impl="triton")
+    asked = configured(transformer_impl="triton")
     assert choose_backend(asked).name == "triton"
     monkeypatch.setattr(backends, "triton_backend", lambda: None)
     with pytest.raises(UserError, match="--transformer-impl triton: Triton cannot be imported; install it"):
         choose_backend(asked)
-    assert choose_backend(SimpleNamespace(transformer_impl="auto")) is LOCAL
-
-
-def test_the_device_of_the_first_tensor_decides() -> None:
-    operation = ByDevice(cpu=lambda *arguments: "cpu", cuda=lambda *arguments: "cuda")
-    assert operation(3, torch.zeros(1)) == "cpu"
-    assert operation(SimpleNamespace(), torch.zeros(1), None) == "cpu"
+    assert choose_backend(configured(transformer_impl="auto")) is LOCAL
 
 
 def test_the_log_names_what_is_not_plain_torch() -> None:
@@ -58,22 +65,38 @@ def test_the_log_names_what_is_not_plain_torch() -> None:
     assert backend.describe("cpu") == "backend triton: plain torch except dropout masks"
 
 
+def test_layers_with_tensorwise_scaling_use_kernels_that_note_the_largest_values() -> None:
+    own = triton_backend()
+    assert own is not None
+    layer = backend_of_layer(own, configured(fp8="hybrid", fp8_recipe="tensorwise"), 1, ProcessGroupCollection(cp=None))
+    changed = {
+        name
+        for record, kept in zip(layer.records().values(), own.records().values(), strict=True)
+        for name, function in vars(record).items()
+        if function is not vars(kept)[name]
+    }
+    assert changed == {
+        *("rms_norm_with_residual", "layer_norm_with_residual", "permute", "unpermute", "weighted_activation")
+    }
+    assert layer.experts.permute.cuda.keywords == {"notes_largest": True}  # type: ignore[attr-defined]
+    assert layer.experts.permute.cpu is own.experts.permute.cpu  # type: ignore[attr-defined]
+    others = backend_of_layer(own, configured(fp8="hybrid", fp8_recipe="blockwise"), 1, ProcessGroupCollection(cp=None))
+    assert others.records() == own.records()
+
+
 def test_layers_at_both_ends_can_stay_out_of_fp8() -> None:
-    sizes = {"num_layers": 6, "hidden_size": 32, "num_attention_heads": 2}
-    config = TransformerConfig(
-        **sizes, fp8="e4m3", first_last_layers_bf16=True, num_layers_at_start_in_bf16=2, num_layers_at_end_in_bf16=1
-    )
+    ends = {"num_layers_at_start_in_bf16": 2, "num_layers_at_end_in_bf16": 1}
+    config = configured(num_layers=6, fp8="e4m3", first_last_layers_bf16=True, **ends)
     numbers = [number for number in range(1, 7) if fp8_settings(config, number, LOCAL.fp8_kernels) is not None]
     assert numbers == [3, 4, 5]
-    assert fp8_settings(TransformerConfig(**sizes), 3, LOCAL.fp8_kernels) is None
+    assert fp8_settings(configured(), 3, LOCAL.fp8_kernels) is None
 
 
 def test_transformer_engine_is_used_if_asked_for_and_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "find_engine", lambda: FAKE)
-    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2}
-    config = TransformerConfig(**sizes, transformer_impl="transformer_engine")
+    config = configured(transformer_impl="transformer_engine")
     backend = choose_backend(config)
-    assert backend.engine is FAKE and choose_backend(TransformerConfig(**sizes)) is LOCAL
+    assert backend.engine is FAKE and choose_backend(configured()) is LOCAL
     assert backend.describe("cpu").startswith("backend transformer_engine fake: its linear layers, norms, attention")
 
 
@@ -82,12 +105,11 @@ def test_a_library_that_asks_for_transformer_engine_hears_once_why_it_is_not_use
 ) -> None:
     warn._warn_once.cache_clear()
     monkeypatch.setattr(warn, "_left_out", set())
-    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2}
-    config = TransformerConfig(**sizes, transformer_impl="transformer_engine")
+    config = configured(transformer_impl="transformer_engine")
     monkeypatch.setattr(backends, "find_engine", lambda: "it cannot be imported (no such file)")
     with caplog.at_level(logging.WARNING):
         assert choose_backend(config) is LOCAL and choose_backend(config) is LOCAL
-        assert choose_backend(TransformerConfig(**sizes)) is LOCAL
+        assert choose_backend(configured()) is LOCAL
     assert [record.getMessage() for record in caplog.records] == [unused_line("it cannot be imported (no such file)")]
     caplog.clear()
     warn._warn_once.cache_clear()
@@ -109,8 +131,7 @@ def test_a_library_that_asks_for_transformer_engine_hears_once_why_it_is_not_use
 )
 def test_ours_compute_what_its_layers_cannot_do(settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "find_engine", lambda: FAKE)
-    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2}
-    config = TransformerConfig(**sizes, **settings, transformer_impl="transformer_engine")
+    config = configured(**settings, transformer_impl="transformer_engine")
     assert choose_backend(config) is LOCAL and why_layers_stay_ours(config)
 
 
@@ -124,6 +145,5 @@ def test_ours_compute_what_its_layers_cannot_do(settings: dict, monkeypatch: pyt
     ],
 )
 def test_delayed_scaling_forbids_only_to_recompute_products(settings: dict, recomputes: bool) -> None:
-    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "num_moe_experts": 2}
-    config = TransformerConfig(**sizes, fp8="hybrid", fp8_recipe="delayed", **settings)
+    config = configured(num_moe_experts=2, fp8="hybrid", fp8_recipe="delayed", **settings)
     assert (why_layers_stay_ours(config) is not None) == recomputes

@@ -1,7 +1,6 @@
 """Records of a run that `compare` checks: losses, gradients, weights and dropout masks, each with its canonical name
 and position."""
 
-import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -84,7 +83,8 @@ def watched_masks(chunks: Sequence[Any], masks: Masks) -> Iterator[None]:
     """Records in `masks` all dropout masks that the chunks draw inside this context."""
     before = [chunk.backend for chunk in chunks]
     for chunk in chunks:
-        chunk.backend = dataclasses.replace(chunk.backend, keep_rows=masks.watch(chunk.backend.keep_rows))
+        watched = masks.watch(chunk.backend.dropout.keep_rows)
+        chunk.backend = chunk.backend.with_operations(dropout={"keep_rows": watched})
     yield
     for chunk, backend in zip(chunks, before, strict=True):
         chunk.backend = backend

@@ -1,6 +1,5 @@
 """Compares kernels of experts with their definitions. Runs in its own process, with TRITON_INTERPRET=1 or on a GPU."""
 
-import dataclasses
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -220,7 +219,7 @@ def routers() -> None:
             return count_experts_triton(*arguments)
 
         kernels = {"best": best_triton, "choose_experts": choose_experts_triton, "balance_sums": balance_sums_triton}
-        with_kernels = dataclasses.replace(LOCAL, count_experts=counted, **kernels)
+        with_kernels = LOCAL.with_operations(experts={"count_experts": counted, **kernels})
         found = []
         for backend in (LOCAL, with_kernels):
             sizes: dict[str, Any] = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "num_moe_experts": 6}
@@ -323,7 +322,7 @@ def recomputed_activation() -> None:
             return weighted_activation_triton(*arguments)
 
         counted.keeps_only_arguments = keeps_only_arguments  # type: ignore[attr-defined]
-        backend = dataclasses.replace(LOCAL, weighted_activation=counted)
+        backend = LOCAL.with_operations(experts={"weighted_activation": counted})
         sizes: dict[str, Any] = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "hidden_dropout": 0.0}
         kind: dict[str, Any] = {"gated_linear_unit": True, "add_bias_linear": False}
         config = TransformerConfig(**sizes, **kind, **way)

@@ -1,4 +1,5 @@
 """Operations of a transformer, one a file: the plain torch reference, and faster ones under the same signature.
 
-`megatron.core.backends` chooses among them when a layer is built.
+`operations.py` of a folder is the record of its operations; `megatron.core.backends` chooses among the records when a
+layer is built.
 """

@@ -42,14 +42,6 @@ class ApexNorms:
             return norm.rms_norm(inputs, weight, epsilon, zero_centered)
         return self._computed("fused_rms_norm_affine", inputs, weight, zero_centered, epsilon)
 
-    def layer_norm_with_residual(self, inputs: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-        """Returns (`layer_norm` of x, x)."""
-        return self.layer_norm(inputs, *arguments), inputs
-
-    def rms_norm_with_residual(self, inputs: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-        """Returns (`rms_norm` of x, x)."""
-        return self.rms_norm(inputs, *arguments), inputs
-
     def _computed(
         self, name: str, inputs: Tensor, weight: Tensor, zero_centered: bool, epsilon: float, *bias: Tensor
     ) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron.core.ops.moe.weighted_activation import weighted_activation
 from megatron.core.ops.norm import layer_norm, rms_norm
+from megatron.core.ops.operations import every_norm
 from megatron.core.ops.rope import Rotation
 from megatron.core.utils.torch_private import raise_recompile_limit
 
@@ -27,27 +28,16 @@ _MOST_VARIANTS = 32
 
 
 @functools.cache
-def compiled_operations(compiler: str) -> dict[str, Any]:
-    """Returns the compiled operations by their names in `Backend`, but for `bias_dropout_add`. `compiler` is a backend
-    of torch.compile; kernels are made when an operation is first called."""
+def compiled_operations(compiler: str) -> dict[str, dict[str, Any]]:
+    """Returns the compiled operations of each record of a `Backend`, by their names, but for `bias_dropout_add`.
+    `compiler` is a backend of torch.compile; kernels are made when an operation is first called."""
     raise_recompile_limit(_MOST_VARIANTS)
-    layer, rms = (torch.compile(norm, backend=compiler) for norm in (layer_norm, rms_norm))
+    made = functools.partial(torch.compile, backend=compiler)
     return {
-        "layer_norm": layer,
-        "rms_norm": rms,
-        "layer_norm_with_residual": _WithResidual(layer),
-        "rms_norm_with_residual": _WithResidual(rms),
-        "apply_rope": torch.compile(rotate, backend=compiler),
-        "weighted_activation": torch.compile(weighted_activation, backend=compiler),
+        "norms": every_norm(made(layer_norm), made(rms_norm)),
+        "attention": {"apply_rope": made(rotate)},
+        "experts": {"weighted_activation": made(weighted_activation)},
     }
-
-
-@dataclass(frozen=True)
-class _WithResidual:
-    norm: Callable[..., Tensor]
-
-    def __call__(self, inputs: Tensor, *parameters: Any) -> tuple[Tensor, Tensor]:
-        return self.norm(inputs, *parameters), inputs
 
 
 @dataclass(frozen=True)

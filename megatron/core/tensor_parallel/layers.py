@@ -122,7 +122,7 @@ class ColumnParallelLinear(ShardedStateModule):
             self.bias = new_parameter(config, (rows,), Constant(0.0), global_shape=canonical, box=box, **own)
             set_tensor_model_parallel_attributes(self.bias, True, 0, stride)
         split = LinearSplit(outputs=self.tp_group)
-        self.linear = self.backend.linear if is_expert else self.backend.make_linear(split, self.weight)
+        self.linear = self.backend.matrices.linear if is_expert else self.backend.make_linear(split, self.weight)
         pieces = products_in_pieces(config, self.tp_group, self.backend) if self.sequence_parallel else None
         if pieces is not None:
             self.linear = pieces.column_parallel_linear
@@ -205,7 +205,7 @@ class RowParallelLinear(ShardedStateModule):
             held = {"grid": facts["grid"], "partial_gradient_axes": partial}
             self.bias = new_parameter(config, (output_size,), Constant(0.0), **held)
         split = LinearSplit(inputs=self.tp_group)
-        self.linear = self.backend.linear if is_expert else self.backend.make_linear(split, self.weight)
+        self.linear = self.backend.matrices.linear if is_expert else self.backend.make_linear(split, self.weight)
         self.pieces = products_in_pieces(config, self.tp_group, self.backend) if self.sequence_parallel else None
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:

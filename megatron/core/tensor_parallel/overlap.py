@@ -133,7 +133,7 @@ def products_in_pieces(config: ModelParallelConfig, group: Group, backend: Backe
         cuts_gathers=config.tp_comm_overlap_ag,
         cuts_sums=config.tp_comm_overlap_rs,
         cuts_summed_gradients=config.tp_comm_overlap_rs_dgrad,
-        sum_rows=backend.sum_rows,
+        sum_rows=backend.matrices.sum_rows,
     )
 
 

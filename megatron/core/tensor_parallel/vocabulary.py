@@ -60,9 +60,9 @@ class VocabParallelEmbedding(ShardedStateModule):
         """Returns embeddings [..., embedding_dim] for int64 [...]. With `reduce_scatter_embeddings`: for int64 [b, s]
         this rank's part of [s, b, embedding_dim], as in sequence parallelism."""
         if self.reduce_scatter_embeddings:
-            partial = self.backend.embedding(input_.t().contiguous(), self.weight, self.tp_group)
+            partial = self.backend.matrices.embedding(input_.t().contiguous(), self.weight, self.tp_group)
             return reduce_scatter_to_sequence_parallel_region(partial, self.tp_group)
-        return reduce_in_place(self.backend.embedding(input_, self.weight, self.tp_group), self.tp_group)
+        return reduce_in_place(self.backend.matrices.embedding(input_, self.weight, self.tp_group), self.tp_group)
 
 
 def vocabulary_box(vocab_size: int, group: Group, multiple: int | None = None) -> tuple[int, Box]:

@@ -138,8 +138,8 @@ class SelfAttention(MegatronModule):
         at_once = rotation if self.rotates_projection or self.rotates_normed_heads else None
         query, key, value, gate = self._project(hidden_states, inputs, at_once)
         if rotation is not None and at_once is None:
-            query = self.backend.apply_rope(query, rotation)
-            key = self.backend.apply_rope(key, rotation)
+            query = self.backend.attention.apply_rope(query, rotation)
+            key = self.backend.attention.apply_rope(key, rotation)
         if self.norms_after_rope:
             query, key = self._normed(query, key)
         query = query.flatten(2, 3)
@@ -176,7 +176,7 @@ class SelfAttention(MegatronModule):
     def rotates_projection(self) -> bool:
         """Whether heads can be rotated when they are taken from the projection: nothing else changes them before."""
         normed = (self.q_layernorm or self.k_layernorm) is not None and not self.norms_after_rope
-        return self.backend.split_rotated_heads is not None and self.config.clip_qkv is None and not normed
+        return self.backend.attention.split_rotated_heads is not None and self.config.clip_qkv is None and not normed
 
     @property
     def rotates_normed_heads(self) -> bool:
@@ -197,10 +197,10 @@ class SelfAttention(MegatronModule):
         heads = as_heads(qkv, inputs.tokens, g).unflatten(-1, (sum(sizes), d))
         norms_and_rotates = rotation is not None and self.rotates_normed_heads
         if rotation is None or norms_and_rotates:
-            query, gates, key, value = self.backend.split_heads(heads, sizes)
+            query, gates, key, value = self.backend.attention.split_heads(heads, sizes)
         else:
-            assert self.backend.split_rotated_heads is not None
-            query, gates, key, value = self.backend.split_rotated_heads(heads, sizes, rotation)
+            assert self.backend.attention.split_rotated_heads is not None
+            query, gates, key, value = self.backend.attention.split_rotated_heads(heads, sizes, rotation)
         key, value = key.squeeze(-2), value.squeeze(-2)
         gate = gates.flatten(2) if has_gate else None
         if clip is not None:

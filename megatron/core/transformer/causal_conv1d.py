@@ -49,4 +49,4 @@ class CausalConv1d(nn.Module):
     def forward(self, inputs: Tensor, document: Tensor | None = None) -> Tensor:
         """Returns [s, b, c] for this rank's channels [s, b, c] of whole rows. `document` [s] is the number of each
         token's packed document; a token reads no other document."""
-        return self.backend.causal_conv(inputs, self.weight, self.bias, document)
+        return self.backend.recurrence.causal_conv(inputs, self.weight, self.bias, document)

@@ -98,7 +98,7 @@ class DotProductAttention(MegatronModule):
             comm_type = comm_type_of(config, self.layer_number, cp_comm_type)
             blocks = plan_attention_blocks(self.backend, self.variant, config)
             self.context = ContextAttention(
-                comm_type, groups, self.variant, local_heads, self.plan, blocks, self.backend.merge_block
+                comm_type, groups, self.variant, local_heads, self.plan, blocks, self.backend.attention.merge_block
             )
         self.measures_logits = config.log_max_attention_logit or config.qk_clip
         self.max_logits: Tensor | None = None
@@ -180,7 +180,7 @@ class DotProductAttention(MegatronModule):
     def _measure_logits(self, query: Tensor, key: Tensor, call: AttentionCall) -> None:
         if self.context is not None:
             key, call = self.context.whole_keys(query, key, call)
-        found = self.backend.max_attention_logits(query, key, self.variant, call)
+        found = self.backend.attention.max_attention_logits(query, key, self.variant, call)
         if self.max_logits is None:
             self.max_logits = torch.full_like(found, -torch.inf)
         torch.maximum(self.max_logits, found, out=self.max_logits)

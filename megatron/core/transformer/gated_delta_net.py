@@ -117,7 +117,8 @@ class GatedDeltaNet(MegatronModule):
             (projected,) = start_to_heads([projected], self.cp_group, ranks).wait()
             tokens = Tokens(tokens.row_length, tokens.batch_size, cu_seqlens=tokens.cu_seqlens)
         document = document_numbers(tokens, hidden_states.device)
-        mixed, gate, strength, fading = self.backend.split_columns(projected, self.widths)  # [s, b, key heads, ...]
+        # [s, b, key heads, ...] each
+        mixed, gate, strength, fading = self.backend.recurrence.split_columns(projected, self.widths)
         log_rate, bias = map(self._own, (self.A_log, self.dt_bias))
         if inputs.inference_context is None:
             convolved = self._convolved(mixed, document, silu=True)
@@ -159,7 +160,7 @@ class GatedDeltaNet(MegatronModule):
         return parameter.chunk(group_size(self.cp_group))[group_rank(self.cp_group)]
 
     def _convolved(self, mixed: Tensor, document: Tensor | None, silu: bool = False) -> Tensor:
-        return self.backend.causal_conv(mixed, self._own(self.conv1d.weight), None, document, silu)
+        return self.backend.recurrence.causal_conv(mixed, self._own(self.conv1d.weight), None, document, silu)
 
 
 class DeltaRuleAttention(nn.Module):
@@ -181,7 +182,7 @@ class DeltaRuleAttention(nn.Module):
     ) -> Tensor:
         """Returns the outputs [s, b, v, dv]. `ops.delta_rule.attention` describes the arguments."""
         widths = self.key_width, self.value_width
-        return self.backend.delta_rule_attention(mixed, fading, strength, log_rate, bias, widths, document)
+        return self.backend.recurrence.delta_rule_attention(mixed, fading, strength, log_rate, bias, widths, document)
 
     def advance(
         self, mixed: Tensor, log_decay: Tensor, strength: Tensor, state: Tensor | None, ended: Tensor | None

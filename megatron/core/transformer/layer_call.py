@@ -199,7 +199,7 @@ def lone_inputs(
     if packed is not None:
         tokens = dataclasses.replace(tokens, cu_seqlens=packed.cu_seqlens_q, max_seqlen=packed.max_seqlen_q)
     if training and drops(config):
-        dropout = dropout_tokens(tokens, hidden.device, choose_backend(config).keep_rows)
+        dropout = dropout_tokens(tokens, hidden.device, choose_backend(config).dropout.keep_rows)
     return LayerInputs(
         tokens,
         rotation=_rotation(arguments.rotary_pos_emb, tokens, config),
@@ -221,7 +221,7 @@ def _encoder(
     ranks = group_size(groups.tp) if config.sequence_parallel else 1
     tokens, dropout = Tokens(context.shape[0] * ranks, context.shape[1]), None
     if training and drops(config):
-        dropout = dropout_tokens(tokens, context.device, choose_backend(config).keep_rows)
+        dropout = dropout_tokens(tokens, context.device, choose_backend(config).dropout.keep_rows)
     return encoder_states_of(
         context,
         tokens,

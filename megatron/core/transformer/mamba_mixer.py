@@ -123,7 +123,7 @@ class MambaMixer(MegatronModule):
             (projected,) = start_to_heads([projected], self.cp_group, ranks).wait()  # [ranks * s, b, g / ranks, rows]
             tokens = Tokens(tokens.row_length, tokens.batch_size, cu_seqlens=tokens.cu_seqlens)
         document = document_numbers(tokens, hidden_states.device)
-        gate, mixed, step = self.backend.split_columns(projected, self.widths)  # [s, b, g, ...] each
+        gate, mixed, step = self.backend.recurrence.split_columns(projected, self.widths)  # [s, b, g, ...] each
         parameters = self._own(self.dt_bias), self._own(self.A_log), self._own(self.D)
         context = inputs.inference_context
         if context is None:
@@ -131,7 +131,8 @@ class MambaMixer(MegatronModule):
         else:
             output = self._continued(context, mixed, step, parameters)
         weight = self._own(self.norm_weight).view(gate.shape[2:])
-        normed = self.backend.gated_rms_norm(output, gate, weight, self.config.layernorm_epsilon, gate_first=True)
+        epsilon = self.config.layernorm_epsilon
+        normed = self.backend.recurrence.gated_rms_norm(output, gate, weight, epsilon, gate_first=True)
         if ranks > 1:
             normed = start_to_rows(normed, self.cp_group, ranks).wait()
         return self.out_proj(normed.flatten(2).flatten(0, 1))
@@ -158,7 +159,7 @@ class MambaMixer(MegatronModule):
 
     def _convolved(self, mixed: Tensor, document: Tensor | None, silu: bool = False) -> Tensor:
         weight, bias = self._own(self.conv1d.weight), self._own(self.conv1d.bias)
-        return self.backend.causal_conv(mixed, weight, bias, document, silu)
+        return self.backend.recurrence.causal_conv(mixed, weight, bias, document, silu)
 
 
 class MambaScan(nn.Module):
@@ -188,7 +189,7 @@ class MambaScan(nn.Module):
     ) -> Tensor:
         """Returns y [s, b, g, channels] for x, B and C of each group [s, b, g, channels + 2 n], dt [s, b, g, heads of a
         group], and dt_bias, A_log and D of each head."""
-        return self.backend.mamba_scan(mixed, step, step_bias, log_rate, skip, document, **self.settings)
+        return self.backend.recurrence.mamba_scan(mixed, step, step_bias, log_rate, skip, document, **self.settings)
 
     def advance(
         self,

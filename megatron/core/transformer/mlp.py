@@ -96,7 +96,7 @@ class MLP(MegatronModule):
 
     def activate(self, product: Tensor, bias: Tensor | None, per_token_scale: Tensor | None = None) -> Tensor:
         """Returns the activation of the first linear layer's output, the input of the second."""
-        return self.backend.weighted_activation(product, bias, per_token_scale, self.activation_func)
+        return self.backend.experts.weighted_activation(product, bias, per_token_scale, self.activation_func)
 
 
 class LinearBranch(ReplicatedLinear):

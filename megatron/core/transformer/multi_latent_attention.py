@@ -201,7 +201,7 @@ class MLASelfAttention(MegatronModule):
         shared_key = as_heads(shared_key, inputs.tokens, 1)
         rotation = self._rotation(inputs)
         if rotation is not None:
-            shared_key = self.backend.apply_rope(shared_key, rotation)
+            shared_key = self.backend.attention.apply_rope(shared_key, rotation)
         return Latents(query, latent, shared_key)
 
     def expand(
@@ -218,7 +218,7 @@ class MLASelfAttention(MegatronModule):
         rotation = self._rotation(inputs)
         if rotation is None:
             return query
-        return self.backend.apply_rope(query, dataclasses.replace(rotation, first=self.config.qk_head_dim))
+        return self.backend.attention.apply_rope(query, dataclasses.replace(rotation, first=self.config.qk_head_dim))
 
     def key_value_heads(self, latent: Tensor, shared_key: Tensor) -> tuple[Tensor, Tensor]:
         """Returns key [s, b, a, d] and value [s, b, a, v_head_dim] for latents [t, kv_lora_rank], or this rank's part

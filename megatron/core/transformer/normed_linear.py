@@ -69,7 +69,7 @@ class NormedColumnParallelLinear(ColumnParallelLinear):
         config, backend = self.config, self.backend
         settings = (config.layernorm_epsilon, config.layernorm_zero_centered_gamma)
         if config.normalization == "RMSNorm":
-            normed = backend.rms_norm(input_, self.layer_norm_weight, *settings)
+            normed = backend.norms.rms_norm(input_, self.layer_norm_weight, *settings)
         else:
-            normed = backend.layer_norm(input_, self.layer_norm_weight, self.layer_norm_bias, *settings)
+            normed = backend.norms.layer_norm(input_, self.layer_norm_weight, self.layer_norm_bias, *settings)
         return super().forward(normed.to(config.params_dtype), weight, runtime_gather_output)

@@ -25,7 +25,7 @@ class L2Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the normed tensor [..., hidden_size], in the input's type."""
-        return self.backend.rms_norm(x, None, self.eps)
+        return self.backend.norms.rms_norm(x, None, self.eps)
 
 
 class AllHeadsNorm(nn.Module):
@@ -72,6 +72,6 @@ class AllHeadsNorm(nn.Module):
         """Returns this rank's heads [s, b, ..., d], normed, in the weight's type."""
         flat = x.flatten(2)
         if group_size(self.tp_group) == 1:
-            return self.backend.rms_norm(flat, self.weight, self.eps, self.zero_centered).view(x.shape)
+            return self.backend.norms.rms_norm(flat, self.weight, self.eps, self.zero_centered).view(x.shape)
         normed = rms_norm_over_ranks(flat, self.weight, self.eps, self.zero_centered, self.tp_group, self.first)
         return normed.view(x.shape)

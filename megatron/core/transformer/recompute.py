@@ -23,9 +23,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megatron.core.backends import ByDevice
+from megatron.core.backends import Backend
 from megatron.core.communication.collectives import Group
 from megatron.core.exceptions import UserError
+from megatron.core.ops.records import ByDevice
 from megatron.core.transformer.gated_delta_net import GatedDeltaNet
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mamba_mixer import MambaMixer
@@ -205,7 +206,8 @@ class _WithoutIntermediates:
 
     def __call__(self, product: Tensor, bias: Tensor | None, *weights: Tensor | None) -> Tensor:
         mlp = getattr(self.activate, "__self__", None)  # a user's may be a function
-        kernel = getattr(getattr(mlp, "backend", None), "weighted_activation", None)
+        backend = getattr(mlp, "backend", None)
+        kernel = backend.experts.weighted_activation if isinstance(backend, Backend) else None
         kernel = kernel.chosen_for(product) if isinstance(kernel, ByDevice) else kernel
         keeps_only_arguments = getattr(kernel, "keeps_only_arguments", None)
         if keeps_only_arguments is not None:

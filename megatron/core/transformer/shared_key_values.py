@@ -59,10 +59,10 @@ class SharedKeyValueLinear(nn.Module):
             input_ = gather_from_sequence_parallel_region(input_, group=self.tp_group)
         else:
             input_ = copy_to_tensor_model_parallel_region(input_, self.tp_group)
-        own = [self.backend.linear(input_, self.weight, self.bias)]
+        own = [self.backend.matrices.linear(input_, self.weight, self.bias)]
         if self.gate_weight is not None:
-            own.append(self.backend.linear(input_, self.gate_weight, self.gate_bias))
-        key_value = self.backend.linear(input_, self.key_value_weight, self.key_value_bias)
+            own.append(self.backend.matrices.linear(input_, self.gate_weight, self.gate_bias))
+        key_value = self.backend.matrices.linear(input_, self.key_value_weight, self.key_value_bias)
         of_group = key_value.unflatten(-1, (self.groups, -1))[..., self.group, :]  # [..., 2 * d]
         return torch.cat([*own, of_group], -1), None
 

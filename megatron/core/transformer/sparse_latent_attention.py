@@ -82,7 +82,7 @@ class DSAIndexer(MegatronModule):
         key = as_heads(self.k_norm(self.linear_wk(hidden_states)[0]), inputs.tokens, 1)
         if rotation is not None:
             rotation = dataclasses.replace(rotation, interleaved=self.config.dsa_indexer_rope_interleaved)
-            query, key = self.backend.apply_rope(query, rotation), self.backend.apply_rope(key, rotation)
+            query, key = (self.backend.attention.apply_rope(part, rotation) for part in (query, key))
         weight = as_heads(self.linear_weights_proj(hidden_states)[0], inputs.tokens, self.heads).squeeze(-1)
         return IndexerHeads(query, key.squeeze(2), weight * self.factor)
 
@@ -99,7 +99,7 @@ class IndexerKeyNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the normed keys [t, width]."""
-        return self.backend.layer_norm(x, self.weight, self.bias, self.eps, False)
+        return self.backend.norms.layer_norm(x, self.weight, self.bias, self.eps, False)
 
 
 class SparseLatentAttention(MLASelfAttention):

@@ -49,7 +49,7 @@ class WrappedTorchNorm(nn.Module):
     @property
     def can_rotate(self) -> bool:
         """Whether `rotated` computes norm and rotation as one operation."""
-        return self._is_plain and self.backend.normed_rope is not None
+        return self._is_plain and self.backend.attention.normed_rope is not None
 
     @property
     def can_gate(self) -> bool:
@@ -65,22 +65,22 @@ class WrappedTorchNorm(nn.Module):
 
     def rotated(self, heads: Tensor, rotation: Rotation) -> Tensor:
         """Returns the normed heads [s, b, ..., d], rotated. Only if `can_rotate`."""
-        assert self.backend.normed_rope is not None
-        return self.backend.normed_rope(heads, self.weight, self.eps, self.zero_centered, rotation)
+        assert self.backend.attention.normed_rope is not None
+        return self.backend.attention.normed_rope(heads, self.weight, self.eps, self.zero_centered, rotation)
 
     def gated(self, heads: Tensor, gate: Tensor) -> Tensor:
         """Returns the normed heads [s, b, g, n, d] times the SiLU of their gates, in the gates' type. Only if
         `can_gate`."""
-        return self.backend.gated_rms_norm(heads, gate, self.weight, self.eps, False)
+        return self.backend.recurrence.gated_rms_norm(heads, gate, self.weight, self.eps, False)
 
     def forward(self, x: Tensor, with_residual: bool = False) -> Any:
         """Returns the normed tensor [..., hidden_size], in the type of the model's weights. `with_residual`: returns
         (normed tensor, x), so that the norm's backward adds the gradients of both."""
         backend, parameters = self.backend, [self.weight]
         if self.normalization == "RMSNorm":
-            norm = backend.rms_norm_with_residual if with_residual else backend.rms_norm
+            norm = backend.norms.rms_norm_with_residual if with_residual else backend.norms.rms_norm
         else:
-            norm = backend.layer_norm_with_residual if with_residual else backend.layer_norm
+            norm = backend.norms.layer_norm_with_residual if with_residual else backend.norms.layer_norm
             parameters.append(self.bias)
         result: Any = norm(x, *parameters, self.eps, self.zero_centered)
         if self.weight is not None:

@@ -210,7 +210,7 @@ class TransformerLayer(MegatronModule):
             add = bias_dropout_add(self.training, self.config.bias_dropout_fusion)
             return add(output_and_bias, residual, self.hidden_dropout)
         position = inputs.hidden_dropout_position(self.layer_number, site) if self.training else None
-        return self.backend.bias_dropout_add(*output_and_bias, residual, self.hidden_dropout, position)
+        return self.backend.dropout.bias_dropout_add(*output_and_bias, residual, self.hidden_dropout, position)
 
 
 def _check_placement(placement: str, submodules: TransformerLayerSubmodules) -> None:

@@ -13,6 +13,7 @@ from megatron.core.backends import LOCAL, choose_backend
 from megatron.core.ops import apex_norm
 from megatron.core.ops.apex_norm import ApexNorms, find_apex_norms
 from megatron.core.ops.norm import layer_norm, rms_norm
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class Functions:
@@ -52,8 +53,6 @@ def test_it_computes_the_definition(kind: str, stream: torch.dtype, zero_centere
         ("" if stream is (torch.float32 if zero_centered else torch.bfloat16) else "mixed_dtype_")
         + f"fused_{kind}_affine"
     ]
-    normed, residual = getattr(ApexNorms(functions), f"{kind}_with_residual")(*leaves, 1e-5, zero_centered)
-    assert residual is x and torch.equal(normed, results[1][0])
 
 
 def test_the_rest_is_plain_torch() -> None:
@@ -88,12 +87,13 @@ def test_it_needs_a_gpu_and_its_compiled_parts(monkeypatch: pytest.MonkeyPatch) 
 def test_it_takes_the_place_of_plain_torch_on_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
     norms = ApexNorms(Functions())
     monkeypatch.setattr(backends, "find_apex_norms", lambda: norms)
-    backend = choose_backend(SimpleNamespace(transformer_impl="local"))
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2}
+    backend = choose_backend(TransformerConfig(**sizes, transformer_impl="local"))
     assert backend.describe("cuda") == "backend local with apex: plain torch except norms"
     assert backend.describe("cpu") == LOCAL.describe("cpu").replace("local", "local with apex")
     x, weight = torch.randn(3, 8), torch.ones(8)
-    assert torch.equal(backend.rms_norm(x, weight, 1e-5), rms_norm(x, weight, 1e-5))  # on a CPU
+    assert torch.equal(backend.norms.rms_norm(x, weight, 1e-5), rms_norm(x, weight, 1e-5))  # on a CPU
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert choose_backend(SimpleNamespace(transformer_impl="auto")).name == "triton"
+    assert choose_backend(TransformerConfig(**sizes)).name == "triton"
     monkeypatch.setattr(backends, "triton_backend", lambda: None)
-    assert choose_backend(SimpleNamespace(transformer_impl="auto")).name == "local with apex"
+    assert choose_backend(TransformerConfig(**sizes)).name == "local with apex"

@@ -15,7 +15,7 @@ from support.runs import Outcome, differences, train, train_all_on_ranks
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from megatron.core.backends import LOCAL, compiled_backend, triton_backend
+from megatron.core.backends import LOCAL, Backend, compiled_backend, triton_backend
 from megatron.core.ops.activation import Activation, gelu_tanh
 from megatron.core.ops.compiled import CompiledBiasAdd, missing_compiler
 from megatron.core.ops.norm import rms_norm
@@ -58,11 +58,15 @@ CASES: dict[str, tuple[str, list[Tensor], tuple[Any, ...]]] = {
 }
 
 
-def results(backend: Any, case: str, dtype: torch.dtype = torch.float64, device: str = "cpu") -> list[Tensor]:
+def operations_of(backend: Backend) -> dict[str, Any]:
+    return {name: operation for record in backend.records().values() for name, operation in vars(record).items()}
+
+
+def results(backend: Backend, case: str, dtype: torch.dtype = torch.float64, device: str = "cpu") -> list[Tensor]:
     """Returns the output of a case's operation and the gradients of all its inputs."""
     name, values, rest = CASES[case]
     inputs = [value.to(device, dtype, copy=True).requires_grad_() for value in values]
-    outputs = getattr(backend, name)(*inputs, *map_tensors(lambda given: given.to(device), rest))
+    outputs = operations_of(backend)[name](*inputs, *map_tensors(lambda given: given.to(device), rest))
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     sum((output * tensors(output.shape)[0].to(device, dtype)).sum() for output in outputs).backward()
     return [*outputs, *(value.grad for value in inputs if value.grad is not None)]
@@ -137,8 +141,8 @@ def test_generated_kernels_agree_with_the_eager_operation(device, dtype, toleran
 
 def test_dropout_is_left_to_the_kernels_that_draw_its_masks():
     calls = []
-    base = dataclasses.replace(LOCAL, bias_dropout_add=lambda *given: calls.append(given))
-    add = compiled_backend(base, "aot_eager").bias_dropout_add
+    base = LOCAL.with_operations(dropout={"bias_dropout_add": lambda *given: calls.append(given)})
+    add = compiled_backend(base, "aot_eager").dropout.bias_dropout_add
     for given in ((1, 2, 3, 0.5, "position"), (1, None, 3, 0.0, None), (1, 2, None, 0.0, None)):
         add(*given)
         assert calls.pop() == given
@@ -147,9 +151,10 @@ def test_dropout_is_left_to_the_kernels_that_draw_its_masks():
 def test_our_own_kernels_for_gpus_stay():
     own = triton_backend()
     compiled = compiled_backend(own, "aot_eager")
+    ours, both, generated = map(operations_of, (own, compiled, compiled_backend(LOCAL, "aot_eager")))
     for name in {case[0] for case in CASES.values()}:
-        found, plain = getattr(compiled, name), getattr(compiled_backend(LOCAL, "aot_eager"), name)
-        assert found.cuda is getattr(own, name).cuda
+        found, plain = both[name], generated[name]
+        assert found.cuda is ours[name].cuda
         assert found.cpu is plain or isinstance(plain, CompiledBiasAdd)
     assert compiled.fp8_kernels is own.fp8_kernels
     (line,) = (line for line in configured("--torch-compile --bf16", has_cuda=True).notes if "--torch-compile" in line)

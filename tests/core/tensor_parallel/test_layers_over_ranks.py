@@ -259,7 +259,7 @@ def embedding(scatters: bool) -> dict[str, Any]:
     errors["refused"] = []
     for wrong in (-1, 16):
         try:
-            layer.backend.embedding(torch.tensor([wrong]), layer.weight, layer.tp_group)
+            layer.backend.matrices.embedding(torch.tensor([wrong]), layer.weight, layer.tp_group)
         except IndexError:
             errors["refused"].append(wrong)
     return errors

@@ -63,7 +63,7 @@ def test_heads_rotated_in_one_operation_give_the_same_bits(fields: dict[str, Any
     hidden = torch.randn(6, 16, dtype=torch.float64)
     spec = get_gpt_layer_local_spec(qk_layernorm="qk_layernorm" in fields).submodules.self_attention
     for one in (None, rotated):
-        backend = dataclasses.replace(LOCAL, split_rotated_heads=one)
+        backend = LOCAL.with_operations(attention={"split_rotated_heads": one})
         torch.manual_seed(1)
         made = attention(spec, backend, **fields)
         output, _ = made(hidden, inputs)
@@ -99,7 +99,7 @@ def test_heads_normed_and_rotated_in_one_operation_give_the_same_bits(
     settings = {"normalization": "RMSNorm", "qk_layernorm": True, **fields}
     for operation in (None, at_once):
         torch.manual_seed(1)
-        made = attention(spec, dataclasses.replace(LOCAL, normed_rope=operation), **settings)
+        made = attention(spec, LOCAL.with_operations(attention={"normed_rope": operation}), **settings)
         output, _ = made(hidden, inputs)
         output.square().sum().backward()
         found.append([output, *(parameter.grad for parameter in made.parameters())])
@@ -112,7 +112,7 @@ def test_heads_normed_and_rotated_in_one_operation_give_the_same_bits(
 def test_a_hook_of_a_norm_of_heads_is_called() -> None:
     seen: list[Any] = []
     spec = get_gpt_layer_local_spec(qk_layernorm=True).submodules.self_attention
-    backend = dataclasses.replace(LOCAL, normed_rope=normed_rope)
+    backend = LOCAL.with_operations(attention={"normed_rope": normed_rope})
     made = attention(spec, backend, normalization="RMSNorm", qk_layernorm=True)
     assert made.rotates_normed_heads
     made.q_layernorm.register_forward_hook(lambda *arguments: seen.append(1))

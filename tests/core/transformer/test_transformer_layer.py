@@ -1,7 +1,5 @@
 """Layers and blocks by themselves: formulas, places left empty, users' own parts, half precision."""
 
-import dataclasses
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -44,10 +42,11 @@ def test_a_layer_is_its_formula() -> None:
     assert torch.allclose(layer(hidden, inputs), by_hand, rtol=1e-13)
 
 
-KERNELS = dataclasses.replace(
-    LOCAL,
-    layer_norm_with_residual=layer_norm_with_residual_triton,
-    rms_norm_with_residual=rms_norm_with_residual_triton,
+KERNELS = LOCAL.with_operations(
+    norms={
+        "layer_norm_with_residual": layer_norm_with_residual_triton,
+        "rms_norm_with_residual": rms_norm_with_residual_triton,
+    }
 )
 
 

@@ -61,7 +61,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> OperationRecorder:
     """The recorder of a run. Dropout masks are drawn by operations of torch, which it sees."""
     recorder = OperationRecorder()
     monkeypatch.setattr(graphs, "graph_recorder", lambda device: recorder)
-    local = dataclasses.replace(backends.LOCAL, keep_rows=keep_rows, grouped_linear=masked_linear)
+    local = backends.LOCAL.with_operations(dropout={"keep_rows": keep_rows}, experts={"grouped_linear": masked_linear})
     monkeypatch.setattr(backends, "LOCAL", local)
     return recorder
 

@@ -55,7 +55,7 @@ class LanguageModelHead(ColumnParallelLinear):
         if not trains_weight:
             product["trains_weight"] = False
         if labels is not None:
-            loss = self.backend.head_loss(
+            loss = self.backend.losses.head_loss(
                 input_.flatten(0, 1),  # [t, h]
                 weight,
                 self.bias,
@@ -67,7 +67,7 @@ class LanguageModelHead(ColumnParallelLinear):
                 **product,
             )
             return loss.view(labels.shape), None
-        logits = self.backend.linear(input_, weight, self.bias, self.gradient_group, **product)
+        logits = self.backend.matrices.linear(input_, weight, self.bias, self.gradient_group, **product)
         if cap is not None:
             logits = soft_cap(logits, cap)
         if self.gather_output if runtime_gather_output is None else runtime_gather_output:

@@ -12,7 +12,7 @@ The scope of a scale, that is, the values that it depends on, does not depend on
 So the blocks are equal under every layout that cuts weights and tokens at multiples of 128.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -64,9 +64,6 @@ class Fp8Kernels:
     quantize_by_largest: Callable[..., QuantizedPair] = quantize_by_largest
     product: Callable[..., Tensor] = emulated_product
     accumulate_product: Callable[..., None] = accumulate_product
-    noting: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
-    """Operations of a backend, by name, that also note the largest values of their results (`quantize.note_largest`).
-    Layers with tensorwise scaling use them."""
     grouped: GroupedKernels = field(default_factory=GroupedKernels)
     """Those of experts."""
     weights: WeightKernels = field(default_factory=WeightKernels)

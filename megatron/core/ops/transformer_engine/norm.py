@@ -34,14 +34,6 @@ class EngineNorms:
         result: Tensor = self._module("RMSNorm", weight, None, epsilon, zero_centered)(inputs)
         return result
 
-    def layer_norm_with_residual(self, inputs: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-        """Returns (`layer_norm` of x, x)."""
-        return self.layer_norm(inputs, *arguments), inputs
-
-    def rms_norm_with_residual(self, inputs: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-        """Returns (`rms_norm` of x, x)."""
-        return self.rms_norm(inputs, *arguments), inputs
-
     def _takes(self, weight: Tensor | None, inputs: Tensor) -> TypeGuard[nn.Parameter]:
         return isinstance(weight, nn.Parameter) and self.engine.takes(inputs, weight)
 

@@ -90,7 +90,7 @@ class _AllGatherDispatchCombine(DispatchCombine):
     def start_dispatch(self, hidden: Tensor) -> None:
         at = self.at
         # The device numbers the copies and gathers the rows while the host waits to know where the experts are.
-        numbered = at.backend.number_choices(self.numbers, at.num_experts)
+        numbered = at.backend.experts.number_choices(self.numbers, at.num_experts)
         self._start_gathering(hidden)
         self.positions = positions = self.placement.positions()
         if positions.on_host is None:
@@ -129,7 +129,7 @@ class _AllGatherDispatchCombine(DispatchCombine):
             hidden, weights = self._exchange.finish()
         if at.etp_size > 1:
             hidden, weights = AsyncCollective(gather_route(at.etp_group), self.turn, hidden, weights).finish()
-        rows = at.backend.permute(hidden, self.copies)
+        rows = at.backend.experts.permute(hidden, self.copies)
         weights = at.weights_of(weights, self.copies, choice)
         # Only products in fp8 distinguish the rows' sources.
         has_sources = at.backend.fp8 is not None and at.ep_size * at.etp_size > 1
@@ -156,7 +156,7 @@ class _AllGatherDispatchCombine(DispatchCombine):
         numbers = self.numbers.view(ranks, -1, self.numbers.shape[1]).to(torch.int64)
         first = torch.arange(0, ranks * experts, experts, device=numbers.device)[:, None, None]
         by_rank = (numbers.clamp(min=0) + first).flatten(0, 1)
-        counts = at.backend.count_experts(by_rank, ranks * experts, self.numbers >= 0)
+        counts = at.backend.experts.count_experts(by_rank, ranks * experts, self.numbers >= 0)
         return counts.view(ranks, experts)[:, self._own_experts()].t()
 
     def _own_experts(self) -> Tensor | slice:
@@ -164,7 +164,7 @@ class _AllGatherDispatchCombine(DispatchCombine):
 
     def start_combine(self, results: Tensor) -> None:
         at = self.at
-        self.rows = at.backend.unpermute(results, self.copies)
+        self.rows = at.backend.experts.unpermute(results, self.copies)
         if at.etp_size > 1:
             (self.rows,) = AsyncCollective(gather_route(at.etp_group).reversed(), self.turn, self.rows).finish()
         if at.ep_size > 1:

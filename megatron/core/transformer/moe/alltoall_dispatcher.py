@@ -44,7 +44,7 @@ class AlltoAllDispatchCombine(DispatchCombine):
         """Starts to return the experts' results, [n, h]."""
         at = self.at
         if self.order is not None:
-            results = at.backend.unpermute(results, self.order)
+            results = at.backend.experts.unpermute(results, self.order)
         if at.etp_size > 1:
             (results,) = AsyncCollective(self.to_channels.reversed(), self.turn, results).finish()
         self.rows = results
@@ -57,7 +57,7 @@ class AlltoAllDispatchCombine(DispatchCombine):
         del self.rows
         if self._exchange is not None:
             (rows,) = self._exchange.finish()
-        return self.at.backend.unpermute(rows, self.copies)
+        return self.at.backend.experts.unpermute(rows, self.copies)
 
 
 class _CopyDispatchCombine(AlltoAllDispatchCombine):
@@ -87,8 +87,9 @@ class _CopyDispatchCombine(AlltoAllDispatchCombine):
         count = routing.experts.numel()
         if routing.kept is not None:
             count = int(self._sizes()[at.etp_rank, at.ep_rank].sum())
-        self.copies, choice = at.backend.number_choices(routing.experts_with_room(), at.num_experts).copies(count)
-        self.rows = at.backend.permute(hidden, self.copies)
+        numbers = at.backend.experts.number_choices(routing.experts_with_room(), at.num_experts)
+        self.copies, choice = numbers.copies(count)
+        self.rows = at.backend.experts.permute(hidden, self.copies)
         self.weights = at.weights_of(routing.weights, self.copies, choice)
         if at.ep_size > 1:
             sizes = self._sizes()[at.etp_rank].sum(-1)  # [from, to]
@@ -109,9 +110,9 @@ class _CopyDispatchCombine(AlltoAllDispatchCombine):
         if at.num_local_experts > 1 and at.ep_size * at.etp_size > 1:
             by_source = RowGroups(counts.flatten()).of_rows(rows.shape[0])
             experts = (by_source % at.num_local_experts)[:, None]
-            self.order, _ = at.backend.number_choices(experts, at.num_local_experts).copies(rows.shape[0])
-            rows = at.backend.permute(rows, self.order)
-            weights = at.backend.permute(weights[:, None], self.order)[:, 0]
+            self.order, _ = at.backend.experts.number_choices(experts, at.num_local_experts).copies(rows.shape[0])
+            rows = at.backend.experts.permute(rows, self.order)
+            weights = at.backend.experts.permute(weights[:, None], self.order)[:, 0]
         sizes = self._sizes()[:, :, at.ep_rank].sum((0, 1)).tolist() if self.knows_sizes else None
         return ExpertRows(rows, weights, RowGroups.of_sources(counts, sizes))
 

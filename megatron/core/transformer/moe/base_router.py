@@ -58,7 +58,7 @@ class Router(MegatronModule):
     def gating(self, input: Tensor) -> Tensor:
         """Returns the logits [.., experts] of hidden states [.., h], in `moe_router_dtype`."""
         if self.config.moe_router_dtype is None:
-            return self.backend.linear(input, self.weight, self.bias)
+            return self.backend.matrices.linear(input, self.weight, self.bias)
         wide = torch.promote_types(_WIDTHS[self.config.moe_router_dtype], input.dtype)
         return router_logits(input, self.weight, self.bias, torch.promote_types(wide, self.weight.dtype))
 

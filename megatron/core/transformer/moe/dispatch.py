@@ -163,7 +163,7 @@ class TokenDispatcher(ABC):
     def weights_of(self, weights: Tensor, copies: Copies, choice: Tensor) -> Tensor:
         """Returns the weight of each copy [n], given those of all choices [t, k]."""
         flat = Copies(choice, copies.places.view(-1, 1))
-        return self.backend.permute(weights.reshape(-1, 1), flat)[:, 0]
+        return self.backend.experts.permute(weights.reshape(-1, 1), flat)[:, 0]
 
 
 def first_rows(copies: Copies, choice: Tensor, count: int) -> tuple[Copies, Tensor]:

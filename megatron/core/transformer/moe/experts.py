@@ -109,7 +109,7 @@ class GroupedMLP(MegatronModule):
             backend.fp8 is None and backend.engine is None and not (sizes.has_bias or config.moe_apply_probs_on_input)
         )
         """Whether the products can compute part after part, and are all that reads the rows and makes the results."""
-        self.reads_sizes = backend.grouped_linear is grouped_linear or not all(
+        self.reads_sizes = backend.experts.grouped_linear is grouped_linear or not all(
             is_one_product(matrix.dtype, *matrix.shape[1:]) for matrix in matrices
         )
 
@@ -142,7 +142,7 @@ class GroupedMLP(MegatronModule):
 
     def activate(self, product: Tensor, bias: Tensor | None, weights: Tensor | None) -> Tensor:
         """Returns the activation of the first product's output, the input of the second product."""
-        return self.backend.weighted_activation(product, bias, weights, self.activation_func)
+        return self.backend.experts.weighted_activation(product, bias, weights, self.activation_func)
 
 
 class SequentialMLP(MegatronModule):

@@ -86,7 +86,7 @@ class _TokenDispatchCombine(AlltoAllDispatchCombine):
         self._sizes = run_once_under_recompute((at, "counts on the host"), lambda: HostCopy(counts)).wait
         # The device orders the rows while the host waits for their counts.
         ranks = torch.where(self.wanted, torch.arange(at.ep_size, device=taken.device), -1)  # [t, ep]
-        self._sent = at.backend.number_choices(ranks, at.ep_size).copies(ranks.numel())
+        self._sent = at.backend.experts.number_choices(ranks, at.ep_size).copies(ranks.numel())
         self._own = self._order_own() if self.keeps_own else None
 
     def _all_counts(self) -> Tensor:
@@ -99,7 +99,7 @@ class _TokenDispatchCombine(AlltoAllDispatchCombine):
         at = self.at
         local = self.routing.experts_with_room() - at.ep_rank * at.num_local_experts
         local = torch.where(local < at.num_local_experts, local, -1)
-        return at.backend.number_choices(local, at.num_local_experts).copies(local.numel())
+        return at.backend.experts.number_choices(local, at.num_local_experts).copies(local.numel())
 
     def _copies_here(self) -> Tensor:
         """Returns the number of copies from (etp rank, ep rank) for each expert of this rank, on the host: [etp, ep,
@@ -113,8 +113,8 @@ class _TokenDispatchCombine(AlltoAllDispatchCombine):
             self.hidden = hidden
         sizes = self._sizes()[at.etp_rank, :, at.num_experts :]  # [from, to]
         self.copies, choice = first_rows(*self._sent, int(sizes[at.ep_rank].sum()))
-        self.rows = at.backend.permute(hidden, self.copies)
-        self.weights = at.backend.permute(routing.weights, self.copies)  # [n, k]
+        self.rows = at.backend.experts.permute(hidden, self.copies)
+        self.weights = at.backend.experts.permute(routing.weights, self.copies)  # [n, k]
         if at.ep_size > 1:
             self.to_experts = at.route(sizes[at.ep_rank].tolist(), sizes[:, at.ep_rank].tolist(), hidden.shape[0])
             self._exchange = AsyncCollective(self.to_experts, self.turn, self.rows, self.weights)
@@ -135,7 +135,7 @@ class _TokenDispatchCombine(AlltoAllDispatchCombine):
         del self.hidden
         sizes = self._copies_here()[0, at.ep_rank].tolist()
         self._own = copies, choice = first_rows(*self._own, sum(sizes))
-        rows = at.backend.permute(hidden, copies)
+        rows = at.backend.experts.permute(hidden, copies)
         counts = torch.zeros_like(self.copy_counts[:, :, at.ep_rank])
         counts[0, at.ep_rank] = self.copy_counts[0, at.ep_rank, at.ep_rank]
         groups = RowGroups.of_sources(counts, sizes)
@@ -144,7 +144,7 @@ class _TokenDispatchCombine(AlltoAllDispatchCombine):
     def add_own_results(self, results: Tensor) -> None:
         """Takes the experts' results for `own_rows`, [n, h]."""
         assert self._own is not None
-        self._own_sums = self.at.backend.unpermute(results, self._own[0])
+        self._own_sums = self.at.backend.experts.unpermute(results, self._own[0])
 
     def finish_dispatch(self) -> ExpertRows:
         at = self.at
@@ -165,8 +165,8 @@ class _TokenDispatchCombine(AlltoAllDispatchCombine):
             counts[0, at.ep_rank] = 0
             on_host = on_host - self._copies_here()[0, at.ep_rank]
         sizes = on_host.tolist()
-        self.order, choice = at.backend.number_choices(numbers, at.num_local_experts).copies(sum(sizes))
-        copied = at.backend.permute(rows, self.order)
+        self.order, choice = at.backend.experts.number_choices(numbers, at.num_local_experts).copies(sum(sizes))
+        copied = at.backend.experts.permute(rows, self.order)
         own_weights = at.weights_of(weights, self.order, choice)
         return ExpertRows(copied, own_weights, RowGroups.of_sources(counts, sizes))
 

@@ -92,7 +92,7 @@ class GroupedLinear(ShardedStateModule):
         if self.bias is None:
             return None
         bias = self.bias if self.adds_bias else self.bias * 0.0
-        return self.backend.grouped_bias(bias, groups, inputs.shape[0])
+        return self.backend.experts.grouped_bias(bias, groups, inputs.shape[0])
 
 
 def micro_batches_of(groups: ProcessGroupCollection) -> MicroBatches:

@@ -152,7 +152,7 @@ class MoELayer(MegatronModule):
                 f"moe_balanced_expert_placement swaps experts of stacked weights, which {type(self.experts).__name__} "
                 "does not have; use GroupedMLP"
             )
-        return ExpertPlacement(self.experts, at.ep_group, at.etp_group, backend.place_experts)
+        return ExpertPlacement(self.experts, at.ep_group, at.etp_group, backend.experts.place_experts)
 
     def _placement_of(self, routing: Routing) -> Placement:
         """Starts to count the tokens of all ranks if the swaps of a step are to be planned from this micro-batch.

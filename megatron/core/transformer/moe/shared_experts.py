@@ -54,4 +54,4 @@ class SharedExpertMLP(MLP):
             output = output + bias
         if self.gate_weight is None:
             return output
-        return output * torch.sigmoid(self.backend.linear(hidden_states, self.gate_weight))
+        return output * torch.sigmoid(self.backend.matrices.linear(hidden_states, self.gate_weight))

@@ -302,7 +302,7 @@ class SourceExchange:
         """Returns memory for rows, with the values of own tokens."""
         assert self.own is not None
         rows = self.own.new_empty(room, self.own.shape[1])
-        self.backend.put_tokens(rows, self.own, self.places[self.rank])
+        self.backend.experts.put_tokens(rows, self.own, self.places[self.rank])
         return rows
 
     def take_room(self) -> Tensor:
@@ -336,7 +336,7 @@ class SourceExchange:
         """Copies the tokens of a rank into their rows, as soon as they are there. The last rank ends the gathering."""
         assert self.own is not None and self.gathering is not None
         tokens = self.own if source == self.rank else self.gathering.tokens_of(source)
-        self.backend.put_tokens(rows, tokens, self.places[source])
+        self.backend.experts.put_tokens(rows, tokens, self.places[source])
         if source == self.others[-1]:
             self.gathering.close()
             self.own = self.gathering = None
@@ -351,7 +351,7 @@ class SourceExchange:
         if source == self.rank:
             self.own = rows.detach()
             return
-        sums = self.backend.sum_rows_and_addends(rows, self.places[source])
+        sums = self.backend.experts.sum_rows_and_addends(rows, self.places[source])
         if self.returning is None:
             self.returning = self.link.returns(sums)
         self.returning.send(source, sums)
@@ -365,7 +365,7 @@ class SourceExchange:
         """Returns the sums of this rank's tokens over the rows of all ranks, [t, h], rounded once after the sums of
         each rank are."""
         assert self.own is not None and self.returning is not None
-        total = self.backend.sum_rows_and_addends(self.own, self.places[self.rank], self.returning.received())
+        total = self.backend.experts.sum_rows_and_addends(self.own, self.places[self.rank], self.returning.received())
         self.returning.close()
         self.own = self.returning = None
         return total

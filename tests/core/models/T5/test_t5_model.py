@@ -1,7 +1,6 @@
 """T5 of one rank: logits of transformers' models, names of its state, what it refuses."""
 
 import copy
-import dataclasses
 from typing import Any
 
 import pytest
@@ -140,9 +139,9 @@ def test_masks_of_three_dimensions_are_for_all_heads() -> None:
 def test_dropout_of_the_two_stacks_differs() -> None:
     """Layers of the same number, tokens of the same index."""
     model, seen = t5(made_of=config(hidden_dropout=0.5, attention_dropout=0.5)), []
-    keep = model.backend.keep_rows
-    model.backend = dataclasses.replace(
-        model.backend, keep_rows=lambda draw, *rest: seen.append(draw.key) or keep(draw, *rest)
+    keep = model.backend.dropout.keep_rows
+    model.backend = model.backend.with_operations(
+        dropout={"keep_rows": lambda draw, *rest: seen.append(draw.key) or keep(draw, *rest)}
     )
     model.train()(ids(8, 0), ids(8, 1))
     # Encoder: embedding, 2 layers of 3 sites; decoder: embedding, a layer of 5 sites.

@@ -1,7 +1,6 @@
 """FlashAttention-3 (a stand-in computes): what it is given, and where it is used."""
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -109,7 +108,7 @@ def test_flash_prefers_it_and_other_settings_do_not_use_it(monkeypatch: pytest.M
         found = kernel(AttentionVariant(1.0, True, **more), AttnBackend.flash)
         assert not found.startswith("FlashAttention-3") and "because FlashAttention-3" in found
     assert "FlashAttention-3" not in kernel(AttentionVariant(1.0, True), AttnBackend.auto)
-    assert choose_backend(SimpleNamespace(attention_backend=AttnBackend.auto)) is LOCAL
+    assert choose_backend(TransformerConfig(**sizes)) is LOCAL
 
 
 def test_a_run_is_told_that_it_is_installed_and_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

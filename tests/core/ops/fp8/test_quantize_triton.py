@@ -36,11 +36,8 @@ def two_layers(notes_largest: bool) -> tuple[list[Tensor], int]:
         passes.append(matrix.shape)
         return largest_value(matrix)
 
-    noting = {
-        "rms_norm_with_residual": partial(rms_norm_with_residual_triton, notes_largest=notes_largest),
-        "weighted_activation": partial(weighted_activation_triton, notes_largest=notes_largest),
-    }
-    kernels = dataclasses.replace(LOCAL.fp8_kernels, largest_value=counted, noting=noting)
+    norm = partial(rms_norm_with_residual_triton, notes_largest=notes_largest)
+    activation = partial(weighted_activation_triton, notes_largest=notes_largest)
     config = TransformerConfig(
         num_layers=2,
         hidden_size=32,
@@ -58,7 +55,12 @@ def two_layers(notes_largest: bool) -> tuple[list[Tensor], int]:
         use_cpu_initialization=True,
     )
     torch.manual_seed(0)
-    backend = dataclasses.replace(LOCAL, fp8_kernels=kernels)
+    backend = dataclasses.replace(
+        LOCAL.with_operations(
+            norms={"noting": {"rms_norm_with_residual": norm}}, experts={"noting": {"weighted_activation": activation}}
+        ),
+        fp8_kernels=dataclasses.replace(LOCAL.fp8_kernels, largest_value=counted),
+    )
     layers = [TransformerLayer(config, get_gpt_layer_local_spec().submodules, n, backend=backend) for n in (1, 2)]
     hidden = inputs = torch.randn(16, 32, dtype=torch.bfloat16).requires_grad_()
     for layer in layers:

@@ -27,8 +27,6 @@ def test_norms(kind: str, zero_centered: bool) -> None:
         results.append([output, *torch.autograd.grad(output, arguments, torch.cos(output.detach()))])
     for expected, found in zip(*results, strict=True):
         torch.testing.assert_close(found, expected)
-    normed, residual = getattr(NORMS, f"{kind}_with_residual")(*arguments, 1e-5, zero_centered)
-    assert residual is arguments[0] and torch.equal(normed, results[1][0])
     assert parameters[0].engine_norm is not None
 
 

@@ -35,7 +35,7 @@ def test_channels_of_experts_that_ranks_share_are_refused_for_own_tokens() -> No
 def test_the_weight_of_a_copy_is_that_of_its_choice() -> None:
     at = MoEAlltoAllTokenDispatcher(CONFIG, ProcessGroupCollection.from_grid(RankGrid(1), 0))
     weights = torch.tensor([[0.5, 0.1], [0.2, 0.3]])
-    copies, choice = at.backend.number_choices(torch.tensor([[2, 0], [0, 1]]), 3).copies(4)
+    copies, choice = at.backend.experts.number_choices(torch.tensor([[2, 0], [0, 1]]), 3).copies(4)
     assert copies.source.tolist() == [0, 1, 1, 0]
     assert at.weights_of(weights, copies, choice).tolist() == weights.flatten()[[1, 2, 3, 0]].tolist()
 

@@ -1,6 +1,5 @@
 """A layer of experts on one rank: what it computes, when, how it is called, and what its weights are called."""
 
-import dataclasses
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -117,12 +116,12 @@ def test_sizes_that_the_host_is_asked_for_are_on_their_way_from_the_start(
 
     def moved(*arguments: Any) -> Tensor:
         events.append("rows moved")
-        return LOCAL.permute(*arguments)
+        return LOCAL.experts.permute(*arguments)
 
     for module in (allgather_dispatcher, alltoall_dispatcher):
         monkeypatch.setattr(module, "HostCopy", Told)
-    replaced = {"grouped_linear": lambda *arguments: LOCAL.grouped_linear(*arguments)} if kernel else {}
-    backend = dataclasses.replace(LOCAL, permute=moved, **replaced)
+    replaced = {"grouped_linear": lambda *arguments: LOCAL.experts.grouped_linear(*arguments)} if kernel else {}
+    backend = LOCAL.with_operations(experts={"permute": moved, **replaced})
     settings = {"num_layers": 1, "num_moe_experts": 4, "moe_ffn_hidden_size": 16, **precision}
     config = TransformerConfig(
         hidden_size=8, num_attention_heads=2, moe_token_dispatcher_type=dispatcher, **SWIGLU, **settings
@@ -274,12 +273,12 @@ def lives_of_rows(kind: str) -> list[str]:
         if len(sent) == travelled + 1:  # at home
             alive.extend(f"sent {n}" for n, one in enumerate(sent) if not gone_soon(one))
             alive.extend("taken by experts" for one in taken if not gone_soon(one))
-        return backend.unpermute(rows, copies)
+        return backend.experts.unpermute(rows, copies)
 
     taken: list[Any] = []
     travelled = 3 if kind == "flex" else 2
     experts, layer.experts.forward = layer.experts.forward, compute
-    layer.token_dispatcher.backend = dataclasses.replace(backend, unpermute=unpermute)
+    layer.token_dispatcher.backend = backend.with_operations(experts={"unpermute": unpermute})
     async_collective.start_all_to_all_rows = watched
     try:
         with torch.no_grad():

@@ -32,7 +32,7 @@ class VectorTable(MegatronModule):
 
     def forward(self, index: Tensor) -> Tensor:
         """Returns the vectors [..., h] of numbers int64 [...]."""
-        return self.backend.embedding(index, self.weight)
+        return self.backend.matrices.embedding(index, self.weight)
 
 
 class LanguageModelEmbedding(MegatronModule):
@@ -122,7 +122,8 @@ class LanguageModelEmbedding(MegatronModule):
         if not self.training:
             return hidden
         flat = hidden.flatten(0, 1)  # [t, h]
-        return self.backend.bias_dropout_add(flat, None, None, self.config.hidden_dropout, place).view(hidden.shape)
+        add = self.backend.dropout.bias_dropout_add
+        return add(flat, None, None, self.config.hidden_dropout, place).view(hidden.shape)
 
     def _own(self, ids: Tensor) -> Tensor:
         """Returns this rank's part of ids [s, b or 1]."""

@@ -73,5 +73,5 @@ class RelativePositionEmbedding(MegatronModule):
             bidirectional=self.bidirectional,
             max_distance=self.max_distance,
             first_query=tokens.first_position,
-            lookup=self.backend.embedding,
+            lookup=self.backend.matrices.embedding,
         )

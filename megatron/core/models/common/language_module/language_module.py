@@ -47,7 +47,7 @@ class LanguageModule(MegatronModule):
         """Returns the inputs of the layers except the hidden states."""
         positions = position_ids(tokens, device)
         drops_any = self.training and drops(self.config)
-        dropout = dropout_tokens(tokens, device, self.backend.keep_rows) if drops_any else None
+        dropout = dropout_tokens(tokens, device, self.backend.dropout.keep_rows) if drops_any else None
         return LayerInputs(
             tokens,
             rotation=self.rotary_pos_emb(positions, tokens) if self.rotary_pos_emb is not None else None,

@@ -1,0 +1,54 @@
+"""The operations of experts and their router, as a record."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Self
+
+from torch import Tensor
+
+from megatron.core.ops.moe.grouped_linear import grouped_bias, grouped_linear
+from megatron.core.ops.moe.permute import ChoiceNumbers, permute, put_tokens, sum_rows_and_addends, unpermute
+from megatron.core.ops.moe.placement import PositionTable, place_experts
+from megatron.core.ops.moe.routing import balance_sums, best, choose_experts, count_experts
+from megatron.core.ops.moe.weighted_activation import weighted_activation
+from megatron.core.ops.records import Ops, on_gpus, operation
+
+
+@dataclass(frozen=True)
+class ExpertOps(Ops):
+    """Routing, movement and products of the tokens of experts, and the activation of every MLP."""
+
+    grouped_linear: Callable[..., Tensor] = operation(grouped_linear, "experts")
+    grouped_bias: Callable[..., Tensor] = operation(grouped_bias, "experts")
+    best: Callable[[Tensor, int], Tensor] = operation(best, "experts")
+    choose_experts: Callable[..., tuple[Tensor, Tensor]] = operation(choose_experts, "experts")
+    count_experts: Callable[..., Tensor] = operation(count_experts, "experts")
+    balance_sums: Callable[..., Tensor] = operation(balance_sums, "experts")
+    number_choices: Callable[[Tensor, int], ChoiceNumbers] = operation(ChoiceNumbers, "experts")
+    permute: Callable[..., Tensor] = operation(permute, "experts")
+    unpermute: Callable[..., Tensor] = operation(unpermute, "experts")
+    place_experts: Callable[[Tensor, int, int], PositionTable] = operation(place_experts, "experts")
+    put_tokens: Callable[[Tensor, Tensor, Tensor], None] = operation(put_tokens, "experts")
+    sum_rows_and_addends: Callable[..., Tensor] = operation(sum_rows_and_addends, "experts")
+    weighted_activation: Callable[..., Tensor] = operation(weighted_activation, "activations")
+
+    @classmethod
+    def by_triton(cls) -> Self:
+        """Returns the record with our kernels for GPUs."""
+        from megatron.core.ops.moe import (
+            grouped_linear_triton,
+            permute_triton,
+            placement_triton,
+            routing_triton,
+            weighted_activation_triton,
+        )
+
+        modules = permute_triton, placement_triton, routing_triton, weighted_activation_triton
+        record = on_gpus(
+            cls(),
+            *modules,
+            grouped_linear=grouped_linear_triton.grouped_linear_cuda,
+            grouped_bias=grouped_linear_triton.grouped_bias_cuda,
+            number_choices=permute_triton.ChoiceNumbersTriton,
+        )
+        return record.with_noting("weighted_activation", "permute", "unpermute")
