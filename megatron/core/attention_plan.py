@@ -29,8 +29,8 @@ class KernelChoice(Generic[Kernel]):
     """The attention kernel chosen for a situation."""
 
     kernel: Kernel
-    refusals: tuple[str, ...]
-    """Reasons why preferred kernels cannot be used, one sentence each."""
+    refusals: tuple[tuple[str, str], ...]
+    """Names of preferred kernels, each with the reason why it cannot be used."""
     remark: str = ""
     """How the kernel changes the layer's tensors first (padding)."""
     remedies: tuple[str, ...] = ()
@@ -38,9 +38,14 @@ class KernelChoice(Generic[Kernel]):
     further: tuple[Kernel, ...] = field(default=(), compare=False)
     """Kernels for calls that `kernel` cannot compute, in order of preference."""
 
+    @property
+    def names(self) -> set[str]:
+        """The names of all kernels that `describe` may name."""
+        return {self.kernel.name, *(name for name, _ in self.refusals), *(later.name for later in self.further[:1])}
+
     def describe(self) -> str:
         """Returns the kernel's name, why no preferred kernel was chosen, and the flags that would change this."""
-        why = f", because {' and '.join(self.refusals)}" if self.refusals else ""
+        why = f", because {' and '.join(map(' '.join, self.refusals))}" if self.refusals else ""
         faster = f" ({' or '.join(self.remedies)} is faster)" if self.remedies else ""
         return f"{self.kernel.name}{self.remark}{why}{faster}"
 
@@ -71,12 +76,16 @@ class KernelPlan(Generic[Kernel]):
         )
         return UNFUSED  # type: ignore[return-value]
 
-    def describe(self, device_type: str, packed: bool = False) -> str:
-        """Returns which kernels compute training and evaluation on one kind of device."""
-        training, evaluation = (
+    def choices_on(self, device_type: str, packed: bool = False) -> list[KernelChoice[Kernel]]:
+        """Returns the kernels of training and of evaluation on one kind of device."""
+        return [
             next(choice for situation, choice in self.choices.items() if _is(situation, device_type, kind, packed))
             for kind in (True, False)
-        )
+        ]
+
+    def describe(self, device_type: str, packed: bool = False) -> str:
+        """Returns which kernels compute training and evaluation on one kind of device."""
+        training, evaluation = self.choices_on(device_type, packed)
         if training == evaluation:
             return training.describe()
         return f"training: {training.describe()}; evaluation: {evaluation.describe()}"
@@ -131,7 +140,7 @@ def _choose_kernel(
     kernel, refusals = _first_usable(candidates, variant, situation)
     # A kernel can be a candidate twice, first for the cases in which it is the fastest. It is then not named as a
     # refused kernel.
-    others = tuple(dict.fromkeys(f"{name} {reason}" for name, reason in refusals if name != kernel.name))
+    others = tuple(dict.fromkeys((name, reason) for name, reason in refusals if name != kernel.name))
     changes = {
         "--attention-dropout 0": (dataclasses.replace(variant, dropout=0.0), situation),
         "--bf16": (variant, dataclasses.replace(situation, dtype=_HALF)),

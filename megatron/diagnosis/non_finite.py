@@ -37,7 +37,7 @@ from megatron.training.data.splits import step_data
 from megatron.training.data.t5_data import T5Batch
 from megatron.training.hooks.exit import ExitDecision, ExitReason
 from megatron.training.logging.non_finite_search import Finding, NonFiniteSearch, in_order
-from megatron.training.loop import arguments_of_schedule
+from megatron.training.loop import StepSizes, arguments_of_schedule
 from megatron.training.trainer import Trainer
 
 REPORT = "report.json"
@@ -99,19 +99,16 @@ def search_step(trainer: Trainer, step: RecentStep) -> SearchResult:
         chunk.zero_grad_buffer()
     trainer.optimizer.zero_grad()
     forward_backward: Any = get_forward_backward_func(trainer.environment.groups.size("pp"), len(trainer.model))
-    options: dict[str, Any] = arguments_of_schedule(trainer.optimizer, data)
-    if trainer.config.decoder_seq_length is not None:
-        options["decoder_seq_length"] = trainer.config.decoder_seq_length
+    batches = trainer.batches
+    sizes = StepSizes.of_run(trainer.config, batches.num_microbatches, batches.global_batch_size)
     with NonFiniteSearch(trainer.model, trainer.environment.rank) as search:
         reports = forward_backward(
             forward_step_func=search.watch(trainer.forward_step),
             data_iterator=data.iterators(len(trainer.model)),
             model=list(trainer.model),
-            num_microbatches=trainer.batches.num_microbatches,
-            seq_length=trainer.config.data.seq_length,
-            micro_batch_size=trainer.config.training.micro_batch_size,
             forward_only=False,
-            **options,
+            **sizes.for_schedule(),
+            **arguments_of_schedule(trainer.optimizer, data),
         )
         search.see_gradients()
     losses = [{name: _mean(value) for name, value in report.items()} for report in reports]

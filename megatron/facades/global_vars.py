@@ -155,13 +155,6 @@ def set_current_run(context: "Context", **facts: Any) -> None:
     _current.record = None
 
 
-def set_train_iters(context: "Context") -> None:
-    """Takes the length of training from `context`, which is the current run with another length."""
-    _current.context = context
-    if isinstance(_current.arguments, LiveArguments):
-        _current.arguments._settings["train_iters"] = context.config.training.train_iters
-
-
 @contextlib.contextmanager
 def run_for_now(context: "Context", **facts: Any) -> Iterator[None]:
     """Inside the context, this run is the current one. At the end the run before is, if there was one."""

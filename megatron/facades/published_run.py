@@ -39,10 +39,6 @@ class PublishedRun(Publication):
         """Makes this the run of `get_args()`."""
         global_vars.set_current_run(context, **facts)
 
-    def set_length(self, context: Context) -> None:
-        """Sets `get_args().train_iters`."""
-        global_vars.set_train_iters(context)
-
     def set_schedule(self, schedule: BatchSchedule) -> None:
         """Sets the schedule of `get_num_microbatches()`."""
         use_schedule(schedule)

@@ -306,22 +306,16 @@ def train_step(
     data.begin(run.state.iteration)
     available: dict[str, Any] = loop.arguments_of_schedule(optimizer, data)
     accepted = {name: value for name, value in available.items() if accepts_argument(forward_backward_func, name)}
+    forward_step = reporting_tensors(forward_step_func)
+    length, decoder_length = run.config.data.seq_length or 0, run.config.decoder_seq_length
+    sizes = loop.StepSizes(get_num_microbatches(), get_micro_batch_size(), length, samples, decoder_length)
     result = loop.run_step(
-        forward_backward_func,
-        reporting_tensors(forward_step_func),
+        loop.StepParts(forward_backward_func, forward_step, model, optimizer, opt_param_scheduler, timers=run.timers),
+        sizes,
         data_iterator,
-        model,
-        optimizer,
-        opt_param_scheduler,
-        num_microbatches=get_num_microbatches(),
-        micro_batch_size=get_micro_batch_size(),
-        seq_length=run.config.data.seq_length or 0,
-        decoder_seq_length=run.config.decoder_seq_length,
-        global_batch_size=samples,
-        timers=run.timers,
-        **accepted,
+        accepted,
     )
-    run.state.add_step(samples, tokens=samples * (run.config.data.seq_length or 0))
+    run.state.add_step(samples, tokens=samples * length)
     losses, update = _mean_reports(result.reports, run), result.update
     if not update.update_applied.item():
         halted = _is_halted(optimizer, run.config)

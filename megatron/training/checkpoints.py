@@ -1,13 +1,13 @@
 """Saves and loads checkpoints of a run: their content, when they are loaded, and the messages about them."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.async_saving import PendingSave, StagingMemory, begin_save
-from megatron.core.dist_checkpointing.checkpoint_selection import newest_iteration
+from megatron.core.dist_checkpointing.checkpoint_selection import find_checkpoint, newest_iteration
 from megatron.core.dist_checkpointing.chunk import Chunk
 from megatron.core.dist_checkpointing.coordination import RankCoordinator
 from megatron.core.dist_checkpointing.disk import check_room
@@ -197,6 +197,26 @@ class Checkpoints:
         self.record.begin_new_run()
         return loaded
 
+    def state_to_load(self) -> TrainState:
+        """Returns the counts that `load` will restore, before there is a model; zeros for a fresh start. Leaves errors
+        to `load`. That finds broken tensors, too, and may then take an older checkpoint. Collective."""
+        flags, upcycles = self.flags, self.config.transformer.moe_use_upcycling
+        root, step = (flags.save, None) if upcycles else (flags.load, flags.ckpt_step)
+        if root is None or (flags.finetune and not upcycles) or flags.override_ckpt_iteration is not None:
+            return TrainState()
+        folder = Path(root) if upcycles else self._folder_to_load(root, say=False)
+        accept = self._refusing_unasked(folder, flags.save, step)
+
+        def read() -> Any:
+            try:
+                found = find_checkpoint(folder, step, lambda sentence: None, accept)
+            except UserError:
+                return None
+            return None if found is None else [str(found.folder / MANIFEST), found.manifest.common.get("train_state")]
+
+        manifest, counts = RankCoordinator().run_on_first(read) or (None, None)
+        return TrainState() if counts is None else TrainState.from_json(counts, f"{manifest}: common.train_state")
+
     def _load(self, parts: SavedParts) -> bool:
         flags = self.flags
         if flags.load is not None:
@@ -239,7 +259,7 @@ class Checkpoints:
             self.save(parts)
         self.record.write(decision.iteration)
 
-    def _folder_to_load(self, root: str) -> Path:
+    def _folder_to_load(self, root: str, *, say: bool = True) -> Path:
         """Returns the folder of --load, or that of its temporary checkpoints if they are newer."""
         temporary = temporary_folder(self.flags, root)
         if temporary is None or self.flags.ckpt_step is not None:
@@ -250,8 +270,20 @@ class Checkpoints:
         )
         if newest[1] <= newest[0]:
             return Path(root)
-        self._say(f"the temporary checkpoint of iteration {newest[1]} in {temporary} is newer than those in {root}")
+        if say:
+            self._say(f"the temporary checkpoint of iteration {newest[1]} in {temporary} is newer than those in {root}")
         return temporary
+
+    def _refusing_unasked(self, root: Path, save: str | None, step: int | None) -> Callable[[Manifest], None]:
+        """Returns a function that raises OutdatedCheckpoint for a checkpoint that is loaded only if `step` names it."""
+        refuse_outdated = self.record.refusing_outdated(root, save)
+
+        def refuse(manifest: Manifest) -> None:
+            if step is None:
+                refuse_outdated(manifest)
+                refuse_non_finite_weights(manifest)
+
+        return refuse
 
     def _load_upcycled(self, parts: SavedParts) -> bool:
         """Continues from --save if the run was upcycled before. Otherwise turns the MLPs of the dense checkpoint under
@@ -289,7 +321,7 @@ class Checkpoints:
     ) -> LoadResult | None:
         """Loads weights and, if wanted, optimizer state. Main weights are always loaded, together with the weights.
         `dense`: the checkpoint is that of a dense model, whose MLPs become experts."""
-        refuse_outdated = self.record.refusing_outdated(root, None if weights_only else self.flags.save)
+        refuse_unasked = self._refusing_unasked(root, None if weights_only else self.flags.save, step)
         with_optimizer = not (weights_only or self.flags.no_load_optim or self.config.evaluation.skip_train)
         wanted: Iterable[Chunk] = chain(
             weight_chunks(parts.model, self.groups), optimizer_chunks_to_load(parts.optimizer, with_optimizer)
@@ -302,9 +334,7 @@ class Checkpoints:
             wanted = dense_chunks(own, granularity)
 
         def accept(manifest: Manifest) -> None:
-            if step is None:
-                refuse_outdated(manifest)
-                refuse_non_finite_weights(manifest)
+            refuse_unasked(manifest)
             if dense:
                 check_dense_manifest(self.config, root, manifest, self._say)
             else:

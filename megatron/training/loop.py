@@ -6,6 +6,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from megatron.core.optimizer.clip_grads import weight_norm
 from megatron.core.pipeline_parallel.chunk_hooks import accepts_argument
 from megatron.core.schedule.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.timers import Timers, timed
+from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.step_data import StepData, is_end_of_data, step_data_of
 from megatron.training.hooks.exit import ExitDecision, ExitReason
 from megatron.training.logging.finite import GradientProbe
@@ -65,23 +67,21 @@ def train_step(trainer: Trainer) -> StepResult:
     judge = None if spikes is None else partial(spikes.judge, iteration=trainer.state.iteration + 1)
     with explains_end_of_data(trainer):
         result = run_step(
-            trainer.forward_backward,
-            trainer.forward_step,
+            StepParts(
+                trainer.forward_backward,
+                trainer.forward_step,
+                trainer.model,
+                trainer.optimizer,
+                trainer.scheduler,
+                timers=trainer.log.timers,
+                results=trainer.results,
+                probe=trainer.probe,
+                update=trainer.update,
+                judge=judge,
+            ),
+            StepSizes.of_run(trainer.config, num_microbatches, trainer.batches.global_batch_size),
             trainer.splits.train.iterators(len(trainer.model)),
-            trainer.model,
-            trainer.optimizer,
-            trainer.scheduler,
-            num_microbatches=num_microbatches,
-            micro_batch_size=trainer.config.training.micro_batch_size,
-            seq_length=trainer.config.data.seq_length,
-            decoder_seq_length=trainer.config.decoder_seq_length,
-            global_batch_size=trainer.batches.global_batch_size,
-            timers=trainer.log.timers,
-            results=trainer.results,
-            probe=trainer.probe,
-            update=trainer.update,
-            judge=judge,
-            **arguments_of_schedule(trainer.optimizer, trainer.splits.train),
+            arguments_of_schedule(trainer.optimizer, trainer.splits.train),
         )
     return dataclasses.replace(
         result,
@@ -116,52 +116,74 @@ def arguments_of_schedule(optimizer: MegatronOptimizer, data: StepData) -> dict[
     }
 
 
+@dataclass(frozen=True)
+class StepParts:
+    """The parts of a run that a training step uses."""
+
+    forward_backward: Callable[..., Any]
+    """Runs the micro-batches. On a rank that has all layers its loop is `one_after_the_other`, in
+    megatron.core.pipeline_parallel.schedules."""
+    forward_step: Callable[..., Any]
+    model: Sequence[Any]
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+    timers: Timers | None = None
+    """Measure the schedule's parts, if it takes them, and the update (`optimizer`, level 1)."""
+    results: RerunStateMachine | None = None
+    """Checks the results that the loss function validates, which waits for the device."""
+    probe: GradientProbe | None = None
+    update: Callable[[Tensor], StepUpdate] | None = None
+    """Replaces `optimizer.step_on_device`."""
+    judge: Callable[[Sequence[Mapping[str, Tensor]]], SpikeVerdict] | None = None
+    """Decides whether the loss is a spike, before the update."""
+
+
+@dataclass(frozen=True)
+class StepSizes:
+    """The sizes of a training step."""
+
+    num_microbatches: int
+    micro_batch_size: int
+    seq_length: int
+    global_batch_size: int
+    decoder_seq_length: int | None = None
+
+    @classmethod
+    def of_run(cls, config: PretrainConfig, num_microbatches: int, global_batch_size: int) -> "StepSizes":
+        """Returns the sizes by the flags of a run, for a step of so many samples."""
+        size, length = config.training.micro_batch_size, config.data.seq_length or 0
+        return cls(num_microbatches, size, length, global_batch_size, config.decoder_seq_length)
+
+    def for_schedule(self) -> dict[str, int]:
+        """Returns the sizes that a function of `get_forward_backward_func` takes."""
+        sizes = dataclasses.asdict(self)
+        del sizes["global_batch_size"]
+        return {name: size for name, size in sizes.items() if size is not None}
+
+
 def run_step(
-    forward_backward: Callable[..., Any],
-    forward_step: Callable[..., Any],
-    data_iterator: Any,
-    model: Sequence[Any],
-    optimizer: MegatronOptimizer,
-    scheduler: OptimizerParamScheduler,
-    *,
-    num_microbatches: int,
-    micro_batch_size: int,
-    seq_length: int,
-    global_batch_size: int,
-    timers: Timers | None = None,
-    results: RerunStateMachine | None = None,
-    probe: GradientProbe | None = None,
-    decoder_seq_length: int | None = None,
-    update: Callable[[Tensor], StepUpdate] | None = None,
-    judge: Callable[[Sequence[Mapping[str, Tensor]]], SpikeVerdict] | None = None,
-    **schedule_arguments: Any,
+    parts: StepParts, sizes: StepSizes, data_iterator: Any, schedule_arguments: Mapping[str, Any]
 ) -> StepResult:
     """Runs one training step without waiting for the device: gradients of the global batch, update, schedule.
 
-    If a loss or gradient is not finite on one rank, all ranks skip the update and do not advance the schedule. `update`
-    replaces `optimizer.step_on_device`. `judge` decides whether the loss is a spike, before the update.
-    `schedule_arguments` are further arguments of `forward_backward`. `timers` measure the schedule's parts, if it takes
-    them, and the update (`optimizer`, level 1). If the loss function validates its results, `results` checks them,
-    which waits for the device.
+    If a loss or gradient is not finite on one rank, all ranks skip the update and do not advance the schedule.
+    `schedule_arguments` are further arguments of `parts.forward_backward`.
     """
-    if decoder_seq_length is not None:
-        schedule_arguments["decoder_seq_length"] = decoder_seq_length
-    if accepts_argument(forward_backward, "timers"):
-        schedule_arguments["timers"] = timers
+    model, optimizer, scheduler, results = parts.model, parts.optimizer, parts.scheduler, parts.results
+    timers = {"timers": parts.timers} if accepts_argument(parts.forward_backward, "timers") else {}
     for chunk in model:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
 
     def compute() -> Sequence[Mapping[str, Tensor]]:
-        step_reports = forward_backward(
-            forward_step_func=forward_step,
+        step_reports = parts.forward_backward(  # forward and backward of each micro-batch
+            forward_step_func=parts.forward_step,
             data_iterator=data_iterator,
             model=list(model),
-            num_microbatches=num_microbatches,
-            seq_length=seq_length,
-            micro_batch_size=micro_batch_size,
             forward_only=False,
+            **sizes.for_schedule(),
             **schedule_arguments,
+            **timers,
         )
         if results is not None:
             results.validate_losses(step_reports)
@@ -170,19 +192,19 @@ def run_step(
     if results is None or results.checks_results is False:
         reports = compute()
     else:
-        reports = results.step(compute, mark_step_start(model, optimizer, step_data_of(data_iterator), probe))
+        reports = results.step(compute, mark_step_start(model, optimizer, step_data_of(data_iterator), parts.probe))
     learning_rate, decoupled = scheduler.learning_rate, scheduler.decoupled_learning_rate
     loss_scale = optimizer.get_loss_scale().clone()
-    spike = None if judge is None else judge(reports)
-    with timed(timers, "optimizer", 1):
-        updated = (update or optimizer.step_on_device)(losses_are_finite(reports, loss_scale.device))
-    scheduler.advance_on_device(updated.update_applied, increment=global_batch_size)
+    spike = None if parts.judge is None else parts.judge(reports)
+    with timed(parts.timers, "optimizer", 1):
+        updated = (parts.update or optimizer.step_on_device)(losses_are_finite(reports, loss_scale.device))
+    scheduler.advance_on_device(updated.update_applied, increment=sizes.global_batch_size)
     return StepResult(
         reports,
         updated,
         learning_rate,
         loss_scale,
-        global_batch_size,
+        sizes.global_batch_size,
         decoupled_learning_rate=decoupled,
         spike=spike,
     )

@@ -28,9 +28,6 @@ class Publication:
     def begin(self, context: Any, **facts: Any) -> None:
         """Makes this the current run. `facts` are further values that scripts may read."""
 
-    def set_length(self, context: Any) -> None:
-        """Tells the current run's other length of training."""
-
     def set_schedule(self, schedule: BatchSchedule) -> None:
         """Tells the batch sizes of the current run."""
 

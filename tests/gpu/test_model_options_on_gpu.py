@@ -9,6 +9,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.kernels_in_use import attention_of_layer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 pytestmark = pytest.mark.gpu
@@ -90,7 +91,7 @@ def test_chunks_go_by_the_kernel_of_documents(rows: int) -> None:
     layer = DotProductAttention(config, 1, AttnMaskType.causal, "self")
     ours = torch.cuda.get_device_capability() >= (9, 0)
     kernel = "our flash attention" if ours else "variable-length flash"
-    assert layer.describe(torch.device("cuda"), packed=True).startswith(kernel)
+    assert attention_of_layer(layer, torch.device("cuda"), packed=True).why.startswith(kernel)
     generator = torch.Generator().manual_seed(0)
     heads = [torch.randn(384, rows, n, 64, generator=generator).cuda().bfloat16().requires_grad_() for n in (4, 2, 2)]
     wide = [tensor.detach().double().requires_grad_() for tensor in heads]

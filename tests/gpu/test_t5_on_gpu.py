@@ -11,8 +11,8 @@ from megatron.core.micro_batch import MicroBatch
 from megatron.core.models.T5 import T5Model
 from megatron.core.models.T5.t5_spec import get_t5_decoder_with_local_block_spec, get_t5_encoder_with_local_block_spec
 from megatron.core.tokens import RngPosition
-from megatron.core.transformer.dot_product_attention import describe_kernels
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.kernels_in_use import AttentionInUse, kernels_in_use
 from megatron.core.transformer.layer_inputs import key_padding_mask
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -47,6 +47,10 @@ def error(ours: list[Tensor], theirs: list[Tensor]) -> float:
     return max(float((a - b).norm() / b.norm().clamp(min=1e-3)) for a, b in zip(ours, theirs, strict=True))
 
 
+def attention_of(model: T5Model) -> list[AttentionInUse]:
+    return [found for found in kernels_in_use(model, torch.device("cuda")) if isinstance(found, AttentionInUse)]
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("positions", ["learned_absolute", "relative"])
 @pytest.mark.parametrize(("precision", "tolerance"), [("params_dtype", 1e-4), ("bf16", 0.1)])
@@ -61,15 +65,15 @@ def test_a_gpu_gives_a_cpus_numbers(precision: str, tolerance: float, positions:
 def test_kernels_agree_on_the_masks_of_cross_attention(backend: str) -> None:
     """In half precision with dropout, our own flash attention draws the masks of the unfused kernel."""
     model = build("cuda", "learned_absolute", bf16=True, attention_dropout=0.3, attention_backend=AttnBackend[backend])
-    lines = [line for line in describe_kernels(model, torch.device("cuda")) if line.startswith("cross attention")]
-    assert len(lines) == 1 and ("our flash attention" in lines[0]) == (backend == "auto"), lines
+    (crossing,) = (found for found in attention_of(model) if found.crosses)
+    assert ("our flash attention" in crossing.kernels) == (backend == "auto"), crossing
     expected = results(build("cpu", "learned_absolute", fp64=True, attention_dropout=0.3), "cpu")
     assert error(results(model, "cuda"), expected) < 0.1
 
 
 def test_relative_positions_with_our_own_flash_attention() -> None:
     model = build("cuda", "relative", bf16=True, attention_dropout=0.1)
-    lines = describe_kernels(model, torch.device("cuda"))
-    assert any(line.startswith("attention") and "our flash attention" in line for line in lines), lines
+    found = attention_of(model)
+    assert any(not each.crosses and "our flash attention" in each.kernels for each in found), found
     expected = results(build("cpu", "relative", fp64=True, attention_dropout=0.1), "cpu")
     assert error(results(model, "cuda"), expected) < 0.1

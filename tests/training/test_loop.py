@@ -146,19 +146,14 @@ def stepped(loss: float, **group: float) -> tuple[loop.StepResult, OptimizerPara
         asked.update(arguments)
         return [{"lm loss": torch.tensor([loss, 2.0])}]
 
+    chunk = SimpleNamespace(zero_grad_buffer=lambda: zeroed.append(1))
     result = loop.run_step(
-        forward_backward,
-        print,
+        loop.StepParts(forward_backward, print, [chunk], optimizer, scheduler),
+        loop.StepSizes(num_microbatches=3, micro_batch_size=2, seq_length=16, global_batch_size=10),
         iter(()),
-        [SimpleNamespace(zero_grad_buffer=lambda: zeroed.append(1))],
-        optimizer,
-        scheduler,
-        num_microbatches=3,
-        micro_batch_size=2,
-        seq_length=16,
-        global_batch_size=10,
-        rng_position_of=len,
+        {"rng_position_of": len},
     )
+    assert "decoder_seq_length" not in asked
     assert zeroed == [1] and asked["forward_only"] is False and asked["rng_position_of"] is len
     assert (asked["num_microbatches"], asked["micro_batch_size"], asked["seq_length"]) == (3, 2, 16)
     return result, scheduler

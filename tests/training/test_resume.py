@@ -3,6 +3,8 @@
 import pytest
 from support.runs import Outcome, differences, stream, train, train_on_ranks
 
+from megatron.core.exceptions import UserError
+
 PRECISIONS = {
     "bf16": "--bf16",
     "fp32": "",
@@ -88,6 +90,14 @@ def test_train_samples_count_those_of_earlier_batches(tmp_path, corpus, capsys):
     assert "end in iteration" not in capsys.readouterr().out
     second = train(f"{same} --global-batch-size 4 --exit-interval 4")
     assert "--train-samples 40 end in iteration 8: the first 2 iterations had 16 of them" in capsys.readouterr().out
+    path = tmp_path / "iter_0000004" / "rank_00000.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-3] + b"\0\0\0")
+    older = "from that of iteration 2 --train-samples end in iteration 6 instead of 7: add --ckpt-step 2"
+    with pytest.raises(UserError, match=older):  # the length is settled before tensors are read
+        train(f"{same} --global-batch-size 5")
+    path.write_bytes(whole)
+    capsys.readouterr()
     third = train(f"{same} --global-batch-size 5")
     assert "--train-samples 40 end in iteration 7: the first 4 iterations had 24 of them" in capsys.readouterr().out
     assert [len(outcome.losses) for outcome in (first, second, third)] == [2, 2, 3]

@@ -99,14 +99,16 @@ class ContextAttention:
         keys = gather_whole_rows(key.detach(), self.groups.cp, self.part.size)
         return keys, dataclasses.replace(call, query_positions=positions, mask=rows.mask, dropout=None)
 
+    @property
+    def plan_in_use(self) -> AttentionPlan | BlockPlan:
+        """The kernels that compute attention where there is no attention mask."""
+        return self.plan if self.a2a_size == self.part.size else self.blocks
+
     def describe(self, device_type: str, packed: bool) -> str:
         """Describes how ranks exchange keys, and which kernels compute attention."""
-        text = f"{self.comm_type.value} over {self.part.size} ranks"
-        if self.a2a_size == self.part.size:
-            return f"{text}, {self.plan.describe(device_type, packed)}"
-        return (
-            f"{text} (all keys gathered where there is an attention mask), {self.blocks.describe(device_type, packed)}"
-        )
+        gathers = "" if self.plan_in_use is self.plan else " (all keys gathered where there is an attention mask)"
+        kernels = self.plan_in_use.describe(device_type, packed)
+        return f"{self.comm_type.value} over {self.part.size} ranks{gathers}, {kernels}"
 
     # Rows and masks of this rank
     # -----------------------------------------------------------------------------------------------

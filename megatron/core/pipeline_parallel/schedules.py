@@ -10,6 +10,7 @@ from megatron.core.exceptions import UserError
 from megatron.core.groups.defaults import groups_or_default
 from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.pipeline_parallel.action_lists import rank_actions
+from megatron.core.pipeline_parallel.actions import Action, ActionKind
 from megatron.core.pipeline_parallel.chunk_hooks import accepts_argument, device_of
 from megatron.core.pipeline_parallel.orders import Schedule, schedule_name
 from megatron.core.pipeline_parallel.p2p_communication import PipelineP2P, message_format_of
@@ -124,11 +125,27 @@ def forward_backward_no_pipelining(
     runner = make_runner(task, timers)
     finalize = config.finalize_model_grads_func or finalize_model_grads_func
     with timed(timers, "forward-backward", 1, barrier=config.barrier_with_L1_time):
-        runner.run(rank_actions(schedule_of(config, pipeline, num_microbatches, forward_only), groups.rank("pp")))
+        schedule = schedule_of(config, pipeline, num_microbatches, forward_only)
+        if pipeline.num_stages == 1 and not schedule.pairs:
+            runner.run([*one_after_the_other(num_microbatches, forward_only)])
+        else:
+            runner.run(rank_actions(schedule, groups.rank("pp")))
         if not forward_only and finalize is not None:
             with timed(timers, "all-grads-sync", 1):
                 _finalize(finalize, config, chunks, runner, pg_collection, force_all_reduce)
     return runner.losses.reports
+
+
+def one_after_the_other(num_microbatches: int, forward_only: bool = False) -> Iterator[Action]:
+    """Yields the step of a rank that has all layers: the loop over micro-batches. `Runner` executes each action; its
+    FORWARD calls `forward_step_func` and the loss function."""
+    for number in range(num_microbatches):
+        yield Action(ActionKind.FORWARD, number)
+        if forward_only:
+            continue
+        if number == num_microbatches - 1:
+            yield Action(ActionKind.SYNC, number)  # the reduction of gradients starts during the last backward
+        yield Action(ActionKind.BACKWARD, number)
 
 
 def forward_backward_pipelining_without_interleaving(**arguments: Any) -> list[Any]:

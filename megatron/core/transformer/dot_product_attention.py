@@ -3,7 +3,7 @@
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.core.attention_plan import plan_attention, plan_attention_blocks
 from megatron.core.backends import Backend, choose_backend
@@ -15,11 +15,9 @@ from megatron.core.groups.defaults import groups_or_default
 from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.ops.attention.alibi import alibi_slopes
 from megatron.core.ops.attention.chunks import chunks_of_documents, chunks_of_row
-from megatron.core.ops.attention.kernels import SDPA_CUDA, Situation
-from megatron.core.ops.attention.sdpa import first_usable_kernel
+from megatron.core.ops.attention.kernels import Situation
 from megatron.core.ops.attention.unfused import AttentionCall, AttentionVariant
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel.overlap import cuts_products
 from megatron.core.tensor_parallel.storage import new_parameter, split_box
 from megatron.core.tokens import Tokens
 from megatron.core.transformer.enums import AttnMaskType
@@ -205,53 +203,7 @@ class DotProductAttention(MegatronModule):
         if tokens is not None and tokens.part != self.context.part:
             raise UserError(f"tokens.part is {tokens.part}, but this rank holds {self.context.part} of every row")
 
-    def describe(self, device: torch.device, packed: bool = False) -> str:
-        """Returns the names of the kernels that compute this layer's attention on a device; on a GPU also the kernel
-        that torch selects."""
-        text = (self.context or self.plan).describe(device.type, packed)
-        if device.type == "cuda" and SDPA_CUDA.name in text:
-            config = self.config
-            sizes = (self.widths[0], config.num_attention_heads, config.num_query_groups or 1)
-            text = text.replace(
-                SDPA_CUDA.name, f"SDPA ({first_usable_kernel(*sizes, config.params_dtype, self.widths[1])})"
-            )
-        return text
-
     def _sink(self, query: Tensor) -> Tensor | None:
         if not self.variant.sink:
             return None
         return self.softmax_offset if self.softmax_offset is not None else query.new_zeros(query.shape[2])
-
-
-def describe_kernels(model: nn.Module, device: torch.device, packed: bool = False) -> list[str]:
-    """Returns lines for the log: one for the model's backend, and one for each kind of kernel that computes
-    attention."""
-    layers: dict[tuple[str, str], list[int]] = {}
-    lines: dict[str, None] = {}
-    for module in model.modules():
-        if isinstance(module, DotProductAttention):
-            lines[_backend_line(module, device)] = None
-            kind = "cross attention" if module.crosses else "attention"
-            layers.setdefault((kind, module.describe(device, packed)), []).append(module.layer_number)
-    for (kind, text), numbers in layers.items():
-        first, last = min(numbers), max(numbers)
-        which = f"layers {first} to {last}" if last > first else f"layer {first}"
-        lines[f"{kind} of {which} on {device.type}: {text}"] = None
-    return list(lines)
-
-
-_WITHOUT_TRITON = (
-    " (Triton cannot be imported: it would bring our own kernels for norms, rotary positions, dropout, activations, "
-    "losses, experts and attention, which are faster)"
-)
-
-
-_IN_PIECES = "; ours, too: linear layers whose products are cut (--tp-comm-overlap)"
-
-
-def _backend_line(module: DotProductAttention, device: torch.device) -> str:
-    backend = module.backend
-    plain = backend.name.startswith("local")
-    missing = device.type == "cuda" and plain and module.config.transformer_impl != "local"
-    in_pieces = backend.engine is not None and backend.fp8 is None and cuts_products(module.config)
-    return backend.describe(device.type) + (_WITHOUT_TRITON if missing else _IN_PIECES if in_pieces else "")

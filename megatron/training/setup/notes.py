@@ -11,10 +11,11 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.exceptions import UserError
 from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.ops.attention.flash3 import find_flash3
+from megatron.core.ops.attention.kernels import SDPA_CUDNN
 from megatron.core.pipeline_parallel.stage_map import stage_map, stages_text
 from megatron.core.pipeline_parallel.stages import overlaps_expert_communication
 from megatron.core.transformer.config.memory import captured_parts, captures_micro_batches
-from megatron.core.transformer.dot_product_attention import describe_kernels
+from megatron.core.transformer.kernels_in_use import AttentionInUse, BackendInUse, kernels_in_use
 from megatron.core.transformer.layer_patterns import has_mixer
 from megatron.data.datasets.bin_file import most_open_files
 from megatron.data.preparation.config import available_cores
@@ -37,21 +38,22 @@ def kernel_notes(model: Sequence[nn.Module], environment: Environment, config: P
         else any(1 in stages.stage_at(groups.rank("pp"), chunk).layers for chunk in range(stages.chunks))
     )
     by_document = config.data.reset_attention_mask or config.training.sft
-    for line in describe_kernels(nn.ModuleList(model), environment.device, by_document):
-        if begins or not line.startswith("backend"):
-            yield line
+    for found in kernels_in_use(nn.ModuleList(model), environment.device, by_document):
+        if begins or isinstance(found, AttentionInUse):
+            yield str(found)
             if environment.device.type == "cuda":
-                yield from unused_package_notes(line)
+                yield from unused_package_notes(found)
 
 
-def unused_package_notes(line: str) -> Iterator[str]:
-    """Yields a line if a package is installed that would compute what this line of the log names, and is not used."""
-    if line.startswith("backend triton") and importlib.util.find_spec("apex") is not None:
-        yield (
-            "apex is installed and not used: our own kernels update all weights of a flat buffer at once and compute "
-            "each norm at once, as its fused optimizers and norms do"
-        )
-    elif line.startswith("attention") and "SDPA (cuDNN)" in line and find_flash3() is not None:
+def unused_package_notes(found: BackendInUse | AttentionInUse) -> Iterator[str]:
+    """Yields a line if a package is installed that would compute this instead, and is not used."""
+    if isinstance(found, BackendInUse):
+        if found.name.startswith("triton") and importlib.util.find_spec("apex") is not None:
+            yield (
+                "apex is installed and not used: our own kernels update all weights of a flat buffer at once and "
+                "compute each norm at once, as its fused optimizers and norms do"
+            )
+    elif not found.crosses and SDPA_CUDNN.name in found.kernels and find_flash3() is not None:
         yield (
             "FlashAttention-3 is installed and not used: --attention-backend flash uses it; the two have not been "
             "compared"

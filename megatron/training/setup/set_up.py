@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron.core.exceptions import UserError
 from megatron.core.health.rerun_state_machine import (
     RerunErrorInjector,
     RerunStateMachine,
@@ -75,8 +76,13 @@ def set_up(
 
     `started` is `time.monotonic()` at the start of the program, from which --exit-duration-in-mins counts.
     """
+    # What flags leave open is settled first, and nothing changes the config afterwards: the length of training follows
+    # from the checkpoint, the layout `auto` from the vocabulary.
+    counts_samples = config.training.train_samples is not None
+    saved = Checkpoints(config, environment.groups).state_to_load() if counts_samples else TrainState()
+    config, note_on_length = with_steps_left(config, saved)
     context = start_run(config, environment)
-    config, timers = context.config, context.timers  # complete: the layout `auto` is resolved
+    config, timers = context.config, context.timers
     check_before_build(config, schedule_of_flags=providers.build_scheduler is None)
     check_vocabulary(config, (context.vocab_size, vocabulary_rows(config, context.tokenizer)))
     check_data_of_run(config, context.tokenizer)
@@ -96,8 +102,9 @@ def set_up(
         loaded = checkpoints.load(parts)
         if not loaded and providers.load_first_weights is not None:
             providers.load_first_weights(context, model, optimizer)
-        context = with_steps_left(context)
-        config = checkpoints.config = context.config
+        check_length(config, context.state)
+        if environment.is_first and note_on_length:
+            print(note_on_length, flush=True)
         if parts.state.iteration < config.training.train_iters and not config.evaluation.skip_train:
             checkpoints.check_room(parts, with_optimizer=providers.build_optimizer is None)
     with timed(timers, "train/valid/test-data-iterators-setup", 0):
@@ -132,26 +139,34 @@ def set_up(
     return trainer
 
 
-def with_steps_left(context: Context) -> Context:
-    """Returns the context with the iteration in which --train-samples end. The flags count it as if all steps had this
-    run's batch sizes; those before the checkpoint may have had others."""
-    training, state = context.config.training, context.state
+def with_steps_left(config: PretrainConfig, state: TrainState) -> tuple[PretrainConfig, str]:
+    """Returns the config with the iteration in which --train-samples end in a run that continues from `state`, and a
+    line about it, empty if it is as the flags say. The flags count it as if all steps had this run's batch sizes; those
+    before the checkpoint may have had others."""
+    training = config.training
     if training.train_samples is None or not state.iteration:
-        return context
-    batches = BatchSchedule.from_config(training, context.config.grid.data, context.config.data.seq_length)
+        return config, ""
+    batches = BatchSchedule.from_config(training, config.grid.data, config.data.seq_length)
     last = state.iteration + batches.iterations_of(training.train_samples, state.consumed_train_samples)
     if last == training.train_iters:
-        return context
-    if context.environment.is_first:
-        print(
-            f"--train-samples {training.train_samples} end in iteration {last}: the first {state.iteration} iterations "
-            f"had {state.consumed_train_samples} of them",
-            flush=True,
+        return config, ""
+    note = (
+        f"--train-samples {training.train_samples} end in iteration {last}: the first {state.iteration} iterations "
+        f"had {state.consumed_train_samples} of them"
+    )
+    return dataclasses.replace(config, training=dataclasses.replace(training, train_iters=last)), note
+
+
+def check_length(config: PretrainConfig, state: TrainState) -> None:
+    """Raises UserError if the run was set up for the length that follows from another checkpoint than the loaded one:
+    tensors of the newest were broken, and the older one was saved before the batch size changed."""
+    planned, needed = config.training.train_iters, with_steps_left(config, state)[0].training.train_iters
+    if planned != needed:
+        raise UserError(
+            f"the newest checkpoint is broken, and from that of iteration {state.iteration} --train-samples end in "
+            f"iteration {needed} instead of {planned}: add --ckpt-step {state.iteration}, or move the broken folder "
+            "away"
         )
-    config = dataclasses.replace(context.config, training=dataclasses.replace(training, train_iters=last))
-    context = dataclasses.replace(context, config=config)
-    context.environment.publication.set_length(context)
-    return context
 
 
 def mix_of(config: PretrainConfig, dataset: Any) -> Mix | None:

@@ -16,6 +16,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.parameters import info_of
 from megatron.core.tokens import Tokens
+from megatron.core.transformer.kernels_in_use import attention_of_layer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 WAYS = ["p2p", "all_gather", "a2a", "a2a+p2p"]
@@ -67,7 +68,11 @@ def traffic_on_rank() -> tuple[dict[str, list[Traffic]], str, str]:
         gpt(groups)(torch.zeros(1, 4, dtype=torch.int64), attention_mask=torch.ones(5, 16, dtype=torch.bool))
     cpu = torch.device("cpu")
     described.config.attention_dropout = 0.0
-    return logs, described.describe(cpu), described.describe(torch.device("cuda"), packed=True)
+    return (
+        logs,
+        attention_of_layer(described, cpu).why,
+        attention_of_layer(described, torch.device("cuda"), packed=True).why,
+    )
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from core.pipeline_parallel.small_schedules import one_stage
 from support.processes import run_on_ranks
 from support.small_models import SmallModel, batch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from megatron.core.exceptions import UserError
 from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.groups.rank_grid import RankGrid
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.schedules import one_after_the_other
 
 GLOBAL_BATCH = 8
 
@@ -33,6 +35,12 @@ def config(**settings: Any) -> SimpleNamespace:
         "virtual_pipeline_model_parallel_size": None,
     }
     return SimpleNamespace(**(defaults | settings))
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_the_loop_without_a_pipeline_is_the_schedule_of_one_stage(forward_only: bool) -> None:
+    for count in (1, 3):
+        assert (*one_after_the_other(count, forward_only),) == one_stage(count, forward_only)
 
 
 def two_values(mask: Tensor, output: Tensor, non_loss_data: bool = False) -> Any:

@@ -13,6 +13,7 @@ from support.processes import run_on_ranks
 from support.runs import GPT
 
 from megatron.core import tokens as tokens_module
+from megatron.core.models.common.embeddings import language_model_embedding
 from megatron.core.models.gpt import gpt_model
 from megatron.diagnosis.layout_check.differences import Difference, differences
 from megatron.diagnosis.layout_check.layout_trace import (
@@ -81,7 +82,7 @@ def positions_run_on() -> Iterator[None]:
 
     forward = gpt_model.GPTModel.forward
     with (
-        mock.patch.object(gpt_model, "position_ids", wrong),
+        mock.patch.object(language_model_embedding, "position_ids", wrong),
         mock.patch.object(gpt_model.GPTModel, "forward", without_positions),
     ):
         yield

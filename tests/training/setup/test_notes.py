@@ -11,6 +11,7 @@ from support.processes import run_on_ranks
 from support.runs import TINY, train, write_documents
 
 from megatron.core.exceptions import UserError
+from megatron.core.transformer.kernels_in_use import BackendInUse
 from megatron.data.preparation.config import available_cores
 from megatron.training.arguments import configure
 from megatron.training.config.settings import LaunchEnvironment
@@ -73,11 +74,11 @@ def test_more_workers_than_cores_are_said_with_a_number_that_works() -> None:
 
 def test_apex_is_not_needed_beside_our_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    (note,) = unused_package_notes("backend triton: plain torch except rms_norm")
+    (note,) = unused_package_notes(BackendInUse("triton", "backend triton: its own kernels"))
     assert note.startswith("apex is installed and not used: ")
-    assert not list(unused_package_notes("backend local: plain torch"))
+    assert not list(unused_package_notes(BackendInUse("local", "backend local: plain torch")))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert not list(unused_package_notes("backend triton: plain torch except rms_norm"))
+    assert not list(unused_package_notes(BackendInUse("triton", "backend triton: its own kernels")))
 
 
 def test_a_run_says_who_holds_what(capsys: pytest.CaptureFixture[str]) -> None:

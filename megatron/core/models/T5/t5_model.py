@@ -14,7 +14,8 @@ from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.micro_batch import MicroBatch
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.embeddings.relative_pos_embedding import RelativePositionEmbedding
-from megatron.core.models.common.embeddings.rotary_pos_embedding import choose_rotary_embeddings
+from megatron.core.models.common.embeddings.rotary_pos_embedding import Positions, choose_rotary_embeddings
+from megatron.core.models.common.language_model_head import Vocabulary
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.T5.t5_head import T5LMHead
 from megatron.core.models.T5.t5_stage import part_of_stage
@@ -86,9 +87,8 @@ class T5Model(LanguageModule):
         groups = self.pg_collection
         part = part_of_stage(config, encoder_config, groups, add_encoder, add_decoder)
         cut = groups.size("pp") > 1
-        self.vocab_size: int = getattr(vocab_size, "unpadded", vocab_size)
-        if self.vocab_size != vocab_size and vocab_padding_multiple is None:
-            vocab_padding_multiple = int(vocab_size)
+        vocabulary = Vocabulary.of(vocab_size, vocab_padding_multiple)
+        self.vocab_size = vocabulary.size
         self.max_sequence_length = max_sequence_length
         self.pre_process, self.post_process = pre_process, post_process
         self.add_encoder, self.add_decoder = part.encoder is not None, part.decoder is not None
@@ -103,18 +103,12 @@ class T5Model(LanguageModule):
                 max_sequence_length,
                 "learned_absolute" if position_embedding_type == "learned_absolute" else "none",
                 tp_group=groups.tp,
-                vocab_padding_multiple=vocab_padding_multiple,
+                vocab_padding_multiple=vocabulary.padding_multiple,
                 tied=cut,
                 positions_tied=cut,
             )
         self.rotary_pos_emb, self.rotary_pos_emb_local = choose_rotary_embeddings(
-            config,
-            position_embedding_type,
-            percent=rotary_percent,
-            base=rotary_base,
-            interpolation=seq_len_interpolation_factor,
-            llama3=False,
-            factor=1.0,
+            config, Positions(position_embedding_type, rotary_percent, rotary_base, seq_len_interpolation_factor)
         )
         relative = position_embedding_type == "relative"
         buckets = relative_attention_num_buckets, relative_attention_max_distance
@@ -154,7 +148,7 @@ class T5Model(LanguageModule):
                 self.embedding.word_embeddings.weight if shares and pre_process else None,
                 has_bias=head_bias,
                 tp_group=groups.tp,
-                vocab_padding_multiple=vocab_padding_multiple,
+                vocab_padding_multiple=vocabulary.padding_multiple,
             )
         name_parameters(self)
         if config.perform_initialization:

@@ -12,8 +12,8 @@ from megatron.core.micro_batch import MicroBatch
 from megatron.core.models.bert.bert_lm_head import BertLMHead
 from megatron.core.models.bert.pooler import Pooler
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
-from megatron.core.models.common.embeddings.rotary_pos_embedding import choose_rotary_embeddings
-from megatron.core.models.common.language_model_head import LanguageModelHead
+from megatron.core.models.common.embeddings.rotary_pos_embedding import Positions, choose_rotary_embeddings
+from megatron.core.models.common.language_model_head import Vocabulary, build_head
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.ops.precision import widened
 from megatron.core.parameters import initialize_parameters, name_parameters
@@ -69,9 +69,8 @@ class BertModel(LanguageModule):
             raise UserError(f"position_embedding_type {position_embedding_type}: not for BERT; {known}")
         self._check()
         tp_group = self.pg_collection.tp
-        self.vocab_size: int = getattr(vocab_size, "unpadded", vocab_size)
-        if self.vocab_size != vocab_size and vocab_padding_multiple is None:
-            vocab_padding_multiple = int(vocab_size)
+        vocabulary = Vocabulary.of(vocab_size, vocab_padding_multiple)
+        self.vocab_size = vocabulary.size
         self.max_sequence_length, self.num_tokentypes = max_sequence_length, num_tokentypes
         self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
         self.share_embeddings_and_output_weights = shares = share_embeddings_and_output_weights
@@ -85,17 +84,11 @@ class BertModel(LanguageModule):
                 position_embedding_type,
                 num_tokentypes,
                 tp_group=tp_group,
-                vocab_padding_multiple=vocab_padding_multiple,
+                vocab_padding_multiple=vocabulary.padding_multiple,
                 tied=shares and not post_process,
             )
         self.rotary_pos_emb, self.rotary_pos_emb_local = choose_rotary_embeddings(
-            config,
-            position_embedding_type,
-            percent=rotary_percent,
-            base=rotary_base,
-            interpolation=seq_len_interpolation_factor,
-            llama3=False,
-            factor=1.0,
+            config, Positions(position_embedding_type, rotary_percent, rotary_base, seq_len_interpolation_factor)
         )
         self.encoder = TransformerBlock(
             config,
@@ -107,22 +100,15 @@ class BertModel(LanguageModule):
         )
         if post_process:
             self.lm_head = BertLMHead(config.hidden_size, config)
-            is_copied = shares and not pre_process
-            copy = {"tied": True, "part_of": "embedding.word_embeddings.weight"} if is_copied else {}
-            self.output_layer = LanguageModelHead(
-                config.hidden_size,
-                self.vocab_size,
-                config=config,
-                init_method=config.embedding_init_method if is_copied or config.use_mup else config.init_method,
+            self.output_layer = build_head(
+                config,
+                vocabulary,
+                tp_group,
                 bias=True,
                 gather_output=not parallel_output,
-                skip_weight_param_allocation=shares and pre_process,
-                tp_group=tp_group,
-                vocab_padding_multiple=vocab_padding_multiple,
-                **copy,
+                shares=shares,
+                borrowed=self.embedding.word_embeddings.weight if shares and pre_process else None,
             )
-            if self.output_layer.weight is None:
-                self.output_layer.borrowed_parameters = (self.embedding.word_embeddings.weight,)
         if post_process and add_binary_head:
             assert config.init_method is not None
             self.pooler = Pooler(config.hidden_size, config, tp_group)
@@ -226,10 +212,9 @@ class BertModel(LanguageModule):
 
     def _predict(self, hidden: Tensor, labels: Tensor | None) -> Tensor:
         """Returns the logits of tokens [b, s, vocabulary], or with labels the loss of each token [b, s]."""
-        weight = next(iter(self.output_layer.borrowed_parameters), None)
         if labels is None:
-            return self.output_layer(hidden, weight)[0].transpose(0, 1).contiguous()
-        return self.output_layer(hidden, weight, labels=labels.clamp(min=0).t())[0].t().contiguous()
+            return self.output_layer(hidden)[0].transpose(0, 1).contiguous()
+        return self.output_layer(hidden, labels=labels.clamp(min=0).t())[0].t().contiguous()
 
 
 def mean_without_ends(hidden: Tensor, attention_mask: Tensor | None) -> Tensor:

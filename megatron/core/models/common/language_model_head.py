@@ -1,11 +1,12 @@
 """The head of a language model: logits over the vocabulary, or the loss of each token."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megatron.core.communication.collectives import group_size
+from megatron.core.communication.collectives import Group, group_size
 from megatron.core.ops.attention.soft_cap import soft_cap
 from megatron.core.ops.cross_entropy import vocabulary_part
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
@@ -13,6 +14,23 @@ from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_para
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 _TYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The ids of a model, and the multiple to which the stored rows of its tables are padded (None: no further)."""
+
+    size: int
+    padding_multiple: int | None
+
+    @classmethod
+    def of(cls, vocab_size: int, padding_multiple: int | None) -> "Vocabulary":
+        """Returns the vocabulary for a model's arguments. `vocab_size` may be a padded size, whose attribute `unpadded`
+        is then the true one."""
+        size: int = getattr(vocab_size, "unpadded", vocab_size)
+        if size != vocab_size and padding_multiple is None:
+            padding_multiple = int(vocab_size)
+        return cls(size, padding_multiple)
 
 
 class LanguageModelHead(ColumnParallelLinear):
@@ -26,7 +44,7 @@ class LanguageModelHead(ColumnParallelLinear):
 
     config: TransformerConfig
     borrowed_parameters: tuple[nn.Parameter, ...] = ()
-    """Parameters that `forward` gets from another module: the embedding of a tied head."""
+    """Parameters of another module that `forward` reads: the weight of a tied head, which is the embedding's."""
 
     def __init__(self, input_size: int, output_size: int, *, vocab_padding_multiple: int | None, **more: Any) -> None:
         super().__init__(input_size, output_size, vocab_padding_multiple=vocab_padding_multiple or 1, **more)
@@ -45,7 +63,8 @@ class LanguageModelHead(ColumnParallelLinear):
         None), the same on every rank. Under sequence parallelism hidden states are this rank's part, [s / ranks, b,
         h]. Without `trains_weight` the weight gets no gradient. The config's `logit_dtype` is the type of the logits,
         and `loss_chunk_size` the number of tokens whose logits exist at a time if there are labels."""
-        weight = self.weight if weight is None else weight
+        if weight is None:
+            weight = next(iter(self.borrowed_parameters), self.weight)
         if self.config.logit_scale != 1.0:
             input_ = input_ * self.config.logit_scale
         cap = self.config.final_logit_softcapping
@@ -81,3 +100,34 @@ class LanguageModelHead(ColumnParallelLinear):
         if true < logits.shape[-1]:
             logits[..., true:] = -torch.inf
         return logits
+
+
+def build_head(
+    config: TransformerConfig,
+    vocabulary: Vocabulary,
+    tp_group: Group,
+    *,
+    bias: bool,
+    gather_output: bool,
+    shares: bool,
+    borrowed: nn.Parameter | None,
+) -> LanguageModelHead:
+    """Returns the head of a model. With `shares` its weight is the embedding's: `borrowed`, or a copy if the embedding
+    is on another pipeline stage (None)."""
+    is_copied = shares and borrowed is None
+    copy = {"tied": True, "part_of": "embedding.word_embeddings.weight"} if is_copied else {}
+    head = LanguageModelHead(
+        config.hidden_size,
+        vocabulary.size,
+        config=config,
+        init_method=config.embedding_init_method if is_copied or config.use_mup else config.init_method,
+        bias=bias,
+        gather_output=gather_output,
+        skip_weight_param_allocation=borrowed is not None,
+        tp_group=tp_group,
+        vocab_padding_multiple=vocabulary.padding_multiple,
+        **copy,
+    )
+    if borrowed is not None:
+        head.borrowed_parameters = (borrowed,)
+    return head

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from megatron.core.communication.collectives import Group, all_reduce
 from megatron.core.context_parallel.mtp_shift import shifted_rows
 from megatron.core.exceptions import UserError
 from megatron.core.groups.process_groups_config import ProcessGroupCollection
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.ops.attached_loss import attach_loss
 from megatron.core.ops.precision import widened
 from megatron.core.parameters import info_of
@@ -20,12 +22,12 @@ from megatron.core.pipeline_parallel.stages import states_into_stages
 from megatron.core.tokens import Tokens, position_ids
 from megatron.core.transformer.layer_inputs import LayerInputs
 from megatron.core.transformer.layer_metrics import LayerMetrics
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-Head = Callable[[Tensor, Tensor], Tensor]
-"""(hidden states [s, b, h], labels [b, s]) -> loss of each token [s, b]."""
-Embed = Callable[[Tensor, Tensor | None, LayerInputs, int], Tensor]
-"""(ids [b, s], positions [b, s] or None, inputs, layer number) -> embeddings [s, b, h]."""
+Head = Callable[..., Tensor]
+"""(hidden states [s, b, h], labels [b, s], trains_weight=True) -> loss of each token [s, b]."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +41,12 @@ class TokensAhead:
     embedded: Tensor | None = None
     """Embeddings [s, b, h] of `ids`."""
 
-    def embed(self, embed: Embed, inputs: LayerInputs, layer_number: int) -> "TokensAhead":
+    def embed(self, embedding: LanguageModelEmbedding, inputs: LayerInputs, layer_number: int) -> "TokensAhead":
         """Returns the same tokens with their embeddings, if they have ids."""
         if self.ids is None:
             return self
-        return dataclasses.replace(self, embedded=embed(self.ids, self.positions, inputs, layer_number))
+        embedded = embedding.embed(self.ids, inputs, positions=self.positions, layer_number=layer_number)
+        return dataclasses.replace(self, embedded=embedded)
 
 
 def tokens_ahead(
@@ -177,3 +180,91 @@ class PredictionLosses(nn.Module):
             total = module(losses, masks[depth].t())
             carrier = attach_loss(carrier, total * (self.weight / divisors[depth]).to(total.dtype), scale)
         return carrier
+
+
+class ChunkPredictions:
+    """What one chunk of a model does for multi-token prediction: it runs the prediction layers (`block`), computes the
+    losses (`losses`), both, or neither.
+
+    Not a module: the model registers `block` and `losses` under its own names. `spec` describes the prediction layers,
+    None in a chunk without them. Raises UserError if the config puts them elsewhere.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        groups: ProcessGroupCollection,
+        spec: ModuleSpec | None,
+        vp_stage: int | None,
+        *,
+        layers_before: int,
+        has_head: bool,
+    ) -> None:
+        self.config, self.groups, self.has_head = config, groups, has_head
+        self.states_in = states_into_stage(config, groups, vp_stage, spec is not None)
+        """Number of hidden states per token that the chunk receives."""
+        self.block: MultiTokenPredictionBlock | None = None
+        if spec is not None:
+            self.block = MultiTokenPredictionBlock(config, spec, vp_stage, groups, layers_before=layers_before)
+        self.losses = PredictionLosses(config) if has_head and config.mtp_num_layers else None
+
+    def look_ahead(
+        self,
+        embedding: LanguageModelEmbedding | None,
+        ids: Tensor | None,
+        labels: Tensor | None,
+        loss_mask: Tensor | None,
+        inputs: LayerInputs,
+        *,
+        training: bool,
+    ) -> Sequence[TokensAhead]:
+        """Returns the tokens that this chunk reads, depth by depth, with their embeddings.
+
+        Returns an empty list if the chunk predicts no tokens, or if the forward computes no loss. A chunk that sends
+        its predictions to another stage always reads them. Tokens are embedded before the decoder runs, so that a
+        sharded embedding is gathered once.
+        """
+        trains = labels is not None and training and torch.is_grad_enabled()
+        reads_ids = self.block is not None and (trains or not self.has_head)
+        reads_labels = self.losses is not None and trains
+        if inputs.inference_context is not None or not (reads_ids or reads_labels):
+            return ()
+        ahead = tokens_ahead(
+            self.config.mtp_num_layers or 0,
+            inputs.tokens,
+            self.groups.cp,
+            ids=ids if reads_ids else None,
+            reads_ids=reads_ids,
+            reads_positions=reads_ids and embedding is not None and embedding.position_embeddings is not None,
+            labels=labels if reads_labels else None,
+            loss_mask=loss_mask,
+        )
+        if embedding is None:
+            return ahead
+        first = self.config.num_layers + 1
+        return [one.embed(embedding, inputs, layer) for layer, one in enumerate(ahead, first)]
+
+    def predict(self, hidden: Tensor, ahead: Sequence[TokensAhead], inputs: LayerInputs) -> list[Tensor]:
+        """Returns the decoder's hidden states [s, b, h], followed by those of each further depth if this chunk has the
+        prediction layers."""
+        embedded = [one.embedded for one in ahead if one.embedded is not None]
+        if self.block is None or not embedded:
+            return [hidden]
+        read = hidden
+        if self.config.mtp_detach_heads:
+            read, embedded = without_gradient(hidden), [without_gradient(one) for one in embedded]
+        return [hidden, *self.block(read, embedded, inputs)]
+
+    def attach_losses(
+        self, states: Sequence[Tensor], ahead: Sequence[TokensAhead], head: Head, inputs: LayerInputs
+    ) -> Tensor:
+        """Returns the decoder's hidden states, with the losses of all depths attached if this forward computes them.
+        `states` are those of `predict`, here or on another stage."""
+        if self.states_in > 1:  # sent by the stage that predicts, in one message
+            states = states[0].to(self.config.params_dtype).chunk(self.states_in)
+        hidden, *predicted = states
+        if self.losses is None or not ahead:
+            return hidden
+        if self.config.mtp_detach_heads:
+            head = partial(head, trains_weight=False)
+        return self.losses(hidden, predicted, ahead, head, self.groups.cp, inputs.auxiliary_scale)

@@ -1,8 +1,6 @@
 """GPT: embedding, a stack of transformer layers, a head over the vocabulary (Radford et al. 2019)."""
 
 import dataclasses
-from collections.abc import Sequence
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -12,23 +10,14 @@ from megatron.core.exceptions import UserError
 from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.micro_batch import MicroBatch
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
-from megatron.core.models.common.embeddings.rotary_pos_embedding import choose_rotary_embeddings
-from megatron.core.models.common.language_model_head import LanguageModelHead
+from megatron.core.models.common.embeddings.rotary_pos_embedding import Positions, choose_rotary_embeddings
+from megatron.core.models.common.language_model_head import Vocabulary, build_head
 from megatron.core.models.common.language_module.language_module import LanguageModule
-from megatron.core.models.common.predictions import (
-    PredictionLosses,
-    TokensAhead,
-    check_copies_have_groups,
-    states_into_stage,
-    tokens_ahead,
-    without_gradient,
-)
+from megatron.core.models.common.predictions import ChunkPredictions, check_copies_have_groups
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parameters import initialize_parameters, name_parameters
-from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
-from megatron.core.tokens import Tokens, position_ids
-from megatron.core.transformer.layer_inputs import InferenceContext, LayerInputs
-from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
+from megatron.core.tokens import Tokens
+from megatron.core.transformer.layer_inputs import InferenceContext
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -86,36 +75,36 @@ class GPTModel(LanguageModule):
             raise UserError(
                 f"not yet: position_embedding_type {position_embedding_type}; learned_absolute, rope, none work"
             )
-        self.vocab_size: int = getattr(vocab_size, "unpadded", vocab_size)
-        if self.vocab_size != vocab_size and vocab_padding_multiple is None:
-            vocab_padding_multiple = int(vocab_size)
+        vocabulary, groups = Vocabulary.of(vocab_size, vocab_padding_multiple), self.pg_collection
+        self.vocab_size = vocabulary.size
         self.max_sequence_length = max_sequence_length
         self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
         self.share_embeddings_and_output_weights = shares = share_embeddings_and_output_weights
         self.position_embedding_type = position_embedding_type
         self.mtp_process = predicts = mtp_block_spec is not None
-        elsewhere = bool(config.mtp_num_layers) and not predicts
         if pre_process or predicts:
-            positions_tied = not pre_process or elsewhere
+            positions_tied = not pre_process or (bool(config.mtp_num_layers) and not predicts)
             self.embedding = LanguageModelEmbedding(
                 config,
                 self.vocab_size,
                 max_sequence_length,
                 position_embedding_type,
                 scatter_to_sequence_parallel=scatter_embedding_sequence_parallel,
-                tp_group=self.pg_collection.tp,
-                vocab_padding_multiple=vocab_padding_multiple,
+                tp_group=groups.tp,
+                vocab_padding_multiple=vocabulary.padding_multiple,
                 tied=positions_tied or (shares and not post_process),
                 positions_tied=positions_tied,
             )
         self.rotary_pos_emb, self.rotary_pos_emb_local = choose_rotary_embeddings(
             config,
-            position_embedding_type,
-            percent=rotary_percent,
-            base=rotary_base,
-            interpolation=seq_len_interpolation_factor,
-            llama3=rope_scaling,
-            factor=rope_scaling_factor,
+            Positions(
+                position_embedding_type,
+                rotary_percent,
+                rotary_base,
+                seq_len_interpolation_factor,
+                rope_scaling,
+                rope_scaling_factor,
+            ),
         )
         has_final_norm = predicts if config.mtp_num_layers else post_process  # it comes before the prediction layers
         self.decoder = TransformerBlock(
@@ -123,37 +112,26 @@ class GPTModel(LanguageModule):
             transformer_layer_spec,
             pre_process=pre_process,
             post_process=has_final_norm,
-            pg_collection=self.pg_collection,
+            pg_collection=groups,
             vp_stage=vp_stage,
         )
-        self.states_in = states_into_stage(config, self.pg_collection, vp_stage, predicts)
-        self.mtp: MultiTokenPredictionBlock | None = None
-        if mtp_block_spec is not None:
-            self.mtp = MultiTokenPredictionBlock(
-                config, mtp_block_spec, vp_stage, self.pg_collection, layers_before=len(self.decoder.layers)
-            )
-        self.prediction_losses = PredictionLosses(config) if post_process and config.mtp_num_layers else None
+        self.predictions = ChunkPredictions(
+            config, groups, mtp_block_spec, vp_stage, layers_before=len(self.decoder.layers), has_head=post_process
+        )
+        self.mtp, self.prediction_losses = self.predictions.block, self.predictions.losses
         if post_process:
-            is_borrowed = shares and (pre_process or predicts)
-            is_copied = shares and not is_borrowed
-            copy = {"tied": True, "part_of": "embedding.word_embeddings.weight"} if is_copied else {}
-            self.output_layer = LanguageModelHead(
-                config.hidden_size,
-                self.vocab_size,
-                config=config,
-                init_method=config.embedding_init_method if is_copied or config.use_mup else config.init_method,
+            self.output_layer = build_head(
+                config,
+                vocabulary,
+                groups.tp,
                 bias=False,
                 gather_output=not parallel_output,
-                skip_weight_param_allocation=is_borrowed,
-                tp_group=self.pg_collection.tp,
-                vocab_padding_multiple=vocab_padding_multiple,
-                **copy,
+                shares=shares,
+                borrowed=self.embedding.word_embeddings.weight if shares and (pre_process or predicts) else None,
             )
-            if self.output_layer.weight is None:
-                self.output_layer.borrowed_parameters = (self.embedding.word_embeddings.weight,)
         name_parameters(self)
         if config.mtp_num_layers:
-            check_copies_have_groups(self, self.pg_collection)
+            check_copies_have_groups(self, groups)
         if config.perform_initialization:
             initialize_parameters(self, config.seed)
 
@@ -204,7 +182,7 @@ class GPTModel(LanguageModule):
         self._check_context(context)
         given = decoder_input if decoder_input is not None else self.decoder.input_tensor
         ids = input_ids if decoder_input is None else None
-        one = given if given is None else given[: given.shape[0] // self.states_in]
+        one = given if given is None else given[: given.shape[0] // self.predictions.states_in]
         micro_batch = micro_batch or MicroBatch()
         learned = self.max_sequence_length if self.position_embedding_type == "learned_absolute" else None
         source = given if given is not None else input_ids
@@ -220,12 +198,24 @@ class GPTModel(LanguageModule):
             _check_padding_mask(padding_mask, tokens)
             inputs = dataclasses.replace(inputs, padding_mask=padding_mask)
 
-        hidden = given if given is not None else self._embed(input_ids, inputs)  # [s, b, h]
-        ahead = self._look_ahead(input_ids, labels, loss_mask, inputs)
-        states = self._decode(hidden, ahead, inputs)
+        hidden = given  # [s, b, h]
+        if hidden is None:
+            assert input_ids is not None
+            hidden = self.embedding.embed(input_ids, inputs)
+        embedding = self.embedding if self.mtp_process else None
+        texts = input_ids, labels, loss_mask
+        ahead = self.predictions.look_ahead(embedding, *texts, inputs, training=self.training)
+        states = self.predictions.predict(self.decoder(hidden, inputs=inputs), ahead, inputs)
         if not self.post_process:
             return torch.cat(states) if len(states) > 1 else states[0]
-        return self._head(states, ahead, labels, inputs, runtime_gather_output)
+        hidden = self.predictions.attach_losses(states, ahead, self._losses_of, inputs)
+        if context is not None:
+            hidden = context.select_last(hidden)
+            runtime_gather_output = context.gathers_logits or runtime_gather_output
+        if labels is not None:
+            return self._losses_of(hidden, labels).t().contiguous()  # [b, s]
+        result, _ = self.output_layer(hidden, runtime_gather_output=runtime_gather_output)
+        return result.transpose(0, 1).contiguous()  # [b, s, vocabulary]
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor] | None) -> None:
         """Sets the hidden states [s, b, h] received from the previous stage, for the next forward."""
@@ -244,85 +234,10 @@ class GPTModel(LanguageModule):
         if context is not None and self.rotary_pos_emb is not None:
             self.rotary_pos_emb.check_cache(context.max_sequence_length)
 
-    def _embed(self, input_ids: Tensor | None, inputs: LayerInputs) -> Tensor:
-        assert input_ids is not None
-        return self._embedded(input_ids, position_ids(inputs.tokens, input_ids.device), inputs)
-
-    def _embedded(
-        self, input_ids: Tensor, positions: Tensor | None, inputs: LayerInputs, layer_number: int = 0
-    ) -> Tensor:
-        if not self.sequence_parallel or self.embedding.scatter_to_sequence_parallel:
-            return self.embedding(input_ids, positions, inputs.hidden_dropout_position(layer_number, "embedding"))
-        whole = self.embedding(input_ids, positions, inputs.dropout_position(layer_number, "embedding"))
-        return scatter_to_sequence_parallel_region(whole, self.pg_collection.tp)
-
-    def _look_ahead(
-        self, input_ids: Tensor | None, labels: Tensor | None, loss_mask: Tensor | None, inputs: LayerInputs
-    ) -> Sequence[TokensAhead]:
-        """Returns the tokens that multi-token prediction reads on this stage, depth by depth, with their embeddings.
-
-        Returns an empty list if this stage predicts no tokens, or if the forward computes no loss. A stage that sends
-        its predictions to another stage always reads them. Tokens are embedded before the decoder runs, so that a
-        sharded embedding is gathered once.
-        """
-        trains = labels is not None and self.training and torch.is_grad_enabled()
-        reads_ids = self.mtp is not None and (trains or not self.post_process)
-        reads_labels = self.prediction_losses is not None and trains
-        if inputs.inference_context is not None or not (reads_ids or reads_labels):
-            return ()
-        ahead = tokens_ahead(
-            self.config.mtp_num_layers or 0,
-            inputs.tokens,
-            self.pg_collection.cp,
-            ids=input_ids if reads_ids else None,
-            reads_ids=reads_ids,
-            reads_positions=reads_ids and self.embedding.position_embeddings is not None,
-            labels=labels if reads_labels else None,
-            loss_mask=loss_mask,
-        )
-        first = self.config.num_layers + 1
-        return [one.embed(self._embedded, inputs, layer) for layer, one in enumerate(ahead, first)]
-
-    def _decode(self, hidden: Tensor, ahead: Sequence[TokensAhead], inputs: LayerInputs) -> list[Tensor]:
-        """Returns the decoder's hidden states [s, b, h], followed by those of each further depth if this stage has the
-        layers of multi-token prediction."""
-        hidden = self.decoder(hidden, inputs=inputs)
-        embedded = [one.embedded for one in ahead if one.embedded is not None]
-        if self.mtp is None or not embedded:
-            return [hidden]
-        read = hidden
-        if self.config.mtp_detach_heads:
-            read, embedded = without_gradient(hidden), [without_gradient(one) for one in embedded]
-        return [hidden, *self.mtp(read, embedded, inputs)]
-
-    def _head(
-        self,
-        states: Sequence[Tensor],
-        ahead: Sequence[TokensAhead],
-        labels: Tensor | None,
-        inputs: LayerInputs,
-        runtime_gather_output: bool | None,
-    ) -> Tensor:
-        """Returns logits [b, s, vocabulary], or with labels the loss of each token [b, s]; see `forward`."""
-        if self.states_in > 1:  # sent by the stage that predicts, in one message
-            states = states[0].to(self.config.params_dtype).chunk(self.states_in)
-        hidden, *predicted = states
-        if inputs.inference_context is not None:
-            hidden = inputs.inference_context.select_last(hidden)
-            runtime_gather_output = inputs.inference_context.gathers_logits or runtime_gather_output
-        weight = next(iter(self.output_layer.borrowed_parameters), None)
-
-        def losses_of(states: Tensor, labels: Tensor, **options: bool) -> Tensor:
-            return self.output_layer(states, weight, labels=labels.t(), **options)[0]  # [s, b]
-
-        if self.prediction_losses is not None and ahead:
-            group, scale = self.pg_collection.cp, inputs.auxiliary_scale
-            head = partial(losses_of, trains_weight=False) if self.config.mtp_detach_heads else losses_of
-            hidden = self.prediction_losses(hidden, predicted, ahead, head, group, scale)
-        if labels is not None:
-            return losses_of(hidden, labels).t().contiguous()  # [b, s]
-        result, _ = self.output_layer(hidden, weight, runtime_gather_output)
-        return result.transpose(0, 1).contiguous()  # [b, s, vocabulary]
+    def _losses_of(self, hidden: Tensor, labels: Tensor, **options: bool) -> Tensor:
+        """Returns the loss of each token [s, b], for hidden states [s, b, h] and labels [b, s]."""
+        losses: Tensor = self.output_layer(hidden, labels=labels.t(), **options)[0]
+        return losses
 
 
 def _check_padding_mask(mask: Tensor, tokens: Tokens) -> None:

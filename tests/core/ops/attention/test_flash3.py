@@ -1,5 +1,6 @@
 """FlashAttention-3 (a stand-in computes): what it is given, and where it is used."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -15,6 +16,7 @@ from megatron.core.ops.attention.flash3 import Flash3Attention, find_flash3
 from megatron.core.ops.attention.kernels import SDPA_CUDA, Situation
 from megatron.core.ops.attention.unfused import AttentionCall, AttentionVariant, attention
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.kernels_in_use import AttentionInUse
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.setup import notes
 from megatron.training.setup.notes import unused_package_notes
@@ -112,9 +114,11 @@ def test_flash_prefers_it_and_other_settings_do_not_use_it(monkeypatch: pytest.M
 
 
 def test_a_run_is_told_that_it_is_installed_and_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    line = "attention of layers 1 to 2 on cuda: SDPA (cuDNN)"
-    assert torch.cuda.is_available() or not list(unused_package_notes(line))
+    found = AttentionInUse(False, ("SDPA (cuDNN)",) * 2, "SDPA (cuDNN)", "cuda", (1, 2))
+    assert torch.cuda.is_available() or not list(unused_package_notes(found))
     monkeypatch.setattr(notes, "find_flash3", lambda: Flash3Attention(Package()))
-    (note,) = unused_package_notes(line)
+    (note,) = unused_package_notes(found)
     assert "--attention-backend flash uses it" in note
-    assert not list(unused_package_notes("attention of layers 1 to 2 on cuda: FlashAttention-3"))
+    refused = "FlashAttention-3, because SDPA (cuDNN) sums gradients in an order that varies"
+    for other in ({"crosses": True}, {"kernels": ("FlashAttention-3",) * 2, "why": refused}):
+        assert not list(unused_package_notes(dataclasses.replace(found, **other)))

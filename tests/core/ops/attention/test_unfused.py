@@ -201,4 +201,4 @@ def test_what_cannot_be_honoured_gives_way_to_the_next(asked: AttnBackend, monke
     assert on_cpu.choices[Situation("cpu", torch.bfloat16, True, False)].refusals  # which the log names
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     choice = plan(variant, asked=asked).choices[Situation("cuda", torch.bfloat16, True, False)]
-    assert choice.kernel is UNFUSED and "masks of attention dropout 0.1" in choice.refusals[0]
+    assert choice.kernel is UNFUSED and "masks of attention dropout 0.1" in choice.refusals[0][1]

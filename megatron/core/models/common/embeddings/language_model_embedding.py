@@ -12,7 +12,10 @@ from megatron.core.groups.defaults import tp_group_or_default
 from megatron.core.ops.dropout.dropout import DropoutRngPosition
 from megatron.core.ops.precision import widened
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
+from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
 from megatron.core.tensor_parallel.storage import new_parameter
+from megatron.core.tokens import position_ids
+from megatron.core.transformer.layer_inputs import LayerInputs
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -124,6 +127,19 @@ class LanguageModelEmbedding(MegatronModule):
         flat = hidden.flatten(0, 1)  # [t, h]
         add = self.backend.dropout.bias_dropout_add
         return add(flat, None, None, self.config.hidden_dropout, place).view(hidden.shape)
+
+    def embed(
+        self, ids: Tensor, inputs: LayerInputs, *, positions: Tensor | None = None, layer_number: int = 0
+    ) -> Tensor:
+        """Returns the hidden states [s, b, h] that layers read, for ids [b, s] and positions [b or 1, s] (None: those
+        of `inputs.tokens`); under sequence parallelism this rank's part. Dropout masks are those of the layer with
+        this number."""
+        if positions is None and self.position_embeddings is not None:
+            positions = position_ids(inputs.tokens, ids.device)
+        if self.scatters or not self.config.sequence_parallel or group_size(self.tp_group) == 1:
+            return self(ids, positions, inputs.hidden_dropout_position(layer_number, "embedding"))
+        whole = self(ids, positions, inputs.dropout_position(layer_number, "embedding"))
+        return scatter_to_sequence_parallel_region(whole, self.tp_group)
 
     def _own(self, ids: Tensor) -> Tensor:
         """Returns this rank's part of ids [s, b or 1]."""

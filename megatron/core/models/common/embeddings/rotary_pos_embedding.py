@@ -1,5 +1,6 @@
 """Positions of tokens in attention: rotary embeddings by the model's settings, and scales of queries."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -173,34 +174,36 @@ def _check_channels(scaling: RopeScaling, rotary_dim: int) -> None:
         raise UserError(f"rope_scaling_type dynamic: {rotary_dim} channels of a head are rotated; it needs 4 at least")
 
 
+@dataclass(frozen=True)
+class Positions:
+    """The arguments of a model that describe positions."""
+
+    kind: str
+    """`position_embedding_type`"""
+    rotary_percent: float = 1.0
+    rotary_base: float = 10000
+    interpolation: float | None = None
+    """`seq_len_interpolation_factor`"""
+    rope_scaling: bool = False
+    rope_scaling_factor: float = 1.0
+
+
 def choose_rotary_embeddings(
-    config: TransformerConfig,
-    position_embedding_type: str,
-    *,
-    percent: float,
-    base: float,
-    interpolation: float | None,
-    llama3: bool,
-    factor: float,
+    config: TransformerConfig, positions: Positions
 ) -> tuple[RotaryEmbedding | None, RotaryEmbedding | None]:
     """Returns the rotary embedding of the model, or None, and the separate one of windowed layers, or None if they have
-    the same frequencies. The keywords are a model's `rotary_percent`, `rotary_base`, `seq_len_interpolation_factor`,
-    `rope_scaling` and `rope_scaling_factor`; latent attention takes all settings from the config instead."""
+    the same frequencies. Latent attention takes all settings from the config."""
     if isinstance(config, MLATransformerConfig) and config.multi_latent_attention:
         return latent_rotary_embedding(config), None
-    if position_embedding_type != "rope":
+    if positions.kind != "rope":
         return None, None
     assert config.kv_channels is not None
-    scaling = rope_scaling_of(config, factor, llama3=llama3)
-    rotary = RotaryEmbedding(
-        config.kv_channels, percent, config.rotary_interleaved, interpolation, base, scaling=scaling
-    )
+    scaling = rope_scaling_of(config, positions.rope_scaling_factor, llama3=positions.rope_scaling)
+    shape = config.kv_channels, positions.rotary_percent, config.rotary_interleaved
+    rotary = RotaryEmbedding(*shape, positions.interpolation, positions.rotary_base, scaling=scaling)
     if config.rotary_base_local is None or config.window_size is None:
         return rotary, None
-    local = RotaryEmbedding(
-        config.kv_channels, percent, config.rotary_interleaved, rotary_base=config.rotary_base_local
-    )
-    return rotary, local
+    return rotary, RotaryEmbedding(*shape, rotary_base=config.rotary_base_local)
 
 
 def latent_rotary_embedding(config: MLATransformerConfig) -> RotaryEmbedding:

@@ -13,6 +13,7 @@ from megatron.core.parameters import info_of
 from megatron.core.tokens import Tokens
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
+from megatron.core.transformer.kernels_in_use import attention_of_layer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 CONFIG = TransformerConfig(
@@ -60,7 +61,7 @@ def layer(**settings: object) -> DotProductAttention:
 
 
 def test_the_choice_of_a_kernel_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert layer().describe(torch.device("cpu")) == (
+    assert attention_of_layer(layer(), torch.device("cpu")).why == (
         "plain torch, because SDPA (CPU flash) has no gradient of a relative position bias"
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

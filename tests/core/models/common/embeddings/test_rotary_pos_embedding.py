@@ -7,6 +7,7 @@ import torch
 
 from megatron.core.exceptions import UserError
 from megatron.core.models.common.embeddings.rotary_pos_embedding import (
+    Positions,
     RotaryEmbedding,
     choose_rotary_embeddings,
     query_scale,
@@ -18,8 +19,9 @@ POSITIONS = torch.tensor([[0, 1, 7], [2, 3, 4]])
 
 
 def choose(config: TransformerConfig, kind: str = "rope", **fields: Any) -> tuple[Any, Any]:
-    keywords = {"percent": 1.0, "base": 100.0, "interpolation": None, "llama3": False, "factor": 8.0}
-    return choose_rotary_embeddings(config, kind, **{**keywords, **fields})
+    return choose_rotary_embeddings(
+        config, Positions(kind, **{"rotary_base": 100.0, "rope_scaling_factor": 8.0, **fields})
+    )
 
 
 def test_angles() -> None:
@@ -44,14 +46,14 @@ def test_models_without_rotary_positions_and_windows_with_their_own() -> None:
 
 def test_latent_attention_takes_its_config() -> None:
     config = MLATransformerConfig(**SMALL, rotary_base=77.0, qk_pos_emb_head_dim=16, rope_type="rope")
-    rotary, local = choose(config, "none", base=100.0)
+    rotary, local = choose(config, "none", rotary_base=100.0)
     assert (rotary.rotary_base, rotary.rotary_dim, rotary.rotary_interleaved, local) == (77.0, 16, True, None)
 
 
 def test_scalings_that_contradict_each_other_or_a_cache() -> None:
     yarn = TransformerConfig(**SMALL, rope_scaling_type="yarn")
     with pytest.raises(UserError, match="rope_scaling asks for llama3, rope_scaling_type for yarn"):
-        choose(yarn, llama3=True)
+        choose(yarn, rope_scaling=True)
     dynamic, _ = choose(TransformerConfig(**SMALL, rope_scaling_type="dynamic", rope_scaling_original_length=16))
     dynamic.check_cache(16)
     with pytest.raises(UserError, match="an inference context of 17 tokens is longer than 16"):
