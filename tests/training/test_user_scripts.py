@@ -247,7 +247,7 @@ def test_data_of_evaluations_that_are_no_losses(corpus, tmp_path, capsys):
     board = f"{flags} --tensorboard-dir {tmp_path}"
     theirs = run_script(board, *SCRIPT[:3], step, process_non_loss_data_func=process)
     assert losses_of(theirs) == pytest.approx(losses_of(run_script(flags, *SCRIPT)), abs=1e-11)
-    assert [iteration for _, iteration in seen] == [2, 4, 4, 4]  # the last two: validation and test at the end
+    assert [iteration for _, iteration in seen] == [2, 4, 4]  # the last two: validation and test
     assert all(len(data) == 4 for data, _ in seen)
     one = run_script(f"{flags.replace('--eval-iters 2', '--eval-iters 1')}", *SCRIPT)
     total, count = (sum(column) for column in zip(*seen[0][0], strict=True))
