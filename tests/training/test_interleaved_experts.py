@@ -56,6 +56,50 @@ def check(world: int, layout: str, flags: list[str]) -> None:
 
 QUICK = "--expert-model-parallel-size 2 --moe-shared-expert-intermediate-size 16 --moe-token-dispatcher-type alltoall"
 
+LAYOUTS = {
+    "experts by channels": (
+        2,
+        "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 2 "
+        "--moe-token-dispatcher-type allgather --moe-shared-expert-intermediate-size 16 --moe-shared-expert-overlap",
+    ),
+    "dense layers between, recomputed": (
+        2,
+        "--num-layers 4 --expert-model-parallel-size 2 --moe-layer-freq 2 --recompute-granularity full "
+        "--recompute-method uniform --recompute-num-layers 1 --fp64",
+    ),
+    "parts recomputed": (
+        2,
+        f"{QUICK} --untie-embeddings-and-output-weights --recompute-granularity selective "
+        "--recompute-modules moe layernorm",
+    ),
+    "other parts recomputed": (
+        2,
+        f"{QUICK} --recompute-granularity selective --recompute-modules core_attn moe_act layernorm shared_experts",
+    ),
+    "virtual stages": (
+        4,
+        "--num-layers 4 --global-batch-size 10 --expert-model-parallel-size 2 --pipeline-model-parallel-size 2 "
+        "--num-virtual-stages-per-pipeline-rank 2 --untie-embeddings-and-output-weights",
+    ),
+    "sharded weights": (
+        2,
+        "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --use-megatron-fsdp "
+        "--data-parallel-sharding-strategy optim_grads_params --overlap-grad-reduce --overlap-param-gather "
+        "--use-distributed-optimizer",
+    ),
+    "sharded optimizer": (
+        4,
+        "--expert-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel "
+        "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --moe-token-dispatcher-type alltoall "
+        "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-expert-capacity-factor 1.0",
+    ),
+    "latent attention, predicting further ahead": (
+        2,
+        "--expert-model-parallel-size 2 --multi-latent-attention --kv-lora-rank 8 --qk-head-dim 8 "
+        "--qk-pos-emb-head-dim 4 --v-head-dim 8 --mtp-num-layers 1 --position-embedding-type rope",
+    ),
+}
+
 
 def test_a_run_whose_micro_batches_take_turns_is_bit_equal() -> None:
     check(2, QUICK, [f"{TURNS} {LATE}", LATE])
@@ -86,6 +130,12 @@ def test_a_backward_alone_computes_weight_gradients_during_its_exchanges() -> No
 
 def in_turn(flags: list[str]) -> list[list[int]]:
     return [products_during_exchanges(each) for each in flags]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_more_runs_are_bit_equal(name: str) -> None:
+    check(*LAYOUTS[name], [TURNS, f"{TURNS} {LATE}", LATE])
 
 
 def test_where_there_is_nothing_to_hide_that_is_said(capsys: pytest.CaptureFixture[str]) -> None:
