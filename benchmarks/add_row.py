@@ -1,4 +1,4 @@
-"""Compares a run of tools/bench.py with an anchor's log and appends the pair to a list of rows (see compare.sh)."""
+"""Compares a run of bench.py with an anchor's log and appends the pair to a list of rows (see compare.sh)."""
 
 import argparse
 import json
@@ -13,7 +13,7 @@ _ITERATION = re.compile(r"iteration +([0-9]+)/ *([0-9]+)")
 _LOSS = re.compile(r"lm loss: ([0-9.E+-]+)")
 _OURS = ("milliseconds", "fastest", "slowest", "steps", "tokens_per_second", "tflops", "mfu", "peak_memory_gb", "loss")
 _FURTHER = ("floor_milliseconds", "floor_parts", "floor_communication", "timeline")
-"""Entries of this project's figures that only `tools/bench.py --floor` or `--kernels` writes."""
+"""Entries of this project's figures that only `benchmarks/bench.py --floor` or `--kernels` writes."""
 _MEMORY = re.compile(r"max allocated: ([0-9.]+)")
 
 
@@ -74,7 +74,7 @@ def main(words: Sequence[str] | None = None) -> None:
     """Adds a row to a list of results and prints it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name", help="cell, or cell/layout")
-    parser.add_argument("ours", type=Path, help="what tools/bench.py --json wrote")
+    parser.add_argument("ours", type=Path, help="what benchmarks/bench.py --json wrote")
     parser.add_argument("anchor", type=Path, help="the anchor's log")
     parser.add_argument("results", type=Path, help="a JSON list, made if it is not there")
     parser.add_argument("--anchor-flags", default="", help="more flags of the anchor, to be recorded")

@@ -60,14 +60,14 @@ for each in "${@:-GPT125M}"; do
   # shellcheck disable=SC2086,SC2154  # flags are words
   if [ -z "${ANCHOR_ONLY:-}" ]; then
     PYTHONPATH=$root command timeout "$(limit)" python3 -m torch.distributed.run --standalone --nproc_per_node "$gpus" \
-      "$root/tools/bench.py" "$cell" --json "$out/ours-$name.json" $measurement $ours ${OURS:-} \
+      "$root/benchmarks/bench.py" "$cell" --json "$out/ours-$name.json" $measurement $ours ${OURS:-} \
       > "$out/ours-$name.log" 2>&1 || { echo "ours $name: failed" && tail -n 5 "$out/ours-$name.log"; }
     sed -n "/^$cell: /,\$p" "$out/ours-$name.log"
   fi
   [ -z "${OURS_ONLY:-}" ] || continue
   # shellcheck disable=SC2086,SC2154
   if [[ $measured != *" $reference "* ]]; then
-    flags=$(PYTHONPATH=$root python3 "$root/tools/bench.py" "$cell" --flags $theirs)
+    flags=$(PYTHONPATH=$root python3 "$root/benchmarks/bench.py" "$cell" --flags $theirs)
     rm -f "$out/$log.log"
     # in a shell of its own, since kits set variables
     (LIMIT=$(limit) anchor "$log" "$gpus" $flags --log-interval "$interval" ${ANCHOR:-}) || echo "anchor $log: no figures"

@@ -5,6 +5,7 @@ from results/h200.json, which compare.sh fills: the newest row of each cell. All
 results/subjects.json.
 """
 
+import argparse
 import json
 import re
 import textwrap
@@ -137,4 +138,5 @@ def filled(page: str) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     PAGE.write_text(filled(PAGE.read_text("utf-8")), "utf-8")

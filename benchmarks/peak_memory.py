@@ -2,7 +2,7 @@
 
 The state (weights, quantised weights, gradients, optimizer) is that of `--dry-run`, which builds each rank's part of
 the model. Activations are counted per token and layer: what the layers of Llama's and MOE64's kind keep for backward.
-tests/tools/test_layouts.py compares the estimate with measured peaks.
+tests/benchmarks/test_layouts.py compares the estimate with measured peaks.
 """
 
 import argparse
@@ -13,6 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import pretrain_gpt
+from benchmarks.bench import build_datasets, read_options
 from benchmarks.layouts import find_cell
 from megatron.core.pipeline_parallel.orders import Schedule, schedule_name
 from megatron.core.pipeline_parallel.simulator import simulate
@@ -25,7 +26,6 @@ from megatron.training.batch_schedule import BatchSchedule
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.settings import LaunchEnvironment
 from megatron.training.providers import Providers
-from tools.bench import build_datasets, read_options
 
 H200 = 139 * 2**30
 """Bytes of an H200 that its driver reports as 139 GiB."""

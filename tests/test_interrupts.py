@@ -15,11 +15,8 @@ ROOT = Path(__file__).parents[1]
 
 ENTRIES = [
     *sorted(ROOT.glob("pretrain_*.py")),
-    *sorted(
-        path
-        for path in ROOT.glob("tools/**/*.py")
-        if "__main__" in path.read_text() and "is a part of another program" not in path.read_text()
-    ),
+    *sorted(path for path in ROOT.glob("tools/**/*.py") if "is a part of another" not in path.read_text()),
+    *sorted(path for path in ROOT.glob("benchmarks/*.py") if "run_main" in path.read_text()),
 ]
 
 IMPORTS_FOR_EVER = """
@@ -72,7 +69,7 @@ def test_every_entry_is_quiet() -> None:
     for path in ENTRIES:
         text = path.read_text()
         quiet = text.index("\n    exit_quietly()")
-        slow = ("torch", "numpy", "megatron.core", "megatron.training", "pretrain_", "tools.")
+        slow = ("torch", "numpy", "megatron.core", "megatron.training", "pretrain_", "tools.", "benchmarks.")
         first = min(at for name in slow for word in ("import", "from") if (at := _line_of(text, f"{word} {name}")) > 0)
         assert quiet < first, path
         assert path.name.startswith("pretrain_") or "run_main(main)" in text, path

@@ -1,5 +1,6 @@
 """The tree of tests mirrors the package: tests/core/x/test_y.py tests megatron/core/x/y.py."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,17 @@ NOTHING_TO_TEST = {
     "training/publication.py": "an interface whose methods do nothing; facades/test_published_run.py tests the other",
 }
 """Modules without a test file of their name, each with the reason. Give a new module a test file instead."""
+
+_PARTS = "checkpoint", "data", "logging", "model", "parallel", "resilience", "schedule", "training"
+_KERNELS = re.findall(r'^    "(.*)": ', (ROOT / "tests/core/ops/test_kernels_triton.py").read_text(), flags=re.M)
+_FIELDS = "architecture", "attention", "latent_attention", "low_precision", "memory", "moe", "positions"
+TESTED_TOGETHER = {
+    "training/config/test_impossible_values.py": {f"training/config/{part}.py" for part in _PARTS},
+    "core/transformer/config/test_impossible_values.py": {f"core/transformer/config/{name}.py" for name in _FIELDS},
+    "conversion/test_config_rules.py": {"conversion/layer_rules.py"},
+    "core/ops/test_kernels_triton.py": {f"core/{file}" for file in _KERNELS},
+}
+"""Test files of several modules, each of which would have the same few lines."""
 
 
 def modules(package: Path) -> list[str]:
@@ -38,12 +50,15 @@ def _test_of(root: Path, module: str) -> Path:
 
 
 def test_every_module_has_a_test_file_of_its_name() -> None:
-    missing = untested(ROOT, {*NOTHING_TO_TEST})
+    missing = untested(ROOT, {*NOTHING_TO_TEST}.union(*TESTED_TOGETHER.values()))
     assert not missing, f"modules without a test file: {', '.join(f'megatron/{module}' for module in missing)}"
 
 
 def test_exceptions_are_modules() -> None:
-    assert not set(NOTHING_TO_TEST) - set(modules(ROOT / "megatron"))
+    together = set().union(*TESTED_TOGETHER.values())
+    assert (set(NOTHING_TO_TEST) | together) <= set(modules(ROOT / "megatron"))
+    assert all((ROOT / "tests" / file).exists() for file in TESTED_TOGETHER)
+    assert not [module for module in together if _test_of(ROOT, module).exists()]
 
 
 @pytest.mark.parametrize(("tests", "missing"), [([], ["core/a.py", "core/b.py"]), (["test_a.py"], ["core/b.py"])])

@@ -14,8 +14,19 @@ from megatron.conversion.config_rules import (
     Unused,
     Written,
 )
+from megatron.conversion.layer_rules import (
+    AttentionHeads,
+    ExpertLayers,
+    LinearBiases,
+    NoWindows,
+    RouterWeights,
+    ScoreScale,
+    SlidingWindows,
+)
 from megatron.core.exceptions import UserError
 from megatron.training.config.flag_table import flag_table
+
+WINDOWS = {"num_hidden_layers": 3, "sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}
 
 CASES: list[tuple[Rule, dict[str, Any], dict[str, Any]]] = [
     (Copied("hidden_size", "hidden_size"), {"hidden_size": 64}, {"hidden_size": 64}),
@@ -26,6 +37,69 @@ CASES: list[tuple[Rule, dict[str, Any], dict[str, Any]]] = [
     (Implied({"swiglu": True}), {}, {"swiglu": True}),
     (Written({"is_decoder": True}), {}, {}),
     (TiedEmbeddings(), {"tie_word_embeddings": True}, {"untie_embeddings_and_output_weights": False}),
+    (
+        AttentionHeads(),
+        {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24},
+        {"num_attention_heads": 4, "group_query_attention": True, "num_query_groups": 2, "kv_channels": 24},
+    ),
+    (
+        AttentionHeads(),
+        {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": None, "head_dim": None},
+        {"num_attention_heads": 4, "kv_channels": 16},
+    ),
+    (LinearBiases(), {"attention_bias": False, "mlp_bias": False}, {"add_bias_linear": False}),
+    (
+        LinearBiases(),
+        {"attention_bias": True, "mlp_bias": True},
+        {"add_bias_linear": False, "add_qkv_bias": True, "attention_output_bias": True, "mlp_bias": True},
+    ),
+    (SlidingWindows(), {"sliding_window": None, "num_hidden_layers": 3}, {}),
+    (
+        SlidingWindows(),
+        {"sliding_window": 8, "num_hidden_layers": 3},
+        {"window_size": (7, 0), "window_attn_skip_freq": None},
+    ),
+    (SlidingWindows(by_layer=True), WINDOWS | {"use_sliding_window": False}, {}),
+    (SlidingWindows(by_layer=True), WINDOWS | {"sliding_window": None}, {}),
+    (SlidingWindows(by_layer=True), WINDOWS, {"window_size": (7, 0), "window_attn_skip_freq": [0, 1, 1]}),
+    (
+        SlidingWindows(by_layer=True),
+        WINDOWS | {"layer_types": ["sliding_attention", "full_attention", "full_attention"]},
+        {"window_size": (7, 0), "window_attn_skip_freq": [1, 0, 0]},
+    ),
+    (ScoreScale("attention_multiplier"), {"attention_multiplier": 0.25}, {"softmax_scale": 0.25}),
+    (ScoreScale("query_pre_attn_scalar", query_scalar=True), {"query_pre_attn_scalar": 64}, {"softmax_scale": 0.125}),
+    (NoWindows(), {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 48}, {}),
+    (
+        RouterWeights(),
+        {"num_experts_per_tok": 2, "norm_topk_prob": True},
+        {"moe_router_topk": 2, "moe_router_score_function": "softmax", "moe_router_pre_softmax": False},
+    ),
+    (
+        RouterWeights(),
+        {"num_experts_per_tok": 2, "norm_topk_prob": False},
+        {"moe_router_topk": 2, "moe_router_score_function": "softmax", "moe_router_pre_softmax": True},
+    ),
+    (
+        RouterWeights(key=None),
+        {"num_experts_per_tok": 1},
+        {
+            "moe_router_topk": 1,
+            "moe_router_score_function": "softmax",
+            "moe_router_pre_softmax": True,
+            "moe_router_norm_topk_prob": True,
+        },
+    ),
+    (
+        ExpertLayers(),
+        {"num_hidden_layers": 3, "decoder_sparse_step": 1, "mlp_only_layers": None},
+        {"moe_layer_freq": 1},
+    ),
+    (
+        ExpertLayers(),
+        {"num_hidden_layers": 5, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
+        {"moe_layer_freq": [0, 1, 0, 0, 0]},
+    ),
 ]
 
 
@@ -48,6 +122,29 @@ def test_fields_and_back(rule: Rule, config: dict[str, Any], fields: dict[str, A
             {"logits_scaling": 0},
             "logits_scaling is 0; it must be larger than 0",
         ),
+        (AttentionHeads(), {"num_attention_heads": 0}, "num_attention_heads is 0; it must be at least 1"),
+        (SlidingWindows(), {"sliding_window": 0, "num_hidden_layers": 3}, "sliding_window is 0; it must be at least 1"),
+        (
+            SlidingWindows(by_layer=True),
+            WINDOWS | {"layer_types": ["chunked_attention"] * 3},
+            "layer_types has 'chunked_attention'; sliding_attention and full_attention are supported",
+        ),
+        (
+            SlidingWindows(by_layer=True),
+            WINDOWS | {"layer_types": ["sliding_attention"] * 2},
+            "layer_types has 2 entries, but num_hidden_layers is 3",
+        ),
+        (
+            SlidingWindows(by_layer=True),
+            WINDOWS | {"use_sliding_window": False, "layer_types": ["sliding_attention"] * 3},
+            "layer_types has 'sliding_attention', but use_sliding_window or sliding_window is off",
+        ),
+        (NoWindows(), {"use_sliding_window": True}, "use_sliding_window is True; only False is supported"),
+        (
+            ExpertLayers(),
+            {"decoder_sparse_step": 0, "mlp_only_layers": []},
+            "decoder_sparse_step is 0; it must be at least 1",
+        ),
     ],
 )
 def test_what_is_unsupported_is_named_by_its_key(rule: Rule, config: dict[str, Any], said: str) -> None:
@@ -65,3 +162,8 @@ def test_a_key_with_two_names_is_written_under_both_and_may_say_that_a_field_is_
 def test_keys_without_a_field_are_written_as_the_rule_says() -> None:
     assert Written({"is_decoder": True}).keys({}) == {"is_decoder": True}
     assert Fixed("hidden_act", "silu", write=False).keys({}) == {} == Unused(("torch_dtype",)).keys({})
+
+
+def test_a_window_of_another_form_is_left_out() -> None:
+    values = {"num_layers": 2, "window_size": (3, 1)}
+    assert SlidingWindows(by_layer=True).keys(values) == {"sliding_window": None, "use_sliding_window": False}

@@ -6,7 +6,6 @@ import pytest
 
 from megatron.conversion.families import family_of
 from megatron.conversion.tensor_mapping import hub_tensors
-from megatron.core.exceptions import UserError
 from megatron.training.config.flag_table import flag_table
 
 FALCON = family_of("FalconForCausalLM")
@@ -36,21 +35,3 @@ def test_the_norms_of_falcon_have_other_names_where_there_are_two() -> None:
         found = hub_tensors(FALCON.tensors_of({"norm_placement": placement}), shapes)
         wanted = names or ["ln_attn", "ln_mlp"]
         assert [tensor.name for tensor in found] == [f"transformer.h.3.{name}.weight" for name in wanted]
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"alibi": True}, "alibi is True; only False is supported"),
-        ({"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn is 2; it needs new_decoder_architecture"),
-        ({"multi_query": False, "num_kv_heads": 2}, "num_kv_heads is 2; without multi_query only 71 is "),
-        (
-            {"new_decoder_architecture": True, "parallel_attn": False},
-            "parallel_attn is False; with new_decoder_architecture only True is supported",
-        ),
-    ],
-)
-def test_what_is_unsupported_is_named(change: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError) as refusal:
-        FALCON.fields_of(change)
-    assert str(refusal.value).startswith(f"config.json: {said}")

@@ -1,5 +1,7 @@
 """Families: a whole config.json to fields and back, and what is refused."""
 
+from typing import Any
+
 import pytest
 
 from megatron.conversion.families import FAMILIES, family_of
@@ -100,3 +102,90 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
         UserError, match=r"^GPT9 is unknown; these are known: LlamaForCausalLM, .*T5ForConditionalGeneration$"
     ):
         family_of("GPT9")
+
+
+UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
+    ("DeepseekV32", {"q_lora_rank": None}, "q_lora_rank is None; it must be an integer (--q-lora-rank)"),
+    (
+        "DeepseekV32",
+        {"layer_types": ["full_attention"]},
+        "layer_types has 'full_attention'; only 'indexed_attention' is supported",
+    ),
+    (
+        "DeepseekV32",
+        {"mlp_layer_types": ["sparse", "moe"]},
+        "mlp_layer_types has 'moe'; dense and sparse are supported",
+    ),
+    ("DeepseekV32", {"mlp_layer_types": ["sparse"]}, "mlp_layer_types has 1 entries, but num_hidden_layers is 61"),
+    ("DeepseekV32", {"index_topk": "all"}, "index_topk is 'all', but must be an integer"),
+    (
+        "DeepseekV32",
+        {"num_experts": 8, "n_routed_experts": 16},
+        "n_routed_experts is 16, but num_experts is 8; they are the same",
+    ),
+    ("Falcon", {"alibi": True}, "alibi is True; only False is supported"),
+    ("Falcon", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn is 2; it needs new_decoder_architecture"),
+    ("Falcon", {"multi_query": False, "num_kv_heads": 2}, "num_kv_heads is 2; without multi_query only 71 is "),
+    (
+        "Falcon",
+        {"new_decoder_architecture": True, "parallel_attn": False},
+        "parallel_attn is False; with new_decoder_architecture only True is supported",
+    ),
+    ("GPT2", {"embd_pdrop": 0.2}, "embd_pdrop is 0.2, but resid_pdrop is 0.1; only equal ones are supported"),
+    ("GPT2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True; only False is "),
+    ("GPT2", {"activation_function": "tanh"}, "activation_function is 'tanh'; gelu_new, gelu_pytorch_tanh, gelu, "),
+    ("GptOss", {"swiglu_alpha": 1.5}, "swiglu_alpha is 1.5; only 1.702 is supported"),
+    ("GptOss", {"quantization_config": {}}, "quantization_config is not known for GptOssForCausalLM"),
+    ("Mamba2", {"expand": 3}, "expand is 3, so expand * hidden_size is 12288; num_heads * head_dim "),
+    ("Mamba2", {"time_step_limit": [0.0, 0.1]}, "time_step_limit is [0.0, 0.1]; a smallest step and no largest one"),
+    ("Mamba2", {"use_bias": True}, "use_bias is True; only False is supported"),
+    ("Mamba2", {"use_conv_bias": False}, "use_conv_bias is False; only True is supported"),
+    ("Mamba2", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu' is supported"),
+    ("NemotronH", {"hybrid_override_pattern": "MD"}, "hybrid_override_pattern has 'D'; M, *, -, E are supported"),
+    (
+        "NemotronH",
+        {"layers_block_type": ["mlp", "rnn"]},
+        "layers_block_type has 'rnn'; linear_attention, full_attention, mlp, ",
+    ),
+    (
+        "NemotronH",
+        {"layers_block_type": ["mlp"], "hybrid_override_pattern": "M"},
+        "hybrid_override_pattern is M, but layers_bl",
+    ),
+    (
+        "NemotronH",
+        {"hybrid_override_pattern": "M-", "num_hidden_layers": 3},
+        "num_hidden_layers is 3, but hybrid_override_patt",
+    ),
+    (
+        "NemotronH",
+        {"mlp_bias": True, "moe_latent_size": 8},
+        "mlp_bias is True; with moe_latent_size only False is supported",
+    ),
+    ("NemotronH", {"attention_bias": True}, "attention_bias is True; only False is supported"),
+    ("NemotronH", {"mlp_hidden_act": "silu"}, "mlp_hidden_act is 'silu'; only 'relu2' is supported"),
+    ("NemotronH", {"sliding_window": 8}, "sliding_window is 8; only None is supported"),
+    ("NemotronH", {"n_shared_experts": 2}, "n_shared_experts is 2; only 1 is supported"),
+    ("NemotronH", {"use_bias": True}, "use_bias is True; only False is supported"),
+    ("NemotronH", {"tie_word_embeddings": True}, "tie_word_embeddings is True; only False is supported"),
+    ("Phi3", {"embd_pdrop": 0.1}, "embd_pdrop is 0.1; only 0.0 is supported"),
+    ("Phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling has rope_type 'linear'; default, "),
+    ("Phi3", {"rope_scaling": {"type": "longrope"}}, "rope_scaling has short_factor None, but it must be a list"),
+    (
+        "Qwen3Next",
+        {"layer_types": ["mamba"] * 48},
+        "layer_types has 'mamba'; full_attention and linear_attention are supported",
+    ),
+    ("Qwen3Next", {"layer_types": ["full_attention"]}, "layer_types has 1 entries, but num_hidden_layers is 48"),
+    ("Qwen3Next", {"full_attention_interval": 0}, "full_attention_interval is 0; it must be at least 1"),
+    ("Qwen3Next", {"use_sliding_window": True}, "use_sliding_window is True; only False is supported"),
+    ("Qwen3Next", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu' is supported"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "said"), UNSUPPORTED)
+def test_what_a_family_does_not_support_is_named_by_its_key(name: str, change: dict[str, Any], said: str) -> None:
+    head = "LMHeadModel" if name == "GPT2" else "ForCausalLM"
+    with pytest.raises(UserError) as refusal:
+        family_of(f"{name}{head}").fields_of(change)
+    assert str(refusal.value).startswith(f"config.json: {said}")

@@ -1,11 +1,6 @@
 """GPT-2: settings, names of older files, and what is refused."""
 
-from typing import Any
-
-import pytest
-
 from megatron.conversion.families import family_of
-from megatron.core.exceptions import UserError
 
 GPT2 = family_of("GPT2LMHeadModel")
 
@@ -18,17 +13,3 @@ def test_gpt2_of_the_hub() -> None:
     assert GPT2.current_name("h.0.attn.c_attn.weight") == "transformer.h.0.attn.c_attn.weight"
     assert GPT2.current_name("transformer.h.0.ln_1.bias") == "transformer.h.0.ln_1.bias"
     assert GPT2.is_constant(GPT2.current_name("h.11.attn.bias"))
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"embd_pdrop": 0.2}, "embd_pdrop is 0.2, but resid_pdrop is 0.1; only equal ones are supported"),
-        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True; only False is "),
-        ({"activation_function": "tanh"}, "activation_function is 'tanh'; gelu_new, gelu_pytorch_tanh, gelu, "),
-    ],
-)
-def test_what_is_unsupported_is_named(change: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError) as refusal:
-        GPT2.fields_of(change)
-    assert str(refusal.value).startswith(f"config.json: {said}")

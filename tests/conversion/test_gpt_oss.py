@@ -1,9 +1,6 @@
 """gpt-oss: the published config.json, and flags for its positions."""
 
-import pytest
-
 from megatron.conversion.families import family_of
-from megatron.core.exceptions import UserError
 from megatron.training.config.flag_table import flag_table
 from megatron.training.config.retired import Occurrence, translate
 from megatron.training.inspection.run_description import words_of
@@ -68,15 +65,3 @@ def test_enable_gpt_oss_has_the_published_positions() -> None:
     assert said is not None
     words = {" ".join((occurrence.spelling, *occurrence.words)) for occurrence in said.implied}
     assert {word.removesuffix(".0") for word in read} == words
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"swiglu_alpha": 1.5}, "swiglu_alpha is 1.5; only 1.702 is supported"),
-        ({"quantization_config": {}}, "quantization_config is not known for GptOssForCausalLM"),
-    ],
-)
-def test_what_is_unsupported_is_named(change: dict[str, object], said: str) -> None:
-    with pytest.raises(UserError, match=f"^config.json: {said}$"):
-        GPT_OSS.fields_of(PUBLISHED | change)

@@ -6,7 +6,6 @@ import pytest
 
 from megatron.conversion.families import family_of
 from megatron.conversion.tensor_mapping import hub_tensors
-from megatron.core.exceptions import UserError
 from megatron.training.config.flag_table import flag_table
 
 MAMBA2 = family_of("Mamba2ForCausalLM")
@@ -41,18 +40,3 @@ def test_the_rows_of_a_joint_projection() -> None:
     assert (joint.name, joint.shape) == ("backbone.layers.0.mixer.in_proj.weight", (22, 4))
     assert [(box.start[1], box.shape[1]) for box in joint.boxes] == [(0, 3), (3, 3), (6, 2), (8, 2), (10, 1)]
     assert (convolution.name, convolution.shape) == ("backbone.layers.0.mixer.conv1d.weight", (14, 1, 4))
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"expand": 3}, "expand is 3, so expand * hidden_size is 12288; num_heads * head_dim "),
-        ({"time_step_limit": [0.0, 0.1]}, r"time_step_limit is \[0.0, 0.1\]; a smallest step and no largest one"),
-        ({"use_bias": True}, "use_bias is True; only False is supported"),
-        ({"use_conv_bias": False}, "use_conv_bias is False; only True is supported"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu' is supported"),
-    ],
-)
-def test_what_is_unsupported_is_named(change: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=f"^config.json: {said.replace('*', '[*]')}"):
-        MAMBA2.fields_of(change)

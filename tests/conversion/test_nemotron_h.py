@@ -2,10 +2,7 @@
 
 from typing import Any
 
-import pytest
-
 from megatron.conversion.families import family_of
-from megatron.core.exceptions import UserError
 from megatron.training.config.flag_table import flag_table
 
 NEMOTRON_H = family_of("NemotronHForCausalLM")
@@ -47,27 +44,6 @@ def test_experts_and_their_latents() -> None:
 
 def test_a_model_that_is_no_hybrid_has_no_table() -> None:
     assert NEMOTRON_H.tensors_of(all_values({})) == {}
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"hybrid_override_pattern": "MD"}, "hybrid_override_pattern has 'D'; M, [*], -, E are supported"),
-        ({"layers_block_type": ["mlp", "rnn"]}, "layers_block_type has 'rnn'; linear_attention, full_attention, mlp, "),
-        ({"layers_block_type": ["mlp"], "hybrid_override_pattern": "M"}, "hybrid_override_pattern is M, but layers_bl"),
-        ({"hybrid_override_pattern": "M-", "num_hidden_layers": 3}, "num_hidden_layers is 3, but hybrid_override_patt"),
-        ({"mlp_bias": True, "moe_latent_size": 8}, "mlp_bias is True; with moe_latent_size only False is supported"),
-        ({"attention_bias": True}, "attention_bias is True; only False is supported"),
-        ({"mlp_hidden_act": "silu"}, "mlp_hidden_act is 'silu'; only 'relu2' is supported"),
-        ({"sliding_window": 8}, "sliding_window is 8; only None is supported"),
-        ({"n_shared_experts": 2}, "n_shared_experts is 2; only 1 is supported"),
-        ({"use_bias": True}, "use_bias is True; only False is supported"),
-        ({"tie_word_embeddings": True}, "tie_word_embeddings is True; only False is supported"),
-    ],
-)
-def test_what_is_unsupported_is_named(change: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=f"^config.json: {said}"):
-        NEMOTRON_H.fields_of(change)
 
 
 def test_the_names_of_transformers_5_are_those_of_the_hub() -> None:

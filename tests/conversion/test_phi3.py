@@ -1,11 +1,6 @@
 """Phi-3: settings, positions with a divisor per frequency, and what is refused."""
 
-from typing import Any
-
-import pytest
-
 from megatron.conversion.families import family_of
-from megatron.core.exceptions import UserError
 from megatron.training.config.flag_table import flag_table
 
 PHI3 = family_of("Phi3ForCausalLM")
@@ -20,17 +15,3 @@ def test_phi3_mini_of_128k() -> None:
     assert PHI3.config_of(values)["rope_scaling"] == LONGROPE, "the three keys that every release reads"
     assert PHI3.fields_of({"rope_scaling": LONGROPE | {"type": "su"}})["rope_scaling_type"] == "longrope"
     assert PHI3.fields_of({"partial_rotary_factor": 0.75})["rotary_percent"] == 0.75
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"embd_pdrop": 0.1}, "embd_pdrop is 0.1; only 0.0 is supported"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling has rope_type 'linear'; default, "),
-        ({"rope_scaling": {"type": "longrope"}}, "rope_scaling has short_factor None, but it must be a list"),
-    ],
-)
-def test_what_is_unsupported_is_named(change: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError) as refusal:
-        PHI3.fields_of(change)
-    assert str(refusal.value).startswith(f"config.json: {said}")

@@ -30,7 +30,7 @@ def bash_blocks(page: Path) -> list[str]:
 def checkout(tmp_path: Path) -> Path:
     # A link: copying 500 files takes longer than many commands, and machine code and bytecode are cached beside them.
     (tmp_path / "megatron").symlink_to(ROOT / "megatron")
-    for name in ("tools", "examples", "tests/data/golden/corpus"):
+    for name in ("tools", "benchmarks", "examples", "tests/data/golden/corpus"):
         shutil.copytree(ROOT / name, tmp_path / name)
     for name in (*sorted(script.name for script in ROOT.glob("pretrain_*.py")), "Makefile", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path / name)

@@ -30,7 +30,7 @@ DEFINED = re.compile(
 @functools.cache
 def identifiers() -> set[str]:
     """All names that the code defines."""
-    folders = ("megatron", "tools", "examples")
+    folders = ("megatron", "tools", "benchmarks", "examples")
     files = [ROOT / "pretrain_gpt.py", *(file for folder in folders for file in (ROOT / folder).rglob("*.py"))]
     sources = [file.read_text(encoding="utf-8") for file in files]
     sources += re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/extending.md").read_text("utf-8"), flags=re.M | re.S)
@@ -56,7 +56,9 @@ def exists(word: str) -> bool | None:
 
 @functools.cache
 def tool_sources() -> tuple[str, ...]:
-    return tuple(file.read_text(encoding="utf-8") for file in (ROOT / "tools").rglob("*.py"))
+    return tuple(
+        file.read_text(encoding="utf-8") for folder in ("tools", "benchmarks") for file in (ROOT / folder).rglob("*.py")
+    )
 
 
 def in_some_folder(word: str) -> bool:

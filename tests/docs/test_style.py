@@ -99,7 +99,11 @@ def words_to_replace(code: str) -> list[str]:
 
 
 def test_docstrings_and_comments_are_plain() -> None:
-    code = [path for folder in ("megatron", "tools", "tests", "examples") for path in (ROOT / folder).rglob("*.py")]
+    code = [
+        path
+        for folder in ("megatron", "tools", "benchmarks", "tests", "examples")
+        for path in (ROOT / folder).rglob("*.py")
+    ]
     code += ROOT.glob("*.py")
     found = {path: words_to_replace(path.read_text(encoding="utf-8")) for path in code if path != Path(__file__)}
     assert not {path: words for path, words in found.items() if words}

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from support.pool import Pool
 from support.ports import free_port
 from support.processes import run_on_ranks
-from support.runs import GPT, Outcome, differences, stream, train, train_all_on_ranks, train_on_ranks
+from support.runs import GPT, Outcome, differences, stream, train, train_all_on_ranks
 
 from megatron.core.exceptions import UserError
 from megatron.core.optimizer.clip_grads import grad_norm
@@ -25,24 +25,6 @@ DOCUMENTS = "--reset-position-ids --reset-attention-mask --eod-mask-loss"
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What the numbers do not depend on
-
-
-@pytest.mark.slow_cases("")
-@pytest.mark.parametrize("masks", ["", f"{DOCUMENTS} --calculate-per-token-loss"])
-def test_any_number_of_ranks_gives_the_same_run(corpus, masks):
-    """1, 2 and 4 data parallel ranks: samples, masks of dropout, losses, norms, weights."""
-    flags = f"--fp64 --data-path {corpus} --train-iters 3 --eval-interval 2 --eval-iters 2 {masks}"
-    alone = train(flags)
-    for world_size in (2, 4):
-        ranks = train_on_ranks(flags, world_size)
-        assert stream(ranks) == stream([alone]) == list(range(12))
-        for rank in ranks:
-            assert rank.losses == pytest.approx(alone.losses, abs=1e-11)
-            assert norms(rank) == pytest.approx(norms(alone), rel=1e-11)
-            assert [v.tokens for v in rank.validations] == [v.tokens for v in alone.validations]
-            assert evaluations(rank) == pytest.approx(evaluations(alone), abs=1e-11)
-            assert differences(rank.at_end, ranks[0].at_end) == []  # replicas, to the bit
-        assert furthest(ranks[0], alone) < 1e-9  # Adam divides by the size of a gradient, however small
 
 
 @pytest.mark.slow_cases("")

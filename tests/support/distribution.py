@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 _ALONE = (
+    "tests/core/ops/test_kernels_triton.py",
     "tests/docs/test_commands.py",
     "tests/gpu/test_attention_on_gpu.py",
     "tests/gpu/test_fp8_on_gpu.py",
@@ -27,6 +28,7 @@ _FIRST = (
     "tests/parity",
     "tests/training",
     "tests/examples",
+    "tests/benchmarks",
     "tests/tools",
     "tests/support",
     "tests/test_import_hygiene.py",
@@ -79,6 +81,7 @@ _NOT_QUICK = (
     "tests/core/ops/fp8",
     "tests/core/pipeline_parallel/test_orders.py",
     "tests/parity",
+    "tests/benchmarks",
     "tests/tools",
     "tests/training/config/test_resolution.py",
     "tests/conversion/test_against_transformers.py",

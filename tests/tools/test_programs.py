@@ -10,15 +10,10 @@ import pytest
 from support.programs import python
 
 ROOT = Path(__file__).parents[2]
-PROGRAMS = [
-    ROOT / "pretrain_gpt.py",
-    *(
-        file
-        for file in sorted((ROOT / "tools").rglob("*.py"))
-        if "is a part of another program" not in file.read_text()
-    ),
-]
-PARTS = [file for file in sorted((ROOT / "tools").rglob("*.py")) if file not in PROGRAMS]
+TOOLS = sorted((ROOT / "tools").rglob("*.py"))
+PARTS = [file for file in TOOLS if "is a part of another program" in file.read_text()]
+MEASURING = [file for file in sorted((ROOT / "benchmarks").glob("*.py")) if "__main__" in file.read_text()]
+PROGRAMS = [ROOT / "pretrain_gpt.py", *(file for file in TOOLS if file not in PARTS), *MEASURING]
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.stem)
@@ -43,5 +38,4 @@ def test_a_part_of_a_program_names_the_program(part: Path, tmp_path: Path) -> No
     assert done.returncode == 1 and not done.stdout
     program = re.fullmatch(r"This file is a part of another program; run: python (tools/\w+\.py) .*", sentence)
     assert program is not None and ROOT / program[1] in PROGRAMS
-    imported = re.search(rf"^(from|import) tools\.{part.stem}\b", (ROOT / program[1]).read_text(), re.M)
-    assert imported or part.stem in ("floor", "recorder")  # parts of a part
+    assert re.search(rf"^(from|import) tools\.{part.stem}\b", (ROOT / program[1]).read_text(), re.M)

@@ -96,7 +96,6 @@ def step_of_stage(data_iterator: Any, model: nn.Module) -> tuple[Tensor, Any]:
     return output, partial(three_values, batch["loss_mask"])
 
 
-SCRIPT_OF_STAGES = (datasets_of_stage, model_of_stage, ModelType.encoder_or_decoder, step_of_stage)
 LAYOUTS = {
     "TP": "--tensor-model-parallel-size 2 --sequence-parallel",
     "CP": "--context-parallel-size 2",
@@ -108,23 +107,6 @@ LAYOUTS = {
 
 def as_torchrun_says() -> None:
     os.environ |= {"WORLD_SIZE": str(dist.get_world_size()), "RANK": str(dist.get_rank())}
-
-
-def run_in_layouts(flags: list[str]) -> list[Outcome]:
-    as_torchrun_says()
-    return [run_script(each, *SCRIPT_OF_STAGES) for each in flags]
-
-
-@pytest.mark.slow
-def test_a_megatron_lm_script_under_layouts(corpus):
-    """In float64, dropout on; a vocabulary of 41, padded for two ranks, which the script hands on as it finds it."""
-    flags = f"--fp64 --num-layers 4 --data-path {corpus} --train-iters 3 --eval-iters 1 --eod-mask-loss {EXACT}"
-    expected = train(flags)
-    by_rank = run_on_ranks(run_in_layouts, 2, [f"{flags} {layout}" for layout in LAYOUTS.values()])
-    for number, name in enumerate(LAYOUTS):
-        found = logger_of([outcomes[number] for outcomes in by_rank])
-        assert losses_of(found) == pytest.approx(losses_of(expected), abs=1e-11), name
-        assert [step.grad_norm for step in found.steps] == pytest.approx([s.grad_norm for s in expected.steps]), name
 
 
 class HalfOfEachLayer(TransformerLayer):

@@ -20,39 +20,6 @@ from megatron.core.transformer.kernels_in_use import attention_of_layer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 WAYS = ["p2p", "all_gather", "a2a", "a2a+p2p"]
-MODELS: dict[str, dict[str, Any]] = {
-    "learned positions, dropout": {"position_embedding_type": "learned_absolute", "hidden_dropout": 0.2},
-    "rotary, packed": {"position_embedding_type": "rope", "packed": True, "num_query_groups": 2},
-    "rotary, window, dropout, packed": {
-        "position_embedding_type": "rope",
-        "packed": True,
-        "hidden_dropout": 0.2,
-        "attention_dropout": 0.2,
-        "window_size": (6, 0),
-    },
-    "no positions": {"position_embedding_type": "none", "softmax_type": "learnable"},
-    "ALiBi, bounded, dropout": {
-        "position_embedding_type": "none",
-        "alibi": True,
-        "attn_logit_softcapping": 1.5,
-        "attention_dropout": 0.2,
-    },
-    "ALiBi, packed": {"position_embedding_type": "none", "alibi": True, "packed": True},
-    "chunks, a gate": {
-        "attention_chunk_size": 5,
-        "attention_chunk_skip_freq": 2,
-        "attention_output_gate": True,
-        "no_rope_freq": 2,
-        "nope_temperature_scale": 0.5,
-        "nope_temperature_floor": 3,
-    },
-    "chunks, packed, dynamic frequencies": {
-        "attention_chunk_size": 5,
-        "packed": True,
-        "rope_scaling_type": "dynamic",
-        "rope_scaling_original_length": 7,
-    },
-}
 
 
 def gpt(groups: ProcessGroupCollection, **settings: Any) -> GPTModel:
@@ -82,32 +49,6 @@ def gradients(groups: ProcessGroupCollection, packed: bool = False, **settings: 
     loss = loss_of_part(model, groups, packed)
     found = {info_of(p).name: p.grad for p in model.parameters() if p.grad is not None}
     return {"loss": loss, **found}
-
-
-def errors_on_rank() -> dict[str, float]:
-    """Returns the errors of each model on rank 0, which compares the sums over all ranks with a model of its own."""
-    errors = {}
-    one = ProcessGroupCollection.from_grid(RankGrid(4), torch.distributed.get_rank())  # a model on one rank
-    groups = ProcessGroupCollection.from_grid(
-        RankGrid(4, context=4), torch.distributed.get_rank(), hierarchical_context_sizes=[2, 2]
-    )
-    for name, model in MODELS.items():
-        found = gradients(groups, cp_comm_type=WAYS, **model)  # a way for each layer
-        for value in found.values():
-            torch.distributed.all_reduce(value, group=groups.cp)
-        if torch.distributed.get_rank() > 0:
-            continue
-        expected = gradients(one, **model)
-        assert found.keys() == expected.keys()
-        parts = [(found[key] - value).abs().max() / value.abs().max() for key, value in expected.items()]
-        errors[name] = torch.stack(parts).max().item()
-    return errors
-
-
-@pytest.mark.slow
-def test_model_equals_one_process() -> None:
-    for case, error in run_on_ranks(errors_on_rank, 4)[0].items():
-        assert error < 1e-11, case
 
 
 def traffic_on_rank() -> tuple[dict[str, list[Traffic]], str, str]:

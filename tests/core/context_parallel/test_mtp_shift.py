@@ -1,7 +1,5 @@
 """Rows ahead, over ranks and documents, against a loop over tokens."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from support.pool import Pool
@@ -15,12 +13,6 @@ from megatron.core.tokens import Tokens
 
 LENGTH, ROWS = 24, 3
 PACKED = [0, 5, 6, 13, 24]
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(4) as pool:
-        yield pool
 
 
 def numbers(rows: int) -> list[Tensor]:

@@ -66,15 +66,6 @@ def test_saved_by_two_and_loaded_by_one_two_and_four(tmp_path, read_by):
     assert run_on_ranks(load_ok, read_by, str(tmp_path)) == [True] * read_by
 
 
-def save_by_one(root):
-    save_on_rank(root, 10)
-
-
-def test_saved_by_four_and_loaded_by_one(tmp_path):
-    run_on_ranks(save_by_one, 4, str(tmp_path))
-    assert run_on_ranks(load_ok, 1, str(tmp_path)) == [True]
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # One rank's trouble is everybody's
 

@@ -133,12 +133,6 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(4) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
 def expected(pool: Pool) -> list[dict[str, Any]]:
     return pool.run(train, 1, 1, {}, "allgather")[0]
 

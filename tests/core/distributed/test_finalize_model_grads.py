@@ -1,7 +1,5 @@
 """What descriptors ask of finalisation: partial gradients are summed over their axis, tied ones over both ends."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from support.pool import Pool
@@ -36,12 +34,6 @@ class Declared(nn.Module):
         declare(self.embedding["table"], Constant(0.0), tied=True)
         name_parameters(self)
         self.calculate_per_token_loss = False
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(4) as ranks:
-        yield ranks
 
 
 Finalised = tuple[dict[str, set[float]], dict[str, int], float, float]

@@ -1,6 +1,5 @@
 """Checkpoints saved under one strategy are loaded under another, equal to the bit, in real files by real ranks."""
 
-from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
@@ -26,12 +25,6 @@ LOADED = {
     "replicas of ZeRO 1": ("optim", 4, 2),
     "replicas of ZeRO 3": ("optim_grads_params", 4, 2),
 }
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(4) as ranks:
-        yield ranks
 
 
 def train_and_save(layout: tuple[str, int, int], dtype: torch.dtype, root: str) -> SlicesByName:

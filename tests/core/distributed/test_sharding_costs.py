@@ -65,12 +65,6 @@ class Stack(nn.Module):
         return self.head(x, weight=self.embedding.weight).float().square().mean()
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(4) as ranks:
-        yield ranks
-
-
 def nbytes(tensors: "Iterator[Tensor]") -> int:
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 

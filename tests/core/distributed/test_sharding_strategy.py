@@ -1,13 +1,11 @@
 """Every strategy of data parallel units trains the model that one process trains, step by step."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from support.pool import Pool
-from support.sharding import SAMPLES, STRATEGIES, SlicesByName, backward, groups_of, joined, slices, small_model, wrap
-from support.small_models import batch
+from support.sharding import STRATEGIES, SlicesByName, backward, groups_of, joined, slices, small_model, wrap
 from torch import Tensor
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -24,12 +22,6 @@ SHARDED = [name for name in STRATEGIES if name != "no_shard"]
 Trained = dict[str, Any]
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(4) as ranks:
-        yield ranks
-
-
 def train(
     ranks: int,
     settings: dict[str, Any],
@@ -37,7 +29,6 @@ def train(
     micro_batches: int = 2,
     dtype: torch.dtype = torch.float64,
     per_token: bool = False,
-    late: bool = False,
 ) -> list[Trained]:
     """Norm, and this rank's gradients and weights, of each step."""
     groups = groups_of(ranks, instances)
@@ -45,49 +36,12 @@ def train(
     seen = []
     for step in range(STEPS):
         ddp.zero_grad_buffer()
-        tokens = (late_backward if late else backward)(ddp, step, micro_batches, per_token)
+        tokens = backward(ddp, step, micro_batches, per_token)
         finalize_model_grads([ddp], tokens if per_token else None)
         gradients = slices(ddp.gradient_chunks())
         norm = optimizer.step_on_device().grad_norm
         seen.append({"norm": float(norm), "gradients": gradients, "weights": slices(ddp.weight_chunks())})
     groups.close()
-    return seen
-
-
-def late_backward(ddp: Any, step: int, micro_batches: int, per_token: bool) -> Tensor:
-    """Runs `backward` in the order of a zero-bubble pipeline: a product runs one input gradient later than it could."""
-    place, ranks = ddp.pg_collection.rank("dp_cp"), ddp.pg_collection.size("dp_cp")
-    per = SAMPLES // (ranks * micro_batches)
-    with ddp.no_sync():
-        for number in range(micro_batches):
-            ids, labels, mask = batch(step * SAMPLES + (number * ranks + place) * per, rows=per)
-            loss = ddp(ids, labels, mask) / (per * micro_batches)
-            with ddp.defer_weight_gradients(number):
-                loss.backward()
-            if number > 0:
-                ddp.compute_weight_gradients(number - 1)
-    ddp.compute_weight_gradients(micro_batches - 1)
-    return torch.zeros(())
-
-
-def plain_training(per_token: bool = False) -> list[Trained]:
-    """One process, plain autograd, torch's clipping and AdamW."""
-    model = small_model(per_token=per_token)
-    named = {info_of(p).name: p for p in model.parameters()}
-    decayed = [p for p in named.values() if info_of(p).decays]
-    rest = [p for p in named.values() if not info_of(p).decays]
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=0.02)
-    seen = []
-    for step in range(STEPS):
-        ids, labels, mask = batch(step * SAMPLES, rows=SAMPLES)
-        (model(ids, labels, mask) / (mask.sum() if per_token else SAMPLES)).backward()
-        gradients = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-        weights = {name: p.detach().clone() for name, p in named.items()}
-        seen.append({"norm": float(norm), "gradients": gradients, "weights": weights})
     return seen
 
 
@@ -107,40 +61,6 @@ def check(ranks: list[list[Trained]], expected: list[Trained], tolerance: float)
         assert ranks[0][step]["norm"] == pytest.approx(exact["norm"], rel=tolerance)
         for kind in ("gradients", "weights"):
             assert error(joined([rank[step][kind] for rank in ranks]), exact[kind]) < tolerance, (step, kind)
-
-
-@pytest.mark.fast(
-    "no_shard-True",
-    "optim-True",
-    "optim_grads-True",
-    "optim_grads_params-True",
-    "optim, plain-True",
-    "optim_grads, plain-True",
-    "optim_grads_params, plain-True",
-)
-@pytest.mark.parametrize("per_token", [False, True])
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_three_steps_equal_those_of_one_process(pool: Pool, name: str, per_token: bool) -> None:
-    ranks = pool.run(train, 2, 2, STRATEGIES[name], 1, 2, torch.float64, per_token)
-    check(ranks, plain_training(per_token), 1e-11)
-
-
-@pytest.mark.fast("optim_grads_params", "optim, plain")
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_on_four_ranks_with_one_micro_batch_each(pool: Pool, name: str) -> None:
-    check(pool.run(train, 4, 4, STRATEGIES[name], 1, 1), plain_training(), 1e-11)
-
-
-@pytest.mark.fast("optim_grads_params", "optim_grads, plain")
-@pytest.mark.parametrize("name", SHARDED)
-def test_replicas_of_shards_do_too(pool: Pool, name: str) -> None:
-    check(pool.run(train, 4, 4, STRATEGIES[name], 2, 2), plain_training(), 1e-11)
-
-
-@pytest.mark.fast("optim_grads", "optim_grads_params", "optim, plain")
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_products_that_were_put_off_are_reduced_too(pool: Pool, name: str) -> None:
-    check(pool.run(train, 2, 2, STRATEGIES[name], 1, 4, torch.float64, False, True), plain_training(), 1e-11)
 
 
 @pytest.mark.fast(

@@ -10,15 +10,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from support.boxes import error
 from support.pool import Pool
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.core.communication.traffic import recorded
 from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.groups.rank_grid import RankGrid
-from megatron.core.models.common.language_model_head import LanguageModelHead
 from megatron.core.ops.cross_entropy import cross_entropy
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 TOKENS = 6
 
@@ -119,58 +117,6 @@ def test_public_function(pool: Pool) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-def head(sequence_parallel: bool) -> dict[str, Any]:
-    rank, vocab_size, h = dist.get_rank(), 17, 8
-    generator = torch.Generator().manual_seed(3)
-    hidden = torch.randn(4, 3, h, dtype=torch.float64, generator=generator)
-    weight = torch.randn(vocab_size, h, dtype=torch.float64, generator=generator)
-    labels = torch.randint(vocab_size, (4, 3), generator=generator)
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=h,
-        num_attention_heads=2,
-        fp64=True,
-        tensor_model_parallel_size=2,
-        sequence_parallel=sequence_parallel,
-    )
-    layer = LanguageModelHead(
-        h,
-        vocab_size,
-        config=config,
-        init_method=nn.init.normal_,
-        bias=False,
-        tp_group=group_of(2),
-        vocab_padding_multiple=6,
-    )
-    with torch.no_grad():
-        true = min(9, vocab_size - 9 * rank)
-        layer.weight.fill_(50.0)
-        layer.weight[:true] = weight[9 * rank :][:true]
-    own = hidden.chunk(2)[rank] if sequence_parallel else hidden
-    logits = hidden @ weight.T
-    part, _ = layer(own)
-    gathered, _ = layer(own, runtime_gather_output=True)
-    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(4, 3)
-    by_hand = vocab_parallel_cross_entropy(part, labels, tp_group=group_of(2))
-    return {
-        "part": error(part[..., :true].detach(), logits[..., 9 * rank :][..., :true]),
-        "padding": part[..., true:].tolist(),
-        "gathered": error(gathered.detach(), logits),
-        "loss": error(layer(own, labels=labels)[0].detach(), losses),
-        # Padding takes no part in the loss of the parts either.
-        "loss of the parts": error(by_hand.detach(), losses),
-    }
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_head(sequence_parallel: bool, pool: Pool) -> None:
-    results = pool.run(head, 2, sequence_parallel)
-    assert results[0].pop("padding") == [[[]] * 3] * 4
-    assert results[1].pop("padding") == [[[float("-inf")]] * 3] * 4
-    for errors in results:
-        assert all(value < 1e-13 for value in errors.values()), errors
 
 
 def smoothed_after_a_head(vocab_size: int, columns: int) -> tuple[float, float]:

@@ -1,6 +1,6 @@
 """Scaled rotary frequencies: where they stay, where they change, and that a row's do not depend on what lies beside it.
 
-What whole models make of them stands in tests/core/models/test_knobs_against_transformers.py.
+What whole models make of them stands in tests/core/models/test_model_options_against_transformers.py.
 """
 
 import itertools

@@ -1,7 +1,6 @@
-"""Latent attention in every layout against one process, in float64; packed documents; writing with a cache."""
+"""Latent attention: parts of other classes, what is sent, writing with a cache. tests/parity has its layouts."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -34,8 +33,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "queries at once": {"q_lora_rank": None, "rope_type": "rope", "attention_dropout": 0.2},
     "all latents": {**QUERY_LATENT, "original_max_position_embeddings": 8, "hidden_dropout": 0.2},
     "layers without positions, sinks": {**QUERY_LATENT, "no_rope_freq": 2, "softmax_type": "learnable"},
-    "packed": {"q_lora_rank": 12, "qk_layernorm": True, "packed": True, "window_size": (9, 0)},
-    "values wider than keys": {"q_lora_rank": None, "v_head_dim": 14, "rotary_percent": 0.5, "add_bias_linear": True},
 }
 
 
@@ -44,12 +41,6 @@ class OwnNorm(nn.LayerNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__(hidden_size, eps, dtype=config.params_dtype)
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(4) as pool:
-        yield pool
 
 
 def build(settings: dict[str, Any], groups: ProcessGroupCollection | None = None, **layout: Any) -> GPTModel:
@@ -62,94 +53,8 @@ def build(settings: dict[str, Any], groups: ProcessGroupCollection | None = None
     return GPTModel(config, spec, VOCABULARY, ROW * ROWS, position_embedding_type="rope", pg_collection=groups)
 
 
-def prepared(settings: dict[str, Any]) -> dict[str, Any]:
-    """What one process has and computes."""
-    torch.manual_seed(0)
-    whole = build(settings)
-    expected: dict[str, Any] = {"initial": whole_values(whole)}
-    with torch.no_grad():
-        for parameter in whole.parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.4)
-    expected |= {"values": whole_values(whole), "loss": loss_of_part(whole, None, settings.get("packed", False))}
-    return expected | {"gradients": whole_gradients(whole)}
-
-
-def errors_on_a_rank(settings: dict[str, Any], expected: dict[str, Any], layout: dict[str, Any]) -> dict[str, float]:
-    tensor, context = (layout.get(f"{axis}_parallel_size", 1) for axis in ("tensor_model", "context"))
-    levels = layout.get("hierarchical_context_parallel_sizes")
-    grid = RankGrid(tensor * context, tensor=tensor, context=context)
-    groups = ProcessGroupCollection.from_grid(grid, torch.distributed.get_rank(), hierarchical_context_sizes=levels)
-    model = build(settings, groups, **layout)
-    for parameter in model.parameters():
-        initial = parameter.detach().view(-1)[: info_of(parameter).box.numel]
-        assert torch.equal(initial, part_of(expected["initial"][info_of(parameter).name], parameter).reshape(-1))
-    fill(model, expected["values"])
-    loss = loss_of_part(model, groups, settings.get("packed", False))
-    torch.distributed.all_reduce(loss, group=groups.cp)
-    errors = {"loss": error(loss, expected["loss"])}
-    for parameter in model.parameters():
-        info, gradient = info_of(parameter), parameter.grad
-        assert gradient is not None, info.name
-        if "tp" in info.partial_gradient_axes:
-            torch.distributed.all_reduce(gradient, group=groups.tp)
-        torch.distributed.all_reduce(gradient, group=groups.cp)
-        box = gradient.reshape(-1)[: info.box.numel].view(info.box.shape)
-        errors[info.name] = error(box, part_of(expected["gradients"][info.name], parameter))
-    return errors
-
-
 TP2 = {"tensor_model_parallel_size": 2}
 SP2 = {**TP2, "sequence_parallel": True}
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "tp2": TP2,
-    "tp2 sp": SP2,
-    "tp4 sp": {"tensor_model_parallel_size": 4, "sequence_parallel": True},
-    "cp2 ring": {"context_parallel_size": 2},
-    "cp4 gathered": {"context_parallel_size": 4, "cp_comm_type": "all_gather"},
-    "tp2 sp cp2 heads": {**SP2, "context_parallel_size": 2, "cp_comm_type": "a2a"},
-    "tp2 cp2 ring": {**TP2, "context_parallel_size": 2},
-    "cp4 heads and ring": {
-        "context_parallel_size": 4,
-        "cp_comm_type": "a2a+p2p",
-        "hierarchical_context_parallel_sizes": [2, 2],
-    },
-}
-
-
-QUICK = {
-    "queries at once": ["tp2", "cp4 heads and ring"],
-    "all latents": ["tp4 sp", "tp2 sp cp2 heads"],
-    "layers without positions, sinks": ["cp2 ring"],
-    "packed": ["tp2 sp", "cp4 gathered"],
-    "values wider than keys": ["tp2 cp2 ring"],
-}
-"""Every layout, and every model, at least once."""
-
-
-def compare(name: str, layouts: Iterable[str], pool: Pool) -> None:
-    expected = prepared(MODELS[name])
-    for layout in layouts:
-        settings = LAYOUTS[layout]
-        ranks = settings.get("tensor_model_parallel_size", 1) * settings.get("context_parallel_size", 1)
-        for rank, errors in enumerate(pool.run(errors_on_a_rank, ranks, MODELS[name], expected, settings)):
-            wrong = {key: value for key, value in errors.items() if not value < TOLERANCE}
-            assert len(errors) > 15 and not wrong, (layout, rank, wrong)
-
-
-@pytest.mark.fast("queries at once", "packed")
-@pytest.mark.parametrize("name", MODELS)
-def test_equals_one_process(name: str, pool: Pool) -> None:
-    compare(name, QUICK[name], pool)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
-def test_every_layout_equals_one_process(name: str, pool: Pool) -> None:
-    compare(name, LAYOUTS, pool)
-
-
-def test_quick_layouts_are_all() -> None:
-    assert {layout for layouts in QUICK.values() for layout in layouts} == set(LAYOUTS)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from support.kept_memory import kept_bytes
 from support.processes import run_on_ranks
 from torch import Tensor, nn
 
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.exceptions import UserError
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
@@ -213,65 +212,25 @@ def test_what_cannot_be_recomputed_is_refused(settings, message):
 # ---------------------------------------------------------------------------------------------------------------------
 # Split over ranks
 
-SPLIT_WAYS = [way for way in WAYS if way not in ("uniform by 2", "layernorm", "mlp", "mlp_act")]
 
-
-def _split(sequence_parallel: bool) -> None:
+def _spread() -> None:
+    """Tensor parallel ranks share what is kept. tests/parity has all other ways in layouts."""
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
-    settings = {"tensor_model_parallel_size": 2, "sequence_parallel": sequence_parallel}
-    plain = gradients(build(**settings))
-    for way in SPLIT_WAYS:
-        assert_equal(gradients(build(**settings, **WAYS[way])), plain)
-    if not sequence_parallel:
-        spread = WAYS["uniform"] | {"distribute_saved_activations": True}
-        kept: list[tuple[int, int]] = []
-        keep = Recomputed._keep
+    kept: list[tuple[int, int]] = []
+    keep = Recomputed._keep
 
-        def counted(recomputed: Recomputed, tensor: Tensor):
-            share = keep(recomputed, tensor)
-            kept.append((tensor.nbytes, share.flat.nbytes))
-            return share
+    def counted(recomputed: Recomputed, tensor: Tensor):
+        share = keep(recomputed, tensor)
+        kept.append((tensor.nbytes, share.flat.nbytes))
+        return share
 
-        with mock.patch.object(Recomputed, "_keep", counted):
-            assert_equal(gradients(build(**settings, **spread)), plain)
-        assert kept == [(HIDDEN, HIDDEN // 2)] * LAYERS
+    plain = gradients(build(tensor_model_parallel_size=2))
+    with mock.patch.object(Recomputed, "_keep", counted):
+        spread = build(tensor_model_parallel_size=2, distribute_saved_activations=True, **WAYS["uniform"])
+        assert_equal(gradients(spread), plain)
+    assert kept == [(HIDDEN, HIDDEN // 2)] * LAYERS
     parallel_state.destroy_model_parallel()
 
 
-@pytest.mark.fast("True")
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_no_bit_changes_under_tensor_parallelism(sequence_parallel):
-    run_on_ranks(_split, 2, sequence_parallel)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Sharded parameters
-
-
-def _sharded_gradients(**settings) -> dict[str, Tensor]:
-    model = build(**settings)
-    placement = DistributedDataParallelConfig(
-        use_megatron_fsdp=True, data_parallel_sharding_strategy="optim_grads_params", overlap_param_gather=True
-    )
-    chunk = DistributedDataParallel(model.config, placement, model)
-    loss_of(chunk).backward()
-    chunk.finish_grad_sync()
-    held = [unit.plan.name for unit in chunk.units if unit.has_whole_weights]
-    assert not held, held
-    return {str(gradient): gradient.flat.clone() for gradient in chunk.gradient_chunks()}
-
-
-def _shard() -> None:
-    parallel_state.initialize_model_parallel()
-    plain = _sharded_gradients()
-    for way in WAYS.values():
-        found = _sharded_gradients(**way)
-        assert found.keys() == plain.keys()
-        assert [name for name in plain if not torch.equal(found[name], plain[name])] == []
-    assert sum(float(gradient.abs().sum()) for gradient in plain.values()) > 0
-    parallel_state.destroy_model_parallel()
-
-
-@pytest.mark.slow
-def test_sharded_parameters_come_and_go_with_what_is_computed_again():
-    run_on_ranks(_shard, 2)
+def test_tensor_parallel_ranks_share_what_is_kept():
+    run_on_ranks(_spread, 2)

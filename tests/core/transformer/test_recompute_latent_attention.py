@@ -6,16 +6,13 @@ from typing import Any
 import pytest
 import torch
 from support.kept_memory import kept_bytes
-from support.processes import run_on_ranks
 from torch import Tensor
 
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.exceptions import UserError
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import gpt_layer_spec_of
 from megatron.core.tokens import RngPosition, Tokens
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-from megatron.facades import parallel_state
 
 LENGTH, ROWS, LAYERS = 32, 2, 2
 HEADS, KEY, VALUE = 4, 16, 24
@@ -103,32 +100,3 @@ def test_it_is_a_part_of_latent_attention() -> None:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Split over ranks, and with sharded parameters
-
-
-def _sharded(modules: list[str] | None) -> dict[str, Tensor]:
-    model = build(modules)
-    placement = DistributedDataParallelConfig(
-        use_megatron_fsdp=True, data_parallel_sharding_strategy="optim_grads_params", overlap_param_gather=True
-    )
-    chunk = DistributedDataParallel(model.config, placement, model)
-    loss_of(chunk).backward()
-    chunk.finish_grad_sync()
-    return {str(gradient): gradient.flat.clone() for gradient in chunk.gradient_chunks()}
-
-
-def _on_two_ranks() -> None:
-    for sequence_parallel in (False, True):
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
-        split = {"tensor_model_parallel_size": 2, "sequence_parallel": sequence_parallel}
-        for way in WAYS.values():
-            assert_equal(gradients(build(way, **split)), gradients(build(**split)))
-        parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel()
-    for way in WAYS.values():
-        assert_equal(_sharded(way), _sharded(None))
-    parallel_state.destroy_model_parallel()
-
-
-@pytest.mark.slow
-def test_no_bit_changes_on_two_ranks() -> None:
-    run_on_ranks(_on_two_ranks, 2)

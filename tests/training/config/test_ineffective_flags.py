@@ -3,10 +3,6 @@
 import pytest
 from support.command_lines import configured, problems_of
 
-from megatron.training.config.settings import LaunchEnvironment
-
-ONE_PROCESS = LaunchEnvironment(1, False)
-
 
 def test_without_experts_their_sizes_change_no_grid() -> None:
     config = configured("--expert-tensor-parallel-size 2")

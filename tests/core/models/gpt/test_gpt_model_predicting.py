@@ -1,216 +1,23 @@
-"""A GPT that predicts several tokens ahead, over tensor, context and pipeline parallel ranks, against one process.
+"""Stages of a GPT that predicts several tokens ahead. tests/parity compares its steps with those of one process."""
 
-A step of two micro-batches through the library's own schedules, in float64: losses, reports, and the gradient of every
-parameter on every rank, copies of embeddings included.
-"""
-
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from support.boxes import error, fill, part_of, whole_values
-from support.pool import Pool
 from support.predicting_gpt import (
-    LLAMA,
-    ROPE,
-    TIED,
     predicting_config,
     predicting_model,
-    randomize,
-    tokens_of,
     whole_batch,
 )
-from torch import Tensor, nn
 
-from megatron.core.context_parallel import cut_rows, sequence_part
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.exceptions import UserError
 from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.groups.rank_grid import RankGrid
-from megatron.core.parameters import info_of
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.pipeline_parallel.stage_map import stage_map
-from megatron.core.pipeline_parallel.stages import embedding_ranks
 from megatron.core.transformer.layer_metrics import take_layer_metrics
-
-MICRO_BATCHES = 2
-
-
-@dataclass(frozen=True)
-class Model:
-    settings: dict[str, Any] = field(default_factory=dict)
-    keywords: dict[str, Any] = field(default_factory=dict)
-    packed: bool = False
-
-
-MODELS = {
-    "learned, tied": Model({"hidden_dropout": 0.2}, TIED),
-    "learned": Model({"calculate_per_token_loss": True}),
-    "llama, packed": Model(LLAMA, ROPE, packed=True),
-    "llama, tied": Model(LLAMA | {"num_layers": 4, "hidden_dropout": 0.1}, ROPE | TIED),
-}
-
-
-def tensor(ranks: int, sequence_parallel: bool = False) -> dict[str, Any]:
-    return {"tensor_model_parallel_size": ranks, "sequence_parallel": sequence_parallel}
 
 
 def stages(ranks: int, layout: str | None = None, **more: Any) -> dict[str, Any]:
     return {"pipeline_model_parallel_size": ranks, "pipeline_model_parallel_layout": layout, **more}
-
-
-# name: (model, layout)
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "tp2": ("learned, tied", tensor(2)),
-    "sp2": ("learned, tied", tensor(2, True)),
-    "sp4": ("llama, tied", tensor(4, True)),
-    "cp2": ("learned", {"context_parallel_size": 2}),
-    "cp4, packed": ("llama, packed", {"context_parallel_size": 4}),
-    "cp2 x sp2, packed": ("llama, packed", {"context_parallel_size": 2, **tensor(2, True)}),
-    "last of two stages, tied": ("learned, tied", stages(2)),
-    "last of two stages": ("learned", stages(2)),
-    "last of two stages, packed": ("llama, packed", stages(2)),
-    "stage of its own, tied": ("learned, tied", stages(4, "Et|t|mm|L")),
-    "stage of its own": ("learned", stages(4, "Et|t|mm|L")),
-    "stage of its own, packed": ("llama, packed", stages(4, "Et|t|mm|L")),
-    "an empty stage behind": ("learned, tied", stages(4, "Ett|mm||L")),
-    "on the first rank's second chunk": ("learned, tied", stages(2, "Et|t|mm|L")),
-    "three chunks": ("llama, tied", stages(2, "Et|t|t|t|mm|L")),
-    "zero bubble": ("learned, tied", stages(2, pipeline_schedule="zb-h1")),
-    "zero bubble, apart": ("llama, tied", stages(4, "Ett|tt|mm|L", pipeline_schedule="zb-h1")),
-    "V": ("learned, tied", stages(2, "Et|t||mmL", pipeline_schedule="zb-v")),
-    "V, apart": ("learned", stages(2, "Et|t|mm|L", pipeline_schedule="zb-v")),
-    "two stages x sp2": ("learned, tied", {**stages(2), **tensor(2, True)}),
-    "two stages x cp2, packed": ("llama, packed", {**stages(2, "Ett|mmL"), "context_parallel_size": 2}),
-    "tp2, recomputed from inputs that are spread": (
-        "learned, tied",
-        {
-            **tensor(2),
-            "recompute_granularity": "full",
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
-            "distribute_saved_activations": True,
-        },
-    ),
-    "apart x sp2": ("learned, tied", {**stages(2, "Et|t|mm|L"), **tensor(2, True)}),
-}
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(4) as pool:
-        yield pool
-
-
-def groups_of(config: Any, tied: bool, rank: int) -> ProcessGroupCollection:
-    sizes = {
-        "tensor": config.tensor_model_parallel_size,
-        "context": config.context_parallel_size,
-        "pipeline": config.pipeline_model_parallel_size,
-    }
-    world = sizes["tensor"] * sizes["context"] * sizes["pipeline"]
-    words, places = embedding_ranks(config, shared_with_head=tied), embedding_ranks(config, shared_with_head=False)
-    return ProcessGroupCollection.from_grid(
-        RankGrid(world, **sizes),
-        rank,
-        embedding_ranks=lambda ranks: [ranks[place] for place in words],
-        position_embedding_ranks=lambda ranks: [ranks[place] for place in places],
-    )
-
-
-def step(name: str, layout: dict[str, Any], values: dict[str, Tensor] | None, rank: int = 0) -> tuple[list, dict, dict]:
-    """What one rank has after a step: reports of the loss, sums reported by depth, its parameters and gradients."""
-    model = MODELS[name]
-    config = predicting_config(**{**model.settings, **layout}, finalize_model_grads_func=finalize_model_grads)
-    groups = groups_of(config, bool(model.keywords.get("share_embeddings_and_output_weights")), rank)
-    part = sequence_part(groups)
-    plan, chunks = stage_map(config), []
-    for number in range(plan.chunks):
-        stage = plan.stage_at(groups.rank("pp"), number)
-        place = {"pre_process": stage.embedding, "post_process": stage.loss}
-        chunk = predicting_model(config, groups, number if plan.chunks > 1 else None, **place, **model.keywords)
-        if values is None:
-            randomize(chunk)
-        else:
-            fill(chunk, values)
-        chunks.append(chunk)
-    start = {} if values is not None else whole_values(chunks[0])
-    ddp = DistributedDataParallelConfig()
-    wrapped = [DistributedDataParallel(config, ddp, chunk, pg_collection=groups) for chunk in chunks]
-
-    def forward_step(numbers: Iterator[int], chunk: nn.Module) -> tuple[Tensor, Any]:
-        ids, labels, mask = whole_batch(model.packed, next(numbers))
-        if part is not None:
-            ids, labels, mask = (cut_rows(row, part, 1) for row in (ids, labels, mask))
-        losses = chunk(ids, labels=labels, loss_mask=mask, tokens=tokens_of(model.packed, part))
-        return losses, partial(loss_func, mask.double())
-
-    def loss_func(mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        total, count = (losses * mask).sum(), mask.sum()
-        return total, count, torch.stack([total.detach(), count])
-
-    numbers = [iter(range(MICRO_BATCHES)) for _ in chunks]
-    reports = get_forward_backward_func(groups.size("pp"), len(chunks))(
-        forward_step_func=forward_step,
-        data_iterator=numbers if len(chunks) > 1 else numbers[0],
-        model=wrapped if len(chunks) > 1 else wrapped[0],
-        num_microbatches=MICRO_BATCHES,
-        seq_length=32 if model.packed else 16,
-        micro_batch_size=1 if model.packed else 2,
-        pg_collection=groups,
-    )
-    depths = {report.name: torch.stack([report.total, report.count]) for report in take_layer_metrics(chunks)}
-    for total in (*reports, *depths.values()):
-        if groups.size("cp") > 1:
-            torch.distributed.all_reduce(total, group=groups.cp)
-    found = {(number, n): p for number, chunk in enumerate(chunks) for n, p in chunk.named_parameters()}
-    gradients = {key: (p, p.main_grad) for key, p in found.items()}
-    groups.close()
-    return list(reports), {**depths, "start": start}, gradients
-
-
-def on_a_rank(name: str, layout: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
-    reports, depths, gradients = step(name, layout, expected["values"], torch.distributed.get_rank())
-    errors = {f"loss {n}": error(report, expected["loss"][n]) for n, report in enumerate(reports)}
-    errors |= {n: error(got, expected["depths"][n]) for n, got in depths.items() if n != "start"}
-    for (number, path), (parameter, gradient) in gradients.items():
-        info = info_of(parameter)
-        box = gradient.reshape(-1)[: info.box.numel].view(info.box.shape)
-        assert not gradient.reshape(-1)[info.box.numel :].any(), f"{path}: gradient of padding"
-        errors[f"{number} {path}"] = error(box, part_of(expected["gradients"][info.name], parameter))
-    return errors
-
-
-def compare(pool: Pool, name: str, layout: dict[str, Any]) -> list[dict[str, float]]:
-    """Errors on each rank."""
-    reports, depths, gradients = step(name, {}, None)
-    expected = {
-        "values": depths.pop("start"),
-        "loss": reports,
-        "depths": depths,
-        "gradients": {info_of(p).name: g.reshape(info_of(p).box.shape) for p, g in gradients.values()},
-    }
-    ranks = 1
-    for size in ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size"):
-        ranks *= layout.get(size, 1)
-    return pool.run(on_a_rank, ranks, name, layout, expected)
-
-
-@pytest.mark.fast(
-    "cp2 x sp2, packed", "sp2", "two stages x sp2", "three chunks", "stage of its own, packed", "V", "zero bubble"
-)
-@pytest.mark.parametrize("case", CASES)
-def test_equals_one_process(case: str, pool: Pool) -> None:
-    results = compare(pool, *CASES[case])
-    for rank, errors in enumerate(results):
-        wrong = {name: value for name, value in errors.items() if not value < 1e-11}
-        assert not wrong, (rank, wrong)
-    names = {name for errors in results for name in errors}
-    assert {"mtp_1 loss", "mtp_2 loss", "loss 0", "loss 1"} <= names
-    assert sum("eh_proj" in name for name in names) == 2
 
 
 def test_who_holds_a_copy_needs_a_group() -> None:

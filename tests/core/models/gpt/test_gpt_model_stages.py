@@ -2,19 +2,13 @@
 
 from typing import Any
 
-import pytest
 import torch
-from support.boxes import error, fill, whole_gradients, whole_values
 
 from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.groups.rank_grid import RankGrid
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.tokens import RngPosition, Tokens
 from megatron.core.transformer.transformer_config import TransformerConfig
-
-ROPE = {"position_embedding_type": "rope"}
-TOKENS = Tokens(12, 2, random=RngPosition(7, 3, 5))
 
 
 class Padded(int):
@@ -50,43 +44,6 @@ def batch() -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(37, (2, 13), generator=generator)
     return ids[:, :-1], ids[:, 1:], torch.rand(2, 12, dtype=torch.float64, generator=generator)
-
-
-@pytest.mark.fast("37-model0-False", "37-model1-True", "48-model0-False", "48-model1-True")
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("model", [{}, ROPE])
-@pytest.mark.parametrize("vocab_size", [37, Padded(48)])
-def test_stages_in_a_row_equal_the_whole(tied: bool, model: dict, vocab_size: int) -> None:
-    model = {"share_embeddings_and_output_weights": tied, **model}
-    whole = build(0, 1, 37, **model)
-    initial = whole_values(whole)
-    with torch.no_grad():
-        for parameter in whole.parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.4)
-    ids, labels, weight = batch()
-    expected = whole(ids, labels=labels, tokens=TOKENS)
-    (expected * weight).sum().backward()
-
-    stages = [build(stage, 4, vocab_size, **model) for stage in range(4)]
-    gradients: dict[str, torch.Tensor] = {}
-    hidden = None
-    for stage in stages:
-        for parameter in stage.parameters():  # started alike, the copy of the embedding too
-            value = parameter.detach().view(-1)[: parameter.info.box.numel]
-            assert torch.equal(value, initial[parameter.info.name].view(-1))
-        fill(stage, whole_values(whole))
-        stage.set_input_tensor(hidden)
-        hidden = stage(ids if stage.pre_process else None, labels=labels, tokens=TOKENS)
-        assert hidden.shape == ((12, 2, 16) if not stage.post_process else (2, 12))
-    assert error(hidden, expected) < 1e-12
-    (hidden * weight).sum().backward()
-    for stage in stages:
-        for parameter in stage.parameters():
-            box = parameter.grad.view(-1)[: parameter.info.box.numel].view(parameter.info.box.shape)
-            gradients[parameter.info.name] = gradients.get(parameter.info.name, 0.0) + box
-    for name, gradient in whole_gradients(whole).items():
-        assert error(gradients.pop(name), gradient) < 1e-11, name
-    assert not gradients
 
 
 def test_a_shared_weight_says_who_holds_it() -> None:

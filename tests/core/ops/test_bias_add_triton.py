@@ -1,9 +1,0 @@
-"""Triton kernels that add biases, in Triton's interpreter."""
-
-import pytest
-from support import elementwise_kernels
-
-
-@pytest.mark.parametrize("check", ["biases"])
-def test_the_kernel_agrees_with_its_reference(check: str) -> None:
-    getattr(elementwise_kernels, check)()

@@ -1,9 +1,0 @@
-"""The Triton kernel of AdamW, in Triton's interpreter."""
-
-import pytest
-from support import elementwise_kernels
-
-
-@pytest.mark.parametrize("check", ["updates"])
-def test_the_kernel_agrees_with_its_reference(check: str) -> None:
-    getattr(elementwise_kernels, check)()
