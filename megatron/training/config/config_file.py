@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.exceptions import UserError
-from megatron.core.utils.files import read_regular_file
 from megatron.training.config.flag_table import GROUPS, Flag, flag_table, flags_by_spelling
 from megatron.training.config.retired import Occurrence, is_flag
 
@@ -37,7 +36,7 @@ def read_config_file(path: str) -> tuple[list[FileSetting], list[str]]:
     """
     yaml = _load_yaml()
     try:
-        text = read_regular_file(path).decode()
+        text = Path(path).read_text("utf-8")
     except OSError as error:
         raise UserError(f"--config {path}: {error.strerror}") from None
     except UnicodeDecodeError:
