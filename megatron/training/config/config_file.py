@@ -3,6 +3,7 @@
 import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megatron.core.exceptions import UserError
