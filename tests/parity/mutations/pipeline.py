@@ -38,7 +38,7 @@ PIPELINE = [
     Mutation(
         "untied-initial-head",
         "the head's copy of a tied embedding gets its own random initial values",
-        "core/models/gpt/gpt_model.py",
+        "core/models/common/language_model_head.py",
         'copy = {"tied": True, "part_of": "embedding.word_embeddings.weight"} if is_copied else {}',
         'copy = {"tied": True} if is_copied else {}',
         "gpt2/pp2/default",
