@@ -1,5 +1,6 @@
 """A rank ends with its launcher."""
 
+import json
 import os
 import signal
 import subprocess
@@ -23,9 +24,9 @@ time.sleep(30)
 """
 
 LAUNCHER = """
-import os, subprocess, sys
+import json, os, subprocess, sys
 words = ["sh", "-c", '"$@"; exit $?', "sh", sys.executable, "-IS", "-c", sys.argv[1]]  # a shell in between lives on
-subprocess.run(words if sys.argv[2] else words[4:], env={**os.environ, "RANK": "0", **eval(sys.argv[3])})
+subprocess.run(words if sys.argv[2] else words[4:], env={**os.environ, "RANK": "0", **json.loads(sys.argv[3])})
 """
 
 
@@ -33,7 +34,7 @@ subprocess.run(words if sys.argv[2] else words[4:], env={**os.environ, "RANK": "
 @pytest.mark.parametrize(("mark", "ends"), [({"TORCHELASTIC_RUN_ID": "none"}, True), ({}, False)])
 def test_a_rank_ends_soon_after_its_launcher_is_killed(wrapped: str, mark: dict[str, str], ends: bool) -> None:
     """Without a variable of torchrun, the parent is the shell of a user, which may end."""
-    words = [sys.executable, "-IS", "-c", LAUNCHER, RANK, wrapped, repr(mark)]
+    words = [sys.executable, "-IS", "-c", LAUNCHER, RANK, wrapped, json.dumps(mark)]
     launcher = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert launcher.stdout is not None and launcher.stderr is not None
     rank = int(launcher.stdout.readline())

@@ -1,5 +1,5 @@
-"""`pretrain`: trains the model that the command line describes. Here a run meets what stands above it: Megatron-LM's
-functions for scripts, Hugging Face folders, the dry run, and the explanations of failures."""
+"""`pretrain`: trains the model that the command line describes. It hands to the run what the run may not import:
+Megatron-LM's functions for scripts, Hugging Face folders, the dry run, and the explanations of failures."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""The scan of a Mamba-2 layer: its states' recurrence with what stands around it."""
+"""The scan of a Mamba-2 layer: step sizes and decays, the recurrence of the states, and the skip connection."""
 
 import torch
 import torch.nn.functional as F
