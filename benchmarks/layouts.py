@@ -25,7 +25,6 @@ _BOTH = "--overlap-grad-reduce --overlap-param-gather"
 _FLEX = "--moe-token-dispatcher-type flex"
 _TURNS = "--overlap-moe-expert-parallel-comm"
 _GATHERED = "--moe-token-dispatcher-type allgather --delay-wgrad-compute"
-_PLACED = "--moe-balanced-expert-placement"
 _WIDE = "--micro-batch-size 8"
 _FP8 = "--fp8-format hybrid --fp8-recipe tensorwise"
 _FSDP_OF_ANCHOR = (
@@ -70,7 +69,6 @@ def _expert_layouts(gpus: int) -> dict[str, Layout]:
         plain: _expert_parallel(gpus),
         f"{plain}-flex": _expert_parallel(gpus, _FLEX, reference=plain),
         f"{plain}-allgather": _expert_parallel(gpus, _GATHERED, reference=plain),
-        f"{plain}-balanced": _expert_parallel(gpus, f"{_GATHERED} {_PLACED}", reference=plain),
         f"{plain}-overlap": _expert_parallel(gpus, f"{_TURNS} --delay-wgrad-compute", _TURNS, connections=32),
         f"{plain}-flex-overlap": _expert_parallel(
             gpus,
@@ -117,7 +115,7 @@ LAYOUTS: Mapping[str, Layout] = {
     **{f"cp{gpus}": Layout(gpus, f"--context-parallel-size {gpus} {_DATA}") for gpus in (2, 4, 8)},
     **{name: layout for gpus in (2, 4, 8) for name, layout in _expert_layouts(gpus).items()},
     "mb8": Layout(1, _WIDE),
-    "ep2-mb8": _expert_parallel(2, f"{_GATHERED} {_PLACED} {_WIDE}", _WIDE),
+    "ep2-mb8": _expert_parallel(2, f"{_GATHERED} {_WIDE}", _WIDE),
     "zero3": Layout(4, f"{_ZERO3} {_BOTH}", reference="dp4"),
     "hsdp": Layout(
         8,

@@ -32,7 +32,7 @@ H200 = 139 * 2**30
 OTHER_BYTES = int(4.5e9)
 """Logits of a part of the tokens, attention's scratch memory, what the allocator cannot use, communication buffers."""
 _UNEVEN = 1.5
-"""Rows of the rank with the busiest experts, divided by the mean, unless ranks swap experts."""
+"""Rows of the rank with the busiest experts, divided by the mean."""
 
 
 def configured(name: str) -> PretrainConfig:
@@ -93,8 +93,7 @@ def bytes_of_token(config: TransformerConfig) -> float:
     else:
         ffn = config.moe_ffn_hidden_size or 0
         mlp = config.moe_router_topk * (hidden + 3.0 * ffn)
-        is_even = config.expert_model_parallel_size == 1 or config.moe_balanced_expert_placement
-        mlp *= 1.0 if is_even else _UNEVEN
+        mlp *= 1.0 if config.expert_model_parallel_size == 1 else _UNEVEN
     return 2.0 * ((2 + norms) * hidden + attention + mlp)
 
 

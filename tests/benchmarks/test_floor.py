@@ -89,8 +89,7 @@ def test_pipelines_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --bf16"
 EXPERT_PARALLEL = (
-    f"{EXPERTS} {SHARDED} --expert-model-parallel-size 2 --moe-token-dispatcher-type allgather --delay-wgrad-compute "
-    "--moe-balanced-expert-placement"
+    f"{EXPERTS} {SHARDED} --expert-model-parallel-size 2 --moe-token-dispatcher-type allgather --delay-wgrad-compute"
 )
 TENSOR_PARALLEL = (  # with as many rows of the vocabulary as one process
     f"--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap {SHARDED} --make-vocab-size-divisible-by 64"
@@ -162,7 +161,6 @@ def test_all_ranks_together_compute_as_much_as_one_process() -> None:
     # Twice the gradient in float32; main weight and two moments in float32, read and written; the weight in bfloat16.
     assert alone[0][1] == (2 * 4 + 2 * 12 + 2) * parameters
     assert last[0][1] == others[0][1] == (2 * 4 + 2 * 12 + 2) * shards / 2
-    assert "all_to_all of bfloat16 over dp" in expert["ranks"][0]["communication"]  # swaps of experts
 
 
 def test_the_floor_of_two_ranks_is_their_mean() -> None:

@@ -172,7 +172,6 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "moe_shared_expert_overlap": (
         "--moe-shared-expert-intermediate-size 16 --moe-shared-expert-overlap --moe-token-dispatcher-type alltoall",
     ),
-    "moe_balanced_expert_placement": ("--moe-grouped-gemm --moe-balanced-expert-placement",),
     "moe_token_drop_policy": ("--moe-expert-capacity-factor 0.5 --moe-token-drop-policy position",),
     "moe_upcycling_granularity": ("--moe-use-upcycling --load somewhere --moe-upcycling-granularity 1",),
     "moe_use_upcycling": ("--moe-use-upcycling --load somewhere",),

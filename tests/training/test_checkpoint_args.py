@@ -94,7 +94,7 @@ def taken(words, given=""):
 
 def test_what_only_makes_the_run_faster_is_not_taken():
     """The run may have another layout, which these flags refuse."""
-    fast = "--moe-balanced-expert-placement --attention-backend fused"
+    fast = "--attention-backend fused"
     fast += " --encoder-tensor-model-parallel-size 2 --moe-shared-expert-overlap --pipeline-model-parallel-layout Et|tL"
     line = taken(f"--num-experts 4 --moe-grouped-gemm {fast}")
     assert line.given == {"num_moe_experts": "--num-experts"} and line.values["num_moe_experts"] == 4

@@ -44,8 +44,6 @@ class Bucket:
         self.wire_dtype = wire_dtype
         numel = sum(unit.plan.numel for unit in units)
         self.grad_buffer = torch.zeros(numel, dtype=units[0].plan.grad_dtype, device=units[0].device)
-        self.after_start: list[Callable[[], None]] = []
-        """Called when the reduction has started."""
         self.num_accumulated = 0
         """Number of contributions so far from the last micro-batch of a step, which may start reductions."""
         self.expected: int | None = None
@@ -75,8 +73,6 @@ class Bucket:
             ]
         else:
             self._sums = [self.reduction.data.start_all_reduce(self.grad_buffer, self.wire_dtype)]
-        for action in self.after_start:
-            action()
 
     def advance(self) -> None:
         """Waits for the sums over an instance, and starts those over its replicas."""

@@ -13,7 +13,6 @@ from megatron.core.communication.collectives import Group, broadcast
 from megatron.core.dist_checkpointing.chunk import Chunk, EncodedTensor, parameter_chunk
 from megatron.core.distributed.buckets import BucketQueue, TwoLevelReduction, make_buckets, wire_dtype_of
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.expert_placement import PlacementSteps
 from megatron.core.distributed.flat_buffer import Unit
 from megatron.core.distributed.fp8_unit import Fp8Unit, ShardWeights, quantize_units
 from megatron.core.distributed.main_grad import WeightGradientQueue
@@ -92,9 +91,6 @@ class DistributedDataParallel(nn.Module):
         shards_weights = any(unit.shards_weights for unit in self.units)
         for layer in self._quantized:
             layer.adapt_to_data_parallel(self._gradient_scale, shards_weights)
-        self._placements = PlacementSteps.of(module)
-        for bucket in self._queue.buckets:
-            bucket.after_start += self._placements.returns_of(slot.parameter for u in bucket.units for slot in u.slots)
         self._deferred_weight_gradients = WeightGradientQueue(
             slot.parameter for unit in self.units for slot in unit.slots
         )
@@ -250,7 +246,6 @@ class DistributedDataParallel(nn.Module):
         """
         self._queue.finish()
         self._sharded_gradients.finish()
-        self._placements.finish_step()
         if force_all_reduce:
             if self._sharded_gradients.units:
                 raise UserError(
@@ -261,7 +256,6 @@ class DistributedDataParallel(nn.Module):
 
     def zero_grad_buffer(self) -> None:
         """Zeroes all gradients, at the start of a step."""
-        self._placements.begin_step()  # first, because it may return gradients of a step that was not finished
         self._queue.reset()
         self._sharded_gradients.reset()
 

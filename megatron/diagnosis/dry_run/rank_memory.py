@@ -8,13 +8,10 @@ coordinates (context parallel ranks included) hold the same part of the model: i
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import torch
-from torch import nn
 
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.expert_placement import PlacementSteps
 from megatron.core.distributed.sharding_strategy import Sharding, shardings
 from megatron.core.distributed.units import UnitPlan, plan_units
 from megatron.core.exceptions import UserError
@@ -45,13 +42,10 @@ class MemoryBytes:
     """Largest amount at any time of a step for whole weights and gradients of units that are otherwise sharded."""
     quantized: int = 0
     """Quantised copies of weights that fp8 layers keep until the weights change."""
-    swapped: int = 0
-    """Largest amount for swapped experts, if a rank swaps all of its experts. The data decides how many it swaps,
-    mostly few, so this is no part of `total`."""
 
     @property
     def total(self) -> int:
-        """Sum of all kinds but `swapped`."""
+        """Sum of all kinds."""
         return self.weights + self.gradients + self.optimizer + self.gathered + self.quantized
 
 
@@ -62,8 +56,6 @@ class ModelShard:
     stages: tuple[StageModules, ...]
     plans: tuple[tuple[UnitPlan, ...], ...]
     shardings: Mapping[str, Sharding]
-    swappable: tuple[tuple[tuple[nn.Parameter, ...], ...], ...]
-    """The weights of the experts that ranks swap for the length of a step, by chunk and layer."""
 
     @property
     def infos(self) -> list[ParameterInfo]:
@@ -128,10 +120,6 @@ def build_shard(
         tuple(stages.stage_at(pipeline_rank, number) for number in range(stages.chunks)),
         tuple(tuple(plan_units(chunk, shards, config.ddp.main_grads_dtype)) for chunk in chunks),
         shared,
-        tuple(
-            tuple(tuple(placement.experts.parameters()) for placement in PlacementSteps.of(chunk).placements)
-            for chunk in chunks
-        ),
     )
 
 
@@ -161,21 +149,7 @@ def memory_of_shard(shard: ModelShard, config: PretrainConfig) -> MemoryBytes:
         if not is_offloaded:
             optimizer += max(state_bytes(plan, shard, moments, config.optimizer) for shard in ranges)
     gathered = _gathered_bytes(shard, config)
-    return MemoryBytes(weights, gradients, optimizer, gathered, quantized, _swapped_bytes(shard))
-
-
-def _swapped_bytes(shard: ModelShard) -> int:
-    """Returns the largest number of bytes of the experts that a rank sends and receives, if it swaps all of them. The
-    weights that were sent are kept until their chunk returns gradients; those of one layer arrive at a time."""
-    plan_of = {slot.parameter: plan for plans in shard.plans for plan in plans for slot in plan.slots}
-    layers = [[sum(weight.nbytes for weight in layer) for layer in chunk] for chunk in shard.swappable]
-    weights = [sum(chunk) for chunk in layers]
-    gradients = [
-        sum(plan_of[weight].grad_dtype.itemsize * weight.numel() for weight in chain(*chunk) if weight in plan_of)
-        for chunk in shard.swappable
-    ]
-    returning = (2 * gradients[chunk] + sum(weights[chunk + 1 :]) for chunk in range(len(gradients)))
-    return max(sum(weights) + max(chain(*layers), default=0), *returning)
+    return MemoryBytes(weights, gradients, optimizer, gathered, quantized)
 
 
 def _gathered_bytes(shard: ModelShard, config: PretrainConfig) -> int:

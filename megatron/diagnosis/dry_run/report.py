@@ -77,12 +77,11 @@ def _run_lines(config: PretrainConfig, run: DryRun) -> Iterator[str]:
     memory = run.memory
     gathered = f", {size_text(memory.gathered)} for gathered units" if memory.gathered else ""
     gathered += f", {size_text(memory.quantized)} for quantised weights" if memory.quantized else ""
-    swapped = f", and up to {size_text(memory.swapped)} for swapped experts" if memory.swapped else ""
     where = "on each rank" if len({entry.memory for entry in run.ranks}) == 1 else "on the ranks that need most"
     yield (
         f"memory      {size_text(memory.total)} {where}: weights {size_text(memory.weights)}, gradients "
         f"{size_text(memory.gradients)}, optimizer {size_text(memory.optimizer)}{gathered}; activations are "
-        f"extra{swapped}"
+        "extra"
     )
 
 

@@ -57,21 +57,18 @@ def shrink_layout(config: PretrainConfig, processes: int) -> tuple[LayoutSizes, 
         setattr(sizes, name, 1)
     if transformer.num_moe_experts is not None:
         asked.expert, asked.expert_tensor = grid.expert, grid.expert_tensor or grid.tensor
-        notes += _share_experts_out(sizes, asked, transformer.moe_balanced_expert_placement)
+        notes += _share_experts_out(sizes, asked)
     if sizes != asked:
         notes.insert(0, f"layout: {sizes} instead of {asked}")
     return sizes, notes
 
 
-def _share_experts_out(sizes: LayoutSizes, asked: LayoutSizes, are_swapped: bool) -> list[str]:
-    """Gives each dimension of the grid of experts two ranks, as far as the ranks of a stage suffice. Experts that ranks
-    swap (`are_swapped`) have no replicas: they are divided among all ranks of a stage."""
+def _share_experts_out(sizes: LayoutSizes, asked: LayoutSizes) -> list[str]:
+    """Gives each dimension of the grid of experts two ranks, as far as the ranks of a stage suffice."""
     left, notes = sizes.tensor * sizes.context * sizes.data, []
     for name, wanted in (("expert_tensor", asked.expert_tensor), ("expert", asked.expert)):
         like_tensor = name == "expert_tensor" and wanted == asked.tensor
         size = sizes.tensor if like_tensor else min(2, wanted)
-        if are_swapped and name == "expert" and wanted > 1:
-            size = left
         if left % size:
             size = 1
             notes.append(f"{name.replace('_', ' ')} parallelism is left out: too few ranks are left")

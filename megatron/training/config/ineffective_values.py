@@ -180,8 +180,6 @@ def _expert_overlap(s: Settings) -> Iterator[str]:
     nothing_to_hide = "has no effect with {expert_model_parallel_size}: tokens are not sent to other ranks"
     if s.moe_shared_expert_overlap and s.moe_shared_expert_intermediate_size is not None:
         yield f"{{moe_shared_expert_overlap}}: {nothing_to_hide}"
-    if s.moe_balanced_expert_placement:
-        yield "{moe_balanced_expert_placement}: has no effect with {expert_model_parallel_size}: nothing to swap"
     if (s.expert_tensor_parallel_size or s.tensor_model_parallel_size) > 1:
         return
     if s.delay_wgrad_compute:

@@ -22,8 +22,8 @@ class Measured:
 MEASURED = {
     # Most rows that flex may send, as a share of those of allgather. With equal rows allgather has fewer steps.
     "flex": Measured(0.9, "Two GPUs, ways to communicate: MOE64, EP 2, `flex` 408.1 ms, `allgather` 389.0 ms"),
-    # Least rows that even routing gives each expert from each of two ranks.
-    "swaps": Measured(2048, "Two GPUs: MOE64, EP 2, micro-batch 4: 363.9 ms, with swapped experts 350.3 ms"),
+    # Least rows that even routing gives each expert from each of two ranks, with which the exchange is hidden.
+    "rows": Measured(2048, "Two GPUs: MOE64, EP 2, micro-batch 4: 363.9 ms, with delayed weight gradients"),
     # Least experts of a token with which allgather is faster than alltoall.
     "allgather": Measured(4, "Two GPUs: MOE64, EP 2, micro-batch 8: `alltoall` 413.1, `allgather` 320.1 ms"),
     # Least tokens of a rank whose products are cut.
@@ -60,7 +60,7 @@ def _dispatcher(s: Settings) -> str | None:
 
 
 def _expert_exchange(s: Settings) -> str | None:
-    """Hides the exchange of two expert parallel ranks behind weight gradients, and balances their loads."""
+    """Hides the exchange of two expert parallel ranks behind weight gradients."""
     experts = s.num_moe_experts or 0
     whole_experts = (s.expert_tensor_parallel_size or s.tensor_model_parallel_size) == 1
     if not (_pairs_share_a_host(s) and s.expert_model_parallel_size == 2 and experts > 0 and whole_experts):
@@ -71,20 +71,17 @@ def _expert_exchange(s: Settings) -> str | None:
     tokens = (s.micro_batch_size or 0) * (s.seq_length or 0)
     tokens //= max(1, s.tensor_model_parallel_size * s.context_parallel_size)
     rows = tokens * s.moe_router_topk // experts
-    if rows < MEASURED["swaps"].limit or s.moe_token_dispatcher_type == "flex":
+    if rows < MEASURED["rows"].limit or s.moe_token_dispatcher_type == "flex":
         return None
     if s.moe_token_dispatcher_type == "alltoall":
         return None if s.moe_router_topk < MEASURED["allgather"].limit else ALLGATHER_IS_FASTER
-    swaps = s.moe_grouped_gemm and s.fp8 is None
-    swaps = swaps and s.launch_environment.world_size == 2 * s.pipeline_model_parallel_size
-    fitting = ["delay_wgrad_compute", *["moe_balanced_expert_placement"] * swaps]
-    chosen = [field for field in fitting if not s.is_given(field)]
-    if not chosen:
+    if s.is_given("delay_wgrad_compute"):
         return None
-    for field in chosen:
-        s.set_derived(field, True)
-    flags = " ".join("--" + field.replace("_", "-") for field in chosen)
-    return f"{flags}: the default of two expert parallel ranks with GPUs of one host; --no-... turns each off"
+    s.set_derived("delay_wgrad_compute", True)
+    return (
+        "--delay-wgrad-compute: the default of two expert parallel ranks with GPUs of one host; "
+        "--no-delay-wgrad-compute turns it off"
+    )
 
 
 def _products_in_pieces(s: Settings) -> str | None:

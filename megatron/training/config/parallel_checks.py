@@ -53,13 +53,6 @@ def ranks_of_experts(s: Settings) -> Iterator[str]:
             f"{{expert_model_parallel_size}} x {{pipeline_model_parallel_size}}; give sizes whose product is {products}"
             f"{more}"
         )
-    elif size >= 1 and s.moe_balanced_expert_placement and s.expert_model_parallel_size > 1 and s.world_size > size:
-        all_ranks = s.expert_model_parallel_size * (s.world_size // size)
-        larger = f"use {all_ranks}, or " if s.num_moe_experts % all_ranks == 0 else ""
-        yield (
-            f"{{moe_balanced_expert_placement:name}} needs the gradients of each expert on one rank, and "
-            f"{s.world_size // size} ranks share them with {{expert_model_parallel_size}}; {larger}leave the flag out"
-        )
     if tensor > 1 and not s.sequence_parallel and not s.skip_train:
         yield (
             "{num_moe_experts} with {tensor_model_parallel_size}: training needs {sequence_parallel:name}, since "

@@ -18,7 +18,6 @@ _FIELDS_OF_RUN = (
     "attention_backend",
     "cp_comm_type",
     "moe_token_dispatcher_type",
-    "moe_balanced_expert_placement",
     "moe_shared_expert_overlap",
     "moe_layer_recompute",
     "encoder_pipeline_model_parallel_size",

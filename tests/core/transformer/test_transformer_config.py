@@ -33,7 +33,6 @@ CONFIGS: dict[str, type] = {
 }
 OURS = {"seed", "fp64", "pipeline_schedule", "num_encoder_layers", "pipeline_model_parallel_split_rank"} | {
     "fp8_weight_cache",
-    "moe_balanced_expert_placement",
     "lion_beta1",
     "lion_beta2",
     "main_grads_dtype",

@@ -4,7 +4,6 @@ import gc
 import math
 import shlex
 import time
-from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -16,8 +15,6 @@ from support.processes import run_on_ranks
 from support.runs import GPT
 from torch import nn
 
-from megatron.core.communication.collectives import Pending
-from megatron.core.distributed.expert_placement import ExpertPlacement, PlacementSteps
 from megatron.core.distributed.flat_buffer import Unit
 from megatron.core.distributed.reduce_scatter_gradients import TransientGradients
 from megatron.core.exceptions import UserError
@@ -141,47 +138,6 @@ def test_bytes_are_those_of_real_ranks_under_every_layout() -> None:
     for number, flags in enumerate(LAYOUTS):
         for rank, entry in enumerate(held(configured(f"{SIZES} {flags}", ranks=4))):
             assert real[rank][number] == pytest.approx(kept(entry), rel=0.02), (flags, rank)
-
-
-SWAPPED = (
-    "--num-experts 4 --moe-grouped-gemm --expert-model-parallel-size 2 --moe-balanced-expert-placement "
-    "--hidden-size 128 --num-layers 3 --vocab-size 77"
-)
-
-
-def bytes_of_swapped_experts(flags: str) -> list[int]:
-    """What the experts take while two ranks swap all of them: in forward and at the end of a step."""
-    config, rank = configured(f"{SWAPPED} {flags}", ranks=2), dist.get_rank()
-    environment = Environment(rank, 2, torch.device("cpu"), groups_of_rank(config, rank))
-    context = Context(config, environment, build_tokenizer(config.tokenizer), TrainState())
-    (stage,) = stages_of_rank(config, 0)
-    model = parallelize(build_model(context, stage), config, environment)
-    placements = PlacementSteps.of(model).placements
-    at_start = 0
-    for placement in placements:
-        placement._start([[1, 1], [0, 0]])
-        at_start = max(at_start, bytes_of_swaps(placements, [placement._arriving for placement in placements]))
-        placement.finish_swap()
-    for placement in placements:
-        placement.start_return()
-    at_end = bytes_of_swaps(placements, [placement._returning for placement in placements])
-    for placement in placements:
-        placement.finish_return()
-    return [at_start, at_end]
-
-
-def bytes_of_swaps(placements: Sequence[ExpertPlacement], moving: Sequence[Pending | None]) -> int:
-    """Returns the bytes of weights that were sent, and of what is on its way."""
-    held = [placement._home_weights for placement in placements if placement._home_weights is not None]
-    held += [tensor for pending in moving if pending is not None for tensor in (pending.tensor, *pending._kept)]
-    return sum({tensor.data_ptr(): tensor.nbytes for tensor in held}.values())
-
-
-@pytest.mark.parametrize("flags", ["--bf16", "--bf16 --use-precision-aware-optimizer --main-grads-dtype bf16"])
-def test_bytes_of_swapped_experts_are_those_of_a_step_that_swaps_all(flags: str) -> None:
-    entries = held(configured(f"{SWAPPED} {flags}", ranks=2))
-    for entry, swapped in zip(entries, run_on_ranks(bytes_of_swapped_experts, 2, flags), strict=True):
-        assert entry.memory.swapped == max(swapped)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import re
 import time
 
 import pytest
-from support.command_lines import SMALL, configured
+from support.command_lines import configured
 
 from megatron.core.pipeline_parallel.stage_map import StageModules, stage_text
 from megatron.diagnosis.dry_run.dry_run import dry_run
@@ -122,15 +122,6 @@ def test_gathered_units_have_a_column_if_there_are_any(flags: str, column: bool)
     lines = report(flags)
     titles = next(line for line in lines if line.split()[:1] == ["rank"])
     assert ("gathered units" in titles) == column == any("for gathered units" in line for line in lines)
-
-
-def test_swapped_experts_are_beside_the_total() -> None:
-    experts = "--num-experts 4 --moe-grouped-gemm --expert-model-parallel-size 2"
-    plain = report(experts, base=SMALL, ranks=2)
-    swapped = report(f"{experts} --moe-balanced-expert-placement", base=SMALL, ranks=2)
-    (memory,) = (line for line in swapped if line.startswith("memory      "))
-    kept, up_to = memory.split(", and up to ")
-    assert kept in plain and up_to.endswith(" for swapped experts")
 
 
 def test_sizes_and_stages_in_words() -> None:

@@ -182,18 +182,6 @@ def test_what_is_unknown_is_told():
             512,
             (2, 1, 2, 2, 2, 1),
         ),
-        (
-            "--tensor-model-parallel-size 4 --expert-model-parallel-size 64 --expert-tensor-parallel-size 1 "
-            "--moe-grouped-gemm --moe-balanced-expert-placement",
-            64,
-            (2, 1, 1, 4, 8, 1),
-        ),
-        (
-            "--tensor-model-parallel-size 4 --expert-model-parallel-size 16 --moe-grouped-gemm "
-            "--moe-balanced-expert-placement",
-            64,
-            (2, 1, 1, 4, 4, 2),
-        ),
     ],
 )
 def test_experts_stay_shared_out(flags: str, ranks: int, sizes: tuple[int, ...]) -> None:

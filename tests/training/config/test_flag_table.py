@@ -46,7 +46,6 @@ OURS = {
     "--hang-timeout-seconds",
     "--latent-layernorm-epsilon",
     "--loss-chunk-size",
-    "--moe-balanced-expert-placement",
     "--bert-num-tokentypes",
     "--t5-no-head-bias",
     "--relu",
@@ -124,7 +123,6 @@ OURS = {
     "--moe-upcycling-granularity",
     "--no-tp-comm-overlap",
     "--no-delay-wgrad-compute",
-    "--no-moe-balanced-expert-placement",
     "--tp-comm-overlap-transport",
 }
 MODEL_OPTIONS = {

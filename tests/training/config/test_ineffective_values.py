@@ -18,9 +18,6 @@ def test_what_hides_exchanges_says_where_there_are_none() -> None:
         return [note.partition(":")[0] for note in notes if "has no effect with --expert-model-parallel-size 1" in note]
 
     shared = "--moe-shared-expert-overlap"
-    placed = "--moe-balanced-expert-placement"
-    assert said(f"{placed} --moe-grouped-gemm") == [placed]
-    assert said(f"{placed} --moe-grouped-gemm --expert-model-parallel-size 2", ranks=2) == []
     both = f"--overlap-moe-expert-parallel-comm {shared} --moe-shared-expert-intermediate-size 64"
     assert said(both) == [shared, "--overlap-moe-expert-parallel-comm"]
     assert said(f"{both} --expert-model-parallel-size 2", ranks=2) == said("") == said(shared) == []

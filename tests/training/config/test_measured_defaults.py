@@ -54,42 +54,39 @@ def test_two_tensor_parallel_ranks_of_a_host_with_gpus_cut_their_products() -> N
     assert set(off) == {(False, False)}
 
 
-EXCHANGE = ("delay_wgrad_compute", "moe_balanced_expert_placement")
 MIXTURE = (
     "--num-experts 64 --expert-model-parallel-size 2 --moe-router-topk 8 --moe-grouped-gemm --disable-bias-linear "
     "--seq-length 4096 --max-position-embeddings 4096 --micro-batch-size {} --global-batch-size 128"
 )
 
 
-def test_two_expert_parallel_ranks_of_a_host_with_gpus_hide_their_exchange_and_swap_experts() -> None:
-    def chosen(flags: str = "", micro_batch: int = 8, words: str = MIXTURE, **where: Any) -> list[bool]:
+def test_two_expert_parallel_ranks_of_a_host_with_gpus_hide_their_exchange() -> None:
+    def chosen(flags: str = "", micro_batch: int = 8, words: str = MIXTURE, **where: Any) -> bool:
         where = {"ranks": 2, "has_cuda": True, "of_host": 2, **where}
         config = configured(f"{words.format(micro_batch)} {flags}", **where)
         notes = [note for note in config.notes if "the default of two expert parallel ranks" in note]
-        derived = [field for field in EXCHANGE if config.provenance[field] == "derived"]
-        assert all("--" + field.replace("_", "-") in notes[0] for field in derived) if derived else not notes
-        return [getattr(config.transformer, field) for field in EXCHANGE]
+        assert bool(notes) == (config.provenance["delay_wgrad_compute"] == "derived")
+        return config.transformer.delay_wgrad_compute
 
-    assert chosen() == chosen("--moe-token-dispatcher-type allgather") == [True, True]
+    assert chosen() == chosen("--moe-token-dispatcher-type allgather") is True
     # 4096 tokens of a rank's 32768 choose an expert, with even routing.
-    assert chosen(micro_batch=4) == [True, True]
-    assert chosen(micro_batch=2) == [False, False]
-    assert chosen("--no-moe-balanced-expert-placement") == [True, False]
-    assert chosen("--no-delay-wgrad-compute --no-moe-balanced-expert-placement") == [False, False]
+    assert chosen(micro_batch=4) is True
+    assert chosen(micro_batch=2) is False
+    assert chosen("--no-delay-wgrad-compute") is False
     one = "--moe-router-topk 1 --moe-router-score-function sigmoid "
     one += "--moe-token-dispatcher-type allgather"
-    assert chosen(one, micro_batch=64) == [True, True]
-    assert chosen(words=MIXTURE.replace("--moe-grouped-gemm ", "")) == [True, False]
-    assert chosen("--fp8-format hybrid --bf16") == [True, False]
+    assert chosen(one, micro_batch=64) is True
+    assert chosen(words=MIXTURE.replace("--moe-grouped-gemm ", "")) is True
+    assert chosen("--fp8-format hybrid --bf16") is True
     # Four ranks: two have copies of each expert.
-    assert chosen(ranks=4, of_host=4) == chosen(ranks=4, of_host=2) == [True, False]
-    assert chosen("--pipeline-model-parallel-size 2", ranks=4, of_host=4) == [True, True]
+    assert chosen(ranks=4, of_host=4) == chosen(ranks=4, of_host=2) is True
+    assert chosen("--pipeline-model-parallel-size 2", ranks=4, of_host=4) is True
     alone = chosen(has_cuda=False), chosen(of_host=None), chosen(of_host=1)
     alone += chosen("--moe-token-dispatcher-type alltoall"), chosen("--moe-token-dispatcher-type flex")
     alone += (chosen("--overlap-moe-expert-parallel-comm"),)
     alone += chosen("--expert-model-parallel-size 4", ranks=4, of_host=4), chosen("--use-megatron-fsdp")
     alone += (chosen("--tensor-model-parallel-size 2 --sequence-parallel", ranks=4, of_host=4),)
-    assert all(each == [False, False] for each in alone)
+    assert all(each is False for each in alone)
 
 
 def test_two_gpus_with_alltoall_are_told_what_is_faster() -> None:

@@ -36,17 +36,6 @@ LAYOUTS = [
         "which is --expert-tensor-parallel-size 1 x --expert-model-parallel-size 2 x --pipeline-model-parallel-size 1; "
         "give sizes whose product is 1 or 3",
     ),
-    (
-        4,
-        "--num-experts 4 --moe-grouped-gemm --expert-model-parallel-size 2 --moe-balanced-expert-placement",
-        "--moe-balanced-expert-placement needs the gradients of each expert on one rank, and 2 ranks share them with "
-        "--expert-model-parallel-size 2; use 4, or leave the flag out",
-    ),
-    (
-        8,
-        "--num-experts 4 --moe-grouped-gemm --expert-model-parallel-size 2 --moe-balanced-expert-placement",
-        "4 ranks share them with --expert-model-parallel-size 2; leave the flag out",
-    ),
     # the model
     (
         8,

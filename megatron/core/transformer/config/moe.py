@@ -61,12 +61,6 @@ class MoEConfig:
     """How tokens get to their experts: every token to all ranks that share the experts (allgather), one copy per expert
     of the token (alltoall), or one copy per rank that has any of its experts (flex). The result is the same."""
 
-    moe_balanced_expert_placement: bool = flag(False, off="--no-moe-balanced-expert-placement", only_with=_MOE)
-    """Ranks swap experts for the length of a step, so that they compute equally many rows. Plans swaps from the tokens
-    of the step's first micro-batch. With allgather and flex, sums of a token then round differently. Needs
-    --moe-grouped-gemm, and an --expert-model-parallel-size that leaves each expert on one rank. Default: on for two
-    expert parallel ranks with GPUs of one host and allgather (docs/moe.md)."""
-
     moe_enable_deepep: bool = flag(False, only_with=_MOE, no_effect=_NO_DEEPEP)
     """Former spelling of --moe-flex-dispatcher-backend deepep."""
 
@@ -116,23 +110,11 @@ def validate(config: Any) -> Iterator[str]:
     yield from _shares(config)
     if config.moe_use_upcycling:
         yield from _upcycling_problems(config)
-    if config.moe_balanced_expert_placement:
-        yield from _placement_problems(config)
     if config.moe_apply_probs_on_input and config.moe_router_topk != 1:
         yield (
             "{moe_apply_probs_on_input:name} multiplies the inputs of experts, which equals weighted outputs only "
             "if each token goes to one expert: it needs {moe_router_topk:name} 1"
         )
-
-
-def _placement_problems(config: Any) -> Iterator[str]:
-    if not config.moe_grouped_gemm:
-        yield "{moe_balanced_expert_placement:name} swaps experts of stacked weights: it needs {moe_grouped_gemm:name}"
-    if config.fp8 is not None:
-        yield "{moe_balanced_expert_placement:name} does not go with {fp8} yet: quantised weights are not swapped"
-    for name in ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"):
-        if getattr(config, name) not in ("none", False):
-            yield f"{{moe_balanced_expert_placement:name}} does not go with {{{name}}} yet; drop one"
 
 
 def _upcycling_problems(config: Any) -> Iterator[str]:

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from megatron.core.communication.collectives import HostCopy
-from megatron.core.distributed.expert_placement import AT_HOME, Placement
 from megatron.core.micro_batch import CooperativeTurn
 from megatron.core.ops.moe.grouped_linear import RowGroups
 from megatron.core.transformer.moe.async_collective import (
@@ -28,41 +27,27 @@ class MoEAllGatherTokenDispatcher(TokenDispatcher):
     """Gathers all tokens of the ranks that share experts. Each rank selects the tokens of its own experts, and results
     are summed over the ranks. All ranks must have the same number of tokens."""
 
-    def plan(
-        self, routing: Routing, turn: CooperativeTurn | None = None, placement: Placement = AT_HOME
-    ) -> DispatchCombine:
-        """Returns the exchange for a routing to experts at the positions of `placement`."""
-        return _AllGatherDispatchCombine(self, routing, turn, placement)
+    def plan(self, routing: Routing, turn: CooperativeTurn | None = None) -> DispatchCombine:
+        """Returns the exchange for a routing."""
+        return _AllGatherDispatchCombine(self, routing, turn)
 
 
 class _AllGatherDispatchCombine(DispatchCombine):
-    def __init__(
-        self,
-        at: MoEAllGatherTokenDispatcher,
-        routing: Routing,
-        turn: CooperativeTurn | None,
-        placement: Placement,
-    ) -> None:
-        super().__init__(at, routing, turn, placement)
+    def __init__(self, at: MoEAllGatherTokenDispatcher, routing: Routing, turn: CooperativeTurn | None) -> None:
+        super().__init__(at, routing, turn)
         self.numbers = run_once_under_recompute(
             (at, "experts of all ranks"), lambda: at.of_all_ranks(routing.experts_with_room().to(torch.int32))
         )
         """int32 [all tokens, k]: the experts that tokens go to; -1: an expert has no room."""
         self.all_are_here = at.ep_size == 1 and routing.kept is None
         self._on_host: HostCopy | None = None
-        """The number of rows of each expert of this rank, unless `positions` has it."""
+        """The number of rows of each expert of this rank, if it is needed there."""
 
     def start_dispatch(self, hidden: Tensor) -> None:
         at = self.at
-        # The device numbers the copies and gathers the rows while the host waits to know where the experts are.
         numbered = at.backend.experts.number_choices(self.numbers, at.num_experts)
         self._start_gathering(hidden)
-        self.positions = positions = self.placement.positions()
-        if positions.on_host is None:
-            first, self.groups = self._count_here(numbered.counts)
-        else:
-            assert positions.table is not None
-            first, self.groups = positions.table.first, RowGroups(positions.table.counts)
+        first, self.groups = self._count_here(numbered.counts)
         self._order = numbered.copies(self.numbers.numel(), first)
 
     def _start_gathering(self, hidden: Tensor) -> None:
@@ -110,8 +95,6 @@ class _AllGatherDispatchCombine(DispatchCombine):
 
     def _sizes(self) -> Sequence[int] | None:
         """Returns the number of rows of each expert of this rank on the host; None if it is not needed there."""
-        if self.positions.on_host is not None:
-            return self.positions.on_host.counts.tolist()
         return None if self._on_host is None else self._on_host.wait().tolist()
 
     def _counts_by_source(self) -> Tensor:
@@ -124,8 +107,9 @@ class _AllGatherDispatchCombine(DispatchCombine):
         counts = at.backend.experts.count_experts(by_rank, ranks * experts, self.numbers >= 0)
         return counts.view(ranks, experts)[:, self._own_experts()].t()
 
-    def _own_experts(self) -> Tensor | slice:
-        return self.positions.experts_in(self.at.ep_rank, self.at.num_local_experts)
+    def _own_experts(self) -> slice:
+        first = self.at.ep_rank * self.at.num_local_experts
+        return slice(first, first + self.at.num_local_experts)
 
     def start_combine(self, results: Tensor) -> None:
         at = self.at

@@ -3,7 +3,6 @@
 from torch import Tensor
 
 from megatron.core.communication.collectives import HostCopy
-from megatron.core.distributed.expert_placement import AT_HOME, Placement
 from megatron.core.micro_batch import CooperativeTurn
 from megatron.core.ops.moe.grouped_linear import RowGroups
 from megatron.core.ops.moe.permute import Copies
@@ -22,11 +21,9 @@ class MoEAlltoAllTokenDispatcher(TokenDispatcher):
     """Sends each copy of a token to the ranks that hold its expert. Row counts are computed on the device; one small
     copy per layer brings them to the host."""
 
-    def plan(
-        self, routing: Routing, turn: CooperativeTurn | None = None, placement: Placement = AT_HOME
-    ) -> DispatchCombine:
-        """Returns the exchange for a routing to experts at the positions of `placement`."""
-        return _CopyDispatchCombine(self, routing, turn, placement)
+    def plan(self, routing: Routing, turn: CooperativeTurn | None = None) -> DispatchCombine:
+        """Returns the exchange for a routing."""
+        return _CopyDispatchCombine(self, routing, turn)
 
 
 class AlltoAllDispatchCombine(DispatchCombine):
@@ -61,25 +58,18 @@ class AlltoAllDispatchCombine(DispatchCombine):
 
 
 class _CopyDispatchCombine(AlltoAllDispatchCombine):
-    def __init__(
-        self, at: MoEAlltoAllTokenDispatcher, routing: Routing, turn: CooperativeTurn | None, placement: Placement
-    ) -> None:
-        routing = routing.placed(placement.positions())
-        super().__init__(at, routing, turn, placement)
+    def __init__(self, at: MoEAlltoAllTokenDispatcher, routing: Routing, turn: CooperativeTurn | None) -> None:
+        super().__init__(at, routing, turn)
         self.counts = run_once_under_recompute((at, "token counts"), self._all_counts)
         """Number of rows from (etp rank, ep rank) for each expert of an ep rank."""
         self.knows_sizes = at.copies_sizes or at.ep_size * at.etp_size > 1 or routing.kept is not None
         self._on_host: HostCopy | None = None
-        if routing.positions.on_host is None and self.knows_sizes:
+        if self.knows_sizes:
             self._on_host = run_once_under_recompute((at, "counts on the host"), lambda: HostCopy(self.counts))
 
     def _all_counts(self) -> Tensor:
-        at, positions = self.at, self.routing.positions
-        if positions.on_host is not None:
-            assert positions.table is not None
-            by_rank = positions.table.of_sources
-        else:
-            by_rank = at.of_all_ranks(self.routing.tokens_per_expert(at.num_experts)[None])  # [etp * ep, experts]
+        at = self.at
+        by_rank = at.of_all_ranks(self.routing.tokens_per_expert(at.num_experts)[None])  # [etp * ep, experts]
         return by_rank.view(at.etp_size, at.ep_size, at.ep_size, at.num_local_experts)
 
     def start_dispatch(self, hidden: Tensor) -> None:
@@ -118,8 +108,5 @@ class _CopyDispatchCombine(AlltoAllDispatchCombine):
 
     def _sizes(self) -> Tensor:
         """Returns `counts` on the host."""
-        placed = self.routing.positions.on_host
-        if placed is not None:
-            return placed.of_sources.view(self.counts.shape)
         assert self._on_host is not None
         return self._on_host.wait()

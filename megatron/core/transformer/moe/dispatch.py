@@ -16,15 +16,12 @@ from torch import Tensor
 
 from megatron.core.backends import Backend, choose_backend
 from megatron.core.communication.collectives import gather_rows, group_rank, group_size
-from megatron.core.distributed.expert_placement import AT_HOME, Placement
 from megatron.core.exceptions import UserError
 from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.micro_batch import CooperativeTurn
 from megatron.core.ops.moe.grouped_linear import RowGroups
 from megatron.core.ops.moe.permute import Copies
-from megatron.core.transformer.moe.async_collective import (
-    AsyncCollective,
-)
+from megatron.core.transformer.moe.async_collective import AsyncCollective
 from megatron.core.transformer.moe.routing import Routing
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -44,10 +41,8 @@ class ExpertRows:
 class DispatchCombine(ABC):
     """The dispatch and combine of one micro-batch."""
 
-    def __init__(
-        self, at: "TokenDispatcher", routing: Routing, turn: CooperativeTurn | None, placement: Placement
-    ) -> None:
-        self.at, self.routing, self.turn, self.placement = at, routing, turn, placement
+    def __init__(self, at: "TokenDispatcher", routing: Routing, turn: CooperativeTurn | None) -> None:
+        self.at, self.routing, self.turn = at, routing, turn
         self._exchange: AsyncCollective | None = None
 
     @abstractmethod
@@ -94,10 +89,8 @@ class TokenDispatcher(ABC):
         self.copies_sizes = False
 
     @abstractmethod
-    def plan(
-        self, routing: Routing, turn: CooperativeTurn | None = None, placement: Placement = AT_HOME
-    ) -> DispatchCombine:
-        """Returns the exchange for a routing to experts at the positions of `placement`."""
+    def plan(self, routing: Routing, turn: CooperativeTurn | None = None) -> DispatchCombine:
+        """Returns the exchange for a routing."""
 
     def of_all_ranks(self, rows: Tensor) -> Tensor:
         """Gathers rows [n, ...] of all ranks that share the experts: [etp * ep * n, ...], by etp rank, then by ep

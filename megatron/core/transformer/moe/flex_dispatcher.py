@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from megatron.core.communication.collectives import HostCopy
-from megatron.core.distributed.expert_placement import AT_HOME, Placement
 from megatron.core.micro_batch import CooperativeTurn
 from megatron.core.ops.moe.grouped_linear import RowGroups
 from megatron.core.transformer.moe.alltoall_dispatcher import AlltoAllDispatchCombine, MoEAlltoAllTokenDispatcher
@@ -28,23 +27,18 @@ class MoEFlexTokenDispatcher(MoEAlltoAllTokenDispatcher):
     """Sends a token once to each rank that holds any of its experts. One small copy per layer brings the row counts to
     the host."""
 
-    def plan(
-        self, routing: Routing, turn: CooperativeTurn | None = None, placement: Placement = AT_HOME
-    ) -> DispatchCombine:
-        """Returns the exchange for a routing to experts at the positions of `placement`."""
+    def plan(self, routing: Routing, turn: CooperativeTurn | None = None) -> DispatchCombine:
+        """Returns the exchange for a routing."""
         if self.ep_size * self.etp_size == 1:
-            return super().plan(routing, turn, placement)
-        return _TokenDispatchCombine(self, routing, turn, placement)
+            return super().plan(routing, turn)
+        return _TokenDispatchCombine(self, routing, turn)
 
 
 class _TokenDispatchCombine(AlltoAllDispatchCombine):
     at: MoEFlexTokenDispatcher
 
-    def __init__(
-        self, at: MoEFlexTokenDispatcher, routing: Routing, turn: CooperativeTurn | None, placement: Placement
-    ) -> None:
-        routing = routing.placed(placement.positions())
-        super().__init__(at, routing, turn, placement)
+    def __init__(self, at: MoEFlexTokenDispatcher, routing: Routing, turn: CooperativeTurn | None) -> None:
+        super().__init__(at, routing, turn)
         taken = routing.taken()
         by_rank = taken.new_zeros(taken.shape[0], at.ep_size)
         self.wanted = by_rank.scatter_add_(1, routing.experts // at.num_local_experts, taken) > 0

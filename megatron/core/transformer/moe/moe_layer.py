@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.backends import Backend, choose_backend
-from megatron.core.distributed.expert_placement import AT_HOME, ExpertPlacement, MicroBatchPlacement, Placement
 from megatron.core.exceptions import UserError
 from megatron.core.groups.defaults import groups_or_default
 from megatron.core.groups.process_groups_config import ProcessGroupCollection
@@ -20,15 +19,13 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.allgather_dispatcher import MoEAllGatherTokenDispatcher
 from megatron.core.transformer.moe.alltoall_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.moe.dispatch import DispatchCombine, TokenDispatcher
-from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.flex_dispatcher import MoEFlexTokenDispatcher
 from megatron.core.transformer.moe.micro_batch_share import whole_rows
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.moe.routing import Routing
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec, Spec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils.recompute_cache import run_once_under_recompute
 
 DISPATCHERS: dict[str, type[TokenDispatcher]] = {
     "allgather": MoEAllGatherTokenDispatcher,
@@ -84,8 +81,6 @@ class MoELayer(MegatronModule):
         )
         if not getattr(self.experts, "reads_sizes", True):
             self.token_dispatcher.leave_sizes_on_device()
-        self.expert_placement = self._placement(config, groups)
-        """Which experts this rank computes in a step; None: always those of its own."""
         self.fc1_latent_proj: ReplicatedLinear | None = None
         self.fc2_latent_proj: ReplicatedLinear | None = None
         if config.moe_latent_size:
@@ -117,10 +112,9 @@ class MoELayer(MegatronModule):
         hidden = hidden_states.view(-1, hidden_states.shape[-1])  # [t, h]
         inputs = inputs or LayerInputs(self._whole_rows(hidden_states))
         routing = self.router.route(hidden, inputs)
-        exchange = self.token_dispatcher.plan(routing, inputs.turn, self._placement_of(routing))
+        exchange = self.token_dispatcher.plan(routing, inputs.turn)
         exchange.start_dispatch(hidden if self.fc1_latent_proj is None else self.fc1_latent_proj(hidden)[0])
         shared = _Shared(self.shared_experts, hidden, self.config)
-        exchange.placement.start_swap()
         shared.during_dispatch()
         exchange.start_combine(self._results_of(exchange))
         shared.during_combine()
@@ -130,38 +124,9 @@ class MoELayer(MegatronModule):
             output = latent_output if bias is None else latent_output + bias
         return shared.added_to(output).view(hidden_states.shape), None
 
-    def _placement(self, config: TransformerConfig, groups: ProcessGroupCollection) -> ExpertPlacement | None:
-        at = self.token_dispatcher
-        if not config.moe_balanced_expert_placement or at.ep_size == 1:
-            return None
-        if groups.size("expt_dp") > 1:
-            raise UserError(
-                f"moe_balanced_expert_placement: {groups.size('expt_dp')} data parallel ranks share the gradients of "
-                "each expert; it needs an expert_model_parallel_size that leaves one"
-            )
-        if not isinstance(self.experts, GroupedMLP):
-            raise UserError(
-                f"moe_balanced_expert_placement swaps experts of stacked weights, which {type(self.experts).__name__} "
-                "does not have; use GroupedMLP"
-            )
-        return ExpertPlacement(self.experts, at.ep_group, at.etp_group)
-
-    def _placement_of(self, routing: Routing) -> Placement:
-        """Starts to count the tokens of all ranks if the swaps of a step are to be planned from this micro-batch.
-        Returns where the experts are."""
-        placement = self.expert_placement
-        if placement is None:
-            return AT_HOME
-        counted = None
-        if self.training:
-            tokens = routing.tokens_per_expert(self.token_dispatcher.num_experts)
-            counted = run_once_under_recompute((self, "tokens of all ranks"), lambda: placement.start_count(tokens))
-        return MicroBatchPlacement(placement, counted)
-
     def _results_of(self, exchange: DispatchCombine) -> Tensor:
         """Runs the experts. The rows are freed before the results are sent."""
         received = exchange.finish_dispatch()
-        exchange.placement.finish_swap()
         results: Tensor = self.experts(received.rows, received.weights, received.groups)
         return results
 

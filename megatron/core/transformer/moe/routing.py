@@ -1,13 +1,11 @@
 """The result of a router: the record that dispatcher and experts read."""
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megatron.core.distributed.expert_placement import ExpertPositions
 from megatron.core.ops.moe.routing import count_experts
 
 
@@ -24,8 +22,6 @@ class Routing:
     """bool [t, k]: False if an expert has no capacity left for the token. None: no token was dropped."""
     counts: Tensor | None = None
     """int64 [experts]: number of this rank's tokens that each expert takes. None: not counted yet."""
-    positions: ExpertPositions = ExpertPositions()  # noqa: RUF009  # it does not change
-    """Where the experts are, if their numbers are positions (`placed`)."""
 
     def tokens_per_expert(self, num_experts: int) -> Tensor:
         """Returns the number of this rank's tokens that each expert takes, int64 [experts]. Does not wait for the
@@ -39,14 +35,6 @@ class Routing:
     def experts_with_room(self) -> Tensor:
         """Returns int64 [t, k]: `experts`, with -1 in place of experts that have no capacity left for the token."""
         return self.experts if self.kept is None else torch.where(self.kept, self.experts, -1)
-
-    def placed(self, positions: ExpertPositions) -> "Routing":
-        """Returns this routing with the positions of experts as their numbers."""
-        if positions.table is None:
-            return self
-        counts = None if self.counts is None else self.counts[positions.table.expert]
-        experts = positions.table.position[self.experts]
-        return dataclasses.replace(self, experts=experts, counts=counts, positions=positions)
 
     def dense(self, num_experts: int) -> tuple[Tensor, Tensor]:
         """Returns Megatron-LM's form: weights [t, experts], zero for experts that a token is not sent to, and a bool

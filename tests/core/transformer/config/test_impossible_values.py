@@ -14,7 +14,6 @@ SMALL: dict[str, Any] = {"num_layers": 2, "hidden_size": 64, "num_attention_head
 FINE: dict[str, Any] = {"fine_grained_activation_offloading": True}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 EXPERTS = {"num_moe_experts": 4}
-PLACED = EXPERTS | {"moe_balanced_expert_placement": True}
 
 RULES: list[tuple[dict[str, Any], str]] = [
     # architecture.py
@@ -86,16 +85,6 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ),
     (EXPERTS | {"moe_layer_freq": [1]}, "moe_layer_freq has 1 entries for num_layers 2"),
     (EXPERTS | {"moe_apply_probs_on_input": True}, "it needs moe_router_topk 1"),
-    (PLACED, "moe_balanced_expert_placement swaps experts of stacked weights: it needs moe_grouped_gemm"),
-    (PLACED | {"moe_grouped_gemm": True, "fp8": "hybrid"}, "moe_balanced_expert_placement does not go with fp8"),
-    (
-        PLACED | {"moe_grouped_gemm": True, "cuda_graph_impl": "local"},
-        "moe_balanced_expert_placement does not go with cuda_graph_impl local",
-    ),
-    (
-        PLACED | {"moe_grouped_gemm": True, "enable_cuda_graph": True},
-        "moe_balanced_expert_placement does not go with enable_cuda_graph",
-    ),
     # positions.py
     ({"rope_scaling_type": "longrope"}, "rope_scaling_type longrope needs rope_scaling_short_factor and"),
     (
