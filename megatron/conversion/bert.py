@@ -58,7 +58,7 @@ _BINARY_HEAD: _Mapping = {
 
 
 @dataclass(frozen=True)
-class TokenTypes:
+class TokenTypes(rules.Rule):
     """Number of segments that the embedding distinguishes."""
 
     reads = ("type_vocab_size",)

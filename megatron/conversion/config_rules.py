@@ -9,7 +9,7 @@ Errors of rules begin with the key; the caller adds the name of the file.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from megatron.conversion.hub_defaults import Json
 from megatron.core.exceptions import UserError
@@ -17,22 +17,25 @@ from megatron.core.exceptions import UserError
 Values = Mapping[str, Any]
 
 
-class Rule(Protocol):
-    """Translates some keys of config.json to fields and back."""
+class Rule:
+    """Translates some keys of config.json to fields and back. A subclass overrides what it does not leave empty."""
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The keys that the rule reads."""
+        """The keys that the rule reads: its `key`, if it has one."""
+        return (self.key,) if hasattr(self, "key") else ()
 
     def fields(self, config: Json) -> dict[str, Any]:
         """Returns our values by field name. Raises UserError naming key and value if we cannot express them."""
+        return {}
 
     def keys(self, values: Values) -> dict[str, Json]:
         """Returns the keys that express these values, as far as the family can express them."""
+        return {}
 
 
 @dataclass(frozen=True)
-class Copied:
+class Copied(Rule):
     """A key whose value is the value of one field."""
 
     key: str
@@ -41,11 +44,6 @@ class Copied:
     """Second name of the key. It is written too, because releases of transformers read one or the other."""
     unset: Json = None
     """Value of the key where the field is not set."""
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """The key under its first name."""
-        return (self.key,)
 
     def fields(self, config: Json) -> dict[str, Any]:
         """Returns the key's value."""
@@ -58,18 +56,13 @@ class Copied:
 
 
 @dataclass(frozen=True)
-class Fixed:
+class Fixed(Rule):
     """A key of which only one value is supported."""
 
     key: str
     value: Json
     write: bool = True
     """Whether exports write the key."""
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """The key."""
-        return (self.key,)
 
     def fields(self, config: Json) -> dict[str, Any]:
         """Returns nothing. Raises UserError for any other value."""
@@ -84,38 +77,22 @@ class Fixed:
 
 
 @dataclass(frozen=True)
-class Unused:
+class Unused(Rule):
     """Keys that do not change what the model computes."""
 
-    reads: tuple[str, ...]
-
-    def fields(self, config: Json) -> dict[str, Any]:
-        """Returns nothing."""
-        return {}
-
-    def keys(self, values: Values) -> dict[str, Json]:
-        """Returns nothing."""
-        return {}
-
-
-@dataclass(frozen=True)
-class NotApplied:
-    """A key that the class of transformers accepts and does not apply. An import says so if it is set."""
-
-    key: str
+    unused: tuple[str, ...]
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The key."""
-        return (self.key,)
+        """The keys."""
+        return self.unused
 
-    def fields(self, config: Json) -> dict[str, Any]:
-        """Returns nothing."""
-        return {}
 
-    def keys(self, values: Values) -> dict[str, Json]:
-        """Returns nothing."""
-        return {}
+@dataclass(frozen=True)
+class NotApplied(Rule):
+    """A key that the class of transformers accepts and does not apply. An import says so if it is set."""
+
+    key: str
 
     def note(self, config: Json) -> str | None:
         """Returns a sentence if the key is set."""
@@ -125,16 +102,11 @@ class NotApplied:
 
 
 @dataclass(frozen=True)
-class Inverse:
+class Inverse(Rule):
     """A key whose value is 1 / the value of one field."""
 
     key: str
     field: str
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """The key."""
-        return (self.key,)
 
     def fields(self, config: Json) -> dict[str, Any]:
         """Returns the inverse of the key's value."""
@@ -148,33 +120,21 @@ class Inverse:
 
 
 @dataclass(frozen=True)
-class Implied:
+class Implied(Rule):
     """Fields that are the same for every model of the family. No key says them."""
 
     values: Values
-
-    reads = ()
 
     def fields(self, config: Json) -> dict[str, Any]:
         """Returns the family's values."""
         return dict(self.values)
 
-    def keys(self, values: Values) -> dict[str, Json]:
-        """Returns nothing."""
-        return {}
-
 
 @dataclass(frozen=True)
-class Written:
+class Written(Rule):
     """Keys that do not change what the model computes, and that exports write all the same."""
 
     values: Mapping[str, Json]
-
-    reads = ()
-
-    def fields(self, config: Json) -> dict[str, Any]:
-        """Returns nothing."""
-        return {}
 
     def keys(self, values: Values) -> dict[str, Json]:
         """Returns the keys."""
@@ -182,7 +142,7 @@ class Written:
 
 
 @dataclass(frozen=True)
-class TiedEmbeddings:
+class TiedEmbeddings(Rule):
     """Whether the output layer uses the weight of the embedding."""
 
     reads = ("tie_word_embeddings",)

@@ -70,7 +70,7 @@ def _prediction_layer(tensors: decoder.Mapping, ours: str, hub: str) -> decoder.
 
 
 @dataclass(frozen=True)
-class PredictionLayers:
+class PredictionLayers(rules.Rule):
     """Layers of multi-token prediction."""
 
     reads = (PREDICTION_LAYERS,)
@@ -86,7 +86,7 @@ class PredictionLayers:
 
 
 @dataclass(frozen=True)
-class LatentHeads:
+class LatentHeads(rules.Rule):
     """Heads, whose keys and values come from a latent."""
 
     reads = ("num_attention_heads", "num_key_value_heads", "q_lora_rank")
@@ -107,7 +107,7 @@ class LatentHeads:
 
 
 @dataclass(frozen=True)
-class LatentNorms:
+class LatentNorms(rules.Rule):
     """Epsilon of the norms. That of the latents' norms is always 1e-6 in transformers."""
 
     reads = decoder.EPSILON.reads
@@ -133,7 +133,7 @@ _YARN = {
 
 
 @dataclass(frozen=True)
-class LatentPositions:
+class LatentPositions(rules.Rule):
     """Rotary positions of latent attention, with YaRN or without scaling."""
 
     reads = ("rope_theta", "rope_scaling", "rope_parameters")
@@ -180,7 +180,7 @@ class LatentPositions:
 
 
 @dataclass(frozen=True)
-class ExpertsAfterDense:
+class ExpertsAfterDense(rules.Rule):
     """The first layers are dense; the others have experts, and shared experts that are as wide as a whole number of
     them."""
 
@@ -213,7 +213,7 @@ class ExpertsAfterDense:
 
 
 @dataclass(frozen=True)
-class ExpertsPerToken:
+class ExpertsPerToken(rules.Rule):
     """Number of experts of a token, which config.json must say."""
 
     reads = ("num_experts_per_tok",)
@@ -231,7 +231,7 @@ class ExpertsPerToken:
 
 
 @dataclass(frozen=True)
-class ExpertGroups:
+class ExpertGroups(rules.Rule):
     """Choice of experts within the best groups, where the score of a group is the sum of its best scores."""
 
     score_topk: int
@@ -269,7 +269,7 @@ class ExpertGroups:
 
 
 @dataclass(frozen=True)
-class NormedProbs:
+class NormedProbs(rules.Rule):
     """Whether the scores of the chosen experts are divided by their sum."""
 
     reads = ("norm_topk_prob",)

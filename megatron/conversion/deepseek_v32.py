@@ -33,7 +33,7 @@ _TENSORS = V3_TENSORS | one_to_one(
 
 
 @dataclass(frozen=True)
-class IndexedLayers:
+class IndexedLayers(rules.Rule):
     """All layers attend to the keys that an indexer selects. The indexer's queries come from the latent of the
     queries."""
 
@@ -55,7 +55,7 @@ class IndexedLayers:
 
 
 @dataclass(frozen=True)
-class IndexerNorm:
+class IndexerNorm(rules.Rule):
     """Epsilon of the LayerNorm of the indexer's keys, which is always 1e-6 in transformers."""
 
     reads = ("rms_norm_eps",)
@@ -64,13 +64,9 @@ class IndexerNorm:
         """Returns the epsilon, unless the other norms have it too."""
         return {} if config["rms_norm_eps"] == 1e-6 else {"dsa_indexer_k_norm_epsilon": 1e-6}
 
-    def keys(self, values: rules.Values) -> dict[str, Json]:
-        """Returns nothing."""
-        return {}
-
 
 @dataclass(frozen=True)
-class ExpertsByLayer:
+class ExpertsByLayer(rules.Rule):
     """Layers with experts: those that `mlp_layer_types` names; without this key, all layers after the first dense
     ones."""
 

@@ -15,7 +15,7 @@ from megatron.core.exceptions import UserError
 
 
 @dataclass(frozen=True)
-class FalconLayers:
+class FalconLayers(rules.Rule):
     """Heads that share keys and values, and where the norms of a layer are.
 
     The new architecture has any number of key-value heads, and attention beside the MLP, with a norm for each or one
@@ -66,7 +66,7 @@ class FalconLayers:
 
 
 @dataclass(frozen=True)
-class AllBiases:
+class AllBiases(rules.Rule):
     """One key for the biases of all linear layers."""
 
     reads = ("bias",)

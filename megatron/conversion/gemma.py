@@ -24,18 +24,12 @@ _TENSORS |= one_to_one({f"{OURS}.{ours}.weight": f"{HUB}.{hub}.weight" for ours,
 
 
 @dataclass(frozen=True)
-class RootOfWidth:
+class RootOfWidth(rules.Rule):
     """The embedding's output is multiplied by the square root of the hidden size, rounded to float32."""
-
-    reads = ()
 
     def fields(self, config: Json) -> dict[str, Any]:
         """Returns the factor."""
         return {"embedding_multiplier": torch.tensor(config["hidden_size"] ** 0.5, dtype=torch.float32).item()}
-
-    def keys(self, values: rules.Values) -> dict[str, Json]:
-        """Returns nothing."""
-        return {}
 
 
 _RULES: tuple[rules.Rule, ...] = (

@@ -22,15 +22,10 @@ _FIELDS: dict[str, dict[str, bool]] = {
 
 
 @dataclass(frozen=True)
-class UngatedActivation:
+class UngatedActivation(rules.Rule):
     """Activation of an MLP without a gate."""
 
     key: str
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """The key."""
-        return (self.key,)
 
     def fields(self, config: Json) -> dict[str, Any]:
         """Returns the switch of the activation."""
@@ -46,16 +41,11 @@ class UngatedActivation:
 
 
 @dataclass(frozen=True)
-class WidthOfMLP:
+class WidthOfMLP(rules.Rule):
     """Width of the MLP; null or absent, it is four times the hidden size."""
 
     key: str
     hidden_key: str
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """The key."""
-        return (self.key,)
 
     def fields(self, config: Json) -> dict[str, Any]:
         """Returns the width."""
@@ -69,7 +59,7 @@ class WidthOfMLP:
 
 
 @dataclass(frozen=True)
-class Gpt2Attention:
+class Gpt2Attention(rules.Rule):
     """Heads without groups, and whether scores are divided by the root of their width."""
 
     reads = ("n_head", "scale_attn_weights")
@@ -85,7 +75,7 @@ class Gpt2Attention:
 
 
 @dataclass(frozen=True)
-class Gpt2Dropouts:
+class Gpt2Dropouts(rules.Rule):
     """Dropout of the embedding and of the residual stream, which is one setting here."""
 
     reads = ("embd_pdrop", "resid_pdrop")

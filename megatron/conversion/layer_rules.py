@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from megatron.conversion.config_rules import Values
+from megatron.conversion.config_rules import Rule, Values
 from megatron.conversion.hub_defaults import Json
 from megatron.conversion.spellings import bias_places, router_weights_sum_to_one, score_scale
 from megatron.core.exceptions import UserError
@@ -12,17 +12,12 @@ from megatron.core.transformer.layer_patterns import has_experts, is_windowed
 
 
 @dataclass(frozen=True)
-class ScoreScale:
+class ScoreScale(Rule):
     """A key for the factor of attention scores. Its value is the factor, or with `query_scalar` 1 / the factor
     squared."""
 
     key: str
     query_scalar: bool = False
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """The key."""
-        return (self.key,)
 
     def fields(self, config: Json) -> dict[str, Any]:
         """Returns the factor."""
@@ -40,7 +35,7 @@ class ScoreScale:
 
 
 @dataclass(frozen=True)
-class AttentionHeads:
+class AttentionHeads(Rule):
     """Number of query heads, number of key-value heads, and width of a head."""
 
     reads = ("num_attention_heads", "num_key_value_heads", "head_dim")
@@ -67,7 +62,7 @@ class AttentionHeads:
 
 
 @dataclass(frozen=True)
-class LinearBiases:
+class LinearBiases(Rule):
     """Biases of all projections of attention, and of the MLP."""
 
     mlp: bool = True
@@ -93,7 +88,7 @@ class LinearBiases:
 
 
 @dataclass(frozen=True)
-class SlidingWindows:
+class SlidingWindows(Rule):
     """Sliding windows of attention in all layers (`sliding_window` alone), or in those that config.json names.
 
     A window of W tokens includes the token itself, so it is our `window_size` (W - 1, 0).
@@ -153,7 +148,7 @@ class SlidingWindows:
 
 
 @dataclass(frozen=True)
-class NoWindows:
+class NoWindows(Rule):
     """Attention without sliding windows, of a family in which releases of transformers differ in the layers that have
     them."""
 
@@ -171,7 +166,7 @@ class NoWindows:
 
 
 @dataclass(frozen=True)
-class RouterWeights:
+class RouterWeights(Rule):
     """Weights of a token's experts: softmax probabilities over all experts, either divided by their sum over the chosen
     experts (`norm_topk_prob`) or not.
 
@@ -202,7 +197,7 @@ class RouterWeights:
 
 
 @dataclass(frozen=True)
-class ExpertLayers:
+class ExpertLayers(Rule):
     """Layers that have experts: every `decoder_sparse_step`-th, except `mlp_only_layers` (counted from 0)."""
 
     reads = ("decoder_sparse_step", "mlp_only_layers")

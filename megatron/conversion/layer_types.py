@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from megatron.conversion.config_rules import Values
+from megatron.conversion.config_rules import Rule, Values
 from megatron.conversion.hub_defaults import Json
 from megatron.conversion.rope import scaling_fields, scaling_key, whole_base
 from megatron.conversion.spellings import rope_scaling_of
@@ -15,7 +15,7 @@ _WINDOWED, _FULL = "sliding_attention", "full_attention"
 
 
 @dataclass(frozen=True)
-class WindowsByLayerType:
+class WindowsByLayerType(Rule):
     """Sliding windows in the layers that `layer_types` names; without it in all but every `period`-th layer.
 
     A window of W tokens includes the token itself, so it is our `window_size` (W - 1, 0).
@@ -68,7 +68,7 @@ class WindowsByLayerType:
 
 
 @dataclass(frozen=True)
-class RotaryPositionsByLayerType:
+class RotaryPositionsByLayerType(Rule):
     """Rotary positions with one base in layers with a window, which are never scaled, and another in the others.
 
     transformers 5 has `rope_parameters` for each type of layer. Older releases have `rope_theta`, `rope_scaling` and,

@@ -57,7 +57,7 @@ def _parts(*sizes: int | None) -> tuple[tuple[slice, ...], ...]:
 
 
 @dataclass(frozen=True)
-class MambaHeads:
+class MambaHeads(rules.Rule):
     """Heads of a Mamba-2 layer. With `expand`, their channels are a multiple of the hidden size."""
 
     number: str
@@ -88,7 +88,7 @@ class MambaHeads:
 
 
 @dataclass(frozen=True)
-class StepLimits:
+class StepLimits(rules.Rule):
     """The step sizes of Mamba2's layers have a lower limit; an upper one is unsupported."""
 
     reads = ("time_step_limit",)
@@ -108,7 +108,7 @@ class StepLimits:
 
 
 @dataclass(frozen=True)
-class MambaLayers:
+class MambaLayers(rules.Rule):
     """All layers are Mamba-2 layers."""
 
     reads = ("num_hidden_layers",)

@@ -91,7 +91,7 @@ def _pattern(config: Json) -> str:
 
 
 @dataclass(frozen=True)
-class LayerLetters:
+class LayerLetters(rules.Rule):
     """The kind of each layer, as words (`layers_block_type`) or letters (`hybrid_override_pattern`)."""
 
     reads = ("layers_block_type", "hybrid_override_pattern", "num_hidden_layers")
@@ -108,7 +108,7 @@ class LayerLetters:
 
 
 @dataclass(frozen=True)
-class WithExperts:
+class WithExperts(rules.Rule):
     """Rules that apply if some layers have experts. Otherwise transformers does not look at their keys."""
 
     of_experts: tuple[rules.Rule, ...]
@@ -132,7 +132,7 @@ class WithExperts:
 
 
 @dataclass(frozen=True)
-class MlpBiases:
+class MlpBiases(rules.Rule):
     """Biases of MLPs and shared experts. Those of latent projections have the same key and are unsupported."""
 
     reads = ("mlp_bias", "moe_latent_size")

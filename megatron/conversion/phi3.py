@@ -15,7 +15,7 @@ from megatron.core.exceptions import UserError
 
 
 @dataclass(frozen=True)
-class LongRope:
+class LongRope(rules.Rule):
     """Rotary positions of Phi-3: of a part of each head, and with a divisor for each frequency (`longrope`)."""
 
     reads = (

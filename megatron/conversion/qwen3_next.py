@@ -75,7 +75,7 @@ def _delta_net(values: rules.Values) -> decoder.Mapping:
 
 
 @dataclass(frozen=True)
-class LinearAttentionLayers:
+class LinearAttentionLayers(rules.Rule):
     """Layers that are delta nets: those that `layer_types` names; without it all but every `full_attention_interval`-th
     one."""
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.conversion.config_rules import Values
+from megatron.conversion.config_rules import Rule, Values
 from megatron.conversion.hub_defaults import Json
 from megatron.conversion.spellings import rope_scaling_of
 from megatron.core.exceptions import UserError
@@ -38,7 +38,7 @@ _REQUIRED = {"llama3": ("factor", "low_freq_factor", "high_freq_factor"), "linea
 
 
 @dataclass(frozen=True)
-class RotaryPositions:
+class RotaryPositions(Rule):
     """Base of the rotary frequencies, and how they are scaled for a longer context."""
 
     absent: Mapping[str, Json] | None = None

@@ -68,7 +68,7 @@ def _tensors(values: rules.Values) -> TensorMapping:
 
 
 @dataclass(frozen=True)
-class Layers:
+class Layers(rules.Rule):
     """Layers of the encoder and of the decoder; null or absent, the decoder has as many as the encoder."""
 
     reads = ("num_layers", "num_decoder_layers")
@@ -84,7 +84,7 @@ class Layers:
 
 
 @dataclass(frozen=True)
-class T5Activation:
+class T5Activation(rules.Rule):
     """ReLU, or a gated MLP with GELU's tanh approximation."""
 
     reads = ("feed_forward_proj", "dense_act_fn", "is_gated_act")
@@ -106,7 +106,7 @@ class T5Activation:
 
 
 @dataclass(frozen=True)
-class OutputLayer:
+class OutputLayer(rules.Rule):
     """A tied output layer, whose logits are multiplied by 1 / sqrt(d_model), or one with a weight of its own.
 
     transformers 5 writes `tie_word_embeddings` true for both, and `scale_decoder_outputs` tells them apart.
