@@ -12,12 +12,7 @@ from torch import Tensor
 from megatron.conversion.families import FAMILIES, family_of
 from megatron.conversion.family import PREDICTION_LAYERS, Family
 from megatron.conversion.model import BuildModel, canonical_shapes
-from megatron.conversion.model_folder import (
-    CONFIG,
-    ModelFolder,
-    open_folder,
-    read_config,
-)
+from megatron.conversion.model_folder import CONFIG, ModelFolder, open_folder, read_config
 from megatron.conversion.tensor_mapping import HubTensor, hub_tensors, split_into_files
 from megatron.conversion.tokenizer_files import copy_tokenizer, tokenizer_flags
 from megatron.conversion.verification import Comparison, check_finite, compare_logits, import_transformers

@@ -7,16 +7,7 @@ from typing import Any
 from megatron.conversion import config_rules as rules
 from megatron.conversion.family import Family
 from megatron.conversion.hub_defaults import Json
-from megatron.conversion.tensor_mapping import (
-    ALL,
-    GATE,
-    KEYS,
-    QUERIES,
-    UP,
-    VALUES,
-    HubTensorPattern,
-    TensorMapping,
-)
+from megatron.conversion.tensor_mapping import ALL, GATE, KEYS, QUERIES, UP, VALUES, HubTensorPattern, TensorMapping
 from megatron.core.exceptions import UserError
 
 _Mapping = dict[str, tuple[HubTensorPattern, ...]]

@@ -10,12 +10,7 @@ import torch
 
 from megatron.core.backends import Backend
 from megatron.core.ops.attention.blocks_cuda import round_up
-from megatron.core.ops.attention.kernels import (
-    UNFUSED,
-    AttentionKernel,
-    BlockKernel,
-    Situation,
-)
+from megatron.core.ops.attention.kernels import UNFUSED, AttentionKernel, BlockKernel, Situation
 from megatron.core.ops.attention.unfused import AttentionCall, AttentionVariant
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.utils.warn import warn_on_first_rank

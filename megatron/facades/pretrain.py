@@ -20,12 +20,7 @@ from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.hooks.exit import ExitDecision
 from megatron.training.launch.errors import exit_with_error_of_rank
 from megatron.training.pretraining import FailureHelp, run_pretraining
-from megatron.training.providers import (
-    NonLossFunctions,
-    Providers,
-    providers_of_user_script,
-    warn_unused,
-)
+from megatron.training.providers import NonLossFunctions, Providers, providers_of_user_script, warn_unused
 
 
 def pretrain(

@@ -5,15 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from conversion.oracles import (
-    MODELS,
-    logits_of,
-    make_model,
-    make_model_of,
-    random_settings,
-    save_model,
-    some_tokens,
-)
+from conversion.oracles import MODELS, logits_of, make_model, make_model_of, random_settings, save_model, some_tokens
 from safetensors.torch import load_file
 
 from megatron.conversion.exporting import export_model

@@ -4,16 +4,7 @@ from typing import Any
 
 import pytest
 
-from megatron.conversion.config_rules import (
-    Copied,
-    Fixed,
-    Implied,
-    Inverse,
-    Rule,
-    TiedEmbeddings,
-    Unused,
-    Written,
-)
+from megatron.conversion.config_rules import Copied, Fixed, Implied, Inverse, Rule, TiedEmbeddings, Unused, Written
 from megatron.conversion.layer_rules import (
     AttentionHeads,
     ExpertLayers,

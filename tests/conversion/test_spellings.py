@@ -4,12 +4,7 @@ from typing import Any
 
 import pytest
 
-from megatron.conversion.spellings import (
-    bias_places,
-    in_spelling_of,
-    rope_scaling_of,
-    router_weights_sum_to_one,
-)
+from megatron.conversion.spellings import bias_places, in_spelling_of, rope_scaling_of, router_weights_sum_to_one
 from megatron.training.config.flag_table import flag_table
 
 

@@ -8,13 +8,7 @@ import torch
 from support.fake_transformer_engine import FAKE
 
 from megatron.core import backends
-from megatron.core.backends import (
-    LOCAL,
-    backend_of_layer,
-    choose_backend,
-    fp8_settings,
-    triton_backend,
-)
+from megatron.core.backends import LOCAL, backend_of_layer, choose_backend, fp8_settings, triton_backend
 from megatron.core.declarations.model_parallel_config import ModelParallelConfig
 from megatron.core.exceptions import UserError
 from megatron.core.groups.process_groups_config import ProcessGroupCollection

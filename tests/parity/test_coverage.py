@@ -3,16 +3,7 @@
 import itertools
 
 import pytest
-from parity.cells import (
-    SMALL_WORLD,
-    WORLD,
-    Cell,
-    all_combinations,
-    quick_cells,
-    slow_cells,
-    special_cells,
-    values_of,
-)
+from parity.cells import SMALL_WORLD, WORLD, Cell, all_combinations, quick_cells, slow_cells, special_cells, values_of
 from parity.families import FAMILIES, Family
 from parity.layouts import DIMENSIONS, FURTHER, Choice, choice, dimension_of, layout
 from parity.model_list import MODELS

@@ -21,11 +21,7 @@ from megatron.core.ops.moe.grouped_linear_triton import (
     grouped_linear_cuda,
 )
 from megatron.core.ops.moe.permute import ChoiceNumbers, permute, unpermute
-from megatron.core.ops.moe.permute_triton import (
-    ChoiceNumbersTriton,
-    permute_triton,
-    unpermute_triton,
-)
+from megatron.core.ops.moe.permute_triton import ChoiceNumbersTriton, permute_triton, unpermute_triton
 from megatron.core.ops.moe.weighted_activation import weighted_activation
 from megatron.core.ops.moe.weighted_activation_triton import keeps_only_arguments, weighted_activation_triton
 from megatron.core.tokens import Tokens

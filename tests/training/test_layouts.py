@@ -7,16 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.launch import launch
-from support.runs import (
-    TINY,
-    Outcome,
-    logger_of,
-    state_at_end,
-    state_at_start,
-    stream,
-    train,
-    train_all_on_ranks,
-)
+from support.runs import TINY, Outcome, logger_of, state_at_end, state_at_start, stream, train, train_all_on_ranks
 from torch import Tensor
 
 from megatron.training.logging.jsonl import read_metrics

@@ -8,13 +8,7 @@ import pytest
 import torch
 
 from megatron.core.exceptions import UserError
-from megatron.training.providers import (
-    SampleCounts,
-    Stage,
-    datasets_of_provider,
-    model_builder,
-    reporting_tensors,
-)
+from megatron.training.providers import SampleCounts, Stage, datasets_of_provider, model_builder, reporting_tensors
 
 COUNTS = SampleCounts(10, 4, 2)
 

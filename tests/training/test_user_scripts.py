@@ -27,11 +27,7 @@ from megatron.data.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.data.datasets.utils import get_blend_from_list
 from megatron.facades.checkpointing import checkpoint_exists
 from megatron.facades.num_microbatches_calculator import get_num_microbatches
-from megatron.facades.training import (
-    build_train_valid_test_data_iterators,
-    evaluate,
-    setup_model_and_optimizer,
-)
+from megatron.facades.training import build_train_valid_test_data_iterators, evaluate, setup_model_and_optimizer
 from megatron.facades.utils import (
     average_losses_across_data_parallel_group,
     get_batch_on_this_cp_rank,

@@ -24,11 +24,7 @@ from megatron.data.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.data.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.data.datasets.utils import get_blend_from_list
 from megatron.facades import global_vars
-from megatron.facades.training import (
-    build_train_valid_test_data_iterators,
-    evaluate,
-    setup_model_and_optimizer,
-)
+from megatron.facades.training import build_train_valid_test_data_iterators, evaluate, setup_model_and_optimizer
 from megatron.facades.utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank, unwrap_model
 from megatron.training import get_args, get_tokenizer, initialize_megatron, train_step
 from megatron.training.arguments import core_transformer_config_from_args

@@ -10,12 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.dist_checkpointing.checkpoint import Checkpoint, check_files, open_checkpoint, read_block
-from megatron.core.dist_checkpointing.checkpoint_selection import (
-    Log,
-    Selection,
-    first_complete,
-    select_folders,
-)
+from megatron.core.dist_checkpointing.checkpoint_selection import Log, Selection, first_complete, select_folders
 from megatron.core.dist_checkpointing.chunk import Chunk
 from megatron.core.dist_checkpointing.coordination import RankCoordinator
 from megatron.core.dist_checkpointing.data_file import BlockReader

@@ -3,13 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from megatron.core.pipeline_parallel.stages import (
-    AUTO,
-    counted_as_layers,
-    decoder_stage,
-    layout_of,
-    num_encoder_layers,
-)
+from megatron.core.pipeline_parallel.stages import AUTO, counted_as_layers, decoder_stage, layout_of, num_encoder_layers
 
 
 def encoder_decoder_problems(config: Any) -> Iterator[str]:

@@ -14,13 +14,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from megatron.core.pipeline_parallel.stages import (
-    AUTO,
-    Pipeline,
-    balanced_counts,
-    num_encoder_layers,
-    pipeline_of,
-)
+from megatron.core.pipeline_parallel.stages import AUTO, Pipeline, balanced_counts, num_encoder_layers, pipeline_of
 from megatron.core.transformer.config.hybrid import mamba_heads
 from megatron.core.transformer.layer_patterns import (
     LayerParts,

@@ -16,13 +16,7 @@ from megatron.core.exceptions import UserError
 from megatron.core.utils.files import sync_directory
 from megatron.data.datasets import object_store
 from megatron.data.datasets.bin_file import map_or_read, open_bin
-from megatron.data.datasets.index_format import (
-    DType,
-    get_bin_path,
-    get_idx_path,
-    read_header,
-    write_index,
-)
+from megatron.data.datasets.index_format import DType, get_bin_path, get_idx_path, read_header, write_index
 from megatron.data.datasets.object_store import is_url, local_copy
 
 __all__ = ["DType", "IndexedDataset", "IndexedDatasetBuilder", "get_bin_path", "get_idx_path"]

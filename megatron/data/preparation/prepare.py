@@ -24,15 +24,7 @@ from megatron.data.preparation.config import PreparationConfig
 from megatron.data.preparation.inputs import find_inputs
 from megatron.data.preparation.manifest import DataManifest, FileRecord, TokenizerRecord, get_manifest_path
 from megatron.data.preparation.merging import ShardMerger
-from megatron.data.preparation.messages import (
-    BlockReport,
-    Failure,
-    FileEnd,
-    Job,
-    Message,
-    Shared,
-    block_number,
-)
+from megatron.data.preparation.messages import BlockReport, Failure, FileEnd, Job, Message, Shared, block_number
 from megatron.data.preparation.progress import Counts, ProgressDisplay
 from megatron.data.preparation.resuming import Journal, identity_of, lock_folder
 from megatron.data.preparation.sentences import build_splitter

@@ -12,14 +12,7 @@ from typing import Any
 import numpy as np
 
 from megatron.data.tokenizer.base import EncodedTexts, load_library
-from megatron.data.tokenizer.bpe_kernels import (
-    PADDING,
-    Merges,
-    WordTable,
-    encode_words,
-    fill_merges,
-    fill_words,
-)
+from megatron.data.tokenizer.bpe_kernels import PADDING, Merges, WordTable, encode_words, fill_merges, fill_words
 from megatron.data.tokenizer.word_scanners import LETTER, NUMBER, SPACE, cut_cl100k, cut_gpt2
 
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"

@@ -13,14 +13,7 @@ from megatron.training.config.config_file import read_config_file
 from megatron.training.config.data import DATA_SOURCES
 from megatron.training.config.flag_table import GROUPS, Flag, flag_table, flags_by_spelling
 from megatron.training.config.help_text import help_about, help_text, help_topic
-from megatron.training.config.retired import (
-    REFUSED,
-    RETIRED,
-    Occurrence,
-    is_flag,
-    text_of,
-    translate_all,
-)
+from megatron.training.config.retired import REFUSED, RETIRED, Occurrence, is_flag, text_of, translate_all
 from megatron.training.config.unsupported_flags import ACCEPTED_FLAGS, REFUSED_FLAGS
 from megatron.training.config.version import version_text
 

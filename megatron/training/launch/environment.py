@@ -24,11 +24,7 @@ from megatron.core.utils.world_store import StartFailed
 from megatron.launcher import end_with_launcher
 from megatron.siblings import notice_siblings, stop_noticing
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.launch.errors import (
-    delay_errors_on_other_ranks,
-    end_process_at_exit,
-    write_launcher_error_file,
-)
+from megatron.training.launch.errors import delay_errors_on_other_ranks, end_process_at_exit, write_launcher_error_file
 from megatron.training.launch.heartbeat import Heartbeat, Progress
 from megatron.training.launch.open_files import raise_open_file_limit
 from megatron.training.launch.same_flags import check_same_flags

@@ -39,12 +39,7 @@ from megatron.core.utils.url_keys import hide_keys
 from megatron.core.utils.world_store import StartFailed, wait_for_value
 from megatron.training.launch.errors import write_launcher_error_file
 from megatron.training.launch.heartbeat_server import HeartbeatServer
-from megatron.training.launch.process_state import (
-    kill_if_stopped,
-    machine_name,
-    place_of_main_thread,
-    process_state,
-)
+from megatron.training.launch.process_state import kill_if_stopped, machine_name, place_of_main_thread, process_state
 from megatron.training.launch.watch import COMMUNICATION, ERROR, SIGNAL, USER_ERROR, Cause, Limits, Message, end_text
 
 _RANKS_PER_SECOND = 1000

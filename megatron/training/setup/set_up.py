@@ -57,12 +57,7 @@ from megatron.training.lr_schedule import build_scheduler
 from megatron.training.providers import Context, ForwardStep, NonLossFunctions, Providers, SampleCounts
 from megatron.training.setup.graphs import capture_micro_batches, capture_update
 from megatron.training.setup.hooks import build_hooks
-from megatron.training.setup.model import (
-    build_model,
-    build_optimizer,
-    explains_lack_of_host_memory,
-    stops_on_nonfinite,
-)
+from megatron.training.setup.model import build_model, build_optimizer, explains_lack_of_host_memory, stops_on_nonfinite
 from megatron.training.setup.notes import holding_notes, kernel_notes, run_notes
 from megatron.training.skipped_updates import count_of_skipped_updates
 from megatron.training.state import TrainState

@@ -6,13 +6,7 @@ import pytest
 import torch
 from support.checkpoints import make_chunk, save_as
 
-from megatron.core.dist_checkpointing.checkpoint import (
-    broken_tensors,
-    check_files,
-    open_checkpoint,
-    read_block,
-    verify,
-)
+from megatron.core.dist_checkpointing.checkpoint import broken_tensors, check_files, open_checkpoint, read_block, verify
 from megatron.core.dist_checkpointing.data_file import BlockReader
 from megatron.core.dist_checkpointing.manifest import BrokenCheckpoint
 

@@ -4,14 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.core.ops.activation import (
-    Activation,
-    choose_activation,
-    gelu_erf,
-    gelu_tanh,
-    quick_gelu,
-    squared_relu,
-)
+from megatron.core.ops.activation import Activation, choose_activation, gelu_erf, gelu_tanh, quick_gelu, squared_relu
 
 X = torch.randn(5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 3
 

@@ -8,13 +8,7 @@ from megatron.core.declarations.model_parallel_config import ModelParallelConfig
 from megatron.core.exceptions import UserError
 from megatron.core.initializers import Constant
 from megatron.core.parameters import Box, info_of
-from megatron.core.tensor_parallel.storage import (
-    new_parameter,
-    new_split_vector,
-    part_size,
-    split_box,
-    with_columns,
-)
+from megatron.core.tensor_parallel.storage import new_parameter, new_split_vector, part_size, split_box, with_columns
 
 SECOND_OF_THREE = PlannedGroup((3, 4, 5), 1)
 

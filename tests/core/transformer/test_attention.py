@@ -15,12 +15,7 @@ from megatron.core.ops.rope import rotation_of_angles
 from megatron.core.ops.split_heads import split_rotated_heads
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tokens import RngPosition, Tokens
-from megatron.core.transformer.attention import (
-    CrossAttention,
-    CrossAttentionSubmodules,
-    SelfAttention,
-    groups_of_rank,
-)
+from megatron.core.transformer.attention import CrossAttention, CrossAttentionSubmodules, SelfAttention, groups_of_rank
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.layer_inputs import EncoderStates, LayerInputs
 from megatron.core.transformer.spec_utils import build_module

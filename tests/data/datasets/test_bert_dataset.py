@@ -6,11 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.data.datasets.bert_dataset import (
-    BERTMaskedWordPieceDataset,
-    BERTMaskedWordPieceDatasetConfig,
-    _truncate,
-)
+from megatron.data.datasets.bert_dataset import BERTMaskedWordPieceDataset, BERTMaskedWordPieceDatasetConfig, _truncate
 from megatron.data.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 
 CLS, SEP, MASK, PAD = 90, 91, 92, 93

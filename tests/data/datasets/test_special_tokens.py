@@ -3,12 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron.data.datasets.special_tokens import (
-    causal_mask,
-    cumulative_lengths,
-    document_mask,
-    restarted_positions,
-)
+from megatron.data.datasets.special_tokens import causal_mask, cumulative_lengths, document_mask, restarted_positions
 
 EOD = 0
 

@@ -5,13 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data.preparation.shards import (
-    ShardPaths,
-    StreamCounts,
-    StreamName,
-    StreamWriter,
-    frame_documents,
-)
+from megatron.data.preparation.shards import ShardPaths, StreamCounts, StreamName, StreamWriter, frame_documents
 from megatron.data.tokenizer.base import pack_ids
 
 documents = st.lists(st.lists(st.lists(st.integers(1, 99), max_size=4), max_size=4), max_size=8)

@@ -7,14 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data.tokenizer.bpe_kernels import (
-    PADDING,
-    Merges,
-    WordTable,
-    encode_words,
-    fill_merges,
-    fill_words,
-)
+from megatron.data.tokenizer.bpe_kernels import PADDING, Merges, WordTable, encode_words, fill_merges, fill_words
 
 BYTE_IDS = np.arange(256, dtype=np.int32)
 

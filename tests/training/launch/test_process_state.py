@@ -6,12 +6,7 @@ import time
 from pathlib import Path
 from unittest import mock
 
-from megatron.training.launch.process_state import (
-    kill_if_stopped,
-    machine_name,
-    place_of_main_thread,
-    process_state,
-)
+from megatron.training.launch.process_state import kill_if_stopped, machine_name, place_of_main_thread, process_state
 
 
 def test_the_states_of_a_process() -> None:

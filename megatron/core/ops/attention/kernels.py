@@ -10,12 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.declarations.config_fields import value_text
-from megatron.core.ops.attention.blocks import (
-    BlockCall,
-    BlockOffsets,
-    block_attention,
-    block_attention_backward,
-)
+from megatron.core.ops.attention.blocks import BlockCall, BlockOffsets, block_attention, block_attention_backward
 from megatron.core.ops.attention.blocks_cuda import (
     FLASH_WIDTH_MULTIPLE,
     fused_block_attention,

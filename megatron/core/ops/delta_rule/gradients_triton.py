@@ -20,11 +20,7 @@ decay is in the sums from its token on.
 import triton
 import triton.language as tl
 
-from megatron.core.ops.delta_rule.chunk_factors_triton import (
-    decays_between,
-    decays_of_chunk,
-    document_numbers_of_chunk,
-)
+from megatron.core.ops.delta_rule.chunk_factors_triton import decays_between, decays_of_chunk, document_numbers_of_chunk
 
 
 @triton.jit

@@ -17,11 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.ops.fp8.formats import BLOCK, scale_for
-from megatron.core.ops.fp8.quantize import (
-    cast_scaled,
-    largest_value,
-    quantize_blocks,
-)
+from megatron.core.ops.fp8.quantize import cast_scaled, largest_value, quantize_blocks
 from megatron.core.ops.moe.grouped_linear import RowGroups, accumulate_grouped_product
 from megatron.core.ops.precision import at_least_float32
 from megatron.core.utils.warn import warn_on_first_rank

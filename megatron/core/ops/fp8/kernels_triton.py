@@ -5,12 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.ops.fp8 import (
-    grouped_product_triton,
-    grouped_quantize_triton,
-    quantize_triton,
-    weight_blocks_triton,
-)
+from megatron.core.ops.fp8 import grouped_product_triton, grouped_quantize_triton, quantize_triton, weight_blocks_triton
 from megatron.core.ops.fp8.grouped import GroupedKernels, QuantizedGroups, product_of_groups
 from megatron.core.ops.fp8.product import accumulate_product_cuda, emulated_product, product_cuda
 from megatron.core.ops.fp8.quantize import Quantized

@@ -4,11 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.predicting_gpt import (
-    predicting_config,
-    predicting_model,
-    whole_batch,
-)
+from support.predicting_gpt import predicting_config, predicting_model, whole_batch
 
 from megatron.core.exceptions import UserError
 from megatron.core.groups.process_groups_config import ProcessGroupCollection

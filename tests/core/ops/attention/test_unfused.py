@@ -9,15 +9,7 @@ from torch import Tensor
 
 from megatron.core.attention_plan import plan_attention, plan_attention_blocks
 from megatron.core.backends import LOCAL
-from megatron.core.ops.attention.kernels import (
-    SDPA_CPU,
-    SDPA_CUDA,
-    SDPA_CUDNN,
-    SDPA_FLASH,
-    UNFUSED,
-    VARLEN,
-    Situation,
-)
+from megatron.core.ops.attention.kernels import SDPA_CPU, SDPA_CUDA, SDPA_CUDNN, SDPA_FLASH, UNFUSED, VARLEN, Situation
 from megatron.core.ops.attention.sdpa import sdpa_attention
 from megatron.core.ops.attention.unfused import AttentionCall, AttentionVariant, attention
 from megatron.core.transformer.enums import AttnBackend

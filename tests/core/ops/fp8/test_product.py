@@ -4,12 +4,7 @@ import pytest
 import torch
 
 from megatron.core.ops.fp8 import cublaslt
-from megatron.core.ops.fp8.product import (
-    accumulate_product,
-    accumulate_product_cuda,
-    emulated_product,
-    product_cuda,
-)
+from megatron.core.ops.fp8.product import accumulate_product, accumulate_product_cuda, emulated_product, product_cuda
 from megatron.core.ops.fp8.quantize import Quantized, dequantize, quantize_blocks
 
 

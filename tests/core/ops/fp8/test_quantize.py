@@ -5,13 +5,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.ops.fp8.formats import largest_finite
-from megatron.core.ops.fp8.quantize import (
-    Quantized,
-    cast_scaled,
-    dequantize,
-    largest_value,
-    quantize_blocks,
-)
+from megatron.core.ops.fp8.quantize import Quantized, cast_scaled, dequantize, largest_value, quantize_blocks
 
 E4M3 = torch.float8_e4m3fn
 STEP = 2.0**-4
