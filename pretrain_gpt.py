@@ -103,7 +103,7 @@ def build_forward_step(context: Context, loss_func: LossFunction = loss_func) ->
         inputs = (batch.tokens, batch.position_ids, batch.attention_mask)
         losses = model(*inputs, labels=batch.labels, loss_mask=batch.loss_mask, tokens=tokens)
         loss = partial(loss_func, batch.loss_mask)
-        return losses, with_source_losses(loss, batch, sources) if model.training else loss
+        return losses, with_source_losses(loss, batch, sources) if model.training and sources else loss
 
     return forward_step
 

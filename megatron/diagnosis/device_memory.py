@@ -13,7 +13,7 @@ from megatron.diagnosis.dry_run.report import short_size
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.launch.environment import Environment
 from megatron.training.providers import Providers
-from megatron.training.setup.set_up import resolve_auto_layout, vocabulary_rows
+from megatron.training.setup.sizes import resolve_auto_layout, vocabulary_rows
 
 _SIZE = r"([\d.]+ (?:bytes|[KMG]iB))"
 _SECONDS = 10.0

@@ -58,7 +58,8 @@ from megatron.training.providers import (
     stages_of_rank,
 )
 from megatron.training.setup.model import build_model, build_optimizer, stops_on_nonfinite
-from megatron.training.setup.set_up import ScriptParts, build_trainer, sample_counts
+from megatron.training.setup.set_up import ScriptParts, build_trainer
+from megatron.training.setup.sizes import sample_counts
 
 
 def get_model(

@@ -6,7 +6,7 @@ A name is imported when it is first used, so that a tool that prepares data does
 from megatron.homes import lazy_names
 
 _HOMES = {
-    "pretrain": "megatron.facades.training",
+    "pretrain": "megatron.facades.pretrain",
     "get_args": "megatron.facades.global_vars",
     "get_signal_handler": "megatron.facades.global_vars",
     "get_tensorboard_writer": "megatron.facades.global_vars",

@@ -15,7 +15,7 @@ from megatron.core.schedule.optimizer_param_scheduler import STATE_NAMES
 from megatron.training.arguments import configure
 from megatron.training.config.settings import LaunchEnvironment
 from megatron.training.lr_schedule import build_scheduler, schedule_flag
-from megatron.training.setup.set_up import sample_counts
+from megatron.training.setup.sizes import sample_counts
 
 MODEL = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --micro-batch-size 2 --lr 1e-3 "
 MODEL += "--mock-data --tokenizer-type NullTokenizer --vocab-size 100 --global-batch-size 4 "

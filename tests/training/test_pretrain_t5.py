@@ -24,7 +24,7 @@ from megatron.training.config.resolution import ConfigurationError
 from megatron.training.config.settings import LaunchEnvironment
 from megatron.training.inspection.run_description import architecture_differences, architecture_of, command_line_of
 from megatron.training.providers import Providers
-from megatron.training.setup.set_up import resolve_auto_layout
+from megatron.training.setup.sizes import resolve_auto_layout
 from tools import generate
 
 CORPUS = Path(__file__).parents[1] / "data" / "golden" / "corpus"

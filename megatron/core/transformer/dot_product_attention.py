@@ -171,6 +171,7 @@ class DotProductAttention(MegatronModule):
         if self.context is not None:
             self._check_part(tokens)
             return self.context(query, key, value, call, situation).flatten(2)
+        # On a CPU: `attention` of megatron/core/ops/attention/unfused.py, the definition.
         compute = self.plan.kernel_of(situation, call, query.shape[0]).compute
         return compute(query, key, value, self.variant, call).flatten(2)  # [s, b, a * d]
 

@@ -77,18 +77,20 @@ class _Running:
 _running: contextvars.ContextVar[_Running | None] = contextvars.ContextVar("running", default=None)
 
 
-def run_layer(layer: nn.Module, hidden: Tensor, inputs: LayerInputs) -> Tensor:
-    """Returns the hidden states [t, h] after a layer of a block.
+def takes_inputs(layer: nn.Module) -> bool:
+    """Whether a layer is called with hidden states [t, h] and `LayerInputs`. A class whose `forward` takes
+    `attention_mask` or any keyword, but no `inputs`, is called as in Megatron-LM (`run_script_layer`)."""
+    keywords = Keywords.of_forward(type(layer))
+    return "inputs" in keywords.names or "attention_mask" not in keywords
 
-    A class whose `forward` takes `attention_mask` or any keyword, but no `inputs`, is called as in Megatron-LM. It may
-    call our layer's `forward` in the same form. That call also gets the rest of `inputs`: the position of dropout
-    masks, packed documents, the cache of a generation.
+
+def run_script_layer(layer: nn.Module, hidden: Tensor, inputs: LayerInputs) -> Tensor:
+    """Returns the hidden states [t, h] after a layer of a block that is called as in Megatron-LM.
+
+    It may call our layer's `forward` in the same form. That call also gets the rest of `inputs`: the position of
+    dropout masks, packed documents, the cache of a generation.
     """
-    kind: Any = type(layer)
-    keywords = Keywords.of_forward(kind)
-    if "inputs" in keywords.names or "attention_mask" not in keywords:
-        found: Tensor = layer(hidden, inputs)
-        return found
+    keywords = Keywords.of_forward(type(layer))
     arguments = LayerArguments.of(inputs)
     layer.runs_in_block = True  # type: ignore[assignment]
     before = _running.set(_Running(inputs, arguments))

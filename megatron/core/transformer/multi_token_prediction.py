@@ -25,7 +25,7 @@ from megatron.core.pipeline_parallel.stage_map import stage_map
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
 from megatron.core.tokens import SequencePart, Tokens
-from megatron.core.transformer.layer_call import run_layer
+from megatron.core.transformer.layer_call import run_script_layer, takes_inputs
 from megatron.core.transformer.layer_inputs import LayerInputs
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.offload import offload_activations
@@ -109,7 +109,9 @@ class MultiTokenPredictionLayer(MegatronModule):
             joined = scatter_to_sequence_parallel_region(joined, self.pg_collection.tp)
         if self.config.fp32_residual_connection:
             joined = widened(joined)
-        return self.final_layernorm(run_layer(self.transformer_layer, joined, inputs))
+        layer = self.transformer_layer
+        states = layer(joined, inputs) if takes_inputs(layer) else run_script_layer(layer, joined, inputs)
+        return self.final_layernorm(states)
 
 
 class MultiTokenPredictionBlock(MegatronModule):

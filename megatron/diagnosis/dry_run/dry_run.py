@@ -17,7 +17,7 @@ from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.data_checks import check_data_of_run
 from megatron.training.data.sources import blends
 from megatron.training.providers import Providers
-from megatron.training.setup.set_up import resolve_auto_layout, vocabulary_rows
+from megatron.training.setup.sizes import resolve_auto_layout, vocabulary_rows
 
 
 @dataclass(frozen=True)

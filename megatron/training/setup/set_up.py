@@ -1,6 +1,5 @@
 """Builds a Trainer from a config and the providers of a script."""
 
-import dataclasses
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -10,27 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-from megatron.core.exceptions import UserError
-from megatron.core.health.rerun_state_machine import (
-    RerunErrorInjector,
-    RerunStateMachine,
-    initialize_rerun_state_machine,
-)
-from megatron.core.health.straggler_detector import StragglerDetector
-from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
-from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.timers import Timers, timed
-from megatron.core.transformer.layer_costs import stages_of_auto_layout
 from megatron.core.utils.url_keys import hide_keys
 from megatron.core.utils.warn import leave_out
 from megatron.data.datasets.blended_dataset import BlendedDataset
 from megatron.data.datasets.megatron_dataset import MegatronDataset
 from megatron.data.datasets.staged_blend import StagedBlend
-from megatron.data.tokenizer.base import Tokenizer
-from megatron.data.tokenizer.build import build_tokenizer, padded_vocab_size, padding_line
+from megatron.data.tokenizer.build import build_tokenizer, padding_line
 from megatron.training.batch_schedule import BatchSchedule
 from megatron.training.checkpoint_checks import check_before_build, check_vocabulary
 from megatron.training.checkpoint_contents import SavedParts
@@ -51,14 +38,26 @@ from megatron.training.inspection.print_config import config_lines
 from megatron.training.launch.environment import Environment
 from megatron.training.launch.signals import SignalWatch
 from megatron.training.logging.build import build_log
-from megatron.training.logging.finite import GradientProbe
-from megatron.training.loss_spikes import LossSpikes
 from megatron.training.lr_schedule import build_scheduler
-from megatron.training.providers import Context, ForwardStep, NonLossFunctions, Providers, SampleCounts
+from megatron.training.providers import Context, ForwardStep, NonLossFunctions, Providers
 from megatron.training.setup.graphs import capture_micro_batches, capture_update
 from megatron.training.setup.hooks import build_hooks
 from megatron.training.setup.model import build_model, build_optimizer, explains_lack_of_host_memory, stops_on_nonfinite
 from megatron.training.setup.notes import holding_notes, kernel_notes, run_notes
+from megatron.training.setup.sizes import (
+    check_length,
+    resolve_auto_layout,
+    sample_counts,
+    samples_to_read,
+    vocabulary_rows,
+    with_steps_left,
+)
+from megatron.training.setup.watching import (
+    build_loss_spikes,
+    build_probe,
+    build_rerun_state_machine,
+    timed_forward_step,
+)
 from megatron.training.skipped_updates import count_of_skipped_updates
 from megatron.training.state import TrainState
 from megatron.training.trainer import Trainer
@@ -132,36 +131,6 @@ def set_up(
         if environment.is_first:
             print(note, flush=True)
     return trainer
-
-
-def with_steps_left(config: PretrainConfig, state: TrainState) -> tuple[PretrainConfig, str]:
-    """Returns the config with the iteration in which --train-samples end in a run that continues from `state`, and a
-    line about it, empty if it is as the flags say. The flags count it as if all steps had this run's batch sizes; those
-    before the checkpoint may have had others."""
-    training = config.training
-    if training.train_samples is None or not state.iteration:
-        return config, ""
-    batches = BatchSchedule.from_config(training, config.grid.data, config.data.seq_length)
-    last = state.iteration + batches.iterations_of(training.train_samples, state.consumed_train_samples)
-    if last == training.train_iters:
-        return config, ""
-    note = (
-        f"--train-samples {training.train_samples} end in iteration {last}: the first {state.iteration} iterations "
-        f"had {state.consumed_train_samples} of them"
-    )
-    return dataclasses.replace(config, training=dataclasses.replace(training, train_iters=last)), note
-
-
-def check_length(config: PretrainConfig, state: TrainState) -> None:
-    """Raises UserError if the run was set up for the length that follows from another checkpoint than the loaded one:
-    tensors of the newest were broken, and the older one was saved before the batch size changed."""
-    planned, needed = config.training.train_iters, with_steps_left(config, state)[0].training.train_iters
-    if planned != needed:
-        raise UserError(
-            f"the newest checkpoint is broken, and from that of iteration {state.iteration} --train-samples end in "
-            f"iteration {needed} instead of {planned}: add --ckpt-step {state.iteration}, or move the broken folder "
-            "away"
-        )
 
 
 def mix_of(config: PretrainConfig, dataset: Any) -> Mix | None:
@@ -286,44 +255,6 @@ def build_trainer(
     )
 
 
-def build_loss_spikes(
-    config: PretrainConfig, environment: Environment, optimizer: MegatronOptimizer
-) -> LossSpikes | None:
-    """Returns the object that judges the losses, and makes the optimizer's updates depend on it; None without
-    --loss-spike-action. Raises UserError for an optimizer that cannot leave out an update."""
-    if config.resilience.loss_spike_action is None or config.evaluation.skip_train:
-        return None
-    spikes = LossSpikes(config.resilience, environment.groups, environment.device)
-    optimizer.update_only_if(spikes.update_allowed)
-    return spikes
-
-
-def vocabulary_rows(config: PretrainConfig, tokenizer: Tokenizer) -> int:
-    """Returns the number of rows of the embedding: the vocabulary, padded."""
-    vocab_size = config.tokenizer.model_vocab_size(tokenizer.vocab_size)
-    tensor = config.transformer.tensor_model_parallel_size
-    return padded_vocab_size(vocab_size, config.model.make_vocab_size_divisible_by, tensor)
-
-
-def resolve_auto_layout(config: PretrainConfig, padded_vocab_size: int) -> tuple[PretrainConfig, list[str]]:
-    """Replaces `--pipeline-model-parallel-layout auto` by stages. Returns the config and a line that names them;
-    without `auto`, the config as it is and no line."""
-    transformer, length = config.transformer, config.data.seq_length
-    assert length is not None
-    stages = stages_of_auto_layout(
-        transformer,
-        length,
-        padded_vocab_size,
-        config.decoder_seq_length,
-        bidirectional=config.is_bidirectional,
-    )
-    if stages is None:
-        return config, []
-    resolved = dataclasses.replace(transformer, pipeline_model_parallel_layout=stages)
-    note = f"--pipeline-model-parallel-layout {transformer.pipeline_model_parallel_layout}: stages {stages}"
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, transformer=resolved)), [note]
-
-
 def set_torch(config: PretrainConfig) -> None:
     """Sets the global options of torch and of Python's logging as the flags say. Every run in a process sets all of
     them again."""
@@ -337,73 +268,3 @@ def set_torch(config: PretrainConfig) -> None:
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = reduced
     if config.logging.logging_level is not None:
         logging.getLogger().setLevel(config.logging.logging_level)
-
-
-def build_probe(config: PretrainConfig, model: Sequence[nn.Module]) -> GradientProbe | None:
-    """Returns the probe of the gradient at the output of the embedding; that gradient has passed through every layer.
-    None if losses and gradients are not checked or this rank has no embedding."""
-    if not config.resilience.check_for_nan_in_loss_and_grad:
-        return None
-    embeddings = [module for chunk in model for module in chunk.modules() if isinstance(module, LanguageModelEmbedding)]
-    return GradientProbe(embeddings[0]) if embeddings else None
-
-
-def build_rerun_state_machine(config: PretrainConfig) -> RerunStateMachine:
-    """Returns the machine of this process, which checks the results that a script's loss function validates."""
-    flags = config.resilience
-    injector = RerunErrorInjector(flags.error_injection_rate, flags.error_injection_type, config.seed)
-    return initialize_rerun_state_machine(
-        flags.rerun_mode, injector, leaves_non_finite=flags.check_for_nan_in_loss_and_grad
-    )
-
-
-def timed_forward_step(forward_step: ForwardStep, config: PretrainConfig, environment: Environment) -> ForwardStep:
-    """Sets up the straggler detector of this process. Returns the forward step, measured with --log-straggler."""
-    detector, flags = StragglerDetector(), config.logging
-    detector.configure(
-        environment.world_size,
-        environment.rank,
-        mmcnt=flags.straggler_minmax_count,
-        enabled=flags.log_straggler and not flags.disable_straggler_on_startup,
-    )
-    if not flags.log_straggler:
-        return forward_step
-
-    def step(*args: Any, **kwargs: Any) -> Any:
-        with detector:
-            return forward_step(*args, **kwargs)
-
-    return step
-
-
-def samples_to_read(config: PretrainConfig, counts: SampleCounts) -> tuple[int, int | None, int | None]:
-    """Returns the number of samples that the run reads of each split; None: all of them (--full-validation)."""
-    return (
-        (counts.train, None, None) if config.evaluation.full_validation else (counts.train, counts.valid, counts.test)
-    )
-
-
-def sample_counts(config: PretrainConfig, state: TrainState | None = None, fresh: bool | None = None) -> SampleCounts:
-    """Returns the number of samples that training and evaluation need of each split. All evaluations read the same
-    samples, unless they are `fresh` (None: as --eval-fresh-samples says).
-
-    `state` is that of the checkpoint from which the run continues. Its steps and evaluations may have taken more
-    samples than they would with this run's flags. What is left of the run needs samples after those.
-    """
-    state = state or TrainState()
-    training, evaluation = config.training, config.evaluation
-    iterations, interval = training.train_iters, evaluation.eval_interval
-    rounds = 1 if evaluation.skip_train or not interval else iterations // interval + 1
-    batches = BatchSchedule.from_config(training, config.grid.data, config.data.seq_length)
-    train = training.train_samples or batches.samples_of(iterations)
-    if state.consumed_train_samples != batches.samples_of(state.iteration):
-        left = max(0, iterations - state.iteration)
-        train = max(train, batches.samples_of(left, state.consumed_train_samples))
-    each = evaluation.eval_iters * evaluation.global_batch_size(training)
-    if not (evaluation.eval_fresh_samples if fresh is None else fresh):
-        return SampleCounts(train, each, each)
-    valid = rounds * each
-    if state.consumed_valid_samples:
-        done = 0 if evaluation.skip_train or not interval else state.iteration // interval
-        valid = max(valid, state.consumed_valid_samples + max(1, rounds - done) * each)
-    return SampleCounts(train, valid, each)

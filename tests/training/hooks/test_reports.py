@@ -9,7 +9,7 @@ from support.command_lines import configured
 from megatron.core.health.rerun_state_machine import destroy_rerun_state_machine, initialize_rerun_state_machine
 from megatron.core.health.straggler_detector import StragglerDetector
 from megatron.training.hooks.reports import RerunReport, StragglerReport
-from megatron.training.setup.set_up import timed_forward_step
+from megatron.training.setup.watching import timed_forward_step
 
 
 def test_slow_ranks_are_named_at_the_interval(capsys: pytest.CaptureFixture[str]) -> None:

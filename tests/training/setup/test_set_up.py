@@ -15,7 +15,9 @@ from megatron.training.arguments import configure
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.settings import LaunchEnvironment
 from megatron.training.providers import SampleCounts
-from megatron.training.setup.set_up import build_probe, resolve_auto_layout, sample_counts, set_torch
+from megatron.training.setup.set_up import set_torch
+from megatron.training.setup.sizes import resolve_auto_layout, sample_counts
+from megatron.training.setup.watching import build_probe
 from megatron.training.state import TrainState
 
 

@@ -17,7 +17,7 @@ from megatron.core.models.common.predictions import ChunkPredictions, check_copi
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parameters import initialize_parameters, name_parameters
 from megatron.core.tokens import Tokens
-from megatron.core.transformer.layer_inputs import InferenceContext
+from megatron.core.transformer.layer_inputs import InferenceContext, LayerInputs
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -202,13 +202,12 @@ class GPTModel(LanguageModule):
         if hidden is None:
             assert input_ids is not None
             hidden = self.embedding.embed(input_ids, inputs)
-        embedding = self.embedding if self.mtp_process else None
-        texts = input_ids, labels, loss_mask
-        ahead = self.predictions.look_ahead(embedding, *texts, inputs, training=self.training)
-        states = self.predictions.predict(self.decoder(hidden, inputs=inputs), ahead, inputs)
+        if self.config.mtp_num_layers:
+            hidden = self._decode_and_predict(hidden, (input_ids, labels, loss_mask), inputs)
+        else:
+            hidden = self.decoder(hidden, inputs=inputs)
         if not self.post_process:
-            return torch.cat(states) if len(states) > 1 else states[0]
-        hidden = self.predictions.attach_losses(states, ahead, self._losses_of, inputs)
+            return hidden
         if context is not None:
             hidden = context.select_last(hidden)
             runtime_gather_output = context.gathers_logits or runtime_gather_output
@@ -216,6 +215,19 @@ class GPTModel(LanguageModule):
             return self._losses_of(hidden, labels).t().contiguous()  # [b, s]
         result, _ = self.output_layer(hidden, runtime_gather_output=runtime_gather_output)
         return result.transpose(0, 1).contiguous()  # [b, s, vocabulary]
+
+    def _decode_and_predict(
+        self, hidden: Tensor, texts: tuple[Tensor | None, Tensor | None, Tensor | None], inputs: LayerInputs
+    ) -> Tensor:
+        """Returns the decoder's hidden states [s, b, h] of a model with multi-token prediction: the last stage attaches
+        the losses of all depths to them; other stages append the states of the depths. `texts`: ids, labels and mask of
+        labels."""
+        embedding = self.embedding if self.mtp_process else None
+        ahead = self.predictions.look_ahead(embedding, *texts, inputs, training=self.training)
+        states = self.predictions.predict(self.decoder(hidden, inputs=inputs), ahead, inputs)
+        if self.post_process:
+            return self.predictions.attach_losses(states, ahead, self._losses_of, inputs)
+        return torch.cat(states) if len(states) > 1 else states[0]
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor] | None) -> None:
         """Sets the hidden states [s, b, h] received from the previous stage, for the next forward."""
