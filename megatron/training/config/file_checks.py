@@ -204,26 +204,12 @@ def paths_are_not_empty(s: Settings) -> Iterator[str]:
 
 
 PATHS = (
-    "save",
-    "load",
-    "pretrained_checkpoint",
-    "load_hf",
-    "data_path",
-    "train_data_path",
-    "valid_data_path",
-    "test_data_path",
-    "data_args_path",
-    "data_stages",
-    "per_split_data_args_path",
-    "data_cache_path",
-    "object_storage_cache_path",
-    "vocab_file",
-    "merge_file",
-    "tokenizer_model",
-    "metrics_path",
-    "nonfinite_dump_dir",
-    "tensorboard_dir",
-    "nccl_communicator_config_path",
+    *("save", "load", "pretrained_checkpoint", "load_hf"),
+    *("data_path", "train_data_path", "valid_data_path", "test_data_path"),
+    *("data_args_path", "data_stages", "per_split_data_args_path"),
+    *("data_cache_path", "object_storage_cache_path"),
+    *("vocab_file", "merge_file", "tokenizer_model"),
+    *("metrics_path", "nonfinite_dump_dir", "tensorboard_dir", "nccl_communicator_config_path"),
 )
 """Fields that name files and folders."""
 

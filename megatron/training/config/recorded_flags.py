@@ -15,18 +15,11 @@ from megatron.training.config.retired import Occurrence, translate_all
 
 _GROUPS_OF_RUN = ("number formats, seed and ranks", "data parallel", "pipeline stages", "memory", "fp8 and fp4")
 _FIELDS_OF_RUN = (
-    "attention_backend",
-    "cp_comm_type",
-    "moe_token_dispatcher_type",
-    "moe_shared_expert_overlap",
-    "moe_layer_recompute",
-    "encoder_pipeline_model_parallel_size",
-    "encoder_tensor_model_parallel_size",
-    "moe_use_upcycling",
-    "moe_upcycling_granularity",
-    "moe_per_layer_logging",
-    "moe_enable_routing_replay",
-    "log_max_attention_logit",
+    *("attention_backend", "cp_comm_type"),
+    *("moe_token_dispatcher_type", "moe_shared_expert_overlap", "moe_layer_recompute"),
+    *("encoder_pipeline_model_parallel_size", "encoder_tensor_model_parallel_size"),
+    *("moe_use_upcycling", "moe_upcycling_granularity"),
+    *("moe_per_layer_logging", "moe_enable_routing_replay", "log_max_attention_logit"),
 )
 """Flags of other sections."""
 
