@@ -211,30 +211,13 @@ def product_of_groups_triton(
         steps = (*row_steps, in_k * block, line, block) if transposed else (*row_steps, in_out * line, line, block)
     tiles = segments.blocks * cdiv(width, tile.width)
     _product_kernel[(_programs(tiles, tile, output),)](
-        output,
-        TensorDescriptor.from_tensor(rows.values, [BLOCK, BLOCK]),
-        TensorDescriptor.from_tensor(weight.values, [tile.width, BLOCK]),
-        rows.factors,
-        weight_factors,
-        segments.of_blocks,
-        segments.ends,
-        segments.block_ends,
-        segments.number,
-        segments.per_group,
-        width,
-        k,
-        weight.values.shape[1] // segments.groups if transposed else width,
-        *steps,
-        TRANSPOSED=transposed,
-        ROW_SCALE=scales[0],
-        WEIGHT_SCALE=scales[1],
-        PRECISE=precise,
-        BLOCK=BLOCK,
-        WIDTH=tile.width,
-        FLATTEN=tile.persistent,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
+        output, TensorDescriptor.from_tensor(rows.values, [BLOCK, BLOCK]),
+        TensorDescriptor.from_tensor(weight.values, [tile.width, BLOCK]), rows.factors, weight_factors,
+        segments.of_blocks, segments.ends, segments.block_ends, segments.number, segments.per_group, width, k,
+        weight.values.shape[1] // segments.groups if transposed else width, *steps,
+        TRANSPOSED=transposed, ROW_SCALE=scales[0], WEIGHT_SCALE=scales[1], PRECISE=precise, BLOCK=BLOCK,
+        WIDTH=tile.width, FLATTEN=tile.persistent, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
     return output
 
 
@@ -267,29 +250,12 @@ def accumulate_product_of_groups_triton(
     tile = tile or (TILES.weight_parts if in_parts or left.scope == "blocks" else TILES.weight)
     tiles = number * cdiv(out_width, tile.height) * cdiv(in_width, tile.width)
     _weight_kernel[(_programs(tiles, tile, total),)](
-        total,
-        TensorDescriptor.from_tensor(left.values, [tile.height, BLOCK]),
-        TensorDescriptor.from_tensor(right.values, [tile.width, BLOCK]),
-        left.factors,
-        right.factors,
-        segments.of_blocks,
-        segments.block_ends,
-        number,
-        segments.per_group,
-        out_width,
-        in_width,
-        *steps,
-        SCALE=_SCALES[left.scope],
-        PARTS=in_parts,
-        PRECISE=precise,
-        BLOCK=BLOCK,
-        OUT=tile.height,
-        IN=tile.width,
-        BAND=8,
-        FLATTEN=tile.persistent,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
+        total, TensorDescriptor.from_tensor(left.values, [tile.height, BLOCK]),
+        TensorDescriptor.from_tensor(right.values, [tile.width, BLOCK]), left.factors, right.factors,
+        segments.of_blocks, segments.block_ends, number, segments.per_group, out_width, in_width, *steps,
+        SCALE=_SCALES[left.scope], PARTS=in_parts, PRECISE=precise, BLOCK=BLOCK, OUT=tile.height, IN=tile.width,
+        BAND=8, FLATTEN=tile.persistent, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
 
 
 def _tile_of_rows(in_blocks: bool, precise: bool, dtype: torch.dtype) -> Tile:

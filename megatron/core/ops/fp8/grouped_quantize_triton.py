@@ -167,28 +167,12 @@ def cast_segments_triton(
     rows = None if row_scale is None else torch.empty(n, k, dtype=dtype, device=device)
     columns = None if column_scale is None else torch.empty(k, segments.padded_rows, dtype=dtype, device=device)
     _cast_kernel[(segments.blocks, cdiv(k, _COLUMNS))](
-        None if rows is None else rows.view(torch.uint8),
-        None if columns is None else columns.view(torch.int32),
-        None if seen is None else seen.view(torch.int32),
-        matrix,
-        given,
-        segments.of_blocks,
-        segments.ends,
-        segments.block_ends,
-        segments.number,
-        segments.blocks,
-        k,
-        matrix.stride(0),
-        largest_finite(dtype),
-        ROWS=rows is not None,
-        COLUMNS=columns is not None,
-        SEEN=seen is not None,
-        SCALE=given.dim(),
-        E5M2=dtype is torch.float8_e5m2,
-        BLOCK=BLOCK,
-        TILE_K=_COLUMNS,
-        num_warps=4,
-    )
+        None if rows is None else rows.view(torch.uint8), None if columns is None else columns.view(torch.int32),
+        None if seen is None else seen.view(torch.int32), matrix, given, segments.of_blocks, segments.ends,
+        segments.block_ends, segments.number, segments.blocks, k, matrix.stride(0), largest_finite(dtype),
+        ROWS=rows is not None, COLUMNS=columns is not None, SEEN=seen is not None, SCALE=given.dim(),
+        E5M2=dtype is torch.float8_e5m2, BLOCK=BLOCK, TILE_K=_COLUMNS, num_warps=4,
+    )  # fmt: skip
     return rows, columns
 
 
@@ -218,26 +202,11 @@ def quantize_segment_blocks_triton(
     factors, transposed_factors = (torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes)
     kernel = _squares_kernel if square else _lines_kernel
     kernel[(segments.blocks, across)](
-        values.view(torch.uint8),
-        factors,
-        transposed.view(torch.uint8 if square else torch.int32),
-        transposed_factors,
-        matrix,
-        segments.of_blocks,
-        segments.ends,
-        segments.block_ends,
-        segments.number,
-        segments.blocks,
-        k,
-        matrix.stride(0),
-        largest_finite(dtype),
-        largest_finite(dtype) * 2.0**-margin,
-        ROWS=rows,
-        COLUMNS=columns,
-        E5M2=dtype is torch.float8_e5m2,
-        BLOCK=BLOCK,
-        num_warps=8,
-    )
+        values.view(torch.uint8), factors, transposed.view(torch.uint8 if square else torch.int32), transposed_factors,
+        matrix, segments.of_blocks, segments.ends, segments.block_ends, segments.number, segments.blocks, k,
+        matrix.stride(0), largest_finite(dtype), largest_finite(dtype) * 2.0**-margin,
+        ROWS=rows, COLUMNS=columns, E5M2=dtype is torch.float8_e5m2, BLOCK=BLOCK, num_warps=8,
+    )  # fmt: skip
     if not square:
         factors, transposed_factors = factors.t(), transposed_factors.t()
     return pair_of_blocks(values, factors, transposed, transposed_factors, **wanted)

@@ -249,42 +249,20 @@ def cast_scaled_triton(
     columns = _empty_fp8(matrix, k, m, dtype) if column_scale is not None else None
     if rows is not None and columns is not None and m % 4 == 0:
         _cast_both_kernel[cdiv(m, 4 * _GROUPS), cdiv(k, _GROUP_COLUMNS)](
-            rows.view(torch.uint8),
-            columns.view(torch.int32),
-            given if seen is None else seen.view(torch.int32),
-            matrix,
-            given,
-            m,
-            k,
-            matrix.stride(0),
-            largest_finite(dtype),
-            SEEN=seen is not None,
-            E5M2=dtype is torch.float8_e5m2,
-            GROUPS=_GROUPS,
-            TILE_K=_GROUP_COLUMNS,
+            rows.view(torch.uint8), columns.view(torch.int32), given if seen is None else seen.view(torch.int32),
+            matrix, given, m, k, matrix.stride(0), largest_finite(dtype),
+            SEEN=seen is not None, E5M2=dtype is torch.float8_e5m2, GROUPS=_GROUPS, TILE_K=_GROUP_COLUMNS,
             num_warps=_GROUP_WARPS,
-        )
+        )  # fmt: skip
         return rows, columns
     tile_m, tile_k = _TRANSPOSED_TILE if columns is not None else _PLAIN_TILE
     grid = (cdiv(m, tile_m), cdiv(k, tile_k))
     _cast_kernel[grid](
-        _bytes(rows, matrix),
-        _bytes(columns, matrix),
-        given if seen is None else seen.view(torch.int32),
-        matrix,
-        given,
-        m,
-        k,
-        matrix.stride(0),
-        largest_finite(dtype),
-        ROWS=rows is not None,
-        COLUMNS=columns is not None,
-        SEEN=seen is not None,
-        E5M2=dtype is torch.float8_e5m2,
-        TILE_M=tile_m,
-        TILE_K=tile_k,
-        num_warps=4 if columns is not None else 8,
-    )
+        _bytes(rows, matrix), _bytes(columns, matrix), given if seen is None else seen.view(torch.int32), matrix,
+        given, m, k, matrix.stride(0), largest_finite(dtype),
+        ROWS=rows is not None, COLUMNS=columns is not None, SEEN=seen is not None, E5M2=dtype is torch.float8_e5m2,
+        TILE_M=tile_m, TILE_K=tile_k, num_warps=4 if columns is not None else 8,
+    )  # fmt: skip
     return rows, columns
 
 

@@ -145,21 +145,9 @@ def largest_of_blocks_triton(
         return
     _, down, across = blocks.shape
     _largest_of_tiles_kernel[cdiv(blocks.width, _TILE), cdiv(blocks.height, _TILE), number](
-        bits,
-        values,
-        start,
-        values.numel(),
-        blocks.height,
-        blocks.width,
-        down,
-        across,
-        first,
-        BLOCK_H=blocks.block_height,
-        BLOCK_W=blocks.block_width,
-        MODEL=_MODEL[dtype],
-        TILE=_TILE,
-        num_warps=8,
-    )
+        bits, values, start, values.numel(), blocks.height, blocks.width, down, across, first,
+        BLOCK_H=blocks.block_height, BLOCK_W=blocks.block_width, MODEL=_MODEL[dtype], TILE=_TILE, num_warps=8,
+    )  # fmt: skip
 
 
 def cast_blocks_triton(
@@ -174,41 +162,17 @@ def cast_blocks_triton(
     if blocks.has_one_for_each_group or not scales.dim():
         size, count = blocks.height * blocks.width, values.numel()
         _cast_groups_kernel[cdiv(min(size, count), _AT_ONCE), number](
-            out.view(torch.uint8),
-            values,
-            scales,
-            start,
-            count,
-            size,
-            first,
-            limit,
-            ONE_SCALE=not scales.dim(),
-            E5M2=is_e5m2,
-            MODEL=_MODEL[dtype],
-            AT_ONCE=_AT_ONCE,
-            num_warps=8,
-        )
+            out.view(torch.uint8), values, scales, start, count, size, first, limit,
+            ONE_SCALE=not scales.dim(), E5M2=is_e5m2, MODEL=_MODEL[dtype], AT_ONCE=_AT_ONCE, num_warps=8,
+        )  # fmt: skip
         return
     _, down, across = blocks.shape
     _cast_tiles_kernel[cdiv(blocks.width, _TILE), cdiv(blocks.height, _TILE), number](
-        out.view(torch.uint8),
-        values,
-        scales,
-        start,
-        values.numel(),
-        blocks.height,
-        blocks.width,
-        down,
-        across,
-        first,
+        out.view(torch.uint8), values, scales, start, values.numel(), blocks.height, blocks.width, down, across, first,
         limit,
-        BLOCK_H=blocks.block_height,
-        BLOCK_W=blocks.block_width,
-        E5M2=is_e5m2,
-        MODEL=_MODEL[dtype],
-        TILE=_TILE,
+        BLOCK_H=blocks.block_height, BLOCK_W=blocks.block_width, E5M2=is_e5m2, MODEL=_MODEL[dtype], TILE=_TILE,
         num_warps=8,
-    )
+    )  # fmt: skip
 
 
 def transposed_codes_triton(codes: Tensor, multiple: int) -> Tensor:
@@ -220,15 +184,9 @@ def transposed_codes_triton(codes: Tensor, multiple: int) -> Tensor:
     out = torch.empty(width, groups * padded, dtype=codes.dtype, device=codes.device)
     grid = cdiv(padded, 4 * _GROUPS), cdiv(width, _GROUP_COLUMNS), groups
     _transpose_kernel[grid](
-        out.view(torch.int32),
-        codes.view(torch.uint8),
-        height,
-        width,
-        padded // 4,
-        GROUPS=_GROUPS,
-        COLUMNS=_GROUP_COLUMNS,
-        num_warps=4,
-    )
+        out.view(torch.int32), codes.view(torch.uint8), height, width, padded // 4,
+        GROUPS=_GROUPS, COLUMNS=_GROUP_COLUMNS, num_warps=4,
+    )  # fmt: skip
     return out
 
 
