@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.core.exceptions import UserError
 from megatron.core.utils.files import parse_json
-from megatron.data.tokenizer.base import EncodedTexts, Tokenizer, load_library, pack_ids
+from megatron.data.tokenizer.base import Tokenizer, load_library
 
 DEFAULT_VOCAB_SIZE = 1 << 17
 _LEGACY_SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
@@ -109,10 +109,6 @@ class TikTokenizer(Tokenizer):
     def detokenize(self, ids: Sequence[int]) -> str:
         """Returns the text of ids."""
         return self._library.decode(list(ids))
-
-    def encode_texts(self, texts: Sequence[str]) -> EncodedTexts:
-        """Returns the ids of many texts."""
-        return pack_ids([self.tokenize(text) for text in texts])
 
     def _identity(self) -> dict[str, Any]:
         return {
