@@ -8,12 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.ops.activation import Activation, gelu_erf, gelu_tanh
+from megatron.core.ops.activation import Activation, gelu_erf, gelu_tanh, weighted_activation
 from megatron.core.ops.dropout.dropout import bias_dropout_add
 from megatron.core.ops.dropout.dropout_triton import bias_dropout_add_triton
 from megatron.core.ops.embedding import accumulate_rows
 from megatron.core.ops.embedding_triton import accumulate_rows_triton
-from megatron.core.ops.moe.weighted_activation import weighted_activation
 from megatron.core.ops.moe.weighted_activation_triton import weighted_activation_triton
 from megatron.core.ops.norm import layer_norm, layer_norm_with_residual, rms_norm, rms_norm_with_residual
 from megatron.core.ops.norm_triton import (

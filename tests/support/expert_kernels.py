@@ -11,7 +11,7 @@ from triton.runtime.interpreter import InterpreterBuilder
 
 from megatron.core.backends import LOCAL
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.ops.activation import Activation, gelu_erf, gelu_tanh, quick_gelu, squared_relu
+from megatron.core.ops.activation import Activation, gelu_erf, gelu_tanh, quick_gelu, squared_relu, weighted_activation
 from megatron.core.ops.moe.grouped_linear import RowGroups, grouped_bias, grouped_linear
 from megatron.core.ops.moe.grouped_linear_triton import (
     ACCUMULATIONS,
@@ -22,7 +22,6 @@ from megatron.core.ops.moe.grouped_linear_triton import (
 )
 from megatron.core.ops.moe.permute import ChoiceNumbers, permute, unpermute
 from megatron.core.ops.moe.permute_triton import ChoiceNumbersTriton, permute_triton, unpermute_triton
-from megatron.core.ops.moe.weighted_activation import weighted_activation
 from megatron.core.ops.moe.weighted_activation_triton import keeps_only_arguments, weighted_activation_triton
 from megatron.core.tokens import Tokens
 from megatron.core.transformer.layer_inputs import LayerInputs

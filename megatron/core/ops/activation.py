@@ -1,4 +1,4 @@
-"""Activations of an MLP, plain or gated.
+"""Activations of an MLP or an expert, plain or gated.
 
 Each takes the product and its bias separately, so that one kernel can add the bias and apply the activation.
 """
@@ -76,3 +76,18 @@ def choose_activation(
     if not gated:
         return Activation(function)
     return Activation(function, True, clamp if clamp is None or math.isfinite(clamp) else None, up_offset)
+
+
+def weighted_activation(product: Tensor, bias: Tensor | None, weights: Tensor | None, activation: Activation) -> Tensor:
+    """Returns activation(product + bias), times each row's weight if `weights` is given.
+
+    `product` [..., f * ffn] (f = 2 if gated), `bias` broadcasts to it, `weights` [...] -> [..., ffn]. The product with
+    the weights is computed in the wider type and rounded to the type of the rows.
+    """
+    activated = activation(product, bias)
+    return activated if weights is None else weighted(activated, weights)
+
+
+def weighted(rows: Tensor, weights: Tensor) -> Tensor:
+    """Returns rows [..., h] times their weights [...], computed in the wider type and rounded to the rows' type."""
+    return (rows * weights.unsqueeze(-1)).to(rows.dtype)

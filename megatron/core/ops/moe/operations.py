@@ -6,9 +6,9 @@ from typing import Self
 
 from torch import Tensor
 
+from megatron.core.ops.activation import weighted_activation
 from megatron.core.ops.moe.grouped_linear import grouped_bias, grouped_linear
 from megatron.core.ops.moe.permute import ChoiceNumbers, permute, unpermute
-from megatron.core.ops.moe.weighted_activation import weighted_activation
 from megatron.core.ops.records import Ops, on_gpus, operation
 
 

@@ -13,10 +13,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.core.ops.activation import Activation, gelu_erf, gelu_tanh, quick_gelu, squared_relu
+from megatron.core.ops.activation import Activation, gelu_erf, gelu_tanh, quick_gelu, squared_relu, weighted_activation
 from megatron.core.ops.fp8.quantize import note_largest
 from megatron.core.ops.fp8.quantize_triton import bits_of_size, raise_largest
-from megatron.core.ops.moe.weighted_activation import weighted_activation
 from megatron.core.ops.sum_rows_triton import num_multiprocessors, sum_rows_triton
 from megatron.core.ops.tiles import cdiv, next_power_of_2
 

@@ -21,10 +21,10 @@ from megatron.core.communication.collectives import group_rank
 from megatron.core.groups.defaults import groups_or_default
 from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.initializers import each_of
+from megatron.core.ops.activation import weighted
 from megatron.core.ops.fp8.grouped_linear import Fp8ExpertLinear
 from megatron.core.ops.fp8.recipes import LinearSplit
 from megatron.core.ops.moe.grouped_linear import RowGroups, grouped_linear, is_one_product
-from megatron.core.ops.moe.weighted_activation import weighted
 from megatron.core.parameters import Box, info_of
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLP, MLPSubmodules, activation_of

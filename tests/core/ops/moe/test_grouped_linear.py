@@ -7,10 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.distributed.main_grad import WeightGradientQueue, attach_main_grad
-from megatron.core.ops.activation import Activation, squared_relu
+from megatron.core.ops.activation import Activation, squared_relu, weighted_activation
 from megatron.core.ops.moe.grouped_linear import RowGroups, grouped_bias, grouped_linear
 from megatron.core.ops.moe.permute import ChoiceNumbers, permute, unpermute
-from megatron.core.ops.moe.weighted_activation import weighted_activation
 
 SIZES = [3, 0, 4]
 
