@@ -80,7 +80,8 @@ _running: contextvars.ContextVar[_Running | None] = contextvars.ContextVar("runn
 def takes_inputs(layer: nn.Module) -> bool:
     """Whether a layer is called with hidden states [t, h] and `LayerInputs`. A class whose `forward` takes
     `attention_mask` or any keyword, but no `inputs`, is called as in Megatron-LM (`run_script_layer`)."""
-    keywords = Keywords.of_forward(type(layer))
+    kind: Any = type(layer)
+    keywords = Keywords.of_forward(kind)
     return "inputs" in keywords.names or "attention_mask" not in keywords
 
 
@@ -90,7 +91,8 @@ def run_script_layer(layer: nn.Module, hidden: Tensor, inputs: LayerInputs) -> T
     It may call our layer's `forward` in the same form. That call also gets the rest of `inputs`: the position of
     dropout masks, packed documents, the cache of a generation.
     """
-    keywords = Keywords.of_forward(type(layer))
+    kind: Any = type(layer)
+    keywords = Keywords.of_forward(kind)
     arguments = LayerArguments.of(inputs)
     layer.runs_in_block = True  # type: ignore[assignment]
     before = _running.set(_Running(inputs, arguments))
