@@ -110,6 +110,10 @@ def test_flags_of_releases_before_0_5(words: str, field: str, value: object) -> 
         ("--no-delay-grad-reduce", "--no-delay-grad-reduce: retired and ignored: --overlap-grad-reduce reduces"),
         ("--delay-param-gather", "--delay-param-gather: retired and ignored: --overlap-param-gather gathers"),
         ("--moe-token-dropping", "--moe-token-dropping: retired and ignored: it never had an effect"),
+        (
+            "--moe-balanced-expert-placement",
+            "--moe-balanced-expert-placement: retired and ignored: experts stay on their ranks",
+        ),
         ("--enable-one-logger", "--enable-one-logger: retired and ignored: there is no such service"),
         (
             "--no-log-learnig-rate-to-tensorboard",
