@@ -22,7 +22,7 @@ pytestmark = pytest.mark.gpu
 RECIPES = ("tensorwise", "delayed", "blockwise")
 
 
-@pytest.mark.parametrize("check", ["largest_values", "casts", "blocks", "values_that_are_not_finite"])
+@pytest.mark.parametrize("check", ["largest_values", "casts", "by_largest", "blocks", "values_that_are_not_finite"])
 def test_kernels_equal_their_definitions(check: str) -> None:
     getattr(fp8_kernels, check)()
 

@@ -29,7 +29,7 @@ def kernels() -> Backend:
     return backend
 
 
-@pytest.mark.parametrize("check", ["largest_values", "casts", "blocks", "products", "weight_gradients"])
+@pytest.mark.parametrize("check", ["largest_values", "casts", "by_largest", "blocks", "products", "weight_gradients"])
 def test_kernels_agree_with_their_definitions(check: str) -> None:
     getattr(fp8_grouped_kernels, check)()
 

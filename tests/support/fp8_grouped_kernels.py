@@ -19,6 +19,7 @@ from megatron.core.ops.fp8.grouped_quantize_triton import (
     cast_segments_triton,
     largest_of_segments_triton,
     quantize_segment_blocks_triton,
+    quantize_segments_by_largest_triton,
 )
 from megatron.core.ops.moe.grouped_linear import RowGroups
 
@@ -64,6 +65,26 @@ def casts() -> None:
         assert values is not None
         used = values[:, : 128 * int(found.block_ends[-1])]
         assert int(used.float().isnan().sum()) == 2
+
+
+def by_largest() -> None:
+    """Checks scales that the kernel finds itself, also that of an expert without rows."""
+    found, x = segments(), matrix(278, 80 if DEVICE.type == "cuda" else 48)
+    largest = grouped.largest_of_segments(x, found)
+    assert (largest == 0).any()
+    for dtype, margin, wanted in ((E4M3, 0, (True, True)), (E5M2, 1, (True, False)), (E5M2, 0, (False, True))):
+        keywords = dict(zip(("rows", "columns"), wanted, strict=True))
+        ours = quantize_segments_by_largest_triton(x, dtype, found, margin, largest, **keywords)
+        exact = grouped.quantize_segments_by_largest(x, dtype, found, margin, largest, **keywords)
+        for one, other in ((ours.rows, exact.rows), (ours.columns, exact.columns)):
+            assert (one is None) == (other is None), wanted
+            if one is not None and other is not None:
+                assert one.scope == other.scope
+                assert torch.equal(one.factors, other.factors), wanted
+        if ours.rows is not None and exact.rows is not None:
+            same_bits(ours.rows.values, exact.rows.values, wanted)
+        if ours.columns is not None and exact.columns is not None:
+            same_columns(ours.columns.values, exact.columns.values, found, wanted)
 
 
 def scales_of(x: Tensor, found: Segments, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:

@@ -10,7 +10,12 @@ from torch import Tensor
 from megatron.core.ops.activation import Activation, gelu_tanh
 from megatron.core.ops.fp8 import quantize
 from megatron.core.ops.fp8.formats import scale_for
-from megatron.core.ops.fp8.quantize_triton import cast_scaled_triton, largest_value_triton, quantize_blocks_triton
+from megatron.core.ops.fp8.quantize_triton import (
+    cast_scaled_triton,
+    largest_value_triton,
+    quantize_blocks_triton,
+    quantize_by_largest_triton,
+)
 from megatron.core.ops.moe.permute import ChoiceNumbers
 from megatron.core.ops.moe.permute_triton import permute_triton, unpermute_triton
 from megatron.core.ops.moe.weighted_activation_triton import weighted_activation_triton
@@ -109,6 +114,30 @@ def casts() -> None:
         strict=True,
     ):
         same_bits(one, other, "view")
+
+
+def by_largest() -> None:
+    """Checks scales that a kernel finds itself: also those of zeros, of tiny numbers, and of what is not finite."""
+    for shape, dtype, margin in itertools.product(SHAPES, TYPES, (0, 1)):
+        x = matrix(*shape)
+        largest = quantize.largest_value(x)
+        for rows, columns in ((True, True), (True, False), (False, True)):
+            compare_by_largest(x, dtype, margin, largest, rows, columns)
+    x = matrix(48, 80)
+    for largest in (0.0, 1e-42, 0.3, torch.inf, torch.nan):
+        for columns in (False, True):
+            compare_by_largest(x, TYPES[0], 0, torch.full((), largest, device=DEVICE), True, columns)
+
+
+def compare_by_largest(x: Tensor, dtype: torch.dtype, margin: int, largest: Tensor, rows: bool, columns: bool) -> None:
+    ours = quantize_by_largest_triton(x, dtype, margin, largest, rows=rows, columns=columns)
+    exact = quantize.quantize_by_largest(x, dtype, margin, largest, rows=rows, columns=columns)
+    what = (x.shape, dtype, margin, largest, rows, columns)
+    for one, other in ((ours.rows, exact.rows), (ours.columns, exact.columns)):
+        assert (one is None) == (other is None), what
+        if one is not None and other is not None:
+            same_bits(one.values, other.values, what)
+            assert torch.equal(one.factors.nan_to_num(), other.factors.nan_to_num()), what
 
 
 def blocks() -> None:

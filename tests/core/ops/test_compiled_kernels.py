@@ -28,8 +28,8 @@ CHECKS = {
     "expert_kernels": "moves places activations products specialized_products accumulations linears biases",
     "delta_rule_kernels": "packed long_rows",
     "recurrent_kernels": "convolutions gated_norms rounded_scans",
-    "fp8_kernels": "largest_values noted_values noted_rows casts blocks",
-    "fp8_grouped_kernels": "largest_values casts blocks products weight_gradients",
+    "fp8_kernels": "largest_values noted_values noted_rows casts by_largest blocks",
+    "fp8_grouped_kernels": "largest_values casts by_largest blocks products weight_gradients",
     "fp8_weights": "quantised_parts transposed",
     "fp8_tiles": "tiles small_specialized_blocks",
 }

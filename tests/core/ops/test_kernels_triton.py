@@ -8,7 +8,7 @@ from support import elementwise_kernels, expert_kernels, fp8_grouped_kernels, re
 CHECKS: dict[str, tuple[ModuleType, list[str]]] = {
     "ops/attention/merge_triton.py": (triton_agreement, ["merged_blocks"]),
     "ops/dropout/dropout_triton.py": (triton_agreement, ["masks", "bias_dropout_residual"]),
-    "ops/fp8/grouped_quantize_triton.py": (fp8_grouped_kernels, ["largest_values", "casts", "blocks"]),
+    "ops/fp8/grouped_quantize_triton.py": (fp8_grouped_kernels, ["largest_values", "casts", "by_largest", "blocks"]),
     "ops/moe/permute_triton.py": (expert_kernels, ["moves", "places"]),
     "ops/moe/weighted_activation_triton.py": (expert_kernels, ["activations", "nan_inputs", "recomputed_activation"]),
     "ops/bias_add_triton.py": (elementwise_kernels, ["biases"]),

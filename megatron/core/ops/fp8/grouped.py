@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron.core.ops.fp8.formats import BLOCK
+from megatron.core.ops.fp8.formats import BLOCK, scale_for
 from megatron.core.ops.fp8.quantize import cast_scaled, largest_value, quantize_blocks
 from megatron.core.ops.moe.grouped_linear import RowGroups, accumulate_grouped_product
 from megatron.core.ops.precision import at_least_float32
@@ -174,6 +174,16 @@ def cast_segments(
     return rows, columns
 
 
+def quantize_segments_by_largest(
+    matrix: Tensor, dtype: torch.dtype, segments: Segments, margin: int, largest: Tensor, *, rows: bool, columns: bool
+) -> QuantizedGroupsPair:
+    """Returns [n, k] with one scale for each segment, which follows from its largest absolute value, float32
+    [segments]; see `cast_segments`."""
+    scale = scale_for(largest, dtype, margin)
+    values, transposed = cast_segments(matrix, dtype, segments, scale if rows else None, scale if columns else None)
+    return pair_of_segments(values, transposed, 1.0 / scale)
+
+
 def pair_of_segments(values: Tensor | None, transposed: Tensor | None, factors: Tensor) -> QuantizedGroupsPair:
     """Returns the layouts that there are of a matrix with one factor, or with one for each segment."""
     scope: Literal["all", "segments"] = "segments" if factors.dim() else "all"
@@ -318,6 +328,7 @@ class GroupedKernels:
     largest: Callable[..., Tensor] = largest_of_segments
     cast: Callable[..., tuple[Tensor | None, Tensor | None]] = cast_segments
     quantize_blocks: Callable[..., QuantizedGroupsPair] = quantize_segment_blocks
+    quantize_by_largest: Callable[..., QuantizedGroupsPair] = quantize_segments_by_largest
     product: Callable[..., Tensor] = product_of_groups
     accumulate: Callable[..., None] = accumulate_product_of_groups
     accumulate_rows: Callable[..., None] = accumulate_grouped_product

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.core.ops.fp8 import grouped
 from megatron.core.ops.fp8.formats import BLOCK, largest_finite
-from megatron.core.ops.fp8.grouped import QuantizedGroupsPair, Segments, pair_of_blocks
+from megatron.core.ops.fp8.grouped import QuantizedGroupsPair, Segments, pair_of_blocks, pair_of_segments
 from megatron.core.ops.fp8.quantize_triton import (
     as_fp8,
     bits_of_size,
@@ -20,7 +20,7 @@ from megatron.core.ops.fp8.quantize_triton import (
     scale_of,
     with_plain_rows,
 )
-from megatron.core.ops.tiles import cdiv
+from megatron.core.ops.tiles import cdiv, next_power_of_2
 
 _COLUMNS = 64
 """Columns of a program that casts."""
@@ -60,12 +60,20 @@ def _largest_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _cast_kernel(  # type: ignore[no-untyped-def]
-    rows, words, seen, matrix, given, of_blocks, ends, block_ends, number, blocks, k, stride, limit,
+    rows, words, seen, factors, matrix, given, of_blocks, ends, block_ends, number, blocks, k, stride,
+    limit, reach,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, SEEN: tl.constexpr, SCALE: tl.constexpr, E5M2: tl.constexpr,
-    BLOCK: tl.constexpr, TILE_K: tl.constexpr,
+    BLOCK: tl.constexpr, TILE_K: tl.constexpr, SEGMENTS: tl.constexpr,
 ):  # fmt: skip
     """Casts groups of four rows, whose bytes make 32-bit words of the transposed matrix. SCALE: 0 one for all, 1 one
-    for a segment."""
+    for a segment. With `factors`, `given` has the largest absolute value of each segment, and the first program writes
+    the factors that give values back."""
+    if factors is not None:
+        is_first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
+        if is_first:
+            every = tl.arange(0, SEGMENTS)
+            scales = scale_of(tl.load(given + every, mask=every < number, other=0.0), reach)
+            tl.store(factors + every, tl.div_rn(tl.full((SEGMENTS,), 1.0, tl.float32), scales), mask=every < number)
     segment, first, end = place_of_block(tl.program_id(0), of_blocks, ends, block_ends, number, BLOCK)
     if first < end:
         group = tl.arange(0, BLOCK // 4)
@@ -73,6 +81,8 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
         if SEEN:
             before = tl.load(seen)
         scale = tl.load(given + (segment if SCALE == 1 else 0))
+        if factors is not None:
+            scale = scale_of(scale, reach)
         size = tl.zeros((BLOCK // 4, TILE_K), tl.int32)
         word = tl.zeros((BLOCK // 4, TILE_K), tl.uint32)
         for index in tl.static_range(4):
@@ -160,6 +170,33 @@ def cast_segments_triton(
     definition."""
     if not has_kernel(matrix):
         return grouped.cast_segments(matrix, dtype, segments, row_scale, column_scale, seen)
+    return _cast(matrix, dtype, segments, row_scale, column_scale, seen, None, 0.0)
+
+
+def quantize_segments_by_largest_triton(
+    matrix: Tensor, dtype: torch.dtype, segments: Segments, margin: int, largest: Tensor, *, rows: bool, columns: bool
+) -> QuantizedGroupsPair:
+    """Does `grouped.quantize_segments_by_largest` in one kernel; leaves float64 to the definition."""
+    if not has_kernel(matrix):
+        wanted = {"rows": rows, "columns": columns}
+        return grouped.quantize_segments_by_largest(matrix, dtype, segments, margin, largest, **wanted)
+    factors, reach = torch.empty_like(largest), largest_finite(dtype) * 2.0**-margin
+    scales = largest if rows else None, largest if columns else None
+    return pair_of_segments(*_cast(matrix, dtype, segments, *scales, None, factors, reach), factors)
+
+
+def _cast(
+    matrix: Tensor,
+    dtype: torch.dtype,
+    segments: Segments,
+    row_scale: Tensor | None,
+    column_scale: Tensor | None,
+    seen: Tensor | None,
+    factors: Tensor | None,
+    reach: float,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Casts by scales. With `factors` the scales are the largest value of each segment, from which the scale of the
+    range `reach` follows; its inverse is written to `factors`."""
     matrix, (n, k) = with_plain_rows(matrix), matrix.shape
     given = row_scale if row_scale is not None else column_scale
     assert given is not None
@@ -167,12 +204,31 @@ def cast_segments_triton(
     rows = None if row_scale is None else torch.empty(n, k, dtype=dtype, device=device)
     columns = None if column_scale is None else torch.empty(k, segments.padded_rows, dtype=dtype, device=device)
     _cast_kernel[(segments.blocks, cdiv(k, _COLUMNS))](
-        None if rows is None else rows.view(torch.uint8), None if columns is None else columns.view(torch.int32),
-        None if seen is None else seen.view(torch.int32), matrix, given, segments.of_blocks, segments.ends,
-        segments.block_ends, segments.number, segments.blocks, k, matrix.stride(0), largest_finite(dtype),
-        ROWS=rows is not None, COLUMNS=columns is not None, SEEN=seen is not None, SCALE=given.dim(),
-        E5M2=dtype is torch.float8_e5m2, BLOCK=BLOCK, TILE_K=_COLUMNS, num_warps=4,
-    )  # fmt: skip
+        None if rows is None else rows.view(torch.uint8),
+        None if columns is None else columns.view(torch.int32),
+        None if seen is None else seen.view(torch.int32),
+        factors,
+        matrix,
+        given,
+        segments.of_blocks,
+        segments.ends,
+        segments.block_ends,
+        segments.number,
+        segments.blocks,
+        k,
+        matrix.stride(0),
+        largest_finite(dtype),
+        reach,
+        ROWS=rows is not None,
+        COLUMNS=columns is not None,
+        SEEN=seen is not None,
+        SCALE=given.dim(),
+        E5M2=dtype is torch.float8_e5m2,
+        BLOCK=BLOCK,
+        TILE_K=_COLUMNS,
+        SEGMENTS=next_power_of_2(segments.number),
+        num_warps=4,
+    )
     return rows, columns
 
 
@@ -202,11 +258,26 @@ def quantize_segment_blocks_triton(
     factors, transposed_factors = (torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes)
     kernel = _squares_kernel if square else _lines_kernel
     kernel[(segments.blocks, across)](
-        values.view(torch.uint8), factors, transposed.view(torch.uint8 if square else torch.int32), transposed_factors,
-        matrix, segments.of_blocks, segments.ends, segments.block_ends, segments.number, segments.blocks, k,
-        matrix.stride(0), largest_finite(dtype), largest_finite(dtype) * 2.0**-margin,
-        ROWS=rows, COLUMNS=columns, E5M2=dtype is torch.float8_e5m2, BLOCK=BLOCK, num_warps=8,
-    )  # fmt: skip
+        values.view(torch.uint8),
+        factors,
+        transposed.view(torch.uint8 if square else torch.int32),
+        transposed_factors,
+        matrix,
+        segments.of_blocks,
+        segments.ends,
+        segments.block_ends,
+        segments.number,
+        segments.blocks,
+        k,
+        matrix.stride(0),
+        largest_finite(dtype),
+        largest_finite(dtype) * 2.0**-margin,
+        ROWS=rows,
+        COLUMNS=columns,
+        E5M2=dtype is torch.float8_e5m2,
+        BLOCK=BLOCK,
+        num_warps=8,
+    )
     if not square:
         factors, transposed_factors = factors.t(), transposed_factors.t()
     return pair_of_blocks(values, factors, transposed, transposed_factors, **wanted)

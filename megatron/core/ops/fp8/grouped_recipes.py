@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.communication.collectives import Group, all_reduce
-from megatron.core.ops.fp8.formats import BLOCK, scale_for
+from megatron.core.ops.fp8.formats import BLOCK
 from megatron.core.ops.fp8.grouped import QuantizedGroupsPair, Segments, pair_of_segments
 from megatron.core.ops.fp8.quantize import noted_largest_of_rows
 from megatron.core.ops.fp8.recipes import (
@@ -94,11 +94,9 @@ class TensorwiseGroupScaling(GroupScaling):
         amax = largest_over(amax, dividing_groups(self.split, role))
         if role is not Role.WEIGHTS:
             amax = self.micro_batches.largest(amax)
-        dtype = self.settings.dtype(role)
-        scale = scale_for(amax, dtype, self.settings.margin)
-        scales = scale if rows else None, scale if columns else None
-        cast = self.settings.kernels.grouped.cast
-        return pair_of_segments(*cast(matrix, dtype, segments, *scales), 1.0 / scale)
+        dtype, margin = self.settings.dtype(role), self.settings.margin
+        quantize = self.settings.kernels.grouped.quantize_by_largest
+        return quantize(matrix, dtype, segments, margin, amax, rows=rows, columns=columns)
 
 
 class DelayedGroupScaling(DelayedScaling):

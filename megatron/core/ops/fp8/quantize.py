@@ -87,6 +87,15 @@ def cast_scaled(
     return rows, columns
 
 
+def quantize_by_largest(
+    matrix: Tensor, dtype: torch.dtype, margin: int, largest: Tensor, *, rows: bool, columns: bool
+) -> QuantizedPair:
+    """Returns [m, k] with one scale, which follows from the largest absolute value `largest`, a float32 scalar."""
+    scale = scale_for(largest, dtype, margin)
+    values, transposed = cast_scaled(matrix, dtype, scale if rows else None, scale if columns else None)
+    return whole_pair(values, transposed, 1.0 / scale)
+
+
 def whole_pair(values: Tensor | None, transposed: Tensor | None, factor: Tensor) -> QuantizedPair:
     """Returns the layouts of a matrix with one factor that there are."""
     return QuantizedPair(

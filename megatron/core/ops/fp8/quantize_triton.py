@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron.core.ops.fp8 import quantize
 from megatron.core.ops.fp8.formats import BLOCK, largest_finite
-from megatron.core.ops.fp8.quantize import Quantized, QuantizedPair
+from megatron.core.ops.fp8.quantize import Quantized, QuantizedPair, whole_pair
 from megatron.core.ops.sum_rows_triton import num_multiprocessors
 from megatron.core.ops.tiles import cdiv
 
@@ -73,8 +73,20 @@ def scale_of(size, reach):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _scale_of_whole(scale, factor, reach):  # type: ignore[no-untyped-def]
+    """Returns the scale of a whole matrix. With `factor`, `scale` has its largest absolute value, and the first program
+    writes the factor that gives values back."""
+    found = tl.load(scale)
+    if factor is not None:
+        found = scale_of(found, reach)
+        if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+            tl.store(factor, tl.div_rn(tl.full((), 1.0, tl.float32), found))
+    return found
+
+
+@triton.jit
 def _cast_kernel(  # type: ignore[no-untyped-def]
-    rows, columns, seen, matrix, given, m, k, stride, limit,
+    rows, columns, seen, factor, matrix, given, m, k, stride, limit, reach,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, SEEN: tl.constexpr, E5M2: tl.constexpr,
     TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
@@ -88,7 +100,7 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
         size = tl.max(tl.max(bits_of_size(x), 1), 0)
         if size > before:  # for few tiles: atomic operations on one address are slow
             tl.atomic_max(seen, size)
-    fp8 = as_fp8(x * tl.load(given), limit, E5M2)
+    fp8 = as_fp8(x * _scale_of_whole(given, factor, reach), limit, E5M2)
     if ROWS:
         tl.store(rows + row[:, None] * k + column[None, :], fp8, mask=valid)
     if COLUMNS:
@@ -98,7 +110,7 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _cast_both_kernel(  # type: ignore[no-untyped-def]
-    rows, words, seen, matrix, given, m, k, stride, limit,
+    rows, words, seen, factor, matrix, given, m, k, stride, limit, reach,
     SEEN: tl.constexpr, E5M2: tl.constexpr, GROUPS: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     """Casts groups of four rows, whose bytes make the 32-bit words of the transposed matrix: words move through shared
@@ -108,7 +120,7 @@ def _cast_both_kernel(  # type: ignore[no-untyped-def]
     valid = (group * 4 < m)[:, None] & (column < k)[None, :]
     if SEEN:
         before = tl.load(seen)
-    scale = tl.load(given)
+    scale = _scale_of_whole(given, factor, reach)
     size = tl.zeros((GROUPS, TILE_K), tl.int32)
     word = tl.zeros((GROUPS, TILE_K), tl.uint32)
     for number in tl.static_range(4):
@@ -241,6 +253,34 @@ def cast_scaled_triton(
     definition."""
     if not has_kernel(matrix):
         return quantize.cast_scaled(matrix, dtype, row_scale, column_scale, seen)
+    return _cast(matrix, dtype, row_scale, column_scale, seen, None, 0.0)
+
+
+def quantize_by_largest_triton(
+    matrix: Tensor, dtype: torch.dtype, margin: int, largest: Tensor, *, rows: bool, columns: bool
+) -> QuantizedPair:
+    """Does `quantize.quantize_by_largest` in one kernel; leaves float64 to the definition."""
+    if not has_kernel(matrix):
+        return quantize.quantize_by_largest(matrix, dtype, margin, largest, rows=rows, columns=columns)
+    factor = torch.empty((), dtype=torch.float32, device=matrix.device)
+    reach = largest_finite(dtype) * 2.0**-margin
+    values, transposed = _cast(
+        matrix, dtype, largest if rows else None, largest if columns else None, None, factor, reach
+    )
+    return whole_pair(values, transposed, factor)
+
+
+def _cast(
+    matrix: Tensor,
+    dtype: torch.dtype,
+    row_scale: Tensor | None,
+    column_scale: Tensor | None,
+    seen: Tensor | None,
+    factor: Tensor | None,
+    reach: float,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Casts by scales. With `factor` the scales are the largest value of the matrix, from which the scale of the range
+    `reach` follows; its inverse is written to `factor`."""
     matrix = with_plain_rows(matrix)
     m, k = matrix.shape
     given = row_scale if row_scale is not None else column_scale
@@ -249,20 +289,46 @@ def cast_scaled_triton(
     columns = _empty_fp8(matrix, k, m, dtype) if column_scale is not None else None
     if rows is not None and columns is not None and m % 4 == 0:
         _cast_both_kernel[cdiv(m, 4 * _GROUPS), cdiv(k, _GROUP_COLUMNS)](
-            rows.view(torch.uint8), columns.view(torch.int32), given if seen is None else seen.view(torch.int32),
-            matrix, given, m, k, matrix.stride(0), largest_finite(dtype),
-            SEEN=seen is not None, E5M2=dtype is torch.float8_e5m2, GROUPS=_GROUPS, TILE_K=_GROUP_COLUMNS,
+            rows.view(torch.uint8),
+            columns.view(torch.int32),
+            given if seen is None else seen.view(torch.int32),
+            factor,
+            matrix,
+            given,
+            m,
+            k,
+            matrix.stride(0),
+            largest_finite(dtype),
+            reach,
+            SEEN=seen is not None,
+            E5M2=dtype is torch.float8_e5m2,
+            GROUPS=_GROUPS,
+            TILE_K=_GROUP_COLUMNS,
             num_warps=_GROUP_WARPS,
-        )  # fmt: skip
+        )
         return rows, columns
     tile_m, tile_k = _TRANSPOSED_TILE if columns is not None else _PLAIN_TILE
     grid = (cdiv(m, tile_m), cdiv(k, tile_k))
     _cast_kernel[grid](
-        _bytes(rows, matrix), _bytes(columns, matrix), given if seen is None else seen.view(torch.int32), matrix,
-        given, m, k, matrix.stride(0), largest_finite(dtype),
-        ROWS=rows is not None, COLUMNS=columns is not None, SEEN=seen is not None, E5M2=dtype is torch.float8_e5m2,
-        TILE_M=tile_m, TILE_K=tile_k, num_warps=4 if columns is not None else 8,
-    )  # fmt: skip
+        _bytes(rows, matrix),
+        _bytes(columns, matrix),
+        given if seen is None else seen.view(torch.int32),
+        factor,
+        matrix,
+        given,
+        m,
+        k,
+        matrix.stride(0),
+        largest_finite(dtype),
+        reach,
+        ROWS=rows is not None,
+        COLUMNS=columns is not None,
+        SEEN=seen is not None,
+        E5M2=dtype is torch.float8_e5m2,
+        TILE_M=tile_m,
+        TILE_K=tile_k,
+        num_warps=4 if columns is not None else 8,
+    )
     return rows, columns
 
 

@@ -31,6 +31,7 @@ from megatron.core.ops.fp8.quantize import (
     largest_value,
     noted_largest,
     quantize_blocks,
+    quantize_by_largest,
     whole_pair,
 )
 from megatron.core.ops.fp8.weight_blocks import WeightKernels
@@ -56,6 +57,7 @@ class Fp8Kernels:
     largest_value: Callable[..., Tensor] = largest_value
     cast_scaled: Callable[..., tuple[Tensor | None, Tensor | None]] = cast_scaled
     quantize_blocks: Callable[..., QuantizedPair] = quantize_blocks
+    quantize_by_largest: Callable[..., QuantizedPair] = quantize_by_largest
     product: Callable[..., Tensor] = emulated_product
     accumulate_product: Callable[..., None] = accumulate_product
     grouped: GroupedKernels = field(default_factory=GroupedKernels)
@@ -153,10 +155,8 @@ class TensorwiseScaling(Scaling):
         if amax is None:
             amax = self.kernels.largest_value(matrix)
         amax = largest_over(amax, dividing_groups(self.split, role))
-        dtype = self.settings.dtype(role)
-        scale = scale_for(amax, dtype, self.settings.margin)
-        scales = scale if rows else None, scale if columns else None
-        return whole_pair(*self.kernels.cast_scaled(matrix, dtype, *scales), 1.0 / scale)
+        dtype, margin = self.settings.dtype(role), self.settings.margin
+        return self.kernels.quantize_by_largest(matrix, dtype, margin, amax, rows=rows, columns=columns)
 
 
 _ALIGNED = 4

@@ -2,10 +2,10 @@
 
 import torch
 
-from megatron.core.ops.fp8.formats import FORMATS, scale_for
+from megatron.core.ops.fp8.formats import FORMATS
 from megatron.core.ops.fp8.kernels_triton import fp8_kernels_triton
 from megatron.core.ops.fp8.product import emulated_product
-from megatron.core.ops.fp8.quantize import Quantized, cast_scaled
+from megatron.core.ops.fp8.quantize import quantize_by_largest
 from megatron.core.ops.records import ByDevice
 
 
@@ -18,10 +18,7 @@ def test_every_operation_has_a_kernel_for_gpus() -> None:
 
 def test_products_of_a_cpu_are_plain_torch() -> None:
     matrix = torch.linspace(-2.0, 2.0, 32 * 16).view(32, 16)
-    dtype = FORMATS["e4m3"].inputs
-    scale = scale_for(matrix.max(), dtype)
-    values, _ = cast_scaled(matrix, dtype, scale, None)
-    assert values is not None
-    of = Quantized(values, 1.0 / scale)
+    of = quantize_by_largest(matrix, FORMATS["e4m3"].inputs, 0, matrix.max(), rows=True, columns=False).rows
+    assert of is not None
     expected = emulated_product(of, of, torch.float32, True)
     assert torch.equal(fp8_kernels_triton().product(of, of, torch.float32), expected)

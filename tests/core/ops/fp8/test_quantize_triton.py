@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 @pytest.mark.parametrize(
     "check",
-    ["largest_values", "noted_values", "noted_rows", "casts", "blocks", "values_that_are_not_finite"],
+    ["largest_values", "noted_values", "noted_rows", "casts", "by_largest", "blocks", "values_that_are_not_finite"],
 )
 def test_the_kernel_agrees_with_its_definition(check: str) -> None:
     getattr(fp8_kernels, check)()
