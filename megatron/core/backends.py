@@ -154,7 +154,7 @@ def engine_backend(engine: Engine) -> Backend:
     norms = EngineNorms(engine, base.norms.layer_norm, base.norms.rms_norm)
     own = base.with_operations(
         norms={**every_norm(norms.layer_norm, norms.rms_norm), "noting": {}},
-        attention={"kernels": with_engine_attention(engine, base.attention.kernels)},
+        attention={"kernels": with_engine_attention(engine, base.attention.kernels), "normed_rope": None},
         # Transformer Engine needs the numbers of rows on the host, like the plain loop.
         experts={"grouped_linear": grouped_linear, "noting": {}},
     )

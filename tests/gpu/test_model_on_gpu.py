@@ -47,6 +47,7 @@ def test_triton_kernels_equal_their_definitions() -> None:
     "check",
     [
         *("sums", "norms", "norms_of_views", "norms_with_residual", "positions", "parts_of_heads", "biases"),
+        "normed_positions",
         *("rotated_parts_of_heads", "columns", "table_rows", "updates", "stored_updates"),
     ],
 )

@@ -21,6 +21,8 @@ from megatron.core.ops.norm_triton import (
     rms_norm_triton,
     rms_norm_with_residual_triton,
 )
+from megatron.core.ops.normed_rope import normed_rope
+from megatron.core.ops.normed_rope_triton import normed_rope_triton
 from megatron.core.ops.rope import Rotation, apply_rope
 from megatron.core.ops.rope_triton import apply_rope_triton
 from megatron.core.ops.split_columns import split_columns
@@ -166,6 +168,36 @@ def positions() -> None:
                 (interleaved, turned, first, tuple(heads.shape)),
                 dtype,
             )
+
+
+def normed_positions() -> None:
+    """Checks norms of heads with rotation: heads inside a packed projection, several blocks of heads, channels that are
+    not rotated, gradients with strides, and angles of each row."""
+    packed = values(3, 2, 2, 6, 16) + 0.3
+    cases = ((False, 16, 0, False, 16), (True, 12, 2, True, 16), (False, 6, 0, True, 10), (True, 16, 0, False, 16))
+    for number, (interleaved, rotated, first, zero_centered, width) in enumerate(cases):
+        angle = values(3, 2 if number % 2 else 1, 1, rotated // 2, seed=3)
+        rotation = Rotation(angle.cos(), angle.sin(), interleaved, first)
+        dtype, weights = ((torch.bfloat16,) * 2, (torch.float32,) * 2, (torch.float32, torch.bfloat16))[number % 3]
+        weight = values(width, dtype=weights, seed=4)
+        for heads in (packed[..., 4, :width], packed[..., :4, :width]):
+            compare(
+                lambda x, w, z=zero_centered, r=rotation: normed_rope(x, w, 1e-3, z, r),
+                lambda x, w, z=zero_centered, r=rotation: normed_rope_triton(x, w, 1e-3, z, r),
+                [heads.to(dtype), weight],
+                ("normed rope", number, tuple(heads.shape)),
+                weights,
+            )
+    wide, rotation = values(2, 1, 70, 128), Rotation(torch.ones(2, 1, 1, 64), torch.zeros(2, 1, 1, 64))
+    rotation = Rotation(rotation.cos.to(DEVICE), rotation.sin.to(DEVICE))
+    found = []
+    for function, kind in ((normed_rope, torch.float64), (normed_rope_triton, torch.float32)):
+        leaf, weight = wide.to(kind).requires_grad_(), values(128, seed=1).to(kind).requires_grad_()
+        output = function(leaf, weight, 1e-3, False, rotation)
+        output.transpose(0, 2).backward(values(70, 1, 2, 128, seed=2).to(kind))  # a strided gradient
+        found.append((output.detach(), leaf.grad, weight.grad))
+    for ours, exact in zip(*reversed(found), strict=True):
+        agree(ours, exact, 4.0, "normed rope of many heads")
 
 
 def parts_of_heads() -> None:

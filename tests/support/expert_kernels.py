@@ -22,9 +22,17 @@ from megatron.core.ops.moe.grouped_linear_triton import (
 )
 from megatron.core.ops.moe.permute import ChoiceNumbers, permute, unpermute
 from megatron.core.ops.moe.permute_triton import ChoiceNumbersTriton, permute_triton, unpermute_triton
+from megatron.core.ops.moe.routing import RoutingRule, balance_sums, best, choose_experts, count_experts
+from megatron.core.ops.moe.routing_triton import (
+    balance_sums_triton,
+    best_triton,
+    choose_experts_triton,
+    count_experts_triton,
+)
 from megatron.core.ops.moe.weighted_activation_triton import keeps_only_arguments, weighted_activation_triton
 from megatron.core.tokens import Tokens
 from megatron.core.transformer.layer_inputs import LayerInputs
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.recompute import recompute_parts, recomputed_modules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
@@ -92,6 +100,129 @@ def compare(definition: Callable[..., Tensor], kernel: Callable[..., Tensor], in
         results.append((output.detach(), leaf.grad))
     for expected, ours in zip(*results, strict=True):
         agree(ours, expected, 1.0, (definition.__name__, inputs.dtype, inputs.shape))
+
+
+def choices() -> None:
+    """Checks the best scores to the bit against a CPU's: equal scores, zeros of both signs, NaN, infinities, all of the
+    scores."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        for tokens, width, count in ((70, 64, 8), (5, 1, 1), (3, 7, 7), (9, 100, 3), (2, 1000, 22), (0, 8, 2)):
+            scores = (values(tokens, width, dtype=torch.float32, seed=width) * 4).round().div(4).to(dtype)
+            if dtype is torch.float64:
+                scores += values(tokens, width, dtype=dtype, seed=1) * 1e-12  # equal in float32
+            chosen_rightly(scores, count)
+            special = torch.tensor([0.0, -0.0, float("nan"), -float("nan"), float("inf"), -float("inf"), 1e-45, -1e-45])
+            picked = torch.randint(8, (tokens, width), generator=torch.Generator().manual_seed(2))
+            chosen_rightly(special[picked].to(DEVICE, dtype), count)
+    chosen_rightly(torch.zeros(3, 3000, device=DEVICE), 2)
+    chosen_rightly(torch.tensor([[1, 0, 1]], dtype=torch.int8, device=DEVICE), 2)
+    chosen_rightly(values(6, 8).t(), 2)
+    chosen_rightly(torch.full((4, 8), float("-inf"), device=DEVICE), 3)
+
+
+def chosen_rightly(scores: Tensor, count: int) -> None:
+    expected, ours = best(scores.cpu(), count), best_triton(scores, count)
+    assert ours.dtype is expected.dtype and torch.equal(ours.cpu(), expected), (scores.dtype, scores.shape, count)
+
+
+def weights_of_choices() -> None:
+    """Checks experts and weights, and the gradient of the logits, against the definition in float64."""
+    plain = RoutingRule(3)
+    for dtype, tokens, width, rule, bias in (
+        (torch.bfloat16, 70, 64, RoutingRule(8), None),
+        (torch.float32, 33, 20, RoutingRule(3, factor=2.5), None),
+        (torch.float32, 5, 1, RoutingRule(1), None),
+        (torch.float64, 6, 20, plain, None),
+        (torch.float32, 6, 20, RoutingRule(3, scores_first=True, renormalises=True), None),
+        (torch.float32, 6, 20, RoutingRule(4, "sigmoid", num_groups=4, groups_kept=2, group_score_of=2), values(20)),
+    ):
+        found = []
+        for function, wide in ((choose_experts, True), (choose_experts_triton, False)):
+            logits = values(tokens, width, dtype=dtype, seed=3).requires_grad_()
+            experts, weights = function(logits.double() if wide else logits, rule, bias)
+            weights.backward(values(*weights.shape, seed=4).to(weights.dtype))
+            found.append((experts, weights.detach(), logits.grad))
+        (expected, exact, exact_gradient), (experts, weights, gradient) = found
+        assert torch.equal(experts, expected), (dtype, rule)
+        agree(weights, exact.to(weights.dtype), 4.0, (dtype, rule))
+        if rule.topk > 1:
+            agree(gradient, exact_gradient, 4.0, (dtype, rule))
+        else:
+            assert not gradient.any()
+    given = torch.tensor([[1, 0], [2, 3]], device=DEVICE)
+    experts, weights = choose_experts_triton(values(2, 4), RoutingRule(2), None, given)
+    assert experts is given and torch.equal(weights, choose_experts(values(2, 4), RoutingRule(2), None, given)[1])
+    assert choose_experts_triton(values(0, 4), plain)[1].shape == (0, 3)
+    logits = values(3, 8)
+    logits[0, 2] = float("nan")
+    assert choose_experts_triton(logits, plain)[1].isnan().sum(1).tolist() == [3, 0, 0]
+
+
+def routers() -> None:
+    """Checks a router with the kernels against one without: experts, weights, counts and the weight's gradient. The
+    choices are counted once."""
+    cases: list[dict[str, Any]] = [
+        {"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"], "moe_aux_loss_coeff": [0.1, 0.2]},
+        {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_aux_loss_coeff": 0.3},
+        {"moe_expert_capacity_factor": 0.8, "moe_aux_loss_coeff": 0.0},
+    ]
+    for fields in cases:
+        calls: list[int] = []
+
+        def counted(*arguments: Any, calls: list[int] = calls) -> Tensor:
+            calls.append(1)
+            return count_experts_triton(*arguments)
+
+        kernels = {"best": best_triton, "choose_experts": choose_experts_triton, "balance_sums": balance_sums_triton}
+        with_kernels = LOCAL.with_operations(experts={"count_experts": counted, **kernels})
+        found = []
+        for backend in (LOCAL, with_kernels):
+            sizes: dict[str, Any] = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "num_moe_experts": 6}
+            config = TransformerConfig(**sizes, moe_router_topk=2, add_bias_linear=False, **fields)
+            router = TopKRouter(config, layer_number=1, backend=backend).to(DEVICE)
+            with torch.no_grad():
+                router.weight.copy_(values(6, 8))
+            routing = router.route(values(20, 8, seed=1), LayerInputs(Tokens(10, 2)))
+            (routing.weights * values(20, 2, seed=2)).sum().backward()
+            assert routing.counts is not None
+            found.append((routing.experts, routing.counts, routing.weights.detach(), router.weight.grad))
+        (experts, numbers, *exact), (own_experts, own_numbers, *own) = found
+        assert torch.equal(own_experts, experts) and torch.equal(own_numbers, numbers), fields
+        for ours, expected in zip(own, exact, strict=True):
+            agree(ours, expected, 10.0, fields)
+        # The loss per sample counts other cells; a bias or dropped choices change what the balance counts.
+        assert len(calls) == (1 if "moe_expert_capacity_factor" in fields else 2), (fields, calls)
+
+
+def sums_of_scores() -> None:
+    for dtype, tokens, width in ((torch.bfloat16, 70, 64), (torch.float32, 300, 20), (torch.float64, 6, 5)):
+        mask = torch.rand(tokens, generator=torch.Generator().manual_seed(1)).to(DEVICE) < 0.7
+        for kind in ("softmax", "sigmoid"):
+            for real in (None, mask):
+                found = []
+                for function, wide in ((balance_sums, True), (balance_sums_triton, False)):
+                    logits = values(tokens, width, dtype=dtype, seed=3).requires_grad_()
+                    sums = function(logits.double() if wide else logits, kind, real)
+                    sums.backward(values(width, seed=4).to(sums.dtype))
+                    found.append((sums.detach(), logits.grad))
+                (exact, exact_gradient), (sums, gradient) = found
+                agree(sums, exact.to(sums.dtype), 4.0, (dtype, kind))
+                agree(gradient, exact_gradient, 4.0, (dtype, kind))
+                assert real is None or not gradient[~mask].any()
+
+
+def counts() -> None:
+    for tokens, k, number in ((300, 8, 64), (5, 1, 1), (40, 3, 200), (0, 2, 4), (7, 2, 3000)):
+        generator = torch.Generator().manual_seed(tokens)
+        experts = torch.randint(number, (tokens, k), generator=generator).to(DEVICE)
+        experts[: tokens // 2] = number // 2
+        kept = torch.rand(tokens, k, generator=generator).to(DEVICE) < 0.6
+        for mask in (None, kept, kept[:, 0], kept[:, :1].expand_as(kept)):
+            expected, ours = (f(experts, number, mask) for f in (count_experts, count_experts_triton))
+            assert ours.dtype is expected.dtype and torch.equal(ours, expected), (tokens, k, number)
+            assert int(expected.sum()) == (
+                tokens * k if mask is None else int(mask.expand_as(kept.t()).sum() if mask.dim() == 1 else mask.sum())
+            )
 
 
 def activations() -> None:

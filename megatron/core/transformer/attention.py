@@ -25,6 +25,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.query_key_norms import AllHeadsNorm, L2Norm
 from megatron.core.transformer.shared_key_values import SharedKeyValueLinear, separate_heads
 from megatron.core.transformer.spec_utils import Spec, build_module, get_module
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -134,7 +135,7 @@ class SelfAttention(MegatronModule):
         """Returns (output [t, h], bias of the output projection that the caller adds) for hidden states [t, h]. Under
         sequence parallelism both hold this rank's tokens; attention is computed for this rank's heads of all tokens."""
         rotation = ((self.is_windowed and inputs.local_rotation) or inputs.rotation) if self.has_rope else None
-        at_once = rotation if self.rotates_projection else None
+        at_once = rotation if self.rotates_projection or self.rotates_normed_heads else None
         query, key, value, gate = self._project(hidden_states, inputs, at_once)
         if rotation is not None and at_once is None:
             query = self.backend.attention.apply_rope(query, rotation)
@@ -177,6 +178,13 @@ class SelfAttention(MegatronModule):
         normed = (self.q_layernorm or self.k_layernorm) is not None and not self.norms_after_rope
         return self.backend.attention.split_rotated_heads is not None and self.config.clip_qkv is None and not normed
 
+    @property
+    def rotates_normed_heads(self) -> bool:
+        """Whether queries and keys can be normed and rotated in one operation."""
+        norms = self.q_layernorm, self.k_layernorm
+        both = all(isinstance(norm, WrappedTorchNorm) and norm.can_rotate for norm in norms)
+        return both and not self.norms_after_rope
+
     def _project(
         self, hidden_states: Tensor, inputs: LayerInputs, rotation: Rotation | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -187,7 +195,8 @@ class SelfAttention(MegatronModule):
         has_gate = self.config.attention_output_gate
         sizes = [a // g, a // g if has_gate else 0, 1, 1]
         heads = as_heads(qkv, inputs.tokens, g).unflatten(-1, (sum(sizes), d))
-        if rotation is None:
+        norms_and_rotates = rotation is not None and self.rotates_normed_heads
+        if rotation is None or norms_and_rotates:
             query, gates, key, value = self.backend.attention.split_heads(heads, sizes)
         else:
             assert self.backend.attention.split_rotated_heads is not None
@@ -196,7 +205,10 @@ class SelfAttention(MegatronModule):
         gate = gates.flatten(2) if has_gate else None
         if clip is not None:
             query, key, value = (heads.clamp(-clip, clip) for heads in (query, key, value))
-        if not self.norms_after_rope:
+        if norms_and_rotates:
+            query = self.q_layernorm.rotated(query, rotation)  # type: ignore[union-attr, operator]
+            key = self.k_layernorm.rotated(key, rotation)  # type: ignore[union-attr, operator]
+        elif not self.norms_after_rope:
             query, key = self._normed(query, key)
         return query, key, value, gate
 

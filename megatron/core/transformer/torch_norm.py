@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from megatron.core.backends import Backend, choose_backend
 from megatron.core.initializers import Constant
+from megatron.core.ops.rope import Rotation
 from megatron.core.tensor_parallel.storage import new_parameter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -46,12 +47,26 @@ class WrappedTorchNorm(nn.Module):
             self.bias = new_parameter(config, (hidden_size,), Constant(0.0), **facts)
 
     @property
+    def can_rotate(self) -> bool:
+        """Whether `rotated` computes norm and rotation as one operation."""
+        return self._is_plain and self.backend.attention.normed_rope is not None
+
+    @property
     def can_gate(self) -> bool:
-        """Whether `gated` computes norm and gate as one operation: this is RMSNorm with a weight. Hooks of scripts need
-        the norm by itself."""
+        """Whether `gated` computes norm and gate as one operation."""
+        return self._is_plain and not self.zero_centered
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether this is RMSNorm with a weight. Hooks of scripts need the norm by itself."""
         has_hooks = bool(self._forward_hooks or self._forward_pre_hooks or self._backward_hooks)
         is_plain = type(self) is WrappedTorchNorm and self.normalization == "RMSNorm" and self.weight is not None
-        return is_plain and not has_hooks and not self.zero_centered
+        return is_plain and not has_hooks
+
+    def rotated(self, heads: Tensor, rotation: Rotation) -> Tensor:
+        """Returns the normed heads [s, b, ..., d], rotated. Only if `can_rotate`."""
+        assert self.backend.attention.normed_rope is not None
+        return self.backend.attention.normed_rope(heads, self.weight, self.eps, self.zero_centered, rotation)
 
     def gated(self, heads: Tensor, gate: Tensor) -> Tensor:
         """Returns the normed heads [s, b, g, n, d] times the SiLU of their gates, in the gates' type. Only if

@@ -11,6 +11,7 @@ from megatron.core.communication.collectives import PlannedGroup
 from megatron.core.exceptions import UserError
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.ops.dropout.dropout import dropout_tokens
+from megatron.core.ops.normed_rope import normed_rope
 from megatron.core.ops.rope import rotation_of_angles
 from megatron.core.ops.split_heads import split_rotated_heads
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -65,6 +66,57 @@ def test_heads_rotated_in_one_operation_give_the_same_bits(fields: dict[str, Any
         found.append([output, *(parameter.grad for parameter in made.parameters())])
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True) if pair[0] is not None)
     assert len(calls) == at_once
+
+
+@pytest.mark.parametrize(
+    ("fields", "calls_expected"),
+    [
+        ({}, 2),
+        ({"attention_output_gate": True, "clip_qkv": 0.5}, 2),
+        ({"layernorm_zero_centered_gamma": True}, 2),
+        ({"normalization": "LayerNorm"}, 0),
+        ({"norm_affine": False}, 0),
+    ],
+)
+def test_heads_normed_and_rotated_in_one_operation_give_the_same_bits(
+    fields: dict[str, Any], calls_expected: int
+) -> None:
+    calls, found = [], []
+
+    def at_once(*arguments: Any) -> Any:
+        calls.append(1)
+        return normed_rope(*arguments)
+
+    angles = torch.randn(3, 1, 1, 4, dtype=torch.float64)
+    inputs = dataclasses.replace(INPUTS, rotation=rotation_of_angles(angles, interleaved=False))
+    hidden = torch.randn(6, 16, dtype=torch.float64)
+    spec = get_gpt_layer_local_spec(qk_layernorm=True).submodules.self_attention
+    settings = {"normalization": "RMSNorm", "qk_layernorm": True, **fields}
+    for operation in (None, at_once):
+        torch.manual_seed(1)
+        made = attention(spec, LOCAL.with_operations(attention={"normed_rope": operation}), **settings)
+        output, _ = made(hidden, inputs)
+        output.square().sum().backward()
+        found.append([output, *(parameter.grad for parameter in made.parameters())])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True) if pair[0] is not None)
+    assert len(calls) == calls_expected
+    made(hidden, INPUTS)  # without positions
+    assert len(calls) == calls_expected
+
+
+def test_a_hook_of_a_norm_of_heads_is_called() -> None:
+    seen: list[Any] = []
+    spec = get_gpt_layer_local_spec(qk_layernorm=True).submodules.self_attention
+    backend = LOCAL.with_operations(attention={"normed_rope": normed_rope})
+    made = attention(spec, backend, normalization="RMSNorm", qk_layernorm=True)
+    assert made.rotates_normed_heads
+    made.q_layernorm.register_forward_hook(lambda *arguments: seen.append(1))
+    angles = torch.randn(3, 1, 1, 4, dtype=torch.float64)
+    made(
+        torch.randn(6, 16, dtype=torch.float64),
+        dataclasses.replace(INPUTS, rotation=rotation_of_angles(angles, interleaved=False)),
+    )
+    assert seen == [1] and not made.rotates_normed_heads
 
 
 def test_a_gate_multiplies_what_attention_gives() -> None:

@@ -17,6 +17,7 @@ from megatron.core.ops.attention.kernels import (
     with_own_flash,
 )
 from megatron.core.ops.attention.max_logits import max_attention_logits
+from megatron.core.ops.normed_rope import normed_rope
 from megatron.core.ops.records import Ops, on_gpus, operation
 from megatron.core.ops.rope import apply_rope
 from megatron.core.ops.split_heads import split_heads, split_rotated_heads
@@ -31,6 +32,8 @@ class AttentionOps(Ops):
     split_heads: Callable[..., tuple[Tensor, ...]] = operation(split_heads, "attention")
     split_rotated_heads: Callable[..., tuple[Tensor, ...]] | None = None
     """`split_heads` and `apply_rope` as one operation; None: they are two."""
+    normed_rope: Callable[..., Tensor] | None = None
+    """`rms_norm` of heads and `apply_rope` as one operation; None: they are two."""
     merge_block: Callable[..., None] = operation(merge_block, "attention")
     max_attention_logits: Callable[..., Tensor] = operation(max_attention_logits, "attention")
     kernels: Mapping[AttnBackend, tuple[AttentionKernel, ...]] = field(default_factory=lambda: CANDIDATES)
@@ -42,7 +45,7 @@ class AttentionOps(Ops):
     @classmethod
     def by_triton(cls) -> Self:
         """Returns the record with our kernels for GPUs."""
-        from megatron.core.ops import rope_triton, split_heads_triton
+        from megatron.core.ops import normed_rope_triton, rope_triton, split_heads_triton
         from megatron.core.ops.attention import flash_triton, max_logits_triton, merge_triton
 
         whole_rows, blocks = own_flash_kernels(
@@ -52,8 +55,9 @@ class AttentionOps(Ops):
         )
         plain = cls(
             split_rotated_heads=split_rotated_heads,
+            normed_rope=normed_rope,
             kernels=with_own_flash(CANDIDATES, whole_rows, flash_triton.has_specialized_warps),
             block_kernels=before_unfused(BLOCK_CANDIDATES, blocks),
         )
-        modules = rope_triton, split_heads_triton, max_logits_triton, merge_triton
+        modules = normed_rope_triton, rope_triton, split_heads_triton, max_logits_triton, merge_triton
         return on_gpus(plain, *modules)

@@ -1,4 +1,4 @@
-"""The operations of experts, as a record."""
+"""The operations of experts and their router, as a record."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,15 +9,20 @@ from torch import Tensor
 from megatron.core.ops.activation import weighted_activation
 from megatron.core.ops.moe.grouped_linear import grouped_bias, grouped_linear
 from megatron.core.ops.moe.permute import ChoiceNumbers, permute, unpermute
+from megatron.core.ops.moe.routing import balance_sums, best, choose_experts, count_experts
 from megatron.core.ops.records import Ops, on_gpus, operation
 
 
 @dataclass(frozen=True)
 class ExpertOps(Ops):
-    """Movement and products of the tokens of experts, and the activation of every MLP."""
+    """Routing, movement and products of the tokens of experts, and the activation of every MLP."""
 
     grouped_linear: Callable[..., Tensor] = operation(grouped_linear, "experts")
     grouped_bias: Callable[..., Tensor] = operation(grouped_bias, "experts")
+    best: Callable[[Tensor, int], Tensor] = operation(best, "experts")
+    choose_experts: Callable[..., tuple[Tensor, Tensor]] = operation(choose_experts, "experts")
+    count_experts: Callable[..., Tensor] = operation(count_experts, "experts")
+    balance_sums: Callable[..., Tensor] = operation(balance_sums, "experts")
     number_choices: Callable[[Tensor, int], ChoiceNumbers] = operation(ChoiceNumbers, "experts")
     permute: Callable[..., Tensor] = operation(permute, "experts")
     unpermute: Callable[..., Tensor] = operation(unpermute, "experts")
@@ -26,12 +31,17 @@ class ExpertOps(Ops):
     @classmethod
     def by_triton(cls) -> Self:
         """Returns the record with our kernels for GPUs."""
-        from megatron.core.ops.moe import grouped_linear_triton, permute_triton, weighted_activation_triton
+        from megatron.core.ops.moe import (
+            grouped_linear_triton,
+            permute_triton,
+            routing_triton,
+            weighted_activation_triton,
+        )
 
+        modules = permute_triton, routing_triton, weighted_activation_triton
         record = on_gpus(
             cls(),
-            permute_triton,
-            weighted_activation_triton,
+            *modules,
             grouped_linear=grouped_linear_triton.grouped_linear_cuda,
             grouped_bias=grouped_linear_triton.grouped_bias_cuda,
             number_choices=permute_triton.ChoiceNumbersTriton,

@@ -15,8 +15,6 @@ from megatron.core.ops.attached_loss import attach_loss
 from megatron.core.ops.moe.routing import (
     RoutingRule,
     balance_scores,
-    balance_sums,
-    best,
     choose_experts,
     sinkhorn,
     straight_through,
@@ -112,7 +110,7 @@ class TopKRouter(Router):
         if self.observers and torch.is_grad_enabled():
             noted = self, hidden, logits, experts, weights
             run_once_under_recompute((self, "observers"), lambda: [observe(*noted) for observe in self.observers])
-        count = CountedOnce()
+        count = CountedOnce(self.backend.experts.count_experts)
         if self._adds_losses and self.balance:
             weights = self._balanced(experts, weights, logits, share, scale, count)
         routing = self._within_capacity(experts, weights, share)
@@ -172,7 +170,7 @@ class TopKRouter(Router):
         if self.uses_sinkhorn:
             return self._choose_by_sinkhorn(logits, share)
         if self.replay is None:
-            return choose_experts(logits, self.rule, self.expert_bias)
+            return self.backend.experts.choose_experts(logits, self.rule, self.expert_bias)
         given = self.replay.given(logits.shape[0], self.topk)
         experts, weights = choose_experts(logits, self.rule, self.expert_bias, given)
         self.replay.note(experts)
@@ -184,7 +182,7 @@ class TopKRouter(Router):
         wide = widened(logits)
         scores = torch.sigmoid(wide) if self.topk == 1 else torch.softmax(wide, -1)
         compared = self._sinkhorn_scores(logits, share) if self.training else scores
-        experts = best(compared.detach(), self.topk)
+        experts = self.backend.experts.best(compared.detach(), self.topk)
         return experts, scores.gather(1, experts)
 
     @torch.no_grad()
@@ -242,7 +240,7 @@ class TopKRouter(Router):
         if (
             self.expert_bias is not None or self.rule.num_groups is not None
         ):  # balance is measured without bias and groups
-            experts = best(balance_scores(logits.detach(), function), self.topk)
+            experts = self.backend.experts.best(balance_scores(logits.detach(), function), self.topk)
         for kind, coefficient in self.balance.items():
             value = self._balance_loss(kind, logits, experts, share, count)
             weights = self._attach(weights, kind, value, coefficient, share, scale)
@@ -254,7 +252,7 @@ class TopKRouter(Router):
         function = self.rule.score_function
         if kind == "seq_aux_loss":
             return sequence_loss(balance_scores(logits, function), experts, share, count)
-        sums = balance_sums(logits, function, share.real)
+        sums = self.backend.experts.balance_sums(logits, function, share.real)
         if kind == "global_aux_loss":
             return self.global_balance.loss(sums, experts, share, self.groups.tp_dp_cp, count)
         return micro_batch_loss(sums, experts, share, count)

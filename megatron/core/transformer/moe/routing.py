@@ -1,5 +1,6 @@
 """The result of a router: the record that dispatcher and experts read."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -48,7 +49,8 @@ class Routing:
 class CountedOnce:
     """Computes `count_experts` and keeps the results, which the losses, metrics and dispatcher of a layer share."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: Callable[[Tensor, int, Tensor | None], Tensor]) -> None:
+        self.count = count
         self._known: list[tuple[Tensor, int, Tensor | None, Tensor]] = []
         """Arguments and results of the calls."""
 
@@ -57,6 +59,6 @@ class CountedOnce:
         for others, number, mask, counts in self._known:
             if others is experts and number == num_experts and mask is kept:
                 return counts
-        counts = count_experts(experts, num_experts, kept)
+        counts = self.count(experts, num_experts, kept)
         self._known.append((experts, num_experts, kept, counts))
         return counts

@@ -1,0 +1,262 @@
+"""Choice of experts on a GPU: the best scores of each token, their weights, the number of tokens of each expert, and
+the sums of scores for losses of balance."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron.core.ops.moe.routing import (
+    TINY,
+    RoutingRule,
+    ScoreFunction,
+    balance_sums,
+    best,
+    choose_experts,
+    count_experts,
+)
+from megatron.core.ops.tiles import cdiv, next_power_of_2
+
+_SCORES = 2048
+"""Scores that one program compares."""
+_CHOICES = 256
+"""Choices that one program counts."""
+_COUNTED = 32
+"""Experts that a choice is compared with at once."""
+_MOST_EXPERTS = 2048
+"""More scores of a token are sorted by torch."""
+
+
+@triton.jit
+def _best_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluate annotations
+    experts, weights, scores, tokens, width, k, factor,
+    TOKENS: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr, KEY: tl.constexpr,
+    MAGNITUDE: tl.constexpr, LOWEST: tl.constexpr, WEIGHS: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    expert = tl.arange(0, WIDTH)
+    valid = (token < tokens)[:, None] & (expert < width)[None, :]
+    score = tl.load(scores + token[:, None] * width + expert[None, :], mask=valid, other=0.0).to(WIDE)
+    # Whole numbers in the order of the scores: -0.0 equals 0.0, and all NaNs are equal and largest, as for torch.sort.
+    bits = tl.where(score == 0.0, 0.0, score).to(KEY, bitcast=True)
+    key = tl.where(bits < 0, bits ^ MAGNITUDE, bits)
+    key = tl.where(score != score, MAGNITUDE, key)
+    key = tl.where(valid, key, LOWEST)
+    place = tl.zeros((TOKENS, WIDTH), tl.int32)
+    for j in range(k):
+        largest = tl.max(key, 1)
+        first = tl.min(tl.where(key == largest[:, None], expert[None, :], WIDTH), 1)
+        tl.store(experts + token * k + j, first.to(tl.int64), mask=token < tokens)
+        chosen = expert[None, :] == first[:, None]
+        key = tl.where(chosen, LOWEST, key)
+        place = tl.where(chosen, j, place)
+    if WEIGHS:  # softmax of the chosen scores
+        taken = valid & (key == LOWEST)
+        most = tl.max(tl.where(taken, score, float("-inf")), 1)
+        power = tl.where(taken, tl.exp(score - most[:, None]), 0.0)
+        weight = power / tl.sum(power, 1)[:, None] * factor
+        tl.store(weights + token[:, None] * k + place, weight, mask=taken)
+
+
+@triton.jit
+def _choice_backward_kernel(  # type: ignore[no-untyped-def]
+    gradient, weights_gradient, weights, experts, tokens, width, k, factor,
+    TOKENS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    expert = tl.arange(0, WIDTH)
+    weight = tl.zeros((TOKENS, WIDTH), tl.float32)
+    wanted = tl.zeros((TOKENS, WIDTH), tl.float32)
+    for j in range(k):
+        at = token * k + j
+        chosen = tl.load(experts + at, mask=token < tokens, other=-1).to(tl.int32)[:, None] == expert[None, :]
+        weight = tl.where(chosen, tl.load(weights + at, mask=token < tokens, other=0.0)[:, None], weight)
+        wanted = tl.where(chosen, tl.load(weights_gradient + at, mask=token < tokens, other=0.0)[:, None], wanted)
+    # Of softmax, whose results are the weights without the factor.
+    mean = tl.sum(weight * wanted, 1) / factor
+    change = weight * (wanted - mean[:, None])
+    valid = (token < tokens)[:, None] & (expert < width)[None, :]
+    tl.store(gradient + token[:, None] * width + expert[None, :], change.to(gradient.dtype.element_ty), mask=valid)
+
+
+def choose_experts_triton(
+    logits: Tensor, rule: RoutingRule, bias: Tensor | None = None, given: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Computes `routing.choose_experts`; the experts are the same to the bit. One kernel computes the softmax of the
+    best logits, torch other rules and float64."""
+    late_softmax = rule.score_function == "softmax" and not rule.scores_first
+    plain = late_softmax and not rule.renormalises and rule.num_groups is None and bias is None and given is None
+    if not plain or logits.shape[1] > _MOST_EXPERTS or logits.dtype is torch.float64:
+        return choose_experts(logits, rule, bias, given, best_triton)
+    return _Choice.apply(logits, rule.topk, rule.factor or 1.0)
+
+
+class _Choice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, count: int, factor: float) -> tuple[Tensor, Tensor]:
+        experts, weights = _best(logits, count, factor)
+        ctx.save_for_backward(experts, weights)
+        ctx.mark_non_differentiable(experts)
+        ctx.set_materialize_grads(False)  # no zeros for the experts
+        ctx.dtype, ctx.width, ctx.factor = logits.dtype, logits.shape[1], factor
+        return experts, weights
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, unused: None, weights_gradient: Tensor | None) -> tuple[Tensor | None, None, None]:
+        if weights_gradient is None:
+            return None, None, None
+        experts, weights = ctx.saved_tensors
+        gradient = torch.empty(experts.shape[0], ctx.width, dtype=ctx.dtype, device=experts.device)
+        if gradient.numel():
+            grid, tile = _tiles(*gradient.shape)
+            _choice_backward_kernel[grid](
+                gradient, weights_gradient.contiguous(), weights, experts, *gradient.shape, experts.shape[1],
+                ctx.factor, **tile,
+            )  # fmt: skip
+        return gradient, None, None
+
+
+def _tiles(tokens: int, width: int) -> tuple[tuple[int], dict[str, int]]:
+    columns = next_power_of_2(width)
+    at_once = max(1, min(_SCORES // columns, 256))
+    return (cdiv(tokens, at_once),), {"TOKENS": at_once, "WIDTH": columns}
+
+
+def best_triton(scores: Tensor, count: int) -> Tensor:
+    """Computes `routing.best`, to the bit. Torch sorts whole numbers and more than 2048 scores of a token."""
+    width = scores.shape[-1]
+    if scores.dim() != 2 or width > _MOST_EXPERTS or not scores.dtype.is_floating_point:
+        return best(scores, count)
+    return _best(scores.detach(), count, None)[0]
+
+
+def _best(scores: Tensor, count: int, factor: float | None) -> tuple[Tensor, Tensor]:
+    """Returns the experts and, with a factor, their weights."""
+    (tokens, width), scores = scores.shape, scores.contiguous()
+    count = min(count, width)
+    experts = torch.empty(tokens, count, dtype=torch.int64, device=scores.device)
+    weights = torch.empty(tokens, count if factor is not None else 0, dtype=torch.float32, device=scores.device)
+    if experts.numel():
+        wide, key, bits = (tl.float64, tl.int64, 64) if scores.dtype is torch.float64 else (tl.float32, tl.int32, 32)
+        grid, tile = _tiles(tokens, width)
+        _best_kernel[grid](
+            experts, weights, scores, tokens, width, count, 1.0 if factor is None else factor, **tile,
+            WIDE=wide, KEY=key, MAGNITUDE=2 ** (bits - 1) - 1, LOWEST=-(2 ** (bits - 1)), WEIGHS=factor is not None,
+        )  # fmt: skip
+    return experts, weights
+
+
+@triton.jit
+def _count_experts_kernel(  # type: ignore[no-untyped-def]
+    counts, experts, kept, number, k, num_experts,
+    PER_TOKEN: tl.constexpr, HAS_KEPT: tl.constexpr, CHOICES: tl.constexpr, COUNTED: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0).to(tl.int64) * CHOICES + tl.arange(0, CHOICES)
+    expert = tl.load(experts + i, mask=i < number, other=-1).to(tl.int32)
+    if HAS_KEPT:
+        at = i // k if PER_TOKEN else i
+        expert = tl.where(tl.load(kept + at, mask=i < number, other=0) != 0, expert, -1)
+    for first in range(0, num_experts, COUNTED):
+        candidate = first + tl.arange(0, COUNTED)
+        count = tl.sum((expert[:, None] == candidate[None, :]).to(tl.int32), 0).to(tl.int64)
+        # Sums of whole numbers are the same in any order.
+        tl.atomic_add(counts + candidate, count, mask=(candidate < num_experts) & (count > 0), sem="relaxed")
+
+
+def count_experts_triton(experts: Tensor, num_experts: int, kept: Tensor | None = None) -> Tensor:
+    """Computes `routing.count_experts`."""
+    if num_experts > _MOST_EXPERTS:
+        return count_experts(experts, num_experts, kept)
+    experts, number = experts.contiguous(), experts.numel()
+    counts = torch.zeros(num_experts, dtype=torch.int64, device=experts.device)
+    if number:
+        mask = experts if kept is None else kept.contiguous().view(torch.uint8)
+        _count_experts_kernel[(cdiv(number, _CHOICES),)](
+            counts, experts, mask, number, experts.shape[-1], num_experts,
+            PER_TOKEN=kept is not None and kept.dim() < experts.dim(), HAS_KEPT=kept is not None,
+            CHOICES=_CHOICES, COUNTED=_COUNTED,
+        )  # fmt: skip
+    return counts
+
+
+@triton.jit
+def _scores_of(logits, real, token, expert, tokens, width, SIGMOID: tl.constexpr, HAS_REAL: tl.constexpr, LEAST):  # type: ignore[no-untyped-def]
+    """Returns the scores of `balance_scores`, 0 for padding, and for a sigmoid also its values and their sums."""
+    valid = (token < tokens)[:, None] & (expert < width)[None, :]
+    logit = tl.load(logits + token[:, None] * width + expert[None, :], mask=valid, other=0.0).to(tl.float32)
+    if SIGMOID:
+        power = tl.where(valid, tl.sigmoid(logit), 0.0)
+        total = tl.sum(power, 1) + LEAST
+    else:
+        most = tl.max(tl.where(valid, logit, float("-inf")), 1)
+        power = tl.where(valid, tl.exp(logit - most[:, None]), 0.0)
+        total = tl.sum(power, 1)
+    counts = token < tokens
+    if HAS_REAL:
+        counts = counts & (tl.load(real + token, mask=token < tokens, other=0) != 0)
+    score = tl.where(counts[:, None], power / total[:, None], 0.0)
+    return score, power, total, valid
+
+
+@triton.jit
+def _balance_kernel(  # type: ignore[no-untyped-def]
+    sums, logits, real, tokens, width, least,
+    SIGMOID: tl.constexpr, HAS_REAL: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0).to(tl.int64)
+    token = block * TOKENS + tl.arange(0, TOKENS)
+    expert = tl.arange(0, WIDTH)
+    score, _, _, _ = _scores_of(logits, real, token, expert, tokens, width, SIGMOID, HAS_REAL, least)
+    tl.store(sums + block * width + expert, tl.sum(score, 0), mask=expert < width)
+
+
+@triton.jit
+def _balance_backward_kernel(  # type: ignore[no-untyped-def]
+    gradient, sums_gradient, logits, real, tokens, width, least,
+    SIGMOID: tl.constexpr, HAS_REAL: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    expert = tl.arange(0, WIDTH)
+    score, power, total, valid = _scores_of(logits, real, token, expert, tokens, width, SIGMOID, HAS_REAL, least)
+    wanted = tl.load(sums_gradient + expert, mask=expert < width, other=0.0)[None, :]
+    change = wanted - tl.sum(score * wanted, 1)[:, None]
+    if SIGMOID:
+        change = tl.where(score > 0.0, change * power * (1.0 - power) / total[:, None], 0.0)
+    else:
+        change = score * change
+    at = gradient + token[:, None] * width + expert[None, :]
+    tl.store(at, change.to(gradient.dtype.element_ty), mask=valid)
+
+
+def balance_sums_triton(logits: Tensor, score_function: ScoreFunction, real: Tensor | None = None) -> Tensor:
+    """Computes `routing.balance_sums`; torch computes float64."""
+    if logits.dtype is torch.float64 or logits.shape[1] > _MOST_EXPERTS or not logits.shape[0]:
+        return balance_sums(logits, score_function, real)
+    return _BalanceSums.apply(logits, None if real is None else real.contiguous().view(torch.uint8), score_function)
+
+
+class _BalanceSums(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, real: Tensor | None, score_function: ScoreFunction) -> Tensor:
+        logits = logits.contiguous()
+        ctx.save_for_backward(logits, real)
+        ctx.kind = {"SIGMOID": score_function == "sigmoid", "HAS_REAL": real is not None}
+        grid, tile = _tiles(*logits.shape)
+        sums = torch.empty(*grid, logits.shape[1], dtype=torch.float32, device=logits.device)
+        _balance_kernel[grid](sums, logits, real, *logits.shape, TINY, **ctx.kind, **tile)
+        return sums.sum(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, sums_gradient: Tensor) -> tuple[Tensor, None, None]:
+        logits, real = ctx.saved_tensors
+        gradient = torch.empty_like(logits)
+        grid, tile = _tiles(*logits.shape)
+        _balance_backward_kernel[grid](
+            gradient, sums_gradient.contiguous(), logits, real, *logits.shape, TINY, **ctx.kind, **tile
+        )
+        return gradient, None, None
