@@ -19,7 +19,6 @@ _DELTA, _LINEAR = f"{OURS}.self_attention", f"{HUB}.linear_attn"
 
 
 def _tensors(values: rules.Values) -> TensorMapping:
-    shared = {f"{OURS}.mlp.shared_experts.gate_weight": f"{HUB}.mlp.shared_expert_gate.weight"}
     return (
         decoder.AROUND
         | decoder.ATTENTION
@@ -30,7 +29,7 @@ def _tensors(values: rules.Values) -> TensorMapping:
         | decoder.MLP
         | experts("mlp", *_MLP)
         | gated(f"{OURS}.mlp.shared_experts", f"{HUB}.mlp.shared_expert", *_MLP)
-        | {ours: (HubTensorPattern(hub, axes=((0,), (1,))),) for ours, hub in shared.items()}
+        | decoder.SHARED_EXPERT_GATE
     )
 
 
