@@ -44,6 +44,8 @@ class Family:
     """Our model family, which determines the entry script."""
     copies: Mapping[str, str] = dataclasses.field(default_factory=lambda: {HEAD: EMBEDDING})
     """Hub tensors that may be in a file although they are tied to another one, and the names of those."""
+    other_model_types: tuple[str, ...] = ()
+    """Values of `model_type` of the same form, in files whose code is beside them; the class must be this one."""
     old_names: tuple[tuple[str, str], ...] = ()
     """Patterns of parts of names that old releases of transformers wrote, and the parts that replace them."""
 
@@ -63,7 +65,7 @@ class Family:
         """
         model_type = config.get("model_type")
         problems = []
-        if model_type not in (None, self.model_type):
+        if model_type not in (None, self.model_type, *self.other_model_types):
             problems.append(
                 f"architectures is {self.architecture}, which has model_type {self.model_type!r}, but model_type is "
                 f"{model_type!r}; correct the wrong one"

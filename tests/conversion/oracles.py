@@ -105,7 +105,7 @@ def architecture_of(kind: str) -> str:
 
 def config_class_of(kind: str) -> Any:
     """Returns the class of its config."""
-    return getattr(transformers, "Gemma3TextConfig" if kind == "Gemma3" else f"{kind}Config")
+    return getattr(transformers, f"{kind}TextConfig" if kind in ("Gemma3", "Qwen3_5") else f"{kind}Config")
 
 
 def make_model(name: str, dtype: torch.dtype = torch.float64, seed: int = 1, **changes: Any) -> Any:

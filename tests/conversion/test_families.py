@@ -188,3 +188,11 @@ def test_what_a_family_does_not_support_is_named_by_its_key(name: str, change: d
     with pytest.raises(UserError) as refusal:
         family_of(f"{name}{head}").fields_of(change)
     assert str(refusal.value).startswith(f"config.json: {said}")
+
+
+def test_kimi_k2_is_a_deepseek_v3_of_another_name() -> None:
+    keys = {"architectures": ["DeepseekV3ForCausalLM"], "num_hidden_layers": 4}
+    deepseek = family_of("DeepseekV3ForCausalLM")
+    assert deepseek.fields_of(keys | {"model_type": "kimi_k2"}) == deepseek.fields_of(keys)
+    with pytest.raises(UserError, match="model_type is 'kimi'; correct the wrong one"):
+        deepseek.fields_of(keys | {"model_type": "kimi"})
