@@ -66,6 +66,40 @@ def gated(ours: str, hub: str, gate: str, up: str, down: str) -> Mapping:
 
 
 MLP = gated(f"{OURS}.mlp", f"{HUB}.mlp", "gate_proj", "up_proj", "down_proj")
+FUSED_MLP = one_to_one(
+    {
+        f"{OURS}.mlp.linear_fc1.weight": f"{HUB}.mlp.gate_up_proj.weight",
+        f"{OURS}.mlp.linear_fc2.weight": f"{HUB}.mlp.down_proj.weight",
+    }
+)
+"""A gated MLP whose gate and up matrices are one tensor."""
+
+
+def with_biases(names: dict[str, str]) -> Mapping:
+    """Returns the mapping of modules whose weight and bias are hub tensors with the same rows."""
+    return one_to_one({f"{ours}.{kind}": f"{hub}.{kind}" for ours, hub in names.items() for kind in ("weight", "bias")})
+
+
+def ungated(first: str, second: str) -> Mapping:
+    """Returns the mapping of an MLP without a gate, with or without biases, by the names of its two matrices."""
+    return with_biases(
+        {f"{OURS}.mlp.linear_fc1": f"{HUB}.mlp.{first}", f"{OURS}.mlp.linear_fc2": f"{HUB}.mlp.{second}"}
+    )
+
+
+NORM_BIASES: Mapping = one_to_one(
+    {
+        "decoder.final_layernorm.bias": "model.norm.bias",
+        f"{OURS}.input_layernorm.bias": f"{HUB}.input_layernorm.bias",
+        f"{OURS}.pre_mlp_layernorm.bias": f"{HUB}.post_attention_layernorm.bias",
+    }
+)
+"""Biases of the norms of AROUND."""
+SHARED_EXPERT_GATE: Mapping = {
+    f"{OURS}.mlp.shared_experts.gate_weight": (
+        HubTensorPattern(f"{HUB}.mlp.shared_expert_gate.weight", axes=((0,), (1,))),
+    )
+}
 
 
 def experts(block: str, gate: str, up: str, down: str) -> Mapping:

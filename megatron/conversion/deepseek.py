@@ -337,5 +337,6 @@ DEEPSEEK_FAMILIES = (
         partial(with_prediction_layers, V3_TENSORS),
         (*RULES, *V3_RULES, rules.Fixed("rope_interleave", True)),
         constants=V3_CONSTANTS,
+        other_model_types=("kimi_k2",),
     ),
 )

@@ -69,15 +69,20 @@ class FalconLayers(rules.Rule):
 class AllBiases(rules.Rule):
     """One key for the biases of all linear layers."""
 
-    reads = ("bias",)
+    key: str = "bias"
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The key."""
+        return (self.key,)
 
     def fields(self, config: Json) -> dict[str, Any]:
         """Returns the key's value."""
-        return {"add_bias_linear": bool(config["bias"])}
+        return {"add_bias_linear": bool(config[self.key])}
 
     def keys(self, values: rules.Values) -> dict[str, Json]:
         """Returns whether there are biases everywhere."""
-        return {"bias": all(bias_places(values).values())}
+        return {self.key: all(bias_places(values).values())}
 
 
 _SAME_ROWS = {

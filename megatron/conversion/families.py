@@ -2,20 +2,36 @@
 
 from collections.abc import Sequence
 
+from megatron.conversion.arcee import ARCEE_FAMILY
 from megatron.conversion.bert import BERT_FAMILIES
+from megatron.conversion.cohere import COHERE_FAMILIES
 from megatron.conversion.deepseek import DEEPSEEK_FAMILIES
 from megatron.conversion.deepseek_v32 import DEEPSEEK_V32_FAMILY
+from megatron.conversion.ernie import ERNIE_FAMILY
+from megatron.conversion.exaone4 import EXAONE4_FAMILY
 from megatron.conversion.falcon import FALCON_FAMILY
 from megatron.conversion.family import Family
 from megatron.conversion.gemma import GEMMA_FAMILIES
+from megatron.conversion.glm import GLM_FAMILIES
+from megatron.conversion.glm4_moe import GLM4_MOE_FAMILY
 from megatron.conversion.gpt2 import GPT2_FAMILY
+from megatron.conversion.gpt_bigcode import GPT_BIGCODE_FAMILY
+from megatron.conversion.gpt_neox import GPT_NEOX_FAMILY
 from megatron.conversion.gpt_oss import GPT_OSS_FAMILIES
+from megatron.conversion.granite_moe import GRANITE_MOE_FAMILY
 from megatron.conversion.llama import LLAMA_FAMILIES
 from megatron.conversion.mamba import MAMBA2_FAMILY
+from megatron.conversion.minimax_m2 import MINIMAX_M2_FAMILY
+from megatron.conversion.nemotron import NEMOTRON_FAMILY
 from megatron.conversion.nemotron_h import NEMOTRON_H_FAMILY
 from megatron.conversion.olmo import OLMO_FAMILIES
 from megatron.conversion.phi3 import PHI3_FAMILY
+from megatron.conversion.qwen2_moe import QWEN2_MOE_FAMILY
+from megatron.conversion.qwen3_5 import QWEN3_5_FAMILY
 from megatron.conversion.qwen3_next import QWEN3_NEXT_FAMILY
+from megatron.conversion.seed_oss import SEED_OSS_FAMILY
+from megatron.conversion.smollm3 import SMOLLM3_FAMILY
+from megatron.conversion.starcoder2 import STARCODER2_FAMILY
 from megatron.conversion.t5 import T5_FAMILIES
 from megatron.core.exceptions import UserError
 
@@ -29,7 +45,23 @@ FAMILIES: tuple[Family, ...] = (
     GPT2_FAMILY,
     PHI3_FAMILY,
     FALCON_FAMILY,
+    ARCEE_FAMILY,
+    *COHERE_FAMILIES,
+    ERNIE_FAMILY,
+    EXAONE4_FAMILY,
+    *GLM_FAMILIES,
+    GPT_BIGCODE_FAMILY,
+    GPT_NEOX_FAMILY,
+    NEMOTRON_FAMILY,
+    QWEN2_MOE_FAMILY,
+    SEED_OSS_FAMILY,
+    SMOLLM3_FAMILY,
+    STARCODER2_FAMILY,
+    GLM4_MOE_FAMILY,
+    GRANITE_MOE_FAMILY,
+    MINIMAX_M2_FAMILY,
     QWEN3_NEXT_FAMILY,
+    QWEN3_5_FAMILY,
     MAMBA2_FAMILY,
     NEMOTRON_H_FAMILY,
     *BERT_FAMILIES,

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.conversion.config_json import with_defaults
 from megatron.conversion.config_rules import NotApplied, Rule, Values
-from megatron.conversion.hub_defaults import Json
+from megatron.conversion.hub_defaults import HUB_DEFAULTS, Json
 from megatron.conversion.tensor_mapping import TensorMapping
 from megatron.core.exceptions import UserError
 
@@ -36,7 +36,7 @@ class Family:
     function if names, or the slices of our tensors that a hub tensor holds, depend on the config."""
     rules: tuple[Rule, ...]
     defaults: Mapping[str, Json] = dataclasses.field(default_factory=dict)
-    """Values that transformers gives to absent keys, for a `model_type` that `hub_defaults.py` does not have."""
+    """Values that transformers gives to absent keys, beside those of `hub_defaults.py`."""
     constants: tuple[str, ...] = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
     """Patterns of tensors in files that are not weights of this class: constants, which old releases of transformers
     stored, and heads of other classes."""
@@ -44,8 +44,15 @@ class Family:
     """Our model family, which determines the entry script."""
     copies: Mapping[str, str] = dataclasses.field(default_factory=lambda: {HEAD: EMBEDDING})
     """Hub tensors that may be in a file although they are tied to another one, and the names of those."""
+    other_model_types: tuple[str, ...] = ()
+    """Values of `model_type` of the same form, in files whose code is beside them; the class must be this one."""
     old_names: tuple[tuple[str, str], ...] = ()
     """Patterns of parts of names that old releases of transformers wrote, and the parts that replace them."""
+
+    @property
+    def all_defaults(self) -> dict[str, Json]:
+        """The values that transformers gives to absent keys."""
+        return {**HUB_DEFAULTS.get(self.model_type, {}), **self.defaults}
 
     def tensors_of(self, values: Values) -> TensorMapping:
         """Returns the hub tensors by canonical name, for the values of a run."""
@@ -58,7 +65,7 @@ class Family:
         """
         model_type = config.get("model_type")
         problems = []
-        if model_type not in (None, self.model_type):
+        if model_type not in (None, self.model_type, *self.other_model_types):
             problems.append(
                 f"architectures is {self.architecture}, which has model_type {self.model_type!r}, but model_type is "
                 f"{model_type!r}; correct the wrong one"

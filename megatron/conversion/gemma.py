@@ -1,4 +1,4 @@
-"""Gemma 2 and the text models of Gemma 3."""
+"""Gemma, Gemma 2 and the text models of Gemma 3."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +9,7 @@ from megatron.conversion import config_rules as rules
 from megatron.conversion import decoder, layer_rules
 from megatron.conversion.decoder import HUB, OURS, one_to_one
 from megatron.conversion.family import Family
-from megatron.conversion.hub_defaults import Json
+from megatron.conversion.hub_defaults import DECODER_DEFAULTS, Json
 from megatron.conversion.layer_types import RotaryPositionsByLayerType, WindowsByLayerType
 from megatron.conversion.rope import RotaryPositions
 
@@ -32,21 +32,51 @@ class RootOfWidth(rules.Rule):
         return {"embedding_multiplier": torch.tensor(config["hidden_size"] ** 0.5, dtype=torch.float32).item()}
 
 
-_RULES: tuple[rules.Rule, ...] = (
+_EVERY: tuple[rules.Rule, ...] = (
     *decoder.SIZES,
     decoder.EPSILON,
     RootOfWidth(),
     layer_rules.AttentionHeads(),
     layer_rules.LinearBiases(mlp=False),
-    layer_rules.ScoreScale("query_pre_attn_scalar", query_scalar=True),
     rules.Copied("intermediate_size", "ffn_hidden_size"),
+    rules.Implied({"geglu": True, "layernorm_zero_centered_gamma": True}),
+)
+_RULES: tuple[rules.Rule, ...] = (
+    *_EVERY,
+    layer_rules.ScoreScale("query_pre_attn_scalar", query_scalar=True),
     rules.Copied("final_logit_softcapping", "final_logit_softcapping"),
     rules.Fixed("hidden_activation", "gelu_pytorch_tanh"),
-    rules.Implied({"geglu": True, "layernorm_zero_centered_gamma": True, "norm_placement": "sandwich"}),
+    rules.Implied({"norm_placement": "sandwich"}),
     rules.Unused(("hidden_act", "cache_implementation")),
 )
 
 GEMMA_FAMILIES = (
+    Family(
+        "GemmaForCausalLM",
+        "gemma",
+        decoder.AROUND | decoder.ATTENTION | decoder.QKV_BIAS | decoder.OUTPUT_BIAS | decoder.MLP,
+        (
+            *_EVERY,
+            rules.Fixed("hidden_act", "gelu_pytorch_tanh"),
+            rules.Fixed("hidden_activation", "gelu_pytorch_tanh", write=False),
+            RotaryPositions(),
+            rules.Fixed("use_bidirectional_attention", None, write=False),
+        ),
+        defaults=DECODER_DEFAULTS
+        | {
+            "hidden_act": "gelu_pytorch_tanh",
+            "vocab_size": 256000,
+            "hidden_size": 3072,
+            "intermediate_size": 24576,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "head_dim": 256,
+            "max_position_embeddings": 8192,
+            "tie_word_embeddings": True,
+            "use_bidirectional_attention": None,
+        },
+    ),
     Family(
         "Gemma2ForCausalLM",
         "gemma2",

@@ -75,16 +75,25 @@ class Gpt2Attention(rules.Rule):
 
 
 @dataclass(frozen=True)
-class Gpt2Dropouts(rules.Rule):
+class EqualDropouts(rules.Rule):
     """Dropout of the embedding and of the residual stream, which is one setting here."""
 
-    reads = ("embd_pdrop", "resid_pdrop")
+    of_embedding: str
+    of_residual: str
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The two keys."""
+        return (self.of_embedding, self.of_residual)
 
     def fields(self, config: Json) -> dict[str, Any]:
         """Returns the probability. Raises UserError if the two differ."""
         embedding, residual = (config[key] for key in self.reads)
         if embedding != residual:
-            raise UserError(f"embd_pdrop is {embedding}, but resid_pdrop is {residual}; only equal ones are supported")
+            raise UserError(
+                f"{self.of_embedding} is {embedding}, but {self.of_residual} is {residual}; only equal ones are "
+                "supported"
+            )
         return {"hidden_dropout": residual}
 
     def keys(self, values: rules.Values) -> dict[str, Json]:
@@ -139,7 +148,7 @@ GPT2_FAMILY = Family(
         WidthOfMLP("n_inner", "n_embd"),
         UngatedActivation("activation_function"),
         Gpt2Attention(),
-        Gpt2Dropouts(),
+        EqualDropouts("embd_pdrop", "resid_pdrop"),
         rules.Implied(
             {"position_embedding_type": "learned_absolute", "normalization": "LayerNorm", "add_bias_linear": True}
         ),

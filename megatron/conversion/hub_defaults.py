@@ -40,6 +40,15 @@ _OLDER_SEVEN_BILLION: dict[str, Json] = {
     "num_key_value_heads": None,
     "max_position_embeddings": 2048,
 }
+DECODER_DEFAULTS: dict[str, Json] = _EVERY_FAMILY | {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,
+    "max_position_embeddings": 2048,
+    "attention_bias": False,
+}
+"""For families whose own file has their other defaults."""
 _OLMO: dict[str, Json] = _OLDER_SEVEN_BILLION | {
     "vocab_size": 50304,
     "rms_norm_eps": 1e-5,

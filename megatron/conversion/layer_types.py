@@ -16,7 +16,8 @@ _WINDOWED, _FULL = "sliding_attention", "full_attention"
 
 @dataclass(frozen=True)
 class WindowsByLayerType(Rule):
-    """Sliding windows in the layers that `layer_types` names; without it in all but every `period`-th layer.
+    """Sliding windows in the layers that `layer_types` names; without it in all but every `period`-th layer, or with
+    `period` 0 in all if there is a window.
 
     A window of W tokens includes the token itself, so it is our `window_size` (W - 1, 0).
     """
@@ -46,6 +47,8 @@ class WindowsByLayerType(Rule):
         if kinds is None:
             given = config.get(self.period_key)
             period = self.period if given is None else given
+            if period == 0:
+                return [_FULL if config["sliding_window"] is None else _WINDOWED] * count
             return [_WINDOWED if layer % period else _FULL for layer in range(1, count + 1)]
         unknown = [kind for kind in kinds if kind not in (_WINDOWED, _FULL)]
         if unknown:

@@ -4,6 +4,8 @@ from megatron.conversion import config_rules as rules
 from megatron.conversion import decoder, layer_rules
 from megatron.conversion.decoder import experts
 from megatron.conversion.family import Family
+from megatron.conversion.hub_defaults import HUB_DEFAULTS
+from megatron.conversion.layer_types import WindowsByLayerType
 
 LLAMA_FAMILIES = (
     Family(
@@ -17,6 +19,13 @@ LLAMA_FAMILIES = (
         "mistral",
         decoder.AROUND | decoder.ATTENTION | decoder.MLP,
         (*decoder.DECODER, layer_rules.SlidingWindows()),
+    ),
+    Family(
+        "MinistralForCausalLM",
+        "ministral",
+        decoder.AROUND | decoder.ATTENTION | decoder.MLP,
+        (*decoder.DECODER, WindowsByLayerType(period=0)),
+        defaults=HUB_DEFAULTS["mistral"] | {"rms_norm_eps": 1e-6, "layer_types": None},
     ),
     Family(
         "Qwen2ForCausalLM",

@@ -83,11 +83,10 @@ PHI3_FAMILY = Family(
     "Phi3ForCausalLM",
     "phi3",
     decoder.AROUND
+    | decoder.FUSED_MLP
     | one_to_one(
         {
             f"{OURS}.self_attention.linear_proj.weight": f"{HUB}.self_attn.o_proj.weight",
-            f"{OURS}.mlp.linear_fc1.weight": f"{HUB}.mlp.gate_up_proj.weight",
-            f"{OURS}.mlp.linear_fc2.weight": f"{HUB}.mlp.down_proj.weight",
         }
     )
     | {

@@ -19,22 +19,21 @@ _DELTA, _LINEAR = f"{OURS}.self_attention", f"{HUB}.linear_attn"
 
 
 def _tensors(values: rules.Values) -> TensorMapping:
-    shared = {f"{OURS}.mlp.shared_experts.gate_weight": f"{HUB}.mlp.shared_expert_gate.weight"}
     return (
         decoder.AROUND
         | decoder.ATTENTION
         | decoder.OUTPUT_BIAS
         | decoder.HEAD_NORMS
-        | _queries_with_gates(values)
-        | _delta_net(values)
+        | queries_with_gates(values)
+        | delta_net(values)
         | decoder.MLP
         | experts("mlp", *_MLP)
         | gated(f"{OURS}.mlp.shared_experts", f"{HUB}.mlp.shared_expert", *_MLP)
-        | {ours: (HubTensorPattern(hub, axes=((0,), (1,))),) for ours, hub in shared.items()}
+        | decoder.SHARED_EXPERT_GATE
     )
 
 
-def _queries_with_gates(values: rules.Values) -> decoder.Mapping:
+def queries_with_gates(values: rules.Values) -> decoder.Mapping:
     """Returns the table of the joint projection. Theirs has the rows of each query head before those of its gate; ours
     has the query heads of a group before its gates."""
     heads = values["num_attention_heads"] // values["num_query_groups"]
@@ -49,7 +48,7 @@ def _queries_with_gates(values: rules.Values) -> decoder.Mapping:
     }
 
 
-def _delta_net(values: rules.Values) -> decoder.Mapping:
+def delta_net(values: rules.Values) -> decoder.Mapping:
     """Returns the table of a delta net. Theirs has b and a of all heads in a matrix of their own; their convolution has
     the queries of all heads, then the keys, then the values."""
     keys = values["linear_key_head_dim"]
@@ -105,33 +104,39 @@ class LinearAttentionLayers(rules.Rule):
 
 _KINDS = ("full_attention", "linear_attention")
 
+RULES: tuple[rules.Rule, ...] = (
+    *decoder.SIZES,
+    *decoder.SWIGLU,
+    decoder.EPSILON,
+    layer_rules.AttentionHeads(),
+    RotaryPositions(rotated_part=0.25),
+    layer_rules.LinearBiases(mlp=False),
+    LinearAttentionLayers(),
+    *(
+        rules.Copied(key, key)
+        for key in (
+            *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
+            *("linear_num_key_heads", "linear_num_value_heads"),
+        )
+    ),
+    rules.Implied({"experimental_attention_variant": "gated_delta_net", "attention_output_gate": True}),
+    rules.Implied({"qk_layernorm": True, "layernorm_zero_centered_gamma": True}),
+)
+"""Rules of all models of this form. The experts are not among them."""
+
 QWEN3_NEXT_FAMILY = Family(
     "Qwen3NextForCausalLM",
     "qwen3_next",
     _tensors,
     (
-        *decoder.SIZES,
-        *decoder.SWIGLU,
-        decoder.EPSILON,
-        layer_rules.AttentionHeads(),
-        RotaryPositions(rotated_part=0.25),
-        layer_rules.LinearBiases(mlp=False),
-        LinearAttentionLayers(),
-        *(
-            rules.Copied(key, key)
-            for key in (
-                *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
-                *("linear_num_key_heads", "linear_num_value_heads"),
-            )
-        ),
+        *RULES,
         rules.Copied("num_experts", "num_moe_experts", also="num_local_experts"),
         rules.Copied("moe_intermediate_size", "moe_ffn_hidden_size"),
         rules.Copied("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
         layer_rules.ExpertLayers(),
         layer_rules.RouterWeights(),
         rules.Fixed("use_sliding_window", False, write=False),
-        rules.Implied({"experimental_attention_variant": "gated_delta_net", "attention_output_gate": True}),
-        rules.Implied({"qk_layernorm": True, "layernorm_zero_centered_gamma": True, "moe_shared_expert_gate": True}),
+        rules.Implied({"moe_shared_expert_gate": True}),
     ),
     constants=(r"mtp\..*",),  # layers of multi-token prediction, which transformers leaves out too
 )

@@ -45,11 +45,15 @@ class RotaryPositions(Rule):
     """What the family has if config.json has neither `rope_scaling` nor `rope_parameters`."""
     rotated_part: float | None = None
     """Part of each head that is rotated if config.json does not say it; None: the family rotates whole heads."""
+    old_part: str = ""
+    """Key of the rotated part in older releases, if the family had another than `partial_rotary_factor`."""
+    old_base: str = ""
+    """Key of the base in older releases, if the family had another than `rope_theta`."""
 
     @property
     def reads(self) -> tuple[str, ...]:
         """The keys."""
-        keys = ("rope_theta", "rope_scaling", "rope_parameters")
+        keys = ("rope_theta", "rope_scaling", "rope_parameters", *filter(None, (self.old_part, self.old_base)))
         return keys if self.rotated_part is None else (*keys, "partial_rotary_factor")
 
     def fields(self, config: Json) -> dict[str, Any]:
@@ -60,10 +64,11 @@ class RotaryPositions(Rule):
         nested = [name for name, value in rope.items() if isinstance(value, dict)]
         if nested:
             raise UserError(f"{key} has parameters for each type of layer ({', '.join(nested)}), which are unsupported")
-        base = whole_base(rope.get("rope_theta", config["rope_theta"]))
+        base = whole_base(rope.get("rope_theta", config.get(self.old_base, config["rope_theta"])))
         fields: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": base}
         if self.rotated_part is not None:
-            part = rope.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
+            part = config.get(self.old_part, config.get("partial_rotary_factor"))
+            part = rope.pop("partial_rotary_factor", part)
             fields["rotary_percent"] = self.rotated_part if part is None else float(part)
         return {**fields, **scaling_fields(key, rope, config)}
 
@@ -71,7 +76,9 @@ class RotaryPositions(Rule):
         """Returns `rope_theta`, `rope_scaling` and, if the family has it, the rotated part."""
         none = None if self.absent is None else {"rope_type": "default"}
         keys = {"rope_theta": float(values["rotary_base"]), "rope_scaling": scaling_key(values) or none}
-        return keys if self.rotated_part is None else keys | {"partial_rotary_factor": values["rotary_percent"]}
+        if self.rotated_part is not None:
+            keys[self.old_part or "partial_rotary_factor"] = values["rotary_percent"]
+        return keys | ({self.old_base: keys["rope_theta"]} if self.old_base else {})
 
 
 def whole_base(base: Json) -> int:

@@ -45,7 +45,115 @@ _QWEN3_NEXT = {
     "shared_expert_intermediate_size": 40,
 }
 
+_PARTLY = {"rope_type": "default", "rope_theta": 3000.0, "partial_rotary_factor": 0.5}
+_SHARED_EXPERT = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
 FAMILY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "arcee": ("Arcee", {"attention_bias": True, "mlp_bias": True, "head_dim": 12}),
+    "arcee, exact gelu": ("Arcee", {"hidden_act": "gelu", "rope_parameters": _YARN}),
+    "cohere": ("Cohere", {"logit_scale": 0.3, "attention_bias": True, "layer_norm_eps": 1e-4}),
+    "cohere 2": (
+        "Cohere2",
+        {"logit_scale": 0.3, "sliding_window": 6, "head_dim": 12, "num_hidden_layers": 5, "layer_types": None},
+    ),
+    "cohere 2 of other layers": (
+        "Cohere2",
+        {
+            "sliding_window": 6,
+            "head_dim": 16,
+            "layer_types": _WINDOWS,
+            "tie_word_embeddings": False,
+            "logit_scale": 0.5,
+        },
+    ),
+    "ernie 4.5": ("Ernie4_5", {"use_bias": True, "head_dim": 12, "tie_word_embeddings": False}),
+    "exaone 4": ("Exaone4", {"sliding_window": 6, "num_hidden_layers": 5, "layer_types": None, "head_dim": 16}),
+    "exaone 4 without windows": (
+        "Exaone4",
+        {"sliding_window": None, "layer_types": ["full_attention"] * 3, "head_dim": 16},
+    ),
+    "gemma": ("Gemma", {"head_dim": 12, "attention_bias": True, "rms_norm_eps": 1e-4}),
+    "glm": ("Glm", {"head_dim": 16, "pad_token_id": 0, "rope_parameters": _PARTLY}),
+    "glm 4": ("Glm4", {"head_dim": 16, "pad_token_id": 0, "attention_bias": False, "rope_parameters": _PARTLY}),
+    "glm 4.5": (
+        "Glm4Moe",
+        {
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "n_shared_experts": 2,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.7,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "head_dim": 16,
+            "rope_parameters": _PARTLY,
+        },
+    ),
+    "glm 4.5 air": (
+        "Glm4Moe",
+        {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": False},
+    ),
+    "granite moe": (
+        "GraniteMoe",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "attention_multiplier": 0.2,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.7,
+            "logits_scaling": 1.7,
+            "attention_bias": True,
+        },
+    ),
+    "minimax m2": (
+        "MiniMaxM2",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "rope_parameters": _PARTLY},
+    ),
+    "ministral": ("Ministral", {"sliding_window": 6, "layer_types": _WINDOWS, "head_dim": 12}),
+    "ministral, published layers": ("Ministral", {"sliding_window": 6, "layer_types": None, "head_dim": 16}),
+    "qwen 3.5": (
+        "Qwen3_5",
+        {
+            **{key: value for key, value in _QWEN3_NEXT.items() if key.startswith("linear")},
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "head_dim": 12,
+            "attention_bias": True,
+            "rope_parameters": _PARTLY,
+        },
+    ),
+    "gpt bigcode": ("GPTBigCode", {"layer_norm_epsilon": 1e-4, "n_inner": 72}),
+    "gpt bigcode without shared keys": (
+        "GPTBigCode",
+        {"multi_query": False, "num_key_value_heads": 4, "scale_attn_weights": False, "activation_function": "gelu"},
+    ),
+    "gpt neox": ("GPTNeoX", {"rope_parameters": _PARTLY, "layer_norm_eps": 1e-4}),
+    "gpt neox, one after the other": (
+        "GPTNeoX",
+        {"use_parallel_residual": False, "attention_bias": False, "hidden_act": "gelu_new"},
+    ),
+    "nemotron": ("Nemotron", {"head_dim": 16, "rope_parameters": _PARTLY, "attention_bias": True, "mlp_bias": True}),
+    "olmo": ("Olmo", {"clip_qkv": 0.7, "attention_bias": True, "tie_word_embeddings": True}),
+    "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}),
+    "olmoe, weights as they are": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "attention_bias": True}),
+    "qwen 2 moe": ("Qwen2Moe", _SHARED_EXPERT | {"shared_expert_intermediate_size": 40, "mlp_only_layers": [1]}),
+    "qwen 2 moe without biases": (
+        "Qwen2Moe",
+        _SHARED_EXPERT | {"qkv_bias": False, "norm_topk_prob": True, "decoder_sparse_step": 2},
+    ),
+    "seed oss": ("SeedOss", {"head_dim": 12, "attention_dropout": 0.0, "mlp_bias": True}),
+    "seed oss, the other bias": (
+        "SeedOss",
+        {"head_dim": 16, "attention_bias": False, "attention_out_bias": True, "attention_dropout": 0.0},
+    ),
+    "smollm 3": ("SmolLM3", {"num_hidden_layers": 5, "attention_bias": True, "pad_token_id": 0}),
+    "smollm 3 of other layers": (
+        "SmolLM3",
+        {"no_rope_layers": [0, 1, 1], "mlp_bias": True, "tie_word_embeddings": False, "pad_token_id": 0},
+    ),
+    "starcoder 2": ("Starcoder2", {"sliding_window": 6, "norm_epsilon": 1e-4}),
+    "starcoder 2 without biases": ("Starcoder2", {"use_bias": False, "tie_word_embeddings": False}),
     "gpt-oss": (
         "GptOss",
         _EXPERTS

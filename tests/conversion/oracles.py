@@ -81,6 +81,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 _GPT2 = {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 64}
 _OTHER_SIZES: dict[str, dict[str, Any]] = {
     "GPT2": {"vocab_size": 99, "attn_implementation": "eager", **_GPT2},
+    "GPTBigCode": {"vocab_size": 99, "attn_implementation": "eager", **_GPT2},
+    "GPTNeoX": {name: value for name, value in SIZES.items() if name != "num_key_value_heads"},
     "Falcon": {
         name: value for name, value in SIZES.items() if name not in ("intermediate_size", "num_key_value_heads")
     },
@@ -103,7 +105,7 @@ def architecture_of(kind: str) -> str:
 
 def config_class_of(kind: str) -> Any:
     """Returns the class of its config."""
-    return getattr(transformers, "Gemma3TextConfig" if kind == "Gemma3" else f"{kind}Config")
+    return getattr(transformers, f"{kind}TextConfig" if kind in ("Gemma3", "Qwen3_5") else f"{kind}Config")
 
 
 def make_model(name: str, dtype: torch.dtype = torch.float64, seed: int = 1, **changes: Any) -> Any:
@@ -171,6 +173,8 @@ class Widened(TorchFunctionMode):
             return args[0]
         if func is torch.polar:  # DeepSeek-V2's rotation, whose float32 cosines would differ in the last bit
             return torch.complex(args[1].cos() * args[0], args[1].sin() * args[0])
+        if func is Tensor.to and args[0].dim() == 3 and (kwargs or {}).get("dtype") is torch.float32:
+            return args[0]  # of OLMo's norm
         args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
         kwargs = dict(kwargs or {})
         if func is not Tensor.to and kwargs.get("dtype") is torch.float32:

@@ -6,7 +6,6 @@ import pytest
 
 from megatron.conversion.families import FAMILIES, family_of
 from megatron.conversion.family import Family
-from megatron.conversion.hub_defaults import HUB_DEFAULTS
 from megatron.core.exceptions import UserError
 from megatron.training.config.flag_table import flag_table
 
@@ -62,7 +61,7 @@ def test_a_config_of_the_hub() -> None:
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
 def test_the_defaults_of_a_family_are_supported(family: Family) -> None:
     fields = family.fields_of({"num_experts_per_tok": 6} if family.model_type == "deepseek_v2" else {})
-    defaults = HUB_DEFAULTS[family.model_type]
+    defaults = family.all_defaults
     names = ("num_hidden_layers", "num_layers", "n_layer")
     layers = next((defaults[key] for key in names if key in defaults), len("ME*-"))  # Nemotron-H's default
     assert fields.get("num_layers", len(fields.get("hybrid_layer_pattern", ""))) == layers
@@ -189,3 +188,11 @@ def test_what_a_family_does_not_support_is_named_by_its_key(name: str, change: d
     with pytest.raises(UserError) as refusal:
         family_of(f"{name}{head}").fields_of(change)
     assert str(refusal.value).startswith(f"config.json: {said}")
+
+
+def test_kimi_k2_is_a_deepseek_v3_of_another_name() -> None:
+    keys = {"architectures": ["DeepseekV3ForCausalLM"], "num_hidden_layers": 4}
+    deepseek = family_of("DeepseekV3ForCausalLM")
+    assert deepseek.fields_of(keys | {"model_type": "kimi_k2"}) == deepseek.fields_of(keys)
+    with pytest.raises(UserError, match="model_type is 'kimi'; correct the wrong one"):
+        deepseek.fields_of(keys | {"model_type": "kimi"})

@@ -12,7 +12,6 @@ from megatron.conversion.config_json import with_defaults
 from megatron.conversion.config_rules import Unused
 from megatron.conversion.families import FAMILIES, family_of
 from megatron.conversion.family import Family
-from megatron.conversion.hub_defaults import HUB_DEFAULTS
 from megatron.core.exceptions import UserError
 
 NOT_IN_A_CLASS = {"rope_theta", "rope_scaling"}
@@ -35,6 +34,14 @@ WITHOUT_DEFAULT = {"use_mrope", "head_dim", "layer_types", "max_window_layers", 
     "hybrid_override_pattern",
     "num_hidden_layers",
     "use_sliding_window",
+    "rotary_pct",
+    "rotary_dim",
+    "qk_norm_type",
+    "use_routing_bias",
+    "use_qk_norm",
+    "rotary_emb_base",
+    "hidden_activation",
+    "num_key_value_heads",
 }
 """Keys that a family reads and that its config class does not have."""
 
@@ -46,20 +53,20 @@ def config_class(family: Family) -> Any:
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
 def test_the_table_is_that_of_transformers(family: Family) -> None:
     found = {field.name: field.default for field in dataclasses.fields(config_class(family))}
-    for key, value in HUB_DEFAULTS[family.model_type].items():
+    for key, value in family.all_defaults.items():
         if key not in NOT_IN_A_CLASS | ({"tie_word_embeddings"} if family.model_family == "t5" else set()):
             assert found[key] == value and type(found[key]) is type(value), key
-    if "rope_theta" in HUB_DEFAULTS[family.model_type]:
+    if "rope_theta" in family.all_defaults:
         theta = config_class(family).default_theta
         theta = theta["global"] if isinstance(theta, dict) else theta
-        assert theta == HUB_DEFAULTS[family.model_type]["rope_theta"]
+        assert theta == family.all_defaults["rope_theta"]
     assert config_class(family).model_type == family.model_type
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
 def test_the_table_has_every_key_that_the_family_reads(family: Family) -> None:
     read = {key for rule in family.rules if not isinstance(rule, Unused) for key in rule.reads}
-    without_default = read - HUB_DEFAULTS[family.model_type].keys()
+    without_default = read - family.all_defaults.keys()
     fields = {field.name for field in dataclasses.fields(config_class(family))}
     assert without_default <= WITHOUT_DEFAULT and not without_default & fields
 

@@ -1,0 +1,80 @@
+"""Cohere (Command R) and Cohere 2 (Command R7B, Command A): attention beside the MLP, behind one norm without bias."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.conversion import config_rules as rules
+from megatron.conversion import decoder, layer_rules
+from megatron.conversion.decoder import HUB, OURS, one_to_one
+from megatron.conversion.family import Family
+from megatron.conversion.hub_defaults import DECODER_DEFAULTS, Json
+from megatron.conversion.layer_types import WindowsByLayerType
+from megatron.conversion.rope import RotaryPositions
+
+_TENSORS = (
+    decoder.ENDS
+    | one_to_one({f"{OURS}.input_layernorm.weight": f"{HUB}.input_layernorm.weight"})
+    | decoder.ATTENTION
+    | decoder.QKV_BIAS
+    | decoder.OUTPUT_BIAS
+    | decoder.MLP
+)
+_RULES: tuple[rules.Rule, ...] = (
+    *decoder.SIZES,
+    *decoder.SWIGLU,
+    rules.Copied("layer_norm_eps", "layernorm_epsilon"),
+    rules.Copied("logit_scale", "logit_scale"),
+    layer_rules.AttentionHeads(),
+    layer_rules.LinearBiases(mlp=False),
+    RotaryPositions(),
+    rules.Implied({"normalization": "LayerNorm", "norm_bias": False, "norm_placement": "parallel"}),
+    rules.Implied({"rotary_interleaved": True}),
+)
+_DEFAULTS = {key: value for key, value in DECODER_DEFAULTS.items() if key != "rms_norm_eps"} | {
+    "vocab_size": 256000,
+    "hidden_size": 8192,
+    "intermediate_size": 22528,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 64,
+    "max_position_embeddings": 8192,
+    "layer_norm_eps": 1e-5,
+    "logit_scale": 0.0625,
+    "tie_word_embeddings": True,
+}
+
+
+@dataclass(frozen=True)
+class NoPositionsWithoutWindow(rules.Rule):
+    """Only layers with a window have rotary positions. It comes after the rule of the windows."""
+
+    windows: WindowsByLayerType
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The keys of the windows."""
+        return self.windows.reads
+
+    def fields(self, config: Json) -> dict[str, Any]:
+        """Returns the layers without rotary positions."""
+        windowed = self.windows.fields(config).get("window_attn_skip_freq", [0] * config["num_hidden_layers"])
+        return {"no_rope_freq": None if windowed is None else [1 - layer for layer in windowed]}
+
+
+_WINDOWS = WindowsByLayerType(period=4, period_key="sliding_window_pattern")
+
+COHERE_FAMILIES = (
+    Family(
+        "CohereForCausalLM",
+        "cohere",
+        _TENSORS,
+        (*_RULES, rules.Fixed("use_qk_norm", False)),
+        defaults=_DEFAULTS | {"rope_theta": 500000.0, "use_qk_norm": False},
+    ),
+    Family(
+        "Cohere2ForCausalLM",
+        "cohere2",
+        _TENSORS,
+        (*_RULES, _WINDOWS, NoPositionsWithoutWindow(_WINDOWS), rules.Unused(("_sliding_window_pattern",))),
+        defaults=_DEFAULTS | {"sliding_window": 4096, "layer_types": None},
+    ),
+)

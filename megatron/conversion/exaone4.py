@@ -1,0 +1,69 @@
+"""EXAONE 4: norms after attention and MLP, normed heads, and layers with a window between layers without positions."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.conversion import config_rules as rules
+from megatron.conversion import decoder, layer_rules
+from megatron.conversion.cohere import NoPositionsWithoutWindow
+from megatron.conversion.decoder import HUB, OURS, one_to_one
+from megatron.conversion.family import Family
+from megatron.conversion.hub_defaults import DECODER_DEFAULTS, Json
+from megatron.conversion.layer_types import WindowsByLayerType
+from megatron.conversion.rope import RotaryPositions
+
+_WINDOWS = WindowsByLayerType(period=4, period_key="sliding_window_pattern")
+
+
+@dataclass(frozen=True)
+class WindowsOrNone(rules.Rule):
+    """Windows by type of layer; a model whose `sliding_window` is null has none, and positions in all layers."""
+
+    reads = _WINDOWS.reads
+
+    def fields(self, config: Json) -> dict[str, Any]:
+        """Returns windows, and layers without positions."""
+        if config["sliding_window"] is None:
+            return {}
+        return _WINDOWS.fields(config) | NoPositionsWithoutWindow(_WINDOWS).fields(config)
+
+    def keys(self, values: rules.Values) -> dict[str, Json]:
+        """Returns window and types of layers."""
+        if values["window_size"] is None and values["no_rope_freq"] is None:
+            return {"sliding_window": None, "layer_types": ["full_attention"] * values["num_layers"]}
+        return _WINDOWS.keys(values)
+
+
+EXAONE4_FAMILY = Family(
+    "Exaone4ForCausalLM",
+    "exaone4",
+    decoder.ENDS
+    | one_to_one(
+        {
+            f"{OURS}.post_attention_layernorm.weight": f"{HUB}.post_attention_layernorm.weight",
+            f"{OURS}.post_mlp_layernorm.weight": f"{HUB}.post_feedforward_layernorm.weight",
+        }
+    )
+    | decoder.ATTENTION
+    | decoder.HEAD_NORMS
+    | decoder.MLP,
+    (
+        *decoder.SIZES,
+        *decoder.SWIGLU,
+        decoder.EPSILON,
+        layer_rules.AttentionHeads(),
+        RotaryPositions(),
+        WindowsOrNone(),
+        rules.Implied({"norm_placement": "post", "qk_layernorm": True}),
+    ),
+    defaults={key: value for key, value in DECODER_DEFAULTS.items() if key != "attention_bias"}
+    | {
+        "vocab_size": 102400,
+        "intermediate_size": 16384,
+        "num_key_value_heads": 32,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 4,
+        "layer_types": None,
+    },
+)

@@ -1,0 +1,66 @@
+"""SmolLM3: a decoder like Llama in which some layers have no positions."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from megatron.conversion import decoder, layer_rules
+from megatron.conversion.config_rules import Rule, Values, Written
+from megatron.conversion.family import Family
+from megatron.conversion.hub_defaults import DECODER_DEFAULTS, Json
+from megatron.core.exceptions import UserError
+from megatron.core.transformer.layer_patterns import has_rope
+
+
+@dataclass(frozen=True)
+class LayersWithoutPositions(Rule):
+    """Layers without rotary positions: those with a 0 in `no_rope_layers`; without the list every
+    `no_rope_layer_interval`-th one."""
+
+    reads = ("no_rope_layers", "no_rope_layer_interval")
+
+    def fields(self, config: Json) -> dict[str, Any]:
+        """Returns the layers."""
+        rotated, interval, count = (config[key] for key in (*self.reads, "num_hidden_layers"))
+        if rotated is None:
+            rotated = [int(layer % interval != 0) for layer in range(1, count + 1)]
+        if len(rotated) != count:
+            raise UserError(f"no_rope_layers has {len(rotated)} entries, but num_hidden_layers is {count}")
+        return {} if all(rotated) else {"no_rope_freq": [1 - int(bool(layer)) for layer in rotated]}
+
+    def keys(self, values: Values) -> dict[str, Json]:
+        """Returns the list."""
+        config = SimpleNamespace(**values)
+        return {"no_rope_layers": [int(has_rope(config, layer)) for layer in range(1, values["num_layers"] + 1)]}
+
+
+SMOLLM3_FAMILY = Family(
+    "SmolLM3ForCausalLM",
+    "smollm3",
+    decoder.AROUND | decoder.ATTENTION | decoder.QKV_BIAS | decoder.OUTPUT_BIAS | decoder.MLP,
+    (
+        *decoder.DECODER,
+        layer_rules.LinearBiases(),
+        layer_rules.SlidingWindows(by_layer=True),
+        LayersWithoutPositions(),
+        Written({"pad_token_id": None}),  # the default of transformers may be outside of the vocabulary
+    ),
+    defaults=DECODER_DEFAULTS
+    | {
+        "vocab_size": 128256,
+        "hidden_size": 2048,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+        "rope_theta": 2000000.0,
+        "mlp_bias": False,
+        "tie_word_embeddings": True,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "layer_types": None,
+        "no_rope_layers": None,
+        "no_rope_layer_interval": 4,
+    },
+)
