@@ -63,7 +63,7 @@ def running_median(values: np.ndarray, window: int) -> np.ndarray:
 def local_noise(losses: np.ndarray, smooth: np.ndarray) -> np.ndarray:
     """Returns the standard deviation of the noise at each step, from the absolute residuals of blocks."""
     residuals = np.abs(losses - smooth)
-    blocks = [block for block in np.array_split(np.arange(len(losses)), max(1, min(12, len(losses) // 25)))]
+    blocks = np.array_split(np.arange(len(losses)), max(1, min(12, len(losses) // 25)))
     # A window's median follows the noise a little, so the residuals are slightly too small.
     scales = [1.05 * _NORMAL * float(np.median(residuals[block])) for block in blocks]
     return np.interp(np.arange(len(losses)), [float(block.mean()) for block in blocks], scales)

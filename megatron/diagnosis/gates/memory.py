@@ -16,7 +16,6 @@ from megatron.diagnosis.gates.finished_run import FinishedRun
 from megatron.diagnosis.gates.user_run import UserRun, run_part
 from megatron.diagnosis.gates.verdict import Figure, Outcome, Verdict
 
-_WORST_CASE = Path(__file__).with_name("worst_case.py")
 GIB = 2**30
 
 
@@ -39,7 +38,7 @@ def judge_memory(
     """Runs `steps` steps under the worst case and judges the peak. `limit` replaces the device's memory, in GiB;
     `max_utilization` is in percent."""
     folder.mkdir(parents=True, exist_ok=True)
-    before = [str(_WORST_CASE), str(folder), "uneven" if uneven else "even"]
+    before = ["-m", "megatron.diagnosis.gates.worst_case", str(folder), "uneven" if uneven else "even"]
     part = run_part(run, folder, steps, before_script=before)
     peaks = [_read(path) for path in sorted(folder.glob("peak_*.json"))]
     if "out of GPU memory" in part.output or "OutOfMemoryError" in part.output:

@@ -14,6 +14,8 @@ from megatron.training.config.command_line import read_command_line, split_words
 from megatron.training.config.flag_table import Flag, flags_by_spelling
 from megatron.training.logging.jsonl import MetricsHistory, read_metrics
 
+_ROOT = Path(__file__).resolve().parents[3]
+"""Folder of the package, for a run in another folder."""
 _DROPPED_GROUPS = {"logging", "evaluation", "tensors of single steps"}
 _KEPT_OF_CHECKPOINTS = {"ckpt_format", "pretrained_checkpoint", "load_hf", "async_save", "async_strategy"}
 _DROPPED = {"exit_interval", "exit_duration_in_mins", "dry_run", "print_config"}
@@ -155,7 +157,8 @@ def run_part(
     words += ["--exit-interval", str(steps), *flags]
     command = [*_launcher(run), *before_script, str(run.script), *words]
     print(f"running {steps} steps in {run.processes} processes; output: {folder / 'output.txt'}", file=sys.stderr)
-    environment = {**os.environ, "WANDB_MODE": "disabled"}
+    paths = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "WANDB_MODE": "disabled", "PYTHONPATH": paths}
     with (folder / "output.txt").open("wb") as output:
         try:
             code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environment).returncode

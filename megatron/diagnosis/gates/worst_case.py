@@ -1,24 +1,25 @@
 """Runs a training script with the inputs that take most memory, and writes the peak of each rank:
 
-python worst_case.py FOLDER even|uneven SCRIPT FLAGS
+python -m megatron.diagnosis.gates.worst_case FOLDER even|uneven SCRIPT FLAGS
 
 Every sample is a single document of the whole sequence length, without masked tokens. With `uneven`, every router sends
 all tokens to the first experts, which one expert parallel rank holds. The memory gate (memory.py) starts this file.
 """
 
+import dataclasses
 import json
 import os
 import runpy
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-sys.path[:0] = [str(Path(__file__).resolve().parents[3])]
 
 import torch
 from torch import Tensor, nn
 
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron.training import pretraining
 from megatron.training.hooks.hook import Hook, Hooks
@@ -38,9 +39,10 @@ class FirstExperts(RouterReplay):
         return torch.arange(topk, device=self.device).expand(tokens, topk).contiguous()
 
 
-def route_to_first_experts(chunks: "list[nn.Module]", device: torch.device) -> int:
+def route_to_first_experts(chunks: Sequence[nn.Module], device: torch.device) -> int:
     """Makes all routers of some model chunks send every token to the first experts. Returns their number."""
-    routers = [module for chunk in chunks for module in chunk.modules() if hasattr(module, "uses_sinkhorn")]
+    found = [module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)]
+    routers = [router for router in found if not router.uses_sinkhorn]  # Sinkhorn's routing is even by construction
     for router in routers:
         router.replay = FirstExperts(device)
     return len(routers)
@@ -65,10 +67,12 @@ def with_longest_rows(dataset: Any) -> Any:
     if dataset is None:
         return None
     kind = type(dataset)
-    # The class of this one object changes: wrappers would hide the attributes that the run reads from its datasets.
-    dataset.__class__ = type(
-        kind.__name__, (kind,), {"__getitem__": lambda self, i: longest_rows(kind.__getitem__(self, i))}
-    )
+
+    def item_of(self: Any, idx: Any) -> dict[str, Any]:
+        return longest_rows(kind.__getitem__(self, idx))
+
+    # The class of this one object changes: a wrapper would hide the attributes that the run reads from its datasets.
+    dataset.__class__ = type(kind.__name__, (kind,), {"__getitem__": item_of})
     return dataset
 
 
@@ -119,11 +123,12 @@ def main(folder: Path, uneven: bool) -> None:
     original = pretraining.set_up
 
     def set_up(config: Any, providers: Any, environment: Any, *rest: Any) -> Trainer:
-        import dataclasses
-
         found.append(environment.device)
         build = providers.build_datasets
-        longest = lambda *words: [with_longest_rows(one) for one in build(*words)]  # noqa: E731
+
+        def longest(*words: Any) -> list[Any]:
+            return [with_longest_rows(one) for one in build(*words)]
+
         trainer = original(config, dataclasses.replace(providers, build_datasets=longest), environment, *rest)
         routers = route_to_first_experts(list(trainer.model), environment.device) if uneven else 0
         trainer.hooks = Hooks([*trainer.hooks.hooks, PeakMemory(folder, environment.device, routers)])
@@ -131,7 +136,7 @@ def main(folder: Path, uneven: bool) -> None:
 
     # The script builds its run itself, so this is the one place where all parts of the run are at hand.
     pretraining.set_up = set_up  # type: ignore[assignment]
-    sys.path[0] = str(Path(sys.argv[0]).parent)
+    sys.path.insert(0, str(Path(sys.argv[0]).parent))
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")
     finally:
