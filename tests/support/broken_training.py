@@ -5,6 +5,7 @@ gate use its counter.
 """
 
 import argparse
+import random
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -21,7 +22,7 @@ from megatron.training import pretrain
 from megatron.training.hooks.hook import Hook
 from megatron.training.providers import Context, ForwardStep, Providers
 
-FAULTS = ("none", "shuffled-labels", "no-gradient", "random-batches", "unsaved-counter")
+FAULTS = ("none", "shuffled-labels", "no-gradient", "random-batches", "unsaved-counter", "not-repeatable")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -86,6 +87,8 @@ def build_providers() -> Providers:
                     total = total * 0.0
                 if fault == "unsaved-counter":
                     total = total * (1.0 + 0.01 * counter.steps)
+                if fault == "not-repeatable":
+                    total = total * (1.0 + 0.01 * random.SystemRandom().random())
                 return total, *rest
 
             return losses, faulty_loss
