@@ -11,6 +11,7 @@ unigram entropy), and then falls by about as much for each doubling of the steps
     divergence         leaves its level for good, or is not finite
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -95,7 +96,7 @@ def judge_loss(curve: LossCurve, by_step: int | None = None, expected: float | N
 def _verdict(
     outcome: Outcome,
     reason: str,
-    figures: "dict[str, Figure] | None" = None,
+    figures: Mapping[str, Figure] | None = None,
     kinds: tuple[str, ...] = (),
     steps: list[int] | None = None,
 ) -> Verdict:
@@ -271,14 +272,14 @@ def _flat_from(summary: _Summary) -> int | None:
         # A model moves by its learning rate, so the time that counts is the sum of the rates.
         moved = np.diff(age, prepend=age[0] - 1.0) * summary.rates / summary.rates.max()
         age = age[0] + np.cumsum(moved)
-    for share in np.linspace(0.1, 0.72, 32):
+    for share in np.linspace(0.1, 0.72, 24):
         begin = int(share * len(steps))
         if len(steps) - begin < 25:
             break
         if age[-1] < 1.2 * age[begin]:  # what is left of the learning rate moves the model little
             break
         tail = log_slope(age[begin:], losses[begin:])
-        if any(one.decline > 3.0 * one.error for one in (tail, _slope_of_parts(age[begin:], losses[begin:]))):
+        if _falls(tail) or _falls(_slope_of_parts(age[begin:], losses[begin:])):
             continue
         before = slice(int(np.searchsorted(age, age[begin] / 4)), begin)
         fell = log_slope(age[before], losses[before])
@@ -287,6 +288,10 @@ def _flat_from(summary: _Summary) -> int | None:
         if tail.decline + 2.0 * tail.error < 0.2 * (fell.decline - 2.0 * fell.error):
             return int(steps[begin])
     return None
+
+
+def _falls(slope: Slope) -> bool:
+    return slope.decline > 3.0 * slope.error
 
 
 def _slope_of_parts(age: np.ndarray, losses: np.ndarray) -> Slope:
