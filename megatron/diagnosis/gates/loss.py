@@ -46,7 +46,15 @@ def judge_loss_of(run: FinishedRun, request: LossRequest) -> JudgedLoss:
     curve = curve_of(run.metrics, request.name, uniform, facts.unigram)
     if not len(curve.steps):
         raise UserError(f"{run.metrics_path}: no training step has a value of {request.name!r}; give --loss-name")
-    return JudgedLoss(judge_loss(curve, request.by_step, request.expected), curve, run.metrics_path)
+    evaluated = _validation_loss(run, request, request.by_step or int(curve.steps[-1]))
+    return JudgedLoss(judge_loss(curve, request.by_step, request.expected, evaluated), curve, run.metrics_path)
+
+
+def _validation_loss(run: FinishedRun, request: LossRequest, step: int) -> float | None:
+    """Returns the validation loss at a step, or within the tenth of the steps before it; None if there is none."""
+    iterations, losses = run.metrics.validation_series(request.name)
+    near = [loss for number, loss in zip(iterations, losses, strict=True) if 0.9 * step <= number <= step]
+    return near[-1] if near else None
 
 
 def judge_loss_of_command(run: UserRun, request: LossRequest, steps: int, folder: Path) -> JudgedLoss:

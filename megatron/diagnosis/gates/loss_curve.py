@@ -65,9 +65,11 @@ class _Summary:
         return self.start - self.end
 
 
-def judge_loss(curve: LossCurve, by_step: int | None = None, expected: float | None = None) -> Verdict:
+def judge_loss(
+    curve: LossCurve, by_step: int | None = None, expected: float | None = None, evaluated: float | None = None
+) -> Verdict:
     """Returns the verdict about a curve up to `by_step` (None: all of it). `expected` is the loss that the run must
-    have reached there."""
+    have reached there: by its validation loss `evaluated`, or without one by the training loss."""
     last = int(curve.steps[-1]) if len(curve.steps) else 0
     curve = curve if by_step is None else curve.until(by_step)
     broken = _not_finite(curve)
@@ -90,7 +92,7 @@ def judge_loss(curve: LossCurve, by_step: int | None = None, expected: float | N
         return found
     if by_step is not None and last < by_step:
         return _verdict(Outcome.UNSURE, f"the run is at step {last} of {by_step}; {found.reason}", found.figures)
-    return found if expected is None else _against_expected(found, expected)
+    return found if expected is None else _against_expected(found, expected, evaluated)
 
 
 def _verdict(
@@ -324,12 +326,13 @@ def _healthy(curve: LossCurve, summary: _Summary) -> Verdict:
     return _verdict(Outcome.PASS, text, summary.figures, (), spikes)
 
 
-def _against_expected(found: Verdict, expected: float) -> Verdict:
-    last = found.figures["last loss"]
+def _against_expected(found: Verdict, expected: float, evaluated: float | None) -> Verdict:
+    last = found.figures["last loss"] if evaluated is None else evaluated
     assert isinstance(last, float)
-    figures = {**found.figures, "expected loss": expected}
+    what = "training loss" if evaluated is None else "validation loss"
+    figures = {**found.figures, "expected loss": expected, what: last}
     if last > expected * 1.005:
-        reason = f"the loss is {last:.3f} at step {found.figures['steps']}, and {expected:.3f} is expected"
+        reason = f"the {what} is {last:.3f} at step {found.figures['steps']}, and {expected:.3f} is expected"
         return _verdict(Outcome.FAIL, reason, figures, (ABOVE_EXPECTED,))
-    reason = f"{found.reason}; expected: {expected:.3f}"
+    reason = f"{found.reason}; {what} {last:.3f}, expected: {expected:.3f}"
     return Verdict("loss", found.outcome, reason, found.kinds, figures, found.steps)
