@@ -5,7 +5,8 @@ unigram entropy), and then falls by about as much for each doubling of the steps
 
     flat from zero     never leaves its start: the learning rate, frozen weights, or the data
     too low a rate     falls, but is still far above the unigram entropy
-    shuffled labels    stops at the unigram entropy: the labels have nothing to do with the inputs
+    shuffled labels    stops at the unigram entropy: the labels have nothing to do with the inputs. A rate that is far
+                       too high stops it there or a little above, and is named together with it
     flat after N       falls, then stops at step N
     spikes             leaves its level and comes back, three times or more
     divergence         leaves its level for good, or is not finite
@@ -239,8 +240,10 @@ def _stopped(curve: LossCurve, summary: _Summary) -> Verdict | None:
     if curve.unigram is not None:
         later, error = level(half, summary.noise[len(summary.noise) // 2 :])
         near = max(0.02 * curve.unigram, 4.0 * error)
-        if abs(later - curve.unigram) < near and abs(summary.end - curve.unigram) < near:
-            return _at_unigram(curve, summary, flat_from)
+        above = later - curve.unigram, summary.end - curve.unigram
+        if min(above) > -near and max(above) < max(near, 0.05 * curve.unigram):
+            kinds = (SHUFFLED,) if max(above) < near else (SHUFFLED, DIVERGENCE)
+            return _at_unigram(curve, summary, flat_from, kinds)
     if flat_from is None:
         return None
     kinds = (FLAT_AFTER,) if curve.unigram is not None else (FLAT_AFTER, SHUFFLED)
@@ -251,8 +254,9 @@ def _stopped(curve: LossCurve, summary: _Summary) -> Verdict | None:
     return _verdict(Outcome.FAIL, reason, summary.figures, kinds, [flat_from])
 
 
-def _at_unigram(curve: LossCurve, summary: _Summary, flat_from: int | None) -> Verdict | None:
-    """The second half of the losses is at the unigram entropy."""
+def _at_unigram(curve: LossCurve, summary: _Summary, flat_from: int | None, kinds: tuple[str, ...]) -> Verdict | None:
+    """The second half of the losses is at the unigram entropy, or somewhat above, where a rate that is far too high
+    leaves it."""
     text = f"the loss is {summary.end:.3f}; the unigram entropy of the data is {curve.unigram:.3f}"
     middle = len(summary.steps) // 2
     tail = log_slope(summary.steps[middle:], summary.losses[middle:])
@@ -261,8 +265,9 @@ def _at_unigram(curve: LossCurve, summary: _Summary, flat_from: int | None) -> V
         return None  # it passes this value on its way
     if len(summary.steps) < 200:
         return _verdict(Outcome.UNSURE, f"{text}: where every model pauses; run more steps", summary.figures)
-    reason = f"{text}: the model learns only how frequent tokens are, so the labels do not belong to the inputs"
-    return _verdict(Outcome.FAIL, reason, summary.figures, (SHUFFLED,), [flat_from or int(summary.steps[middle])])
+    reason = f"{text}: the model learns only how frequent tokens are; the labels do not belong to the inputs"
+    reason += ", or the learning rate is far too high" if DIVERGENCE in kinds else ""
+    return _verdict(Outcome.FAIL, reason, summary.figures, kinds, [flat_from or int(summary.steps[middle])])
 
 
 def _flat_from(summary: _Summary) -> int | None:
@@ -323,6 +328,8 @@ def _healthy(curve: LossCurve, summary: _Summary) -> Verdict:
     if curve.unigram is not None and summary.end > curve.unigram + 3.0 * summary.end_error and not continued:
         reason = f"{text}, but is above the unigram entropy of the data, {curve.unigram:.3f}; run more steps"
         return _verdict(Outcome.UNSURE, reason, summary.figures, (), spikes)
+    if curve.unigram is None:
+        text += "; the unigram entropy is not known, so shuffled labels are not ruled out"
     return _verdict(Outcome.PASS, text, summary.figures, (), spikes)
 
 

@@ -31,9 +31,9 @@ run="--micro-batch-size 8 --lr 4e-3 --min-lr 4e-4 --lr-warmup-iters 20 --lr-deca
 
 train() { # NAME FLAGS: --fault changes what is trained
   name=$1; shift
-  [ -f "$work/$name.jsonl" ] && return
+  [ -f "$work/$name.metrics.jsonl" ] && return
   "$PYTHON" "$root/tests/support/broken_training.py" $model $data $run --metrics-path "$work/$name.part" "$@"
-  mv "$work/$name.part" "$work/$name.jsonl"
+  mv "$work/$name.part" "$work/$name.metrics.jsonl"
 }
 
 train good-cosine
@@ -46,13 +46,26 @@ train flat-frozen --fault no-gradient
 train slow-rate --lr 1e-5 --min-lr 1e-6
 train flat-after --fault no-gradient --fault-from 120 --weight-decay 0 --lr-decay-style constant
 train spikes --fault random-batches --fault-iterations 90 91 150 151 230 231 290 291 292 350 351
-train divergence --lr 0.3 --clip-grad 0 --lr-decay-style constant
+train high-rate --lr 0.3 --clip-grad 0 --lr-decay-style constant
+train divergence --lr 0.2 --clip-grad 0 --lr-warmup-iters 399
 train shuffled-labels --fault shuffled-labels
-"$PYTHON" - "$work" "$here" <<'PY'
+"$PYTHON" - "$work" "$here" "$root" <<'PY'
 import json, sys
 from pathlib import Path
-for path in sorted(Path(sys.argv[1]).glob("*-*.jsonl")) + [Path(sys.argv[1], n) for n in ("spikes.jsonl", "divergence.jsonl")]:
+work, here, root = map(Path, sys.argv[1:])
+sys.path.insert(0, str(root))
+from megatron.diagnosis.gates.unigram import facts_of_blend
+facts = facts_of_blend(([str(work / "code_text_document")], None))
+content = {"vocabulary": facts.vocabulary, "unigram entropy": facts.unigram}
+(here / "data.json").write_text(json.dumps(content) + "\n")
+kept = ("iteration", "lm loss", "non_finite", "learning rate")
+
+def short(value):
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+for path in sorted(work.glob("*.metrics.jsonl")):
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    kept = [{k: line[k] for k in ("iteration", "lm loss", "learning rate", "global batch size")} for line in lines if "lm loss" in line]
-    Path(sys.argv[2], path.name).write_text("".join(json.dumps(line) + "\n" for line in kept))
+    steps = [{name: short(line[name]) for name in kept if name in line} for line in lines if "learning rate" in line]
+    text = "".join(json.dumps(step) + "\n" for step in steps)
+    (here / path.name.replace(".metrics", "")).write_text(text)
 PY
