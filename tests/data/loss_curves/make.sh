@@ -47,7 +47,7 @@ train slow-rate --lr 1e-5 --min-lr 1e-6
 train flat-after --fault no-gradient --fault-from 120 --weight-decay 0 --lr-decay-style constant
 train spikes --fault random-batches --fault-iterations 90 91 150 151 230 231 290 291 292 350 351
 train high-rate --lr 0.3 --clip-grad 0 --lr-decay-style constant
-train divergence --lr 0.2 --clip-grad 0 --lr-warmup-iters 399
+train rising-rate --lr 0.2 --clip-grad 0 --lr-warmup-iters 399
 train shuffled-labels --fault shuffled-labels
 "$PYTHON" - "$work" "$here" "$root" <<'PY'
 import json, sys
