@@ -1,7 +1,7 @@
 """Plots runs in one picture: losses, and panels with learning rate, gradient norm, throughput or memory."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,8 @@ def plot_metrics(
     panels: Sequence[str] = (),
     smooth: int = 1,
     against: str = "iteration",
+    levels: Mapping[str, float] | None = None,
+    marked_steps: Sequence[int] = (),
 ) -> Path:
     """Plots one or several metrics.jsonl as a PNG. Returns `picture`.
 
@@ -48,6 +50,8 @@ def plot_metrics(
         smooth: draw training losses and panels as means over this many iterations; the losses themselves are drawn
             pale.
         against: the unit of the horizontal axis: "iteration", "tokens" or "consumed samples".
+        levels: losses to draw as horizontal lines, by name.
+        marked_steps: iterations of the first run to draw as vertical lines.
 
     Raises UserError if matplotlib or a file is missing, if `picture` cannot be written, if a run has no value of `loss`
     or of any panel, or if labels do not fit.
@@ -64,11 +68,16 @@ def plot_metrics(
     figure = Figure(figsize=(9, 5 + 2.2 * len(panels)), dpi=120, layout="constrained")
     heights = [2.4, *([1.0] * len(panels))]
     axes = figure.subplots(1 + len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    for number, (name, value) in enumerate((levels or {}).items()):
+        axes[0].axhline(value, color="tab:grey", linewidth=0.8, linestyle=":")
+        axes[0].annotate(name, (0.01 + 0.3 * number, value), xycoords=("axes fraction", "data"), fontsize="small")
+    for place in _places(runs[0], marked_steps, against):
+        axes[0].axvline(place, color="tab:red", linewidth=0.8, linestyle=":")
     _draw_losses(axes[0], runs, loss, smooth, against, with_rate=len(runs) == 1 and not panels)
     for axis, panel in zip(axes[1:], panels, strict=True):
         _draw_panel(axis, runs, panel, smooth, against)
     axes[-1].set_xlabel(against)
-    axes[0].set_title(title or (runs[0].label if len(runs) == 1 else f"{len(runs)} runs"))
+    axes[0].set_title(title or (runs[0].label if len(runs) == 1 else f"{len(runs)} runs"), wrap=True)
     picture = Path(picture)
     if picture.is_dir():
         raise UserError(f"{picture} is a folder; name the picture to write")
