@@ -61,6 +61,7 @@ class DistributedDataParallel(nn.Module):
         self.config = config
         self.ddp_config = ddp_config
         self.module = module
+        self._disable_bucketing = disable_bucketing
         self.pg_collection = groups_or_default(pg_collection).freeze()
         self.shardings = shardings(ddp_config, self.pg_collection)
         shards = {grid: sharding.shards for grid, sharding in self.shardings.items()}
@@ -153,6 +154,19 @@ class DistributedDataParallel(nn.Module):
         return TwoLevelReduction(data, Reduction(self._group(sharding.replica_group)))
 
     # The model -------------------------------------------------------------------------------------------------------
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "DistributedDataParallel":
+        """Moves the model, as `.to(device)` asks, and wraps it anew there: parameters are views of flat buffers. Raises
+        UserError if ranks share state of the model: hooks and shards stay on the old device."""
+        moved = any(fn(unit.param_buffer[:0]).device != unit.device for unit in self.units)
+        if moved and any(unit.sharding.shards > 1 for unit in self.units):
+            raise UserError("move the model to its device before DistributedDataParallel shards it")
+        super()._apply(fn, recurse)
+        if moved:
+            training = self.training
+            self.__init__(self.config, self.ddp_config, self.module, self._disable_bucketing, self.pg_collection)  # type: ignore[misc]
+            self.train(training)
+        return self
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Calls the wrapped module."""

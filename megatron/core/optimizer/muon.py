@@ -118,6 +118,13 @@ class Muon:
     def _directions(self, segment: MuonSegment, step: StepInputs, weight_decay: float | Tensor) -> Tensor:
         """Updates the momentum and returns the tensor to orthogonalise."""
         main, beta = segment.weights.dtype, self.config.muon_momentum
+        if _has_kernels(segment):
+            from megatron.core.optimizer.muon_triton import update_momentum_triton
+
+            chosen = {"nesterov": self.config.muon_use_nesterov, "decoupled": self.config.decoupled_weight_decay}
+            return update_momentum_triton(
+                segment.momentum, segment.gradients, segment.weights, step, weight_decay, beta=beta, **chosen
+            )
         gradient = segment.gradients.to(main) / step.divisor.to(main)
         if not self.config.decoupled_weight_decay:
             gradient = gradient + weight_decay * segment.weights
@@ -131,6 +138,11 @@ class Muon:
     ) -> None:
         weights, main = segment.weights, segment.weights.dtype
         decoupled = self.config.decoupled_weight_decay
+        if _has_kernels(segment):
+            from megatron.core.optimizer.muon_triton import update_weights_triton
+
+            update_weights_triton(weights, segment.model_weights, update, step, lr, weight_decay, decoupled)
+            return
         kept = weights * (1.0 - lr * weight_decay).to(main) if decoupled else weights
         replace(step.skip, (weights, kept - lr.to(main) * update))
         if segment.model_weights is not None:
@@ -227,6 +239,12 @@ def _distributed(matrices: Tensor, split: int, group: object, function: Callable
     parts = all_to_all_rows(padded, group).chunk(ranks)  # type: ignore[arg-type]
     done = function(torch.cat(parts, split)).chunk(ranks, split)
     return all_to_all_rows(torch.cat(done), group)[:count]  # type: ignore[arg-type]
+
+
+def _has_kernels(segment: MuonSegment) -> bool:
+    """Whether a segment is updated by kernels for GPUs."""
+    tensors = segment.weights, segment.momentum, segment.gradients
+    return all(tensor.is_cuda and tensor.dtype is torch.float32 and tensor.is_contiguous() for tensor in tensors)
 
 
 def _owned(items: Iterable[_Item], rank: int) -> list[_Item]:
