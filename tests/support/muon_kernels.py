@@ -5,12 +5,13 @@ import itertools
 import torch
 from torch import Tensor
 
+from megatron.core.optimizer.gram_newton_schulz import newton_schulz_in_float16
 from megatron.core.optimizer.muon_triton import (
     symmetric_product_triton,
     update_momentum_triton,
     update_weights_triton,
 )
-from megatron.core.optimizer.newton_schulz import newton_schulz, newton_schulz_in_float16
+from megatron.core.optimizer.newton_schulz import newton_schulz
 from megatron.core.optimizer.segments import StepInputs
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -28,6 +29,8 @@ def symmetric_products() -> None:
         gram = symmetric_product_triton(matrices, matrices, 0.125)
         wide = matrices.double()
         _agree(gram, 0.125 * wide @ wide.mT)
+        columns = matrices.mT.contiguous().mT
+        _agree(symmetric_product_triton(columns, columns, 0.125), 0.125 * wide @ wide.mT)
         made = symmetric_product_triton(gram, gram, 0.5, gram, -2.0, 3.0)
         exact = gram.double()
         _agree(made, 0.5 * exact @ exact - 2.0 * exact + 3.0 * torch.eye(size, device=DEVICE))
@@ -47,7 +50,7 @@ def orthogonal_matrices() -> None:
         for given, limit in ((matrices, 1e-2), (spiked.float(), 5e-2)):
             for coefficients in ("simple", "quintic"):
                 expected = newton_schulz(given.double(), 5, coefficients)
-                found = newton_schulz_in_float16(given, 5, coefficients)
+                found = newton_schulz_in_float16([given], 5, coefficients, 2.0) / 2.0
                 error = (found.double() - expected).norm() / expected.norm()
                 assert error <= limit, (shape, coefficients, float(error))
 

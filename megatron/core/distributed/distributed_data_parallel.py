@@ -156,15 +156,15 @@ class DistributedDataParallel(nn.Module):
     # The model -------------------------------------------------------------------------------------------------------
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "DistributedDataParallel":
-        """Moves the model, as `.to(device)` asks, and wraps it anew there: parameters are views of flat buffers. Raises
-        UserError if ranks share state of the model: hooks and shards stay on the old device."""
-        moved = any(fn(unit.param_buffer[:0]).device != unit.device for unit in self.units)
-        if moved and any(unit.sharding.shards > 1 for unit in self.units):
-            raise UserError("move the model to its device before DistributedDataParallel shards it")
+        """Moves or converts the model, as `.to()` asks, and wraps it anew: gradients follow to its device and type.
+        Raises UserError if ranks shard the model, its gradients or its optimizer state."""
+        changed = any(_kind(fn(unit.param_buffer[:0])) != _kind(unit.param_buffer) for unit in self.units)
+        if changed and any(unit.sharding.shards > 1 for unit in self.units):
+            raise UserError("move the model to its device and type before DistributedDataParallel shards it")
         super()._apply(fn, recurse)
-        if moved:
-            training = self.training
-            self.__init__(self.config, self.ddp_config, self.module, self._disable_bucketing, self.pg_collection)  # type: ignore[misc]
+        if changed:
+            training, given = self.training, (self.config, self.ddp_config, self.module, self._disable_bucketing)
+            DistributedDataParallel.__init__(self, *given, self.pg_collection)
             self.train(training)
         return self
 
@@ -396,6 +396,10 @@ class DistributedDataParallel(nn.Module):
             self.finish_param_sync()
         if not any(unit.shards_weights for unit in self.units):
             self._hooks.disable()
+
+
+def _kind(tensor: Tensor) -> tuple[torch.device, torch.dtype]:
+    return tensor.device, tensor.dtype
 
 
 def _default_device() -> torch.device:

@@ -14,7 +14,7 @@ _BLOCK = 1024
 
 @triton.jit
 def _symmetric_product_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluate annotations
-    output, left, right, added, size, inner, left_n, left_row, right_n, right_row, alpha, beta, gamma,
+    output, left, right, added, size, inner, left_n, left_row, left_k, right_n, right_row, right_k, alpha, beta, gamma,
     ADDS: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     """Computes a tile [ROWS, ROWS] of the lower triangle, and writes it and its mirror image."""
@@ -26,16 +26,16 @@ def _symmetric_product_kernel(  # type: ignore[no-untyped-def]  # Triton would e
     j = pair - i * (i + 1) // 2
     row, column = i * ROWS + tl.arange(0, ROWS), j * ROWS + tl.arange(0, ROWS)
     k = tl.arange(0, INNER)
-    left_at = left + n * left_n + row[:, None].to(tl.int64) * left_row + k[None, :]
-    right_at = right + n * right_n + column[None, :].to(tl.int64) * right_row + k[:, None]
+    left_at = left + n * left_n + row[:, None].to(tl.int64) * left_row + k[None, :] * left_k
+    right_at = right + n * right_n + column[None, :].to(tl.int64) * right_row + k[:, None] * right_k
     total = tl.zeros((ROWS, ROWS), tl.float32)
     for begin in range(0, inner, INNER):
         inside = begin + k < inner
         a = tl.load(left_at, mask=(row < size)[:, None] & inside[None, :], other=0.0)
         b = tl.load(right_at, mask=(column < size)[None, :] & inside[:, None], other=0.0)
         total = tl.dot(a, b, total)
-        left_at += INNER
-        right_at += INNER
+        left_at += INNER * left_k
+        right_at += INNER * right_k
     total *= alpha
     present = (row < size)[:, None] & (column < size)[None, :]
     at = n * size * size + row[:, None].to(tl.int64) * size + column[None, :]
@@ -55,13 +55,12 @@ def symmetric_product_triton(
     """Returns alpha left @ right^T + beta added + gamma I for [n, r, k] matrices whose product is symmetric, computed
     from its lower triangle: half the work of a product. `added` is symmetric. Sums are in float32."""
     n, size, inner = left.shape
-    left, right = (one if one.stride(-1) == 1 else one.contiguous() for one in (left, right))
     output = left.new_empty(n, size, size)
     rows = 128 if size >= 128 else max(16, triton.next_power_of_2(size))
     tiles = cdiv(size, rows)
     _symmetric_product_kernel[(tiles * (tiles + 1) // 2, n)](
-        output, left, right, output if added is None else added, size, inner, left.stride(0), left.stride(1),
-        right.stride(0), right.stride(1), alpha, beta, gamma,
+        output, left, right, output if added is None else added, size, inner, *left.stride(), *right.stride(),
+        alpha, beta, gamma,
         ADDS=added is not None, ROWS=rows, INNER=64, num_warps=8, num_stages=4,
     )  # fmt: skip
     return output

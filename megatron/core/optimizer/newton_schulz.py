@@ -2,8 +2,6 @@
 products."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -45,82 +43,32 @@ def newton_schulz(matrices: Tensor, steps: int, coefficients: str = "quintic", p
 
     X_0 = G / |G|;  A = X X^T;  X = a X + (b A + c A A) X. Tall matrices are transposed first. `precision` of the
     products of float32 matrices: low keeps everything in bfloat16; medium rounds the factors to bfloat16; high keeps
-    float32. Float64 matrices stay in float64. On a GPU low and medium are `gram_newton_schulz` with factors in float16,
-    which have three more bits than bfloat16's.
+    float32. Float64 matrices stay in float64.
     """
-    if matrices.is_cuda and precision != "high" and matrices.dtype is not torch.float64:
-        return newton_schulz_in_float16(matrices, steps, coefficients)
     wide = matrices.shape[-2] <= matrices.shape[-1]
     x = matrices if wide else matrices.mT
     main = x.dtype
-    x = x / (torch.linalg.matrix_norm(x, keepdim=True) * _MARGIN.get(coefficients, 1.0) + _EPS)
+    x = x / norms(x, coefficients)
     is_wide_type = main is torch.float64
     if precision == "low" and not is_wide_type:
         x = x.bfloat16()
     rounds = precision == "medium" and not is_wide_type
-    chosen = COEFFICIENTS[coefficients]
-    for step in range(steps):
-        a, b, c = chosen[min(step, len(chosen) - 1)]
+    for a, b, c in polynomials(steps, coefficients):
         gram = _product(x, x.mT, rounds)
         x = a * x + _product(b * gram + c * _product(gram, gram, rounds), x, rounds)
     x = x.to(main)
     return x if wide else x.mT
 
 
-@dataclass(frozen=True)
-class GramScales:
-    """Powers of two that keep numbers within the range of float16."""
-
-    matrix: float = 1.0
-    """Matrices are kept times this."""
-    gram: float = 1.0
-    """Gram matrices are kept times this."""
+def norms(matrices: Tensor, coefficients: str) -> Tensor:
+    """Returns what each matrix is divided by, [n, 1, 1], so that no singular value is above 1."""
+    return torch.linalg.matrix_norm(matrices, keepdim=True) * _MARGIN.get(coefficients, 1.0) + _EPS
 
 
-_RESTART = 2
-"""Steps after which the Gram matrix is computed anew. Rounding its entries changes small eigenvalues, and each step
-raises them 16-fold; restarts from the matrices themselves undo that."""
-
-
-def gram_newton_schulz(
-    x: Tensor,
-    polynomials: Sequence[tuple[float, float, float]],
-    symmetric_product: Callable[..., Tensor],
-    scales: GramScales = GramScales(),
-) -> Tensor:
-    """Returns what the iteration above makes of X_0 [n, rows, columns], with fewer operations: R = X X^T determines the
-    polynomial of each step, and X is a polynomial of R times X_0.
-
-    P = a I + b R + c R^2;  Q = Q P;  R = P R P;  in the end X = Q X_0. All factors are polynomials of one symmetric
-    matrix, so they commute, and their products are symmetric. Every second step X is computed, and R from it.
-    """
-    alpha, scale = scales.gram / scales.matrix**2, scales.gram
-    restarts = range(_RESTART, len(polynomials) - 1, _RESTART)
-    q: Tensor | None = None
-    gram = symmetric_product(x, x, alpha)
-    for step, (a, b, c) in enumerate(polynomials):
-        if step in restarts:
-            assert q is not None
-            x, q = torch.bmm(q, x), None
-            gram = symmetric_product(x, x, alpha)
-        p = symmetric_product(gram, gram, c / scale**2, gram, b / scale, a)
-        q = p if q is None else symmetric_product(q, p)
-        if step + 1 < len(polynomials) and step + 1 not in restarts:
-            gram = symmetric_product(symmetric_product(p, gram), p)
-    return x if q is None else torch.bmm(q, x)
-
-
-def newton_schulz_in_float16(matrices: Tensor, steps: int, coefficients: str) -> Tensor:
-    from megatron.core.optimizer.muon_triton import symmetric_product_triton
-
+def polynomials(steps: int, coefficients: str) -> list[tuple[float, float, float]]:
+    """Returns (a, b, c) of each step."""
     chosen = COEFFICIENTS[coefficients]
-    polynomials = [chosen[min(step, len(chosen) - 1)] for step in range(steps)]
-    x = matrices if matrices.shape[-2] <= matrices.shape[-1] else matrices.mT
-    scales = GramScales(min(2.0 ** math.ceil(math.log2(x.shape[-2] * x.shape[-1]) / 2), 32768.0), 4096.0)
-    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) * _MARGIN.get(coefficients, 1.0) + _EPS
-    x = gram_newton_schulz((x * (scales.matrix / norm)).half(), polynomials, symmetric_product_triton, scales)
-    x = x if matrices.shape[-2] <= matrices.shape[-1] else x.mT
-    return x.to(matrices.dtype) / scales.matrix
+    return [chosen[min(step, len(chosen) - 1)] for step in range(steps)]
 
 
 def _product(left: Tensor, right: Tensor, rounds: bool) -> Tensor:

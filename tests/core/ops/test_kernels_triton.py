@@ -3,7 +3,14 @@
 from types import ModuleType
 
 import pytest
-from support import elementwise_kernels, expert_kernels, fp8_grouped_kernels, recurrent_kernels, triton_agreement
+from support import (
+    elementwise_kernels,
+    expert_kernels,
+    fp8_grouped_kernels,
+    muon_kernels,
+    recurrent_kernels,
+    triton_agreement,
+)
 
 CHECKS: dict[str, tuple[ModuleType, list[str]]] = {
     "ops/attention/merge_triton.py": (triton_agreement, ["merged_blocks"]),
@@ -25,6 +32,7 @@ CHECKS: dict[str, tuple[ModuleType, list[str]]] = {
     "ops/split_heads_triton.py": (elementwise_kernels, ["parts_of_heads", "rotated_parts_of_heads"]),
     "ops/sum_rows_triton.py": (elementwise_kernels, ["sums"]),
     "optimizer/adam_triton.py": (elementwise_kernels, ["updates"]),
+    "optimizer/muon_triton.py": (muon_kernels, ["symmetric_products", "orthogonal_matrices", "updates"]),
     "optimizer/stored_adam_triton.py": (elementwise_kernels, ["stored_updates"]),
 }
 
