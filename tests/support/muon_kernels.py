@@ -5,17 +5,17 @@ import itertools
 import torch
 from torch import Tensor
 
+from megatron.core.ops.symmetric_product_triton import symmetric_product_triton
 from megatron.core.optimizer.gram_newton_schulz import newton_schulz_in_float16
-from megatron.core.optimizer.muon_triton import (
-    symmetric_product_triton,
-    update_momentum_triton,
-    update_weights_triton,
-)
+from megatron.core.optimizer.muon_triton import update_momentum_triton, update_weights_triton
 from megatron.core.optimizer.newton_schulz import newton_schulz
 from megatron.core.optimizer.segments import StepInputs
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_GPU = DEVICE.type == "cuda"
+
+_WHOLE_TILES = ((2, 256, 384), (1, 320, 128)) if ON_GPU else ()
+"""Shapes for the kernel with specialised warps."""
 
 
 def _random(*shape: int) -> Tensor:
@@ -24,13 +24,12 @@ def _random(*shape: int) -> Tensor:
 
 def symmetric_products() -> None:
     """Gram matrices and polynomials of them; sizes that fill tiles, and sizes that do not; views; several matrices."""
-    for n, size, inner in ((1, 16, 16), (2, 48, 100), (1, 130, 70), (2, 300, 40)):
+    for n, size, inner in ((1, 16, 16), (2, 48, 100), (1, 130, 70), (2, 300, 40), (2, 256, 192), (1, 384, 64)):
         matrices = _random(n, size, 2 * inner).half()[..., :inner]
-        gram = symmetric_product_triton(matrices, matrices, 0.125)
         wide = matrices.double()
-        _agree(gram, 0.125 * wide @ wide.mT)
-        columns = matrices.mT.contiguous().mT
-        _agree(symmetric_product_triton(columns, columns, 0.125), 0.125 * wide @ wide.mT)
+        for stored in (matrices, matrices.mT.contiguous().mT, matrices.contiguous()):
+            gram = symmetric_product_triton(stored, stored, 0.125)
+            _agree(gram, 0.125 * wide @ wide.mT)
         made = symmetric_product_triton(gram, gram, 0.5, gram, -2.0, 3.0)
         exact = gram.double()
         _agree(made, 0.5 * exact @ exact - 2.0 * exact + 3.0 * torch.eye(size, device=DEVICE))
@@ -43,7 +42,7 @@ def _agree(found: Tensor, expected: Tensor) -> None:
 
 def orthogonal_matrices() -> None:
     """Wide, square and tall matrices; singular values that fall by six orders of magnitude."""
-    for shape in ((1, 64, 160), (2, 48, 48), (1, 200, 60)):
+    for shape in ((1, 64, 160), (2, 48, 48), (1, 200, 60), *_WHOLE_TILES):
         matrices = _random(*shape)
         rows, values, columns = torch.linalg.svd(matrices.double(), full_matrices=False)
         spiked = rows * torch.logspace(0, -6, values.shape[-1], device=DEVICE) @ columns

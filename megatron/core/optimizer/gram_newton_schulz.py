@@ -71,7 +71,7 @@ def newton_schulz_in_float16(parts: Sequence[Tensor], steps: int, coefficients: 
     """Returns `factor` times the results of `newton_schulz`, as one tensor [n, rows, columns] in float16, for matrices
     on a GPU that are given in parts of the first dimension. Sums are in float32, all else is in float16, which has
     three more bits than bfloat16."""
-    from megatron.core.optimizer.muon_triton import symmetric_product_triton
+    from megatron.core.ops.symmetric_product_triton import symmetric_product_triton
 
     rows, columns = parts[0].shape[-2:]
     scales = Scales(matrix=min(2.0 ** round(math.log2(rows * columns) / 2), 2.0**15), gram=2.0**12)

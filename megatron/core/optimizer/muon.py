@@ -22,7 +22,7 @@ from megatron.core.optimizer.newton_schulz import newton_schulz, update_scale
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.segments import StepInputs, replace
 
-_ELEMENTS_AT_ONCE = 1 << 28
+_ELEMENTS_AT_ONCE = 1 << 29
 """Largest number of elements of neighbouring units that are orthogonalised together. It limits temporary memory."""
 
 _TENSOR_GROUP = {"dense": "tp", "expert": "expt_tp"}
