@@ -89,6 +89,11 @@ def long_rows() -> None:
 
 
 def the_same_bits_again() -> None:
-    tensors = arguments(1000, 2, (4, 2), (128, 128), 1.0)
-    first, again = (results(delta_rule_attention_triton, tensors, (128, 128), None) for _ in range(2))
-    assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
+    """Also of the widest heads, and of memory that held something else before."""
+    for length, widths in ((1000, (128, 128)), (333, (256, 256)), (64, (16, 8))):
+        tensors = arguments(length, 2, (4, 2), widths, 1.0)
+        first = results(delta_rule_attention_triton, tensors, widths, None)
+        for _ in range(4):
+            torch.full((1 << 24,), float("nan"), device=DEVICE)  # is freed at once
+            again = results(delta_rule_attention_triton, tensors, widths, None)
+            assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True)), widths

@@ -210,10 +210,12 @@ def _gradients(
         *of_gradient, changes, chunks.states, *of_output, factors.weights, factors.factors, factors.lengths,
         *call.of_mixed, call.length, *sizes, call.scale, **call.tile(num_warps=8, **most),
     )  # fmt: skip
+    # With two stages, some results of wide heads differ from run to run (Triton 3.6).
+    stages = 1 if call.padded > 128 else 2
     _key_gradients_kernel[heads](
         *of_gradient, changes, chunks.states, chunks.states_gradient, chunks.corrections,
         factors.weights, factors.inverse, factors.factors, factors.through, factors.lengths,
-        *call.of_mixed, call.length, *sizes, **call.tile(num_warps=8),
+        *call.of_mixed, call.length, *sizes, **call.tile(num_warps=8, num_stages=stages),
     )  # fmt: skip
     parts = _wide(call, call.chunks * call.batch, 2, call.heads)
     _decay_gradients_kernel[(call.chunks, call.rows)](
