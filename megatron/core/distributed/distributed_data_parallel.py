@@ -60,6 +60,7 @@ class DistributedDataParallel(nn.Module):
         self.config = config
         self.ddp_config = ddp_config
         self.module = module
+        self._disable_bucketing = disable_bucketing
         self.pg_collection = groups_or_default(pg_collection).freeze()
         self.shardings = shardings(ddp_config, self.pg_collection)
         shards = {grid: sharding.shards for grid, sharding in self.shardings.items()}
@@ -149,6 +150,19 @@ class DistributedDataParallel(nn.Module):
         return TwoLevelReduction(data, Reduction(self._group(sharding.replica_group)))
 
     # The model -------------------------------------------------------------------------------------------------------
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "DistributedDataParallel":
+        """Moves or converts the model, as `.to()` asks, and wraps it anew: gradients follow to its device and type.
+        Raises UserError if ranks shard the model, its gradients or its optimizer state."""
+        changed = any(_kind(fn(unit.param_buffer[:0])) != _kind(unit.param_buffer) for unit in self.units)
+        if changed and any(unit.sharding.shards > 1 for unit in self.units):
+            raise UserError("move the model to its device and type before DistributedDataParallel shards it")
+        super()._apply(fn, recurse)
+        if changed:
+            training, given = self.training, (self.config, self.ddp_config, self.module, self._disable_bucketing)
+            DistributedDataParallel.__init__(self, *given, self.pg_collection)
+            self.train(training)
+        return self
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Calls the wrapped module."""
@@ -376,6 +390,10 @@ class DistributedDataParallel(nn.Module):
             self.finish_param_sync()
         if not any(unit.shards_weights for unit in self.units):
             self._hooks.disable()
+
+
+def _kind(tensor: Tensor) -> tuple[torch.device, torch.dtype]:
+    return tensor.device, tensor.dtype
 
 
 def _default_device() -> torch.device:
