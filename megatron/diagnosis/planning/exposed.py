@@ -85,7 +85,7 @@ def _column_row_pairs(run: PretrainConfig, number: int) -> int:
 def _context_parallel(
     run: PretrainConfig, work: Work, cluster: Cluster, attention: Figure, ranks: Sequence[int]
 ) -> Exposed:
-    config, sizes = run.transformer, Sizes(run)
+    sizes = Sizes(run)
     kind = way_of_context(run)
     size, item = len(ranks), sizes.dtype.itemsize
     exchanged = bytes_of_keys(run) * work.attention.total()
