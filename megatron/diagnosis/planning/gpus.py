@@ -102,7 +102,9 @@ def _gpu(name: str, entry: Mapping[str, Any], path: str) -> Gpu:
     missing = [key for key in _REQUIRED if key not in entry]
     if missing:
         raise UserError(f"--gpu {path}: [{name}] lacks {', '.join(missing)}")
-    values = {key: value if key in _PLAIN else _figure(path, name, key, value) for key, value in entry.items()}
+    values: dict[str, Any] = {
+        key: value if key in _PLAIN else _figure(path, name, key, value) for key, value in entry.items()
+    }
     for key, kind in _PLAIN.items():
         if key in values and (not isinstance(values[key], kind) or values[key] in ("", 0)):
             raise UserError(f"--gpu {path}: [{name}] {key} = {values[key]!r}: expected {_WORDS[kind]}")
