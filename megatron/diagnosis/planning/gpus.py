@@ -29,7 +29,7 @@ class Gpu:
     attention_64: Figure
     """Causal attention, forward and backward: rows of 4,096 tokens, heads of 64 channels."""
     attention_128: Figure
-    """The same for rows of 8,192 tokens and heads of 128 channels."""
+    """Causal attention with rows of 8,192 tokens and heads of 128 channels."""
     copy: Figure
     """Bytes that a copy in the GPU's memory reads and writes."""
     layer_launch: Figure
@@ -39,9 +39,9 @@ class Gpu:
     nvlink: Figure | None = None
     """Bytes that a GPU sends while it receives as many."""
     collectives: Figure | None = None
-    """The same in NCCL's collectives."""
+    """Bytes that a GPU sends in NCCL's collectives within its NVLink domain."""
     pcie: Figure | None = None
-    """The same between GPUs of a node that no NVLink connects."""
+    """Bytes that a GPU sends to GPUs of its node that no NVLink connects."""
     nic: Figure | None = None
     """Bytes that a GPU sends to other nodes."""
     gpus_per_nvlink_domain: int | None = None
