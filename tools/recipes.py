@@ -73,9 +73,8 @@ def show(recipe: Recipe) -> int:
 
 def verify(chosen: Sequence[Recipe], count_only: bool) -> int:
     """Checks recipes, a line each. Returns 1 if one of them fails."""
-    from entry_scripts import BUILDERS, PROVIDERS  # seconds of imports that the other commands do without
-
     from megatron.diagnosis.recipe_check import count_parameters, train_tiny
+    from tools.entry_scripts import BUILDERS, PROVIDERS  # seconds of imports that the other commands do without
 
     failed = 0
     for recipe in chosen:
@@ -87,7 +86,7 @@ def verify(chosen: Sequence[Recipe], count_only: bool) -> int:
         if not count_only:
             try:
                 losses = train_tiny(recipe, PROVIDERS[recipe.model_family])
-                line += f"; {len(losses)} tiny steps"
+                line += f"; a tiny one trains: losses {', '.join(f'{loss:.3f}' for loss in losses)}"
             except UserError as error:
                 line += f"; the tiny version fails: {error}"
                 failed += 1
