@@ -8,7 +8,6 @@ python tools/recipes.py verify [NAME ...] builds the models without memory, comp
 Exit code 0: all is well; 1: a recipe failed its check; 2: the command line is wrong.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,13 +21,14 @@ if __name__ == "__main__":  # before the imports that take seconds
 
 from megatron.core.exceptions import UserError
 from megatron.training.config.recipes.catalogue import Recipe, recipe_named, recipes
+from megatron.training.config.tool_parser import ToolParser
 from megatron.training.inspection.print_config import lines_of_words
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the tool and returns its exit code."""
-    args = _parser().parse_args(argv)
     try:
+        args = _parser().parse_args(argv)
         if args.command == "list":
             return list_recipes(args.word)
         if args.command == "show":
@@ -39,10 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="recipes.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+def _parser() -> ToolParser:
+    parser = ToolParser(prog="recipes.py", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="list|show|verify")
     listing = commands.add_parser("list", help="the recipes")
     listing.add_argument("word", nargs="?", default="", help="part of a name or family")
