@@ -84,7 +84,7 @@ def examine_storage(folder: Path, probes: bool = True) -> Section:
             )
     else:
         section.unseen.append("shared memory: there is no /dev/shm")
-    section.add("temporary files (TMPDIR)", tempfile.gettempdir(), "warning")
+    section.add("temporary files (TMPDIR)", os.environ.get("TMPDIR") or tempfile.gettempdir(), "warning")
     _examine_folder(section, folder, probes)
     return section
 

@@ -43,6 +43,7 @@ def test_a_rank_whose_temporary_files_are_elsewhere(tmp_path: Path) -> None:
     assert "verdict    1: warnings" in done.stderr  # torchrun's last lines name it too
 
 
+@pytest.mark.slow
 def test_a_rank_that_may_open_fewer_files(tmp_path: Path) -> None:
     done = torchrun(tmp_path, "ulimit -n 3000", fresh=True)
     assert done.returncode == 1
