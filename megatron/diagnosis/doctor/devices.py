@@ -38,8 +38,8 @@ def run_program(words: Sequence[str]) -> str | None:
     return done.stdout
 
 
-def examine_devices(run: Run = run_program) -> Section:
-    """Returns the GPUs of this host. `run` asks nvidia-smi."""
+def examine_devices(run: Run = run_program, index: int | None = None) -> Section:
+    """Returns the GPUs of this host, and how full that of this rank is: number `index`. `run` asks nvidia-smi."""
     section = Section("GPUs")
     answers = {subject: _query(fields, run) for subject, fields in _QUERIES.items()}
     kinds = answers["kind"]
@@ -52,10 +52,10 @@ def examine_devices(run: Run = run_program) -> Section:
                 "for this driver, or look at CUDA_VISIBLE_DEVICES"
             )
         return section
-    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
     counted = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
     section.add("GPUs", counted, "fault")
-    free, total = torch.cuda.mem_get_info()
+    free, total = torch.cuda.mem_get_info(index)
     section.add("memory of a GPU", size_text(total), "warning")
     if free < 0.9 * total:
         section.warn(

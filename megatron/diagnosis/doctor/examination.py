@@ -82,7 +82,7 @@ def examine_host(folder: Path, local_ranks: int) -> list[Section]:
         examine_limits(local_ranks),
         examine_storage(folder, probes=os.environ.get("LOCAL_RANK", "0") == "0"),
         examine_network(os.environ.get("MASTER_PORT"), alone, nodes),
-        examine_devices(),
+        examine_devices(index=local_device().index),
     ]
 
 

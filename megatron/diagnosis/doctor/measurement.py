@@ -1,5 +1,6 @@
 """--measure: rates of products, attention and copies of each rank, and of the links between ranks."""
 
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -70,19 +71,23 @@ def _attention(device: torch.device, length: int, width: int) -> float:
 
 
 def _seconds_of(step: Callable[[], object], device: torch.device, seconds: float) -> float:
-    """Returns the time of a call, from the second half of about `seconds` of calls."""
+    """Returns the time of a call, from the later half of `seconds` of calls. All ranks call for the same time, so that
+    those that share something slow each other down, as in a run."""
     step()
     _wait(device)
     began = time.perf_counter()
     step()
     _wait(device)
-    count = max(2, int(seconds / 2 / max(time.perf_counter() - began, 1e-6)))
-    for _ in range(2):
+    count = max(1, int(seconds / 8 / max(time.perf_counter() - began, 1e-6)))
+    end = began + seconds
+    found: list[float] = []
+    while not found or time.perf_counter() < end:
         began = time.perf_counter()
         for _ in range(count):
             step()
         _wait(device)
-    return (time.perf_counter() - began) / count
+        found.append((time.perf_counter() - began) / count)
+    return statistics.mean(found[len(found) // 2 :])
 
 
 def _wait(device: torch.device) -> None:

@@ -52,7 +52,7 @@ def test_each_trouble_of_a_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None
         "is_available": lambda: True,
         "device_count": lambda: 2,
         "get_device_name": lambda index: "NVIDIA H200",
-        "mem_get_info": lambda: (20 << 30, 140 << 30),
+        "mem_get_info": lambda index: (20 << 30, 140 << 30),
         "can_device_access_peer": lambda a, b: False,
     }
     for name, function in fake.items():
