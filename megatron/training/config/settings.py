@@ -9,7 +9,7 @@ import torch
 
 from megatron.core.exceptions import UserError
 from megatron.training.config.command_line import CommandLine
-from megatron.training.launch.launcher_variables import ranks_of_host
+from megatron.training.config.host_ranks import ranks_of_host
 
 Source = Literal["default", "flag", "derived", "script", "recipe"]
 """Where a value comes from: the field's default, a flag, another value, the user's script, or --recipe."""

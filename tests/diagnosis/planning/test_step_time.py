@@ -17,7 +17,9 @@ from megatron.diagnosis.planning.step_time import StepTime, step_time
 from megatron.training.arguments import configure
 from megatron.training.config.settings import LaunchEnvironment
 
-ROWS = json.loads((Path(__file__).parents[3] / "benchmarks/results/h200.json").read_text())
+ROOT = Path(__file__).parents[3]
+ROWS = json.loads((ROOT / "benchmarks/results/h200.json").read_text())
+PAGE = (ROOT / "docs/decisions/step-time.md").read_text("utf-8")
 REMOVED = ("--moe-local-token-overlap", "--moe-flex-transport", "--moe-dispatcher-transport")
 """Flags of rows whose way has been removed; a faster or slower way took its place."""
 PLAIN = (
@@ -44,11 +46,30 @@ def predicted(flags: str, gpus: int, gpu: str = "h200", **more: Any) -> StepTime
     return step_time(config, Cluster(gpu_named(gpu), gpus, 8, 8), **more)
 
 
-@pytest.mark.parametrize("row", newest_rows())
-def test_steps_that_were_measured(row: dict[str, Any]) -> None:
+def predicted_row(row: dict[str, Any]) -> StepTime:
     documents = row.get("documents")
     mean = document_of_a_token(documents, 8192) if documents else None
-    step = predicted(row["flags"], row["gpus"], document_tokens=mean)
+    return predicted(row["flags"], row["gpus"], document_tokens=mean)
+
+
+def line_of_row(row: dict[str, Any]) -> str:
+    """Returns the line of the table in docs/decisions/step-time.md."""
+    name = row["cell"] + (f"/{row['layout']}" if row["layout"] != "1" else "")
+    name += {"fp8": ", fp8 delayed" if "delayed" in row["flags"] else ", fp8", "bf16": ""}[row["precision"]]
+    name += ", packed documents" if row.get("documents") else ""
+    measured, found = row["ours"]["milliseconds"], predicted_row(row).seconds.value * 1e3
+    return f"| {name} | {row['gpus']} | {measured:,.1f} | {found:,.1f} | {found / measured - 1:+.1%} |"
+
+
+def test_the_page_has_the_errors() -> None:
+    lines = [line_of_row(param.values[0]) for param in newest_rows()]
+    missing = [line for line in lines if line not in PAGE]
+    assert not missing, "docs/decisions/step-time.md lacks these lines:\n" + "\n".join(missing)
+
+
+@pytest.mark.parametrize("row", newest_rows())
+def test_steps_that_were_measured(row: dict[str, Any]) -> None:
+    step = predicted_row(row)
     allowed = 0.10 if row["gpus"] == 1 else 0.15
     assert step.seconds.value * 1e3 == pytest.approx(row["ours"]["milliseconds"], rel=allowed)
     assert 0.03 < step.seconds.error < 0.2

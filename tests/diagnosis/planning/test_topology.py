@@ -88,7 +88,7 @@ def test_every_launcher_tells_the_ranks_of_a_node(launcher: str, monkeypatch: py
     added = [name for name in NAMES if name in os.environ]
     try:
         with pytest.raises(
-            UserError, match=r"--tensor-model-parallel-size 16: .*several nodes, because 8 GPUs are in a"
+            UserError, match=r"--tensor-model-parallel-size 16: .*several nodes, because the launcher starts 8 on"
         ):
             configure(f"{SIXTEEN} {TENSOR_16}".split())
         assert configure(f"{SIXTEEN} --tensor-model-parallel-size 8".split()).world_size == 16
@@ -100,11 +100,11 @@ def test_every_launcher_tells_the_ranks_of_a_node(launcher: str, monkeypatch: py
 @pytest.mark.parametrize(
     ("flags", "node", "message"),
     [
-        (TENSOR_16, 8, "because 8 GPUs are in a node, as the launcher says; .* network; use 8, or give --allow-tensor"),
-        ("--tensor-model-parallel-size 8", 4, "because 4 GPUs are in a node.*use 4, or"),
-        ("--tensor-model-parallel-size 4", 6, "because 6 GPUs are in a node.*use 3 or 6, or"),
-        (f"{TENSOR_16} --gpus-per-nvlink-domain 8", None, r"because 8 GPUs share NVLink \(--gpus-per-nvlink-domain\)"),
-        (f"{TENSOR_16} --gpus-per-node 4 --dry-run", None, r"because 4 GPUs are in a node \(--gpus-per-node\)"),
+        (TENSOR_16, 8, "because the launcher starts 8 on each node .* network; use 8, or give --allow-tensor"),
+        ("--tensor-model-parallel-size 8", 4, "the launcher starts 4 on each node .*use 4, or"),
+        ("--tensor-model-parallel-size 4", 6, "the launcher starts 6 on each node .*use 3 or 6, or"),
+        (f"{TENSOR_16} --gpus-per-nvlink-domain 8", None, "because --gpus-per-nvlink-domain is 8, and"),
+        (f"{TENSOR_16} --gpus-per-node 4 --dry-run", None, "because --gpus-per-node is 4, and"),
         (
             f"{EXPERTS} 1 {TENSOR_16} --expert-tensor-parallel-size 16 --sequence-parallel",
             8,
