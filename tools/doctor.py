@@ -7,8 +7,8 @@ srun python tools/doctor.py --measure gpu.toml
 Under torchrun, srun or mpirun it compares the ranks, and names what differs. --measure also measures products,
 attention, copies and links, names slow GPUs and links, and writes a record for the planner's --gpu.
 
-Exit code 0: all is well; 1: warnings, with which a run starts; 2: faults, or a wrong command line. torchrun itself ends
-with 1 if a rank does not end with 0; the last line says which it was.
+Exit code 0: all is well; 1: warnings, with which a run starts (under a launcher 0, so that they do not look like a
+failure); 2: faults, or a wrong command line. The last line has the verdict.
 """
 
 import os
@@ -46,12 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if os.environ.get("RANK", "0") == "0":
         lines = list(report_lines(found))
         print(*lines, sep="\n", flush=True)
-        if found.exit_code:
+        if found.exit_code == 2:
             write_launcher_error_file(lines[-1])
     if dist.is_initialized():
         dist.barrier()  # the first rank has printed before torchrun ends it
         dist.destroy_process_group()
-    return found.exit_code
+    return 0 if found.exit_code == 1 and "RANK" in os.environ else found.exit_code
 
 
 def _parser() -> ToolParser:

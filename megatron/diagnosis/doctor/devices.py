@@ -130,5 +130,5 @@ def has_nvlink(sections: Iterable[Section]) -> bool:
 def links_of_topology(text: str) -> list[str]:
     """Returns the link of each pair of GPUs from the matrix of `nvidia-smi topo -m`: NV18, PIX, SYS, ..."""
     rows = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in text.splitlines()]
-    gpus = [row for row in rows if row and re.fullmatch(r"GPU\d+", row[0]) and len(row) > 1 and row[1:2] != ["GPU1"]]
+    gpus = [row for row in rows if row and re.fullmatch(r"GPU\d+", row[0]) and "X" in row]  # the head has no X
     return [row[1 + other] for index, row in enumerate(gpus) for other in range(index + 1, len(gpus))]

@@ -27,7 +27,8 @@ from megatron.diagnosis.doctor.gpu_record import write_record
 from megatron.diagnosis.doctor.machine import examine_limits, examine_network, examine_storage
 from megatron.diagnosis.doctor.measurement import Rates, measure_collectives, measure_links, measure_rank
 from megatron.diagnosis.doctor.software import examine_software
-from megatron.training.launch.launcher_variables import ranks_of_host, take_ranks_of_launcher
+from megatron.training.config.host_ranks import ranks_of_host
+from megatron.training.launch.launcher_variables import take_ranks_of_launcher
 from megatron.training.launch.process_state import machine_name
 
 
@@ -75,7 +76,7 @@ def examine(folder: Path, measures: bool, record: Path | None, wait: float) -> E
 
 def examine_host(folder: Path, local_ranks: int) -> list[Section]:
     """Returns all that this process sees of its host. Only the first rank of a host writes to its disk."""
-    alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+    alone = "RANK" not in os.environ  # a launcher serves the port itself
     nodes = int(os.environ.get("WORLD_SIZE", "1")) // local_ranks
     return [
         examine_software(),

@@ -36,7 +36,7 @@ def nvidia_smi(words: Sequence[str]) -> str | None:
 
 def test_links() -> None:
     assert links_of_topology(TOPOLOGY) == ["NV18", "NV18", "SYS"]
-    assert links_of_topology("GPU0 X\n") == [] and links_of_topology("") == []
+    assert links_of_topology("\tGPU0\tCPU Affinity\nGPU0\t X \t0-15\n") == [] and links_of_topology("") == []
 
 
 def test_a_host_without_gpus_says_what_it_cannot_see(monkeypatch: pytest.MonkeyPatch) -> None:

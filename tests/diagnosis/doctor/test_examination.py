@@ -38,13 +38,13 @@ def test_a_rank_whose_temporary_files_are_elsewhere(tmp_path: Path) -> None:
     (line,) = [line for line in done.stdout.splitlines() if "TMPDIR" in line and line.startswith("warning")]
     assert f"{tmp_path}/other on rank 1" in line and "on rank 0" in line
     assert not [line for line in done.stdout.splitlines() if line.startswith("fault")]
-    assert "verdict    1: warnings" in done.stderr  # torchrun's last lines name it too
+    assert "\nverdict    1: warnings" in done.stdout and done.returncode == 0 and "FAILED" not in done.stderr
 
 
 @pytest.mark.slow
 def test_a_rank_that_may_open_fewer_files(tmp_path: Path) -> None:
     done = torchrun(tmp_path, "ulimit -n 3000", fresh=True)
-    assert done.returncode == 1
+    assert done.returncode == 0
     assert "3000 on rank 1 (" in next(line for line in done.stdout.splitlines() if "make all ranks alike" in line)
     assert any(
         line.startswith("warning: rank 1 (") and "at most 3000 open files" in line for line in done.stdout.splitlines()
@@ -61,6 +61,13 @@ def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
         timeout=100,
     )
     assert done.returncode == 2 and done.stderr.startswith("fault: rank 1 of 2 did not start within 1 s")
+
+
+def test_a_fault_ends_with_two_and_torchrun_names_it(tmp_path: Path) -> None:
+    done = torchrun(tmp_path, "true", "--folder", str(tmp_path / "none"))
+    assert done.returncode == 1 and "\nverdict    2: faults" in done.stdout
+    assert "fault: all ranks: " in done.stdout and "a run could not save there" in done.stdout
+    assert "traceback : verdict    2: faults" in done.stderr and "port of a run" not in done.stdout
 
 
 def ranks_of_mpi(words: list[str], core: int, niceness: list[int]) -> tuple[list[int], list[str]]:
@@ -92,7 +99,7 @@ def test_a_slow_rank_is_named(tmp_path: Path) -> None:
     """Both ranks share a core, and the system gives rank 1 a third of what it gives rank 0."""
     core = max(os.sched_getaffinity(0))
     codes, outputs = ranks_of_mpi(["--measure", "--folder", str(tmp_path)], core, [0, 5])
-    assert codes == [1, 1] and outputs[1] == "" and "measured   links within a host" in outputs[0]
+    assert codes == [0, 0] and outputs[1] == "" and "measured   links within a host" in outputs[0]
     slow = [line for line in outputs[0].splitlines() if "is slow: products" in line]
     assert len(slow) == 1 and slow[0].startswith("warning: rank 1 ("), outputs[0]
 
