@@ -43,6 +43,7 @@ OURS = {
     "--plot",
 } | {
     "--config",
+    "--recipe",
     "--layout-invariant",
     "--data-stages",
     "--load-hf",
