@@ -108,7 +108,9 @@ class Cell:
         return ranks, f"{MODELS[self.model] if described else '--use-checkpoint-args'} {flags}"
 
 
-_CHEAP_STATE = "--use-distributed-optimizer --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype fp16"
+_CHEAP_STATE = (
+    "--use-distributed-optimizer --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype fp16"
+)
 CELLS = [
     Cell("llama", "tp2", "pp2", words=True),
     Cell("llama", "zb-v", "zero3", more="--optimizer sgd --sgd-momentum 0.9"),
