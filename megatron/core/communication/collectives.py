@@ -284,7 +284,7 @@ def start_exchange(tensor: Tensor, to: int, out: Tensor, source: int, group: Gro
     assert live is not None and tensor.is_contiguous() and out.is_contiguous()
     ranks = group_ranks(live)
     if isinstance(live, PlannedGroup):
-        return Pending(out.view(-1), None)
+        return Pending(out, None)
     if tensor.numel():
         record_traffic("send", tensor, lambda: (dist.get_rank(), ranks[to]))
     if out.numel():

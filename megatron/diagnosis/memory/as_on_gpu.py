@@ -91,6 +91,7 @@ class _MetaAsCuda(TorchFunctionMode):
             Tensor.cpu: lambda tensor: counts(tensor) if tensor.is_meta else tensor.cpu(),
             Tensor.tolist: lambda tensor: (counts(tensor) if tensor.is_meta else tensor).tolist(),
             Tensor.item: lambda tensor: (counts(tensor) if tensor.is_meta else tensor).item(),
+            Tensor.__bool__: lambda tensor: tensor.is_meta or bool(tensor),  # as in later steps: fp8 has a history
             F.scaled_dot_product_attention: _sdpa,
         }
 

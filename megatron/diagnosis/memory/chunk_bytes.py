@@ -1,15 +1,22 @@
 """The bytes that one micro-batch takes in one model chunk, from a forward and a backward on the meta device."""
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megatron.core.distributed.main_grad import WeightGradientQueue, attach_main_grad
 from megatron.core.micro_batch import MicroBatch
-from megatron.core.pipeline_parallel.chunk_hooks import input_setter, micro_batch_receiver, supply_micro_batch
+from megatron.core.pipeline_parallel.chunk_hooks import (
+    find_method,
+    input_setter,
+    micro_batch_receiver,
+    supply_micro_batch,
+)
+from megatron.core.pipeline_parallel.interleaving import MicroBatchTurn
 from megatron.core.pipeline_parallel.losses import StepLosses
 from megatron.core.pipeline_parallel.stage_map import StageModules
 from megatron.core.pipeline_parallel.stages import StatesIn, pipeline_of, states_into_stages
@@ -38,7 +45,7 @@ class ChunkBytes:
     message_out: int
     """The hidden states that the chunk sends."""
     head: int
-    """The part of the peak of backward that belongs to the head and the loss."""
+    """The part of `kept` that the head and the loss made: logits, mostly."""
 
 
 class ChunkCounter:
@@ -59,41 +66,58 @@ class ChunkCounter:
             gradients = _main_grads(parameters, self.context.config.ddp.main_grads_dtype)
         queue = WeightGradientQueue(parameters)
         hidden_in = self._hidden_in(stage)
-        self._run(chunk, stage, hidden_in, Allocations())  # fills caches, such as those of rotary angles
-        allocations = Allocations()
+        allocations, delays = Allocations(), self._delays
         allocations.leave_out([*parameters, *gradients, *chunk.buffers(), *_of(hidden_in)])
-        with allocations:
-            result = self._forward(chunk, stage, hidden_in)
-            forward_peak, out = allocations.peak, result.untyped_storage().nbytes()
-            gradient = None
-            if stage.loss:
-                out = 0
-            else:
-                edge, gradient = torch.autograd.graph.get_gradient_edge(result), torch.empty_like(result)
-                result = edge
-            kept = allocations.live - (0 if gradient is None else gradient.untyped_storage().nbytes())
+        with allocations, _start_of_head(chunk, allocations) as before_head:
+            self._forward(chunk, stage, hidden_in, None)  # fills caches: rotary angles, weights in fp8
+            first = allocations.live
             allocations.start_peak()
-            with queue.defer(0) if defers else contextlib.nullcontext():
+            turn = MicroBatchTurn() if delays else None
+            result: Any = self._forward(chunk, stage, hidden_in, turn)
+            forward_peak, out, gradient = allocations.peak, 0, None
+            if not stage.loss:
+                out, gradient = result.untyped_storage().nbytes(), torch.empty_like(result)
+                result = torch.autograd.graph.get_gradient_edge(result)
+            kept = allocations.live - out
+            allocations.start_peak()
+            with contextlib.ExitStack() as stack:
+                if defers:
+                    stack.enter_context(queue.defer(0))
+                elif turn is not None:
+                    stack.enter_context(turn.own_work_first(stack.enter_context(queue.deferred())))
                 torch.autograd.backward([result], None if gradient is None else [gradient])
             del result, gradient
-            if hidden_in is not None:
-                hidden_in.grad = None
+            for tensor in _of(hidden_in):
+                tensor.grad = None
             backward_peak, deferred = allocations.peak, allocations.live
             allocations.start_peak()
             if defers:
                 queue.compute(0)
-        message = 0 if hidden_in is None else hidden_in.untyped_storage().nbytes()
-        return ChunkBytes(forward_peak, kept, backward_peak, deferred, allocations.peak, message, out, 0)
+        return ChunkBytes(
+            forward_peak=forward_peak - first,
+            kept=kept - first,
+            backward_peak=backward_peak - first,
+            deferred=deferred - first,
+            deferred_peak=allocations.peak - first,
+            message_in=sum(tensor.untyped_storage().nbytes() for tensor in _of(hidden_in)),
+            message_out=out,
+            head=kept - before_head[-1] if stage.loss and before_head else 0,
+        )
 
-    def _run(self, chunk: nn.Module, stage: StageModules, hidden_in: Tensor | None, allocations: Allocations) -> None:
-        with allocations:
-            self._forward(chunk, stage, hidden_in)
+    @property
+    def _delays(self) -> bool:
+        """Whether backward computes weight gradients while it exchanges tokens between experts."""
+        groups = self.context.environment.groups
+        sends = groups.size("ep") * groups.size("expt_tp") > 1
+        return sends and self.context.config.transformer.delay_wgrad_compute
 
-    def _forward(self, chunk: nn.Module, stage: StageModules, hidden_in: Tensor | None) -> Tensor:
+    def _forward(
+        self, chunk: nn.Module, stage: StageModules, hidden_in: Tensor | None, turn: MicroBatchTurn | None
+    ) -> Tensor:
         """Returns the output of the chunk, or its loss."""
         if hidden_in is not None:
             input_setter(chunk)(hidden_in)
-        with supply_micro_batch(micro_batch_receiver(chunk), MicroBatch(auxiliary_scale=self._scale)):
+        with supply_micro_batch(micro_batch_receiver(chunk), MicroBatch(auxiliary_scale=self._scale, turn=turn)):
             output, loss_func = self.forward_step(ShapeOnlyData(self.context.config), chunk)
         return self._losses.record(output, loss_func) if stage.loss else output
 
@@ -111,6 +135,22 @@ class ChunkCounter:
         dtype = transformer.pipeline_dtype or transformer.params_dtype
         shape = rows // shards, config.training.micro_batch_size, transformer.hidden_size
         return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+
+
+@contextlib.contextmanager
+def _start_of_head(chunk: nn.Module, allocations: Allocations) -> Iterator[list[int]]:
+    """Inside the context, puts what is live whenever the head of the chunk starts on a list; nothing without a head."""
+    live: list[int] = []
+    head = next((find_method(chunk, name) for name in ("output_layer", "lm_head") if find_method(chunk, name)), None)
+    if head is None:
+        yield live
+        return
+    assert isinstance(head, nn.Module)
+    hook = head.register_forward_pre_hook(lambda *_: live.append(allocations.live))
+    try:
+        yield live
+    finally:
+        hook.remove()
 
 
 def _of(tensor: Tensor | None) -> list[Tensor]:
