@@ -6,6 +6,7 @@ launch of the kernel is left out. So a kernel says itself, beside its maths, how
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -40,7 +41,7 @@ HOPPER = Gpu()
 @contextlib.contextmanager
 def as_on_gpu(counts: CountsOnHost, gpu: Gpu = HOPPER) -> Iterator[None]:
     """Inside the context, tensors on the meta device say that they are on a GPU, kernels are not launched, and torch
-    answers questions about its GPU with `gpu`. For one thread at a time."""
+    answers questions about its GPU with `gpu`. This holds for the calling thread."""
     with contextlib.ExitStack() as stack:
         for owner, name, value in _replacements(gpu):
             stack.enter_context(_replaced(owner, name, value))
@@ -58,7 +59,8 @@ def _replacements(gpu: Gpu) -> Iterator[tuple[Any, str, Any]]:
     yield torch.cuda, "Event", _Event
     yield torch.cuda, "current_stream", _Stream
     yield torch.cuda, "stream", contextlib.nullcontext
-    yield torch.UntypedStorage, "data_ptr", storage_address
+    data_ptr = torch.UntypedStorage.data_ptr
+    yield torch.UntypedStorage, "data_ptr", lambda own: storage_address(own) if _is_meta(own) else data_ptr(own)
     # torch's check would compare devices as hooks inside and outside of an operation see them.
     for module in (recomputed, unfused):
         yield module, "checkpoint", functools.partial(checkpoint, determinism_check="none")
@@ -71,6 +73,10 @@ def _replacements(gpu: Gpu) -> Iterator[tuple[Any, str, Any]]:
         return
     for kernel in (JITFunction, InterpretedFunction):
         yield kernel, "__getitem__", lambda self, grid: _launch_nothing
+
+
+def _is_meta(storage: torch.UntypedStorage) -> bool:
+    return storage.device.type == "meta"
 
 
 class _Event:
@@ -111,14 +117,19 @@ def _launch_nothing(*arguments: Any, **options: Any) -> None:
 
 
 @contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    missing = object()
-    own = vars(owner).get(name, missing)
-    setattr(owner, name, value)
+def _replaced(owner: Any, name: str, value: Callable[..., Any]) -> Iterator[None]:
+    """Replaces a function for this thread. Others, such as a writer of checkpoints, call it as before."""
+    own, is_inherited, thread = getattr(owner, name), name not in vars(owner), threading.get_ident()
+
+    @functools.wraps(own)
+    def chosen(*arguments: Any, **options: Any) -> Any:
+        return (value if threading.get_ident() == thread else own)(*arguments, **options)
+
+    setattr(owner, name, chosen)
     try:
         yield
     finally:
-        if own is missing:
+        if is_inherited:
             delattr(owner, name)
         else:
             setattr(owner, name, own)
