@@ -173,7 +173,13 @@ class _MetaAs(TorchFunctionMode):
         kwargs.pop("pin_memory", None)
         if "device" in kwargs:
             kwargs["device"] = self._real(kwargs["device"])
-        return func(*(self._real(own) if isinstance(own, torch.device) else own for own in args), **kwargs)
+        return func(*map(self._argument, args), **kwargs)
+
+    def _argument(self, own: Any) -> Any:
+        """Returns an argument of a function of torch, on the meta device."""
+        if isinstance(own, Tensor) and self.device.type == "cpu" and not own.is_meta:
+            return own.to(_META)  # constants of modules
+        return self._real(own) if isinstance(own, torch.device) else own
 
     def _real(self, device: Any) -> Any:
         """Returns meta in place of the device that tensors seem to be on."""
@@ -186,9 +192,6 @@ class _MetaAs(TorchFunctionMode):
         and a float32 for each query and head."""
         causal, scale = options.get("is_causal", False), options.get("scale")
         if self.device.type == "cpu":
-            shared = query.shape[1] // key.shape[1]
-            if shared > 1:
-                key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
             return flash_attention_for_cpu(query, key, value, 0.0, causal, attn_mask=attn_mask, scale=scale)[0]
         result, *_ = cudnn_attention_forward(query, key, value, attn_mask, True, 0.0, causal, False, scale=scale)
         return result

@@ -137,9 +137,7 @@ def providers_of_family(config: PretrainConfig) -> Providers:
     try:
         script = importlib.import_module(name)
     except ImportError as error:
-        raise UserError(
-            f"{name}.py is not on Python's path, so the model cannot be built; run in its folder"
-        ) from error
+        raise UserError(f"{name}.py is not on Python's path: start in its folder, or give providers") from error
     return Providers(script.build_model, script.build_datasets, script.build_forward_step)
 
 

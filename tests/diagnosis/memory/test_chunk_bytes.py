@@ -2,25 +2,21 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from support.command_lines import configured
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron.core.tokens import RngPosition
 from megatron.diagnosis.dry_run.rank_memory import build_chunks
 from megatron.diagnosis.memory.allocations import Allocations
 from megatron.diagnosis.memory.as_on_gpu import as_on_gpu
 from megatron.diagnosis.memory.micro_batches import ShapeOnlyData
 from megatron.diagnosis.memory.peak import providers_of_family
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.launch.environment import Environment, groups_of_rank
-from megatron.training.providers import Context, Stage
-from megatron.training.state import TrainState
+from megatron.training.providers import Stage
 
 BASE = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "

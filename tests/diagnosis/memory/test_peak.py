@@ -1,8 +1,8 @@
 """Predicted peaks against the recorded ones of an H200, and the properties of a prediction."""
 
 import json
+import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,12 +98,10 @@ def test_busy_experts_take_more() -> None:
 
 
 def test_what_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = SMALL.replace("--vocab-size 100", "--vocab-size 100").split()
-    del words[words.index("--vocab-size") : words.index("--vocab-size") + 2]
-    other = " ".join(words).replace("NullTokenizer", "HuggingFaceTokenizer --tokenizer-model there")
+    other = SMALL.replace("NullTokenizer --vocab-size 100", "HuggingFaceTokenizer --tokenizer-model there")
     with pytest.raises(UserError, match="^--vocab-size: the memory of embedding and head depends on it; give"):
         peaks_of_ranks(configured(base=other))
-    monkeypatch.setitem(__import__("sys").modules, "pretrain_gpt", None)
+    monkeypatch.setitem(sys.modules, "pretrain_gpt", None)
     with pytest.raises(UserError, match=r"^pretrain_gpt.py is not on Python's path: start in its folder"):
         providers_of_family(configured())
 
