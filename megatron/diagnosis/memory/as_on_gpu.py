@@ -191,6 +191,8 @@ class _MetaAs(TorchFunctionMode):
         """Computes SDPA by the kernel of cuDNN, which comes first on a GPU. It keeps queries, keys, values, the result
         and a float32 for each query and head."""
         causal, scale = options.get("is_causal", False), options.get("scale")
+        if attn_mask is not None and attn_mask.dtype is torch.bool:
+            attn_mask = attn_mask.to(query.dtype)  # torch makes it a summand of the scores
         if self.device.type == "cpu":
             return flash_attention_for_cpu(query, key, value, 0.0, causal, attn_mask=attn_mask, scale=scale)[0]
         result, *_ = cudnn_attention_forward(query, key, value, attn_mask, True, 0.0, causal, False, scale=scale)

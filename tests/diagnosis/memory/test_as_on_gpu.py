@@ -60,12 +60,12 @@ def embedding(device: str) -> Tensor:
 
 def gated_norm(device: str) -> Tensor:
     return kernel("recurrence", "gated_rms_norm")(
-        _of(device, T, 2, H), _of(device, T, 2, H), _of(device, H), 1e-5, False
+        _of(device, T, 1, 2, H), _of(device, T, 1, 2, H), _of(device, H), 1e-5, False
     )
 
 
 def columns(device: str) -> Tensor:
-    return sum(part.sum() for part in kernel("recurrence", "split_columns")(_of(device, T, H), (8, 8, 8, 8)))
+    return sum(part.sum() for part in kernel("recurrence", "split_columns")(_of(device, T, 1, 1, H), (8, 24)))
 
 
 KERNELS = [norm, layer_norm, linear, losses, head, embedding, gated_norm, columns]

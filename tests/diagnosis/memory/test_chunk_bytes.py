@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import importlib
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from megatron.diagnosis.memory.allocations import Allocations
 from megatron.diagnosis.memory.as_on_gpu import as_on_gpu
 from megatron.diagnosis.memory.micro_batches import ShapeOnlyData
 from megatron.diagnosis.memory.peak import providers_of_family
+from megatron.training.arguments import configure
 from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.config.settings import LaunchEnvironment
 from megatron.training.providers import Stage
 
 BASE = (
@@ -43,6 +46,16 @@ KINDS = {
     "recompute of norms": "--recompute-granularity selective --recompute-modules layernorm",
     "recompute of activations": f"{LLAMA} --recompute-granularity selective --recompute-modules layernorm mlp_act",
     "recompute of attention": "--recompute-granularity selective --recompute-modules core_attn",
+}
+
+
+FAMILIES = {
+    "bert": ("bert", "--bert-no-binary-head"),
+    "t5": ("t5", "--encoder-num-layers 2 --decoder-num-layers 2 --encoder-seq-length 32 --decoder-seq-length 16"),
+    "hybrid": (
+        "mamba",
+        f"{LLAMA} --hybrid-layer-pattern M* --mamba-num-heads 4 --mamba-head-dim 16 --mamba-num-groups 2",
+    ),
 }
 
 
@@ -114,4 +127,16 @@ def counted(config: PretrainConfig, device: str) -> Counted:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_is_counted_to_the_byte(kind: str) -> None:
     config = configured(KINDS[kind], base=BASE)
+    assert counted(config, "meta") == counted(config, "cpu")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_counted_to_the_byte(family: str) -> None:
+    name, flags = FAMILIES[family]
+    words = f"{BASE} {flags}".split()
+    if family == "t5":
+        for word in ("--num-layers", "--seq-length"):
+            del words[words.index(word) : words.index(word) + 2]
+    defaults = getattr(importlib.import_module(f"pretrain_{name}"), "DEFAULTS", {"model_family": name})
+    config = configure(words, args_defaults=defaults, launch_environment=LaunchEnvironment(1, has_cuda=False))
     assert counted(config, "meta") == counted(config, "cpu")

@@ -99,7 +99,7 @@ def test_busy_experts_take_more() -> None:
 
 def test_what_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     other = SMALL.replace("NullTokenizer --vocab-size 100", "HuggingFaceTokenizer --tokenizer-model there")
-    with pytest.raises(UserError, match="^--vocab-size: the memory of embedding and head depends on it; give"):
+    with pytest.raises(UserError, match=r"^--vocab-size: the memory of embedding and head depends on it; give"):
         peaks_of_ranks(configured(base=other))
     monkeypatch.setitem(sys.modules, "pretrain_gpt", None)
     with pytest.raises(UserError, match=r"^pretrain_gpt.py is not on Python's path: start in its folder"):
