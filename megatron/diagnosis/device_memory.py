@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from megatron.core.distributed.sharding_strategy import ShardingStrategy, sharding_strategy_of
 from megatron.core.utils.gpu_memory import SAYS_NO_GPU_MEMORY, is_lack_of_gpu_memory
 from megatron.data.tokenizer.build import build_tokenizer
-from megatron.diagnosis.dry_run.rank_memory import build_shard, memory_of_shard
 from megatron.diagnosis.dry_run.report import short_size
 from megatron.diagnosis.memory.peak import peak_of, peaks_with_tokenizer
+from megatron.diagnosis.memory.rank_memory import build_shard, memory_of_shard
 from megatron.diagnosis.memory.ways_out import WayOut, way_text, ways_out
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.launch.environment import Environment

@@ -177,7 +177,9 @@ def broadcast(tensor: Tensor, group: Group, source: int = 0) -> Tensor:
     """Copies the tensor of the group's rank `source` to all ranks of the group, in place; returns the tensor."""
     live = _live(group, tensor)
     if live is not None and not isinstance(live, PlannedGroup):
-        with activity.waiting(_record("broadcast", tensor, live)):
+        call = _record("broadcast", tensor, live)
+        assert call is not None
+        with activity.waiting(call):
             dist.broadcast(tensor, src=dist.get_global_rank(live, source), group=live)
     return tensor
 
@@ -262,7 +264,7 @@ def start_all_to_all_rows(
 def start_send(tensor: Tensor, peer: int, group: Group) -> Pending:
     """Starts to send a contiguous tensor to the global rank `peer`, a member of the group."""
     live = _live(group, tensor)
-    assert live is not None and tensor.is_contiguous()
+    assert live is not None and not isinstance(live, PlannedGroup) and tensor.is_contiguous()
     call = _record("send", tensor, live, (dist.get_rank(), peer))
     return Pending(tensor, dist.isend(tensor, dst=peer, group=live), tensor, call=call)
 
@@ -271,7 +273,7 @@ def start_receive(tensor: Tensor, peer: int, group: Group) -> Pending:
     """Starts to receive from the global rank `peer` into a contiguous tensor. Messages between two ranks arrive in the
     order of sending."""
     live = _live(group, tensor)
-    assert live is not None and tensor.is_contiguous()
+    assert live is not None and not isinstance(live, PlannedGroup) and tensor.is_contiguous()
     call = _record("receive", tensor, live, (peer, dist.get_rank()))
     return Pending(tensor, dist.irecv(tensor, src=peer, group=live), call=call)
 

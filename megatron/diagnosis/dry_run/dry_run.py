@@ -11,8 +11,8 @@ from megatron.data.datasets.indexed_dataset import IndexedDataset
 from megatron.data.datasets.utils import Blend, normalize, parse_split
 from megatron.data.tokenizer.base import Tokenizer
 from megatron.data.tokenizer.build import build_tokenizer
-from megatron.diagnosis.dry_run.rank_memory import MemoryBytes, RankMemory, parameters_of_model, rank_memory
 from megatron.diagnosis.memory.peak import RankPeak, peaks_or_reason
+from megatron.diagnosis.memory.rank_memory import MemoryBytes, RankMemory, parameters_of_model, rank_memory
 from megatron.training.batch_schedule import BatchSchedule
 from megatron.training.checkpoint_checks import check_before_build, check_vocabulary
 from megatron.training.config.pretrain_config import PretrainConfig

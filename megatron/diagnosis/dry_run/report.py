@@ -12,8 +12,8 @@ from megatron.core.parameters import ParameterInfo
 from megatron.core.pipeline_parallel.stage_map import stage_map, stage_text, stages_text
 from megatron.core.utils.warn import leave_out
 from megatron.diagnosis.dry_run.dry_run import DryRun, dry_run, tokens_to_train_on
-from megatron.diagnosis.dry_run.rank_memory import MemoryBytes, RankMemory
 from megatron.diagnosis.memory.peak import RankPeak, imbalance_of, peak_of
+from megatron.diagnosis.memory.rank_memory import MemoryBytes, RankMemory
 from megatron.diagnosis.memory.ways_out import way_text, ways_out
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.inspection.print_config import config_lines

@@ -19,10 +19,10 @@ from megatron.core.pipeline_parallel.stages import pipeline_of
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.data.tokenizer.base import Tokenizer
-from megatron.diagnosis.dry_run.rank_memory import BuiltChunks, MemoryBytes, build_chunks, memory_of_shard, shard_of
 from megatron.diagnosis.memory.as_on_gpu import as_on_gpu
 from megatron.diagnosis.memory.chunk_bytes import ChunkBytes, ChunkCounter
 from megatron.diagnosis.memory.over_actions import MicroBatchPeak, peak_of_actions
+from megatron.diagnosis.memory.rank_memory import BuiltChunks, MemoryBytes, build_chunks, memory_of_shard, shard_of
 from megatron.diagnosis.memory.repeated_layers import count_repeated, layer_kind
 from megatron.training.batch_schedule import BatchSchedule
 from megatron.training.config.pretrain_config import PretrainConfig

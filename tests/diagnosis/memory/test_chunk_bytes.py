@@ -11,11 +11,11 @@ from support.command_lines import configured
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron.diagnosis.dry_run.rank_memory import build_chunks
 from megatron.diagnosis.memory.allocations import Allocations
 from megatron.diagnosis.memory.as_on_gpu import as_on_gpu
 from megatron.diagnosis.memory.micro_batches import ShapeOnlyData
 from megatron.diagnosis.memory.peak import providers_of_family
+from megatron.diagnosis.memory.rank_memory import build_chunks
 from megatron.training.arguments import configure
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.settings import LaunchEnvironment
