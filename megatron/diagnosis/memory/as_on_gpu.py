@@ -151,7 +151,7 @@ class _MetaAs(TorchFunctionMode):
         super().__init__()
         self.device, is_cuda = device, device.type == "cuda"
         self._answers: dict[Any, Callable[..., Any]] = {
-            Tensor.is_cuda.__get__: lambda tensor: is_cuda if tensor.is_meta else tensor.is_cuda,
+            Tensor.is_cuda.__get__: lambda own: is_cuda if own.is_meta else own.is_cuda,  # type: ignore[attr-defined]
             Tensor.device.__get__: lambda tensor: device if tensor.is_meta else tensor.device,
             Tensor.cpu: lambda tensor: counts(tensor) if tensor.is_meta else tensor.cpu(),
             Tensor.tolist: lambda tensor: (counts(tensor) if tensor.is_meta else tensor).tolist(),

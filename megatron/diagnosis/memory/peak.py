@@ -112,7 +112,7 @@ def peaks_or_reason(
     not exist here."""
     try:
         return peaks_with_tokenizer(config, providers, tokenizer), ""
-    except Exception as error:  # whatever the model raises
+    except Exception as error:  # a model of a user may raise anything
         lines = str(error).strip().splitlines() or [""]
         return (), f"{type(error).__name__}: {lines[0]}"
 

@@ -71,7 +71,7 @@ class Counted:
 
 
 class RealData(ShapeOnlyData):
-    """The same micro-batches with values on a CPU."""
+    """Yields micro-batches of these shapes with values, on a CPU."""
 
     def __next__(self) -> Any:
         batch = super().__next__()
