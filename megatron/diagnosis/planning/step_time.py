@@ -37,7 +37,6 @@ _GRAPH = Figure(1e-4, "0.1 ms to start a CUDA graph: an estimate", 0.5)
 _LAUNCHES_OF_EXPERTS, _LAUNCHES_OF_FP8 = 2.1, 2.3
 """Time in which a host starts the kernels of a layer, in terms of that of a dense layer in bf16."""
 _UNEVEN = Figure(1.2, "experts' work of the busiest of two expert parallel ranks, bench.py MOE64/ep2-allgather", 0.15)
-_UNEVEN_BALANCED = Figure(1.05, "the same with --moe-balanced-expert-placement", 0.05)
 HOST, BUBBLE, OPTIMIZER, DATA, STEP = "waiting for the host", "bubble", "optimizer", "data parallel", "between steps"
 
 
@@ -273,8 +272,7 @@ def _uneven(config: PretrainConfig, each: Passes, work: Work, cluster: Cluster) 
         return each
     flops = sum(count * product.flops for product, count in work.products.items())
     experts = sum(count * product.flops for product, count in work.products.items() if product.experts)
-    uneven = _UNEVEN_BALANCED if config.transformer.moe_balanced_expert_placement else _UNEVEN
-    factor = 1 + (uneven.value - 1) * experts / max(1.0, flops)
+    factor = 1 + (_UNEVEN.value - 1) * experts / max(1.0, flops)
     return Passes(
         each.kind, each.forward.times(factor), each.input_gradient.times(factor), each.weight_gradient.times(factor)
     )

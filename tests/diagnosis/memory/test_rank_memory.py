@@ -27,7 +27,7 @@ from megatron.core.parameters import Box, declare
 from megatron.core.transformer.enums import AttnBackend
 from megatron.data.tokenizer.build import build_tokenizer, padded_vocab_size
 from megatron.data.tokenizer.null import NullTokenizer
-from megatron.diagnosis.dry_run.rank_memory import (
+from megatron.diagnosis.memory.rank_memory import (
     RankMemory,
     build_shard,
     memory_of_shard,
