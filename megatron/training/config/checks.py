@@ -356,6 +356,7 @@ RULES: tuple[Rule, ...] = (
     _widths,
     _gradient_types,
     _library,
+    model_families.of_recipe,
     model_families.masked_words,
     model_families.bert,
     model_families.encoder_and_decoder,

@@ -10,8 +10,10 @@ import torch
 from megatron.core.exceptions import UserError
 from megatron.training.config.command_line import CommandLine
 
-Source = Literal["default", "flag", "derived", "script"]
-"""Where a value comes from: the field's default, a flag, another value, or the user's script."""
+Source = Literal["default", "flag", "derived", "script", "recipe"]
+"""Where a value comes from: the field's default, a flag, another value, the user's script, or --recipe."""
+CHOSEN: tuple[Source, ...] = ("flag", "script", "recipe")
+"""Sources of values that the user chose."""
 
 _Config = TypeVar("_Config")
 
@@ -63,6 +65,7 @@ class Settings:
         self.provenance: dict[str, Source] = dict.fromkeys(self.values, "default")
         self.provenance.update(dict.fromkeys(line.script, "script"))
         self.provenance.update(dict.fromkeys(line.given, "flag"))
+        self.provenance.update(dict.fromkeys(line.from_recipe, "recipe"))
         self.set_derived("world_size", launch_environment.world_size)
 
     def __getattr__(self, field: str) -> Any:
@@ -77,8 +80,8 @@ class Settings:
         self.provenance[field] = "derived"
 
     def is_given(self, field: str) -> bool:
-        """Whether a flag or the user's script has set the value."""
-        return self.provenance.get(field) in ("flag", "script")
+        """Whether a flag, a recipe or the user's script has set the value."""
+        return self.provenance.get(field) in CHOSEN
 
     def build(self, config_class: type[_Config], **fixed: Any) -> _Config:
         """Returns an object of a config dataclass whose fields have the values of the same names. `fixed` gives or

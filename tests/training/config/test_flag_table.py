@@ -37,6 +37,7 @@ OURS = {
     "--loss-spike-z-score",
 } | {
     "--config",
+    "--recipe",
     "--layout-invariant",
     "--data-stages",
     "--load-hf",
@@ -270,7 +271,7 @@ READ_WHEN_CONFIGS_ARE_MADE = {
     "--mtp-hybrid-override-pattern",
     "--megatron-fsdp-main-grads-dtype", "--megatron-fsdp-main-params-dtype", "--megatron-fsdp-grad-comm-dtype",
     "--expert-model-parallel-size", "--expert-tensor-parallel-size",
-    "--mtp-standalone", "--tokenizer-sentencepiece-legacy", "--config",
+    "--mtp-standalone", "--tokenizer-sentencepiece-legacy", "--config", "--recipe",
     "--eval-global-batch-size", "--eval-micro-batch-size", "--fim-prefix-token", "--fim-middle-token",
     "--fim-suffix-token", "--bert-num-tokentypes",
     "--decoder-num-layers", "--encoder-pipeline-model-parallel-size", "--encoder-tensor-model-parallel-size",
