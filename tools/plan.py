@@ -3,8 +3,8 @@
 python tools/plan.py specification.txt --output plan
 python tools/plan.py --params 7B --gpus 64 --gpu "H100 80GB" --seq-length 4096 --tokens 2T --tokenizer "Llama 3"
 
-The exit code is 2 for a contradiction, with the nearest values, and 3 if a value is missing: one question a line. docs/planning.md
-shows a whole plan.
+The exit code is 2 for a contradiction, with the nearest values, and 3 if a value is missing: one question a line.
+docs/planning.md shows a whole plan.
 """
 
 import sys

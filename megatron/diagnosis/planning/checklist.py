@@ -90,7 +90,8 @@ def checklist_lines(plan: Plan) -> Iterator[str]:
     if nodes > 1:
         torchrun += " --rdzv_backend c10d --rdzv_endpoint ${MASTER_ADDR:-localhost}:${MASTER_PORT:-29500}"
     yield "#!/bin/bash"
-    yield "# The steps between this plan and its launch; the first that fails ends it. From the folder of pretrain_gpt.py:"
+    yield "# The steps between this plan and its launch; the first that fails ends it."
+    yield "# Start it in the folder of pretrain_gpt.py:"
     yield "#   bash DIR/checklist.sh            all steps but launch"
     yield "#   bash DIR/checklist.sh loss       one step"
     yield "#   bash DIR/checklist.sh --list     what the steps are"

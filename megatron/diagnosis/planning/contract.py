@@ -50,8 +50,8 @@ def pin(path: Path) -> Iterator[str]:
         manifest = read_manifest(source.prefix)
         if manifest is None:
             raise UserError(
-                f"{get_manifest_path(source.prefix)}: no such file; prepare {source.name} with tools/preprocess_data.py "
-                f"--output-prefix {source.prefix.rsplit('_', 2)[0]} in this folder, and pin again"
+                f"{get_manifest_path(source.prefix)}: no such file; prepare {source.name} with "
+                f"tools/preprocess_data.py --output-prefix {source.prefix.rsplit('_', 2)[0]}, and pin again"
             )
         sources.append(dataclasses.replace(source, sha256=manifest.files["bin"].sha256))
         digests[manifest.tokenizer.digest] = source.name

@@ -15,8 +15,8 @@ _USUAL_NODE = 8
 
 
 def gpu_of(text: str) -> tuple[Gpu | None, str]:
-    """Returns the GPU that a text such as "NVIDIA H100 SXM5 80GB" names, and ""; or None and a question if the text fits
-    several. Raises UserError for an unknown GPU, and for a memory that it does not have, with the nearest ones."""
+    """Returns the GPU that a text such as "NVIDIA H100 SXM5 80GB" names, and "". If several fit: None and a question.
+    Raises UserError for an unknown GPU, and for a memory that it does not have, with the nearest ones."""
     if Path(text).suffix == ".toml" or Path(text).is_file():
         return gpu_named(text), ""
     plain = re.sub(r"^\s*\d+\s*[x×]\s*", "", text.lower().replace("nvidia", "").replace("geforce", ""))

@@ -1,4 +1,4 @@
-"""Layouts of a model over the GPUs of a cluster: all that the rules allow, as parallel sizes and ways to save memory."""
+"""Layouts of a model over the GPUs of a cluster: parallel sizes and ways to save memory that the rules allow."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -49,8 +49,7 @@ def _drawing(grid: RankGrid, nodes: int, per_node: int) -> Iterator[str]:
             skipped += 1
             continue
         if skipped:
-            yield f"  ... {skipped} more nodes {'alike' if drawn < _MOST_NODES else 'in the same order'}, with the next "
-            yield "      data parallel ranks"
+            yield f"  ... and {skipped} node{'s' * (skipped > 1)} alike, with the next ranks"
         cells = [_cell(grid, rank, place) for rank, place in zip(ranks, places, strict=True)]
         width = max(map(len, cells))
         line = "+" + "+".join("-" * (width + 2) for _ in cells) + "+"

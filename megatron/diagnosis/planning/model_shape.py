@@ -1,8 +1,8 @@
 """The sizes of a model for an architecture and a parameter count.
 
 A published model of the architecture is taken as it is if its count, with the vocabulary of the specification, reads
-like the asked one (7B may be 6.5 to 7.5 billion). Otherwise the nearest one is scaled: depth and width grow together, as
-they do among published models, and the count ends within 0.5% of what was asked.
+like the asked one (7B may be 6.5 to 7.5 billion). Otherwise the nearest one is scaled: depth and width grow together,
+as they do among published models, and the count ends within 0.5% of what was asked.
 """
 
 import math

@@ -181,8 +181,8 @@ def _vocabulary(spec: Specification) -> tuple[int | None, list[str]]:
     cited = f"vocabulary size {entries:,} ({spec.where['vocab_size']})"
     if ids > entries:
         raise UserError(
-            f"{cited} is less than the {ids:,} ids of the tokenizer ({spec.where['tokenizer']}), whose ids would be out "
-            f"of range; nearest: {ids:,}"
+            f"{cited} is less than the {ids:,} ids of the tokenizer ({spec.where['tokenizer']}), whose ids would be "
+            f"out of range; nearest: {ids:,}"
         )
     if entries - ids > max(1024, entries // 100):
         raise UserError(
@@ -195,8 +195,8 @@ def _vocabulary(spec: Specification) -> tuple[int | None, list[str]]:
 def _does_not_fit(spec: Specification, shape: ModelShape, ranking: Ranking, limit: float) -> str:
     if not ranking.considered:
         return (
-            f"no layout of {spec.gpus} GPUs has the given parallel sizes, {shape.flags['num_layers']} layers and a batch "
-            "that data parallel ranks divide; nearest: leave one of the sizes to the planner (derive)"
+            f"no layout of {spec.gpus} GPUs has the given parallel sizes, {shape.flags['num_layers']} layers and a "
+            "batch that data parallel ranks divide; nearest: leave one of the sizes to the planner (derive)"
         )
     closest = min(ranking.losers, key=lambda loser: loser.reason, default=None)
     refused = [loser.reason for loser in ranking.losers if loser.reason.startswith("refused")]
@@ -205,8 +205,8 @@ def _does_not_fit(spec: Specification, shape: ModelShape, ranking: Ranking, limi
     assert spec.gpus is not None
     factor = max(2, 1 << (ranking.least_memory / limit).__ceil__().bit_length() - 1)
     return (
-        f"{short(shape.parameters)} parameters do not fit {spec.gpus} GPUs with {limit / 1e9:.1f} GB each: the smallest "
-        f"of {ranking.considered:,} layouts needs about {max(ranking.least_memory, limit) / 1e9:.1f} GB"
+        f"{short(shape.parameters)} parameters do not fit {spec.gpus} GPUs with {limit / 1e9:.1f} GB each: the "
+        f"smallest of {ranking.considered:,} layouts needs about {max(ranking.least_memory, limit) / 1e9:.1f} GB"
         + (f" ({closest.layout.name}: {closest.reason})" if closest else "")
         + f"; nearest: {spec.gpus * factor} GPUs, or GPUs with more memory"
     )
@@ -227,15 +227,15 @@ def _advice(
     assert spec.tokens is not None
     if spec.deduplication in (None, "none"):
         found.append(
-            "FLAG: no deduplication method is specified: repeated documents are learned by heart and cost quality (Lee et "
-            "al. 2022, arXiv:2107.06499); deduplicate, and say by which method"
+            "FLAG: no deduplication method is specified: repeated documents are learned by heart and cost quality (Lee "
+            "et al. 2022, arXiv:2107.06499); deduplicate, and say by which method"
         )
     if spec.zero_stage in (2, 3):
         found.append(f"FLAG: ZeRO stage {spec.zero_stage} is specified; stage 1 sends less, if it fits")
     if spec.checkpoint_interval is not None and spec.checkpoint_interval > 1000:
         found.append(
-            f"FLAG: a checkpoint every {spec.checkpoint_interval:,} steps: the round trip within the first 1,000 steps is "
-            "a step of the checklist of its own"
+            f"FLAG: a checkpoint every {spec.checkpoint_interval:,} steps: the round trip within the first 1,000 steps "
+            "is a step of the checklist of its own"
         )
     bubble = layout.bubble(values.global_batch_size)
     if bubble > MAX_BUBBLE:
@@ -249,8 +249,8 @@ def _advice(
         )
     ratio = spec.tokens / shape.active_parameters
     found.append(
-        f"{ratio:,.0f} tokens per parameter; {OPTIMAL_TOKENS_PER_PARAMETER} are compute-optimal (arXiv:2203.15556), and "
-        "more make a smaller model as good, which is cheaper at inference"
+        f"{ratio:,.0f} tokens per parameter; {OPTIMAL_TOKENS_PER_PARAMETER} are compute-optimal (arXiv:2203.15556), "
+        "and more make a smaller model as good, which is cheaper at inference"
     )
     if spec.framework and not any(word in spec.framework.lower() for word in ("megatron", "this")):
         found.append(f"framework {spec.framework}: the plan is for this program's flags, which are Megatron-LM's")

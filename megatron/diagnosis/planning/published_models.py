@@ -1,11 +1,11 @@
 """Published models as the planner sees them: the recipes of the program, split into model and training."""
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from typing import Any
+
+from megatron.training.config.recipes.catalogue import Recipe, recipes
 
 _OF_TRAINING = (
     "lr",
@@ -17,7 +17,6 @@ _OF_TRAINING = (
     "global_batch_size",
 )
 _TRAINING_PREFIXES = ("adam_", "lr_", "train_", "muon_")
-_ABOUT = ("parameters", "vocabulary", "source")
 
 
 @dataclass(frozen=True)
@@ -53,23 +52,16 @@ class PublishedModel:
 @cache
 def published_models() -> tuple[PublishedModel, ...]:
     """Returns all published models, in the order of the recipes."""
-    found = []
-    for file in sorted(files("megatron.training.config").joinpath("recipes").iterdir(), key=lambda file: file.name):
-        if file.name.endswith(".toml"):
-            content = tomllib.loads(file.read_text("utf-8"))
-            found += [_model(content, name, values) for name, values in content["recipes"].items()]
-    return tuple(found)
+    return tuple(map(_model, recipes().values()))
 
 
-def _model(content: Mapping[str, Any], name: str, values: Mapping[str, Any]) -> PublishedModel:
-    every = {**content.get("flags", {}), **values}
-    flags = {key: value for key, value in every.items() if key not in _ABOUT}
-    training = {key: value for key, value in flags.items() if key in _OF_TRAINING or key.startswith(_TRAINING_PREFIXES)}
-    model = {key: value for key, value in flags.items() if key not in training}
+def _model(recipe: Recipe) -> PublishedModel:
+    of_training = {key for key in recipe.flags if key in _OF_TRAINING or key.startswith(_TRAINING_PREFIXES)}
     return PublishedModel(
-        name, _family(content, model), model, training, every.get("vocabulary", 0), every.get("parameters", 0)
+        name=recipe.name,
+        family="mamba" if "hybrid_layer_pattern" in recipe.flags else recipe.model_family,
+        flags={key: value for key, value in recipe.flags.items() if key not in of_training},
+        training={key: recipe.flags[key] for key in recipe.flags if key in of_training},
+        vocab_size=recipe.vocabulary,
+        parameters=recipe.parameters,
     )
-
-
-def _family(content: Mapping[str, Any], flags: Mapping[str, Any]) -> str:
-    return "mamba" if "hybrid_layer_pattern" in flags else str(content.get("model_family", "gpt"))

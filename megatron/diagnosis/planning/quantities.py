@@ -28,8 +28,8 @@ class Quantity:
 
     value: float
     margin: float
-    """Largest difference from `value` that rounding explains: half a unit of the last digit that was written, at least
-    0.5% of the value. 7B may be 6.5 to 7.5 billion; 6,738,415,616 is that number within 0.5%."""
+    """Largest difference from `value` that rounding explains: half a unit of the last digit above 0 that was written,
+    from 0.5% to 7.5% of the value. 7B may be 6.5 to 7.5 billion; 6,738,415,616 is that number within 0.5%."""
 
     @property
     def whole(self) -> int:
@@ -56,10 +56,11 @@ def quantity(text: str) -> Quantity:
     if not 0 < value < math.inf:
         raise ValueError("expected a number above 0")
     mantissa, _, exponent = digits.lower().partition("e")
-    decimals = len(mantissa.partition(".")[2])
-    last_digit = 10.0 ** (int(exponent or 0) - decimals) * unit
+    whole, _, decimals = mantissa.partition(".")
+    zeros = len(whole) - len(whole.rstrip("0")) if not decimals else -len(decimals)
+    half_digit = 10.0 ** (int(exponent or 0) + zeros) * unit / 2
     is_rounded = unit > 1 or bool(exponent)
-    return Quantity(value, max(0.005 * value, last_digit / 2 if is_rounded else 0.0))
+    return Quantity(value, min(max(0.005 * value, half_digit if is_rounded else 0.0), 0.075 * value))
 
 
 def whole_number(text: str) -> int:
@@ -95,7 +96,8 @@ def switch(text: str) -> bool:
 
 def short(value: float) -> str:
     """Returns a number with three digits and a unit: 7.24B, 2T, 350M."""
+    rounded = float(f"{value:.3g}")
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if value >= size:
-            return f"{value / size:.3g}{unit}" if value < 999.5 * size else f"{value / size:.0f}{unit}"
-    return f"{value:.3g}"
+        if rounded >= size:
+            return f"{rounded / size:.3g}{unit}" if rounded < 1000 * size else f"{rounded / size:.0f}{unit}"
+    return f"{rounded:g}"

@@ -1,7 +1,6 @@
 """Chooses among layouts: rough costs order thousands of them, exact ones decide among the best."""
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +11,9 @@ from megatron.diagnosis.planning.rough_cost import RoughCost
 _SLACK = 1.25
 """A layout whose rough memory is above the limit by more than this is not computed exactly."""
 _EXACT_SECONDS = 30.0
+_DIVISIONS, _VARIANTS, _LEADING = 12, 3, 4
+"""Divisions (TP, PP, CP, EP) that are computed exactly, variants of each, and divisions with further variants."""
+
 _EQUAL = 0.02
 
 
@@ -91,26 +93,19 @@ def _rank(
 ) -> Ranking:
     memory = {layout: rough.memory(layout) for layout in layouts}
     seconds = {layout: rough.seconds(layout) for layout in layouts if memory[layout] <= limit * _SLACK}
-    best: list[Candidate] = []
-    losers: list[Loser] = []
-    tried: Counter[tuple[int, ...]] = Counter()
-    started = time.monotonic()
-    for layout in sorted(seconds, key=lambda layout: (seconds[layout], layout)):
-        axes = (layout.tensor, layout.pipeline, layout.context, layout.expert)
-        if tried[axes] >= 3 and len(best) >= 1:
-            continue
-        if len(best) >= wanted + 3 or (time.monotonic() - started > _EXACT_SECONDS and len(best) >= 1):
-            break
-        tried[axes] += 1
-        try:
-            cost = exact(layout)
-        except UserError as error:
-            losers.append(Loser(layout, f"refused: {str(error).splitlines()[0]}"))
-            continue
-        if cost.memory > limit:
-            losers.append(Loser(layout, f"needs {cost.memory / 1e9:.1f} GB of {limit / 1e9:.1f}"))
-        else:
-            best.append(Candidate(layout, cost))
+    search = _Search(exact, limit)
+    order = sorted(seconds, key=lambda layout: (seconds[layout], layout))
+    firsts: dict[tuple[int, ...], list[Layout]] = {}
+    for layout in order:
+        firsts.setdefault((layout.tensor, layout.pipeline, layout.context, layout.expert), []).append(layout)
+    for variants in firsts.values():  # the best variant of each division that fits
+        search.first_that_fits(variants[:_VARIANTS], _DIVISIONS)
+    leading = [c.layout for c in sorted(search.fitting, key=lambda c: c.cost.seconds)[:_LEADING]]
+    for first in leading:  # further variants of the best divisions
+        variants = firsts[first.tensor, first.pipeline, first.context, first.expert]
+        for layout in [v for v in variants if v not in search.seen][:_VARIANTS]:
+            search.compute(layout)
+    best, losers = search.fitting, search.losers
     best = _simplest_of_equals(best)
     if best:
         losers += [Loser(c.layout, slower(c.cost.seconds, best[0].cost.seconds)) for c in best[wanted:]]
@@ -118,6 +113,38 @@ def _rank(
     too_large = sum(1 for layout in layouts if layout not in seconds)
     least = min(memory.values(), default=0.0)
     return Ranking(tuple(best[:wanted]), tuple(losers), len(layouts), too_large, least)
+
+
+class _Search:
+    """Computes layouts exactly, for a limited time."""
+
+    def __init__(self, exact: Callable[[Layout], ExactCost], limit: float) -> None:
+        self._exact, self._limit, self._started = exact, limit, time.monotonic()
+        self.fitting: list[Candidate] = []
+        self.losers: list[Loser] = []
+        self.seen: set[Layout] = set()
+
+    def first_that_fits(self, variants: Iterable[Layout], most: int) -> None:
+        """Computes variants of one division until one fits, unless `most` layouts fit already."""
+        for layout in variants:
+            if len(self.fitting) >= most or self.compute(layout):
+                return
+
+    def compute(self, layout: Layout) -> bool:
+        """Computes a layout, if there is time. Returns whether it fits."""
+        if self.fitting and time.monotonic() - self._started > _EXACT_SECONDS:
+            return False
+        self.seen.add(layout)
+        try:
+            cost = self._exact(layout)
+        except UserError as error:
+            self.losers.append(Loser(layout, f"refused: {str(error).splitlines()[0]}"))
+            return False
+        if cost.memory > self._limit:
+            self.losers.append(Loser(layout, f"needs {cost.memory / 1e9:.1f} GB of {self._limit / 1e9:.1f}"))
+            return False
+        self.fitting.append(Candidate(layout, cost))
+        return True
 
 
 def _simplest_of_equals(found: Iterable[Candidate]) -> list[Candidate]:

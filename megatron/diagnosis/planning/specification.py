@@ -10,11 +10,11 @@ from megatron.diagnosis.planning.quantities import Quantity, length, percentage,
 from megatron.diagnosis.planning.specification_text import KEY_OF_FIELD, Answer, Answers
 
 DERIVED = re.compile(
-    r"(?:to be |please )?(derive|auto|choose|remain|rest|whatever|you decide|any|best|optimal|as needed|compute|not specif"
-    r"|unspecified|default)",
+    r"(?:to be |please )?(derive|auto\b|automatic|choose|chosen|remain|rest\b|whatever|you decide|any\b|best|optimal"
+    r"|as needed|compute|not specified|unspecified|default|same as|from the|as the tokenizer)",
     re.IGNORECASE,
 )
-"""Beginning of a value of PARALLELISM that leaves the choice to the planner."""
+"""Beginning of a value that leaves the choice to the planner."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,9 @@ def read_specification(answers: Answers) -> Specification:
     values: dict[str, Any] = {}
     problems = []
     for name, answer in answers.of_field.items():
+        reader = _READERS[name]
         try:
-            values[name] = _READERS[name](answer.text)
+            values[name] = None if reader is not _text and DERIVED.match(answer.text) else reader(answer.text)
         except ValueError as error:
             problems.append(f"{_named(name, answer)} {answer.text}: {error}")
     if problems:
@@ -110,18 +111,11 @@ def _text(text: str) -> str:
     return text
 
 
-def _chosen(text: str) -> int | None:
-    """Returns a parallel size; None if the planner chooses it."""
-    return None if DERIVED.match(text) else whole_number(text)
-
-
-def _stage(text: str) -> int | None:
-    if DERIVED.match(text):
-        return None
-    stage = int(found[0]) if (found := re.search(r"\d+", text)) else -1
-    if stage not in (0, 1, 2, 3):
+def _stage(text: str) -> int:
+    found = re.search(r"\d+", text)
+    if found is None or int(found[0]) > 3:
         raise ValueError("expected 1, 2 or 3 (0: no sharding)")
-    return stage
+    return int(found[0])
 
 
 def _objective(text: str) -> str:
@@ -130,14 +124,6 @@ def _objective(text: str) -> str:
     if re.search(r"caus|autoregress|next|clm|\blm\b|language", text, re.IGNORECASE):
         return "causal"
     raise ValueError("expected causal LM or masked LM")
-
-
-def _interconnect(text: str) -> str:
-    return text
-
-
-def _packing(text: str) -> bool | None:
-    return None if DERIVED.match(text) else switch(text)
 
 
 def _tokenizer(text: str) -> Tokenizer:
@@ -173,21 +159,14 @@ _RATIO = r"(\d+(?:\.\d+)?|\.\d+)\s*(%?)"
 def _data_mix(text: str) -> tuple[Source, ...]:
     """Reads names with ratios in either order: "70% web, 30% code", "web: 0.7, code: 0.3", "web 7 / code 3"."""
     found: list[tuple[str, float, bool]] = []
+    apart = re.fullmatch(r"([\d./\s]+?)\s+([A-Za-z].*/.*)", text)  # 70/20/10 web/code/books
+    if apart and apart[1].count("/") == apart[2].count("/"):
+        text = ", ".join(
+            f"{number} {name}" for number, name in zip(*(x.split("/") for x in apart.groups()), strict=True)
+        )
     for part in re.split(r"[,;+/|]|\band\b|\n", text):
-        part = part.strip(" .")
-        if not part:
-            continue
-        before = re.fullmatch(rf"{_RATIO}\s*(?:of\s+)?([A-Za-z].*)", part)
-        behind = re.fullmatch(rf"(.*?[A-Za-z].*?)[\s:=(-]+{_RATIO}\s*\)?", part)
-        if before:
-            name, number, percent = before[3], before[1], before[2]
-        elif behind:
-            name, number, percent = behind[1], behind[2], behind[3]
-        elif re.fullmatch(r"[A-Za-z][\w .()-]*", part) and re.fullmatch(r"[^,;+/|\n]+", text):
-            name, number, percent = part, "1", ""  # a single source
-        else:
-            raise ValueError(f"{part!r} is no source with its ratio; expected such as 70% web, 20% code, 10% books")
-        found.append((name.strip(" :=-()"), float(number), bool(percent)))
+        if part.strip(" ."):
+            found.append(_source(part.strip(" ."), text))
     names = [name for name, _, _ in found]
     if len(set(names)) < len(names):
         raise ValueError("a source is named twice; give each once")
@@ -199,7 +178,20 @@ def _data_mix(text: str) -> tuple[Source, ...]:
     if abs(total - whole) > 0.005 * whole:
         shares = ", ".join(f"{name} {100 * number / total:.4g}%" for name, number, _ in found)
         raise ValueError(f"the ratios add up to {total:g}, not {whole:g}; nearest: {shares}")
-    return tuple(Source(name, number / total) for name, number, _ in found)
+    return tuple(Source(name, round(number / total, 9)) for name, number, _ in found)
+
+
+def _source(part: str, whole: str) -> tuple[str, float, bool]:
+    """Returns name, number and whether a % follows, of a part of a data mix."""
+    before = re.fullmatch(rf"{_RATIO}\s*(?:of\s+)?([A-Za-z].*)", part)
+    behind = re.fullmatch(rf"(.*?[A-Za-z].*?)[\s:=(-]+{_RATIO}\s*\)?", part)
+    if before:
+        return before[3].strip(" :=-()"), float(before[1]), bool(before[2])
+    if behind:
+        return behind[1].strip(" :=-()"), float(behind[2]), bool(behind[3])
+    if re.fullmatch(r"[A-Za-z][\w .()-]*", part) and not re.search(r"[,;+/|\n]", whole):
+        return part, 1.0, False  # a single source
+    raise ValueError(f"{part!r} is no source with its ratio; expected such as 70% web, 20% code, 10% books")
 
 
 def _throughput(text: str) -> float:
@@ -207,10 +199,6 @@ def _throughput(text: str) -> float:
     if re.search(r"per\s*day|/\s*day|tflop|mfu|%", text, re.IGNORECASE):
         raise ValueError("expected tokens per second and GPU, such as 10,000 tokens/s/GPU")
     return value
-
-
-def _interval(text: str) -> int | None:
-    return None if DERIVED.match(text) else whole_number(text)
 
 
 _READERS: dict[str, Callable[[str], Any]] = {
@@ -223,18 +211,18 @@ _READERS: dict[str, Callable[[str], Any]] = {
     "gpus": whole_number,
     "gpus_per_node": whole_number,
     "gpu": _text,
-    "interconnect": _interconnect,
+    "interconnect": _text,
     **dict.fromkeys(
-        ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel", "data_parallel"), _chosen
+        ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel", "data_parallel"), whole_number
     ),
     "zero_stage": _stage,
-    "packing": _packing,
+    "packing": switch,
     "tokenizer": _tokenizer,
     "deduplication": _deduplication,
     "data_mix": _data_mix,
     "tokens": whole_number,
     "throughput": _throughput,
-    "checkpoint_interval": _interval,
+    "checkpoint_interval": whole_number,
     "memory_utilization": percentage,
     "loss_check": _text,
 }

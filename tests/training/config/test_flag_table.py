@@ -40,6 +40,8 @@ OURS = {
     "--recipe",
     "--layout-invariant",
     "--data-stages",
+    "--data-contract",
+    "--planned-world-size",
     "--load-hf",
     "--log-style",
     "--save-hf-interval",
