@@ -8,6 +8,7 @@ from megatron.diagnosis.planning.layouts import Layout
 from megatron.diagnosis.planning.ranking import ExactCost
 from megatron.diagnosis.planning.rough_cost import RoughCost
 from megatron.diagnosis.planning.settings_of_run import Setting, layout_settings, words_of
+from megatron.diagnosis.planning.step_time import step_time
 from megatron.training.arguments import configure
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.settings import LaunchEnvironment
@@ -37,11 +38,12 @@ class PlannedRun:
 class ExactCosts:
     """Computes the costs of layouts of a run."""
 
-    def __init__(self, run: PlannedRun, rough: RoughCost, flops: float) -> None:
-        self._run, self._rough, self._flops = run, rough, flops
+    def __init__(self, run: PlannedRun, rough: RoughCost) -> None:
+        self._run, self._rough = run, rough
 
     def __call__(self, layout: Layout) -> ExactCost:
-        """Returns memory and time. Raises UserError if the run would refuse the layout."""
-        self._run.config(layout)
-        seconds = self._rough.seconds(layout)
-        return ExactCost(int(self._rough.memory(layout)), seconds, 0.0, "rough")
+        """Returns memory and time. Raises UserError if the run would refuse the layout, or if a time has no basis."""
+        config = self._run.config(layout)
+        step = step_time(config, self._run.cluster)
+        mfu = step.mfu.value if step.mfu is not None else 0.0
+        return ExactCost(int(self._rough.memory(layout)), step.seconds.value, mfu, step.seconds.error, step.bubble)

@@ -154,7 +154,7 @@ def make_plan(specification: Specification, global_batch_size: int | None = None
     rates = Rates(gpu.bf16_products.value, inside, cluster.link or (inside if gpu.nic is None else gpu.nic.value))
     rough = RoughCost(space, shape.vocab_size, rates)
     limit = gpu.memory.value * (spec.memory_utilization or USUAL_UTILIZATION)
-    ranking = rank_layouts(space, rough, ExactCosts(run, rough, gpu.bf16_peak.value), limit)
+    ranking = rank_layouts(space, rough, ExactCosts(run, rough), limit)
     if not ranking.best:
         raise UserError(_does_not_fit(spec, shape, ranking, limit))
     interval, reason = _save_interval(spec, shape, ranking.best[0].cost.seconds)

@@ -27,8 +27,10 @@ class ExactCost:
     """Of a step."""
     mfu: float
     """Model FLOPs utilisation, from 0 to 1."""
-    basis: str = ""
-    """What the time rests on, and its error."""
+    error: float = 0.0
+    """Expected relative error of the time."""
+    bubble: float = 0.0
+    """Part of the step that pipeline ranks wait, by the simulated schedule."""
 
 
 @dataclass(frozen=True)

@@ -68,8 +68,7 @@ def summary_lines(plan: Plan) -> Iterator[str]:
         f"{days * 24 * cluster.gpus:,.0f} GPU-hours"
     )
     yield f"memory    {cost.memory / 1e9:.1f} GB of {plan.memory_limit / 1e9:.1f} on the fullest rank"
-    if cost.basis:
-        yield f"time      rests on {cost.basis}"
+    yield f"error     the time is expected within {cost.error:.0%}; --dry-run names what each part of it rests on"
 
 
 def tables(plan: Plan) -> Iterator[Grid]:
@@ -87,7 +86,7 @@ def tables(plan: Plan) -> Iterator[Grid]:
                 f"{cost.seconds:.3f} s",
                 f"{tokens / cost.seconds:,.0f}",
                 f"{cost.memory / 1e9:.1f} GB",
-                f"{found.layout.bubble(batch):.1%}",
+                f"{cost.bubble:.1%}",
                 f"{100 * (cost.seconds / seconds - 1):+.1f}%",
             )
         )
