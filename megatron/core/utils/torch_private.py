@@ -48,6 +48,23 @@ DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 """Context manager: `__torch_function__` of tensor subclasses is not called inside."""
 
 
+@contextlib.contextmanager
+def run_backward_within(mode: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
+    """Inside the context, each backward runs inside `mode`, a TorchFunctionMode. torch leaves such a mode before it
+    starts a backward, and so before it calls the backward functions of our operations."""
+    run = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+    def run_within(*arguments: Any, **options: Any) -> Any:
+        with mode:
+            return run(*arguments, **options)
+
+    torch.autograd._engine_run_backward = run_within  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
+
+
 def sleep_on_gpu(cycles: int) -> None:
     """Keeps the current CUDA stream busy for this number of clock cycles."""
     torch.cuda._sleep(cycles)
