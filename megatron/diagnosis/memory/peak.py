@@ -2,7 +2,7 @@
 
 import dataclasses
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,8 +76,10 @@ class _Vocabulary:
     vocab_size: int
 
 
-def peaks_of_ranks(config: PretrainConfig, providers: Providers | None = None) -> tuple[RankPeak, ...]:
-    """Returns the peak of each kind of rank, in the order of pipeline ranks. Needs no data, tokenizer, device or
+def peaks_of_ranks(
+    config: PretrainConfig, providers: Providers | None = None, pipeline_ranks: Collection[int] | None = None
+) -> tuple[RankPeak, ...]:
+    """Returns the peak of each kind of rank, in the order of pipeline ranks; of `pipeline_ranks` only, if given. Needs no data, tokenizer, device or
     process group. `providers`: the functions of the run's script; default: those of the entry script of the model's
     family.
 
@@ -85,7 +87,7 @@ def peaks_of_ranks(config: PretrainConfig, providers: Providers | None = None) -
     if config.tokenizer.vocab_size is None:
         raise UserError("--vocab-size: the memory of embedding and head depends on it; give the vocabulary's size")
     tokenizer: Any = _Vocabulary(config.tokenizer.vocab_size)
-    return tuple(_Peaks(config, providers or providers_of_family(config), tokenizer).all())
+    return tuple(_Peaks(config, providers or providers_of_family(config), tokenizer).all(pipeline_ranks))
 
 
 def providers_of_family(config: PretrainConfig) -> Providers:
@@ -113,11 +115,13 @@ class _Peaks:
         batches = BatchSchedule.from_config(config.training, config.grid.data, length)
         self.num_microbatches = batches.final_num_microbatches
 
-    def all(self) -> Iterator[RankPeak]:
-        """Yields the peak of each pipeline rank."""
+    def all(self, pipeline_ranks: Collection[int] | None = None) -> Iterator[RankPeak]:
+        """Yields the peak of each pipeline rank, or of some."""
         schedule = self._schedule()
         built: dict[Any, tuple[MemoryBytes, Sequence[ChunkBytes]]] = {}
         for pp_rank in range(self.pipeline.pipeline_size):
+            if pipeline_ranks is not None and pp_rank not in pipeline_ranks:
+                continue
             parts = [self.stages.stage_at(pp_rank, chunk) for chunk in range(self.stages.chunks)]
             key = tuple(self._kind(part) for part in parts)
             rank = next(r for r in range(self.config.world_size) if self.config.grid.coordinates(r)["pp"] == pp_rank)

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron.diagnosis.memory.peak import peaks_of_ranks
 from megatron.diagnosis.planning.cluster import Cluster
 from megatron.diagnosis.planning.layouts import Layout
-from megatron.diagnosis.planning.ranking import ExactCost
-from megatron.diagnosis.planning.rough_cost import RoughCost
+from megatron.diagnosis.planning.ranking import ExactTime
 from megatron.diagnosis.planning.settings_of_run import Setting, layout_settings, words_of
 from megatron.diagnosis.planning.step_time import step_time
 from megatron.training.arguments import configure
@@ -35,15 +35,22 @@ class PlannedRun:
         return configure(words, None, defaults, launch_environment=environment)
 
 
+@dataclass(frozen=True)
 class ExactCosts:
-    """Computes the costs of layouts of a run."""
+    """Computes the costs of layouts of a run. Raises UserError if the run would refuse a layout, or if a time has no
+    measurement or data sheet to rest on."""
 
-    def __init__(self, run: PlannedRun, rough: RoughCost) -> None:
-        self._run, self._rough = run, rough
+    run: PlannedRun
 
-    def __call__(self, layout: Layout) -> ExactCost:
-        """Returns memory and time. Raises UserError if the run would refuse the layout, or if a time has no basis."""
-        config = self._run.config(layout)
-        step = step_time(config, self._run.cluster)
+    def time(self, layout: Layout) -> ExactTime:
+        """Returns the time of a step."""
+        step = step_time(self.run.config(layout), self.run.cluster)
         mfu = step.mfu.value if step.mfu is not None else 0.0
-        return ExactCost(int(self._rough.memory(layout)), step.seconds.value, mfu, step.seconds.error, step.bubble)
+        return ExactTime(step.seconds.value, mfu, step.seconds.error, step.bubble)
+
+    def memory(self, layout: Layout) -> int:
+        """Returns the bytes of the rank that needs most: of the first stages, which keep most micro-batches, or of the
+        last, which has the head."""
+        ranks = {0, 1, layout.pipeline - 1}
+        peaks = peaks_of_ranks(self.run.config(layout), pipeline_ranks=ranks)
+        return max(peak.allocated + peak.context for peak in peaks)

@@ -91,13 +91,13 @@ class Plan:
     def _layout_reasons(self) -> dict[str, str]:
         """Returns the reason of each layout flag: the line that sets it, or the rule by which it was chosen."""
         spec, layout, batch = self.specification, self.chosen.layout, self.values.global_batch_size
-        cost = self.chosen.cost
-        best = f"fastest of {self.ranking.considered:,} layouts, {cost.seconds:.3g} s a step"
+        chosen = self.chosen
+        best = f"fastest of {self.ranking.considered:,} layouts, {chosen.seconds:.3g} s a step"
 
         def reason(field: str, rule: str) -> str:
             return spec.cite(field) if spec.is_given(field) else rule
 
-        memory = f"{cost.memory / 1e9:.1f} GB of {self.memory_limit / 1e9:.1f} on the fullest rank"
+        memory = f"{chosen.memory / 1e9:.1f} GB of {self.memory_limit / 1e9:.1f} on the fullest rank"
         bubble = layout.bubble(batch)
         return {
             "": best,
@@ -154,10 +154,10 @@ def make_plan(specification: Specification, global_batch_size: int | None = None
     rates = Rates(gpu.bf16_products.value, inside, cluster.link or (inside if gpu.nic is None else gpu.nic.value))
     rough = RoughCost(space, shape.vocab_size, rates)
     limit = gpu.memory.value * (spec.memory_utilization or USUAL_UTILIZATION)
-    ranking = rank_layouts(space, rough, ExactCosts(run, rough), limit)
+    ranking = rank_layouts(space, rough, ExactCosts(run), limit)
     if not ranking.best:
         raise UserError(_does_not_fit(spec, shape, ranking, limit))
-    interval, reason = _save_interval(spec, shape, ranking.best[0].cost.seconds)
+    interval, reason = _save_interval(spec, shape, ranking.best[0].seconds)
     return Plan(
         specification=spec,
         shape=shape,

@@ -1,16 +1,21 @@
 """Chooses among layouts: rough costs order thousands of them, exact ones decide among the best."""
 
+import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 from megatron.core.exceptions import UserError
 from megatron.diagnosis.planning.layouts import MAX_BUBBLE, Layout, Space, possible_layouts
 from megatron.diagnosis.planning.rough_cost import RoughCost
 
-_SLACK = 1.25
+_SLACK = 1.15
 """A layout whose rough memory is above the limit by more than this is not computed exactly."""
-_EXACT_SECONDS = 30.0
+
+_TIME_BUDGET, _MEMORY_BUDGET = 12.0, 20.0
+"""Seconds that the search may spend on exact times and on exact memory, once it has found a layout that fits."""
+
 _DIVISIONS, _VARIANTS, _LEADING = 12, 3, 4
 """Divisions (TP, PP, CP, EP) that are computed exactly, variants of each, and divisions with further variants."""
 
@@ -18,13 +23,10 @@ _EQUAL = 0.02
 
 
 @dataclass(frozen=True)
-class ExactCost:
-    """Memory and time of a layout, from the run's own config."""
+class ExactTime:
+    """Time of a step of a layout, from the run's own config."""
 
-    memory: int
-    """Bytes of the rank that needs most, with the CUDA context."""
     seconds: float
-    """Of a step."""
     mfu: float
     """Model FLOPs utilisation, from 0 to 1."""
     error: float = 0.0
@@ -33,12 +35,31 @@ class ExactCost:
     """Part of the step that pipeline ranks wait, by the simulated schedule."""
 
 
+class Exact(Protocol):
+    """Computes costs of a layout from the config of its run. Raises UserError if the run would refuse it."""
+
+    def time(self, layout: Layout) -> ExactTime:
+        """Returns the time of a step."""
+        ...
+
+    def memory(self, layout: Layout) -> int:
+        """Returns the bytes of the rank that needs most, with the CUDA context."""
+        ...
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A layout that fits."""
 
     layout: Layout
-    cost: ExactCost
+    time: ExactTime
+    memory: int
+    """Bytes of the rank that needs most."""
+
+    @property
+    def seconds(self) -> float:
+        """Time of a step."""
+        return self.time.seconds
 
 
 @dataclass(frozen=True)
@@ -63,16 +84,14 @@ class Ranking:
     """Rough bytes of the layout that needs least."""
 
 
-def rank_layouts(
-    space: Space, rough: RoughCost, exact: Callable[[Layout], ExactCost], limit: float, wanted: int = 5
-) -> Ranking:
+def rank_layouts(space: Space, rough: RoughCost, exact: Exact, limit: float, wanted: int = 5) -> Ranking:
     """Ranks all layouts by the time of a step, among those whose peak memory is at most `limit` bytes. ZeRO stage 1
-    comes first; 2 and 3 are only tried if nothing else fits. Raises UserError from `exact` for a model that cannot be
-    built at all."""
+    comes first; 2 and 3 are only tried if nothing else fits."""
     given = space.specification.zero_stage
+    ranking = Ranking((), (), 0, 0)
     for stages in [(given,)] if given is not None else [(1,), (2,), (3,)]:
         layouts = [_without_shards(layout) for layout in possible_layouts(space, stages)]
-        ranking = _rank(layouts, space, rough, exact, limit, wanted)
+        ranking = _Search(layouts, space, rough, exact, limit).run(wanted)
         if ranking.best or not layouts:
             break
     return ranking
@@ -80,85 +99,128 @@ def rank_layouts(
 
 def _without_shards(layout: Layout) -> Layout:
     """Returns the layout with ZeRO stage 0 if there is one replica, which has nobody to share state with."""
-    if layout.data * layout.context > 1 or layout.zero == 0:
-        return layout
-    return Layout(**{**layout.__dict__, "zero": 0})
-
-
-def _rank(
-    layouts: Sequence[Layout],
-    space: Space,
-    rough: RoughCost,
-    exact: Callable[[Layout], ExactCost],
-    limit: float,
-    wanted: int,
-) -> Ranking:
-    memory = {layout: rough.memory(layout) for layout in layouts}
-    seconds = {layout: rough.seconds(layout) for layout in layouts if memory[layout] <= limit * _SLACK}
-    search = _Search(exact, limit)
-    order = sorted(seconds, key=lambda layout: (seconds[layout], layout))
-    firsts: dict[tuple[int, ...], list[Layout]] = {}
-    for layout in order:
-        firsts.setdefault((layout.tensor, layout.pipeline, layout.context, layout.expert), []).append(layout)
-    for variants in firsts.values():  # the best variant of each division that fits
-        search.first_that_fits(variants[:_VARIANTS], _DIVISIONS)
-    leading = [c.layout for c in sorted(search.fitting, key=lambda c: c.cost.seconds)[:_LEADING]]
-    for first in leading:  # further variants of the best divisions
-        variants = firsts[first.tensor, first.pipeline, first.context, first.expert]
-        for layout in [v for v in variants if v not in search.seen][:_VARIANTS]:
-            search.compute(layout)
-    best, losers = search.fitting, search.losers
-    best = _simplest_of_equals(best)
-    if best:
-        losers += [Loser(c.layout, slower(c.cost.seconds, best[0].cost.seconds)) for c in best[wanted:]]
-        losers += _by_axis(best, layouts, memory, seconds, space, limit)
-    too_large = sum(1 for layout in layouts if layout not in seconds)
-    least = min(memory.values(), default=0.0)
-    return Ranking(tuple(best[:wanted]), tuple(losers), len(layouts), too_large, least)
+    return layout if layout.data * layout.context > 1 else replace(layout, zero=0)
 
 
 class _Search:
-    """Computes layouts exactly, for a limited time."""
+    """One search: rough costs of all layouts, exact times of the best, exact memory from the fastest on."""
 
-    def __init__(self, exact: Callable[[Layout], ExactCost], limit: float) -> None:
-        self._exact, self._limit, self._started = exact, limit, time.monotonic()
-        self.fitting: list[Candidate] = []
-        self.losers: list[Loser] = []
-        self.seen: set[Layout] = set()
+    def __init__(
+        self, layouts: Sequence[Layout], space: Space, rough: RoughCost, exact: Exact, limit: float
+    ) -> None:
+        self._layouts, self._space, self._exact, self._limit = layouts, space, exact, limit
+        self._memory = {layout: rough.memory(layout) for layout in layouts}
+        self._seconds = {
+            layout: rough.seconds(layout) for layout in layouts if self._memory[layout] <= limit * _SLACK
+        }
+        self._times: dict[Layout, ExactTime] = {}
+        self._lost: dict[Layout, str] = {}
+        self._ratio = 1.0
+        """Exact memory over the rough one, as found so far."""
 
-    def first_that_fits(self, variants: Iterable[Layout], most: int) -> None:
-        """Computes variants of one division until one fits, unless `most` layouts fit already."""
-        for layout in variants:
-            if len(self.fitting) >= most or self.compute(layout):
-                return
+    def run(self, wanted: int) -> Ranking:
+        """Returns the ranking with up to `wanted` layouts that fit."""
+        self._compute_times()
+        best = _simplest_of_equals(self._that_fit(wanted))
+        if best:
+            first = best[0]
+            self._lost |= {
+                layout: slower(time.seconds, first.seconds)
+                for layout, time in self._times.items()
+                if layout not in self._lost and layout not in {found.layout for found in best}
+            }
+            self._lost |= {layout: reason for layout, reason in self._by_axis(best) if layout not in self._lost}
+        too_large = len(self._layouts) - len(self._seconds)
+        losers = tuple(Loser(layout, reason) for layout, reason in self._lost.items())
+        least = min(self._memory.values(), default=0.0)
+        return Ranking(tuple(best), losers, len(self._layouts), too_large, least)
 
-    def compute(self, layout: Layout) -> bool:
-        """Computes a layout, if there is time. Returns whether it fits."""
-        if self.fitting and time.monotonic() - self._started > _EXACT_SECONDS:
-            return False
-        self.seen.add(layout)
+    def _compute_times(self) -> None:
+        """Computes the time of the best variants of each division, then of further variants of the best divisions."""
+        started = time.monotonic()
+        divisions: dict[tuple[int, ...], list[Layout]] = {}
+        for layout in sorted(self._seconds, key=lambda layout: (self._seconds[layout], layout)):
+            axes = (layout.tensor, layout.pipeline, layout.context, layout.expert)
+            divisions.setdefault(axes, []).append(layout)
+        firsts = list(divisions.values())
+        for variants in firsts[:_DIVISIONS]:
+            for layout in variants[:_VARIANTS]:
+                if self._times and time.monotonic() - started > _TIME_BUDGET:
+                    break
+                if self._time(layout) and self._memory[layout] <= self._limit * 0.95:
+                    break
+        leading = sorted(firsts, key=lambda found: min(self._known(layout) for layout in found))[:_LEADING]
+        for layout in (layout for variants in leading for layout in variants[: 2 * _VARIANTS]):
+            if layout not in self._times and layout not in self._lost:
+                if self._times and time.monotonic() - started > 2 * _TIME_BUDGET:
+                    break
+                self._time(layout)
+
+    def _known(self, layout: Layout) -> float:
+        return self._times[layout].seconds if layout in self._times else math.inf
+
+    def _time(self, layout: Layout) -> bool:
+        """Computes the time of a layout. Returns whether the run accepts it."""
         try:
-            cost = self._exact(layout)
+            self._times[layout] = self._exact.time(layout)
         except UserError as error:
-            self.losers.append(Loser(layout, f"refused: {str(error).splitlines()[0]}"))
-            return False
-        if cost.memory > self._limit:
-            self.losers.append(Loser(layout, f"needs {cost.memory / 1e9:.1f} GB of {self._limit / 1e9:.1f}"))
-            return False
-        self.fitting.append(Candidate(layout, cost))
-        return True
+            self._lost[layout] = f"refused: {str(error).splitlines()[0]}"
+        return layout in self._times
+
+    def _that_fit(self, wanted: int) -> list[Candidate]:
+        """Computes the memory of layouts from the fastest on, until `wanted` of them fit."""
+        started, found = time.monotonic(), []
+        for layout, timed in sorted(self._times.items(), key=lambda item: item[1].seconds):
+            if len(found) == wanted or (found and time.monotonic() - started > _MEMORY_BUDGET):
+                break
+            expected = self._memory[layout] * self._ratio
+            if expected > 1.1 * self._limit:
+                self._lost[layout] = f"needs about {expected / 1e9:.0f} GB of {self._limit / 1e9:.0f}"
+                continue
+            try:
+                memory = self._exact.memory(layout)
+            except UserError as error:
+                self._lost[layout] = f"refused: {str(error).splitlines()[0]}"
+                continue
+            self._ratio = memory / self._memory[layout]
+            if memory > self._limit:
+                self._lost[layout] = f"needs {memory / 1e9:.1f} GB of {self._limit / 1e9:.1f}"
+            else:
+                found.append(Candidate(layout, timed, memory))
+        return found
+
+    def _by_axis(self, best: Sequence[Candidate]) -> Iterator[tuple[Layout, str]]:
+        """Yields, for each other value of each axis, the best layout that has it, and why it lost to the first."""
+        winner, known = best[0].layout, {candidate.layout for candidate in best}
+        for axis in ("tensor", "pipeline", "context", "expert", "recompute"):
+            groups: dict[int | str, list[Layout]] = {}
+            for layout in self._layouts:
+                if (value := getattr(layout, axis)) != getattr(winner, axis):
+                    groups.setdefault(value, []).append(layout)
+            for group in groups.values():
+                fitting = [layout for layout in group if self._memory[layout] <= self._limit]
+                if not fitting:
+                    least = min(group, key=lambda layout: self._memory[layout])
+                    yield least, f"needs about {self._memory[least] / 1e9:.0f} GB of {self._limit / 1e9:.0f}"
+                    continue
+                fastest = min(fitting, key=lambda layout: self._seconds[layout])
+                if fastest not in known and fastest not in self._times:
+                    bubble = fastest.bubble(self._space.global_batch_size)
+                    waits = f"; the pipeline waits {bubble:.0%} of a step" if bubble > MAX_BUBBLE else ""
+                    more = self._seconds[fastest] / self._seconds[winner] - 1
+                    yield fastest, f"about {max(more, 0):.0%} slower by the rough count{waits}"
 
 
 def _simplest_of_equals(found: Iterable[Candidate]) -> list[Candidate]:
     """Returns the candidates from the fastest, but the simplest first among those within 2% of it: predicted times
     are no better than that, and fewer stages and chunks have fewer ways to be slow."""
-    by_time = sorted(found, key=lambda candidate: candidate.cost.seconds)
-    equal = [c for c in by_time if c.cost.seconds <= by_time[0].cost.seconds * (1 + _EQUAL)]
+    by_time = sorted(found, key=lambda candidate: candidate.seconds)
+    equal = [c for c in by_time if c.seconds <= by_time[0].seconds * (1 + _EQUAL)]
 
     def parts(candidate: Candidate) -> tuple[int, int, float]:
         layout = candidate.layout
         split = layout.tensor * layout.pipeline * layout.context * layout.expert
-        return split, layout.virtual, candidate.cost.seconds
+        return split, layout.virtual, candidate.seconds
 
     simplest = min(equal, key=parts, default=None)
     return [*([simplest] if simplest else []), *(c for c in by_time if c is not simplest)]
@@ -167,34 +229,3 @@ def _simplest_of_equals(found: Iterable[Candidate]) -> list[Candidate]:
 def slower(seconds: float, best: float) -> str:
     """Returns why a layout of `seconds` lost to one of `best` seconds."""
     return f"{100 * (seconds / best - 1):.1f}% slower" if seconds >= best else "as fast within 2%, and split further"
-
-
-def _by_axis(
-    best: Sequence[Candidate],
-    layouts: Iterable[Layout],
-    memory: dict[Layout, float],
-    seconds: dict[Layout, float],
-    space: Space,
-    limit: float,
-) -> Iterator[Loser]:
-    """Yields, for each other value of each parallel size, the best layout that has it, and why it lost to the first."""
-    winner = best[0].layout
-    known = {candidate.layout for candidate in best}
-    for axis in ("tensor", "pipeline", "context", "expert", "virtual", "micro_batch", "recompute"):
-        groups: dict[int | str, list[Layout]] = {}
-        for layout in layouts:
-            if (value := getattr(layout, axis)) != getattr(winner, axis):
-                groups.setdefault(value, []).append(layout)
-        for group in groups.values():
-            fitting = [layout for layout in group if memory[layout] <= limit]
-            if not fitting:
-                least = min(group, key=lambda layout: memory[layout])
-                yield Loser(least, f"needs about {memory[least] / 1e9:.0f} GB of {limit / 1e9:.0f}")
-                continue
-            fastest = min(fitting, key=lambda layout: seconds[layout])
-            if fastest in known:
-                continue
-            bubble = fastest.bubble(space.global_batch_size)
-            waits = f", {bubble:.0%} of them the pipeline's bubble" if bubble > MAX_BUBBLE else ""
-            slower = seconds[fastest] / seconds[winner] - 1
-            yield Loser(fastest, f"about {max(slower, 0):.0%} slower by the rough count{waits}")

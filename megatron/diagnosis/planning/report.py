@@ -44,7 +44,7 @@ def summary_lines(plan: Plan) -> Iterator[str]:
     """Yields the plan in a few lines."""
     spec, shape, values, cluster = plan.specification, plan.shape, plan.values, plan.cluster
     assert spec.seq_length is not None and spec.tokens is not None
-    cost = plan.chosen.cost
+    chosen = plan.chosen
     active = f", {short(shape.active_parameters)} active" if shape.active_parameters != shape.parameters else ""
     flags = shape.flags
     yield (
@@ -59,42 +59,41 @@ def summary_lines(plan: Plan) -> Iterator[str]:
     yield f"layout    {plan.chosen.layout.name}"
     tokens = values.global_batch_size * spec.seq_length
     yield (
-        f"step      {values.global_batch_size:,} samples, {tokens:,} tokens, {cost.seconds:.3g} s; "
-        f"{tokens / cost.seconds / cluster.gpus:,.0f} tokens/s/GPU, {cost.mfu:.0%} MFU"
+        f"step      {values.global_batch_size:,} samples, {tokens:,} tokens, {chosen.seconds:.3g} s; "
+        f"{tokens / chosen.seconds / cluster.gpus:,.0f} tokens/s/GPU, {chosen.time.mfu:.0%} MFU"
     )
-    days = cost.seconds * values.train_iters / 86400
+    days = chosen.seconds * values.train_iters / 86400
     yield (
         f"run       {values.train_iters:,} steps, {short(spec.tokens)} tokens, {days:,.1f} days, "
         f"{days * 24 * cluster.gpus:,.0f} GPU-hours"
     )
-    yield f"memory    {cost.memory / 1e9:.1f} GB of {plan.memory_limit / 1e9:.1f} on the fullest rank"
-    yield f"error     the time is expected within {cost.error:.0%}; --dry-run names what each part of it rests on"
+    yield f"memory    {chosen.memory / 1e9:.1f} GB of {plan.memory_limit / 1e9:.1f} on the fullest rank"
+    yield f"error     the time is expected within {chosen.time.error:.0%}; --dry-run names what each part of it rests on"
 
 
 def tables(plan: Plan) -> Iterator[Grid]:
     """Yields the best layouts, and why others lost."""
-    batch, seconds = plan.values.global_batch_size, plan.chosen.cost.seconds
+    batch, seconds = plan.values.global_batch_size, plan.chosen.seconds
     assert plan.specification.seq_length is not None
     tokens = batch * plan.specification.seq_length / plan.cluster.gpus
     rows = []
     for number, found in enumerate(plan.ranking.best[:3], 1):
-        cost = found.cost
         rows.append(
             (
                 str(number),
                 found.layout.name,
-                f"{cost.seconds:.3f} s",
-                f"{tokens / cost.seconds:,.0f}",
-                f"{cost.memory / 1e9:.1f} GB",
-                f"{cost.bubble:.1%}",
-                f"{100 * (cost.seconds / seconds - 1):+.1f}%",
+                f"{found.seconds:.3f} s",
+                f"{tokens / found.seconds:,.0f}",
+                f"{found.memory / 1e9:.1f} GB",
+                f"{found.time.bubble:.1%}",
+                f"{100 * (found.seconds / seconds - 1):+.1f}%",
             )
         )
     headings = ("", "layout", "step", "tokens/s/GPU", "memory", "bubble", "time")
     yield Grid("the best layouts", headings, tuple(rows))
     ranking = plan.ranking
     losers = [(loser.layout.name, loser.reason) for loser in ranking.losers]
-    losers += [(found.layout.name, slower(found.cost.seconds, seconds)) for found in ranking.best[3:]]
+    losers += [(found.layout.name, slower(found.seconds, seconds)) for found in ranking.best[3:]]
     title = f"why others lost ({ranking.considered:,} layouts that the rules allow, {ranking.too_large:,} too large)"
     yield Grid(title, ("layout", "reason"), tuple(dict.fromkeys(losers)))
 
