@@ -1,11 +1,15 @@
 """checklist.sh: the steps between a plan and its launch, each with pass and fail."""
 
+import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron.diagnosis.planning.plan import Plan
+from megatron.diagnosis.planning.plan import USUAL_UTILIZATION, Plan
 from megatron.diagnosis.planning.settings_of_run import tokenizer_settings
+
+_PART_OF_PREDICTION = 0.85
+"""Part of the predicted rate that one node must reach if no target is specified."""
 
 
 @dataclass(frozen=True)
@@ -44,29 +48,46 @@ def steps_of(plan: Plan) -> Iterator[Step]:
     yield Step("dry-run", "flags, layout, memory and data fit together", f"python {run} --dry-run")
     node = _one_node(plan)
     if node is not None:
-        target = f" --target {spec.throughput:g}" if spec.throughput else ""
+        target = spec.throughput or _PART_OF_PREDICTION * _predicted(plan)
+        said = spec.cite("throughput") if spec.throughput else f"{_PART_OF_PREDICTION:.0%} of the predicted rate"
+        gate = f"python tools/validate.py {{}} --nproc-per-node {plan.cluster.gpus_per_node} -- {run} {node}"
         yield Step(
             "throughput",
-            "one node is as fast as planned" + (f": {spec.throughput:,.0f} tokens/s/GPU" if spec.throughput else ""),
-            f"python tools/validate.py throughput{target} -- {run} {node}",
+            f"one node reaches {target:,.0f} tokens/s/GPU ({said})",
+            gate.format(f"throughput --target {target:.0f}"),
         )
+        most = 100 * (spec.memory_utilization or USUAL_UTILIZATION)
         yield Step(
             "memory",
-            f"the longest rows and the most uneven routing need at most {plan.memory_limit / 1e9:.1f} GB a GPU",
-            f"python tools/validate.py memory -- {run} {node}",
+            f"the longest rows and the most uneven routing need at most {most:g}% of a GPU's memory",
+            gate.format(f"memory --max-utilization {most:g}"),
+        )
+        yield Step(
+            "resume",
+            "a checkpoint round trip, before the first step of the run",
+            gate.format("resume --steps 10 --at 5"),
         )
     steps = min(1000, values.train_iters)
+    expected = f" --expected-loss {loss}" if (loss := _expected_loss(spec.loss_check)) else ""
     yield Step(
         "loss",
-        "it falls steeply, then flattens" + (f"; {spec.loss_check}" if spec.loss_check else ""),
-        f"$LAUNCH python tools/validate.py loss -- {run} --exit-interval {steps}",
+        f"the first {steps:,} steps fall steeply, then flatten" + (f" ({spec.loss_check})" if spec.loss_check else ""),
+        f"$LAUNCH {run} --exit-interval {steps} && "
+        f"python tools/validate.py loss --run checkpoints --by-step {steps}{expected}",
     )
-    yield Step(
-        "resume",
-        "a checkpoint round trip, within the first 1,000 steps",
-        f"$LAUNCH python tools/validate.py resume -- {run}",
-    )
-    yield Step("launch", "the run", f"$LAUNCH {run}")
+    yield Step("launch", "the run, from the checkpoint of those steps", f"$LAUNCH {run}")
+
+
+def _predicted(plan: Plan) -> float:
+    """Returns the predicted tokens per second and GPU."""
+    assert plan.specification.seq_length is not None
+    return plan.values.global_batch_size * plan.specification.seq_length / plan.chosen.seconds / plan.cluster.gpus
+
+
+def _expected_loss(text: str | None) -> str | None:
+    """Returns the loss of a text such as "below 3.2 at step 1000"; None if it names none."""
+    found = re.search(r"(?:below|under|less than|at most|<=?|≤|~|about)\s*(\d+(?:\.\d+)?)", text or "")
+    return found[1] if found else None
 
 
 def _one_node(plan: Plan) -> str | None:

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron.core.pipeline_parallel.stage_map import stage_map
+from megatron.data.tokenizer.build import padded_vocab_size
 from megatron.diagnosis.memory.peak import peaks_of_ranks
 from megatron.diagnosis.planning.cluster import Cluster
 from megatron.diagnosis.planning.layouts import Layout
@@ -12,6 +14,7 @@ from megatron.diagnosis.planning.step_time import step_time
 from megatron.training.arguments import configure
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.settings import LaunchEnvironment
+from megatron.training.setup.set_up import resolve_auto_layout
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,12 @@ class PlannedRun:
         environment = LaunchEnvironment(self.cluster.gpus, True, ranks_of_host=self.cluster.gpus_per_node)
         return configure(words, None, defaults, launch_environment=environment)
 
+    def with_stages(self, layout: Layout) -> tuple[PretrainConfig, Sequence[str]]:
+        """Returns the config with stages in place of the layout auto, and notes about them."""
+        config = self.config(layout)
+        rows = padded_vocab_size(self.vocab_size, config.model.make_vocab_size_divisible_by, layout.tensor)
+        return resolve_auto_layout(config, rows)
+
 
 @dataclass(frozen=True)
 class ExactCosts:
@@ -49,8 +58,22 @@ class ExactCosts:
         return ExactTime(step.seconds.value, mfu, step.seconds.error, step.bubble)
 
     def memory(self, layout: Layout) -> int:
-        """Returns the bytes of the rank that needs most: of the first stages, which keep most micro-batches, or of the
-        last, which has the head."""
-        ranks = {0, 1, layout.pipeline - 1}
-        peaks = peaks_of_ranks(self.run.config(layout), pipeline_ranks=ranks)
+        """Returns the bytes of the pipeline rank that needs most: the one that keeps most layers of micro-batches, or
+        the last, which has the head."""
+        config, _ = self.run.with_stages(layout)
+        ranks = {_fullest(config, layout), layout.pipeline - 1}
+        peaks = peaks_of_ranks(config, pipeline_ranks=ranks)
         return max(peak.allocated + peak.context for peak in peaks)
+
+
+def _fullest(config: PretrainConfig, layout: Layout) -> int:
+    """Returns the pipeline rank that keeps most layers times micro-batches: of p ranks, rank r keeps p - r, or with v
+    chunks p (v - 1) + 2 (p - r) - 1 of them (arXiv:2104.04473, section 2.2)."""
+    stages, size, chunks = stage_map(config.transformer), layout.pipeline, layout.virtual
+
+    def kept(rank: int) -> float:
+        layers = sum(len(stages.stage_at(rank, chunk).layers) for chunk in range(stages.chunks))
+        alive = size - rank if chunks == 1 else (size * (chunks - 1) + 2 * (size - rank) - 1) / chunks
+        return layers * alive
+
+    return max(range(size), key=kept)

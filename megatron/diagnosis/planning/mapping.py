@@ -21,9 +21,12 @@ def mapping_lines(config: PretrainConfig, gpus_per_node: int) -> Iterator[str]:
     yield ""
     yield "pipeline stages"
     stages = stage_map(config.transformer)
+    ranks_of: dict[int, list[int]] = {}
+    for rank in range(grid.world_size):
+        ranks_of.setdefault(grid.dense.coordinates(rank)["pp"], []).append(rank)
     for rank in range(grid.pipeline):
         chunks = tuple(stages.stage_at(rank, number) for number in range(stages.chunks))
-        ranks = [r for r in range(grid.world_size) if grid.coordinates(r)["pp"] == rank]
+        ranks = ranks_of[rank]
         yield f"  stage {rank}: {stages_text(chunks)}  (ranks {ranks_text(ranks)}; {_nodes_text(ranks, gpus_per_node)})"
     yield ""
     yield "nodes and GPUs"

@@ -1,8 +1,7 @@
 """Chooses among layouts: rough costs order thousands of them, exact ones decide among the best."""
 
 import math
-import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -13,11 +12,9 @@ from megatron.diagnosis.planning.rough_cost import RoughCost
 _SLACK = 1.15
 """A layout whose rough memory is above the limit by more than this is not computed exactly."""
 
-_TIME_BUDGET, _MEMORY_BUDGET = 12.0, 20.0
-"""Seconds that the search may spend on exact times and on exact memory, once it has found a layout that fits."""
-
-_DIVISIONS, _VARIANTS, _LEADING = 12, 3, 4
-"""Divisions (TP, PP, CP, EP) that are computed exactly, variants of each, and divisions with further variants."""
+_DIVISIONS, _VARIANTS, _LEADING = 10, 2, 3
+"""Divisions (TP, PP, CP, EP) whose time is computed exactly, variants of each, and divisions with further variants.
+Numbers, not seconds: the same specification gives the same plan on any machine."""
 
 _EQUAL = 0.02
 
@@ -84,7 +81,7 @@ class Ranking:
     """Rough bytes of the layout that needs least."""
 
 
-def rank_layouts(space: Space, rough: RoughCost, exact: Exact, limit: float, wanted: int = 5) -> Ranking:
+def rank_layouts(space: Space, rough: RoughCost, exact: Exact, limit: float, wanted: int = 3) -> Ranking:
     """Ranks all layouts by the time of a step, among those whose peak memory is at most `limit` bytes. ZeRO stage 1
     comes first; 2 and 3 are only tried if nothing else fits."""
     given = space.specification.zero_stage
@@ -105,14 +102,10 @@ def _without_shards(layout: Layout) -> Layout:
 class _Search:
     """One search: rough costs of all layouts, exact times of the best, exact memory from the fastest on."""
 
-    def __init__(
-        self, layouts: Sequence[Layout], space: Space, rough: RoughCost, exact: Exact, limit: float
-    ) -> None:
+    def __init__(self, layouts: Sequence[Layout], space: Space, rough: RoughCost, exact: Exact, limit: float) -> None:
         self._layouts, self._space, self._exact, self._limit = layouts, space, exact, limit
         self._memory = {layout: rough.memory(layout) for layout in layouts}
-        self._seconds = {
-            layout: rough.seconds(layout) for layout in layouts if self._memory[layout] <= limit * _SLACK
-        }
+        self._seconds = {layout: rough.seconds(layout) for layout in layouts if self._memory[layout] <= limit * _SLACK}
         self._times: dict[Layout, ExactTime] = {}
         self._lost: dict[Layout, str] = {}
         self._ratio = 1.0
@@ -121,7 +114,7 @@ class _Search:
     def run(self, wanted: int) -> Ranking:
         """Returns the ranking with up to `wanted` layouts that fit."""
         self._compute_times()
-        best = _simplest_of_equals(self._that_fit(wanted))
+        best = self._that_fit(wanted)
         if best:
             first = best[0]
             self._lost |= {
@@ -137,23 +130,18 @@ class _Search:
 
     def _compute_times(self) -> None:
         """Computes the time of the best variants of each division, then of further variants of the best divisions."""
-        started = time.monotonic()
         divisions: dict[tuple[int, ...], list[Layout]] = {}
         for layout in sorted(self._seconds, key=lambda layout: (self._seconds[layout], layout)):
             axes = (layout.tensor, layout.pipeline, layout.context, layout.expert)
             divisions.setdefault(axes, []).append(layout)
-        firsts = list(divisions.values())
-        for variants in firsts[:_DIVISIONS]:
+        firsts = list(divisions.values())[:_DIVISIONS]
+        for variants in firsts:
             for layout in variants[:_VARIANTS]:
-                if self._times and time.monotonic() - started > _TIME_BUDGET:
-                    break
                 if self._time(layout) and self._memory[layout] <= self._limit * 0.95:
                     break
-        leading = sorted(firsts, key=lambda found: min(self._known(layout) for layout in found))[:_LEADING]
-        for layout in (layout for variants in leading for layout in variants[: 2 * _VARIANTS]):
-            if layout not in self._times and layout not in self._lost:
-                if self._times and time.monotonic() - started > 2 * _TIME_BUDGET:
-                    break
+        for variants in sorted(firsts, key=lambda found: min(map(self._known, found)))[:_LEADING]:
+            further = [layout for layout in variants if layout not in self._times and layout not in self._lost]
+            for layout in further[:_VARIANTS]:
                 self._time(layout)
 
     def _known(self, layout: Layout) -> float:
@@ -168,12 +156,13 @@ class _Search:
         return layout in self._times
 
     def _that_fit(self, wanted: int) -> list[Candidate]:
-        """Computes the memory of layouts from the fastest on, until `wanted` of them fit."""
-        started, found = time.monotonic(), []
-        for layout, timed in sorted(self._times.items(), key=lambda item: item[1].seconds):
-            if len(found) == wanted or (found and time.monotonic() - started > _MEMORY_BUDGET):
-                break
-            expected = self._memory[layout] * self._ratio
+        """Computes the memory of layouts until `wanted` of them fit: from the fastest on, but of those within 2% of it
+        the simplest first. Predicted times are no better than that, and fewer stages have fewer ways to be slow."""
+        left, found = dict(self._times), []
+        while left and len(found) < wanted:
+            fastest = min(timed.seconds for timed in left.values())
+            layout = min((each for each in left if left[each].seconds <= fastest * (1 + _EQUAL)), key=self._parts)
+            timed, expected = left.pop(layout), self._memory[layout] * self._ratio
             if expected > 1.1 * self._limit:
                 self._lost[layout] = f"needs about {expected / 1e9:.0f} GB of {self._limit / 1e9:.0f}"
                 continue
@@ -188,6 +177,11 @@ class _Search:
             else:
                 found.append(Candidate(layout, timed, memory))
         return found
+
+    def _parts(self, layout: Layout) -> tuple[int, int, float]:
+        """Returns how much a layout splits."""
+        split = layout.tensor * layout.pipeline * layout.context * layout.expert
+        return split, layout.virtual, self._times[layout].seconds
 
     def _by_axis(self, best: Sequence[Candidate]) -> Iterator[tuple[Layout, str]]:
         """Yields, for each other value of each axis, the best layout that has it, and why it lost to the first."""
@@ -209,21 +203,6 @@ class _Search:
                     waits = f"; the pipeline waits {bubble:.0%} of a step" if bubble > MAX_BUBBLE else ""
                     more = self._seconds[fastest] / self._seconds[winner] - 1
                     yield fastest, f"about {max(more, 0):.0%} slower by the rough count{waits}"
-
-
-def _simplest_of_equals(found: Iterable[Candidate]) -> list[Candidate]:
-    """Returns the candidates from the fastest, but the simplest first among those within 2% of it: predicted times
-    are no better than that, and fewer stages and chunks have fewer ways to be slow."""
-    by_time = sorted(found, key=lambda candidate: candidate.seconds)
-    equal = [c for c in by_time if c.seconds <= by_time[0].seconds * (1 + _EQUAL)]
-
-    def parts(candidate: Candidate) -> tuple[int, int, float]:
-        layout = candidate.layout
-        split = layout.tensor * layout.pipeline * layout.context * layout.expert
-        return split, layout.virtual, candidate.seconds
-
-    simplest = min(equal, key=parts, default=None)
-    return [*([simplest] if simplest else []), *(c for c in by_time if c is not simplest)]
 
 
 def slower(seconds: float, best: float) -> str:

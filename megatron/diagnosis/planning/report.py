@@ -16,8 +16,6 @@ from megatron.diagnosis.planning.quantities import short
 from megatron.diagnosis.planning.ranking import slower
 from megatron.diagnosis.planning.run_file import run_file_lines
 from megatron.diagnosis.planning.settings_of_run import Setting
-from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.setup.set_up import resolve_auto_layout
 
 FILES = ("run.yaml", "data_contract.json", "mapping.txt", "layouts.txt", "checklist.sh")
 """The files of a plan."""
@@ -133,18 +131,10 @@ def contents(plan: Plan) -> dict[str, list[str]]:
     layouts += [f"note: {note}" for note in plan.notes]
     return {
         "run.yaml": _run_yaml(plan),
-        "mapping.txt": [*mapping_lines(planned_config(plan), plan.cluster.gpus_per_node)],
+        "mapping.txt": [*mapping_lines(plan.run.with_stages(plan.chosen.layout)[0], plan.cluster.gpus_per_node)],
         "layouts.txt": layouts,
         "checklist.sh": [*checklist_lines(plan)],
     }
-
-
-def planned_config(plan: Plan) -> PretrainConfig:
-    """Returns the config of the planned run, with stages in place of the layout auto."""
-    config = plan.run.config(plan.chosen.layout)
-    divisor = config.model.make_vocab_size_divisible_by * config.transformer.tensor_model_parallel_size
-    padded = -(-plan.shape.vocab_size // divisor) * divisor
-    return resolve_auto_layout(config, padded)[0]
 
 
 def _run_yaml(plan: Plan) -> list[str]:
