@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from megatron.core.exceptions import UserError
 from megatron.core.groups.rank_grid import RankGrid, ranks_text
@@ -11,7 +11,10 @@ from megatron.core.pipeline_parallel.stage_map import stage_map, stage_text, sta
 from megatron.core.utils.warn import leave_out
 from megatron.diagnosis.dry_run.dry_run import DryRun, dry_run, tokens_to_train_on
 from megatron.diagnosis.dry_run.rank_memory import RankMemory
+from megatron.diagnosis.planning.time_report import time_lines
+from megatron.diagnosis.planning.topology import topology_lines
 from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.config.settings import LaunchEnvironment
 from megatron.training.inspection.print_config import config_lines
 from megatron.training.launch.errors import exit_with_problems
 from megatron.training.providers import Providers
@@ -23,18 +26,23 @@ def print_dry_run(config: PretrainConfig, providers: Providers) -> None:
     if os.environ.get("RANK", "0") != "0":
         return
     leave_out(config.notes)
+    launch = LaunchEnvironment.of_this_process()
     try:
         run = dry_run(config, providers)
+        times = []
+        if config.hardware.gpu is not None:
+            times = list(time_lines(run.config, launch, run.padded_vocab_size, run.parameters))
     except UserError as error:
         exit_with_problems(error)
     shown = config_lines(config) if config.training.print_config else ()
-    print(*config.notes, *run.notes, *shown, sep="\n")
-    print(*report_lines(run.config, run), sep="\n", flush=True)
+    print(*config.notes, *run.notes, *topology_lines(run.config, launch), *shown, sep="\n")
+    print(*report_lines(run.config, run, times), sep="\n", flush=True)
 
 
-def report_lines(config: PretrainConfig, run: DryRun) -> Iterator[str]:
-    """Yields the lines of the report."""
+def report_lines(config: PretrainConfig, run: DryRun, times: Iterable[str] = ()) -> Iterator[str]:
+    """Yields the lines of the report. `times` are those about the time of a step."""
     yield from _run_lines(config, run)
+    yield from times
     if config.world_size > 1:
         yield ""
         yield from _rank_lines(run.ranks)

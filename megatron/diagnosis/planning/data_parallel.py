@@ -84,7 +84,7 @@ def _communication(
     """Returns the exposed time. An all-reduce is a reduce-scatter and an all-gather of gradients; with sharded state
     the weights are gathered in its place."""
     item = run.optimizer.params_dtype.itemsize
-    reduced = item if run.parallel.grad_reduce_in_bf16 else run.ddp.main_grads_dtype.itemsize
+    reduced = run.ddp.main_grads_dtype.itemsize if run.ddp.grad_reduce_in_fp32 else item
     sizes = (weights.dense, weights.experts)
     reduce = total(cluster.gather_seconds(size * reduced, group) for size, group in zip(sizes, groups, strict=True))
     second = item if strategy.shards_state else reduced

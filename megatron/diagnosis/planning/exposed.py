@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from megatron.core.pipeline_parallel.stage_map import StageModules
 from megatron.core.pipeline_parallel.stages import overlaps_expert_communication
 from megatron.core.transformer.layer_patterns import layer_parts
+from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron.diagnosis.planning.cluster import Cluster
 from megatron.diagnosis.planning.figures import Figure, total
 from megatron.diagnosis.planning.layer_work import Sizes
@@ -87,11 +88,9 @@ def _context_parallel(
     config, sizes = run.transformer, Sizes(run)
     kind = config.cp_comm_type if isinstance(config.cp_comm_type, str) else (config.cp_comm_type or ["p2p"])[0]
     size, item = len(ranks), sizes.dtype.itemsize
-    groups = getattr(config, "num_query_groups", None) or config.num_attention_heads
-    exchanged = queries = 0.0
+    exchanged = bytes_of_keys(run) * work.attention.total()
+    queries = 0.0
     for each, count in work.attention.items():
-        heads = max(1, min(each.heads, groups // sizes.tensor))
-        exchanged += count * each.queries * heads * (each.width + each.value_width) * item
         queries += count * each.queries * each.heads * (each.width + each.value_width) * item
     if kind in ("a2a", "a2a+p2p"):
         once = cluster.exchange_seconds((exchanged + queries) * (size - 1) / size, ranks)
@@ -114,10 +113,10 @@ def _not_hidden(communication: Figure, computation: Figure) -> Figure:
 
 def _expert_parallel(run: PretrainConfig, stage: StageModules, cluster: Cluster, ranks: Sequence[int]) -> Exposed:
     """Tokens go to the ranks of their experts and come back, in forward and in backward."""
-    config, sizes = run.transformer, Sizes(run)
+    config = run.transformer
     numbers = [number for number in stage.layers if layer_parts(config, number).channel_mixer == "moe"]
     layers = len(numbers) + stage.prediction_layers
-    once = one_way(run, sizes, cluster, ranks)
+    once = _one_way(run, cluster, ranks)
     forward = once.times(2.0 * layers)
     if overlaps_expert_communication(config):
         return Exposed("expert parallel", Figure(0.0, once.source), slowed_by(forward.times(2)))
@@ -126,14 +125,35 @@ def _expert_parallel(run: PretrainConfig, stage: StageModules, cluster: Cluster,
     return Exposed("expert parallel", forward, forward)
 
 
-def one_way(run: PretrainConfig, sizes: Sizes, cluster: Cluster, ranks: Sequence[int]) -> Figure:
+def _one_way(run: PretrainConfig, cluster: Cluster, ranks: Sequence[int]) -> Figure:
     """Returns the time in which the tokens of one layer go to the ranks of their experts."""
-    config, size, tokens = run.transformer, len(ranks), sizes.own_tokens
+    sent, size = bytes_one_way(run, len(ranks)), len(ranks)
+    if run.transformer.moe_token_dispatcher_type == "allgather":
+        return cluster.gather_seconds(sent * size / (size - 1), ranks)
+    return cluster.exchange_seconds(sent, ranks)
+
+
+def bytes_one_way(run: PretrainConfig, size: int) -> float:
+    """Returns the bytes that a rank of an expert parallel group sends for a layer and micro-batch: its tokens to the
+    ranks of their experts, if routing is even. They come back as many."""
+    config, sizes = run.transformer, Sizes(run)
     row = (config.moe_latent_size or config.hidden_size) * sizes.dtype.itemsize
     chosen, experts = config.moe_router_topk, config.num_moe_experts or 1
     if config.moe_token_dispatcher_type == "allgather":
-        return cluster.gather_seconds(tokens * row * size, ranks)
-    if config.moe_token_dispatcher_type == "flex":  # a token goes to a rank once
-        none = math.comb(experts - experts // size, chosen) / math.comb(experts, chosen)
-        return cluster.exchange_seconds(tokens * row * (1 - none) * (size - 1), ranks)
-    return cluster.exchange_seconds(tokens * chosen * row * (size - 1) / size, ranks)
+        times = float(size - 1)
+    elif config.moe_token_dispatcher_type == "flex":  # a token goes to a rank once
+        times = (1 - math.comb(experts - experts // size, chosen) / math.comb(experts, chosen)) * (size - 1)
+    else:
+        times = chosen * (size - 1) / size
+    return sizes.own_tokens * row * times
+
+
+def bytes_of_keys(run: PretrainConfig) -> float:
+    """Returns the bytes of the keys and values of a layer, for the tokens of a micro-batch on a context parallel
+    rank."""
+    config, sizes = run.transformer, Sizes(run)
+    if isinstance(config, MLATransformerConfig) and config.multi_latent_attention:
+        width = config.num_attention_heads * (config.qk_head_dim + config.qk_pos_emb_head_dim + config.v_head_dim)
+    else:
+        width = 2 * (config.num_query_groups or config.num_attention_heads) * (config.kv_channels or 0)
+    return sizes.tokens * width / sizes.tensor * sizes.dtype.itemsize

@@ -32,4 +32,5 @@ def total(figures: Iterable[Figure]) -> Figure:
     parts = sorted((each for each in figures if each.value), key=lambda each: -each.value)
     value = sum(each.value for each in parts)
     error = sum(each.value * each.error for each in parts) / value if value else 0.0
-    return Figure(value, "; ".join(dict.fromkeys(each.source for each in parts)), error)
+    sources = dict.fromkeys(source for each in parts for source in each.source.split("; "))
+    return Figure(value, "; ".join(sources), error)

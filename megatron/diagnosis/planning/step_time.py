@@ -17,7 +17,7 @@ from megatron.core.pipeline_parallel.simulator import Costs, Timeline
 from megatron.core.pipeline_parallel.stage_map import StageMap, StageModules, stage_map
 from megatron.core.pipeline_parallel.stages import pipeline_of
 from megatron.core.transformer.layer_costs import training_flops
-from megatron.core.transformer.layer_patterns import layer_parts
+from megatron.core.transformer.layer_patterns import described_layer, layer_parts
 from megatron.data.tokenizer.build import padded_vocab_size
 from megatron.diagnosis.planning.cluster import Cluster
 from megatron.diagnosis.planning.data_parallel import RankWeights, step_end
@@ -223,10 +223,13 @@ def _stages(
 def _contents(config: PretrainConfig, stage: StageModules) -> tuple[object, ...]:
     """Returns a key that stages of equal work share."""
     alike = config.transformer.hybrid_layer_pattern is None and len(stage.layers) > 0
-    kinds = tuple(layer_parts(config.transformer, number) for number in stage.layers) if alike else stage.index
+    kinds: object = stage.index
+    if alike:
+        parts = ((layer_parts(config.transformer, n), described_layer(config.transformer, n)) for n in stage.layers)
+        kinds = tuple(parts)
     uniform = config.transformer.window_size is None and config.transformer.attention_chunk_size is None
-    described = config.transformer.heterogeneous_layers_config_path is not None or config.transformer.fp8 is not None
-    return kinds, stage.embedding, stage.loss, stage.prediction_layers, (uniform and not described) or stage.index
+    uniform = uniform and not config.transformer.first_last_layers_bf16 and config.transformer.no_rope_freq is None
+    return kinds, stage.embedding, stage.loss, stage.prediction_layers, uniform or stage.index
 
 
 def _stage(config: PretrainConfig, stage: StageModules, work: Work, cluster: Cluster, place: int, after: int) -> _Stage:

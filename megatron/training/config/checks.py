@@ -21,6 +21,7 @@ from megatron.data.tokenizer.config import TokenizerConfig
 from megatron.training.config import file_checks, graph_checks, model_families, parallel_checks, schedule_checks
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.data import DataConfig
+from megatron.training.config.hardware import HardwareConfig
 from megatron.training.config.logging import LoggingConfig
 from megatron.training.config.model import ACTIVATIONS, ModelConfig
 from megatron.training.config.parallel import ParallelConfig
@@ -87,6 +88,7 @@ _CONFIG_CLASSES: tuple[type[Any], ...] = (
     CheckpointConfig,
     LoggingConfig,
     ParallelConfig,
+    HardwareConfig,
     ResilienceConfig,
     RecordsConfig,
     FaultInjectorConfig,
@@ -364,6 +366,8 @@ RULES: tuple[Rule, ...] = (
     model_families.layers_of_spec,
     parallel_checks.ranks,
     parallel_checks.ranks_of_experts,
+    parallel_checks.ranks_of_nodes,
+    parallel_checks.tensor_parallel_groups,
     parallel_checks.sequence_length,
     parallel_checks.virtual_stages,
     parallel_checks.sharding,

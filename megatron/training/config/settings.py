@@ -9,6 +9,7 @@ import torch
 
 from megatron.core.exceptions import UserError
 from megatron.training.config.command_line import CommandLine
+from megatron.training.launch.launcher_variables import ranks_of_host
 
 Source = Literal["default", "flag", "derived", "script", "recipe"]
 """Where a value comes from: the field's default, a flag, another value, the user's script, or --recipe."""
@@ -32,6 +33,8 @@ class LaunchEnvironment:
     """Whether the environment variable WORLD_SIZE is set, as under torchrun."""
     ranks_of_host: int | None = None
     """Number of ranks on each host; None if it is not known."""
+    gpus_of_host: int | None = None
+    """Number of GPUs that this process sees; None if it sees none, or only its own."""
     looks_at_files: bool = False
     """Whether this process checks that files exist. The first rank does it for all."""
 
@@ -46,9 +49,18 @@ class LaunchEnvironment:
             int(words),
             torch.cuda.is_available(),
             world_size_is_given="WORLD_SIZE" in os.environ,
-            ranks_of_host=int(local) if (local := os.environ.get("LOCAL_WORLD_SIZE", "")).isdecimal() else None,
+            ranks_of_host=ranks_of_host(os.environ),
+            gpus_of_host=gpus if (gpus := torch.cuda.device_count()) > 1 else None,
             looks_at_files=os.environ.get("RANK", "0") == "0",
         )
+
+
+def gpus_of_node(given: int | None, launch: LaunchEnvironment) -> int | None:
+    """Returns the number of ranks of a node: that of --gpus-per-node (`given`), that of the launcher, or the GPUs of
+    this host in a run of several ranks; None if it is not known."""
+    if given is not None:
+        return given
+    return launch.ranks_of_host or (launch.gpus_of_host if launch.world_size > 1 else None)
 
 
 class Settings:

@@ -45,6 +45,16 @@ def take_ranks_of_launcher(environ: MutableMapping[str, str] = os.environ) -> No
 _Found = dict[str, str | None]
 
 
+def ranks_of_host(environ: Mapping[str, str]) -> int | None:
+    """Returns the number of ranks on this host, from the variables of torchrun, Open MPI, another MPI or SLURM; None if
+    they do not say. The job script of SLURM, which is one process, gets the number of tasks of its node."""
+    found = [environ.get(name) for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")]
+    tasks = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or ""
+    if "WORLD_SIZE" in environ and environ["WORLD_SIZE"] == environ.get("SLURM_NTASKS"):
+        found.append(tasks_of_node(tasks, environ.get("SLURM_NODEID", "0")))
+    return next((int(count) for count in found if count is not None and count.isdecimal() and int(count) > 0), None)
+
+
 def _launcher(environ: Mapping[str, str]) -> str:
     names = {"OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "an MPI launcher"}
     return next((launcher for name, launcher in names.items() if name in environ), "srun")
