@@ -48,6 +48,11 @@ DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 """Context manager: `__torch_function__` of tensor subclasses is not called inside."""
 
 
+def storage_address(storage: torch.UntypedStorage) -> int:
+    """Returns the address of a storage; of one on the meta device, which has no memory, that of its description."""
+    return storage._cdata
+
+
 @contextlib.contextmanager
 def run_backward_within(mode: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
     """Inside the context, each backward runs inside `mode`, a TorchFunctionMode. torch leaves such a mode before it

@@ -16,12 +16,12 @@ class Allocations(TorchDispatchMode):
     """Inside the context, counts the storages of tensors that operations return. Tensors that existed before do not
     count: parameters, gradients and inputs.
 
-    `granule`: sizes are rounded up to a multiple of it.
+    `granule`: sizes are rounded up to a multiple of it. Only tensors on devices of type `device` count.
     """
 
-    def __init__(self, granule: int = GRANULE) -> None:
+    def __init__(self, granule: int = GRANULE, device: str = "meta") -> None:
         super().__init__()
-        self.granule = granule
+        self.granule, self.device = granule, device
         self.live = 0
         """Bytes that exist now."""
         self.peak = 0
@@ -48,7 +48,7 @@ class Allocations(TorchDispatchMode):
         return result
 
     def _note(self, storage: UntypedStorage) -> None:
-        if storage in self._seen:
+        if storage.device.type != self.device or storage in self._seen:
             return
         size = -(-storage.nbytes() // self.granule) * self.granule
         self._seen[storage] = None

@@ -22,6 +22,7 @@ from megatron.diagnosis.dry_run.rank_memory import BuiltChunks, MemoryBytes, bui
 from megatron.diagnosis.memory.as_on_gpu import as_on_gpu
 from megatron.diagnosis.memory.chunk_bytes import ChunkBytes, ChunkCounter
 from megatron.diagnosis.memory.over_actions import MicroBatchPeak, peak_of_actions
+from megatron.diagnosis.memory.repeated_layers import count_repeated, layer_kind
 from megatron.training.batch_schedule import BatchSchedule
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.providers import Providers
@@ -33,6 +34,11 @@ NCCL_BYTES = 400 * 2**20
 """What NCCL takes outside torch's allocator in a run of several ranks."""
 WORKSPACE_BYTES = 64 * 2**20
 """Workspace of cuBLAS and cuBLASLt on Hopper, in torch's allocator."""
+
+
+BUSIEST_EXPERTS = 1.25
+"""Rows of the rank with the busiest experts, divided by the mean over ranks: that of MOE64/ep2 in docs/benchmarks.md.
+Ranks that swap experts, and forced balance, are even."""
 
 
 @dataclass(frozen=True)
@@ -77,17 +83,29 @@ class _Vocabulary:
 
 
 def peaks_of_ranks(
-    config: PretrainConfig, providers: Providers | None = None, pipeline_ranks: Collection[int] | None = None
+    config: PretrainConfig,
+    providers: Providers | None = None,
+    imbalance: float | None = None,
+    pipeline_ranks: Collection[int] | None = None,
 ) -> tuple[RankPeak, ...]:
-    """Returns the peak of each kind of rank, in the order of pipeline ranks; of `pipeline_ranks` only, if given. Needs no data, tokenizer, device or
+    """Returns the peak of each kind of rank, in the order of pipeline ranks. Needs no data, tokenizer, device or
     process group. `providers`: the functions of the run's script; default: those of the entry script of the model's
-    family.
+    family. `imbalance`: rows of the experts of the busiest rank, divided by the mean; default: `imbalance_of`.
+    `pipeline_ranks`: only these; default: all.
 
     Raises UserError if the vocabulary's size is not given, or if a part of the model cannot be built."""
     if config.tokenizer.vocab_size is None:
         raise UserError("--vocab-size: the memory of embedding and head depends on it; give the vocabulary's size")
     tokenizer: Any = _Vocabulary(config.tokenizer.vocab_size)
-    return tuple(_Peaks(config, providers or providers_of_family(config), tokenizer).all(pipeline_ranks))
+    peaks = _Peaks(config, providers or providers_of_family(config), tokenizer, imbalance)
+    return tuple(peaks.all(pipeline_ranks))
+
+
+def imbalance_of(config: PretrainConfig) -> float:
+    """Returns the rows of the rank with the busiest experts, divided by the mean, that a prediction assumes."""
+    transformer = config.transformer
+    even = transformer.expert_model_parallel_size == 1 or transformer.moe_balanced_expert_placement
+    return 1.0 if even or transformer.moe_router_force_load_balancing else BUSIEST_EXPERTS
 
 
 def providers_of_family(config: PretrainConfig) -> Providers:
@@ -105,7 +123,9 @@ def providers_of_family(config: PretrainConfig) -> Providers:
 
 
 class _Peaks:
-    def __init__(self, config: PretrainConfig, providers: Providers, tokenizer: Any) -> None:
+    def __init__(
+        self, config: PretrainConfig, providers: Providers, tokenizer: Any, imbalance: float | None = None
+    ) -> None:
         self.padded = vocabulary_rows(config, tokenizer)
         config, _ = resolve_auto_layout(config, self.padded)
         self.config, self.providers, self.tokenizer = _as_planned(config), providers, tokenizer
@@ -113,6 +133,7 @@ class _Peaks:
         self.pipeline, self.stages = pipeline_of(transformer), stage_map(transformer)
         length = config.data.seq_length
         batches = BatchSchedule.from_config(config.training, config.grid.data, length)
+        self.imbalance = imbalance_of(config) if imbalance is None else imbalance
         self.num_microbatches = batches.final_num_microbatches
 
     def all(self, pipeline_ranks: Collection[int] | None = None) -> Iterator[RankPeak]:
@@ -124,7 +145,7 @@ class _Peaks:
                 continue
             parts = [self.stages.stage_at(pp_rank, chunk) for chunk in range(self.stages.chunks)]
             key = tuple(self._kind(part) for part in parts)
-            rank = next(r for r in range(self.config.world_size) if self.config.grid.coordinates(r)["pp"] == pp_rank)
+            rank = self.config.grid.group(0, ("pp",))[pp_rank]
             if key not in built:
                 built[key] = self._count(rank, parts)
             memory, chunks = built[key]
@@ -138,7 +159,9 @@ class _Peaks:
 
     def _kind(self, stage: StageModules) -> Any:
         """Returns a key that is equal for stages with the same modules."""
-        return stage.layers, stage.encoder_layers, stage.embedding, stage.loss, stage.prediction_layers
+        config = self.config.transformer
+        kinds = tuple(layer_kind(config, number) for number in stage.layers)
+        return kinds, len(stage.encoder_layers), stage.embedding, stage.loss, stage.prediction_layers
 
     def _count(self, rank: int, parts: Sequence[StageModules]) -> tuple[MemoryBytes, Sequence[ChunkBytes]]:
         built = build_chunks(self.config, self.providers, self.tokenizer, self.padded, rank)
@@ -150,22 +173,36 @@ class _Peaks:
             )
             with as_on_gpu(self._counts_on_host(built)):
                 chunks = [
-                    counter.count(_in_number_format(chunk, self.config.transformer), part, defers)
+                    self._count_chunk(counter, chunk, part, defers)
                     for chunk, part in zip(built.chunks, parts, strict=True)
                 ]
         return memory, chunks
 
+    def _count_chunk(self, counter: ChunkCounter, chunk: nn.Module, stage: StageModules, defers: bool) -> ChunkBytes:
+        transformer = self.config.transformer
+        chunk = _in_number_format(chunk, transformer)
+        return count_repeated(chunk, transformer, lambda: counter.count(chunk, stage, defers))
+
     def _counts_on_host(self, built: BuiltChunks) -> Any:
-        """Returns the rows of each expert as the host would read them: all experts are equally busy."""
+        """Returns the rows of each expert as the host would read them: the experts of this rank are equally busy, and
+        busier than those of other ranks."""
         transformer, training = self.config.transformer, self.config.training
+        groups = built.context.environment.groups
         experts, chosen = transformer.num_moe_experts or 1, transformer.moe_router_topk
         tokens = training.micro_batch_size * (self.config.data.seq_length or 0) // transformer.context_parallel_size
         tokens //= transformer.tensor_model_parallel_size if transformer.sequence_parallel else 1
-        sources = built.context.environment.groups.size("ep") * built.context.environment.groups.size("expt_tp")
+        even, sources = tokens * chosen // experts, groups.size("ep") * groups.size("expt_tp")
+        busy, own = int(even * self.imbalance), groups.rank("ep")
 
         def counts(tensor: Tensor) -> Tensor:
-            each = tokens * chosen // experts * (sources if tensor.dim() == 1 else 1)
-            return torch.full(tensor.shape, each, dtype=torch.int64)
+            if tensor.dim() == 1:  # the experts of this rank
+                return torch.full(tensor.shape, busy * sources, dtype=torch.int64)
+            if tensor.dim() != 4:
+                return torch.full(tensor.shape, even, dtype=torch.int64)
+            others = max(tensor.shape[2] - 1, 1)
+            found = torch.full(tensor.shape, even - (busy - even) // others, dtype=torch.int64)
+            found[:, :, own] = busy  # [etp, ep, ep, experts of a rank]
+            return found
 
         return counts
 

@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatron.diagnosis.planning.gpus import known_gpus
 from megatron.diagnosis.planning.plan import USUAL_UTILIZATION, Plan
 from megatron.diagnosis.planning.settings_of_run import tokenizer_settings
 
@@ -45,7 +46,7 @@ def steps_of(plan: Plan) -> Iterator[Step]:
         "data", "indexes, sizes and content are as prepared", f"python tools/inspect_data.py --data-path {prefixes}"
     )
     yield Step("contract", "data and tokenizer are pinned", 'python tools/plan.py --pin "$HERE"')
-    yield Step("dry-run", "flags, layout, memory and data fit together", f"python {run} --dry-run")
+    yield Step("dry-run", "flags, layout, memory and data fit together", f"python {run} --dry-run{_rates(plan)}")
     node = _one_node(plan)
     if node is not None:
         target = spec.throughput or _PART_OF_PREDICTION * _predicted(plan)
@@ -56,12 +57,16 @@ def steps_of(plan: Plan) -> Iterator[Step]:
             f"one node reaches {target:,.0f} tokens/s/GPU ({said})",
             gate.format(f"throughput --target {target:.0f}"),
         )
-        most = 100 * (spec.memory_utilization or USUAL_UTILIZATION)
-        yield Step(
-            "memory",
-            f"the longest rows and the most uneven routing need at most {most:g}% of a GPU's memory",
-            gate.format(f"memory --max-utilization {most:g}"),
+        most = 100 * (
+            (spec.memory_utilization or USUAL_UTILIZATION) + _state_of_fewer(plan) / plan.cluster.gpu.memory.value
         )
+        if most < 100:
+            yield Step(
+                "memory",
+                f"the longest rows and the most uneven routing need at most {most:.0f}% of a GPU's memory on one node, "
+                "whose fewer replicas share the optimizer's state",
+                gate.format(f"memory --max-utilization {most:.0f}"),
+            )
         yield Step(
             "resume",
             "a checkpoint round trip, before the first step of the run",
@@ -76,6 +81,22 @@ def steps_of(plan: Plan) -> Iterator[Step]:
         f"python tools/validate.py loss --run checkpoints --by-step {steps}{expected}",
     )
     yield Step("launch", "the run, from the checkpoint of those steps", f"$LAUNCH {run}")
+
+
+def _state_of_fewer(plan: Plan) -> float:
+    """Returns the bytes of optimizer state that a GPU holds more on one node than in the whole run."""
+    layout, cluster = plan.chosen.layout, plan.cluster
+    of_rank = 12 * plan.shape.parameters / (layout.tensor * layout.pipeline)
+    whole = layout.data * layout.context
+    return of_rank * (cluster.gpus / cluster.gpus_per_node - 1) / whole if layout.zero else 0.0
+
+
+def _rates(plan: Plan) -> str:
+    """Returns the flags with which a dry run predicts times of the plan's machines."""
+    gpu, link = plan.cluster.gpu.name, plan.cluster.link
+    file = plan.specification.gpu
+    named = gpu if gpu in known_gpus() or file is None else shlex.quote(file)
+    return f" --gpu {named}" + (f" --link {link * 8 / 1e9:g}Gb" if link is not None else "")
 
 
 def _predicted(plan: Plan) -> float:

@@ -138,10 +138,17 @@ def contents(plan: Plan) -> dict[str, list[str]]:
 
 
 def _run_yaml(plan: Plan) -> list[str]:
-    sections = dict(plan.sections())
+    sections, cite = dict(plan.sections()), plan.specification.cite
+    cluster = plan.cluster
+    cited = cite("gpus_per_node") if plan.specification.gpus_per_node else "assumed; see the notes above"
+    joined = f"{cluster.gpu.title}, {cluster.gpus_per_node} a node; tensor parallel groups beyond it are refused"
+    sections["machines"] = [
+        Setting("planned_world_size", cluster.gpus, cite("gpus")),
+        Setting("gpus_per_node", cluster.gpus_per_node, cited),
+        Setting("gpus_per_nvlink_domain", cluster.gpus_per_nvlink_domain, joined),
+    ]
     sections["plan"] = [
         Setting("data_contract", "data_contract.json", "clauses that the run checks before its first step"),
-        Setting("planned_world_size", plan.cluster.gpus, plan.specification.cite("gpus")),
     ]
     sections["validation and checkpoints"] += [
         Setting("save", "checkpoints", "change it to a folder that all nodes share"),
