@@ -197,7 +197,12 @@ def _virtual_sizes(space: Space, pipeline: int, microbatches: int) -> list[int]:
 
 
 def contradictions(space: Space) -> Iterator[str]:
-    """Yields a sentence for each given parallel size that breaks a rule, with the nearest values that work."""
+    """Yields a sentence for each given parallel size that breaks a rule, with the nearest values that work; if there is
+    none, for sizes whose product does not fit the GPUs."""
+    yield from list(_wrong_sizes(space)) or _wrong_products(space)
+
+
+def _wrong_sizes(space: Space) -> Iterator[str]:
     given = space.specification
 
     def said(field: str, what: str) -> str:
@@ -224,7 +229,6 @@ def contradictions(space: Space) -> Iterator[str]:
         elif space.experts % expert:
             near = " or ".join(map(str, nearest_divisors(space.experts, expert)))
             yield f"{said('expert_parallel', 'expert parallelism')} does not divide {space.experts} experts; use {near}"
-    yield from _wrong_products(space)
 
 
 _AXES = {"tensor_parallel": "TP", "pipeline_parallel": "PP", "context_parallel": "CP", "data_parallel": "DP"}
