@@ -14,6 +14,7 @@ from megatron.diagnosis.planning.questions import tokenizer_ids
 from megatron.diagnosis.planning.ranking import Candidate, Ranking, rank_layouts
 from megatron.diagnosis.planning.rough_cost import Rates, RoughCost
 from megatron.diagnosis.planning.settings_of_run import (
+    EVAL_ITERS,
     PlannedSource,
     Setting,
     data_settings,
@@ -73,11 +74,11 @@ class Plan:
             "layout": list(layout_settings(self.chosen.layout, self._layout_reasons())),
             "tokenizer and data": [
                 *tokenizer_settings(spec, self.shape.vocab_size),
-                *data_settings(spec, self.sources),
+                *data_settings(spec, self.sources, self.values.global_batch_size),
             ],
             "validation and checkpoints": [
                 Setting("eval_interval", min(1000, self.values.train_iters), self._loss_reason()),
-                Setting("eval_iters", 10, "validation batches; all evaluations read the same ones"),
+                Setting("eval_iters", EVAL_ITERS, "validation batches; all evaluations read the same ones"),
                 Setting("save_interval", self.save_interval, self.save_reason),
                 Setting("log_interval", 10, "a log line waits for the device; ten steps keep that below 1%"),
                 Setting("log_throughput", True, "the throughput gate reads it"),

@@ -1,8 +1,12 @@
 """What a plan cannot be made without: asked for, never guessed."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
+from megatron.data.tokenizer.build import build_tokenizer
+from megatron.data.tokenizer.config import TokenizerConfig
 from megatron.diagnosis.planning.hardware import gpu_of
+from megatron.diagnosis.planning.settings_of_run import tokenizer_flags
 from megatron.diagnosis.planning.specification import Specification
 
 _QUESTIONS = {
@@ -40,12 +44,19 @@ def questions(specification: Specification) -> Iterator[str]:
 
 
 def tokenizer_ids(specification: Specification) -> int | None:
-    """Returns the number of ids of the tokenizer, as it was said or as it is known; None if it is neither."""
+    """Returns the number of ids of the tokenizer: as it was said, as its files say, or as it is known; None if it is
+    none of these. Raises UserError if its files are no tokenizer."""
     tokenizer = specification.tokenizer
     if tokenizer is None:
         return None
     if tokenizer.vocab_size is not None:
         return tokenizer.vocab_size
+    flags = tokenizer_flags(tokenizer.name, 1)
+    if (
+        any(flags.get(field) == tokenizer.name for field in ("tokenizer_model", "vocab_file"))
+        and Path(tokenizer.name).exists()
+    ):
+        return build_tokenizer(TokenizerConfig(**flags)).vocab_size
     plain = "".join(letter for letter in tokenizer.name.lower() if letter.isalnum())
     plain = plain.removeprefix("metallamameta").removeprefix("metallama").removeprefix("tiktoken")
     plain = plain if plain.startswith("llama") or not plain[:1].isdigit() else f"llama{plain}"

@@ -64,7 +64,7 @@ def tokenizer_settings(specification: Specification, vocab_size: int) -> Iterato
     """Yields the tokenizer. A name that is no path becomes a path under tokenizer/, where its files have to be put."""
     assert specification.tokenizer is not None
     cited = specification.cite("tokenizer")
-    for field, value in _tokenizer_flags(specification.tokenizer.name, vocab_size).items():
+    for field, value in tokenizer_flags(specification.tokenizer.name, vocab_size).items():
         yield Setting(field, value, cited if field == "tokenizer_type" else f"put its files here; {cited}")
     if "Null" not in tokenizer_type(specification.tokenizer.name):
         size = specification.cite("vocab_size") if specification.vocab_size else f"its number of ids; {cited}"
@@ -73,10 +73,11 @@ def tokenizer_settings(specification: Specification, vocab_size: int) -> Iterato
 
 def tokenizer_type(name: str) -> str:
     """Returns the --tokenizer-type for a tokenizer by name or path."""
-    return str(_tokenizer_flags(name, 1)["tokenizer_type"])
+    return str(tokenizer_flags(name, 1)["tokenizer_type"])
 
 
-def _tokenizer_flags(name: str, vocab_size: int) -> dict[str, Any]:
+def tokenizer_flags(name: str, vocab_size: int) -> dict[str, Any]:
+    """Returns the fields of a tokenizer's config for its name or path; those of files may not exist."""
     plain = re.sub(r"[^a-z0-9]", "", name.lower())
     path = name if Path(name).exists() or re.fullmatch(r"\S*(?:\.json|\.model|\.txt)|\.{0,2}/\S+", name) else None
     if "nulltokenizer" in plain:
@@ -120,13 +121,23 @@ def planned_sources(specification: Specification) -> tuple[PlannedSource, ...]:
     return tuple(found)
 
 
-def data_settings(specification: Specification, sources: Iterable[PlannedSource]) -> Iterator[Setting]:
-    """Yields the blend and how documents are packed."""
+EVAL_ITERS = 10
+"""Batches of an evaluation."""
+
+
+def data_settings(
+    specification: Specification, sources: Iterable[PlannedSource], global_batch_size: int
+) -> Iterator[Setting]:
+    """Yields the blend, the share of validation data and how documents are packed."""
     listed = list(sources)
     cited = specification.cite("data_mix") if specification.data_mix else "no data mix is specified: one source"
     words = [f"{source.ratio:.6g}" if part == 0 else source.prefix for source in listed for part in (0, 1)]
     yield Setting("data_path", words if len(listed) > 1 else [listed[0].prefix], cited)
-    yield Setting("split", "998,2,0", "validation data for the gate on the loss; the rest is trained on")
+    assert specification.tokens is not None and specification.seq_length is not None
+    validated = EVAL_ITERS * global_batch_size * specification.seq_length
+    share = min(100, max(1, -(-2000 * validated // specification.tokens)))  # thousandths: twice what is read, up to 10%
+    reason = f"validation data for the gate on the loss: {EVAL_ITERS} batches of it, or more"
+    yield Setting("split", f"{1000 - share},{share},0", reason)
     if specification.packing and specification.objective != "masked":
         packing = specification.cite("packing")
         yield Setting("reset_attention_mask", True, f"packed documents do not see each other; {packing}")

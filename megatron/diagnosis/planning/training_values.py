@@ -7,6 +7,9 @@ from megatron.diagnosis.planning.model_shape import ModelShape
 from megatron.diagnosis.planning.quantities import short
 
 _LAW = "law of Bi et al. 2024 (arXiv:2401.02954, section 3.1)"
+_LEAST_COMPUTE = 1e17
+"""FLOP of the smallest runs to which the law was fitted; smaller runs have the values of these."""
+
 _WARMUP_STEPS = 2000
 """Steps of warm-up of Llama 2 (arXiv:2307.09288, section 2.2) and DeepSeek LLM."""
 
@@ -40,7 +43,7 @@ def training_values(
     shape: ModelShape, tokens: int, seq_length: int, gpus: int, global_batch_size: int | None = None
 ) -> TrainingValues:
     """Returns the values of a run of `tokens` tokens. `global_batch_size` is the user's own; None: chosen."""
-    compute = 6.0 * shape.active_parameters * tokens
+    compute = max(_LEAST_COMPUTE, 6.0 * shape.active_parameters * tokens)
     batch, batch_reason = _batch(compute, tokens, seq_length, gpus)
     if global_batch_size is not None:
         batch, batch_reason = global_batch_size, "--global-batch-size"
