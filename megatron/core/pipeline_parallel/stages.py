@@ -302,7 +302,9 @@ class _Loads:
     """What is minimised: the largest load of a rank, the sums of squared loads of ranks and of stages; and what they
     are after a move of one layer, computed from the stages that it changes."""
 
-    def __init__(self, counts: Sequence[int], until: Sequence[int], first: int, last: int, ranks: Sequence[int]) -> None:
+    def __init__(
+        self, counts: Sequence[int], until: Sequence[int], first: int, last: int, ranks: Sequence[int]
+    ) -> None:
         self._until, self._ranks = until, ranks
         self._ends = [0, *itertools.accumulate(counts)]
         self._stages = [until[end] - until[start] for start, end in itertools.pairwise(self._ends)]

@@ -250,7 +250,7 @@ def _advice(
         )
     ratio = spec.tokens / shape.active_parameters
     found.append(
-        f"{ratio:,.0f} tokens per parameter; {OPTIMAL_TOKENS_PER_PARAMETER} are compute-optimal (arXiv:2203.15556), "
+        f"{ratio:.3g} tokens per parameter; {OPTIMAL_TOKENS_PER_PARAMETER} are compute-optimal (arXiv:2203.15556), "
         "and more make a smaller model as good, which is cheaper at inference"
     )
     if spec.framework and not any(word in spec.framework.lower() for word in ("megatron", "this")):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from megatron.core.exceptions import UserError
-from megatron.diagnosis.planning.layouts import MAX_BUBBLE, Layout, Space, possible_layouts
+from megatron.diagnosis.planning.layouts import MAX_BUBBLE, RECOMPUTES, Layout, Space, possible_layouts
 from megatron.diagnosis.planning.rough_cost import RoughCost
 
 _SLACK = 1.15
@@ -178,10 +178,10 @@ class _Search:
                 found.append(Candidate(layout, timed, memory))
         return found
 
-    def _parts(self, layout: Layout) -> tuple[int, int, float]:
-        """Returns how much a layout splits."""
+    def _parts(self, layout: Layout) -> tuple[int, int, int, float]:
+        """Returns how much a layout splits and recomputes."""
         split = layout.tensor * layout.pipeline * layout.context * layout.expert
-        return split, layout.virtual, self._times[layout].seconds
+        return split, layout.virtual, RECOMPUTES.index(layout.recompute), self._times[layout].seconds
 
     def _by_axis(self, best: Sequence[Candidate]) -> Iterator[tuple[Layout, str]]:
         """Yields, for each other value of each axis, the best layout that has it, and why it lost to the first."""

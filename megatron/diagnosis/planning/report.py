@@ -66,7 +66,7 @@ def summary_lines(plan: Plan) -> Iterator[str]:
         f"{days * 24 * cluster.gpus:,.0f} GPU-hours"
     )
     yield f"memory    {chosen.memory / 1e9:.1f} GB of {plan.memory_limit / 1e9:.1f} on the fullest rank"
-    yield f"error     the time is expected within {chosen.time.error:.0%}; --dry-run names what each part of it rests on"
+    yield f"error     the time is expected within {chosen.time.error:.0%}; --dry-run names what its parts rest on"
 
 
 def tables(plan: Plan) -> Iterator[Grid]:

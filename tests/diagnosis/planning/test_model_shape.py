@@ -130,7 +130,7 @@ def test_scaled_sizes_have_the_count_and_can_be_built(architecture, params, voca
 def test_sizes_that_do_not_exist() -> None:
     with pytest.raises(UserError, match=r"1.*fewer entries or more parameters"):
         shape_of("Llama-style", quantity("1M"), 128256, 4096)
-    with pytest.raises(UserError, match="published sizes only.*nearest: 129M or"):
+    with pytest.raises(UserError, match=r"published sizes only.*nearest: 129M or"):
         shape_of("Mamba-2", quantity("900B"), None, 4096)
 
 

@@ -126,7 +126,8 @@ def test_tokenizers_that_differ(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("recorded", "planned", "is_kept"),
     [
-        ("minhash", "minhash", True), ("both", "minhash", True), ("both", "exact-match", True), ("minhash", "both", False),
+        ("minhash", "minhash", True), ("both", "minhash", True), ("both", "exact-match", True), 
+        ("minhash", "both", False),
         ("exact-match", "minhash", False), (None, "minhash", False), (None, "none", True), ("minhash", "none", False),
         (None, None, True),
     ],
