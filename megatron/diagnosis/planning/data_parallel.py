@@ -20,7 +20,7 @@ class RankWeights:
     dense: float
     experts: float
     largest_unit: float
-    """Of the unit whose gradients are reduced last or whose weights are gathered first: the embedding, or a layer."""
+    """Elements of the unit that is reduced last and gathered first: the embedding, or a layer."""
 
 
 @dataclass(frozen=True)

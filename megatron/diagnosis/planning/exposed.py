@@ -85,8 +85,8 @@ def _column_row_pairs(run: PretrainConfig, number: int) -> int:
 def _context_parallel(
     run: PretrainConfig, work: Work, cluster: Cluster, attention: Figure, ranks: Sequence[int]
 ) -> Exposed:
-    config, sizes = run.transformer, Sizes(run)
-    kind = config.cp_comm_type if isinstance(config.cp_comm_type, str) else (config.cp_comm_type or ["p2p"])[0]
+    sizes = Sizes(run)
+    kind = way_of_context(run)
     size, item = len(ranks), sizes.dtype.itemsize
     exchanged = bytes_of_keys(run) * work.attention.total()
     queries = 0.0
@@ -105,6 +105,12 @@ def _context_parallel(
         _not_hidden(sends.times(times), share.times(part)) for times, part in ((1.0, 0.26), (2.0, 0.74))
     )
     return Exposed("context parallel", forward, total([backward, slowed_by(sends.times(3.0))]))
+
+
+def way_of_context(run: PretrainConfig) -> str:
+    """Returns how context parallel ranks exchange keys and values; of several ways that of the first layer."""
+    way = run.transformer.cp_comm_type
+    return way if isinstance(way, str) else (way or ["p2p"])[0]
 
 
 def _not_hidden(communication: Figure, computation: Figure) -> Figure:

@@ -29,7 +29,7 @@ class Gpu:
     attention_64: Figure
     """Causal attention, forward and backward: rows of 4,096 tokens, heads of 64 channels."""
     attention_128: Figure
-    """The same for rows of 8,192 tokens and heads of 128 channels."""
+    """Causal attention with rows of 8,192 tokens and heads of 128 channels."""
     copy: Figure
     """Bytes that a copy in the GPU's memory reads and writes."""
     layer_launch: Figure
@@ -39,9 +39,9 @@ class Gpu:
     nvlink: Figure | None = None
     """Bytes that a GPU sends while it receives as many."""
     collectives: Figure | None = None
-    """The same in NCCL's collectives."""
+    """Bytes that a GPU sends in NCCL's collectives within its NVLink domain."""
     pcie: Figure | None = None
-    """The same between GPUs of a node that no NVLink connects."""
+    """Bytes that a GPU sends to GPUs of its node that no NVLink connects."""
     nic: Figure | None = None
     """Bytes that a GPU sends to other nodes."""
     gpus_per_nvlink_domain: int | None = None
@@ -102,7 +102,9 @@ def _gpu(name: str, entry: Mapping[str, Any], path: str) -> Gpu:
     missing = [key for key in _REQUIRED if key not in entry]
     if missing:
         raise UserError(f"--gpu {path}: [{name}] lacks {', '.join(missing)}")
-    values = {key: value if key in _PLAIN else _figure(path, name, key, value) for key, value in entry.items()}
+    values: dict[str, Any] = {
+        key: value if key in _PLAIN else _figure(path, name, key, value) for key, value in entry.items()
+    }
     for key, kind in _PLAIN.items():
         if key in values and (not isinstance(values[key], kind) or values[key] in ("", 0)):
             raise UserError(f"--gpu {path}: [{name}] {key} = {values[key]!r}: expected {_WORDS[kind]}")

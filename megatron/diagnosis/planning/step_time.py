@@ -65,7 +65,7 @@ class StepTime:
     """Those that one token uses."""
     schedule: Schedule
     timeline: Timeline
-    """Of the first micro-batches if there are many, and of a shorter pipeline if it is long."""
+    """The first micro-batches if there are many, and a shorter pipeline if it is long."""
 
     @cached_property
     def seconds(self) -> Figure:
@@ -74,12 +74,12 @@ class StepTime:
 
     @property
     def tokens_per_second(self) -> Figure:
-        """Of all GPUs."""
+        """Tokens a second of all GPUs."""
         return self._rate(self.tokens)
 
     @property
     def tokens_per_second_per_gpu(self) -> Figure:
-        """Of one GPU."""
+        """Tokens a second of one GPU."""
         return self._rate(self.tokens / self.gpus)
 
     @property

@@ -12,7 +12,7 @@ from megatron.core.pipeline_parallel.schedules import schedule_of
 from megatron.core.pipeline_parallel.simulator import Costs
 from megatron.core.pipeline_parallel.stages import overlaps_expert_communication, pipeline_of
 from megatron.core.transformer.layer_patterns import layer_parts
-from megatron.diagnosis.planning.exposed import bytes_of_keys, bytes_one_way
+from megatron.diagnosis.planning.exposed import bytes_of_keys, bytes_one_way, way_of_context
 from megatron.diagnosis.planning.schedule_time import schedule_time
 from megatron.training.batch_schedule import BatchSchedule
 from megatron.training.config.pretrain_config import PretrainConfig
@@ -43,10 +43,13 @@ def _across_nodes(config: PretrainConfig, domain: int) -> Iterator[str]:
     attends = [number for number in _own_layers(config) if _mixes(config, number)]
     if context and attends:
         # Keys and values in forward; in backward these again, and their gradients.
-        sent = 3 * batches * len(attends) * bytes_of_keys(config) * (len(context) - 1) * _share_outside(context, domain)
+        sent = 3 * batches * len(attends) * bytes_of_keys(config) * (len(context) - 1)
+        who = "the last GPU of each node"  # of a ring
+        if way_of_context(config) != "p2p":
+            who, sent = "each GPU", sent * _share_outside(context, domain)
         yield (
             f"topology: --context-parallel-size {grid.context}: ranks of one group are on several nodes, where "
-            f"{domain} GPUs share NVLink; each GPU sends about {_gigabytes(sent)} over the network in a step"
+            f"{domain} GPUs share NVLink; {who} sends about {_gigabytes(sent)} over the network in a step"
         )
     layers = [
         number for number in _own_layers(config) if layer_parts(config.transformer, number).channel_mixer == "moe"
@@ -70,8 +73,8 @@ def _bubble(config: PretrainConfig) -> Iterator[str]:
     bubble = schedule_time(schedule, [Costs()] * pipeline.num_stages).bubble
     if bubble > LARGE_BUBBLE:
         yield (
-            f"topology: --pipeline-model-parallel-size {pipeline.pipeline_size}: with {batches} micro-batches of a rank "
-            f"ranks wait {bubble:.0%} of the time in the pipeline's bubble; a larger --global-batch-size, fewer "
+            f"topology: --pipeline-model-parallel-size {pipeline.pipeline_size}: with {batches} micro-batches of each "
+            f"rank, ranks wait {bubble:.0%} of the time in the pipeline's bubble; a larger --global-batch-size, fewer "
             "stages, --num-virtual-stages-per-pipeline-rank or --pipeline-schedule zb-v make it smaller"
         )
 

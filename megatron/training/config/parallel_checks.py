@@ -88,8 +88,8 @@ def tensor_parallel_groups(s: Settings) -> Iterator[str]:
         if size > 1 and domain % size:
             works = " or ".join(map(str, nearest_divisors(domain, size)))
             yield (
-                f"{{{field}}}: ranks of one group would be on several nodes, because {domain} GPUs {_domain_text(s)}, "
-                f"and exchange all activations over the network; use {works}, or give "
+                f"{{{field}}}: ranks of one group would be on several nodes, because {_domain_text(s, domain)}, and "
+                f"would send all activations over the network; use {works}, or give "
                 "{allow_tensor_parallel_across_nodes:name}"
             )
 
@@ -100,12 +100,13 @@ def gpus_of_domain(s: Settings) -> int | None:
     return found
 
 
-def _domain_text(s: Settings) -> str:
+def _domain_text(s: Settings, domain: int) -> str:
     if s.gpus_per_nvlink_domain is not None:
-        return "share NVLink ({gpus_per_nvlink_domain:name})"
+        return f"{{gpus_per_nvlink_domain:name}} is {domain}"
     if s.gpus_per_node is not None:
-        return "are in a node ({gpus_per_node:name})"
-    return "are in a node, as the launcher says; {gpus_per_nvlink_domain:name} tells of a larger NVLink domain"
+        return f"{{gpus_per_node:name}} is {domain}"
+    found = "starts" if s.launch_environment.ranks_of_host is not None else "can start"
+    return f"the launcher {found} {domain} on each node ({{gpus_per_nvlink_domain:name}} if NVLink connects more)"
 
 
 def sequence_length(s: Settings) -> Iterator[str]:

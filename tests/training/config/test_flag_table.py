@@ -305,7 +305,11 @@ OUT_OF_CHECKPOINTS = {
     "cuda_graph_modules": "names of parts",
 }
 """Free text that may come from a checkpoint, and what it is. No code, module, command, config file or path to write."""
-ACTING = {"use_checkpoint_args", "print_config", "dry_run"}
+ACTING = {"use_checkpoint_args", "print_config", "dry_run"} | {
+    "gpus_per_node",
+    "gpus_per_nvlink_domain",
+    "allow_tensor_parallel_across_nodes",
+}
 """Other flags that may not."""
 
 
