@@ -41,6 +41,7 @@ index_put_unchecked_ = torch._index_put_impl_
 """`index_put_` with an argument that switches off the check for indices out of range, which waits for a GPU."""
 flash_attention_forward = torch.ops.aten._flash_attention_forward
 flash_attention_backward = torch.ops.aten._flash_attention_backward
+flash_attention_for_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 cudnn_attention_forward = torch.ops.aten._scaled_dot_product_cudnn_attention
 cudnn_attention_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
 

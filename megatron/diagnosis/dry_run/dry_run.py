@@ -11,8 +11,10 @@ from megatron.core.transformer.layer_costs import training_flops
 from megatron.data.datasets.indexed_dataset import IndexedDataset
 from megatron.data.datasets.object_store import is_url
 from megatron.data.datasets.utils import Blend, normalize, parse_split
+from megatron.data.tokenizer.base import Tokenizer
 from megatron.data.tokenizer.build import build_tokenizer
 from megatron.diagnosis.dry_run.rank_memory import MemoryBytes, RankMemory, parameters_of_model, rank_memory
+from megatron.diagnosis.memory.peak import RankPeak, peaks_or_reason
 from megatron.training.batch_schedule import BatchSchedule
 from megatron.training.checkpoint_checks import check_before_build, check_vocabulary
 from megatron.training.config.pretrain_config import PretrainConfig
@@ -48,8 +50,13 @@ class DryRun:
     microbatches_per_step: int
     flops_per_step: int
     data: tuple[Passes, ...]
+    tokenizer: Tokenizer
     config: PretrainConfig
     """The run's config, with stages in place of the layout auto."""
+    peaks: tuple[RankPeak, ...] = ()
+    """The peak of each kind of rank; empty if activations cannot be counted."""
+    why_no_peaks: str = ""
+    """Why `peaks` is empty."""
     notes: tuple[str, ...] = ()
     """Lines about everything that depends on the size of the vocabulary."""
 
@@ -75,6 +82,7 @@ def dry_run(config: PretrainConfig, providers: Providers) -> DryRun:
         check_data_of_run(config, tokenizer, reads_data=False)
     keep_data_contract(config, tokenizer)
     ranks = rank_memory(config, providers, tokenizer, padded)
+    peaks, reason = peaks_or_reason(config, providers, tokenizer)
     return DryRun(
         parameters=parameters_of_model(entry.shard for entry in ranks),
         vocab_size=vocab_size,
@@ -91,7 +99,10 @@ def dry_run(config: PretrainConfig, providers: Providers) -> DryRun:
             bidirectional=config.is_bidirectional,
         ),
         data=tuple(_passes_over_data(config)),
+        tokenizer=tokenizer,
         config=config,
+        peaks=peaks,
+        why_no_peaks=reason,
         notes=tuple(notes),
     )
 

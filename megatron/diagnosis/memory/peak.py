@@ -18,6 +18,7 @@ from megatron.core.pipeline_parallel.stage_map import StageModules, stage_map
 from megatron.core.pipeline_parallel.stages import pipeline_of
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.data.tokenizer.base import Tokenizer
 from megatron.diagnosis.dry_run.rank_memory import BuiltChunks, MemoryBytes, build_chunks, memory_of_shard, shard_of
 from megatron.diagnosis.memory.as_on_gpu import as_on_gpu
 from megatron.diagnosis.memory.chunk_bytes import ChunkBytes, ChunkCounter
@@ -96,9 +97,38 @@ def peaks_of_ranks(
     Raises UserError if the vocabulary's size is not given, or if a part of the model cannot be built."""
     if config.tokenizer.vocab_size is None:
         raise UserError("--vocab-size: the memory of embedding and head depends on it; give the vocabulary's size")
-    tokenizer: Any = _Vocabulary(config.tokenizer.vocab_size)
+    has_end = config.tokenizer.family == "NullTokenizer"  # whose end of a document is one id more
+    tokenizer: Any = _Vocabulary(config.tokenizer.vocab_size + has_end)
+    return peaks_with_tokenizer(config, providers, tokenizer, imbalance, pipeline_ranks)
+
+
+def peaks_with_tokenizer(
+    config: PretrainConfig,
+    providers: Providers | None,
+    tokenizer: Tokenizer,
+    imbalance: float | None = None,
+    pipeline_ranks: Collection[int] | None = None,
+) -> tuple[RankPeak, ...]:
+    """Does `peaks_of_ranks` for a run whose tokenizer is at hand."""
     peaks = _Peaks(config, providers or providers_of_family(config), tokenizer, imbalance)
     return tuple(peaks.all(pipeline_ranks))
+
+
+def peaks_or_reason(
+    config: PretrainConfig, providers: Providers, tokenizer: Tokenizer
+) -> tuple[tuple[RankPeak, ...], str]:
+    """Returns the peaks of a run's ranks, or none and the reason: a user's model may read values of tensors, which do
+    not exist here."""
+    try:
+        return peaks_with_tokenizer(config, providers, tokenizer), ""
+    except Exception as error:  # whatever the model raises
+        lines = str(error).strip().splitlines() or [""]
+        return (), f"{type(error).__name__}: {lines[0]}"
+
+
+def peak_of(config: PretrainConfig, providers: Providers, tokenizer: Tokenizer) -> int:
+    """Returns the bytes that the fullest rank allocates. Raises UserError if a part of the model cannot be built."""
+    return max(peak.allocated for peak in peaks_with_tokenizer(config, providers, tokenizer))
 
 
 def imbalance_of(config: PretrainConfig) -> float:
@@ -116,9 +146,7 @@ def providers_of_family(config: PretrainConfig) -> Providers:
     try:
         script = importlib.import_module(name)
     except ImportError as error:
-        raise UserError(
-            f"{name}.py is not on Python's path, so the model cannot be built; run in its folder"
-        ) from error
+        raise UserError(f"{name}.py is not on Python's path: start in its folder, or give providers") from error
     return Providers(script.build_model, script.build_datasets, script.build_forward_step)
 
 
