@@ -8,7 +8,6 @@ python tools/recipes.py verify [NAME ...] builds the models without memory, comp
 Exit code 0: all is well; 1: a recipe failed its check; 2: the command line is wrong.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,13 +21,14 @@ if __name__ == "__main__":  # before the imports that take seconds
 
 from megatron.core.exceptions import UserError
 from megatron.training.config.recipes.catalogue import Recipe, recipe_named, recipes
+from megatron.training.config.tool_parser import ToolParser
 from megatron.training.inspection.print_config import lines_of_words
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the tool and returns its exit code."""
-    args = _parser().parse_args(argv)
     try:
+        args = _parser().parse_args(argv)
         if args.command == "list":
             return list_recipes(args.word)
         if args.command == "show":
@@ -39,10 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="recipes.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+def _parser() -> ToolParser:
+    parser = ToolParser(prog="recipes.py", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="list|show|verify")
     listing = commands.add_parser("list", help="the recipes")
     listing.add_argument("word", nargs="?", default="", help="part of a name or family")
@@ -73,9 +71,8 @@ def show(recipe: Recipe) -> int:
 
 def verify(chosen: Sequence[Recipe], count_only: bool) -> int:
     """Checks recipes, a line each. Returns 1 if one of them fails."""
-    from entry_scripts import BUILDERS, PROVIDERS  # seconds of imports that the other commands do without
-
     from megatron.diagnosis.recipe_check import count_parameters, train_tiny
+    from tools.entry_scripts import BUILDERS, PROVIDERS  # seconds of imports that the other commands do without
 
     failed = 0
     for recipe in chosen:
@@ -87,7 +84,7 @@ def verify(chosen: Sequence[Recipe], count_only: bool) -> int:
         if not count_only:
             try:
                 losses = train_tiny(recipe, PROVIDERS[recipe.model_family])
-                line += f"; {len(losses)} tiny steps"
+                line += f"; a tiny one trains: losses {', '.join(f'{loss:.3f}' for loss in losses)}"
             except UserError as error:
                 line += f"; the tiny version fails: {error}"
                 failed += 1

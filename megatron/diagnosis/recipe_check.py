@@ -3,9 +3,12 @@
 import contextlib
 import io
 import math
+import re
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from megatron.conversion.model import BuildModel, canonical_shapes
 from megatron.core.exceptions import UserError
@@ -50,8 +53,8 @@ def config_of_recipe(recipe: Recipe) -> PretrainConfig:
 
     Raises ConfigurationError if the flags of the recipe do not fit together."""
     words = ["--recipe", recipe.name, "--dry-run", "--micro-batch-size", "1"]
-    family = {"model_family": recipe.model_family}
-    return configure(words, None, family, launch_environment=LaunchEnvironment(1, has_cuda=False))
+    words += ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(recipe.vocabulary - 1)]
+    return configure(words, None, {"model_family": recipe.model_family}, launch_environment=_ALONE)
 
 
 def count_parameters(recipe: Recipe, build_model: BuildModel) -> RecipeCheck:
@@ -60,31 +63,37 @@ def count_parameters(recipe: Recipe, build_model: BuildModel) -> RecipeCheck:
     return RecipeCheck(recipe, sum(math.prod(shape) for name, shape in shapes.items() if not name.startswith("mtp.")))
 
 
-def train_tiny(recipe: Recipe, providers: Providers) -> list[str]:
-    """Trains a model of the recipe's kinds of layers in tiny sizes, in this process, on made-up data. Returns the log
-    lines of its steps. Raises UserError if the loss is not finite."""
-    words = list(tiny_words(config_of_recipe(recipe)))
-    family = {"model_family": recipe.model_family}
-    config = configure(words, None, family, launch_environment=LaunchEnvironment(1, has_cuda=False))
-    with contextlib.redirect_stdout(io.StringIO()) as output:
-        decision = run_pretraining(config, providers, time.monotonic())
-    lines = [line.strip() for line in output.getvalue().splitlines() if line.lstrip().startswith("iteration")]
-    if decision is not None or len(lines) != STEPS:
+def train_tiny(recipe: Recipe, providers: Providers) -> list[float]:
+    """Trains a model of the recipe's kinds of layers in tiny sizes, in this process, on made-up data. Returns the loss
+    of each step. Raises UserError if the run ends early or a loss is not finite."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = list(tiny_words(config_of_recipe(recipe), Path(folder)))
+        config = configure(words, None, {"model_family": recipe.model_family}, launch_environment=_ALONE)
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            decision = run_pretraining(config, providers, time.monotonic())
+    losses = [float(found) for found in re.findall(r"iteration +\d+/.*? lm loss: (\S+)", output.getvalue())]
+    if decision is not None or len(losses) != STEPS or not all(map(math.isfinite, losses)):
         raise UserError(f"{recipe.name}: the tiny model did not train {STEPS} steps:\n{output.getvalue()}")
-    return lines
+    return losses
 
 
-def tiny_words(config: PretrainConfig) -> Iterator[str]:
-    """Yields the command line of a tiny run: the recipe's kinds of layers, optimizer and schedule."""
+def tiny_words(config: PretrainConfig, folder: Path) -> Iterator[str]:
+    """Yields the command line of a tiny run: the recipe's kinds of layers, optimizer and schedule. Writes files that
+    the run needs into `folder`."""
     shape = ShrunkFlags(config, LayoutSizes(), STEPS, [])
-    sizes = shape.model_words()
+    sizes = [*shape.model_words(), "--log-interval", "1", "--lr-decay-style", config.schedule.lr_decay_style]
     if config.model.model_family == "t5":
-        sizes += ["--encoder-num-layers", "2", "--decoder-seq-length", "8"]
+        sizes += ["--encoder-num-layers", "2", "--decoder-seq-length", "8", "--vocab-extra-ids", "10"]
+    if config.model.model_family in ("bert", "t5"):  # their samples need special tokens
+        words = folder / "vocab.txt"
+        words.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *map(str, range(95))]))
+        at = sizes.index("--tokenizer-type")
+        sizes[at : at + 4] = ["--tokenizer-type", "BertWordPieceLowerCase", "--vocab-file", str(words)]
     replaced = {name for name, flag in flag_table().items() if set(flag.spellings) & set(sizes)} | shape.left_out
     yield from command_line_of(config, flag_table().keys() - replaced - _NOT_TINY)
     yield from sizes
-    yield from ("--log-interval", "1", "--lr-decay-style", config.schedule.lr_decay_style)
 
 
-_NOT_TINY = frozenset(("config_file", "recipe", "dry_run", "world_size", "kv_channels", "num_query_groups"))
+_ALONE = LaunchEnvironment(1, has_cuda=False)
+_NOT_TINY = frozenset(("config_file", "recipe", "dry_run", "kv_channels", "encoder_seq_length", "vocab_size"))
 """Fields of the full run that the tiny one does not have."""

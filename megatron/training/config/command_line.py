@@ -175,7 +175,7 @@ def take_recipe(line: CommandLine, occurrences: Iterable[Occurrence]) -> None:
         recipe = recipe_named(names[-1])
     except UserError as error:
         line.problems.append(f"--recipe {error}")
-        line.broken |= fields_of_recipes()  # what it lacks now is no further mistake
+        line.broken |= fields_of_recipes() | _OF_TOKENIZER  # what it lacks now is no further mistake
         return
     before = {field: line.values[field] for field in recipe.flags}
     for flag, occurrence in recipe.occurrences():
@@ -188,15 +188,18 @@ def complete_recipe(line: CommandLine) -> None:
     missing too: then ids are text, as many as the recipe's model has. A warning lists what is taken."""
     if not line.from_recipe:
         return
-    for field in line.given.keys() - line.from_recipe.keys():
-        for other in SAME_THING.get(field, ()):
+    for given in line.given.keys() - line.from_recipe.keys():
+        for other in SAME_THING.get(given, ()):
             if other in line.from_recipe:
                 line.leave_recipe(other)
     recipe = recipe_named(line.values["recipe"])
     words = [word for flag, one in recipe.occurrences() if flag.field in line.from_recipe for word in one.as_words()]
     line.warnings.append(f"--recipe {recipe.name}: {' '.join(words)}")
-    has_tokenizer = {"tokenizer_type", "tokenizer_model", "vocab_size"} & line.given.keys()
-    if has_tokenizer or not (line.values["dry_run"] or line.values["mock_data"]):
+    if (
+        _OF_TOKENIZER & line.given.keys()
+        or recipe.model_family != "gpt"
+        or not (line.values["dry_run"] or line.values["mock_data"])
+    ):
         return
     ids = {"tokenizer_type": "NullTokenizer", "vocab_size": recipe.vocabulary - 1}
     line.from_recipe |= {field: line.values[field] for field in ids}
@@ -206,6 +209,10 @@ def complete_recipe(line: CommandLine) -> None:
         f"--recipe {recipe.name}: no tokenizer is given, so token ids are the text, and the embedding has the "
         f"published {recipe.vocabulary} rows; a run on data needs --tokenizer-type"
     )
+
+
+_OF_TOKENIZER = frozenset(("tokenizer_type", "tokenizer_model", "vocab_size", "vocab_file", "merge_file"))
+"""Fields that say which tokenizer a run has."""
 
 
 def split_words(argv: Iterable[str]) -> tuple[list[Occurrence], list[str]]:

@@ -85,8 +85,8 @@ class TrainingConfig:
     environment variable WORLD_SIZE to choose the number of ranks."""
 
     print_config: bool = flag(False, from_checkpoint=False)
-    """Print every value and its source: default, flag, derived or recipe. Save the output to a file and pass it to --config to
-    get the same run."""
+    """Print every value and its source: default, flag, derived or recipe. Save the output to a file and pass it to
+    --config to get the same run."""
 
     config_file: list[str] | None = flag(None, on="--config", nargs="+")
     """YAML or JSON files with further flags, such as num_layers: 12. Flags of the command line win; a later file wins

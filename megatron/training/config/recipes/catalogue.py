@@ -71,7 +71,8 @@ def recipes() -> dict[str, Recipe]:
 def recipe_named(name: str) -> Recipe:
     """Returns a recipe. Raises UserError with the nearest names if there is none."""
     if name not in recipes():
-        near = difflib.get_close_matches(name.lower(), recipes(), n=3, cutoff=0.5)
+        longer = [known for known in recipes() if known.startswith(name.lower())]
+        near = longer[:4] or difflib.get_close_matches(name.lower(), recipes(), n=3, cutoff=0.5)
         advice = f"did you mean {' or '.join(near)}? " if near else ""
         raise UserError(f"{name}: no such recipe; {advice}python tools/recipes.py list lists all")
     return recipes()[name]

@@ -1,0 +1,121 @@
+"""Several real processes: they find each other, compare themselves, and measure."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.ports import free_port
+from support.programs import commands, python
+
+ROOT = Path(__file__).parents[3]
+DOCTOR = str(ROOT / "tools/doctor.py")
+
+
+def torchrun(tmp_path: Path, of_rank_1: str, *words: str, fresh: bool = False) -> subprocess.CompletedProcess[str]:
+    """Runs the doctor on two ranks under torchrun; rank 1 runs a line of bash before."""
+    path = os.environ["PATH"] if fresh else f"{commands()}{os.pathsep}{os.environ['PATH']}"
+    interpreter = sys.executable if fresh else "python"
+    script = f'[ $RANK = 1 ] && {{ {of_rank_1}; }}\nexec {interpreter} "$@"\n'
+    (tmp_path / "rank.sh").write_text(script)
+    start = [sys.executable, "-m", "torch.distributed.run"] if fresh else ["torchrun"]
+    command = [*start, "--nproc_per_node", "2", "--master_port", str(free_port()), "--no-python", "bash"]
+    return subprocess.run(
+        [*command, str(tmp_path / "rank.sh"), DOCTOR, "--folder", str(tmp_path), *words],
+        env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
+def test_a_rank_whose_temporary_files_are_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    done = torchrun(tmp_path, f"export TMPDIR={tmp_path}/other")
+    assert "2 ranks on 1 host were compared" in done.stdout, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if "TMPDIR" in line and line.startswith("warning")]
+    assert f"{tmp_path}/other on rank 1" in line and "on rank 0" in line
+    assert not [line for line in done.stdout.splitlines() if line.startswith("fault")]
+    assert "verdict    1: warnings" in done.stderr  # torchrun's last lines name it too
+
+
+@pytest.mark.slow
+def test_a_rank_that_may_open_fewer_files(tmp_path: Path) -> None:
+    done = torchrun(tmp_path, "ulimit -n 3000", fresh=True)
+    assert done.returncode == 1
+    assert "3000 on rank 1 (" in next(line for line in done.stdout.splitlines() if "make all ranks alike" in line)
+    assert any(
+        line.startswith("warning: rank 1 (") and "at most 3000 open files" in line for line in done.stdout.splitlines()
+    )
+
+
+def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
+    environment = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    done = subprocess.run(
+        [python(), DOCTOR, "--wait", "1"],
+        env={**os.environ, **environment, "MASTER_PORT": str(free_port())},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 2 and done.stderr.startswith("fault: rank 1 of 2 did not start within 1 s")
+
+
+def ranks_of_mpi(words: list[str], before_rank_1: Callable[[], object]) -> tuple[list[int], str]:
+    """Runs two ranks as mpirun starts them. Returns their exit codes and what rank 0 prints."""
+    processes = []
+    port = str(free_port())
+    for rank in range(2):
+        environment = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": str(rank), "MASTER_PORT": port}
+        environment |= {"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": str(rank)}
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, DOCTOR, *words],
+                env={**os.environ, **environment, "OMP_NUM_THREADS": "1"},
+                stdout=subprocess.PIPE,
+                text=True,
+                preexec_fn=before_rank_1 if rank else None,
+            )
+        )
+    outputs = [process.communicate(timeout=200)[0] for process in processes]
+    assert outputs[1] == ""
+    return [process.returncode for process in processes], outputs[0]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one rank needs a core that the other does not use")
+def test_a_slow_rank_is_named(tmp_path: Path) -> None:
+    """Rank 1 shares its core with other programs that have precedence."""
+    core = max(os.sched_getaffinity(0))
+    hogs = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"], preexec_fn=lambda: os.sched_setaffinity(0, {core}))
+        for _ in range(3)
+    ]
+
+    def share_the_core() -> None:
+        os.sched_setaffinity(0, {core})
+
+    try:
+        codes, output = ranks_of_mpi(["--measure", "--folder", str(tmp_path)], share_the_core)
+    finally:
+        for hog in hogs:
+            hog.send_signal(signal.SIGKILL)
+            hog.wait()
+    assert codes == [1, 1] and "measured   links within a host" in output
+    assert any(line.startswith("warning: rank 1 (") and "is slow: products" in line for line in output.splitlines()), (
+        output
+    )
+
+
+def test_nothing_is_wrong_with_one_process(tmp_path: Path) -> None:
+    began = time.monotonic()
+    done = subprocess.run(
+        [python(), DOCTOR, "--folder", str(tmp_path)], capture_output=True, text=True, timeout=100,
+        env={name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")},
+    )  # fmt: skip
+    assert done.returncode in (0, 1) and "\nverdict    " in done.stdout, done.stderr
+    assert "were compared" not in done.stdout and time.monotonic() - began < 60
