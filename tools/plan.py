@@ -22,7 +22,9 @@ if __name__ == "__main__":  # before the imports that take seconds
     exit_quietly()
 
 from megatron.core.exceptions import UserError
+from megatron.diagnosis.planning.checklist import entry_script
 from megatron.diagnosis.planning.contract import pin
+from megatron.diagnosis.planning.measuring import measure, with_measurements
 from megatron.diagnosis.planning.plan import make_plan
 from megatron.diagnosis.planning.questions import questions
 from megatron.diagnosis.planning.report import contents, contract_text, print_plan, write_plan
@@ -37,6 +39,7 @@ ABOUT = (
     "VALIDATION GATES, or YAML with the same keys; - reads standard input. Flags give or replace its values."
 )
 ASKS, WRONG = 3, 2
+_ROOT = Path(__file__).resolve().parents[1]
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -103,6 +106,10 @@ class PlanFlags:
     """Folder for run.yaml, mapping.txt, data_contract.json, layouts.txt and checklist.sh; printed when not given."""
     overwrite: bool = False
     """Replace an earlier plan in the folder of --output."""
+    measure: int | None = None
+    """Try the best five layouts for a few steps with up to this many processes (GPUs) of this machine, and rank them by
+    the measured times."""
+
     global_batch_size: int | None = None
     """Samples of a step; chosen when not given."""
     pin: str | None = None
@@ -111,8 +118,9 @@ class PlanFlags:
 
     def validate(self) -> Iterator[str]:
         """Yields a problem for each impossible value."""
-        if self.global_batch_size is not None and self.global_batch_size < 1:
-            yield "{global_batch_size}: must be at least 1"
+        for field in ("global_batch_size", "measure"):
+            if getattr(self, field) is not None and getattr(self, field) < 1:
+                yield f"{{{field}}}: must be at least 1"
         if self.output == "" or self.pin == "":
             yield '{output:name} "" is an empty path, perhaps from a shell variable that is not set; give a path'
 
@@ -133,7 +141,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if asked:
             print("\n".join(asked))
             return ASKS
-        plan = make_plan(specification, flags.global_batch_size)
+        plan = make_plan(specification, flags.global_batch_size, wanted=3 if flags.measure is None else 5)
+        if flags.measure is not None:
+            trials = []
+            for trial in measure(plan, _ROOT / entry_script(plan), flags.measure):
+                print(f"tried {trial.candidate.layout.name}: {trial.reason}", flush=True)
+                trials.append(trial)
+            plan = with_measurements(plan, trials)
         console = Console(highlight=False)
         print_plan(plan, console)
         for note in notes:

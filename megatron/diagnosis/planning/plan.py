@@ -59,6 +59,8 @@ class Plan:
     run: PlannedRun
     notes: tuple[str, ...]
     """What was assumed, and what a person should look at."""
+    measured: str = ""
+    """What was measured of the chosen layout (--measure)."""
 
     @property
     def chosen(self) -> Candidate:
@@ -93,7 +95,8 @@ class Plan:
         """Returns the reason of each layout flag: the line that sets it, or the rule by which it was chosen."""
         spec, layout, batch = self.specification, self.chosen.layout, self.values.global_batch_size
         chosen = self.chosen
-        best = f"fastest of {self.ranking.considered:,} layouts, {chosen.seconds:.3g} s a step"
+        best = f"fastest of {self.ranking.considered:,} layouts, {chosen.seconds:.3g} s a step predicted"
+        best = self.measured or best
 
         def reason(field: str, rule: str) -> str:
             return spec.cite(field) if spec.is_given(field) else rule
@@ -129,9 +132,9 @@ class Plan:
         }
 
 
-def make_plan(specification: Specification, global_batch_size: int | None = None) -> Plan:
-    """Returns the plan of a specification that leaves no question open. Raises UserError for contradictions, one a
-    line, with the nearest values, and for a model that does not fit the GPUs."""
+def make_plan(specification: Specification, global_batch_size: int | None = None, wanted: int = 3) -> Plan:
+    """Returns the plan of a specification that leaves no question open, with the `wanted` best layouts. Raises
+    UserError for contradictions, one a line, with the nearest values, and for a model that does not fit the GPUs."""
     spec = specification
     assert spec.params is not None and spec.seq_length is not None and spec.gpus is not None
     assert spec.gpu is not None and spec.tokens is not None
@@ -155,7 +158,7 @@ def make_plan(specification: Specification, global_batch_size: int | None = None
     rates = Rates(gpu.bf16_products.value, inside, cluster.link or (inside if gpu.nic is None else gpu.nic.value))
     rough = RoughCost(space, shape.vocab_size, rates)
     limit = gpu.memory.value * (spec.memory_utilization or USUAL_UTILIZATION)
-    ranking = rank_layouts(space, rough, ExactCosts(run), limit)
+    ranking = rank_layouts(space, rough, ExactCosts(run), limit, wanted)
     if not ranking.best:
         raise UserError(_does_not_fit(spec, shape, ranking, limit))
     interval, reason = _save_interval(spec, shape, ranking.best[0].seconds)
