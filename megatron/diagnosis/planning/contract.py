@@ -18,7 +18,7 @@ def contract_of(plan: Plan) -> DataContract:
     assert spec.tokenizer is not None and spec.seq_length is not None and spec.tokens is not None
     return DataContract(
         tokenizer=spec.tokenizer.name,
-        tokenizer_type=tokenizer_type(spec.tokenizer.name),
+        tokenizer_family=tokenizer_type(spec.tokenizer.name),
         tokenizer_ids=tokenizer_ids(spec),
         tokenizer_digest=None,
         vocabulary=plan.shape.vocab_size,
@@ -31,7 +31,7 @@ def contract_of(plan: Plan) -> DataContract:
 
 def contract_lines(contract: DataContract) -> Iterator[str]:
     """Yields the clauses for a reader."""
-    yield f"tokenizer        {contract.tokenizer} ({contract.tokenizer_type})"
+    yield f"tokenizer        {contract.tokenizer} ({contract.tokenizer_family})"
     yield f"vocabulary       {contract.vocabulary:,} entries"
     yield f"deduplication    {contract.deduplication or 'not agreed'}"
     yield f"sequence length  {contract.sequence_length:,} tokens"

@@ -22,7 +22,7 @@ class Tokenizer:
     """A tokenizer by name or path."""
 
     name: str
-    """As it was written, without the size."""
+    """Its name in the specification, without the size."""
     vocab_size: int | None
     """Number of its ids; None: not said."""
 

@@ -24,7 +24,7 @@ class Key:
     """Field of `Specification`; with dashes, the flag of tools/plan.py."""
     heading: str
     name: str
-    """As it is written in the text."""
+    """Name in the text."""
     others: tuple[str, ...] = ()
     """Other names that people give to it, in lower case."""
 

@@ -45,7 +45,7 @@ class DataContract:
 
     tokenizer: str
     """Its name in the plan."""
-    tokenizer_type: str
+    tokenizer_family: str
     """--tokenizer-type."""
     tokenizer_ids: int | None
     """Number of its ids; None: any."""
@@ -92,7 +92,7 @@ _OF_SOURCE: Mapping[str, tuple[type, ...]] = {
 }
 _OF_CONTRACT: Mapping[str, tuple[type, ...]] = {
     "tokenizer": _TEXT,
-    "tokenizer_type": _TEXT,
+    "tokenizer_family": _TEXT,
     "tokenizer_ids": (int, type(None)),
     "tokenizer_digest": (str, type(None)),
     "vocabulary": (int,),
@@ -184,9 +184,9 @@ def _compared(name: str, planned: int, found: int, what: str) -> Clause:
 
 
 def _tokenizer(contract: DataContract, config: PretrainConfig, tokenizer: Tokenizer) -> Clause:
-    planned = f"{contract.tokenizer_type} {contract.tokenizer}"
+    planned = f"{contract.tokenizer_family} {contract.tokenizer}"
     family, name = config.tokenizer.family, "tokenizer"
-    if family != contract.tokenizer_type:
+    if family != contract.tokenizer_family:
         return Clause(name, f"the plan has the {planned}, the run a {family}; use the plan's", False)
     if planned_tokenizer(config) is not None:
         return Clause(name, f"{planned}: {', '.join(missing_tokenizer_files(config.tokenizer))} not there yet", None)

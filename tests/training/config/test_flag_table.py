@@ -278,7 +278,7 @@ READ_WHEN_CONFIGS_ARE_MADE = {
     "--fault-injector-ranks",
     "--mtp-hybrid-override-pattern",
     "--megatron-fsdp-main-grads-dtype", "--megatron-fsdp-main-params-dtype", "--megatron-fsdp-grad-comm-dtype",
-    "--expert-model-parallel-size", "--expert-tensor-parallel-size", "--allow-tensor-parallel-across-nodes",
+    "--expert-tensor-parallel-size", "--planned-world-size", "--allow-tensor-parallel-across-nodes",
     "--mtp-standalone", "--tokenizer-sentencepiece-legacy", "--config",
     "--eval-global-batch-size", "--eval-micro-batch-size", "--fim-prefix-token", "--fim-middle-token",
     "--fim-suffix-token", "--bert-num-tokentypes",

@@ -22,7 +22,7 @@ from megatron.training.data.data_contract import (
 TOKENIZER = NullTokenizer(99)
 CONTRACT = DataContract(
     tokenizer="NullTokenizer",
-    tokenizer_type="NullTokenizer",
+    tokenizer_family="NullTokenizer",
     tokenizer_ids=100,
     tokenizer_digest=TOKENIZER.digest,
     vocabulary=100,
@@ -119,7 +119,7 @@ def test_tokenizers_that_differ(folder: Path) -> None:
     other = dataclasses.replace(CONTRACT, tokenizer_ids=120, vocabulary=120)
     found = broken(folder, contract=other)
     assert "120 ids, the run's has 100" in found["tokenizer"] and "the run 100; use 120" in found["vocabulary"]
-    other = dataclasses.replace(CONTRACT, tokenizer_type="GPT2BPETokenizer")
+    other = dataclasses.replace(CONTRACT, tokenizer_family="GPT2BPETokenizer")
     assert "the run a NullTokenizer; use the plan's" in broken(folder, contract=other)["tokenizer"]
 
 
@@ -161,7 +161,7 @@ def test_a_dry_run_needs_neither_data_nor_tokenizer(tmp_path: Path, capsys: pyte
     stand_in = planned_tokenizer(config)
     assert stand_in is not None and stand_in.vocab_size == 100
     contract = dataclasses.replace(
-        CONTRACT, tokenizer_type="HuggingFaceTokenizer", sources=(SourceClause("web", "web_text", 1.0),)
+        CONTRACT, tokenizer_family="HuggingFaceTokenizer", sources=(SourceClause("web", "web_text", 1.0),)
     )
     config = config_of(tmp_path, flags, "{0}/data/web_text")
     still_open = {clause.name for clause in clauses_of(contract, config, stand_in) if clause.kept is None}
