@@ -31,7 +31,7 @@ class PlannedRun:
         """Returns the config of the run with this layout. Raises UserError if the run would refuse it."""
         words = words_of([*self.settings, *layout_settings(layout, {"": ""})])
         words += ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", str(self.vocab_size - 1)]
-        defaults = {"model_family": "gpt" if self.model_family == "mamba" else self.model_family}
+        defaults: dict[str, str | bool] = {"model_family": "gpt" if self.model_family == "mamba" else self.model_family}
         if self.model_family == "mamba":
             defaults["is_hybrid_model"] = True
         environment = LaunchEnvironment(self.cluster.gpus, True, ranks_of_host=self.cluster.gpus_per_node)

@@ -168,8 +168,9 @@ def _candidates(
     widths that make up for the rest."""
     old = basis.flags
     width_of_head = old["hidden_size"] // old["num_attention_heads"]
-    step = math.lcm(128, width_of_head)
-    for h in range(step, 40 * 1024 + 1, step):
+    for h in range(width_of_head, 40 * 1024 + 1, width_of_head):
+        if h % 128 and h > 512:  # small models need finer steps than tensor cores like
+            continue
         flags = _with_width(old, h, width_of_head)
         positions = seq_length if basis.positions else 0
         one = parameter_count(_with_depth(old, flags, 1 + _dense_first(old)), vocab_size, positions).total

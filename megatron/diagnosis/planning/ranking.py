@@ -158,7 +158,8 @@ class _Search:
     def _that_fit(self, wanted: int) -> list[Candidate]:
         """Computes the memory of layouts until `wanted` of them fit: from the fastest on, but of those within 2% of it
         the simplest first. Predicted times are no better than that, and fewer stages have fewer ways to be slow."""
-        left, found = dict(self._times), []
+        left = dict(self._times)
+        found: list[Candidate] = []
         while left and len(found) < wanted:
             fastest = min(timed.seconds for timed in left.values())
             layout = min((each for each in left if left[each].seconds <= fastest * (1 + _EQUAL)), key=self._parts)
