@@ -2,7 +2,7 @@
 
 import dataclasses
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,25 +84,34 @@ class _Vocabulary:
 
 
 def peaks_of_ranks(
-    config: PretrainConfig, providers: Providers | None = None, imbalance: float | None = None
+    config: PretrainConfig,
+    providers: Providers | None = None,
+    imbalance: float | None = None,
+    pipeline_ranks: Collection[int] | None = None,
 ) -> tuple[RankPeak, ...]:
     """Returns the peak of each kind of rank, in the order of pipeline ranks. Needs no data, tokenizer, device or
     process group. `providers`: the functions of the run's script; default: those of the entry script of the model's
     family. `imbalance`: rows of the experts of the busiest rank, divided by the mean; default: `imbalance_of`.
+    `pipeline_ranks`: only these; default: all.
 
     Raises UserError if the vocabulary's size is not given, or if a part of the model cannot be built."""
     if config.tokenizer.vocab_size is None:
         raise UserError("--vocab-size: the memory of embedding and head depends on it; give the vocabulary's size")
     has_end = config.tokenizer.family == "NullTokenizer"  # whose end of a document is one id more
     tokenizer: Any = _Vocabulary(config.tokenizer.vocab_size + has_end)
-    return peaks_with_tokenizer(config, providers, tokenizer, imbalance)
+    return peaks_with_tokenizer(config, providers, tokenizer, imbalance, pipeline_ranks)
 
 
 def peaks_with_tokenizer(
-    config: PretrainConfig, providers: Providers | None, tokenizer: Tokenizer, imbalance: float | None = None
+    config: PretrainConfig,
+    providers: Providers | None,
+    tokenizer: Tokenizer,
+    imbalance: float | None = None,
+    pipeline_ranks: Collection[int] | None = None,
 ) -> tuple[RankPeak, ...]:
     """Does `peaks_of_ranks` for a run whose tokenizer is at hand."""
-    return tuple(_Peaks(config, providers or providers_of_family(config), tokenizer, imbalance).all())
+    peaks = _Peaks(config, providers or providers_of_family(config), tokenizer, imbalance)
+    return tuple(peaks.all(pipeline_ranks))
 
 
 def peaks_or_reason(
@@ -155,11 +164,13 @@ class _Peaks:
         self.imbalance = imbalance_of(config) if imbalance is None else imbalance
         self.num_microbatches = batches.final_num_microbatches
 
-    def all(self) -> Iterator[RankPeak]:
-        """Yields the peak of each pipeline rank."""
+    def all(self, pipeline_ranks: Collection[int] | None = None) -> Iterator[RankPeak]:
+        """Yields the peak of each pipeline rank, or of some."""
         schedule = self._schedule()
         built: dict[Any, tuple[MemoryBytes, Sequence[ChunkBytes]]] = {}
         for pp_rank in range(self.pipeline.pipeline_size):
+            if pipeline_ranks is not None and pp_rank not in pipeline_ranks:
+                continue
             parts = [self.stages.stage_at(pp_rank, chunk) for chunk in range(self.stages.chunks)]
             key = tuple(self._kind(part) for part in parts)
             rank = self.config.grid.group(0, ("pp",))[pp_rank]
