@@ -13,6 +13,11 @@ _LLAMA8B = _GROUPED + (
     "--hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --num-query-groups 8 --kv-channels 128 "
     "--seq-length 8192 --max-position-embeddings 8192 --micro-batch-size 1 --global-batch-size 8 "
 )
+_ATTENTION1B = _GROUPED + (
+    "--num-layers 12 --hidden-size 2048 --ffn-hidden-size 8192 --num-attention-heads 16 --num-query-groups 8 "
+    "--kv-channels 128 --vocab-size 32000 --seq-length 4096 --max-position-embeddings 4096 --micro-batch-size 2 "
+    "--global-batch-size 8"
+)
 CELLS = {
     "GPT125M": "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --vocab-size 50304 --seq-length 1024 "
     "--max-position-embeddings 1024 --micro-batch-size 64 --global-batch-size 64",
@@ -42,10 +47,8 @@ CELLS = {
     "--seq-length 4096 --max-position-embeddings 4096 --moe-router-topk 6 --moe-ffn-hidden-size 1408 "
     "--moe-shared-expert-intermediate-size 2816 --moe-layer-freq ([0]+[1]*3) --micro-batch-size 4 "
     "--global-batch-size 16",
-    "DELTA1B": _GROUPED
-    + "--num-layers 12 --hidden-size 2048 --ffn-hidden-size 8192 --num-attention-heads 16 --num-query-groups 8 "
-    "--kv-channels 128 --vocab-size 32000 --seq-length 4096 --max-position-embeddings 4096 --micro-batch-size 2 "
-    "--global-batch-size 8 --experimental-attention-variant gated_delta_net --linear-attention-freq 4 "
+    "ATTENTION1B": _ATTENTION1B,
+    "DELTA1B": _ATTENTION1B + " --experimental-attention-variant gated_delta_net --linear-attention-freq 4 "
     "--linear-num-key-heads 16 --linear-num-value-heads 32 --linear-key-head-dim 128 --linear-value-head-dim 128 "
     "--linear-conv-kernel-dim 4",
 }
