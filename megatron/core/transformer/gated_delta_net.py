@@ -135,17 +135,17 @@ class GatedDeltaNet(MegatronModule):
         (gated,) = self.project_gated.compute(output, gate, hidden_states.dtype)
         if ranks > 1:
             gated = start_to_rows(gated, self.cp_group, ranks).wait()
-        return self.project_gated(gated.flatten(2).flatten(0, 1))
+        return self.project_gated(gated.flatten(0, 1))
 
     def _gated(self, output: Tensor, gate: Tensor, dtype: torch.dtype) -> tuple[Tensor]:
-        """Returns norm(output) * silu(gate) for the outputs [s, b, v, dv] and their gates [s, b, key heads, ...]."""
+        """Returns norm(output) * silu(gate) [s, b, v dv] for outputs [s, b, v, dv] and gates [s, b, key heads, ...]."""
         norm = self.out_norm
         if isinstance(norm, WrappedTorchNorm) and norm.can_gate:
             shape = (*gate.shape[:3], -1, output.shape[-1])
             gated = norm.gated(output.view(shape), gate.unflatten(-1, shape[3:])).flatten(2, 3)
         else:
             gated = norm(output) * F.silu(widened(gate.reshape(output.shape)))
-        return (gated.to(dtype),)
+        return (gated.to(dtype).flatten(2),)
 
     def _continued(self, context: InferenceContext, mixed: Tensor, fading: Tensor, strength: Tensor) -> Tensor:
         """Returns the result of `core_attention` for tokens that continue those in the context, which keeps the

@@ -37,6 +37,7 @@ OURS = {
     "--loss-spike-z-score",
 } | {
     "--config",
+    "--exact-data-parallel-sums",
     "--layout-invariant",
     "--data-stages",
     "--load-hf",

@@ -256,8 +256,8 @@ def _compute_tiles(  # type: ignore[no-untyped-def]
     scores = warpgroup_mma(k, q_ring.index(0).reshape([M, WIDTH]).permute((1, 0)), no_scores, use_acc=False)
     # Blocks of 64 x 64 numbers: two for each tile of queries of each head.
     block = ((batch * groups + group) * shared * num_tiles + begin // M) * 2 + WHICH
-    # Of the numbers before the turns, the first counts programs; the second belongs to no block.
-    turn, tile = turns + 1, n // (2 * KEYS)
+    if TURNS:  # of the numbers before the turns, the first counts programs; the second belongs to no block
+        turn, tile = turns + 1, n // (2 * KEYS)
     for t in range(total):
         step = t % STAGES
         q, dy = q_ring.index(step).reshape([M, WIDTH]), dy_ring.index(step).reshape([M, WIDTH])
