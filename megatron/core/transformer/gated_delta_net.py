@@ -134,7 +134,7 @@ class GatedDeltaNet(MegatronModule):
             output = self._continued(inputs.inference_context, mixed, fading, strength)
         (gated,) = self.project_gated.compute(output, gate, hidden_states.dtype)
         if ranks > 1:
-            gated = start_to_rows(gated, self.cp_group, ranks).wait()
+            gated = start_to_rows(gated.view(output.shape), self.cp_group, ranks).wait().flatten(2)
         return self.project_gated(gated.flatten(0, 1))
 
     def _gated(self, output: Tensor, gate: Tensor, dtype: torch.dtype) -> tuple[Tensor]:
