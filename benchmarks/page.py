@@ -30,7 +30,7 @@ def read_rows(having: str = "milliseconds") -> list[Row]:
 
 def cell_of(row: Row) -> tuple[str, str, str]:
     """Returns what rows of one cell share: its name with the layout, the precision, and details of the data."""
-    return _name(row), _precision(row), _details(row | {"zipf": 1})
+    return _name(row), _precision(row), _details({**row, "zipf": 1})
 
 
 def read_subjects() -> dict[str, Row]:
