@@ -11,7 +11,7 @@ import argparse
 import time
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch import nn
 
 
 def read_flags() -> argparse.Namespace:
@@ -29,8 +29,10 @@ def read_flags() -> argparse.Namespace:
     return parser.parse_known_args()[0]
 
 
-def build_model(flags: argparse.Namespace) -> LlamaForCausalLM:
+def build_model(flags: argparse.Namespace) -> nn.Module:
     """Returns the model on its device."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     config = LlamaConfig(
         vocab_size=flags.vocab_size, hidden_size=flags.hidden_size, intermediate_size=flags.ffn_hidden_size,
         num_hidden_layers=flags.num_layers, num_attention_heads=flags.num_attention_heads,
