@@ -33,7 +33,7 @@ def build_model(flags: argparse.Namespace) -> nn.Module:
     """Returns the model on its device."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
+    config = LlamaConfig(  # type: ignore[call-arg]  # attn_implementation is an argument of its base
         vocab_size=flags.vocab_size, hidden_size=flags.hidden_size, intermediate_size=flags.ffn_hidden_size,
         num_hidden_layers=flags.num_layers, num_attention_heads=flags.num_attention_heads,
         num_key_value_heads=flags.num_query_groups, head_dim=flags.kv_channels, rms_norm_eps=1e-5,

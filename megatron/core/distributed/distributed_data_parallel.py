@@ -264,10 +264,10 @@ class DistributedDataParallel(nn.Module):
         self._queue.finish()
         self._sharded_gradients.finish()
         self._placements.finish_step()
-        sums = [part.exact for part in (*self._queue.buckets, *self._sharded_gradients.units) if part.exact is not None]
-        spread_bad_sums(
-            [each.is_bad for each in sums], [unit.gradient_shard for unit in self.units], self._group("dp_cp")
-        )
+        sums = [bucket.exact for bucket in self._queue.buckets]
+        sums += [transient.exact for transient in self._sharded_gradients.units]
+        flags = [each.is_bad for each in sums if each is not None]
+        spread_bad_sums(flags, [unit.gradient_shard for unit in self.units], self._group("dp_cp"))
         if force_all_reduce:
             if self._sharded_gradients.units:
                 raise UserError(

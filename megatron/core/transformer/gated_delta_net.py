@@ -135,7 +135,8 @@ class GatedDeltaNet(MegatronModule):
         (gated,) = self.project_gated.compute(output, gate, hidden_states.dtype)
         if ranks > 1:
             gated = start_to_rows(gated.view(output.shape), self.cp_group, ranks).wait().flatten(2)
-        return self.project_gated(gated.flatten(0, 1))
+        result: tuple[Tensor, Tensor | None] = self.project_gated(gated.flatten(0, 1))
+        return result
 
     def _gated(self, output: Tensor, gate: Tensor, dtype: torch.dtype) -> tuple[Tensor]:
         """Returns norm(output) * silu(gate) [s, b, v dv] for outputs [s, b, v, dv] and gates [s, b, key heads, ...]."""
