@@ -24,8 +24,13 @@ def read_rows(having: str = "milliseconds") -> list[Row]:
     newest: dict[tuple[str, ...], Row] = {}
     for row in json.loads((ROOT / "benchmarks/results/h200.json").read_text("utf-8")):
         if row["ours"].get(having):
-            newest[_name(row), _precision(row), _details(row | {"zipf": 1})] = row
+            newest[cell_of(row)] = row
     return sorted(newest.values(), key=lambda row: row["gpus"])
+
+
+def cell_of(row: Row) -> tuple[str, str, str]:
+    """Returns what rows of one cell share: its name with the layout, the precision, and details of the data."""
+    return _name(row), _precision(row), _details({**row, "zipf": 1})
 
 
 def read_subjects() -> dict[str, Row]:

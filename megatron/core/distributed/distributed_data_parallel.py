@@ -13,6 +13,7 @@ from megatron.core.communication.collectives import Group, broadcast
 from megatron.core.dist_checkpointing.chunk import Chunk, EncodedTensor, parameter_chunk
 from megatron.core.distributed.buckets import BucketQueue, TwoLevelReduction, make_buckets, wire_dtype_of
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.exact_sums import MEANS, TOKEN_SUMS, FixedPoint, spread_bad_sums
 from megatron.core.distributed.flat_buffer import Unit
 from megatron.core.distributed.fp8_unit import Fp8Unit, ShardWeights, quantize_units
 from megatron.core.distributed.main_grad import WeightGradientQueue
@@ -76,10 +77,10 @@ class DistributedDataParallel(nn.Module):
         by_step = [unit for unit in self.units if not unit.sharding.strategy.shards_gradients]
         by_micro_batch = [unit for unit in self.units if unit.sharding.strategy.shards_gradients]
         most = None if disable_bucketing else self._bucket_elements()
-        buckets = make_buckets(by_step, reductions, most, wire_dtype)
+        buckets = make_buckets(by_step, reductions, most, wire_dtype, self._exact)
         self._queue = BucketQueue(buckets, ddp_config.overlap_grad_reduce)
         self._sharded_gradients = ReduceScatterGradients(
-            by_micro_batch, reductions, wire_dtype, ddp_config.overlap_grad_reduce
+            by_micro_batch, reductions, wire_dtype, ddp_config.overlap_grad_reduce, self._exact
         )
         gathered = [unit for unit in self.units if unit.sharding.shards > 1]
         self._hooks = WeightHooks(module, gathered, prefetch=ddp_config.overlap_param_gather)
@@ -127,16 +128,28 @@ class DistributedDataParallel(nn.Module):
         return self.ddp_config.bucket_size or max(40_000_000, 1_000_000 * self.pg_collection.size("dp_cp"))
 
     @property
+    def _per_token(self) -> bool:
+        return getattr(self.config, "calculate_per_token_loss", False)
+
+    @property
+    def _exact(self) -> FixedPoint | None:
+        """The numbers in which gradients are summed exactly; None: they are rounded by each addition."""
+        if not self.ddp_config.exact_gradient_sums:
+            return None
+        return TOKEN_SUMS if self._per_token else MEANS
+
+    @property
     def _gradient_scale(self) -> float:
         """The factor of each rank's gradients in the sum over ranks."""
-        per_token = getattr(self.config, "calculate_per_token_loss", False)
+        if self._exact is not None or self._per_token:  # the losses have the factor already, or it comes later
+            return 1.0
         # Experts are reduced over fewer ranks, but their gradients are sums over the tokens of all ranks: one scale.
-        return 1.0 if per_token else 1.0 / self.pg_collection.size("dp_cp")
+        return 1.0 / self.pg_collection.size("dp_cp")
 
     def _reduction(self, grid: str, plans: Sequence[UnitPlan]) -> TwoLevelReduction:
         sharding = self.shardings[grid]
-        per_token, scale = getattr(self.config, "calculate_per_token_loss", False), self._gradient_scale
-        average = self.ddp_config.average_in_collective and not per_token
+        scale = self._gradient_scale
+        average = self.ddp_config.average_in_collective and not self._per_token and self._exact is None
         precise = self.ddp_config.reduce_scatter_with_fp32_accumulation
         if sharding.shards == 1:
             group = self._group(sharding.data_group)
@@ -260,6 +273,10 @@ class DistributedDataParallel(nn.Module):
         """
         self._queue.finish()
         self._sharded_gradients.finish()
+        sums = [bucket.exact for bucket in self._queue.buckets]
+        sums += [transient.exact for transient in self._sharded_gradients.units]
+        flags = [each.is_bad for each in sums if each is not None]
+        spread_bad_sums(flags, [unit.gradient_shard for unit in self.units], self._group("dp_cp"))
         if force_all_reduce:
             if self._sharded_gradients.units:
                 raise UserError(

@@ -171,7 +171,8 @@ def memory_of_shard(shard: ModelShard, config: PretrainConfig) -> MemoryBytes:
             weights += plan.dtype.itemsize * owned
         if plan.in_fp8 and config.transformer.fp8_weight_cache and not strategy.shards_weights:
             quantized += plan.numel * (1 if gathers_in_fp8 else 2)
-        gradients += plan.grad_dtype.itemsize * (owned if strategy.shards_gradients else plan.numel)
+        itemsize = plan.grad_dtype.itemsize + (torch.int64.itemsize if config.ddp.exact_gradient_sums else 0)
+        gradients += itemsize * (owned if strategy.shards_gradients else plan.numel)
         ends = {0, sharding.shards - 1}  # with Muon, the first shards have other moments than the last
         ranges = [(index * owned, (index + 1) * owned) for index in ends]
         if not is_offloaded:

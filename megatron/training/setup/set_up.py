@@ -266,6 +266,8 @@ def set_torch(config: PretrainConfig) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if torch.are_deterministic_algorithms_enabled() != deterministic:  # setting it imports torch's compiler
         torch.use_deterministic_algorithms(deterministic)
+        # Filling each new tensor takes a pass over its memory; our kernels and torch's write all that is read.
+        torch.utils.deterministic.fill_uninitialized_memory = not deterministic  # type: ignore[attr-defined]
     reduced = not config.transformer.disable_bf16_reduced_precision_matmul
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = reduced
     if config.logging.logging_level is not None:

@@ -44,6 +44,7 @@ OURS = {
 } | {
     "--config",
     "--recipe",
+    "--exact-data-parallel-sums",
     "--layout-invariant",
     "--data-stages",
     "--data-contract",
