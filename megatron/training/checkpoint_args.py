@@ -19,7 +19,9 @@ _MODEL = ("model", "attention", "positions", "mixture of experts", "multi-latent
 _GROUPS = (*_MODEL, _TOKENIZER)
 """Sections of the flags that define the model and the meaning of its ids."""
 _LENGTHS = ("seq_length", "encoder_seq_length", "decoder_seq_length")
-"""Fields of other sections that are taken too."""
+_WIDTH_SCALING = ("use_mup", *(f"mup_{name}" for name in ("base_hidden_size", "embedding_mult", "output_mult")))
+_WIDTH_SCALING += ("mup_base_head_dim", "mup_attn_scale_power")
+"""Fields of other sections that are taken too: lengths of samples, and the scales of embedding, scores and logits."""
 
 
 def take_checkpoint_args(line: CommandLine, defaults: Mapping[str, Any] | None = None) -> Mapping[str, Any] | None:
@@ -137,5 +139,5 @@ def _text(flag: Flag, value: Any) -> str:
 
 
 def _is_of_model(flag: Flag) -> bool:
-    wanted = flag.group in _GROUPS or flag.field in _LENGTHS
+    wanted = flag.group in _GROUPS or flag.field in (*_LENGTHS, *_WIDTH_SCALING)
     return wanted and not is_of_run(flag) and flag.field != "moe_grouped_gemm"  # which may not go with the layout

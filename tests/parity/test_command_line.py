@@ -135,7 +135,7 @@ CELLS = [
     Cell("experts", "ep2", "pp2", words=True),
     Cell("experts", "sp2", "ep2", "fp32", more="--loss-chunk-size 8"),
     Cell("experts", "ep2", "zero1", more="--moe-token-dispatcher-type allgather"),
-    Cell("experts", "pp2", "tp2", "bf16", more="--optimizer sgd", words=True),
+    Cell("experts", "pp2", "sp2", "bf16", more="--optimizer sgd", words=True),
     Cell("latent experts with predictions", "ep2", "pp2", words=True),
     Cell("latent experts with predictions", "zero3", "sp2", "fp32"),
     Cell("sparse attention", "tp2", "pp2", more=DOCUMENTS, words=True),
