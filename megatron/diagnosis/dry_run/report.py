@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -15,6 +16,7 @@ from megatron.diagnosis.dry_run.dry_run import DryRun, dry_run, tokens_to_train_
 from megatron.diagnosis.memory.peak import RankPeak, imbalance_of, peak_of
 from megatron.diagnosis.memory.rank_memory import MemoryBytes, RankMemory
 from megatron.diagnosis.memory.ways_out import way_text, ways_out
+from megatron.diagnosis.planning.gpus import gpu_named
 from megatron.diagnosis.planning.time_report import time_lines
 from megatron.diagnosis.planning.topology import topology_lines
 from megatron.training.config.pretrain_config import PretrainConfig
@@ -25,8 +27,8 @@ from megatron.training.providers import Providers
 
 
 def print_dry_run(config: PretrainConfig, providers: Providers) -> None:
-    """Prints the notes on the flags, the settings with --print-config, and the dry run, on the first process only. If
-    the run cannot be built, prints why to stderr and exits with code 2."""
+    """Prints the notes on the flags, the settings with --print-config, and the dry run, on the first process only.
+    Exits with code 2 if the run cannot be built, or does not fit into the memory of --gpu, and says so."""
     if os.environ.get("RANK", "0") != "0":
         return
     leave_out(config.notes)
@@ -42,6 +44,8 @@ def print_dry_run(config: PretrainConfig, providers: Providers) -> None:
     print(*config.notes, *run.notes, *topology_lines(run.config, launch), *shown, sep="\n")
     print(*report_lines(run.config, run, times), sep="\n", flush=True)
     print(*way_lines(run, providers), sep="\n", flush=True)
+    if config.hardware.gpu is not None and run.peaks and fullest_rank(run) > memory_of_gpu(run.config)[0]:
+        sys.exit(2)
 
 
 def report_lines(config: PretrainConfig, run: DryRun, times: Iterable[str] = ()) -> Iterator[str]:
@@ -116,21 +120,19 @@ def _peak_lines(run: DryRun) -> Iterator[str]:
     )
     if imbalance_of(run.config) != 1.0:
         yield f"            with {imbalance_of(run.config)} times the mean of tokens at the busiest rank's experts"
-    total = memory_of_gpu()
-    if total is not None:
-        taken = peak.allocated + peak.context
-        fits = "" if taken <= total else ": it does not fit"
-        yield f"            {taken / total:.0%} of the {short_size(total)} of a GPU of this machine{fits}"
+    total, name = memory_of_gpu(run.config)
+    if total:
+        fits = "" if fullest_rank(run) <= total else ": it does not fit"
+        yield f"            {fullest_rank(run) / total:.0%} of the {short_size(total)} of {name}{fits}"
 
 
 def way_lines(run: DryRun, providers: Providers) -> Iterator[str]:
-    """Yields the three cheapest ways to take less memory. If this machine's GPU is too small, those that are enough
-    come first."""
+    """Yields the three cheapest ways to take less memory. If the GPU is too small, those that are enough come first."""
     if not run.peaks:
         return
-    total, fullest = memory_of_gpu(), max(peak.allocated + peak.context for peak in run.peaks)
+    total = memory_of_gpu(run.config)[0] or fullest_rank(run)
     found = ways_out(
-        run.config, lambda config: peak_of(config, providers, run.tokenizer), max(fullest - (total or fullest), 0)
+        run.config, lambda config: peak_of(config, providers, run.tokenizer), max(fullest_rank(run) - total, 0)
     )
     yield "to take less memory:" if found else "to take less memory: no flag of this run's layout helps"
     yield from (f"  {way_text(way, short_size)}" for way in found)
@@ -140,9 +142,19 @@ def _on_rank(run: DryRun, peak: RankPeak) -> str:
     return "" if run.config.world_size == 1 else f" on rank {peak.rank} and {peak.ranks - 1} like it"
 
 
-def memory_of_gpu() -> int | None:
-    """Returns the bytes of this machine's first GPU; None without a GPU."""
-    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
+def fullest_rank(run: DryRun) -> int:
+    """Returns the bytes that the fullest rank takes of its GPU."""
+    return max(peak.allocated + peak.context for peak in run.peaks)
+
+
+def memory_of_gpu(config: PretrainConfig) -> tuple[int, str]:
+    """Returns the bytes of a GPU and its name: that of --gpu, else this machine's first; (0, "") without one."""
+    if config.hardware.gpu is not None:
+        gpu = gpu_named(config.hardware.gpu)
+        return int(gpu.memory.value), gpu.title
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_properties(0).total_memory, "a GPU of this machine"
+    return 0, ""
 
 
 def size_text(count: int) -> str:

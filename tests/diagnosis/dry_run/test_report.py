@@ -8,8 +8,9 @@ import pytest
 from support.command_lines import SMALL, configured
 
 from megatron.core.pipeline_parallel.stage_map import StageModules, stage_text
+from megatron.diagnosis.dry_run import report as report_module
 from megatron.diagnosis.dry_run.dry_run import dry_run
-from megatron.diagnosis.dry_run.report import report_lines, short_size, size_text, way_lines
+from megatron.diagnosis.dry_run.report import print_dry_run, report_lines, short_size, size_text, way_lines
 from megatron.training.providers import Context, ForwardStep, Providers
 from pretrain_gpt import build_forward_step, build_model
 
@@ -168,3 +169,15 @@ def test_sizes_and_stages_in_words() -> None:
     assert stage_text(StageModules(2, range(3, 3), False, False, 2)) == apart
     last = "layer 3, a copy of the embedding, 1 layer for multi-token prediction, head and loss"
     assert stage_text(StageModules(2, range(3, 4), False, True, 1)) == last
+
+
+def test_a_run_that_does_not_fit_ends_with_code_2(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configured("--gpu h100 --dry-run")
+    print_dry_run(config, TRAINS)
+    assert "of NVIDIA H100 SXM 80GB\n" in capsys.readouterr().out
+    monkeypatch.setattr(report_module, "memory_of_gpu", lambda config: (1_000_000, "a small GPU"))
+    with pytest.raises(SystemExit) as ended:
+        print_dry_run(config, TRAINS)
+    assert ended.value.code == 2 and "of a small GPU: it does not fit\n" in capsys.readouterr().out
