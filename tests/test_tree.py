@@ -21,7 +21,12 @@ NOTHING_TO_TEST = {
 _PARTS = "checkpoint", "data", "logging", "model", "parallel", "resilience", "schedule", "training"
 _KERNELS = re.findall(r'^    "(.*)": ', (ROOT / "tests/core/ops/test_kernels_triton.py").read_text(), flags=re.M)
 _FIELDS = "architecture", "attention", "latent_attention", "low_precision", "memory", "moe", "positions"
+_FAMILIES = (
+    *("arcee", "bamba", "cohere", "ernie", "exaone4", "glm", "glm4_moe", "gpt_bigcode", "gpt_neox", "granite_moe"),
+    *("llama4", "minimax_m2", "nemotron", "qwen2_moe", "qwen3_5", "seed_oss", "smollm3", "starcoder2"),
+)
 TESTED_TOGETHER = {
+    "conversion/test_against_transformers.py": {f"conversion/{name}.py" for name in _FAMILIES},
     "training/config/test_impossible_values.py": {f"training/config/{part}.py" for part in _PARTS},
     "core/transformer/config/test_impossible_values.py": {f"core/transformer/config/{name}.py" for name in _FIELDS},
     "conversion/test_config_rules.py": {"conversion/layer_rules.py"},

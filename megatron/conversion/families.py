@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from megatron.conversion.arcee import ARCEE_FAMILY
+from megatron.conversion.bamba import BAMBA_FAMILY
 from megatron.conversion.bert import BERT_FAMILIES
 from megatron.conversion.cohere import COHERE_FAMILIES
 from megatron.conversion.deepseek import DEEPSEEK_FAMILIES
@@ -20,6 +21,7 @@ from megatron.conversion.gpt_neox import GPT_NEOX_FAMILY
 from megatron.conversion.gpt_oss import GPT_OSS_FAMILIES
 from megatron.conversion.granite_moe import GRANITE_MOE_FAMILY
 from megatron.conversion.llama import LLAMA_FAMILIES
+from megatron.conversion.llama4 import LLAMA4_FAMILY
 from megatron.conversion.mamba import MAMBA2_FAMILY
 from megatron.conversion.minimax_m2 import MINIMAX_M2_FAMILY
 from megatron.conversion.nemotron import NEMOTRON_FAMILY
@@ -58,12 +60,14 @@ FAMILIES: tuple[Family, ...] = (
     SMOLLM3_FAMILY,
     STARCODER2_FAMILY,
     GLM4_MOE_FAMILY,
+    LLAMA4_FAMILY,
     GRANITE_MOE_FAMILY,
     MINIMAX_M2_FAMILY,
     QWEN3_NEXT_FAMILY,
     QWEN3_5_FAMILY,
     MAMBA2_FAMILY,
     NEMOTRON_H_FAMILY,
+    BAMBA_FAMILY,
     *BERT_FAMILIES,
     *T5_FAMILIES,
 )

@@ -105,7 +105,7 @@ def architecture_of(kind: str) -> str:
 
 def config_class_of(kind: str) -> Any:
     """Returns the class of its config."""
-    return getattr(transformers, f"{kind}TextConfig" if kind in ("Gemma3", "Qwen3_5") else f"{kind}Config")
+    return getattr(transformers, f"{kind}TextConfig" if kind in ("Gemma3", "Qwen3_5", "Llama4") else f"{kind}Config")
 
 
 def make_model(name: str, dtype: torch.dtype = torch.float64, seed: int = 1, **changes: Any) -> Any:
@@ -116,7 +116,12 @@ def make_model(name: str, dtype: torch.dtype = torch.float64, seed: int = 1, **c
 def make_model_of(family: str, settings: dict[str, Any], dtype: torch.dtype, seed: int) -> Any:
     """A model of a family of transformers with these settings, as `make_model`."""
     config = config_class_of(family)(**settings)
-    model = getattr(transformers, architecture_of(family))(config).to(dtype).eval()
+    return randomise(getattr(transformers, architecture_of(family))(config), dtype, seed)
+
+
+def randomise(model: Any, dtype: torch.dtype, seed: int) -> Any:
+    """Gives a model of transformers this type and random weights; returns it in evaluation mode."""
+    model = model.to(dtype).eval()
     generator = torch.Generator().manual_seed(seed)
     biases = [(key, bias) for key, bias in model.named_buffers() if key.endswith("e_score_correction_bias")]
     for key, weight in [*model.named_parameters(), *biases]:

@@ -134,6 +134,7 @@ MODEL_OPTIONS = {
     "--mlp-bias", "--no-mlp-bias", "--embedding-multiplier", "--embedding-norm", "--residual-multiplier",
     "--logit-scale",
     "--final-logit-softcapping", "--attn-logit-softcapping", "--softmax-scale", "--clip-qkv", "--qk-norm-scope",
+    "--qk-l2-norm-epsilon",
     "--attention-chunk-size", "--attention-chunk-skip-freq", "--alibi", "--alibi-factor", "--nope-temperature-scale",
     "--nope-temperature-floor", "--geglu",
     "--moe-router-norm-topk-prob", "--no-moe-router-norm-topk-prob", "--moe-router-bias", "--no-moe-router-bias",
