@@ -1,5 +1,6 @@
 """The architectures of transformers that can be converted, as data."""
 
+import difflib
 from collections.abc import Sequence
 
 from megatron.conversion.arcee import ARCEE_FAMILY
@@ -75,9 +76,15 @@ FAMILIES: tuple[Family, ...] = (
 
 
 def family_of(architecture: str, families: Sequence[Family] = FAMILIES) -> Family:
-    """Returns the family of a class of transformers. Raises UserError with the known classes."""
+    """Returns the family of a class of transformers. Raises UserError with the nearest class and all known ones."""
     for family in families:
         if architecture == family.architecture:
             return family
-    known = ", ".join(family.architecture for family in families)
-    raise UserError(f"{architecture} is unknown; these are known: {known}")
+    if "hyena" in architecture.lower():
+        raise UserError(f"{architecture} is unsupported: this project has no layer with Hyena's long convolutions")
+    known = [family.architecture for family in families]
+    near = difflib.get_close_matches(architecture, known, n=1, cutoff=0.0)
+    nearest = f" (the nearest is {near[0]})" if near else ""
+    raise UserError(
+        f"{architecture} is unknown; docs/extending.md says how to add it; these are known{nearest}: {', '.join(known)}"
+    )

@@ -49,6 +49,25 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Llama",
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.5}},
     ),
+    "llama with gelu": ("Llama", {"hidden_act": "gelu_pytorch_tanh"}),
+    "llama, positions that grow with the row": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 3000.0, "factor": 2.5}}
+        | {"max_position_embeddings": 12},
+    ),
+    "llama with a divisor for each frequency": (
+        "Llama",
+        {
+            "head_dim": 8,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "original_max_position_embeddings": 16,
+                "short_factor": [1.0, 1.1, 1.3, 1.7],
+                "long_factor": [1.5, 2.5, 4.0, 7.5],
+            },
+        },
+    ),
     "mistral": ("Mistral", {"sliding_window": 7}),
     "qwen 2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen 2 with windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
@@ -74,6 +93,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "mlp_only_layers": [1]},
     ),
     "qwen 3": ("Qwen3", {"head_dim": 32, "rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"}}),
+    "qwen 3 with biases and windows": (
+        "Qwen3",
+        {"attention_bias": True, "head_dim": 12, "use_sliding_window": True, "sliding_window": 7}
+        | {"max_window_layers": 1},
+    ),
+    "qwen 3 moe with biases": (
+        "Qwen3Moe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "attention_bias": True},
+    ),
     **FAMILY_MODELS,
 }
 
