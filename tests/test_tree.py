@@ -22,8 +22,20 @@ _PARTS = "checkpoint", "data", "logging", "model", "parallel", "resilience", "sc
 _KERNELS = re.findall(r'^    "(.*)": ', (ROOT / "tests/core/ops/test_kernels_triton.py").read_text(), flags=re.M)
 _FIELDS = "architecture", "attention", "latent_attention", "low_precision", "memory", "moe", "positions"
 _FAMILIES = (
-    *("arcee", "bamba", "cohere", "ernie", "exaone4", "glm", "glm4_moe", "gpt_bigcode", "gpt_neox", "granite_moe"),
-    *("llama4", "minimax_m2", "nemotron", "qwen2_moe", "qwen3_5", "seed_oss", "smollm3", "starcoder2"),
+    *(
+        "arcee",
+        "bamba",
+        "cohere",
+        "ernie",
+        "ernie_moe",
+        "exaone4",
+        "glm",
+        "glm4_moe",
+        "gpt_bigcode",
+        "gpt_neox",
+        "granite_moe",
+    ),
+    *("llama4", "minimax_m2", "nemotron", "phi", "qwen2_moe", "qwen3_5", "seed_oss", "smollm3", "starcoder2"),
 )
 TESTED_TOGETHER = {
     "conversion/test_against_transformers.py": {f"conversion/{name}.py" for name in _FAMILIES},

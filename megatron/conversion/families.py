@@ -10,6 +10,7 @@ from megatron.conversion.cohere import COHERE_FAMILIES
 from megatron.conversion.deepseek import DEEPSEEK_FAMILIES
 from megatron.conversion.deepseek_v32 import DEEPSEEK_V32_FAMILY
 from megatron.conversion.ernie import ERNIE_FAMILY
+from megatron.conversion.ernie_moe import ERNIE_MOE_FAMILY
 from megatron.conversion.exaone4 import EXAONE4_FAMILY
 from megatron.conversion.falcon import FALCON_FAMILY
 from megatron.conversion.family import Family
@@ -28,6 +29,7 @@ from megatron.conversion.minimax_m2 import MINIMAX_M2_FAMILY
 from megatron.conversion.nemotron import NEMOTRON_FAMILY
 from megatron.conversion.nemotron_h import NEMOTRON_H_FAMILY
 from megatron.conversion.olmo import OLMO_FAMILIES
+from megatron.conversion.phi import PHI_FAMILY
 from megatron.conversion.phi3 import PHI3_FAMILY
 from megatron.conversion.qwen2_moe import QWEN2_MOE_FAMILY
 from megatron.conversion.qwen3_5 import QWEN3_5_FAMILY
@@ -56,11 +58,13 @@ FAMILIES: tuple[Family, ...] = (
     GPT_BIGCODE_FAMILY,
     GPT_NEOX_FAMILY,
     NEMOTRON_FAMILY,
+    PHI_FAMILY,
     QWEN2_MOE_FAMILY,
     SEED_OSS_FAMILY,
     SMOLLM3_FAMILY,
     STARCODER2_FAMILY,
     GLM4_MOE_FAMILY,
+    ERNIE_MOE_FAMILY,
     LLAMA4_FAMILY,
     GRANITE_MOE_FAMILY,
     MINIMAX_M2_FAMILY,

@@ -95,6 +95,26 @@ FAMILY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "ernie 4.5": ("Ernie4_5", {"use_bias": True, "head_dim": 12, "tie_word_embeddings": False}),
+    "ernie 4.5 moe": (
+        "Ernie4_5_Moe",
+        {
+            "num_hidden_layers": 5,
+            "moe_num_experts": 8,
+            "moe_k": 3,
+            "moe_intermediate_size": 24,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 1,
+            "moe_layer_end_index": 3,
+            "moe_layer_interval": 2,
+            "use_bias": True,
+            "rms_norm_eps": 1e-4,
+        },
+    ),
+    "ernie 4.5 moe without shared experts": (
+        "Ernie4_5_Moe",
+        {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 0}
+        | {"tie_word_embeddings": False},
+    ),
     "exaone 4": ("Exaone4", {"sliding_window": 6, "num_hidden_layers": 5, "layer_types": None, "head_dim": 16}),
     "exaone 4 without windows": (
         "Exaone4",
@@ -348,6 +368,11 @@ FAMILY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt 2, exact gelu, plain scores": (
         "GPT2",
         {"activation_function": "gelu", "scale_attn_weights": False, "tie_word_embeddings": False},
+    ),
+    "phi": ("Phi", {"layer_norm_eps": 1e-4, "rope_parameters": _PARTLY}),
+    "phi with norms of heads, tied": (
+        "Phi",
+        {"qk_layernorm": True, "tie_word_embeddings": True, "hidden_act": "gelu", "num_key_value_heads": 4},
     ),
     "phi 3": ("Phi3", {"sliding_window": 7}),
     "phi 4 mini": (

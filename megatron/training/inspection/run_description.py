@@ -58,7 +58,7 @@ MODEL_OPTIONS = (
     ),
     *("norm_placement", "embedding_norm", "norm_affine", "norm_bias"),
     *("attention_output_bias", "mlp_bias"),
-    *("embedding_multiplier", "residual_multiplier", "logit_scale", "final_logit_softcapping"),
+    *("embedding_multiplier", "residual_multiplier", "logit_scale", "final_logit_softcapping", "output_layer_bias"),
     *("rope_scaling_type", "rope_scaling_original_length"),
     *("rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor"),
     *("rope_scaling_beta_fast", "rope_scaling_beta_slow", "rope_scaling_truncate"),

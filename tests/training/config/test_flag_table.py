@@ -133,6 +133,7 @@ MODEL_OPTIONS = {
     "--norm-placement", "--no-norm-affine", "--no-norm-bias", "--attention-output-bias", "--no-attention-output-bias",
     "--mlp-bias", "--no-mlp-bias", "--embedding-multiplier", "--embedding-norm", "--residual-multiplier",
     "--logit-scale",
+    "--output-layer-bias",
     "--final-logit-softcapping", "--attn-logit-softcapping", "--softmax-scale", "--clip-qkv", "--qk-norm-scope",
     "--qk-l2-norm-epsilon",
     "--attention-chunk-size", "--attention-chunk-skip-freq", "--alibi", "--alibi-factor", "--nope-temperature-scale",
