@@ -90,7 +90,7 @@ ERNIE_MOE_FAMILY = Family(
         "output_layer.bias": (HubTensorPattern("lm_head.bias"),),
         f"{OURS}.mlp.router.expert_bias": (
             HubTensorPattern(f"{HUB}.mlp.moe_statics.e_score_correction_bias", axes=((), (0,))),
-        )
+        ),
     },
     (
         *(rule for rule in ERNIE_FAMILY.rules if rule.reads != ("use_bias",)),

@@ -100,8 +100,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "theirs/config.json: rms_norm_eps is nan, but must be a number": {"rms_norm_eps": float("nan")},
     "theirs/config.json: num_hidden_layers is '3', but must be an integer": {"num_hidden_layers": "3"},
     "theirs/config.json: quantization_config is not known for LlamaForCausalLM": {"quantization_config": {"bits": 4}},
-    "theirs/config.json: rope_parameters has rope_type 'longrope'; default, linear, llama3, yarn are supported": {
-        "rope_parameters": {"rope_type": "longrope", "factor": 2.0}
+    "theirs/config.json: rope_parameters has rope_type 'ntk'; default, linear, llama3, yarn, dynamic, longrope are": {
+        "rope_parameters": {"rope_type": "ntk", "factor": 2.0}
     },
     "theirs/config.json: rope_parameters has parameters for each type of layer": {
         "rope_parameters": {"full_attention": {"rope_theta": 1e6}}
