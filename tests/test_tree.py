@@ -23,7 +23,13 @@ _KERNELS = re.findall(r'^    "(.*)": ', (ROOT / "tests/core/ops/test_kernels_tri
 _FIELDS = "architecture", "attention", "latent_attention", "low_precision", "memory", "moe", "positions"
 _COUNTS, _READING = ("parameter_count", "published_models"), ("questions", "specification_text")
 _PLANNED = "checklist", "contract", "exact_cost", "mapping", "plan", "report", "run_file", "settings_of_run"
+_FAMILIES = (
+    *("arcee", "bamba", "cohere", "ernie", "ernie_moe", "exaone4", "glm", "glm4_moe", "gpt_bigcode", "gpt_neox"),
+    *("granite_moe", "llama4", "minimax_m2", "nemotron", "phi", "qwen2_moe", "qwen3_5", "seed_oss", "smollm3"),
+    "starcoder2",
+)
 TESTED_TOGETHER = {
+    "conversion/test_against_transformers.py": {f"conversion/{name}.py" for name in _FAMILIES},
     "training/config/test_impossible_values.py": {f"training/config/{part}.py" for part in _PARTS},
     "core/transformer/config/test_impossible_values.py": {f"core/transformer/config/{name}.py" for name in _FIELDS},
     "conversion/test_config_rules.py": {"conversion/layer_rules.py"},

@@ -14,6 +14,7 @@ _TYPES: dict[str, type] = {
     "layer_types": list,
     "layers_block_type": list,
     "time_step_limit": list,
+    "mamba_d_head": object,
     "moe_latent_size": int,
     "mlp_only_layers": list,
     "mlp_layer_types": list,
@@ -40,6 +41,7 @@ _NAMES = {
     str: "a string",
     list: "a list",
     dict: "an object",
+    object: "a number or a word",
 }
 
 

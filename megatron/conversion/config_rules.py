@@ -63,11 +63,13 @@ class Fixed(Rule):
     value: Json
     write: bool = True
     """Whether exports write the key."""
+    also: tuple[Json, ...] = ()
+    """Other values that mean the same."""
 
     def fields(self, config: Json) -> dict[str, Any]:
         """Returns nothing. Raises UserError for any other value."""
         found = config.get(self.key, self.value)
-        if found != self.value:
+        if found != self.value and found not in self.also:
             raise UserError(f"{self.key} is {found!r}; only {self.value!r} is supported")
         return {}
 

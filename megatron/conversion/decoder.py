@@ -125,7 +125,7 @@ SIZES: tuple[Rule, ...] = (
 
 SWIGLU: tuple[Rule, ...] = (
     Copied("intermediate_size", "ffn_hidden_size"),
-    Fixed("hidden_act", "silu"),
+    Fixed("hidden_act", "silu", also=("swish",)),
     Implied({"swiglu": True}),
 )
 EPSILON = Copied("rms_norm_eps", "layernorm_epsilon")

@@ -1,13 +1,16 @@
 """The architectures of transformers that can be converted, as data."""
 
+import difflib
 from collections.abc import Sequence
 
 from megatron.conversion.arcee import ARCEE_FAMILY
+from megatron.conversion.bamba import BAMBA_FAMILY
 from megatron.conversion.bert import BERT_FAMILIES
 from megatron.conversion.cohere import COHERE_FAMILIES
 from megatron.conversion.deepseek import DEEPSEEK_FAMILIES
 from megatron.conversion.deepseek_v32 import DEEPSEEK_V32_FAMILY
 from megatron.conversion.ernie import ERNIE_FAMILY
+from megatron.conversion.ernie_moe import ERNIE_MOE_FAMILY
 from megatron.conversion.exaone4 import EXAONE4_FAMILY
 from megatron.conversion.falcon import FALCON_FAMILY
 from megatron.conversion.family import Family
@@ -20,11 +23,13 @@ from megatron.conversion.gpt_neox import GPT_NEOX_FAMILY
 from megatron.conversion.gpt_oss import GPT_OSS_FAMILIES
 from megatron.conversion.granite_moe import GRANITE_MOE_FAMILY
 from megatron.conversion.llama import LLAMA_FAMILIES
+from megatron.conversion.llama4 import LLAMA4_FAMILY
 from megatron.conversion.mamba import MAMBA2_FAMILY
 from megatron.conversion.minimax_m2 import MINIMAX_M2_FAMILY
 from megatron.conversion.nemotron import NEMOTRON_FAMILY
 from megatron.conversion.nemotron_h import NEMOTRON_H_FAMILY
 from megatron.conversion.olmo import OLMO_FAMILIES
+from megatron.conversion.phi import PHI_FAMILY
 from megatron.conversion.phi3 import PHI3_FAMILY
 from megatron.conversion.qwen2_moe import QWEN2_MOE_FAMILY
 from megatron.conversion.qwen3_5 import QWEN3_5_FAMILY
@@ -53,17 +58,21 @@ FAMILIES: tuple[Family, ...] = (
     GPT_BIGCODE_FAMILY,
     GPT_NEOX_FAMILY,
     NEMOTRON_FAMILY,
+    PHI_FAMILY,
     QWEN2_MOE_FAMILY,
     SEED_OSS_FAMILY,
     SMOLLM3_FAMILY,
     STARCODER2_FAMILY,
     GLM4_MOE_FAMILY,
+    ERNIE_MOE_FAMILY,
+    LLAMA4_FAMILY,
     GRANITE_MOE_FAMILY,
     MINIMAX_M2_FAMILY,
     QWEN3_NEXT_FAMILY,
     QWEN3_5_FAMILY,
     MAMBA2_FAMILY,
     NEMOTRON_H_FAMILY,
+    BAMBA_FAMILY,
     *BERT_FAMILIES,
     *T5_FAMILIES,
 )
@@ -71,9 +80,15 @@ FAMILIES: tuple[Family, ...] = (
 
 
 def family_of(architecture: str, families: Sequence[Family] = FAMILIES) -> Family:
-    """Returns the family of a class of transformers. Raises UserError with the known classes."""
+    """Returns the family of a class of transformers. Raises UserError with the nearest class and all known ones."""
     for family in families:
         if architecture == family.architecture:
             return family
-    known = ", ".join(family.architecture for family in families)
-    raise UserError(f"{architecture} is unknown; these are known: {known}")
+    if "hyena" in architecture.lower():
+        raise UserError(f"{architecture} is unsupported: this project has no layer with Hyena's long convolutions")
+    known = [family.architecture for family in families]
+    near = difflib.get_close_matches(architecture, known, n=1, cutoff=0.0)
+    nearest = f" (the nearest is {near[0]})" if near else ""
+    raise UserError(
+        f"{architecture} is unknown; docs/extending.md says how to add it; these are known{nearest}: {', '.join(known)}"
+    )

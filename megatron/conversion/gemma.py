@@ -45,7 +45,7 @@ _RULES: tuple[rules.Rule, ...] = (
     *_EVERY,
     layer_rules.ScoreScale("query_pre_attn_scalar", query_scalar=True),
     rules.Copied("final_logit_softcapping", "final_logit_softcapping"),
-    rules.Fixed("hidden_activation", "gelu_pytorch_tanh"),
+    rules.Fixed("hidden_activation", "gelu_pytorch_tanh", also=("gelu_new",)),
     rules.Implied({"norm_placement": "sandwich"}),
     rules.Unused(("hidden_act", "cache_implementation")),
 )
@@ -57,7 +57,7 @@ GEMMA_FAMILIES = (
         decoder.AROUND | decoder.ATTENTION | decoder.QKV_BIAS | decoder.OUTPUT_BIAS | decoder.MLP,
         (
             *_EVERY,
-            rules.Fixed("hidden_act", "gelu_pytorch_tanh"),
+            rules.Fixed("hidden_act", "gelu_pytorch_tanh", also=("gelu_new",)),
             rules.Fixed("hidden_activation", "gelu_pytorch_tanh", write=False),
             RotaryPositions(),
             rules.Fixed("use_bidirectional_attention", None, write=False),

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from megatron.conversion.families import FAMILIES, family_of
 from megatron.conversion.family import PREDICTION_LAYERS, Family
+from megatron.conversion.hub_defaults import Json
 from megatron.conversion.model import BuildModel, canonical_shapes
 from megatron.conversion.model_folder import CONFIG, ModelFolder, open_folder, read_config
 from megatron.conversion.tensor_mapping import HubTensor, hub_tensors, split_into_files
+from megatron.conversion.text_part import TEXT_PARTS
 from megatron.conversion.tokenizer_files import copy_tokenizer, tokenizer_flags
 from megatron.conversion.verification import Comparison, check_finite, compare_logits, import_transformers
 from megatron.core.dist_checkpointing.checkpoint import open_checkpoint
@@ -143,11 +145,19 @@ def open_hub_model(
 
     Raises UserError if the architecture or a key of config.json is unsupported.
     """
-    family = _family_in(source, families)  # first: an unknown architecture is reported before missing weights
+    file = str(source / CONFIG)
+    config = read_config(source)  # first: an unknown architecture is reported before missing weights
+    part = TEXT_PARTS.get(_architecture(config, file, families))
+    name = _architecture(config if part is None else part.config(config, file), file, families)
+    family = _family_of(name, file, families)
     folder = open_folder(source)
+    if part is not None:
+        left_out = len(folder.tensors)
+        folder = part.folder(folder, file)
+        left_out -= len(folder.tensors)
+        log(f"{file}: imported the text part of {part.architecture} as {name}, without {left_out} tensors for images")
     tensors = {family.current_name(name): place for name, place in folder.tensors.items()}
     folder = dataclasses.replace(folder, tensors=tensors)
-    file = str(source / CONFIG)
     keys = family.complete_config(folder.config, file)
     if family.lacks_prediction_layers(keys, tensors):
         log(f"{source} has no layers of multi-token prediction ({PREDICTION_LAYERS}): imported without them")
@@ -161,20 +171,23 @@ def open_hub_model(
     return HubModel(family, folder, vocab_size, flags, fields.get("max_position_embeddings", _ANY_LENGTH))
 
 
-def _family_in(source: Path, families: Sequence[Family]) -> Family:
-    """Returns the family that config.json names."""
-    config = read_config(source)
+def _architecture(config: Json, file: str, families: Sequence[Family]) -> str:
+    """Returns the class that config.json names."""
     names = config.get("architectures") or []
     if not isinstance(names, list) or len(names) != 1:
         known = ", ".join(family.architecture for family in families)
         raise UserError(
-            f"{source / CONFIG}: architectures is {names} and model_type is {config.get('model_type')!r}; "
+            f"{file}: architectures is {names} and model_type is {config.get('model_type')!r}; "
             f"architectures must name one of {known}"
         )
+    return str(names[0])
+
+
+def _family_of(architecture: str, file: str, families: Sequence[Family]) -> Family:
     try:
-        return family_of(str(names[0]), families)
+        return family_of(architecture, families)
     except UserError as error:
-        raise UserError(f"{source / CONFIG}: architectures: {error}") from error
+        raise UserError(f"{file}: architectures: {error}") from error
 
 
 def write_flags(root: Path, words: Sequence[str]) -> None:

@@ -88,6 +88,27 @@ class LinearBiases(Rule):
 
 
 @dataclass(frozen=True)
+class GatedActivation(Rule):
+    """Activation of a gated MLP: SiLU, or GELU's tanh approximation."""
+
+    reads = ("hidden_act",)
+
+    def fields(self, config: Json) -> dict[str, Any]:
+        """Returns the switch. Raises UserError for others, of which exact GELU is one."""
+        word = config["hidden_act"]
+        if word not in _GATED:
+            raise UserError(f"hidden_act is {word!r}; {', '.join(_GATED)} are supported")
+        return {_GATED[word]: True}
+
+    def keys(self, values: Values) -> dict[str, Json]:
+        """Returns the word; others are left out."""
+        return {"hidden_act": "gelu_pytorch_tanh" if values["geglu"] else "silu"}
+
+
+_GATED = {"silu": "swiglu", "swish": "swiglu", "gelu_pytorch_tanh": "geglu", "gelu_new": "geglu"}
+
+
+@dataclass(frozen=True)
 class SlidingWindows(Rule):
     """Sliding windows of attention in all layers (`sliding_window` alone), or in those that config.json names.
 

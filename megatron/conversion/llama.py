@@ -6,13 +6,22 @@ from megatron.conversion.decoder import experts
 from megatron.conversion.family import Family
 from megatron.conversion.hub_defaults import HUB_DEFAULTS
 from megatron.conversion.layer_types import WindowsByLayerType
+from megatron.conversion.rope import RotaryPositions
 
 LLAMA_FAMILIES = (
     Family(
         "LlamaForCausalLM",
         "llama",
         decoder.AROUND | decoder.ATTENTION | decoder.QKV_BIAS | decoder.OUTPUT_BIAS | decoder.MLP,
-        (*decoder.DECODER, layer_rules.LinearBiases()),
+        (
+            *decoder.SIZES,
+            decoder.EPSILON,
+            layer_rules.AttentionHeads(),
+            layer_rules.LinearBiases(),
+            layer_rules.GatedActivation(),
+            rules.Copied("intermediate_size", "ffn_hidden_size"),
+            RotaryPositions(),
+        ),
     ),
     Family(
         "MistralForCausalLM",
@@ -41,10 +50,10 @@ LLAMA_FAMILIES = (
     Family(
         "Qwen3ForCausalLM",
         "qwen3",
-        decoder.AROUND | decoder.ATTENTION | decoder.HEAD_NORMS | decoder.MLP,
+        decoder.AROUND | decoder.ATTENTION | decoder.QKV_BIAS | decoder.OUTPUT_BIAS | decoder.HEAD_NORMS | decoder.MLP,
         (
             *decoder.DECODER,
-            rules.Fixed("attention_bias", False),
+            layer_rules.LinearBiases(mlp=False),
             rules.Implied({"qk_layernorm": True}),
             layer_rules.SlidingWindows(by_layer=True),
         ),
@@ -67,12 +76,14 @@ LLAMA_FAMILIES = (
         "qwen3_moe",
         decoder.AROUND
         | decoder.ATTENTION
+        | decoder.QKV_BIAS
+        | decoder.OUTPUT_BIAS
         | decoder.HEAD_NORMS
         | decoder.MLP
         | experts("mlp", "gate_proj", "up_proj", "down_proj"),
         (
             *decoder.DECODER,
-            rules.Fixed("attention_bias", False),
+            layer_rules.LinearBiases(mlp=False),
             rules.Implied({"qk_layernorm": True}),
             layer_rules.NoWindows(),
             rules.Copied("num_experts", "num_moe_experts", also="num_local_experts"),

@@ -8,7 +8,7 @@ from megatron.conversion import decoder, layer_rules
 from megatron.conversion.decoder import HUB, OURS, one_to_one
 from megatron.conversion.family import Family
 from megatron.conversion.hub_defaults import Json
-from megatron.conversion.rope import whole_base
+from megatron.conversion.rope import divisor_fields, whole_base
 from megatron.conversion.spellings import rope_scaling_of
 from megatron.conversion.tensor_mapping import KEYS, QUERIES, VALUES, HubTensorPattern
 from megatron.core.exceptions import UserError
@@ -33,9 +33,8 @@ class LongRope(rules.Rule):
             raise UserError(f"{key} has rope_type {kind!r}; default, longrope are supported")
         known = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
         known |= {"original_max_position_embeddings"}  # the key outside comes first
-        known |= {"short_factor", "long_factor", "factor", "attention_factor"} if kind == "longrope" else set()
         unknown = [name for name, value in rope.items() if name not in known and value is not None]
-        if unknown:
+        if unknown and kind == "default":
             raise UserError(f"{key} with rope_type {kind!r} has {', '.join(unknown)}, which is unsupported")
         part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
         fields: dict[str, Any] = {
@@ -43,22 +42,7 @@ class LongRope(rules.Rule):
             "rotary_base": whole_base(rope.get("rope_theta", config["rope_theta"])),
             "rotary_percent": 1.0 if part is None else float(part),
         }
-        return fields if kind == "default" else fields | self._divisors(key, rope, config)
-
-    def _divisors(self, key: str, rope: Json, config: Json) -> dict[str, Any]:
-        lists = {name: rope.get(f"{name}_factor") for name in ("short", "long")}
-        for name, numbers in lists.items():
-            if not isinstance(numbers, list) or not all(isinstance(number, int | float) for number in numbers):
-                raise UserError(f"{key} has {name}_factor {numbers!r}, but it must be a list of numbers")
-        original, factor = config["original_max_position_embeddings"], rope.get("factor")
-        own = rope.get("attention_factor")
-        return {
-            "rope_scaling_type": "longrope",
-            "rope_scaling_factor": config["max_position_embeddings"] / original if factor is None else float(factor),
-            "rope_scaling_original_length": original,
-            **{f"rope_scaling_{name}_factor": [float(number) for number in lists[name]] for name in lists},
-            **({} if own is None else {"rope_scaling_attention_factor": float(own)}),
-        }
+        return fields if kind == "default" else fields | divisor_fields(key, rope, config)
 
     def keys(self, values: rules.Values) -> dict[str, Json]:
         """Returns all keys. Older releases refuse other keys than the type and the two lists, so others are written

@@ -25,7 +25,7 @@ QWEN2_MOE_FAMILY = Family(
         layer_rules.NoWindows(),
         rules.Copied("num_experts", "num_moe_experts"),
         rules.Copied("moe_intermediate_size", "moe_ffn_hidden_size"),
-        rules.Copied("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
+        rules.Copied("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", unset=0),
         layer_rules.ExpertLayers(),
         layer_rules.RouterWeights(),
         rules.Implied({"moe_shared_expert_gate": True}),

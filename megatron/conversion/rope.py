@@ -33,6 +33,9 @@ _KINDS: dict[str, dict[str, str]] = {
 }
 """Supported scalings, with their keys beside `factor` and our fields for these. Other keys are refused."""
 
+_OF_ONE_KIND = ("dynamic", "longrope")
+"""Further scalings, of families whose layers are all scaled alike."""
+
 _REQUIRED = {"llama3": ("factor", "low_freq_factor", "high_freq_factor"), "linear": ("factor",), "yarn": ("factor",)}
 """Keys that transformers demands too."""
 
@@ -70,6 +73,11 @@ class RotaryPositions(Rule):
             part = config.get(self.old_part, config.get("partial_rotary_factor"))
             part = rope.pop("partial_rotary_factor", part)
             fields["rotary_percent"] = self.rotated_part if part is None else float(part)
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind == "longrope":
+            return {**fields, **divisor_fields(key, rope, config)}
+        if kind == "dynamic":
+            return {**fields, **_dynamic_fields(key, rope, config)}
         return {**fields, **scaling_fields(key, rope, config)}
 
     def keys(self, values: Values) -> dict[str, Json]:
@@ -91,6 +99,10 @@ def whole_base(base: Json) -> int:
 def scaling_key(values: Values) -> dict[str, Json] | None:
     """Returns the value of `rope_scaling`; None without scaling, or for a kind that is not supported."""
     scaling = rope_scaling_of(values)
+    if scaling is not None and scaling[0] == "longrope":
+        return divisor_key(values) | {"factor": scaling[1]}
+    if scaling is not None and scaling[0] == "dynamic":
+        return {"rope_type": "dynamic", "factor": scaling[1]}
     if scaling is None or scaling[0] not in _KINDS:
         return None
     kind, factor = scaling
@@ -102,7 +114,7 @@ def scaling_fields(key: str, rope: Json, config: Json) -> dict[str, Any]:
     """Returns the fields of a scaling. `key` is the key of config.json whose value is `rope`."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in _KINDS:
-        raise UserError(f"{key} has rope_type {kind!r}; {', '.join(_KINDS)} are supported")
+        raise UserError(f"{key} has rope_type {kind!r}; {', '.join((*_KINDS, *_OF_ONE_KIND))} are supported")
     known = ("rope_theta", "rope_type", "type", *_KINDS[kind], *_REQUIRED.get(kind, ()))
     unknown = [name for name, value in rope.items() if name not in known and value is not None]
     if unknown:
@@ -123,3 +135,55 @@ def scaling_fields(key: str, rope: Json, config: Json) -> dict[str, Any]:
         if value != default:
             fields[field] = type(default if default is not None else 0.0)(value)
     return fields
+
+
+def _dynamic_fields(key: str, rope: Json, config: Json) -> dict[str, Any]:
+    """Returns the fields of a base that grows with the row, beyond `max_position_embeddings` tokens."""
+    unknown = [
+        name for name in rope if name not in ("rope_theta", "rope_type", "type", "factor", "partial_rotary_factor")
+    ]
+    if unknown:
+        raise UserError(f"{key} with rope_type 'dynamic' has {', '.join(unknown)}, which is unsupported")
+    factor = rope.get("factor")
+    if not isinstance(factor, int | float):
+        raise UserError(f"{key} has factor {factor!r}, but it must be a number")
+    return {
+        "rope_scaling_type": "dynamic",
+        "rope_scaling_factor": float(factor),
+        "rope_scaling_original_length": config["max_position_embeddings"],
+    }
+
+
+def divisor_fields(key: str, rope: Json, config: Json) -> dict[str, Any]:
+    """Returns the fields of a divisor for each frequency (`longrope`). The original length beside `rope` comes first.
+    Raises UserError for what it does not have."""
+    known = {"rope_theta", "rope_type", "type", "partial_rotary_factor", "original_max_position_embeddings"}
+    known |= {"short_factor", "long_factor", "factor", "attention_factor"}
+    unknown = [name for name, value in rope.items() if name not in known and value is not None]
+    if unknown:
+        raise UserError(f"{key} with rope_type 'longrope' has {', '.join(unknown)}, which is unsupported")
+    lists = {name: rope.get(f"{name}_factor") for name in ("short", "long")}
+    for name, numbers in lists.items():
+        if not isinstance(numbers, list) or not all(isinstance(number, int | float) for number in numbers):
+            raise UserError(f"{key} has {name}_factor {numbers!r}, but it must be a list of numbers")
+    length, name = config["max_position_embeddings"], "original_max_position_embeddings"
+    original = config.get(name) or rope.get(name) or length
+    factor, own = rope.get("factor"), rope.get("attention_factor")
+    return {
+        "rope_scaling_type": "longrope",
+        "rope_scaling_factor": length / original if factor is None else float(factor),
+        "rope_scaling_original_length": original,
+        **{f"rope_scaling_{name}_factor": [float(number) for number in lists[name]] for name in lists},
+        **({} if own is None else {"rope_scaling_attention_factor": float(own)}),
+    }
+
+
+def divisor_key(values: Values) -> dict[str, Json]:
+    """Returns the value of `rope_scaling` with a divisor for each frequency, without the factor."""
+    own = values["rope_scaling_attention_factor"]
+    return {
+        "rope_type": "longrope",
+        **{f"{name}_factor": values[f"rope_scaling_{name}_factor"] for name in ("short", "long")},
+        "original_max_position_embeddings": values["rope_scaling_original_length"],
+        **({} if own is None else {"attention_factor": own}),
+    }

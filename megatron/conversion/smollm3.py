@@ -22,7 +22,7 @@ class LayersWithoutPositions(Rule):
     def fields(self, config: Json) -> dict[str, Any]:
         """Returns the layers."""
         rotated, interval, count = (config[key] for key in (*self.reads, "num_hidden_layers"))
-        if rotated is None:
+        if not rotated:
             rotated = [int(layer % interval != 0) for layer in range(1, count + 1)]
         if len(rotated) != count:
             raise UserError(f"no_rope_layers has {len(rotated)} entries, but num_hidden_layers is {count}")

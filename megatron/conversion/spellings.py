@@ -9,7 +9,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron.core.transformer.config.hybrid import mamba_heads
-from megatron.core.transformer.layer_patterns import has_experts, hybrid_letters, is_windowed, layer_parts
+from megatron.core.transformer.layer_patterns import (
+    has_experts,
+    has_rope,
+    hybrid_letters,
+    is_chunked,
+    is_windowed,
+    layer_parts,
+)
 from megatron.training.config.flag_table import flag_table
 from megatron.training.config.model import ACTIVATIONS
 
@@ -83,6 +90,14 @@ def _rope_scaling(values: Values) -> Any:
 
 def _windowed_layers(values: Values) -> Any:
     return values["window_size"], _layers(values, is_windowed)
+
+
+def _chunked_layers(values: Values) -> Any:
+    return values["attention_chunk_size"], _layers(values, is_chunked)
+
+
+def _rotated_layers(values: Values) -> Any:
+    return _layers(values, has_rope)
 
 
 def _expert_layers(values: Values) -> Any:
@@ -199,6 +214,8 @@ _SPELLINGS: tuple[tuple[tuple[str, ...], Callable[[Values], Any]], ...] = (
     (("linear_attention_freq",), _delta_nets),
     (("add_bias_linear", "add_qkv_bias", *_DENSE_BIASES, *_EXPERT_BIASES), bias_places),
     (("window_size", "window_attn_skip_freq"), _windowed_layers),
+    (("attention_chunk_size", "attention_chunk_skip_freq"), _chunked_layers),
+    (("no_rope_freq",), _rotated_layers),
     (("moe_layer_freq",), _expert_layers),
     (("moe_router_pre_softmax", "moe_router_norm_topk_prob"), _router_weights),
     (

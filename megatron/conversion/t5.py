@@ -1,12 +1,12 @@
-"""T5 in transformers: the first T5 (ReLU, a tied output layer with scaled logits) and T5 1.1 (gated GELU, an output
-layer with a weight of its own)."""
+"""T5 in transformers: the first T5 (ReLU, a tied output layer with scaled logits), T5 1.1 (gated GELU, an output layer
+with a weight of its own) and mT5 (the same, or tied without scaled logits)."""
 
 from dataclasses import dataclass
 from typing import Any
 
 from megatron.conversion import config_rules as rules
 from megatron.conversion.family import Family
-from megatron.conversion.hub_defaults import Json
+from megatron.conversion.hub_defaults import HUB_DEFAULTS, Json
 from megatron.conversion.tensor_mapping import ALL, GATE, KEYS, QUERIES, UP, VALUES, HubTensorPattern, TensorMapping
 from megatron.core.exceptions import UserError
 
@@ -49,11 +49,12 @@ def _cross_attention() -> _Mapping:
 
 
 def _tensors(values: rules.Values) -> TensorMapping:
+    is_gated = values["geglu"] or values["swiglu"]
     return {
         "embedding.word_embeddings.weight": (HubTensorPattern("shared.weight"),),
         "lm_head.output_layer.weight": (HubTensorPattern("lm_head.weight"),),
-        **_stack("encoder", 1, values["geglu"]),
-        **_stack("decoder", 2, values["geglu"]),
+        **_stack("encoder", 1, is_gated),
+        **_stack("decoder", 2, is_gated),
         **_cross_attention(),
     }
 
@@ -76,24 +77,32 @@ class Layers(rules.Rule):
 
 @dataclass(frozen=True)
 class T5Activation(rules.Rule):
-    """ReLU, or a gated MLP with GELU's tanh approximation."""
+    """ReLU, or a gated MLP with GELU's tanh approximation or SiLU."""
 
     reads = ("feed_forward_proj", "dense_act_fn", "is_gated_act")
 
     def fields(self, config: Json) -> dict[str, Any]:
         """Returns the switch of the activation. Raises UserError for other activations."""
         word = config["feed_forward_proj"]
-        if word not in ("relu", "gated-gelu"):
-            raise UserError(f"feed_forward_proj is {word!r}; relu and gated-gelu are supported")
-        gated = word == "gated-gelu"
-        for key, value in (("dense_act_fn", "gelu_new" if gated else "relu"), ("is_gated_act", gated)):
+        if word not in _ACTIVATIONS:
+            raise UserError(f"feed_forward_proj is {word!r}; {', '.join(_ACTIVATIONS)} are supported")
+        field, function = _ACTIVATIONS[word]
+        for key, value in (("dense_act_fn", function), ("is_gated_act", field != "relu")):
             if config.get(key, value) != value:
                 raise UserError(f"{key} is {config[key]!r}; with feed_forward_proj {word} only {value!r} is supported")
-        return {"geglu": True} if gated else {"relu": True}
+        return {field: True}
 
     def keys(self, values: rules.Values) -> dict[str, Json]:
         """Returns the word of the activation."""
-        return {"feed_forward_proj": "gated-gelu" if values["geglu"] else "relu"}
+        return {"feed_forward_proj": next((word for word, (field, _) in _ACTIVATIONS.items() if values[field]), "relu")}
+
+
+_ACTIVATIONS = {
+    "relu": ("relu", "relu"),
+    "gated-gelu": ("geglu", "gelu_new"),
+    "gated-silu": ("swiglu", "silu"),
+}
+"""By the word in config.json: our switch, and the name of the function."""
 
 
 @dataclass(frozen=True)
@@ -119,10 +128,27 @@ class OutputLayer(rules.Rule):
         return {"tie_word_embeddings": not values["untie_embeddings_and_output_weights"]}
 
 
+@dataclass(frozen=True)
+class UnscaledOutputLayer(rules.Rule):
+    """An output layer of mT5, whose logits are never multiplied. transformers 5 writes `tie_word_embeddings` true for
+    all, and the published files have false and a weight of their own."""
+
+    reads = ("tie_word_embeddings",)
+
+    def fields(self, config: Json) -> dict[str, Any]:
+        """Returns whether the weights are tied, and that there is no bias."""
+        if not config["tie_word_embeddings"]:
+            return {"untie_embeddings_and_output_weights": True}
+        return {"untie_embeddings_and_output_weights": False, "t5_head_bias": False}
+
+    def keys(self, values: rules.Values) -> dict[str, Json]:
+        """Returns whether the weights are tied."""
+        return {"tie_word_embeddings": not values["untie_embeddings_and_output_weights"]}
+
+
 _RULES: tuple[rules.Rule, ...] = (
     Layers(),
     T5Activation(),
-    OutputLayer(),
     rules.Copied("d_model", "hidden_size"),
     rules.Copied("d_kv", "kv_channels"),
     rules.Copied("d_ff", "ffn_hidden_size"),
@@ -140,16 +166,25 @@ _RULES: tuple[rules.Rule, ...] = (
     rules.Unused(("task_specific_params",)),
 )
 
-T5_FAMILIES = (
-    Family(
-        "T5ForConditionalGeneration",
-        "t5",
+
+def _family(architecture: str, model_type: str, output: rules.Rule, **defaults: Json) -> Family:
+    return Family(
+        architecture,
+        model_type,
         _tensors,
-        _RULES,
+        (*_RULES, output),
+        defaults=defaults,
         constants=(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",),
         model_family="t5",
         copies={
             f"{name}.weight": "shared.weight" for name in ("lm_head", "encoder.embed_tokens", "decoder.embed_tokens")
         },
-    ),
+    )
+
+
+_OF_MT5 = {"vocab_size": 250112, "d_ff": 1024, "num_layers": 8, "num_heads": 6, "feed_forward_proj": "gated-gelu"}
+
+T5_FAMILIES = (
+    _family("T5ForConditionalGeneration", "t5", OutputLayer()),
+    _family("MT5ForConditionalGeneration", "mt5", UnscaledOutputLayer(), **HUB_DEFAULTS["t5"] | _OF_MT5),
 )

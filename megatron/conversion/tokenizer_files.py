@@ -67,9 +67,11 @@ def copy_tokenizer(source: Path, target: Path) -> list[str]:
 
 def listed_ends(folder: Path) -> list[int]:
     """Returns the ids that end a text by `eos_token_id` in a folder's generation_config.json or, if that has none, in
-    its config.json; empty without either. Raises UserError for anything else than an id or a list of ids."""
+    its config.json, where a multimodal model may have it in `text_config`; empty without either. Raises UserError for
+    anything else than an id or a list of ids."""
     for file in (folder / GENERATION_CONFIG, folder / CONFIG):
-        found = read_json(file, with_nan=True).get("eos_token_id") if file.is_file() else None
+        content = read_json(file, with_nan=True) if file.is_file() else {}
+        found = content.get("eos_token_id", (content.get("text_config") or {}).get("eos_token_id"))
         if found is None:
             continue
         ids = found if isinstance(found, list) else [found]

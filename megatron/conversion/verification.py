@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from megatron.conversion.model import BuildModel, load_on_cpu, vocab_size_of
 from megatron.conversion.model_folder import read_config
+from megatron.conversion.text_part import TEXT_PARTS
 from megatron.core.dist_checkpointing.checkpoint import Checkpoint
 from megatron.core.dist_checkpointing.chunk import model_chunks
 from megatron.core.exceptions import UserError
@@ -155,9 +156,10 @@ def _logits_of_transformers(
     types: Tensor | None,
     rounded_to: torch.dtype | None,
 ) -> list[Tensor]:
-    is_decoder = model_family in (None, "gpt")
     try:
-        kind = "AutoModelForCausalLM" if is_decoder else read_config(folder)["architectures"][0]
+        named = read_config(folder)["architectures"][0]
+        is_causal = model_family in (None, "gpt") and (named not in TEXT_PARTS or TEXT_PARTS[named].is_causal)
+        kind = "AutoModelForCausalLM" if is_causal else named
         model = getattr(transformers, kind).from_pretrained(
             folder, attn_implementation="eager", dtype=torch.float32, local_files_only=True
         )

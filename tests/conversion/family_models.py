@@ -51,6 +51,34 @@ _SHARED_EXPERT = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_
 FAMILY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "arcee": ("Arcee", {"attention_bias": True, "mlp_bias": True, "head_dim": 12}),
     "arcee, exact gelu": ("Arcee", {"hidden_act": "gelu", "rope_parameters": _YARN}),
+    "bamba": (
+        "Bamba",
+        {
+            "attn_layer_indices": [1],
+            "mamba_n_heads": 4,
+            "mamba_d_state": 5,
+            "mamba_d_conv": 3,
+            "mamba_n_groups": 2,
+            "mamba_expand": 1,
+            "mamba_chunk_size": 4,
+            "rms_norm_eps": 1e-4,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "time_step_limit": [0.05, float("inf")],
+            "pad_token_id": 0,
+        },
+    ),
+    "bamba, tied": (
+        "Bamba",
+        {
+            "attn_layer_indices": [0, 2],
+            "mamba_n_heads": 8,
+            "mamba_d_head": 16,
+            "mamba_d_state": 6,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 3000.0},
+        },
+    ),
     "cohere": ("Cohere", {"logit_scale": 0.3, "attention_bias": True, "layer_norm_eps": 1e-4}),
     "cohere 2": (
         "Cohere2",
@@ -67,6 +95,26 @@ FAMILY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "ernie 4.5": ("Ernie4_5", {"use_bias": True, "head_dim": 12, "tie_word_embeddings": False}),
+    "ernie 4.5 moe": (
+        "Ernie4_5_Moe",
+        {
+            "num_hidden_layers": 5,
+            "moe_num_experts": 8,
+            "moe_k": 3,
+            "moe_intermediate_size": 24,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 1,
+            "moe_layer_end_index": 3,
+            "moe_layer_interval": 2,
+            "use_bias": True,
+            "rms_norm_eps": 1e-4,
+        },
+    ),
+    "ernie 4.5 moe without shared experts": (
+        "Ernie4_5_Moe",
+        {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 0}
+        | {"tie_word_embeddings": False},
+    ),
     "exaone 4": ("Exaone4", {"sliding_window": 6, "num_hidden_layers": 5, "layer_types": None, "head_dim": 16}),
     "exaone 4 without windows": (
         "Exaone4",
@@ -105,6 +153,45 @@ FAMILY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "residual_multiplier": 0.7,
             "logits_scaling": 1.7,
             "attention_bias": True,
+        },
+    ),
+    "llama 4": (
+        "Llama4",
+        {
+            "head_dim": 12,
+            "num_hidden_layers": 5,
+            "intermediate_size": 24,
+            "intermediate_size_mlp": 40,
+            "num_local_experts": 4,
+            "interleave_moe_layer_step": 2,
+            "attention_chunk_size": 6,
+            "floor_scale": 4,
+            "attn_scale": 0.3,
+            "rms_norm_eps": 1e-2,
+            "attention_bias": True,
+        },
+    ),
+    "llama 4 of other layers": (
+        "Llama4",
+        {
+            "intermediate_size": 24,
+            "intermediate_size_mlp": 40,
+            "num_local_experts": 4,
+            "moe_layers": [0, 1, 2],
+            "no_rope_layers": [1, 0, 1],
+            "layer_types": ["full_attention", "chunked_attention", "full_attention"],
+            "attention_chunk_size": 5,
+            "attn_temperature_tuning": False,
+            "use_qk_norm": False,
+            "head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 5000.0,
+                "factor": 16.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 1.5,
+                "original_max_position_embeddings": 32,
+            },
         },
     ),
     "minimax m2": (
@@ -281,6 +368,11 @@ FAMILY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt 2, exact gelu, plain scores": (
         "GPT2",
         {"activation_function": "gelu", "scale_attn_weights": False, "tie_word_embeddings": False},
+    ),
+    "phi": ("Phi", {"layer_norm_eps": 1e-4, "rope_parameters": _PARTLY}),
+    "phi with norms of heads, tied": (
+        "Phi",
+        {"qk_layernorm": True, "tie_word_embeddings": True, "hidden_act": "gelu", "num_key_value_heads": 4},
     ),
     "phi 3": ("Phi3", {"sliding_window": 7}),
     "phi 4 mini": (

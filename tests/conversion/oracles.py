@@ -49,6 +49,25 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Llama",
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.5}},
     ),
+    "llama with gelu": ("Llama", {"hidden_act": "gelu_pytorch_tanh"}),
+    "llama, positions that grow with the row": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 3000.0, "factor": 2.5}}
+        | {"max_position_embeddings": 12},
+    ),
+    "llama with a divisor for each frequency": (
+        "Llama",
+        {
+            "head_dim": 8,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "original_max_position_embeddings": 16,
+                "short_factor": [1.0, 1.1, 1.3, 1.7],
+                "long_factor": [1.5, 2.5, 4.0, 7.5],
+            },
+        },
+    ),
     "mistral": ("Mistral", {"sliding_window": 7}),
     "qwen 2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen 2 with windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
@@ -74,6 +93,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "mlp_only_layers": [1]},
     ),
     "qwen 3": ("Qwen3", {"head_dim": 32, "rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"}}),
+    "qwen 3 with biases and windows": (
+        "Qwen3",
+        {"attention_bias": True, "head_dim": 12, "use_sliding_window": True, "sliding_window": 7}
+        | {"max_window_layers": 1},
+    ),
+    "qwen 3 moe with biases": (
+        "Qwen3Moe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "attention_bias": True},
+    ),
     **FAMILY_MODELS,
 }
 
@@ -105,7 +133,7 @@ def architecture_of(kind: str) -> str:
 
 def config_class_of(kind: str) -> Any:
     """Returns the class of its config."""
-    return getattr(transformers, f"{kind}TextConfig" if kind in ("Gemma3", "Qwen3_5") else f"{kind}Config")
+    return getattr(transformers, f"{kind}TextConfig" if kind in ("Gemma3", "Qwen3_5", "Llama4") else f"{kind}Config")
 
 
 def make_model(name: str, dtype: torch.dtype = torch.float64, seed: int = 1, **changes: Any) -> Any:
@@ -116,7 +144,12 @@ def make_model(name: str, dtype: torch.dtype = torch.float64, seed: int = 1, **c
 def make_model_of(family: str, settings: dict[str, Any], dtype: torch.dtype, seed: int) -> Any:
     """A model of a family of transformers with these settings, as `make_model`."""
     config = config_class_of(family)(**settings)
-    model = getattr(transformers, architecture_of(family))(config).to(dtype).eval()
+    return randomise(getattr(transformers, architecture_of(family))(config), dtype, seed)
+
+
+def randomise(model: Any, dtype: torch.dtype, seed: int) -> Any:
+    """Gives a model of transformers this type and random weights; returns it in evaluation mode."""
+    model = model.to(dtype).eval()
     generator = torch.Generator().manual_seed(seed)
     biases = [(key, bias) for key, bias in model.named_buffers() if key.endswith("e_score_correction_bias")]
     for key, weight in [*model.named_parameters(), *biases]:

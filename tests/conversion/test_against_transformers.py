@@ -91,7 +91,9 @@ def test_logits_and_files(name: str, tmp_path: Path) -> None:
     )
     assert type(after) is type(oracle)
     assert after.dtype == torch.float64
-    torch.testing.assert_close(logits_of(after, tokens), logits_of(before, tokens), atol=1e-13, rtol=0)
+    # transformers keeps ERNIE's routers in float32, where float64 cannot be computed
+    logits = [logits_of(model.double(), tokens) for model in (after, before)]
+    torch.testing.assert_close(*logits, atol=1e-13, rtol=0)
 
 
 @pytest.mark.parametrize("seed", [*range(5), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(5, 40))])

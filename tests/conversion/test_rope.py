@@ -100,7 +100,20 @@ def test_any_combination_is_read_as_transformers_does(seed: int) -> None:
         ),
         (
             {"rope_parameters": {"rope_type": "longrope", "factor": 2.0}},
-            "rope_parameters has rope_type 'longrope'; default, linear, llama3, yarn are supported",
+            "rope_parameters has short_factor None, but it must be a list of numbers",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "beta_fast": 2.0}},
+            "rope_parameters with rope_type 'longrope' has beta_fast, which is unsupported",
+        ),
+        ({"rope_scaling": {"type": "dynamic"}}, "rope_scaling has factor None, but it must be a number"),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0, "alpha": 1000.0}},
+            "rope_scaling with rope_type 'dynamic' has alpha, which is unsupported",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "ntk", "factor": 2.0}},
+            "rope_parameters has rope_type 'ntk'; default, linear, llama3, yarn, dynamic, longrope are supported",
         ),
         (
             {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "mscale": 1.0}},

@@ -1,4 +1,4 @@
-"""T5 and T5 1.1 of transformers both ways: the same logits, and the same files."""
+"""T5, T5 1.1 and mT5 of transformers both ways: the same logits, and the same files."""
 
 import json
 from pathlib import Path
@@ -35,11 +35,20 @@ def quiet(sentence: str) -> None:
     pass
 
 
-def save_random(folder: Path, untied: bool) -> Any:
-    """Saves a T5, or with `untied` a T5 1.1, in float64 with random weights; returns it."""
-    kind = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False} if untied else {}
-    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**SIZES, **BUCKETS, **kind)).double().eval()
-    if untied:  # transformers 5 ties them in spite of the config
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "T5": ("T5", {}),
+    "T5 1.1": ("T5", {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+    "T5 with SiLU": ("T5", {"feed_forward_proj": "gated-silu"}),
+    "mT5": ("MT5", {}),
+    "mT5, ReLU": ("MT5", {"feed_forward_proj": "relu"}),
+}
+
+
+def save_random(folder: Path, kind: str, settings: dict[str, Any]) -> Any:
+    """Saves a T5, a T5 1.1 or an mT5 in float64 with random weights; returns it."""
+    config = getattr(transformers, f"{kind}Config")(**SIZES, **BUCKETS, **settings)
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).double().eval()
+    if not settings.get("tie_word_embeddings", True):  # transformers 5 ties them in spite of the config
         model.lm_head.weight = nn.Parameter(torch.empty_like(model.lm_head.weight))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -50,10 +59,11 @@ def save_random(folder: Path, untied: bool) -> Any:
     return model
 
 
-@pytest.mark.parametrize("untied", [False, True], ids=["T5", "T5 1.1"])
-def test_logits_and_files(untied: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_and_files(name: str, tmp_path: Path) -> None:
     """An imported model computes what transformers does, in float64 and in float32. Its export holds the same bits."""
-    oracle = save_random(tmp_path / "theirs", untied)
+    untied = name == "T5 1.1"
+    oracle = save_random(tmp_path / "theirs", *MODELS[name])
     done = import_model(tmp_path / "theirs", tmp_path / "ours", build_model, verify=True, log=quiet)
     assert done.comparison is not None and done.comparison.difference < 1e-4 and done.model_family == "t5"
     trained = load_trained_model(build_model, tmp_path / "ours", changes=["--fp64"], log=quiet)
@@ -66,13 +76,14 @@ def test_logits_and_files(untied: bool, tmp_path: Path) -> None:
     assert before.keys() == after.keys() and ("lm_head.weight" in after) == untied
     assert all(torch.equal(before[name], after[name]) for name in before)
     keys = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert keys["architectures"] == [type(oracle).__name__]
     assert keys["tie_word_embeddings"] == (not untied) and keys["num_decoder_layers"] == 3
 
 
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [
-        ("feed_forward_proj", "gated-silu", "feed_forward_proj is 'gated-silu'; relu and gated-gelu are supported"),
+        ("feed_forward_proj", "silu", "feed_forward_proj is 'silu'; relu, gated-gelu, gated-silu are supported"),
         ("dense_act_fn", "gelu", "dense_act_fn is 'gelu'; with feed_forward_proj relu only 'relu' is supported"),
         ("is_decoder", True, "is_decoder is True"),
         ("num_decoder_layers", "2", "num_decoder_layers is '2', but must be an integer"),
@@ -94,10 +105,11 @@ OWN = "--untie-embeddings-and-output-weights"
         (f"{FORM} --relu --t5-no-head-bias --logit-scale 0.25", None),
         (f"{FORM} --geglu {OWN} --relative-attention-num-buckets 16", None),
         (f"{FORM} --relu --logit-scale 0.25", "--t5-no-head-bias"),
-        (f"{FORM} --relu --t5-no-head-bias", "--logit-scale is 0.25 for T5ForConditionalGeneration"),
+        (f"{FORM} --relu --t5-no-head-bias --logit-scale 0.5", "--logit-scale is not set for MT5ForConditional"),
         (f"{FORM} --geglu {OWN} --logit-scale 0.25", "--logit-scale is"),
         (f"{FORM} {OWN}", "the activation "),
-        (f"{FORM} --swiglu {OWN}", "the activation "),
+        (f"{FORM} --swiglu {OWN}", None),
+        (f"{FORM} --quick-geglu {OWN}", "the activation "),
         (f"{FORM} --geglu {OWN} --qk-l2-norm", None),  # which needs rotary positions
         (FORM.replace("relative", "rope") + f" --geglu {OWN}", "--position-embedding-type is relative"),
         (FORM.replace("--softmax-scale 1.0", "") + f" --geglu {OWN}", "--softmax-scale is 1.0"),

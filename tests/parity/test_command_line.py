@@ -41,7 +41,7 @@ T5 = (
 
 MODELS = {
     "llama": f"{LLAMA} --group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights",
-    "gpt2": f"{SIZES} {WORDS} --hidden-dropout 0.1 --attention-dropout 0.1",
+    "gpt2": f"{SIZES} {WORDS} --hidden-dropout 0.1 --attention-dropout 0.1 --output-layer-bias",
     "mup": f"{LLAMA} --use-mup --mup-base-hidden-size 16",
     "latent": LATENT,
     "experts": f"{LLAMA} {ROUTED}",

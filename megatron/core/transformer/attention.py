@@ -105,7 +105,8 @@ class SelfAttention(MegatronModule):
             )
         self.norms_after_rope = kind is L2Norm
         if kind is L2Norm:
-            return build_module(spec, config, config.kv_channels) if self.has_rope else None
+            eps = config.qk_l2_norm_epsilon
+            return build_module(spec, config, config.kv_channels, eps) if self.has_rope else None
         assert config.kv_channels is not None
         size = config.kv_channels * (heads if of_all_heads else 1)
         keywords = {"config": config, "hidden_size": size, "eps": config.layernorm_epsilon}

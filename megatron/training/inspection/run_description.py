@@ -48,10 +48,18 @@ ARCHITECTURE = (
 
 MODEL_OPTIONS = (
     *("attn_logit_softcapping", "attention_chunk_size", "attention_chunk_skip_freq"),
-    *("clip_qkv", "qk_norm_scope", "alibi", "alibi_factor", "nope_temperature_scale", "nope_temperature_floor"),
+    *(
+        "clip_qkv",
+        "qk_norm_scope",
+        "qk_l2_norm_epsilon",
+        "alibi",
+        "alibi_factor",
+        "nope_temperature_scale",
+        "nope_temperature_floor",
+    ),
     *("norm_placement", "embedding_norm", "norm_affine", "norm_bias"),
     *("attention_output_bias", "mlp_bias"),
-    *("embedding_multiplier", "residual_multiplier", "logit_scale", "final_logit_softcapping"),
+    *("embedding_multiplier", "residual_multiplier", "logit_scale", "final_logit_softcapping", "output_layer_bias"),
     *("rope_scaling_type", "rope_scaling_original_length"),
     *("rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor"),
     *("rope_scaling_beta_fast", "rope_scaling_beta_slow", "rope_scaling_truncate"),

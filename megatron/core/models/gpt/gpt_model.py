@@ -124,7 +124,7 @@ class GPTModel(LanguageModule):
                 config,
                 vocabulary,
                 groups.tp,
-                bias=False,
+                bias=config.output_layer_bias,
                 gather_output=not parallel_output,
                 shares=shares,
                 borrowed=self.embedding.word_embeddings.weight if shares and (pre_process or predicts) else None,

@@ -106,6 +106,9 @@ class ArchitectureConfig:
     final_logit_softcapping: float | None = None
     """Soft bound c of the logits: c tanh(logits / c)."""
 
+    output_layer_bias: bool = flag(False, families=["gpt"])
+    """Give the output layer a bias (that of a BERT always has one)."""
+
     calculate_per_token_loss: bool = False
     """Average the loss over all tokens of the global batch, instead of averaging each micro-batch first."""
 

@@ -82,8 +82,10 @@ class AttentionConfig:
     """With --qk-layernorm: norm each head by itself (head), or all heads of a token together (full)."""
 
     qk_l2_norm: bool = flag(False, only_with="position_embedding_type=rope", or_with="multi_latent_attention")
-    """Scale each query and key head to a root mean square of 1, without weights (epsilon 1e-6), in layers with rotary
-    positions."""
+    """Scale each query and key head to a root mean square of 1, without weights, in layers with rotary positions."""
+
+    qk_l2_norm_epsilon: float = flag(1e-6, only_with="qk_l2_norm")
+    """With --qk-l2-norm: added to the mean square of a head."""
 
     qk_clip: bool = False
     """QK-Clip (MuonClip): after each update, scale the query and key weights of a head down if its largest attention
@@ -132,6 +134,8 @@ def validate(config: Any) -> Iterator[str]:
     yield from pattern_problems(config, "no_rope_freq", "without rotary positions")
     yield from pattern_problems(config, "window_attn_skip_freq", "with a window")
     yield from pattern_problems(config, "attention_chunk_skip_freq", "with chunks")
+    if not 0.0 <= config.qk_l2_norm_epsilon < math.inf:
+        yield "{qk_l2_norm_epsilon} must be at least 0"
     for name in ("attn_logit_softcapping", "clip_qkv", "softmax_scale"):
         value = getattr(config, name)
         if value is not None and not 0.0 < value < math.inf:

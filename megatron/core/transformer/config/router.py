@@ -147,8 +147,11 @@ def validate(config: Any) -> Iterator[str]:
             "{moe_router_norm_topk_prob:name} False: the softmax over the picked experts sums to 1; set "
             "{moe_router_pre_softmax:name}"
         )
-    if config.moe_router_enable_expert_bias and softmax:
-        yield "{moe_router_enable_expert_bias:name} needs {moe_router_score_function:name} sigmoid"
+    if config.moe_router_enable_expert_bias and late:
+        yield (
+            "{moe_router_enable_expert_bias:name} needs {moe_router_score_function:name} sigmoid or "
+            "{moe_router_pre_softmax:name}"
+        )
     yield from too_small(config, ("moe_z_loss_coeff", "moe_input_jitter_eps", "moe_router_bias_update_rate"), 0)
     yield from _group_problems(config, experts, k)
     yield from _balance_problems(config, sinkhorn)

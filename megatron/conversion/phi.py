@@ -1,0 +1,59 @@
+"""Phi-1, Phi-1.5 and Phi-2: attention beside the MLP, behind one norm, and biases everywhere, the output layer too."""
+
+from megatron.conversion import config_rules as rules
+from megatron.conversion import decoder, layer_rules
+from megatron.conversion.decoder import HUB, OURS, one_to_one, with_biases
+from megatron.conversion.family import EMBEDDING, Family
+from megatron.conversion.gpt2 import UngatedActivation
+from megatron.conversion.hub_defaults import DECODER_DEFAULTS
+from megatron.conversion.rope import RotaryPositions
+
+_OTHER = ("rms_norm_eps", "attention_bias")
+
+PHI_FAMILY = Family(
+    "PhiForCausalLM",
+    "phi",
+    one_to_one({"embedding.word_embeddings.weight": EMBEDDING})
+    | with_biases(
+        {
+            "decoder.final_layernorm": "model.final_layernorm",
+            "output_layer": "lm_head",
+            f"{OURS}.input_layernorm": f"{HUB}.input_layernorm",
+            f"{OURS}.self_attention.linear_proj": f"{HUB}.self_attn.dense",
+            f"{OURS}.self_attention.q_layernorm": f"{HUB}.self_attn.q_layernorm",
+            f"{OURS}.self_attention.k_layernorm": f"{HUB}.self_attn.k_layernorm",
+        }
+    )
+    | {name: patterns for name, patterns in decoder.ATTENTION.items() if "linear_qkv" in name}
+    | decoder.QKV_BIAS
+    | decoder.ungated("fc1", "fc2"),
+    (
+        rules.Copied("num_hidden_layers", "num_layers"),
+        rules.Copied("hidden_size", "hidden_size"),
+        rules.Copied("intermediate_size", "ffn_hidden_size"),
+        rules.Copied("max_position_embeddings", "max_position_embeddings"),
+        rules.Copied("resid_pdrop", "hidden_dropout"),
+        rules.Copied("attention_dropout", "attention_dropout"),
+        rules.Copied("layer_norm_eps", "layernorm_epsilon"),
+        rules.Copied("initializer_range", "init_method_std"),
+        rules.Copied("qk_layernorm", "qk_layernorm"),
+        rules.TiedEmbeddings(),
+        UngatedActivation("hidden_act"),
+        layer_rules.AttentionHeads(),
+        RotaryPositions(rotated_part=0.5),
+        rules.Implied({"normalization": "LayerNorm", "norm_placement": "parallel"}),
+        rules.Implied({"add_bias_linear": True, "output_layer_bias": True}),
+        rules.Unused(("embd_pdrop",)),
+    ),
+    defaults={key: value for key, value in DECODER_DEFAULTS.items() if key not in _OTHER}
+    | {
+        "vocab_size": 51200,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 24,
+        "resid_pdrop": 0.0,
+        "hidden_act": "gelu_new",
+        "layer_norm_eps": 1e-5,
+        "qk_layernorm": False,
+    },
+)
