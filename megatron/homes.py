@@ -151,6 +151,9 @@ OLD_HOMES: dict[str, str | dict[str, str | NotHere]] = {
         "MegatronPretrainingSampler": "megatron.training.data.samplers",
         "build_pretraining_data_loader": "megatron.facades.training",
     },
+    "megatron.core.models.mamba.mamba_layer_specs": {
+        "mamba_stack_spec": "megatron.core.models.hybrid.hybrid_layer_specs:hybrid_stack_spec",
+    },
     # Modules whose names are defined in others here
     "megatron.core.activations": {
         "quick_gelu": "megatron.core.ops.activation",

@@ -25,7 +25,10 @@ _SAME_THING: dict[str, tuple[str, ...]] = {
     "encoder_seq_length": ("seq_length",),
     "num_layers": ("encoder_num_layers", "decoder_num_layers"),
     "encoder_num_layers": ("num_layers",),
-    "hybrid_layer_pattern": ("hybrid_attention_ratio", "hybrid_mlp_ratio", "mtp_hybrid_override_pattern"),
+    "hybrid_layer_pattern": (
+        *("hybrid_attention_ratio", "hybrid_mlp_ratio", "mtp_hybrid_override_pattern"),
+        *("num_layers", "encoder_num_layers", "moe_layer_freq"),
+    ),
     "hybrid_attention_ratio": ("hybrid_layer_pattern",),
     "hybrid_mlp_ratio": ("hybrid_layer_pattern",),
     "heterogeneous_layers_config_path": ("heterogeneous_layers_config_encoded_json",),

@@ -18,7 +18,7 @@ from megatron.training.config.flag_table import flags_by_spelling
 DATA = Path(__file__).parents[2] / "data/flags/megatron_lm_flags_019.jsonl"
 OPTIONS: list[dict[str, Any]] = [json.loads(line) for line in DATA.read_text("utf-8").splitlines()]
 ANSWERS = {spelling: answer for answer in answers() for spelling in answer.spellings}
-HELP = "-h --help".split()
+HELP = ["-h", "--help"]
 
 NUMBERS = {"int": "1", "float": "0.5"}
 REFUSED_CHOICES = {
@@ -59,7 +59,7 @@ def test_words_of_its_kind_are_read_or_the_flag_is_refused(option: dict[str, Any
     for spelling in option["flags"]:
         if ANSWERS[spelling].kind == "refused":
             flag = flags_by_spelling().get(spelling)
-            assert flag is not None and is_to_come(flag) or problems(spelling, ["1"])
+            assert (flag is not None and is_to_come(flag)) or problems(spelling, ["1"])
             continue
         if option["action"] not in ("Store", "Append"):
             assert problems(spelling, []) == []

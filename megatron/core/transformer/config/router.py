@@ -41,9 +41,7 @@ class RouterConfig:
     moe_router_score_function: Literal["softmax", "sigmoid"] = flag(
         "softmax",
         only_with=_MOE,
-        hints={
-            "sqrtsoftplus": "there is no such score; give sigmoid, whose scores of different experts are independent too"
-        },
+        hints={"sqrtsoftplus": "there is no such score; give sigmoid, which scores each expert by itself too"},
     )
     """Function from router logits to scores."""
 
