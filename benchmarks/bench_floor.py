@@ -23,7 +23,7 @@ from megatron.core.dist_checkpointing.coordination import RankCoordinator
 from megatron.core.distributed.sharding_strategy import ShardingStrategy
 from megatron.core.transformer.layer_costs import training_flops
 from megatron.data.tokenizer.build import padded_vocab_size
-from megatron.diagnosis.dry_run.rank_memory import build_shard, memory_of_shard
+from megatron.diagnosis.memory.rank_memory import build_shard, memory_of_shard
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.hooks.hook import Hook
 from megatron.training.providers import Context, Providers

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from benchmarks.measuring import elapsed
-from benchmarks.recorder import Attention, AttentionBlock, Product, Recorder
+from benchmarks.recorder import Attention, AttentionBlock, Recorder
 from megatron.core import backends
 from megatron.core.backends import fp8_settings
 from megatron.core.communication.collectives import group_rank, group_size, start_gather_rows
@@ -27,6 +27,7 @@ from megatron.core.exceptions import UserError
 from megatron.core.ops.fp8.quantize import Quantized
 from megatron.core.ops.fp8.recipes import Fp8Settings, LinearSplit, Role, Scaling, build_scaling
 from megatron.core.ops.linear import product
+from megatron.diagnosis.planning.work import Product
 
 PARTS = ("products", "casts to fp8", "attention", "memory-bound operations", "update of the weights")
 """The parts of a floor."""

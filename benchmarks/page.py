@@ -24,8 +24,13 @@ def read_rows(having: str = "milliseconds") -> list[Row]:
     newest: dict[tuple[str, ...], Row] = {}
     for row in json.loads((ROOT / "benchmarks/results/h200.json").read_text("utf-8")):
         if row["ours"].get(having):
-            newest[_name(row), _precision(row), _details(row | {"zipf": 1})] = row
+            newest[cell_of(row)] = row
     return sorted(newest.values(), key=lambda row: row["gpus"])
+
+
+def cell_of(row: Row) -> tuple[str, str, str]:
+    """Returns what rows of one cell share: its name with the layout, the precision, and details of the data."""
+    return _name(row), _precision(row), _details({**row, "zipf": 1})
 
 
 def read_subjects() -> dict[str, Row]:
@@ -49,6 +54,11 @@ def _details(row: Row) -> str:
     return "".join(f", {detail}" for detail in details)
 
 
+def _peaks(ours: Row) -> str:
+    predicted = ours.get("predicted_peak_memory_gb")
+    return f"{ours['peak_memory_gb']:.1f}" + ("" if predicted is None else f" ({predicted:.1f})")
+
+
 def beside_the_anchor() -> str:
     """Returns the table of speeds beside the anchor, and notes on its rows."""
     columns = ("cell", "GPUs", "precision", "ms, ours", "anchor", "TFLOP/s, ours", "anchor", "ratio")
@@ -59,12 +69,14 @@ def beside_the_anchor() -> str:
             continue
         speeds = [f"{side['milliseconds']:.1f}" for side in (ours, anchor)]
         speeds += [f"{side['tflops']:.1f}" for side in (ours, anchor)]
-        memory = f"{ours['peak_memory_gb']:.1f}, {anchor['peak_memory_gb']:.1f}"
+        memory = f"{_peaks(ours)}, {anchor['peak_memory_gb']:.1f}"
         start = [_name(row) + _details(row), row["gpus"], _precision(row)]
         table.append([*start, *speeds, f"{row['ratio']:.3f}", memory, row["date"]])
         if "note" in row:
             notes.append(textwrap.fill(f"- {start[0]}: {row['note']}.", 118, subsequent_indent="  ") + "\n")
-    return table_of([*columns, "peak GB, ours and anchor", "date"], table) + "\n" * bool(notes) + "".join(notes)
+    return (
+        table_of([*columns, "peak GB, ours (predicted), anchor", "date"], table) + "\n" * bool(notes) + "".join(notes)
+    )
 
 
 def without_an_anchor() -> str:
@@ -74,10 +86,8 @@ def without_an_anchor() -> str:
         if row["anchor"] is None:
             ours = row["ours"]
             step = f"{ours['milliseconds']:.1f} ({ours['fastest']:.0f} to {ours['slowest']:.0f})"
-            table.append(
-                [_name(row), step, f"{ours['tflops']:.1f}", f"{ours['peak_memory_gb']:.1f}", row["date"], row["note"]]
-            )
-    return table_of(("cell", "ms", "TFLOP/s", "peak GB", "date", "note"), table)
+            table.append([_name(row), step, f"{ours['tflops']:.1f}", _peaks(ours), row["date"], row["note"]])
+    return table_of(("cell", "ms", "TFLOP/s", "peak GB (predicted)", "date", "note"), table)
 
 
 def floors() -> str:

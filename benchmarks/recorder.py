@@ -21,33 +21,7 @@ from megatron.core.ops.attention.kernels import BlockKernel
 from megatron.core.ops.attention.unfused import AttentionCall, AttentionVariant
 from megatron.core.ops.fp8.quantize import Quantized
 from megatron.core.tensor_parallel.overlap import ProductsInPieces
-
-
-@dataclass(frozen=True)
-class Product:
-    """A linear layer of a micro-batch: [rows, inputs] x [outputs, inputs]."""
-
-    rows: int
-    inputs: int
-    outputs: int
-    dtype: torch.dtype
-    fp8: bool = False
-    experts: bool = False
-    """Whether the rows are divided among experts; timed as one product of the same FLOPs."""
-    weights: int = 1
-    """Number of weights that are cast to fp8."""
-    backward: tuple[bool, bool] = (True, True)
-    """Whether the gradients of the inputs and of the weight are computed."""
-
-    @property
-    def flops(self) -> float:
-        """Floating point operations of one product."""
-        return 2.0 * self.rows * self.inputs * self.outputs
-
-    def describe(self) -> str:
-        """Returns the sizes, and how they are multiplied."""
-        kind = "fp8" if self.fp8 else str(self.dtype).removeprefix("torch.")
-        return f"{self.rows} x {self.inputs} x {self.outputs} {kind}" + (" (experts, as one)" if self.experts else "")
+from megatron.diagnosis.planning.work import Product
 
 
 @dataclass(frozen=True, eq=False)

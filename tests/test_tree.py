@@ -21,13 +21,19 @@ NOTHING_TO_TEST = {
 _PARTS = "checkpoint", "data", "logging", "model", "parallel", "resilience", "schedule", "training"
 _KERNELS = re.findall(r'^    "(.*)": ', (ROOT / "tests/core/ops/test_kernels_triton.py").read_text(), flags=re.M)
 _FIELDS = "architecture", "attention", "latent_attention", "low_precision", "memory", "moe", "positions"
+_COUNTS, _READING = ("parameter_count", "published_models"), ("questions", "specification_text")
+_PLANNED = "checklist", "contract", "exact_cost", "mapping", "plan", "report", "run_file", "settings_of_run"
 TESTED_TOGETHER = {
     "training/config/test_impossible_values.py": {f"training/config/{part}.py" for part in _PARTS},
     "core/transformer/config/test_impossible_values.py": {f"core/transformer/config/{name}.py" for name in _FIELDS},
     "conversion/test_config_rules.py": {"conversion/layer_rules.py"},
+    "diagnosis/planning/test_layouts.py": {"diagnosis/planning/ranking.py", "diagnosis/planning/rough_cost.py"},
+    "diagnosis/planning/test_model_shape.py": {f"diagnosis/planning/{name}.py" for name in _COUNTS},
+    "diagnosis/planning/test_specification.py": {f"diagnosis/planning/{name}.py" for name in _READING},
+    "tools/test_plan.py": {f"diagnosis/planning/{name}.py" for name in _PLANNED},
     "core/ops/test_kernels_triton.py": {f"core/{file}" for file in _KERNELS},
 }
-"""Test files of several modules, each of which would have the same few lines."""
+"""Test files of several modules, each of which would have the same few lines, or which make one result together."""
 
 
 def modules(package: Path) -> list[str]:

@@ -11,13 +11,15 @@ import pretrain_bert
 import pretrain_gpt
 import pretrain_t5
 from megatron.conversion.model import BuildModel
-from megatron.training.providers import Context, Stage
+from megatron.training.providers import Context, Providers, Stage
 
-BUILDERS: dict[str, BuildModel] = {
-    "gpt": pretrain_gpt.build_model,
-    "bert": pretrain_bert.build_model,
-    "t5": pretrain_t5.build_model,
+PROVIDERS: dict[str, Providers] = {
+    name: Providers(script.build_model, script.build_datasets, script.build_forward_step)
+    for name, script in (("gpt", pretrain_gpt), ("bert", pretrain_bert), ("t5", pretrain_t5))
 }
+"""Providers of each entry script, by model family."""
+
+BUILDERS: dict[str, BuildModel] = {name: providers.build_model for name, providers in PROVIDERS.items()}
 """Model provider of each entry script, by the model family in its checkpoints."""
 
 

@@ -17,27 +17,13 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../arguments.sh" # CHECKPOINTS, TOKENIZER, DATA
 
 SIZE=${SIZE:-llama3-8b}
+MODEL=(--recipe "$SIZE") # sizes, optimizer and schedule: python tools/recipes.py show llama3-8b
 case $SIZE in
-llama2-7b)
-    MODEL=(--num-layers 32 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32)
-    : "${TP:=1}"
-    ;;
-llama2-13b)
-    MODEL=(--num-layers 40 --hidden-size 5120 --ffn-hidden-size 13824 --num-attention-heads 40)
-    : "${TP:=2}"
-    ;;
-llama3-8b)
-    MODEL=(--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32)
-    MODEL+=(--group-query-attention --num-query-groups 8)
-    : "${TP:=1}"
-    ;;
-llama2-70b | llama3-70b)
-    MODEL=(--num-layers 80 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64)
-    MODEL+=(--group-query-attention --num-query-groups 8)
-    : "${NNODES:=8}" "${TP:=8}" "${PP:=4}"
-    ;;
+llama2-7b | llama3-8b) : "${TP:=1}" ;;
+llama2-13b) : "${TP:=2}" ;;
+llama2-70b | llama3-70b) : "${NNODES:=8}" "${TP:=8}" "${PP:=4}" ;;
 tiny)
-    MODEL=(--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4)
+    MODEL=(--recipe llama2-7b --num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4)
     MODEL+=(--group-query-attention --num-query-groups 2)
     : "${GPUS_PER_NODE:=2}" "${TP:=2}" "${SEQ_LENGTH:=64}" "${BATCH:=8}"
     ;;
@@ -47,26 +33,20 @@ tiny)
     ;;
 esac
 case $SIZE in
-llama2-*) VOCABULARY=32000 BASE=10000 && : "${SEQ_LENGTH:=4096}" "${BATCH:=1024}" ;;
-llama3-*) VOCABULARY=128256 BASE=500000 && : "${SEQ_LENGTH:=8192}" "${BATCH:=512}" ;;
-tiny) VOCABULARY=512 BASE=10000 ;;
+llama2-*) VOCABULARY=32000 && : "${SEQ_LENGTH:=4096}" "${BATCH:=1024}" ;;
+llama3-*) VOCABULARY=128256 && : "${SEQ_LENGTH:=8192}" "${BATCH:=512}" ;;
+tiny) VOCABULARY=512 ;;
 esac
 : "${GPUS_PER_NODE:=8}" "${TP:=1}" "${PP:=1}" "${CP:=1}"
 
-MODEL+=(
-    --seq-length "$SEQ_LENGTH" --max-position-embeddings "$SEQ_LENGTH"
-    --normalization RMSNorm --norm-epsilon 1e-5 --swiglu --disable-bias-linear --untie-embeddings-and-output-weights
-    --position-embedding-type rope --rotary-base $BASE --attention-dropout 0 --hidden-dropout 0 --init-method-std 0.02
-)
+MODEL+=(--seq-length "$SEQ_LENGTH" --max-position-embeddings "$SEQ_LENGTH")
 LAYOUT=(
     --tensor-model-parallel-size "$TP" --pipeline-model-parallel-size "$PP" --context-parallel-size "$CP"
     --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
 )
 [ "$TP" -gt 1 ] && LAYOUT+=(--sequence-parallel)
 TRAINING=(
-    --bf16 --micro-batch-size "${MICRO_BATCH:-1}" --global-batch-size "$BATCH" --train-iters 100000
-    --lr 3e-4 --min-lr 3e-5 --lr-decay-style cosine --lr-warmup-iters 2000
-    --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --clip-grad 1.0
+    --bf16 --micro-batch-size "${MICRO_BATCH:-1}" --global-batch-size "$BATCH" --train-iters 100000 --lr-warmup-iters 2000
     --eval-interval 1000 --eval-iters 10 --log-interval 10 --log-throughput
     --save "$CHECKPOINTS" --load "$CHECKPOINTS" --save-interval 500 --keep-last 3
 )

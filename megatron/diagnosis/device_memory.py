@@ -1,15 +1,19 @@
 """Explains that a GPU has no memory left: what torch holds, what the run's state takes, which flags take less."""
 
 import contextlib
+import dataclasses
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from megatron.core.distributed.sharding_strategy import ShardingStrategy, sharding_strategy_of
 from megatron.core.utils.gpu_memory import SAYS_NO_GPU_MEMORY, is_lack_of_gpu_memory
 from megatron.data.tokenizer.build import build_tokenizer
-from megatron.diagnosis.dry_run.rank_memory import build_shard, memory_of_shard
 from megatron.diagnosis.dry_run.report import short_size
+from megatron.diagnosis.memory.peak import peak_of, peaks_with_tokenizer
+from megatron.diagnosis.memory.rank_memory import build_shard, memory_of_shard
+from megatron.diagnosis.memory.ways_out import WayOut, way_text, ways_out
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.launch.environment import Environment
 from megatron.training.providers import Providers
@@ -51,14 +55,19 @@ def lack_of_gpu_memory(text: str, config: PretrainConfig, providers: Providers, 
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         said = next((line for line in reversed(lines) if SAYS_NO_GPU_MEMORY.search(line)), "")
         parts[0] += f" outside torch: {said}" if said else ""
-    state = _state_bytes(config, providers, environment.rank)
-    if state is not None:
+    seen = _estimate(config, providers, environment.rank)
+    total = None if capacity is None else int(_bytes_of(capacity[1]))
+    if seen.state is not None:
         parts.append(
-            f"weights, gradients and optimizer state of this rank take {short_size(state)} (--dry-run), activations "
-            "are extra"
+            f"weights, gradients and optimizer state of this rank take {short_size(seen.state)} (--dry-run)"
+            + (", activations are extra" if seen.peak is None else f", and {short_size(seen.peak)} with activations")
         )
-    state_fits = state is None or capacity is None or state < _bytes_of(capacity[1])
-    return "; ".join([*parts, f"to take less: {', '.join(ways_to_take_less(config, state_fits))}"])
+    if seen.ways:
+        parts.append("to take less: " + "; ".join(way_text(way, short_size) for way in seen.ways))
+    else:
+        state_fits = seen.state is None or total is None or seen.state < total
+        parts.append(f"to take less: {', '.join(ways_to_take_less(config, state_fits))}")
+    return "; ".join(parts)
 
 
 def _bytes_of(size: str) -> float:
@@ -67,22 +76,34 @@ def _bytes_of(size: str) -> float:
     return float(number) * 1024 ** ("bKMG".index(unit[0]))
 
 
-def _state_bytes(config: PretrainConfig, providers: Providers, rank: int) -> int | None:
-    """Returns what --dry-run prints for this rank; None if that fails or takes too long: a script's model provider may
-    wait for other ranks."""
-    found: list[int] = []
+@dataclass
+class _Estimate:
+    """What --dry-run would print, as far as it was found in time."""
+
+    state: int | None = None
+    peak: int | None = None
+    ways: Sequence[WayOut] = ()
+
+
+def _estimate(config: PretrainConfig, providers: Providers, rank: int) -> _Estimate:
+    """Returns what --dry-run prints for this rank, without parts that fail or take too long: a script's model provider
+    may wait for other ranks."""
+    found = _Estimate()
 
     def estimate() -> None:
         with contextlib.suppress(Exception):
             tokenizer = build_tokenizer(config.tokenizer)
             rows = vocabulary_rows(config, tokenizer)
             resolved, _ = resolve_auto_layout(config, rows)
-            found.append(memory_of_shard(build_shard(resolved, providers, tokenizer, rows, rank), resolved).total)
+            found.state = memory_of_shard(build_shard(resolved, providers, tokenizer, rows, rank), resolved).total
+            peaks = peaks_with_tokenizer(resolved, providers, tokenizer)
+            found.peak = peaks[resolved.grid.coordinates(rank)["pp"]].allocated
+            found.ways = ways_out(resolved, lambda changed: peak_of(changed, providers, tokenizer))
 
     thread = threading.Thread(target=estimate, daemon=True)
     thread.start()
     thread.join(_SECONDS)
-    return found[0] if found else None
+    return dataclasses.replace(found)
 
 
 def ways_to_take_less(config: PretrainConfig, state_fits: bool = True) -> list[str]:

@@ -15,10 +15,12 @@ from megatron.core.exceptions import UserError
 from megatron.diagnosis.device_memory import explains_lack_of_gpu_memory
 from megatron.diagnosis.dry_run.report import print_dry_run
 from megatron.diagnosis.non_finite import dump_and_search
+from megatron.diagnosis.planning.topology import topology_lines
 from megatron.facades.argument_utils import PretrainConfigContainer
 from megatron.facades.published_run import published
 from megatron.training.arguments import config_of_command_line
 from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.config.settings import LaunchEnvironment
 from megatron.training.hooks.exit import ExitDecision
 from megatron.training.launch.errors import exit_with_error_of_rank
 from megatron.training.pretraining import FailureHelp, run_pretraining
@@ -132,6 +134,8 @@ def _run(config: PretrainConfig, providers: Providers, started: float) -> None:
     """Trains, or prints the dry run. Exits as `pretrain` says."""
     if config.training.dry_run:
         return print_dry_run(config, published(providers))
+    if os.environ.get("RANK", "0") == "0":
+        print("".join(f"{line}\n" for line in topology_lines(config, LaunchEnvironment.of_this_process())), end="")
     try:
         decision = pretrain_config(config, providers, started)
     except UserError as error:

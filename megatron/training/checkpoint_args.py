@@ -8,9 +8,9 @@ from megatron.core.declarations.config_fields import value_text
 from megatron.core.dist_checkpointing.checkpoint_selection import find_checkpoint
 from megatron.core.exceptions import UserError
 from megatron.core.transformer.layer_patterns import without_stages
+from megatron.training.config.alternatives import SAME_THING
 from megatron.training.config.command_line import CommandLine, take_flag
 from megatron.training.config.flag_table import Flag, flag_table
-from megatron.training.config.model import ACTIVATIONS
 from megatron.training.config.recorded_flags import check_spec, flags_of_model, is_of_run, recorded_words
 from megatron.training.inspection.run_description import ARCHITECTURE, MODEL_OPTIONS, value_words
 
@@ -19,22 +19,11 @@ _MODEL = ("model", "attention", "positions", "mixture of experts", "multi-latent
 _GROUPS = (*_MODEL, _TOKENIZER)
 """Sections of the flags that define the model and the meaning of its ids."""
 _LENGTHS = ("seq_length", "encoder_seq_length", "decoder_seq_length")
-"""Fields of other sections that are taken too."""
-_SAME_THING: dict[str, tuple[str, ...]] = {
-    "seq_length": ("encoder_seq_length",),
-    "encoder_seq_length": ("seq_length",),
-    "num_layers": ("encoder_num_layers", "decoder_num_layers"),
-    "encoder_num_layers": ("num_layers",),
-    "hybrid_layer_pattern": (
-        *("hybrid_attention_ratio", "hybrid_mlp_ratio", "mtp_hybrid_override_pattern"),
-        *("num_layers", "encoder_num_layers", "moe_layer_freq"),
-    ),
-    "hybrid_attention_ratio": ("hybrid_layer_pattern",),
-    "hybrid_mlp_ratio": ("hybrid_layer_pattern",),
-    "heterogeneous_layers_config_path": ("heterogeneous_layers_config_encoded_json",),
-    **{name: tuple(other for other in ACTIVATIONS if other != name) for name in ACTIVATIONS},
-}
-"""Fields that are not taken if this one is given, because it says the same thing."""
+_WIDTH_SCALING = ("use_mup", *(f"mup_{name}" for name in ("base_hidden_size", "embedding_mult", "output_mult")))
+_WIDTH_SCALING += ("mup_base_head_dim", "mup_attn_scale_power")
+"""Fields of other sections that are taken too: lengths of samples, and the scales of embedding, scores and logits."""
+_OF_A_PATTERN = ("num_layers", "encoder_num_layers", "moe_layer_freq")
+"""Fields that a given --hybrid-layer-pattern says. The checkpoint of a GPT has them for the GPT's layers."""
 
 
 def take_checkpoint_args(line: CommandLine, defaults: Mapping[str, Any] | None = None) -> Mapping[str, Any] | None:
@@ -83,11 +72,13 @@ def take_model_flags(line: CommandLine, words: list[str], folder: str, by: str) 
     A given value stays. If it makes another model, a problem names both values. Warnings, which begin with the flag
     `by`, list the flags that are taken from `folder`, and the other values that stay.
     """
+    leave_model_of_recipe(line, by)
     try:
         check_spec(words, given="spec" in line.given)
     except UserError as error:
         line.problems.append(f"{by}: {folder}: {error}")
-    said = {other for field in line.given for other in _SAME_THING.get(field, ())}
+    said = {other for field in line.given for other in SAME_THING.get(field, ())}
+    said.update(_OF_A_PATTERN if "hybrid_layer_pattern" in line.given else ())
     recorded = CommandLine({name: flag.default for name, flag in flag_table().items()})
     for flag, occurrence in flags_of_model(words, _is_of_model):
         take_flag(recorded, flag, occurrence)
@@ -106,6 +97,19 @@ def take_model_flags(line: CommandLine, words: list[str], folder: str, by: str) 
     line.warnings.append(f"{by}: {len(taken)} flags from {folder}: {' '.join(taken)}")
     if stay:
         line.warnings.append(f"{by}: given flags stay: {', '.join(stay)}")
+
+
+def leave_model_of_recipe(line: CommandLine, by: str) -> None:
+    """Leaves out what --recipe says about the model and the tokenizer, since the flag `by` takes them from elsewhere.
+    The recipe's optimizer and schedule stay."""
+    left = [field for field in line.from_recipe if _is_of_model(flag_table()[field])]
+    for field in left:
+        line.leave_recipe(field)
+    if left:
+        line.warnings.append(
+            f"--recipe {line.values['recipe']}: {by} describes the model, so only the recipe's "
+            "optimizer and schedule are used"
+        )
 
 
 def _compare(line: CommandLine, flag: Flag, recorded: Mapping[str, Any], folder: str, by: str, stay: list[str]) -> None:
@@ -138,5 +142,5 @@ def _text(flag: Flag, value: Any) -> str:
 
 
 def _is_of_model(flag: Flag) -> bool:
-    wanted = flag.group in _GROUPS or flag.field in _LENGTHS
+    wanted = flag.group in _GROUPS or flag.field in (*_LENGTHS, *_WIDTH_SCALING)
     return wanted and not is_of_run(flag) and flag.field != "moe_grouped_gemm"  # which may not go with the layout

@@ -66,7 +66,7 @@ def check_schedule(config: PretrainConfig, saved: dict[str, Any]) -> None:
 def schedule_flag(config: PretrainConfig, name: str) -> str:
     """Returns the flag that sets an attribute of the scheduler: the one that was given, else the usual one. Where the
     scheduler counts samples and the flag iterations, the text says so."""
-    given = [field for field, source in config.provenance.items() if source == "flag"]
+    given = [field for field, source in config.provenance.items() if source in ("flag", "recipe")]
     counted = name in _COUNTED
     usual = _WAYS[name][-1 if counted and "train_samples" in given else 0]
     spelled = spelling_of(next((field for field in _WAYS[name] if field in given), usual))

@@ -1,8 +1,5 @@
 """benchmarks/layouts.py: the cells of several GPUs are valid, fit into memory and give both sides the same work."""
 
-import json
-from pathlib import Path
-
 import pytest
 
 from benchmarks import layouts, peak_memory
@@ -11,12 +8,6 @@ from benchmarks.layouts import BATCHES, cells_of_gpus, find_cell
 from megatron.training.arguments import configure
 from megatron.training.config.settings import LaunchEnvironment
 
-ROWS = json.loads((Path(layouts.__file__).parent / "results" / "h200.json").read_text())
-MEASURED = {
-    (row["cell"], row["layout"]): row["ours"]["peak_memory_gb"]
-    for row in ROWS
-    if row["precision"] == "bf16" and row["cell"] in ("LLAMA1B", "LLAMA8B_12L", "MOE64")
-}
 PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 
 
@@ -38,14 +29,6 @@ def test_both_sides_have_the_same_batch(name: str) -> None:
     for field in ("num_layers", "fp8", "fp8_recipe", "expert_model_parallel_size", *PARALLEL):
         assert getattr(anchor.transformer, field) == getattr(ours.transformer, field)
     assert anchor.data.seq_length == ours.data.seq_length
-
-
-@pytest.mark.parametrize("place", MEASURED, ids="/".join)
-def test_estimated_memory_is_near_the_measured(place: tuple[str, str]) -> None:
-    name = "/".join(place).removesuffix("/1")
-    estimate = peak_memory.peak_memory(peak_memory.configured(name)) / 1e9
-    # Experts of two ranks are estimated with half as many rows again as the mean.
-    assert -0.04 < estimate / MEASURED[place] - 1 < (0.12 if "ep" in name else 0.06)
 
 
 def test_cells_by_name() -> None:

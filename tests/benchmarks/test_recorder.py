@@ -2,8 +2,9 @@
 
 import torch
 
-from benchmarks.recorder import Product, Recorder
+from benchmarks.recorder import Recorder
 from megatron.core.backends import LOCAL
+from megatron.diagnosis.planning.work import Product
 
 
 def test_bytes_of_memory_bound_operations() -> None:

@@ -13,6 +13,7 @@ from support.ports import free_port
 from support.programs import commands
 
 from megatron.conversion.exporting import export_model
+from megatron.training.config.recipes.catalogue import recipe_named
 from pretrain_gpt import build_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,24 +25,30 @@ NEMOTRON = ROOT / "examples/nemotron_h/train_nemotron_h.sh"
 BERT = ROOT / "examples/bert/train_bert.sh"
 LLAMA_FP8 = ROOT / "examples/llama/train_llama3_8b_fp8.sh"
 
+
+def published(name: str) -> int:
+    """The number of parameters of a recipe."""
+    return recipe_named(name).parameters
+
+
 PARAMETERS = {
     (GPT3, "345m"): 354_823_168,
     (GPT3, "175b"): 174_604_259_328,
-    (LLAMA, "llama2-7b"): 6_738_415_616,
-    (LLAMA, "llama2-13b"): 13_015_864_320,
-    (LLAMA, "llama2-70b"): 68_976_648_192,
-    (LLAMA, "llama3-8b"): 8_030_261_248,
-    (LLAMA, "llama3-70b"): 70_553_706_496,
+    (LLAMA, "llama2-7b"): published("llama2-7b"),
+    (LLAMA, "llama2-13b"): published("llama2-13b"),
+    (LLAMA, "llama2-70b"): published("llama2-70b"),
+    (LLAMA, "llama3-8b"): published("llama3-8b"),
+    (LLAMA, "llama3-70b"): published("llama3-70b"),
     (DEEPSEEK, "671b"): 671_026_404_352 + 11_610_067_968,
-    (MIXTRAL, "8x7b"): 46_702_792_704,
-    (QWEN, "0.6b"): 596_049_920,
-    (QWEN, "8b"): 8_190_735_360,
-    (QWEN, "30b-a3b"): 30_532_122_624,
-    (QWEN_NEXT, "80b-a3b"): 79_674_391_296,
-    (NEMOTRON, "8b"): 8_100_852_736,
-    (NEMOTRON, "30b-a3b"): 31_577_937_344,
+    (MIXTRAL, "8x7b"): published("mixtral-8x7b"),
+    (QWEN, "0.6b"): published("qwen3-0.6b"),
+    (QWEN, "8b"): published("qwen3-8b"),
+    (QWEN, "30b-a3b"): published("qwen3-30b-a3b"),
+    (QWEN_NEXT, "80b-a3b"): published("qwen3-next-80b-a3b"),
+    (NEMOTRON, "8b"): published("nemotron-h-8b"),
+    (NEMOTRON, "30b-a3b"): published("nemotron3-nano-30b-a3b"),
 }
-"""Number of parameters, as on the hub, in the paper or in transformers. DeepSeek-V3 includes its prediction layer,
+"""Number of parameters, as in the recipes, in the paper or in transformers. DeepSeek-V3 includes its prediction layer,
 without the copies of embedding and head that the hub adds."""
 
 TINY = {

@@ -1,5 +1,6 @@
 """Our own flash attention on a GPU: its numbers are those of the definition in float64."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -102,6 +103,65 @@ def test_specialised_warps_compute_heads_of_64_and_128_channels(monkeypatch: pyt
     for name in (*plain, *dropped, "window, capped"):
         flash_agreement.attention_of(name)
     assert widths == [64, 128, 128, 64, 128, 64]
+
+
+@pytest.fixture
+def deterministic(hopper: None) -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+SPECIALIZED = (
+    "causal", "causal, wide", "bidirectional, wide, more keys than queries", "window, packed, wide", "causal, dropped",
+    "window, packed, dropped",
+)  # fmt: skip
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("name", SPECIALIZED)
+def test_sums_in_order_are_those_of_the_definition(name: str) -> None:
+    flash_agreement.attention_of(name)
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("packed", [False, True])
+def test_blocks_with_sums_in_order_merge_to_whole_rows(packed: bool) -> None:
+    flash_agreement.blocks(packed, False)
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("kind", ["single tokens", "one", "many, some empty", "tail"])
+def test_odd_documents_with_sums_in_order(kind: str) -> None:
+    flash_agreement.documents(kind)
+
+
+def gradients_of_queries(width: int, packed: bool) -> list[torch.Tensor]:
+    """Gradients of queries of twenty equal calls, large enough that programs overtake each other."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    query, key, value = (
+        torch.randn(4096, 2 - packed, heads, width, generator=generator, device="cuda").bfloat16().requires_grad_()
+        for heads in (16, 4, 4)
+    )
+    edges = torch.tensor([0, 700, 701, 3000, 4096], dtype=torch.int32, device="cuda") if packed else None
+    call = AttentionCall(cu_seqlens=edges, max_seqlen=4096)
+    output = flash_attention_triton(query, key, value, AttentionVariant(width**-0.5, True), call)
+    gradient = torch.randn(output.shape, generator=generator, device="cuda").bfloat16()
+    return [torch.autograd.grad(output, query, gradient, retain_graph=True)[0] for _ in range(20)]
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("width", [64, 128])
+def test_sums_in_order_are_equal_in_every_call(width: int, packed: bool) -> None:
+    first, *others = gradients_of_queries(width, packed)
+    assert all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_other_sums_differ_from_call_to_call() -> None:
+    first, *others = gradients_of_queries(128, False)
+    assert not all(torch.equal(first, other) for other in others)
 
 
 @pytest.mark.usefixtures("hopper")

@@ -108,7 +108,9 @@ class Cell:
         return ranks, f"{MODELS[self.model] if described else '--use-checkpoint-args'} {flags}"
 
 
-_CHEAP_STATE = "--use-distributed-optimizer --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype fp16"
+_CHEAP_STATE = (
+    "--use-distributed-optimizer --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype fp16"
+)
 CELLS = [
     Cell("llama", "tp2", "pp2", words=True),
     Cell("llama", "zb-v", "zero3", more="--optimizer sgd --sgd-momentum 0.9"),
@@ -132,8 +134,8 @@ CELLS = [
     Cell("latent", "zb-v", "tp2", "bf16", words=True),
     Cell("experts", "ep2", "pp2", words=True),
     Cell("experts", "sp2", "ep2", "fp32", more="--loss-chunk-size 8"),
-    Cell("experts", "ep2", "zero1", more="--moe-balanced-expert-placement --moe-token-dispatcher-type allgather"),
-    Cell("experts", "pp2", "tp2", "bf16", more="--optimizer sgd", words=True),
+    Cell("experts", "ep2", "zero1", more="--moe-token-dispatcher-type allgather"),
+    Cell("experts", "pp2", "sp2", "bf16", more="--optimizer sgd", words=True),
     Cell("latent experts with predictions", "ep2", "pp2", words=True),
     Cell("latent experts with predictions", "zero3", "sp2", "fp32"),
     Cell("sparse attention", "tp2", "pp2", more=DOCUMENTS, words=True),

@@ -84,7 +84,7 @@ def pretend() -> None:
 
     from support import delta_rule_kernels, flash_agreement
 
-    from megatron.core.ops import sum_rows_triton
+    from megatron.core.ops import sum_rows_triton, symmetric_product_specialized_triton
     from megatron.core.ops.attention import (
         flash_backward_triton,
         flash_forward_specialized_triton,
@@ -99,6 +99,7 @@ def pretend() -> None:
         module.copies_tiles = lambda device: True
     for module in (
         sum_rows_triton,
+        symmetric_product_specialized_triton,
         grouped_product_triton,
         block_product_specialized_triton,
         flash_forward_specialized_triton,

@@ -14,11 +14,9 @@ DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 _ERROR = 5e-3 if ON_GPU else 5e-6
 """Largest length of the error of a result, relative to the result. Three operands of each product are rounded to
 bfloat16 one after the other; fla's kernels have the same error."""
-_ERROR_OF_DECAYS = 1.5e-2 if ON_GPU else 5e-5
-"""That of gradients of decays, which are differences of sums over pairs of tokens."""
-_ERROR_OF_RATES = 6e-2 if ON_GPU else 5e-5
-"""That of gradients of rates and biases, which are sums of these over all tokens, relative to the gradients of decays.
-Measured on an H200: up to 3.9e-2, with packed rows of 4,096 tokens."""
+_ERROR_OF_DECAYS = 1e-2 if ON_GPU else 5e-5
+"""That of gradients of decays, rates and biases, which are differences of sums over pairs of tokens. Measured on an
+H200: up to 5e-3. Plain torch, whose inputs and results alone are bfloat16, has up to 3e-3."""
 
 
 def arguments(length: int, batch: int, heads: tuple[int, int], widths: tuple[int, int], fast: float) -> list[Tensor]:
@@ -54,7 +52,7 @@ def agrees(length, batch, heads, widths, document=None, fast=1.0) -> None:
         # Those of rates and biases are sums over tokens, in which much cancels.
         size = expected.norm() if number < 4 else torch.maximum(expected.norm(), exact[2].norm())
         error = (found.double() - expected).norm()
-        limit = _ERROR_OF_RATES if number > 3 else _ERROR_OF_DECAYS if number == 2 else _ERROR
+        limit = _ERROR_OF_DECAYS if number in (2, 4, 5) else _ERROR
         assert error <= limit * size, (number, length, widths, float(error), float(size))
 
 
@@ -89,6 +87,11 @@ def long_rows() -> None:
 
 
 def the_same_bits_again() -> None:
-    tensors = arguments(1000, 2, (4, 2), (128, 128), 1.0)
-    first, again = (results(delta_rule_attention_triton, tensors, (128, 128), None) for _ in range(2))
-    assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
+    """Several widths, and memory that held something else before."""
+    for length, widths in ((1000, (128, 128)), (333, (256, 256)), (64, (16, 8))):
+        tensors = arguments(length, 2, (4, 2), widths, 1.0)
+        first = results(delta_rule_attention_triton, tensors, widths, None)
+        for _ in range(4):
+            torch.full((1 << 24,), float("nan"), device=DEVICE)  # is freed at once
+            again = results(delta_rule_attention_triton, tensors, widths, None)
+            assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True)), widths

@@ -195,6 +195,15 @@ def attention_of(name: str, kernel: Callable[..., Tensor] = flash_attention_trit
         assert error < TOLERANCE, (name, what, float(error))
 
 
+def in_order(name: str) -> None:
+    """Does what `attention_of` does, in deterministic mode."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        attention_of(name)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def documents(kind: str) -> None:
     """Odd documents: single tokens, one as long as the row, empty ones, many, and tokens behind the last boundary."""
     length = 2048 if ON_GPU else 48

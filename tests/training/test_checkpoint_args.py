@@ -166,3 +166,12 @@ def test_a_script_may_describe_the_model_of_a_first_run(tmp_path, monkeypatch):
     assert config.transformer.hidden_size == 48
     monkeypatch.setattr(sys, "argv", f"script.py --use-checkpoint-args --load {tmp_path}".split())
     assert parse_args().hidden_size is None
+
+
+def test_the_model_of_a_recipe_gives_way_to_that_of_the_checkpoint(saved):
+    """Its optimizer and schedule stay, and a line says so. A flag still wins."""
+    config = config_of(f"--load {saved} --recipe llama3-8b --hidden-dropout 0.2")
+    assert config.transformer.num_layers == 2 and config.data.seq_length == 16 and config.tokenizer.vocab_size == 40
+    assert config.transformer.hidden_dropout == 0.2 and config.schedule.lr_decay_style == "cosine"
+    (note,) = [note for note in config.notes if note.startswith("--recipe llama3-8b: --use-checkpoint-args")]
+    assert note.endswith("describes the model, so only the recipe's optimizer and schedule are used")

@@ -21,7 +21,7 @@ from support.runs import GPT, run_script
 
 from megatron.data.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.data.tokenizer.null import NullTokenizer
-from megatron.diagnosis.dry_run.rank_memory import rank_memory
+from megatron.diagnosis.memory.rank_memory import rank_memory
 
 ROOT = Path(__file__).parents[2]
 BPE = ROOT / "tests/data/golden/corpus/gpt2bpe"

@@ -13,7 +13,7 @@ from support.runs import Outcome, differences, logger_of, state_at_end, state_at
 import pretrain_bert
 from megatron.core.transformer.enums import AttnBackend
 from megatron.data.tokenizer.null import NullTokenizer
-from megatron.diagnosis.dry_run.rank_memory import rank_memory
+from megatron.diagnosis.memory.rank_memory import rank_memory
 from megatron.training.arguments import configure
 from megatron.training.config.settings import LaunchEnvironment
 from megatron.training.providers import Providers

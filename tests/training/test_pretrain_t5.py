@@ -18,7 +18,7 @@ from megatron.core.exceptions import UserError
 from megatron.core.pipeline_parallel.stage_map import stages_text
 from megatron.core.transformer.enums import AttnBackend
 from megatron.data.tokenizer.null import NullTokenizer
-from megatron.diagnosis.dry_run.rank_memory import rank_memory
+from megatron.diagnosis.memory.rank_memory import rank_memory
 from megatron.training.arguments import configure
 from megatron.training.config.resolution import ConfigurationError
 from megatron.training.config.settings import LaunchEnvironment

@@ -33,6 +33,7 @@ from megatron.core.utils.torch_private import DistFolderWriter
 from megatron.training.config.flag_table import flag_table, spelling_of
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.recorded_flags import words_of_spec
+from megatron.training.config.settings import CHOSEN
 from megatron.training.inspection.run_description import MODEL_OPTIONS, architecture_of
 from megatron.training.trained_model import config_for_one_process
 
@@ -247,7 +248,7 @@ def _arguments(config: PretrainConfig, state: Mapping[str, Any]) -> argparse.Nam
         turned_off = flag.switch is not None and not flag.switch[flag.spelling]
         name = field if turned_off else flag.spelling[2:].replace("-", "_")
         value = flat.get(field)
-        if config.provenance.get(field) in ("flag", "script") and _is_plain(value):
+        if config.provenance.get(field) in CHOSEN and _is_plain(value):
             values[name] = value
     for count in ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples"):
         values[count] = state.get(count, 0)

@@ -24,7 +24,8 @@ from megatron.core.utils.activity import Call, Channel, activity
 
 @dataclass(frozen=True)
 class PlannedGroup:
-    """A group in a program without other processes, such as a dry run: it knows its ranks but cannot communicate."""
+    """A group in a program without other processes, such as a dry run: it knows its ranks but cannot communicate. On
+    the meta device its collectives return tensors of the right shapes, so that memory can be counted."""
 
     ranks: tuple[int, ...]
     """Global ranks, in group order."""
@@ -64,12 +65,14 @@ def _ranks_of(group: ProcessGroup) -> list[int]:
 def _record(
     operation: str,
     tensor: Tensor,
-    live: ProcessGroup,
+    live: ProcessGroup | PlannedGroup,
     pair: tuple[int, int] | None = None,
     kept_rows: int | None = None,
-) -> Call:
-    """Counts a call, and records its traffic. `pair` is the (sender, receiver) of a message, `kept_rows` as in
-    `record_traffic`."""
+) -> Call | None:
+    """Counts a call, and records its traffic; None for a planned group. `pair` is the (sender, receiver) of a message,
+    `kept_rows` as in `record_traffic`."""
+    if isinstance(live, PlannedGroup):
+        return None
 
     def ranks() -> tuple[int, ...]:
         return pair or group_ranks(live)
@@ -119,13 +122,13 @@ class HostCopy:
 
     def __init__(self, tensor: Tensor) -> None:
         self._event: torch.cuda.Event | None = None
-        if tensor.is_cuda:
+        if tensor.is_cuda and not tensor.is_meta:
             self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._copy.copy_(tensor, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()
         else:
-            self._copy = tensor
+            self._copy = tensor.cpu()
 
     def wait(self) -> Tensor:
         """Returns the tensor on the host, after the device has done all work that came before the copy."""
@@ -136,12 +139,20 @@ class HostCopy:
         return self._copy
 
 
-def _live(group: Group) -> ProcessGroup | None:
-    """Returns the group to communicate over; None if it has one rank."""
-    if isinstance(group, PlannedGroup):
-        assert len(group.ranks) == 1, f"{group} is only planned and cannot communicate"
+def _live(group: Group, tensor: Tensor) -> ProcessGroup | PlannedGroup | None:
+    """Returns the group to communicate a tensor over; None if it has one rank."""
+    if group is None or group_size(group) == 1:
         return None
-    return None if group is None or dist.get_world_size(group) == 1 else group
+    planned = isinstance(group, PlannedGroup)
+    assert tensor.is_meta or not planned, f"{group} is only planned and cannot communicate"
+    return group
+
+
+def _start(live: ProcessGroup | PlannedGroup, collective: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
+    """Starts a collective of torch.distributed. A planned group does nothing."""
+    if isinstance(live, PlannedGroup):
+        return None
+    return collective(*arguments, group=live, async_op=True, **more)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -155,25 +166,27 @@ def all_reduce(tensor: Tensor, group: Group, op: ReduceOp.RedOpType = ReduceOp.S
 
 def start_all_reduce(tensor: Tensor, group: Group, op: ReduceOp.RedOpType = ReduceOp.SUM) -> Pending:
     """Starts `all_reduce`."""
-    live = _live(group)
+    live = _live(group, tensor)
     if live is None:
         return Pending(tensor, None)
     call = _record("all_reduce", tensor, live)
-    return Pending(tensor, dist.all_reduce(tensor, op=op, group=live, async_op=True), call=call)
+    return Pending(tensor, _start(live, dist.all_reduce, tensor, op=op), call=call)
 
 
 def broadcast(tensor: Tensor, group: Group, source: int = 0) -> Tensor:
     """Copies the tensor of the group's rank `source` to all ranks of the group, in place; returns the tensor."""
-    live = _live(group)
-    if live is not None:
-        with activity.waiting(_record("broadcast", tensor, live)):
+    live = _live(group, tensor)
+    if live is not None and not isinstance(live, PlannedGroup):
+        call = _record("broadcast", tensor, live)
+        assert call is not None
+        with activity.waiting(call):
             dist.broadcast(tensor, src=dist.get_global_rank(live, source), group=live)
     return tensor
 
 
 def all_gather(tensor: Tensor, group: Group) -> list[Tensor]:
     """Returns the tensors of all ranks of a group, which have one shape and type, in group order."""
-    if _live(group) is None:
+    if _live(group, tensor) is None:
         return [tensor]
     return list(gather_rows(tensor.contiguous()[None], group))
 
@@ -185,16 +198,16 @@ def gather_rows(tensor: Tensor, group: Group) -> Tensor:
 
 def start_gather_rows(tensor: Tensor, group: Group, out: Tensor | None = None) -> Pending:
     """Starts `gather_rows`. Writes to `out` if it is given; `tensor` may be this rank's part of `out`."""
-    live = _live(group)
+    live = _live(group, tensor)
     if live is None:
         if out is None:
             return Pending(tensor, None)
         return Pending(out.copy_(tensor) if out.data_ptr() != tensor.data_ptr() else out, None)
     tensor = tensor.contiguous()
     if out is None:
-        out = tensor.new_empty(tensor.shape[0] * dist.get_world_size(live), *tensor.shape[1:])
+        out = tensor.new_empty(tensor.shape[0] * group_size(live), *tensor.shape[1:])
     call = _record("all_gather", out, live)
-    return Pending(out, _all_gather_single(out, tensor, group=live, async_op=True), tensor, call=call)
+    return Pending(out, _start(live, _all_gather_single, out, tensor), tensor, call=call)
 
 
 def reduce_scatter_rows(tensor: Tensor, group: Group) -> Tensor:
@@ -206,14 +219,14 @@ def start_reduce_scatter_rows(
     tensor: Tensor, group: Group, out: Tensor | None = None, op: ReduceOp.RedOpType = ReduceOp.SUM
 ) -> Pending:
     """Starts `reduce_scatter_rows`. Writes to `out` if it is given, which may be this rank's part of `tensor`."""
-    live = _live(group)
+    live = _live(group, tensor)
     if live is None:
         return Pending(tensor if out is None or out.data_ptr() == tensor.data_ptr() else out.copy_(tensor), None)
     tensor = tensor.contiguous()
     if out is None:
-        out = tensor.new_empty(tensor.shape[0] // dist.get_world_size(live), *tensor.shape[1:])
+        out = tensor.new_empty(tensor.shape[0] // group_size(live), *tensor.shape[1:])
     call = _record("reduce_scatter", tensor, live)
-    return Pending(out, _reduce_scatter_single(out, tensor, op=op, group=live, async_op=True), tensor, call=call)
+    return Pending(out, _start(live, _reduce_scatter_single, out, tensor, op=op), tensor, call=call)
 
 
 def all_to_all_rows(
@@ -230,17 +243,17 @@ def start_all_to_all_rows(
     tensor: Tensor, group: Group, output_sizes: Sequence[int] | None = None, input_sizes: Sequence[int] | None = None
 ) -> Pending:
     """Starts `all_to_all_rows`."""
-    live = _live(group)
+    live = _live(group, tensor)
     if live is None:
         return Pending(tensor, None)
     tensor = tensor.contiguous()
     rows = tensor.shape[0] if output_sizes is None else sum(output_sizes)
     out = tensor.new_empty(rows, *tensor.shape[1:])
-    kept = None if input_sizes is None else input_sizes[dist.get_rank(live)]
+    kept = None if input_sizes is None else input_sizes[group_rank(live)]
     call = _record("all_to_all", tensor, live, kept_rows=kept)
     received = None if output_sizes is None else list(output_sizes)
     sent = None if input_sizes is None else list(input_sizes)
-    work = dist.all_to_all_single(out, tensor, received, sent, group=live, async_op=True)
+    work = _start(live, dist.all_to_all_single, out, tensor, received, sent)
     return Pending(out, work, tensor, call=call)
 
 
@@ -250,8 +263,8 @@ def start_all_to_all_rows(
 
 def start_send(tensor: Tensor, peer: int, group: Group) -> Pending:
     """Starts to send a contiguous tensor to the global rank `peer`, a member of the group."""
-    live = _live(group)
-    assert live is not None and tensor.is_contiguous()
+    live = _live(group, tensor)
+    assert live is not None and not isinstance(live, PlannedGroup) and tensor.is_contiguous()
     call = _record("send", tensor, live, (dist.get_rank(), peer))
     return Pending(tensor, dist.isend(tensor, dst=peer, group=live), tensor, call=call)
 
@@ -259,8 +272,8 @@ def start_send(tensor: Tensor, peer: int, group: Group) -> Pending:
 def start_receive(tensor: Tensor, peer: int, group: Group) -> Pending:
     """Starts to receive from the global rank `peer` into a contiguous tensor. Messages between two ranks arrive in the
     order of sending."""
-    live = _live(group)
-    assert live is not None and tensor.is_contiguous()
+    live = _live(group, tensor)
+    assert live is not None and not isinstance(live, PlannedGroup) and tensor.is_contiguous()
     call = _record("receive", tensor, live, (peer, dist.get_rank()))
     return Pending(tensor, dist.irecv(tensor, src=peer, group=live), call=call)
 
@@ -269,9 +282,11 @@ def start_exchange(tensor: Tensor, to: int, out: Tensor, source: int, group: Gro
     """Starts to send `tensor` to the group's rank `to` and to receive `out` from its rank `source`. Both tensors are
     contiguous and have one type. All ranks of the group must call this; one without data passes empty tensors.
     """
-    live = _live(group)
+    live = _live(group, tensor)
     assert live is not None and tensor.is_contiguous() and out.is_contiguous()
     ranks = group_ranks(live)
+    if isinstance(live, PlannedGroup):
+        return Pending(out, None)
     if tensor.numel():
         record_traffic("send", tensor, lambda: (dist.get_rank(), ranks[to]))
     if out.numel():
@@ -281,7 +296,7 @@ def start_exchange(tensor: Tensor, to: int, out: Tensor, source: int, group: Gro
     received = [out.numel() if rank == source else 0 for rank in range(len(ranks))]
     # An all-to-all with otherwise empty parts: one launch, whereas a send and a receive could wait for each other.
     incoming, outgoing = out.view(-1), tensor.view(-1)
-    work = dist.all_to_all_single(incoming, outgoing, received, sent, group=live, async_op=True)
+    work = _start(live, dist.all_to_all_single, incoming, outgoing, received, sent)
     return Pending(out, work, incoming, outgoing, call=call)
 
 

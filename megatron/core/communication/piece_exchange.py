@@ -19,7 +19,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron.core.communication.collectives import Group, Pending, group_rank, group_ranks, group_size, start_exchange
+from megatron.core.communication.collectives import (
+    Group,
+    Pending,
+    PlannedGroup,
+    group_rank,
+    group_ranks,
+    group_size,
+    start_exchange,
+)
 from megatron.core.communication.peer_memory import WITHOUT_SHARED_MEMORY, PeerMemory, SymmetricMemory
 from megatron.core.communication.traffic import record_traffic
 from megatron.core.exceptions import UserError
@@ -58,6 +66,8 @@ def open_exchange(group: Group, shape: tuple[int, ...], like: Tensor, transport:
     memory if the GPUs of the group share it, otherwise the process group. The first exchange over symmetric memory, and
     each exchange with larger pieces than before, waits for the current stream and for the other ranks. Raises UserError
     if `transport` is symmetric-memory and the GPUs do not share it."""
+    if isinstance(group, PlannedGroup):
+        return GroupExchange(group, shape, like)
     assert isinstance(group, ProcessGroup)
     if transport == "process-group" or (transport is None and (not like.is_cuda or group in WITHOUT_SHARED_MEMORY)):
         return GroupExchange(group, shape, like)

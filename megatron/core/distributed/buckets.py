@@ -13,9 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from megatron.core.distributed.exact_sums import ExactSum, FixedPoint
 from megatron.core.distributed.flat_buffer import Unit
 from megatron.core.distributed.reductions import PendingReduction, Reduction
 from megatron.core.parameters import info_of
+from megatron.core.utils.torch_private import BackwardEndCallback
 from megatron.core.utils.warn import warn_on_first_rank
 
 
@@ -35,15 +37,28 @@ class TwoLevelReduction:
 class Bucket:
     """The gradients of some units in one buffer, and the state of their reduction.
 
-    Replicated units are summed by one all-reduce of the buffer, sharded units by a reduce-scatter each.
+    Replicated units are summed by one all-reduce of the buffer, sharded units by a reduce-scatter each. With `exact`
+    the buffer has the gradients of one micro-batch, and their exact sum is reduced.
     """
 
-    def __init__(self, units: Sequence[Unit], reduction: TwoLevelReduction, wire_dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        reduction: TwoLevelReduction,
+        wire_dtype: torch.dtype,
+        exact: FixedPoint | None = None,
+    ) -> None:
         self.units = list(units)
         self.reduction = reduction
         self.wire_dtype = wire_dtype
         numel = sum(unit.plan.numel for unit in units)
         self.grad_buffer = torch.zeros(numel, dtype=units[0].plan.grad_dtype, device=units[0].device)
+        self.exact = None if exact is None else ExactSum(exact, numel, units[0].device)
+        """The sum over micro-batches; None: gradients of all micro-batches are added to the buffer."""
+        self.holds_micro_batch = False
+        """Whether the buffer has gradients that `exact` lacks."""
+        self.after_start: list[Callable[[], None]] = []
+        """Called when the reduction has started."""
         self.num_accumulated = 0
         """Number of contributions so far from the last micro-batch of a step, which may start reductions."""
         self.expected: int | None = None
@@ -67,21 +82,36 @@ class Bucket:
     def start(self) -> None:
         """Starts the reduction. No gradient may be added after this until `reset`."""
         self.started = True
+        self.end_micro_batch()
+        gradients, wire_dtype = self.grad_buffer, self.wire_dtype
+        if self.exact is not None:
+            gradients, wire_dtype = self.exact.total, self.exact.total.dtype
         if self.is_sharded:
-            self._sums = [
-                self.reduction.data.start_reduce_scatter(unit.grad_buffer, self.wire_dtype) for unit in self.units
-            ]
+            of_units = gradients.split([unit.plan.numel for unit in self.units])
+            self._sums = [self.reduction.data.start_reduce_scatter(part, wire_dtype) for part in of_units]
         else:
-            self._sums = [self.reduction.data.start_all_reduce(self.grad_buffer, self.wire_dtype)]
+            self._sums = [self.reduction.data.start_all_reduce(gradients, wire_dtype)]
+        for action in self.after_start:
+            action()
+
+    def end_micro_batch(self) -> None:
+        """Adds the gradients of a micro-batch to the exact sum, if there is one."""
+        if self.exact is not None and self.holds_micro_batch:
+            self.exact.take(self.grad_buffer)
+        self.holds_micro_batch = False
 
     def advance(self) -> None:
         """Waits for the sums over an instance, and starts those over its replicas."""
         sums = [pending.wait() for pending in self._sums]
         self._sums = []
         if not self.is_sharded:
+            if self.exact is not None and sums:
+                self.exact.number.read(sums[0], self.grad_buffer)
             return
         for unit, shard in zip(self.units, sums, strict=True) if sums else ():
-            if shard.data_ptr() != unit.gradient_shard.data_ptr():
+            if self.exact is not None:
+                self.exact.number.read(shard, unit.gradient_shard)
+            elif shard.data_ptr() != unit.gradient_shard.data_ptr():
                 unit.gradient_shard.copy_(shard)
             if self.reduction.replicas is not None:
                 self._replica_sums.append(
@@ -100,8 +130,10 @@ class Bucket:
         """Zeroes the gradients for the next step."""
         self.finish()
         self.grad_buffer.zero_()
+        if self.exact is not None:
+            self.exact.reset()
         self.num_accumulated = 0
-        self.started = self.is_finished = False
+        self.holds_micro_batch = self.started = self.is_finished = False
 
 
 class BucketQueue:
@@ -111,6 +143,7 @@ class BucketQueue:
         self.buckets = list(buckets)
         self.overlap = overlap
         self._is_paused = False
+        self._backward_end = BackwardEndCallback(self._backward_ended)
         for bucket in self.buckets:
             self._bind(bucket)
 
@@ -146,10 +179,18 @@ class BucketQueue:
                 "zero_grad_buffer() was not called before this step, or this step uses the parameter more often than "
                 "an earlier one did, which overlap_grad_reduce cannot know"
             )
+        bucket.holds_micro_batch = True
+        if bucket.exact is not None:
+            self._backward_end.expect()
         if not self._is_paused:
             bucket.num_accumulated += 1
             if self.overlap and bucket.is_ready:
                 self._start(only_ready=True)
+
+    def _backward_ended(self) -> None:
+        for bucket in self.buckets:
+            if not bucket.started:
+                bucket.end_micro_batch()
 
     def _start(self, only_ready: bool) -> None:
         previous: Bucket | None = None
@@ -188,17 +229,19 @@ def make_buckets(
     reductions: Mapping[str, TwoLevelReduction],
     max_elements: int | None,
     wire_dtype: Callable[[Unit], torch.dtype],
+    exact: FixedPoint | None = None,
 ) -> list[Bucket]:
     """Returns buckets of neighbouring units of one grid and type, last units first.
 
-    A bucket has at most `max_elements` elements, but at least one unit. None sets no limit.
+    A bucket has at most `max_elements` elements, but at least one unit. None sets no limit. `exact` are the numbers in
+    which gradients are summed exactly.
     """
     buckets: list[Bucket] = []
     group: list[Unit] = []
 
     def close() -> None:
         if group:
-            buckets.append(Bucket(group, reductions[group[0].plan.grid], wire_dtype(group[0])))
+            buckets.append(Bucket(group, reductions[group[0].plan.grid], wire_dtype(group[0]), exact))
             group.clear()
 
     for unit in reversed(units):

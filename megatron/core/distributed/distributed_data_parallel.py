@@ -13,6 +13,7 @@ from megatron.core.communication.collectives import Group, broadcast
 from megatron.core.dist_checkpointing.chunk import Chunk, EncodedTensor, parameter_chunk
 from megatron.core.distributed.buckets import BucketQueue, TwoLevelReduction, make_buckets, wire_dtype_of
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.exact_sums import MEANS, TOKEN_SUMS, FixedPoint, spread_bad_sums
 from megatron.core.distributed.flat_buffer import Unit
 from megatron.core.distributed.fp8_unit import Fp8Unit, ShardWeights, quantize_units
 from megatron.core.distributed.main_grad import WeightGradientQueue
@@ -60,6 +61,7 @@ class DistributedDataParallel(nn.Module):
         self.config = config
         self.ddp_config = ddp_config
         self.module = module
+        self._disable_bucketing = disable_bucketing
         self.pg_collection = groups_or_default(pg_collection).freeze()
         self.shardings = shardings(ddp_config, self.pg_collection)
         shards = {grid: sharding.shards for grid, sharding in self.shardings.items()}
@@ -75,10 +77,10 @@ class DistributedDataParallel(nn.Module):
         by_step = [unit for unit in self.units if not unit.sharding.strategy.shards_gradients]
         by_micro_batch = [unit for unit in self.units if unit.sharding.strategy.shards_gradients]
         most = None if disable_bucketing else self._bucket_elements()
-        buckets = make_buckets(by_step, reductions, most, wire_dtype)
+        buckets = make_buckets(by_step, reductions, most, wire_dtype, self._exact)
         self._queue = BucketQueue(buckets, ddp_config.overlap_grad_reduce)
         self._sharded_gradients = ReduceScatterGradients(
-            by_micro_batch, reductions, wire_dtype, ddp_config.overlap_grad_reduce
+            by_micro_batch, reductions, wire_dtype, ddp_config.overlap_grad_reduce, self._exact
         )
         gathered = [unit for unit in self.units if unit.sharding.shards > 1]
         self._hooks = WeightHooks(module, gathered, prefetch=ddp_config.overlap_param_gather)
@@ -126,16 +128,28 @@ class DistributedDataParallel(nn.Module):
         return self.ddp_config.bucket_size or max(40_000_000, 1_000_000 * self.pg_collection.size("dp_cp"))
 
     @property
+    def _per_token(self) -> bool:
+        return getattr(self.config, "calculate_per_token_loss", False)
+
+    @property
+    def _exact(self) -> FixedPoint | None:
+        """The numbers in which gradients are summed exactly; None: they are rounded by each addition."""
+        if not self.ddp_config.exact_gradient_sums:
+            return None
+        return TOKEN_SUMS if self._per_token else MEANS
+
+    @property
     def _gradient_scale(self) -> float:
         """The factor of each rank's gradients in the sum over ranks."""
-        per_token = getattr(self.config, "calculate_per_token_loss", False)
+        if self._exact is not None or self._per_token:  # the losses have the factor already, or it comes later
+            return 1.0
         # Experts are reduced over fewer ranks, but their gradients are sums over the tokens of all ranks: one scale.
-        return 1.0 if per_token else 1.0 / self.pg_collection.size("dp_cp")
+        return 1.0 / self.pg_collection.size("dp_cp")
 
     def _reduction(self, grid: str, plans: Sequence[UnitPlan]) -> TwoLevelReduction:
         sharding = self.shardings[grid]
-        per_token, scale = getattr(self.config, "calculate_per_token_loss", False), self._gradient_scale
-        average = self.ddp_config.average_in_collective and not per_token
+        scale = self._gradient_scale
+        average = self.ddp_config.average_in_collective and not self._per_token and self._exact is None
         precise = self.ddp_config.reduce_scatter_with_fp32_accumulation
         if sharding.shards == 1:
             group = self._group(sharding.data_group)
@@ -149,6 +163,19 @@ class DistributedDataParallel(nn.Module):
         return TwoLevelReduction(data, Reduction(self._group(sharding.replica_group)))
 
     # The model -------------------------------------------------------------------------------------------------------
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "DistributedDataParallel":
+        """Moves or converts the model, as `.to()` asks, and wraps it anew: gradients follow to its device and type.
+        Raises UserError if ranks shard the model, its gradients or its optimizer state."""
+        changed = any(_kind(fn(unit.param_buffer[:0])) != _kind(unit.param_buffer) for unit in self.units)
+        if changed and any(unit.sharding.shards > 1 for unit in self.units):
+            raise UserError("move the model to its device and type before DistributedDataParallel shards it")
+        super()._apply(fn, recurse)
+        if changed:
+            training, given = self.training, (self.config, self.ddp_config, self.module, self._disable_bucketing)
+            DistributedDataParallel.__init__(self, *given, self.pg_collection)
+            self.train(training)
+        return self
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Calls the wrapped module."""
@@ -246,6 +273,10 @@ class DistributedDataParallel(nn.Module):
         """
         self._queue.finish()
         self._sharded_gradients.finish()
+        sums = [bucket.exact for bucket in self._queue.buckets]
+        sums += [transient.exact for transient in self._sharded_gradients.units]
+        flags = [each.is_bad for each in sums if each is not None]
+        spread_bad_sums(flags, [unit.gradient_shard for unit in self.units], self._group("dp_cp"))
         if force_all_reduce:
             if self._sharded_gradients.units:
                 raise UserError(
@@ -376,6 +407,10 @@ class DistributedDataParallel(nn.Module):
             self.finish_param_sync()
         if not any(unit.shards_weights for unit in self.units):
             self._hooks.disable()
+
+
+def _kind(tensor: Tensor) -> tuple[torch.device, torch.dtype]:
+    return tensor.device, tensor.dtype
 
 
 def _default_device() -> torch.device:

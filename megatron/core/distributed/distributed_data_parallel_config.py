@@ -59,6 +59,11 @@ class DistributedDataParallelConfig:
     )
     """Pad buckets to a multiple of a large power of two."""
 
+    exact_gradient_sums: bool = flag(False, on="--exact-data-parallel-sums")
+    """Sum gradients over micro-batches and data parallel ranks exactly, so that losses and weights are equal in every
+    bit for any number of data parallel ranks and any sharding over them. A parameter takes 8 bytes more. Needs
+    --deterministic-mode."""
+
     reduce_scatter_with_fp32_accumulation: bool = flag(
         False,
         on="--ddp-reduce-scatter-with-fp32-accumulation",

@@ -15,11 +15,12 @@ from megatron.core.parameters import has_initial_value, info_of, initialize_para
 
 
 def materialize(parameter: nn.Parameter, device: torch.device, config: Any) -> None:
-    """Gives a parameter on the meta device memory and its initial value. Does nothing for a parameter with memory.
+    """Gives a parameter on the meta device memory and its initial value. Does nothing for a parameter with memory, and
+    if `device` is the meta device too: then only sizes are counted.
 
     `config` has `seed` and `perform_initialization`. Raises UserError if the descriptor has no initial value.
     """
-    if parameter.device.type != "meta":
+    if parameter.device.type != "meta" or device.type == "meta":
         return
     info = info_of(parameter)
     if not has_initial_value(info):
@@ -40,7 +41,7 @@ def materialize_rest(module: nn.Module, device: torch.device, config: Any) -> No
     for parameter in module.parameters():
         materialize(parameter, device, config)
     for name, buffer in module.named_buffers():
-        if buffer.device.type == "meta":
+        if buffer.device.type == "meta" != device.type:
             raise UserError(
                 f"the buffer {name} was built on the meta device, where it has no values: leave out "
                 "--init-model-with-meta-device"

@@ -18,8 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.distributed.buckets import TwoLevelReduction
+from megatron.core.distributed.exact_sums import ExactSum, FixedPoint
 from megatron.core.distributed.flat_buffer import Unit
 from megatron.core.distributed.reductions import PendingReduction
+from megatron.core.exceptions import UserError
 from megatron.core.parameters import info_of
 from megatron.core.utils.torch_private import BackwardEndCallback
 
@@ -27,7 +29,14 @@ from megatron.core.utils.torch_private import BackwardEndCallback
 class TransientGradients:
     """The whole gradients of one unit, which have memory only while needed, and this rank's shard of their sum."""
 
-    def __init__(self, unit: Unit, shard: Tensor, reduction: TwoLevelReduction, wire_dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        unit: Unit,
+        shard: Tensor,
+        reduction: TwoLevelReduction,
+        wire_dtype: torch.dtype,
+        exact: FixedPoint | None = None,
+    ) -> None:
         self.shard = shard
         self.reduction = reduction
         self.wire_dtype = wire_dtype
@@ -41,6 +50,8 @@ class TransientGradients:
         """The total number of contributions, once it is known. Keys: False for a backward pass, True for deferred
         products."""
         self._sum: PendingReduction | None = None
+        self.exact = None if exact is None else ExactSum(exact, shard.numel(), unit.device)
+        """The shard's sum over micro-batches; None: they are added to the shard."""
 
     def open(self) -> None:
         """Allocates the whole gradients, as zeros, before a contribution is written."""
@@ -54,20 +65,33 @@ class TransientGradients:
         if not self.num_accumulated:  # other ranks may have contributions
             self.open()
         self.num_accumulated = 0
-        self._sum = self.reduction.data.start_reduce_scatter(self.whole, self.wire_dtype)
+        if self.exact is None:
+            self._sum = self.reduction.data.start_reduce_scatter(self.whole, self.wire_dtype)
+            return
+        whole = torch.zeros(self.whole.shape, dtype=self.exact.total.dtype, device=self.whole.device)
+        self.exact.number.add(self.whole, whole, self.exact.is_bad)
+        self._sum = self.reduction.data.start_reduce_scatter(whole, whole.dtype)
 
     def finish(self) -> None:
         """Waits for a running reduction, adds its result to the shard, and frees the whole gradients."""
         if self._sum is not None:
-            self.shard.add_(self._sum.wait())
+            total = self.shard if self.exact is None else self.exact.total
+            total.add_(self._sum.wait())
             self._sum = None
             self.whole.untyped_storage().resize_(0)
+
+    def read_exact_sum(self) -> None:
+        """Writes the exact sum to the shard, if there is one."""
+        if self.exact is not None:
+            self.exact.number.read(self.exact.total, self.shard)
 
     def discard(self) -> None:
         """Drops gradients that are not reduced."""
         self.finish()
         self.whole.untyped_storage().resize_(0)
         self.num_accumulated = self.seen = 0
+        if self.exact is not None:
+            self.exact.reset()
 
 
 @dataclass(frozen=True)
@@ -88,6 +112,7 @@ class ReduceScatterGradients:
         reductions: Mapping[str, TwoLevelReduction],
         wire_dtype: Callable[[Unit], torch.dtype],
         overlap: bool,
+        exact: FixedPoint | None = None,
     ) -> None:
         self.overlap = overlap
         self.shards: list[GradientShards] = []
@@ -95,7 +120,8 @@ class ReduceScatterGradients:
         """The gradients of each unit, in the order of reduction."""
         parts = self._allocate_shards(units, reductions, wire_dtype)
         for unit in reversed(units):
-            self._bind(unit, TransientGradients(unit, parts[unit], reductions[unit.plan.grid], wire_dtype(unit)))
+            transient = TransientGradients(unit, parts[unit], reductions[unit.plan.grid], wire_dtype(unit), exact)
+            self._bind(unit, transient)
         self._next = 0
         """Index in `units` of the first one that is not yet reduced in this micro-batch."""
         self._reducing: TransientGradients | None = None
@@ -220,6 +246,12 @@ class ReduceScatterGradients:
             self._start(transient)
         for transient in self.units:
             if transient.num_accumulated:  # contributions that came after its reduction
+                if transient.exact is not None:
+                    raise UserError(
+                        "--exact-data-parallel-sums rounds the gradient of a micro-batch once, and with sharded "
+                        "gradients that of a weight which is used twice arrives in two parts: shard only the "
+                        "optimizer's state (--use-distributed-optimizer), or untie the weight"
+                    )
                 self._start(transient)
         self._next = 0
         self._reset_seen()
@@ -246,6 +278,8 @@ class ReduceScatterGradients:
         ]
         for pending in sums:
             pending.wait()
+        for transient in self.units:
+            transient.read_exact_sum()
         self._finished = True
 
     def reset(self) -> None:

@@ -16,6 +16,7 @@ from megatron.core.distributed.distributed_data_parallel import DistributedDataP
 from megatron.core.distributed.flat_buffer import Unit
 from megatron.core.distributed.sharding_strategy import GRIDS, Sharding, is_counted_on_this_rank
 from megatron.core.groups.process_groups_config import ProcessGroupCollection
+from megatron.core.optimizer.exact_norm import exact_norm
 from megatron.core.utils.torch_private import foreach_norm
 
 _MODEL_PARALLEL_GROUP = {"dense": "mp", "expert": "tp_ep_pp"}
@@ -51,8 +52,12 @@ def grad_norm(
     """Returns the 2-norm of the whole model's gradient: a float64 scalar tensor, not finite if any gradient is not.
 
     Norms of single parameters are computed in the gradients' type, float32 at least; their squares are summed in
-    float64.
+    float64. With exact gradient sums the norm is exact too.
     """
+    if chunk is not None and chunk.ddp_config.exact_gradient_sums:  # a model without experts, split over no ranks
+        model, _ = _groups_of_model(chunk.shardings["dense"], "dense")
+        group = getattr(groups, model) if groups.size(model) > 1 else None
+        return exact_norm(counted_gradients(units, groups, "dense"), group, chunk.device)
 
     def of_grid(gradients: list[Tensor]) -> Tensor:
         if gradients[0].dtype.itemsize >= 4:

@@ -16,12 +16,13 @@ from megatron.core.communication.collectives import all_to_all_rows, gather_rows
 from megatron.core.distributed.flat_buffer import Unit
 from megatron.core.distributed.units import ParameterSlot
 from megatron.core.groups.process_groups_config import ProcessGroupCollection
+from megatron.core.optimizer.gram_newton_schulz import newton_schulz_in_float16
 from megatron.core.optimizer.muon_matrices import Matrices, matrices_of, takes_muon
 from megatron.core.optimizer.newton_schulz import newton_schulz, update_scale
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.segments import StepInputs, replace
 
-_ELEMENTS_AT_ONCE = 1 << 28
+_ELEMENTS_AT_ONCE = 1 << 29
 """Largest number of elements of neighbouring units that are orthogonalised together. It limits temporary memory."""
 
 _TENSOR_GROUP = {"dense": "tp", "expert": "expt_tp"}
@@ -107,17 +108,23 @@ class Muon:
         Collective."""
         for items in self.rounds:
             numbers = sorted({item.segment for item in items})
-            directions = {number: self._directions(self.segments[number], step, weight_decay) for number in numbers}
-            updates = {number: torch.zeros_like(direction) for number, direction in directions.items()}
-            boxes = self._gather(items, directions)
+            flat = {number: self._directions(self.segments[number], step, weight_decay) for number in numbers}
+            boxes = self._gather(items, flat)
             self._orthogonalize([item for item in items if item.owner == self.index], boxes)
-            self._scatter(items, boxes, updates)
+            self._scatter(items, boxes, flat)
             for number in numbers:
-                self._apply(self.segments[number], updates[number], step, lr, weight_decay)
+                self._apply(self.segments[number], flat[number], step, lr, weight_decay)
 
     def _directions(self, segment: MuonSegment, step: StepInputs, weight_decay: float | Tensor) -> Tensor:
         """Updates the momentum and returns the tensor to orthogonalise."""
         main, beta = segment.weights.dtype, self.config.muon_momentum
+        if _has_kernels(segment):
+            from megatron.core.optimizer.muon_triton import update_momentum_triton
+
+            chosen = {"nesterov": self.config.muon_use_nesterov, "decoupled": self.config.decoupled_weight_decay}
+            return update_momentum_triton(
+                segment.momentum, segment.gradients, segment.weights, step, weight_decay, beta=beta, **chosen
+            )
         gradient = segment.gradients.to(main) / step.divisor.to(main)
         if not self.config.decoupled_weight_decay:
             gradient = gradient + weight_decay * segment.weights
@@ -131,6 +138,11 @@ class Muon:
     ) -> None:
         weights, main = segment.weights, segment.weights.dtype
         decoupled = self.config.decoupled_weight_decay
+        if _has_kernels(segment):
+            from megatron.core.optimizer.muon_triton import update_weights_triton
+
+            update_weights_triton(weights, segment.model_weights, update, step, lr, weight_decay, decoupled)
+            return
         kept = weights * (1.0 - lr * weight_decay).to(main) if decoupled else weights
         replace(step.skip, (weights, kept - lr.to(main) * update))
         if segment.model_weights is not None:
@@ -148,19 +160,17 @@ class Muon:
         """Returns the boxes, one-dimensional, of the parameters that this rank owns, by the position of their slot."""
         mine = [item for item in items if item.owner == self.index]
         if self.shards == 1:
-            return {id(item): self._piece(item, directions[item.segment]).clone() for item in mine}
+            return {id(item): self._piece(item, directions[item.segment]) for item in mine}
         sent = [[self._piece(item, directions[item.segment]) for item in _owned(items, rank)] for rank in self._ranks]
         sizes = [[_length(item, rank) for item in mine] for rank in self._ranks]
         received = self._exchange(sent, sizes)
         return {id(item): torch.cat([received[rank][place] for rank in self._ranks]) for place, item in enumerate(mine)}
 
     def _scatter(self, items: Sequence[_Item], boxes: dict[int, Tensor], updates: dict[int, Tensor]) -> None:
-        """Writes this rank's parts of the boxes that their owners have computed."""
-        mine = [item for item in items if item.owner == self.index]
+        """Writes this rank's parts of the boxes that their owners have computed, in place of the directions."""
         if self.shards == 1:
-            for item in mine:
-                self._piece(item, updates[item.segment]).copy_(boxes[id(item)])
-            return
+            return  # the boxes are views of the updates
+        mine = [item for item in items if item.owner == self.index]
         sent = [[boxes[id(item)][slice(*item.pieces[rank])] for item in mine] for rank in self._ranks]
         sizes = [[_length(item, self.index) for item in _owned(items, rank)] for rank in self._ranks]
         received = self._exchange(sent, sizes)
@@ -196,26 +206,33 @@ class Muon:
             read = [matrices.read(boxes[id(item)], item.slot.info) for item, matrices in members]
             whole, split = members[0][1].whole, members[0][1].split
             scale = self.config.muon_extra_scale_factor * update_scale(*whole, self.config.muon_scale_mode)
-            done = scale * self._in_group(torch.cat(read), split)
+            done = self._in_group(read, split, scale)
             for (item, matrices), values in zip(members, done.split([len(part) for part in read]), strict=True):
                 matrices.write(boxes[id(item)], item.slot.info, values)
 
-    def _in_group(self, matrices: Tensor, split: int | None) -> Tensor:
-        """Orthogonalises [n, rows, columns], of which the tensor parallel ranks may each have a part."""
+    def _in_group(self, parts: Sequence[Tensor], split: int | None, scale: float) -> Tensor:
+        """Returns `scale` times the orthogonal matrices [n, rows, columns], of which the tensor parallel ranks may each
+        have a part."""
         mode, group = self.config.muon_tp_mode, self.tensor_group
         if split is None or mode == "blockwise" or group_size(group) == 1:
-            return self._newton_schulz(matrices)
+            return self._newton_schulz(parts, scale)
+        matrices = torch.cat(list(parts))
         if mode == "duplicated":
             ranks = group_size(group)
-            whole = torch.cat(gather_rows(matrices.contiguous(), group).chunk(ranks), split)
-            return self._newton_schulz(whole).chunk(ranks, split)[group_rank(group)]
-        return _distributed(matrices, split, group, self._newton_schulz)
+            whole = torch.cat(gather_rows(matrices, group).chunk(ranks), split)
+            return self._newton_schulz([whole], scale).chunk(ranks, split)[group_rank(group)]
+        return _distributed(matrices, split, group, lambda whole: self._newton_schulz([whole], scale))
 
-    def _newton_schulz(self, matrices: Tensor) -> Tensor:
+    def _newton_schulz(self, parts: Sequence[Tensor], scale: float) -> Tensor:
         config = self.config
-        return newton_schulz(
-            matrices, config.muon_num_ns_steps, config.muon_coefficient_type, config.muon_fp32_matmul_prec
+        steps, coefficients, precision = (
+            config.muon_num_ns_steps,
+            config.muon_coefficient_type,
+            config.muon_fp32_matmul_prec,
         )
+        if parts[0].is_cuda and parts[0].dtype is torch.float32 and precision != "high":
+            return newton_schulz_in_float16(parts, steps, coefficients, scale)
+        return scale * newton_schulz(torch.cat(list(parts)), steps, coefficients, precision)
 
 
 def _distributed(matrices: Tensor, split: int, group: object, function: Callable[[Tensor], Tensor]) -> Tensor:
@@ -227,6 +244,12 @@ def _distributed(matrices: Tensor, split: int, group: object, function: Callable
     parts = all_to_all_rows(padded, group).chunk(ranks)  # type: ignore[arg-type]
     done = function(torch.cat(parts, split)).chunk(ranks, split)
     return all_to_all_rows(torch.cat(done), group)[:count]  # type: ignore[arg-type]
+
+
+def _has_kernels(segment: MuonSegment) -> bool:
+    """Whether a segment is updated by kernels for GPUs."""
+    tensors = segment.weights, segment.momentum, segment.gradients
+    return all(tensor.is_cuda and tensor.dtype is torch.float32 and tensor.is_contiguous() for tensor in tensors)
 
 
 def _owned(items: Iterable[_Item], rank: int) -> list[_Item]:

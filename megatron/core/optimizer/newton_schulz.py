@@ -48,18 +48,27 @@ def newton_schulz(matrices: Tensor, steps: int, coefficients: str = "quintic", p
     wide = matrices.shape[-2] <= matrices.shape[-1]
     x = matrices if wide else matrices.mT
     main = x.dtype
-    x = x / (torch.linalg.matrix_norm(x, keepdim=True) * _MARGIN.get(coefficients, 1.0) + _EPS)
+    x = x / norms(x, coefficients)
     is_wide_type = main is torch.float64
     if precision == "low" and not is_wide_type:
         x = x.bfloat16()
     rounds = precision == "medium" and not is_wide_type
-    chosen = COEFFICIENTS[coefficients]
-    for step in range(steps):
-        a, b, c = chosen[min(step, len(chosen) - 1)]
+    for a, b, c in polynomials(steps, coefficients):
         gram = _product(x, x.mT, rounds)
         x = a * x + _product(b * gram + c * _product(gram, gram, rounds), x, rounds)
     x = x.to(main)
     return x if wide else x.mT
+
+
+def norms(matrices: Tensor, coefficients: str) -> Tensor:
+    """Returns what each matrix is divided by, [n, 1, 1], so that no singular value is above 1."""
+    return torch.linalg.matrix_norm(matrices, keepdim=True) * _MARGIN.get(coefficients, 1.0) + _EPS
+
+
+def polynomials(steps: int, coefficients: str) -> list[tuple[float, float, float]]:
+    """Returns (a, b, c) of each step."""
+    chosen = COEFFICIENTS[coefficients]
+    return [chosen[min(step, len(chosen) - 1)] for step in range(steps)]
 
 
 def _product(left: Tensor, right: Tensor, rounds: bool) -> Tensor:

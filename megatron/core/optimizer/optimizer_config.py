@@ -160,7 +160,7 @@ class OptimizerConfig:
 
     muon_fp32_matmul_prec: Literal["low", "medium", "high"] = flag("medium", only_with=_MUON)
     """Muon: precision of the Newton-Schulz iteration. low: all in bfloat16; medium: factors of products are rounded to
-    bfloat16; high: float32."""
+    bfloat16; high: float32. On GPUs low and medium are one iteration with factors in float16."""
 
     muon_coefficient_type: Literal["simple", "quintic", "polar_express", "aol"] = flag(
         "quintic", supported=["simple", "quintic", "polar_express"], only_with=_MUON

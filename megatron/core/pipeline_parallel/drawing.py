@@ -30,14 +30,14 @@ _COLOURS = {
 """Hue and saturation; chunks differ in lightness."""
 
 
-def summary(schedule: Schedule, timeline: Timeline) -> list[str]:
-    """Returns lines with the length, the bubble and the peak activations of a timeline."""
+def summary(schedule: Schedule, timeline: Timeline, unit: str = "") -> list[str]:
+    """Returns lines with the length, the bubble and the peak activations of a timeline. `unit` follows a time."""
     pipeline = schedule.pipeline
     chunks = f" of {pipeline.chunks} chunks" if pipeline.chunks > 1 else ""
     peaks = [timeline.peak_activations(rank) for rank in range(pipeline.pipeline_size)]
     lines = [
         f"{schedule.name}: {pipeline.pipeline_size} ranks{chunks}, {schedule.num_microbatches} micro-batches",
-        f"length {timeline.length:g}, bubble {timeline.bubble:.1%} of all ranks' time",
+        f"length {timeline.length:g}{unit}, bubble {timeline.bubble:.1%} of all ranks' time",
     ]
     if not schedule.forward_only:
         numbers = " ".join(f"{peak:g}" for peak in peaks)
@@ -69,9 +69,9 @@ def _line(spans: tuple[TimedAction, ...], scale: float) -> str:
     return line.rstrip()
 
 
-def as_svg(schedule: Schedule, timeline: Timeline, width: int = 1200, height: int = 26) -> str:
+def as_svg(schedule: Schedule, timeline: Timeline, width: int = 1200, height: int = 26, unit: str = "") -> str:
     """Returns an SVG picture `width` pixels wide: the summary, and below it a row of `height` pixels for each rank."""
-    head = summary(schedule, timeline)
+    head = summary(schedule, timeline, unit)
     left, top = 70, 24 + 18 * len(head)
     scale = (width - left - 10) / (timeline.length or 1.0)
     bottom = top + height * len(timeline.spans)

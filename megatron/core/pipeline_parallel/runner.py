@@ -65,6 +65,14 @@ TIMERS = {
 needs the message waits for it."""
 
 
+def _num_averaged(task: PipelineTask) -> int:
+    """Returns the number of micro-batches over whose losses the step's loss is the mean: this rank's, since gradients
+    are divided by the number of ranks later, or with exact sums those of all ranks, since nothing is rounded later."""
+    configs = [getattr(chunk, "ddp_config", None) for chunk in task.chunks]
+    is_exact = any(config is not None and config.exact_gradient_sums for config in configs)
+    return task.num_microbatches * (task.groups.size("dp") if is_exact else 1)
+
+
 class Runner:
     """Runs an action list; results are collected in `losses`."""
 
@@ -73,7 +81,7 @@ class Runner:
         self.timers = timers
         """Measure each action, by `TIMERS`; None: nothing is timed."""
         self.losses = StepLosses(
-            task.config, task.groups, task.num_microbatches, task.collect_non_loss_data, task.grad_scale_func
+            task.config, task.groups, _num_averaged(task), task.collect_non_loss_data, task.grad_scale_func
         )
         self._trained: set[MicroBatchKey] = set()
         """Micro-batches and chunks that get a backward in this step."""

@@ -18,7 +18,7 @@ from megatron.core.pipeline_parallel.stages import Pipeline
 
 @dataclass(frozen=True)
 class Costs:
-    """The duration of each computation of one chunk, in any unit; equal on all stages."""
+    """The duration of each computation of one chunk, in any unit."""
 
     forward: float = 1.0
     input_gradient: float = 1.0
@@ -84,23 +84,26 @@ class Timeline:
         return peak / self.pipeline.chunks
 
 
-def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
-    """Returns the timeline of a schedule. Raises RuntimeError, naming the waiting ranks and actions, if it gets
-    stuck."""
+def simulate(schedule: Schedule, costs: Costs | Sequence[Costs] | None = None) -> Timeline:
+    """Returns the timeline of a schedule. `costs` are those of all stages, or one entry for each stage. Raises
+    RuntimeError, naming the waiting ranks and actions, if it gets stuck."""
     return simulate_actions(all_rank_actions(schedule), schedule.pipeline, costs)
 
 
 def simulate_actions(
-    lists: Sequence[Sequence[Action]], pipeline: Pipeline, costs: Costs | None = None, bound: int | None = None
+    lists: Sequence[Sequence[Action]],
+    pipeline: Pipeline,
+    costs: Costs | Sequence[Costs] | None = None,
+    bound: int | None = None,
 ) -> Timeline:
     """Returns the timeline of any action lists, one per rank. Checks that each receive gets the message it expects.
 
     `bound` is the number of sends to one rank that may lack a posted receive; the next send waits. None: the bound of
     the runner. Raises RuntimeError if the ranks wait for each other.
     """
-    return _Simulation(
-        lists, pipeline, costs or Costs(), max_sends_in_flight(pipeline) if bound is None else bound
-    ).run()
+    if costs is None or isinstance(costs, Costs):
+        costs = [costs or Costs()] * pipeline.num_stages
+    return _Simulation(lists, pipeline, costs, max_sends_in_flight(pipeline) if bound is None else bound).run()
 
 
 ComputationKey = tuple[ActionKind, int, int]
@@ -124,7 +127,9 @@ class _Rank:
 
 
 class _Simulation:
-    def __init__(self, lists: Sequence[Sequence[Action]], pipeline: Pipeline, costs: Costs, bound: int) -> None:
+    def __init__(
+        self, lists: Sequence[Sequence[Action]], pipeline: Pipeline, costs: Sequence[Costs], bound: int
+    ) -> None:
         self.pipeline, self.costs, self.bound = pipeline, costs, bound
         self.ranks = [_Rank(actions) for actions in lists]
         self.messages: dict[tuple[int, int], list[tuple[Action, float]]] = defaultdict(list)
@@ -153,12 +158,16 @@ class _Simulation:
                 )
         return Timeline(tuple(tuple(rank.spans) for rank in self.ranks), self.pipeline)
 
+    def _costs_of(self, number: int, action: Action) -> Costs:
+        """Returns the costs of the stage of an action."""
+        return self.costs[self.pipeline.stage_index(number, action.chunk)]
+
     def _send(self, number: int, rank: _Rank, action: Action) -> bool:
         assert action.peer is not None
         sent = self.messages[number, action.peer]
         if len(sent) - self.ranks[action.peer].posted[number] >= self.bound:
             return False
-        sent.append((action, rank.time + self.costs.message))
+        sent.append((action, rank.time + self._costs_of(number, action).message))
         return True
 
     def _receive(self, number: int, rank: _Rank, action: Action) -> bool:
@@ -172,7 +181,7 @@ class _Simulation:
         if None in ready:
             return False
         start = max(rank.time, *(time for time in ready if time is not None))
-        rank.time = start + self.costs.duration(action)
+        rank.time = start + sum(self._costs_of(number, member).duration(member) for member in action.members)
         for member in action.members:
             key = member.kind, member.micro_batch, member.chunk
             assert key not in rank.done, f"rank {number} does {member} twice"

@@ -9,8 +9,9 @@ decoder's stages pass on the encoder's output together with the decoder's hidden
 attends to it.
 """
 
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -277,26 +278,71 @@ def balanced_counts(layers: Sequence[int], first: int, last: int, pipeline: Pipe
     squared loads of ranks, then of stages, by moving single layers until no move helps. This is optimal if all layers
     cost the same.
     """
+    return list(_balanced_counts(tuple(layers), first, last, pipeline))
+
+
+@functools.lru_cache(maxsize=64)  # a planner asks for the same stages many times
+def _balanced_counts(layers: tuple[int, ...], first: int, last: int, pipeline: Pipeline) -> tuple[int, ...]:
     until = [0, *itertools.accumulate(layers)]
     ranks = [pipeline.locate(stage)[0] for stage in range(pipeline.num_stages)]
-
-    def loads_of(counts: Sequence[int]) -> tuple[int, int, int]:
-        ends = list(itertools.accumulate(counts))
-        stages = [until[end] - until[end - count] for end, count in zip(ends, counts, strict=True)]
-        stages[0] += first
-        stages[-1] += last
-        per_rank = [0] * pipeline.pipeline_size
-        for rank, load in zip(ranks, stages, strict=True):
-            per_rank[rank] += load
-        return max(per_rank), sum(load * load for load in per_rank), sum(load * load for load in stages)
-
     counts = _by_share(until, first, last, pipeline.num_stages)
-    loads = loads_of(counts)
     while True:
-        better = min(((loads_of(moved), moved) for moved in _moves(counts)), default=(loads, counts))
-        if better[0] >= loads:
-            return counts
-        loads, counts = better
+        loads = _Loads(counts, until, first, last, ranks)
+        # A pair of numbers compares before its list of counts, which breaks ties between equal loads.
+        better = min(
+            ((loads.after(giver, taker), _moved(counts, giver, taker)) for giver, taker in _moves(counts)),
+            default=(loads.now, counts),
+        )
+        if better[0] >= loads.now:
+            return tuple(counts)
+        counts = better[1]
+
+
+class _Loads:
+    """What is minimised: the largest load of a rank, the sums of squared loads of ranks and of stages; and what they
+    are after a move of one layer, computed from the stages that it changes."""
+
+    def __init__(
+        self, counts: Sequence[int], until: Sequence[int], first: int, last: int, ranks: Sequence[int]
+    ) -> None:
+        self._until, self._ranks = until, ranks
+        self._ends = [0, *itertools.accumulate(counts)]
+        self._stages = [until[end] - until[start] for start, end in itertools.pairwise(self._ends)]
+        self._stages[0] += first
+        self._stages[-1] += last
+        self._per_rank = [0] * (max(ranks) + 1)
+        for rank, load in zip(ranks, self._stages, strict=True):
+            self._per_rank[rank] += load
+        self._is_uniform = len({end - start for start, end in itertools.pairwise(until)}) <= 1
+        squares = (sum(load * load for load in loads) for loads in (self._per_rank, self._stages))
+        self.now = (max(self._per_rank), *squares)
+
+    def after(self, giver: int, taker: int) -> tuple[int, ...]:
+        """Returns the three numbers after `giver` has given a layer to `taker`, and stages in between have shifted."""
+        _, of_ranks, of_stages = self.now
+        per_rank = list(self._per_rank)
+        for stage, change in self._changes(giver, taker):
+            rank, load = self._ranks[stage], self._stages[stage]
+            of_stages += (2 * load + change) * change
+            of_ranks += (2 * per_rank[rank] + change) * change
+            per_rank[rank] += change
+        return max(per_rank), of_ranks, of_stages
+
+    def _changes(self, giver: int, taker: int) -> Iterator[tuple[int, int]]:
+        """Yields each stage whose load changes, and by how much."""
+        if self._is_uniform:
+            layer = self._until[1]
+            yield giver, -layer
+            yield taker, layer
+            return
+        low, high, shift = (giver, taker, -1) if giver < taker else (taker, giver, 1)
+        before = 0  # what the end of the previous stage has shifted over
+        for stage in range(low, high + 1):
+            end = self._ends[stage + 1]
+            moved = self._until[end + shift] - self._until[end] if stage < high else 0
+            if moved != before:
+                yield stage, moved - before
+            before = moved
 
 
 def _by_share(until: Sequence[int], first: int, last: int, stages: int) -> list[int]:
@@ -306,13 +352,13 @@ def _by_share(until: Sequence[int], first: int, last: int, stages: int) -> list[
     return [stop - start for start, stop in itertools.pairwise([0, *ends, len(until) - 1])]
 
 
-def _moves(counts: list[int]) -> list[list[int]]:
-    """Returns all counts in which one stage has a layer less and another one more; layers in between shift."""
-    moves = []
-    for giver, taker in itertools.permutations(range(len(counts)), 2):
-        if counts[giver]:
-            moved = list(counts)
-            moved[giver] -= 1
-            moved[taker] += 1
-            moves.append(moved)
-    return moves
+def _moves(counts: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yields the pairs of a stage that can give a layer and one that can take it."""
+    return ((giver, taker) for giver, taker in itertools.permutations(range(len(counts)), 2) if counts[giver])
+
+
+def _moved(counts: Sequence[int], giver: int, taker: int) -> list[int]:
+    moved = list(counts)
+    moved[giver] -= 1
+    moved[taker] += 1
+    return moved

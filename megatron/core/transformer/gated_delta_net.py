@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -25,6 +26,7 @@ from megatron.core.transformer.recurrent_cache import convolve_with_cache, is_pa
 from megatron.core.transformer.spec_utils import Spec, build_module
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils.recomputed import DiscardedResults
 
 
 @dataclass
@@ -53,6 +55,9 @@ class GatedDeltaNet(MegatronModule):
     Context parallel ranks exchange their parts of the rows for some key heads of whole rows (all-to-all).
 
     The norm has the config's kind and covers each head separately; its weight is not zero-centred.
+
+    Backward computes the convolution and the gated norm again, which takes a fraction of the time of the products
+    around them, and keeps their inputs alone.
     """
 
     def __init__(
@@ -106,6 +111,8 @@ class GatedDeltaNet(MegatronModule):
         self.out_proj = build_output_projection(
             submodules.out_proj, config, value_heads * dv, groups.tp, self.backend, bias=False, name="out_proj"
         )
+        self.attend_to_convolved = DiscardedResults(self._convolved_with_silu, self.core_attention)
+        self.project_gated = DiscardedResults(self._gated, self.out_proj)
 
     def forward(self, hidden_states: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor | None]:
         """Returns (output [t, h], None) for hidden states [t, h]. Under sequence parallelism both hold this rank's
@@ -121,22 +128,25 @@ class GatedDeltaNet(MegatronModule):
         mixed, gate, strength, fading = self.backend.recurrence.split_columns(projected, self.widths)
         log_rate, bias = map(self._own, (self.A_log, self.dt_bias))
         if inputs.inference_context is None:
-            convolved = self._convolved(mixed, document, silu=True)
-            output = self.core_attention(convolved, fading, strength, log_rate, bias, document)  # [s, b, v, dv]
+            (convolved,) = self.attend_to_convolved.compute(mixed, document)
+            output = self.attend_to_convolved(convolved, fading, strength, log_rate, bias, document)  # [s, b, v, dv]
         else:
             output = self._continued(inputs.inference_context, mixed, fading, strength)
-        gated = self._gated(output, gate).to(hidden_states.dtype)
+        (gated,) = self.project_gated.compute(output, gate, hidden_states.dtype)
         if ranks > 1:
-            gated = start_to_rows(gated, self.cp_group, ranks).wait()
-        return self.out_proj(gated.flatten(2).flatten(0, 1))
+            gated = start_to_rows(gated.view(output.shape), self.cp_group, ranks).wait().flatten(2)
+        result: tuple[Tensor, Tensor | None] = self.project_gated(gated.flatten(0, 1))
+        return result
 
-    def _gated(self, output: Tensor, gate: Tensor) -> Tensor:
-        """Returns norm(output) * silu(gate) for the outputs [s, b, v, dv] and their gates [s, b, key heads, ...]."""
+    def _gated(self, output: Tensor, gate: Tensor, dtype: torch.dtype) -> tuple[Tensor]:
+        """Returns norm(output) * silu(gate) [s, b, v dv] for outputs [s, b, v, dv] and gates [s, b, key heads, ...]."""
         norm = self.out_norm
         if isinstance(norm, WrappedTorchNorm) and norm.can_gate:
             shape = (*gate.shape[:3], -1, output.shape[-1])
-            return norm.gated(output.view(shape), gate.unflatten(-1, shape[3:])).flatten(2, 3)
-        return norm(output) * F.silu(widened(gate.reshape(output.shape)))
+            gated = norm.gated(output.view(shape), gate.unflatten(-1, shape[3:])).flatten(2, 3)
+        else:
+            gated = norm(output) * F.silu(widened(gate.reshape(output.shape)))
+        return (gated.to(dtype).flatten(2),)
 
     def _continued(self, context: InferenceContext, mixed: Tensor, fading: Tensor, strength: Tensor) -> Tensor:
         """Returns the result of `core_attention` for tokens that continue those in the context, which keeps the
@@ -158,6 +168,9 @@ class GatedDeltaNet(MegatronModule):
         if self.cp_group is None:  # no chunk of one part, whose backward would copy the gradient
             return parameter
         return parameter.chunk(group_size(self.cp_group))[group_rank(self.cp_group)]
+
+    def _convolved_with_silu(self, mixed: Tensor, document: Tensor | None) -> tuple[Tensor]:
+        return (self._convolved(mixed, document, silu=True),)
 
     def _convolved(self, mixed: Tensor, document: Tensor | None, silu: bool = False) -> Tensor:
         return self.backend.recurrence.causal_conv(mixed, self._own(self.conv1d.weight), None, document, silu)

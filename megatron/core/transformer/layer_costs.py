@@ -103,7 +103,7 @@ def layer_cost(config: TransformerConfig, layer_number: int, seq_length: int, bi
     """Returns the multiplications of a layer (counted from 1) for one token. Tokens of a `bidirectional` layer see all
     others, even with a window."""
     mixer, channels = layer_parts(config, layer_number)
-    keys = seq_length if bidirectional else _keys_seen(config, layer_number, seq_length)
+    keys = seq_length if bidirectional else keys_seen(config, layer_number, seq_length)
     config = with_sizes_of(config, described_layer(config, layer_number))
     mixing = _TOKEN_MIXERS[mixer](config, keys) if mixer else 0
     return int(mixing) + _channel_mixer(config, channels)
@@ -301,7 +301,7 @@ def _products(config: TransformerConfig) -> int:
     return 3 if config.gated_linear_unit else 2
 
 
-def _keys_seen(config: TransformerConfig, layer_number: int, seq_length: int) -> int:
+def keys_seen(config: TransformerConfig, layer_number: int, seq_length: int) -> int:
     """Returns the mean number of keys that a query sees in a causal sequence."""
     window = seq_length
     if is_windowed(config, layer_number) and config.window_size is not None and config.window_size[0] >= 0:

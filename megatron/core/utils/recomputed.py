@@ -123,7 +123,7 @@ class DiscardedResults:
     projection of latents to heads. Call `compute` in place of the function, then the object in place of `within`.
     """
 
-    def __init__(self, function: Callable[..., tuple[Tensor, ...]], within: Callable[..., Tensor]) -> None:
+    def __init__(self, function: Callable[..., tuple[Tensor, ...]], within: Callable[..., Any]) -> None:
         self.function, self.within = function, within
         self._made: _Again | None = None
         """The last call of `compute`, until `within` starts."""
@@ -135,7 +135,7 @@ class DiscardedResults:
             self._made = _Again(self.function, inputs, results)
         return results
 
-    def __call__(self, *inputs: Any, **keywords: Any) -> Tensor:
+    def __call__(self, *inputs: Any, **keywords: Any) -> Any:
         """Calls `within` with hooks that save the results of the last `compute` as recipes."""
         made, self._made = self._made, None
         if made is None:

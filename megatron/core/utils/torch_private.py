@@ -41,11 +41,34 @@ index_put_unchecked_ = torch._index_put_impl_
 """`index_put_` with an argument that switches off the check for indices out of range, which waits for a GPU."""
 flash_attention_forward = torch.ops.aten._flash_attention_forward
 flash_attention_backward = torch.ops.aten._flash_attention_backward
+flash_attention_for_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 cudnn_attention_forward = torch.ops.aten._scaled_dot_product_cudnn_attention
 cudnn_attention_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
 
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 """Context manager: `__torch_function__` of tensor subclasses is not called inside."""
+
+
+def storage_address(storage: torch.UntypedStorage) -> int:
+    """Returns the address of a storage; of one on the meta device, which has no memory, that of its description."""
+    return storage._cdata
+
+
+@contextlib.contextmanager
+def run_backward_within(mode: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
+    """Inside the context, each backward runs inside `mode`, a TorchFunctionMode. torch leaves such a mode before it
+    starts a backward, and so before it calls the backward functions of our operations."""
+    run = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+    def run_within(*arguments: Any, **options: Any) -> Any:
+        with mode:
+            return run(*arguments, **options)
+
+    torch.autograd._engine_run_backward = run_within  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
 
 
 def sleep_on_gpu(cycles: int) -> None:

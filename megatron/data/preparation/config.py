@@ -63,6 +63,10 @@ class PreparationConfig:
     lang: str = flag("english", only_with="split_sentences")
     """With --split-sentences: language of the text, for punkt."""
 
+    deduplication: Literal["exact-match", "minhash", "both", "none"] | None = None
+    """Method by which the input was deduplicated before, for the manifest; a plan's data contract may ask for it. The
+    tool itself removes no documents."""
+
     dataset_impl: str | None = flag(None, no_effect="there is one format, .bin and .idx")
     """Older releases: format of the output."""
 

@@ -88,6 +88,7 @@ def _check_alike(prefixes: Sequence[str], manifests: Sequence[DataManifest | Non
             ("tokenizer", first.tokenizer, manifest.tokenizer),
             ("level", first.level, manifest.level),
             ("--append-eod", first.append_eod, manifest.append_eod),
+            ("--deduplication", first.deduplication, manifest.deduplication),
         ):
             if mine != other:
                 raise UserError(

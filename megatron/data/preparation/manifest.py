@@ -63,6 +63,8 @@ class DataManifest:
     """Records of the files, by suffix: bin and idx."""
     sentences: str | None = None
     """Name of the method that divided the texts into sentences (--split-sentences); None: they were not divided."""
+    deduplication: str | None = None
+    """Method by which the input was deduplicated (--deduplication); None: not said."""
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Writes the manifest in one step."""

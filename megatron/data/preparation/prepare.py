@@ -100,7 +100,7 @@ def prepare(
         merger.finish()
         if merger.output(0).counts.documents == 0:
             raise UserError(f"--input {' '.join(config.input)}: contains no documents")
-        manifests = tuple(_manifest(job, merger, key) for key in range(len(job.keys)))
+        manifests = tuple(_manifest(job, merger, key, config.deduplication) for key in range(len(job.keys)))
         for key, (final, manifest) in enumerate(zip(prefixes, manifests, strict=True)):
             output = merger.output(key)
             _publish(output.bin_path, output.idx_path, manifest, final)
@@ -245,7 +245,7 @@ def _kept_if_useful(folder: Path, journal: Journal) -> Iterator[None]:
         raise _Kept(UserError(f"{error}; {hint}") if isinstance(error, _Unfinished) else error) from None
 
 
-def _manifest(job: Job, merger: ShardMerger, key: int) -> DataManifest:
+def _manifest(job: Job, merger: ShardMerger, key: int, deduplication: str | None) -> DataManifest:
     output = merger.output(key)
     return DataManifest(
         tokenizer=TokenizerRecord.of(job.tokenizer),
@@ -267,6 +267,7 @@ def _manifest(job: Job, merger: ShardMerger, key: int) -> DataManifest:
             "idx": FileRecord(output.idx_path.stat().st_size, sha256_of_file(output.idx_path)),
         },
         sentences=None if job.splitter is None else job.splitter.name,
+        deduplication=deduplication,
     )
 
 

@@ -5,16 +5,21 @@ The memory of each rank comes from building its part of the model (`rank_memory`
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from megatron.core.transformer.layer_costs import training_flops
 from megatron.data.datasets.indexed_dataset import IndexedDataset
+from megatron.data.datasets.object_store import is_url
 from megatron.data.datasets.utils import Blend, normalize, parse_split
+from megatron.data.tokenizer.base import Tokenizer
 from megatron.data.tokenizer.build import build_tokenizer
-from megatron.diagnosis.dry_run.rank_memory import MemoryBytes, RankMemory, parameters_of_model, rank_memory
+from megatron.diagnosis.memory.peak import RankPeak, peaks_or_reason
+from megatron.diagnosis.memory.rank_memory import MemoryBytes, RankMemory, parameters_of_model, rank_memory
 from megatron.training.batch_schedule import BatchSchedule
 from megatron.training.checkpoint_checks import check_before_build, check_vocabulary
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.data_checks import check_data_of_run
+from megatron.training.data.data_contract import keep_data_contract, planned_tokenizer
 from megatron.training.data.sources import blends
 from megatron.training.providers import Providers
 from megatron.training.setup.sizes import resolve_auto_layout, vocabulary_rows
@@ -45,8 +50,13 @@ class DryRun:
     microbatches_per_step: int
     flops_per_step: int
     data: tuple[Passes, ...]
+    tokenizer: Tokenizer
     config: PretrainConfig
     """The run's config, with stages in place of the layout auto."""
+    peaks: tuple[RankPeak, ...] = ()
+    """The peak of each kind of rank; empty if activations cannot be counted."""
+    why_no_peaks: str = ""
+    """Why `peaks` is empty."""
     notes: tuple[str, ...] = ()
     """Lines about everything that depends on the size of the vocabulary."""
 
@@ -60,15 +70,19 @@ def dry_run(config: PretrainConfig, providers: Providers) -> DryRun:
     """Computes the properties of a run. Raises UserError if its tokenizer, model or data cannot be built or do not fit
     together, or if a checkpoint under --load has another model or schedule. The dry run may be on a machine without the
     checkpoint."""
-    tokenizer = build_tokenizer(config.tokenizer)
+    stand_in = planned_tokenizer(config)
+    tokenizer = build_tokenizer(config.tokenizer) if stand_in is None else stand_in
     training, length = config.training, config.data.seq_length
     padded = vocabulary_rows(config, tokenizer)
     config, notes = resolve_auto_layout(config, padded)
     vocab_size = config.tokenizer.model_vocab_size(tokenizer.vocab_size)
     check_before_build(config, schedule_of_flags=providers.build_scheduler is None)
     check_vocabulary(config, (vocab_size, padded))
-    check_data_of_run(config, tokenizer, reads_data=False)
+    if stand_in is None:
+        check_data_of_run(config, tokenizer, reads_data=False)
+    keep_data_contract(config, tokenizer)
     ranks = rank_memory(config, providers, tokenizer, padded)
+    peaks, reason = peaks_or_reason(config, providers, tokenizer)
     return DryRun(
         parameters=parameters_of_model(entry.shard for entry in ranks),
         vocab_size=vocab_size,
@@ -85,7 +99,10 @@ def dry_run(config: PretrainConfig, providers: Providers) -> DryRun:
             bidirectional=config.is_bidirectional,
         ),
         data=tuple(_passes_over_data(config)),
+        tokenizer=tokenizer,
         config=config,
+        peaks=peaks,
+        why_no_peaks=reason,
         notes=tuple(notes),
     )
 
@@ -102,15 +119,21 @@ def _passes_over_data(config: PretrainConfig) -> Iterator[Passes]:
     elif config.data.split is not None:
         share = parse_split(config.data.split)[0]
     if blend is not None and not config.training.sft:
-        yield from _passes_over(blend, share, tokens_to_train_on(config))
+        yield from _passes_over(blend, share, tokens_to_train_on(config), config.data.data_contract is not None)
 
 
-def _passes_over(blend: Blend, share: float, wanted: int | None) -> Iterator[Passes]:
+def _passes_over(blend: Blend, share: float, wanted: int | None, planned: bool) -> Iterator[Passes]:
     prefixes, weights = blend
+    if planned and not all(map(_exists, prefixes)):
+        return  # the lines of the data contract say so
     sizes = [int(IndexedDataset(prefix).sequence_lengths.sum() * share) for prefix in prefixes]
     parts = normalize(weights if weights is not None else sizes)
     for prefix, size, part in zip(prefixes, sizes, parts, strict=True):
         yield Passes(prefix, size, None if wanted is None or size == 0 else wanted * part / size)
+
+
+def _exists(prefix: str) -> bool:
+    return is_url(prefix) or Path(f"{prefix}.idx").exists()
 
 
 def tokens_to_train_on(config: PretrainConfig) -> int | None:

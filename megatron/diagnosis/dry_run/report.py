@@ -2,7 +2,9 @@
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
 
 from megatron.core.exceptions import UserError
 from megatron.core.groups.rank_grid import RankGrid, ranks_text
@@ -10,8 +12,13 @@ from megatron.core.parameters import ParameterInfo
 from megatron.core.pipeline_parallel.stage_map import stage_map, stage_text, stages_text
 from megatron.core.utils.warn import leave_out
 from megatron.diagnosis.dry_run.dry_run import DryRun, dry_run, tokens_to_train_on
-from megatron.diagnosis.dry_run.rank_memory import RankMemory
+from megatron.diagnosis.memory.peak import RankPeak, imbalance_of, peak_of
+from megatron.diagnosis.memory.rank_memory import MemoryBytes, RankMemory
+from megatron.diagnosis.memory.ways_out import way_text, ways_out
+from megatron.diagnosis.planning.time_report import time_lines
+from megatron.diagnosis.planning.topology import topology_lines
 from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.config.settings import LaunchEnvironment
 from megatron.training.inspection.print_config import config_lines
 from megatron.training.launch.errors import exit_with_problems
 from megatron.training.providers import Providers
@@ -23,21 +30,27 @@ def print_dry_run(config: PretrainConfig, providers: Providers) -> None:
     if os.environ.get("RANK", "0") != "0":
         return
     leave_out(config.notes)
+    launch = LaunchEnvironment.of_this_process()
     try:
         run = dry_run(config, providers)
+        times = []
+        if config.hardware.gpu is not None:
+            times = list(time_lines(run.config, launch, run.padded_vocab_size, run.parameters))
     except UserError as error:
         exit_with_problems(error)
     shown = config_lines(config) if config.training.print_config else ()
-    print(*config.notes, *run.notes, *shown, sep="\n")
-    print(*report_lines(run.config, run), sep="\n", flush=True)
+    print(*config.notes, *run.notes, *topology_lines(run.config, launch), *shown, sep="\n")
+    print(*report_lines(run.config, run, times), sep="\n", flush=True)
+    print(*way_lines(run, providers), sep="\n", flush=True)
 
 
-def report_lines(config: PretrainConfig, run: DryRun) -> Iterator[str]:
-    """Yields the lines of the report."""
+def report_lines(config: PretrainConfig, run: DryRun, times: Iterable[str] = ()) -> Iterator[str]:
+    """Yields the lines of the report. `times` are those about the time of a step."""
     yield from _run_lines(config, run)
+    yield from times
     if config.world_size > 1:
         yield ""
-        yield from _rank_lines(run.ranks)
+        yield from _rank_lines(run)
         yield ""
         yield from _map_lines(config, run.ranks)
 
@@ -80,9 +93,56 @@ def _run_lines(config: PretrainConfig, run: DryRun) -> Iterator[str]:
     where = "on each rank" if len({entry.memory for entry in run.ranks}) == 1 else "on the ranks that need most"
     yield (
         f"memory      {size_text(memory.total)} {where}: weights {size_text(memory.weights)}, gradients "
-        f"{size_text(memory.gradients)}, optimizer {size_text(memory.optimizer)}{gathered}; activations are "
-        "extra"
+        f"{size_text(memory.gradients)}, optimizer {size_text(memory.optimizer)}{gathered}"
     )
+    yield from _peak_lines(run)
+
+
+def _peak_lines(run: DryRun) -> Iterator[str]:
+    """Yields the peak of the rank that allocates most."""
+    if not run.peaks:
+        yield f"peak        activations are extra, and are not counted here: {run.why_no_peaks}"
+        return
+    peak = max(run.peaks, key=lambda peak: peak.allocated)
+    parts = [
+        f"weights, gradients and optimizer {short_size(peak.state)}",
+        f"activations {short_size(peak.activations)}",
+    ]
+    parts += [f"logits {short_size(peak.logits)}"] * (peak.logits > 0)
+    parts += [f"buffers {short_size(peak.buffers)}"] * (peak.buffers > 0)
+    yield (
+        f"peak        {short_size(peak.allocated)} allocated in a step{_on_rank(run, peak)}: {', '.join(parts)}, "
+        f"workspace {short_size(peak.workspace)}; CUDA and NCCL take about {short_size(peak.context)} more"
+    )
+    if imbalance_of(run.config) != 1.0:
+        yield f"            with {imbalance_of(run.config)} times the mean of tokens at the busiest rank's experts"
+    total = memory_of_gpu()
+    if total is not None:
+        taken = peak.allocated + peak.context
+        fits = "" if taken <= total else ": it does not fit"
+        yield f"            {taken / total:.0%} of the {short_size(total)} of a GPU of this machine{fits}"
+
+
+def way_lines(run: DryRun, providers: Providers) -> Iterator[str]:
+    """Yields the three cheapest ways to take less memory. If this machine's GPU is too small, those that are enough
+    come first."""
+    if not run.peaks:
+        return
+    total, fullest = memory_of_gpu(), max(peak.allocated + peak.context for peak in run.peaks)
+    found = ways_out(
+        run.config, lambda config: peak_of(config, providers, run.tokenizer), max(fullest - (total or fullest), 0)
+    )
+    yield "to take less memory:" if found else "to take less memory: no flag of this run's layout helps"
+    yield from (f"  {way_text(way, short_size)}" for way in found)
+
+
+def _on_rank(run: DryRun, peak: RankPeak) -> str:
+    return "" if run.config.world_size == 1 else f" on rank {peak.rank} and {peak.ranks - 1} like it"
+
+
+def memory_of_gpu() -> int | None:
+    """Returns the bytes of this machine's first GPU; None without a GPU."""
+    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
 
 
 def size_text(count: int) -> str:
@@ -105,24 +165,32 @@ def short_size(count: int) -> str:
 # Ranks
 
 
-def _rank_lines(ranks: Sequence[RankMemory]) -> Iterator[str]:
-    """Yields a line for each rank."""
-    parts = len({id(entry.shard) for entry in ranks})
+def _rank_lines(run: DryRun) -> Iterator[str]:
+    """Yields a line for each kind of rank: ranks of one kind hold the same stages and take the same memory."""
+    kinds: dict[tuple[str, MemoryBytes], list[RankMemory]] = {}
+    for entry in run.ranks:
+        kinds.setdefault((stages_text(entry.shard.stages), entry.memory), []).append(entry)
+    parts = len({id(entry.shard) for entry in run.ranks})
     yield (
-        f"memory of each rank in bytes ({parts} parts of the model were built, without memory: ranks that differ only "
-        "in their data or context parallel rank hold the same part)"
+        f"memory of each kind of rank in bytes ({parts} parts of the model were built, without memory: ranks that "
+        "differ only in their data or context parallel rank hold the same part)"
     )
-    gathered = any(entry.memory.gathered for entry in ranks)
-    titles = ["rank", "tp", "pp", "cp", "dp", "parameters", "weights", "gradients", "optimizer"]
-    quantized = any(entry.memory.quantized for entry in ranks)
-    titles += ["gathered units"] * gathered + ["quantised"] * quantized + ["total", "layers"]
+    gathered = any(memory.gathered for _, memory in kinds)
+    quantized = any(memory.quantized for _, memory in kinds)
+    titles = ["ranks", "number", "pp", "parameters", "weights", "gradients", "optimizer"]
+    titles += ["gathered units"] * gathered + ["quantised"] * quantized + ["state"]
+    titles += ["activations", "logits", "messages", "peak"] * bool(run.peaks) + ["layers"]
     rows = []
-    for entry in ranks:
-        memory = entry.memory
-        numbers = [entry.rank, *(entry.place[axis] for axis in ("tp", "pp", "cp", "dp")), entry.shard.parameters]
+    for (stages, memory), entries in kinds.items():
+        stage = entries[0].place["pp"]
+        numbers = [len(entries), stage, max(entry.shard.parameters for entry in entries)]
         numbers += [memory.weights, memory.gradients, memory.optimizer]
         numbers += [memory.gathered] * gathered + [memory.quantized] * quantized + [memory.total]
-        rows.append([*(f"{number:,}" for number in numbers), stages_text(entry.shard.stages)])
+        if run.peaks:
+            peak = run.peaks[stage]
+            numbers += [peak.activations, peak.logits, peak.buffers - memory.gathered, peak.allocated]
+        who = ranks_text([entry.rank for entry in entries])
+        rows.append([who, *(f"{number:,}" for number in numbers), stages])
     yield from _table([titles, *rows], last_left=True)
 
 

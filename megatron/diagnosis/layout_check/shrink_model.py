@@ -12,6 +12,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron.diagnosis.layout_check.shrink_layout import LayoutSizes, comm_types
 from megatron.training.config.flag_table import flag_table, spelling_of
 from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.config.settings import CHOSEN
 
 _SHORT = {"attention_chunk_size": 5, "rope_scaling_original_length": 8, "nope_temperature_floor": 3}
 """Flags that count tokens, and how many there are in a small run at most."""
@@ -83,7 +84,7 @@ class ShrunkFlags:
         return [json.dumps(kind) for kind in kinds]
 
     def _leave_out(self, *fields: str) -> None:
-        given = [name for name in fields if self.config.provenance.get(name) in ("flag", "script")]
+        given = [name for name in fields if self.config.provenance.get(name) in CHOSEN]
         self.left_out |= set(fields)
         if given:
             self.notes.append(f"left out, for it does not fit the smaller layout: {', '.join(map(spelling_of, given))}")
@@ -132,7 +133,7 @@ class ShrunkFlags:
         transformer, words = self.config.transformer, []
         for name, short in _SHORT.items():
             given = getattr(transformer, name)
-            if given is not None and self.config.provenance.get(name) in ("flag", "script"):
+            if given is not None and self.config.provenance.get(name) in CHOSEN:
                 words += [spelling_of(name), str(min(given, short))]
         return words
 

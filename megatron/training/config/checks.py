@@ -18,9 +18,17 @@ from megatron.core.ops.transformer_engine.engine import uses_engine
 from megatron.core.optimizer import optimizer_config
 from megatron.core.transformer.transformer_config import transformer_problems
 from megatron.data.tokenizer.config import TokenizerConfig
-from megatron.training.config import file_checks, graph_checks, model_families, parallel_checks, schedule_checks
+from megatron.training.config import (
+    exact_checks,
+    file_checks,
+    graph_checks,
+    model_families,
+    parallel_checks,
+    schedule_checks,
+)
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.data import DataConfig
+from megatron.training.config.hardware import HardwareConfig
 from megatron.training.config.logging import LoggingConfig
 from megatron.training.config.model import ACTIVATIONS, ModelConfig
 from megatron.training.config.parallel import ParallelConfig
@@ -87,6 +95,7 @@ _CONFIG_CLASSES: tuple[type[Any], ...] = (
     CheckpointConfig,
     LoggingConfig,
     ParallelConfig,
+    HardwareConfig,
     ResilienceConfig,
     RecordsConfig,
     FaultInjectorConfig,
@@ -356,6 +365,7 @@ RULES: tuple[Rule, ...] = (
     _widths,
     _gradient_types,
     _library,
+    model_families.of_recipe,
     model_families.masked_words,
     model_families.bert,
     model_families.encoder_and_decoder,
@@ -363,6 +373,8 @@ RULES: tuple[Rule, ...] = (
     model_families.layers_of_spec,
     parallel_checks.ranks,
     parallel_checks.ranks_of_experts,
+    parallel_checks.ranks_of_nodes,
+    parallel_checks.tensor_parallel_groups,
     parallel_checks.sequence_length,
     parallel_checks.virtual_stages,
     parallel_checks.sharding,
@@ -388,6 +400,7 @@ RULES: tuple[Rule, ...] = (
     graph_checks.micro_batch_graphs,
     graph_checks.optimizer_graph,
     _layout_invariance,
+    exact_checks.exact_sums,
     _external_data,
     _rewinds,
     _numbers_are_finite,

@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from megatron.core.exceptions import UserError
-from megatron.training.config.config_file import read_config_file
+from megatron.training.config.alternatives import SAME_THING
+from megatron.training.config.config_file import FileSetting, read_config_file
 from megatron.training.config.data import DATA_SOURCES
 from megatron.training.config.flag_table import GROUPS, Flag, flag_table, flags_by_spelling
 from megatron.training.config.help_text import help_about, help_text, help_topic
+from megatron.training.config.recipes.catalogue import fields_of_recipes, recipe_named
 from megatron.training.config.retired import REFUSED, RETIRED, Occurrence, is_flag, text_of, translate_all
 from megatron.training.config.unsupported_flags import ACCEPTED_FLAGS, REFUSED_FLAGS
 from megatron.training.config.version import version_text
@@ -37,9 +39,16 @@ class CommandLine:
     broken: set[str] = field(default_factory=set)
     """Fields whose value could not be parsed. Further problems of these fields are not reported."""
     from_files: set[str] = field(default_factory=set)
-    """Fields that a config file has set. A flag of the command line replaces their value."""
+    """Fields that a config file or a recipe has set. A flag of the command line replaces their value."""
+    from_recipe: dict[str, Any] = field(default_factory=dict)
+    """Fields that --recipe has set, with their value before."""
     warnings: list[str] = field(default_factory=list)
     """Lines about retired flags and about unknown flags that the script ignores."""
+
+    def leave_recipe(self, field: str) -> None:
+        """Gives a field that the recipe has set its value before."""
+        self.values[field] = self.from_recipe.pop(field)
+        del self.given[field]
 
 
 def read_command_line(
@@ -63,12 +72,15 @@ def read_command_line(
     if any(occurrence.spelling == "--version" for occurrence in occurrences) and "--version" not in script_spellings:
         print(version_text())
         raise SystemExit(0)
-    of_script = _take_config_files(line, occurrences, script_spellings)
+    settings = _read_config_files(line, occurrences)
+    take_recipe(line, [*(setting.occurrence for setting in settings), *occurrences])
+    of_script = _take_config_files(line, settings, script_spellings)
     replaced = list(_replaced_flags(occurrences))
     occurrences, warnings = translate_all(occurrences)
     line.warnings += [*warnings, *replaced]
     occurrences = _without_replaced_data(line, occurrences)
     of_script += take_all(line, occurrences, script_spellings, ignore_unknown_args)
+    complete_recipe(line)
     if parser is not None:
         _take_script_arguments(line, parser, of_script)
     unknown = [place for place, problem in enumerate(line.problems) if ": unknown flag; " in problem]
@@ -113,12 +125,9 @@ def take_all(
     return of_script
 
 
-def _take_config_files(
-    line: CommandLine, occurrences: Sequence[Occurrence], script_spellings: Collection[str]
-) -> list[Occurrence]:
-    """Takes the flags of the files that --config and --yaml-cfg name. Their problems begin with file and line. Returns
-    those that a script has added."""
-    of_script: list[Occurrence] = []
+def _read_config_files(line: CommandLine, occurrences: Sequence[Occurrence]) -> list[FileSetting]:
+    """Returns the settings of the files that --config and --yaml-cfg name. Mistakes are added to `line.problems`."""
+    settings: list[FileSetting] = []
     for occurrence in occurrences:
         for path in occurrence.words if occurrence.spelling in ("--config", "--yaml-cfg") else ():
             try:
@@ -127,14 +136,76 @@ def _take_config_files(
                 line.problems.append(str(error).replace("--config", occurrence.spelling, 1))
                 continue
             line.problems += problems
-            for entry in entries:
-                known = len(line.problems)
-                today, warnings = translate_all([entry.occurrence])
-                line.warnings += [f"{entry.where}: {warning}" for warning in warnings]
-                of_script += take_all(line, today, script_spellings, False)
-                line.problems[known:] = [f"{entry.where}: {problem}" for problem in line.problems[known:]]
+            settings += entries
+    return settings
+
+
+def _take_config_files(
+    line: CommandLine, settings: Iterable[FileSetting], script_spellings: Collection[str]
+) -> list[Occurrence]:
+    """Takes the settings of config files. Their problems begin with file and line. Returns those that a script has
+    added."""
+    of_script: list[Occurrence] = []
+    for setting in settings:
+        known = len(line.problems)
+        today, warnings = translate_all([setting.occurrence])
+        line.warnings += [f"{setting.where}: {warning}" for warning in warnings]
+        of_script += take_all(line, today, script_spellings, False)
+        line.problems[known:] = [f"{setting.where}: {problem}" for problem in line.problems[known:]]
     line.from_files = set(line.given)
     return of_script
+
+
+def take_recipe(line: CommandLine, occurrences: Iterable[Occurrence]) -> None:
+    """Takes the flags of the recipe that the last --recipe among `occurrences` names. What a file or the command line
+    gives must be taken after it."""
+    names = [
+        occurrence.words[0] for occurrence in occurrences if occurrence.spelling == "--recipe" and occurrence.words
+    ]
+    if not names:
+        return
+    try:
+        recipe = recipe_named(names[-1])
+    except UserError as error:
+        line.problems.append(f"--recipe {error}")
+        line.broken |= fields_of_recipes() | _OF_TOKENIZER  # what it lacks now is no further mistake
+        return
+    before = {field: line.values[field] for field in recipe.flags}
+    for flag, occurrence in recipe.occurrences():
+        take_flag(line, flag, occurrence)
+    line.from_recipe = before
+
+
+def complete_recipe(line: CommandLine) -> None:
+    """Leaves out flags of the recipe that the user's flags say in another way. Without data, the tokenizer may be
+    missing too: then ids are text, as many as the recipe's model has. A warning lists what is taken."""
+    if not line.from_recipe:
+        return
+    for given in line.given.keys() - line.from_recipe.keys():
+        for other in SAME_THING.get(given, ()):
+            if other in line.from_recipe:
+                line.leave_recipe(other)
+    recipe = recipe_named(line.values["recipe"])
+    words = [word for flag, one in recipe.occurrences() if flag.field in line.from_recipe for word in one.as_words()]
+    line.warnings.append(f"--recipe {recipe.name}: {' '.join(words)}")
+    if (
+        _OF_TOKENIZER & line.given.keys()
+        or recipe.model_family != "gpt"
+        or not (line.values["dry_run"] or line.values["mock_data"])
+    ):
+        return
+    ids = {"tokenizer_type": "NullTokenizer", "vocab_size": recipe.vocabulary - 1}
+    line.from_recipe |= {field: line.values[field] for field in ids}
+    line.values |= ids
+    line.given |= {field: flag_table()[field].spelling for field in ids}
+    line.warnings.append(
+        f"--recipe {recipe.name}: no tokenizer is given, so token ids are the text, and the embedding has the "
+        f"published {recipe.vocabulary} rows; a run on data needs --tokenizer-type"
+    )
+
+
+_OF_TOKENIZER = frozenset(("tokenizer_type", "tokenizer_model", "vocab_size", "vocab_file", "merge_file"))
+"""Fields that say which tokenizer a run has."""
 
 
 def split_words(argv: Iterable[str]) -> tuple[list[Occurrence], list[str]]:
@@ -228,6 +299,7 @@ def take_flag(line: CommandLine, flag: Flag, occurrence: Occurrence) -> None:
     before = line.values[flag.field] if continues else []
     line.given[flag.field] = spelling
     line.from_files.discard(flag.field)
+    line.from_recipe.pop(flag.field, None)
     line.broken.discard(flag.field)
     problem = _count_problem(flag, spelling, words)
     if problem is None and flag.switch is not None:

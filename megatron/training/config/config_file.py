@@ -18,6 +18,10 @@ _SECTIONS = {*(group.replace(" ", "_") for group in GROUPS), "language_model", "
 """Keys whose value is a mapping of further keys: the sections of --help, and those of Megatron-LM's --yaml-cfg."""
 
 
+_BESIDE_THE_FILE = ("data_contract",)
+"""Fields whose relative paths begin at the config file's folder: tools/plan.py writes both files into one folder."""
+
+
 @dataclass(frozen=True)
 class FileSetting:
     """A setting of a config file."""
@@ -68,6 +72,8 @@ def read_config_file(path: str) -> tuple[list[FileSetting], list[str]]:
             line, before = earlier.setdefault(_named(key.value), (key.start_mark.line + 1 + skipped, occurrence))
             if before != occurrence:
                 problems.append(f"{where}: {key.value} has another value in line {line}; give one")
+            if occurrence is not None and _named(key.value) in _BESIDE_THE_FILE:
+                occurrence = Occurrence(occurrence.spelling, (str(Path(path).parent / occurrence.words[0]),))
             entries += [FileSetting(where, occurrence)] if occurrence is not None else []
     return entries, problems
 

@@ -48,6 +48,11 @@ class DataConfig:
     per_split_data_args_path: str | None = flag(None, from_checkpoint=True)
     """JSON file with the keys train, valid and test; each value is written like --data-path."""
 
+    data_contract: str | None = None
+    """Data contract of a plan (tools/plan.py): a run whose tokenizer, data sets, ratios, lengths or deduplication are
+    not those of the plan is refused, and the clause is named. In a --config file, a path from the file's folder.
+    --dry-run then needs neither data nor tokenizer."""
+
     data_cache_path: str | None = flag(None, only_with=_READS_FILES)
     """Folder for index caches; a folder beside each data set when not given."""
 

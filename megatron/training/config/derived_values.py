@@ -196,7 +196,12 @@ def _ranks(s: Settings) -> str | None:
         least = math.lcm(model_size, expert_tensor * s.expert_model_parallel_size * sizes[1])
     if s.use_distributed_optimizer or s.use_megatron_fsdp or s.use_torch_fsdp2:
         least *= max(1, s.num_distributed_optimizer_instances)
-    if s.dry_run and not s.launch_environment.world_size_is_given and least > 1:
+    planned = s.planned_world_size
+    if planned is not None and s.launch_environment.world_size_is_given and planned != s.world_size:
+        note = f"--planned-world-size {planned}: the run has {s.world_size} ranks, and was planned for {planned}"
+    if s.dry_run and not s.launch_environment.world_size_is_given and planned is not None:
+        s.set_derived("world_size", max(1, planned))
+    elif s.dry_run and not s.launch_environment.world_size_is_given and least > 1:
         s.set_derived("world_size", least)
         note = f"--dry-run: for {least} ranks, the fewest for this layout; set WORLD_SIZE=N for another number"
     s.set_derived("data_parallel_size", max(1, s.world_size // model_size) if model_size > 0 else 1)

@@ -35,6 +35,10 @@ def files_exist(s: Settings) -> Iterator[str]:
     """Every data file and tokenizer file exists."""
     if not s.launch_environment.looks_at_files:
         return
+    if s.data_contract and s.dry_run:
+        return  # a plan is dry before its data and tokenizer exist; the contract's lines say what is not there yet
+    if s.data_contract and not Path(s.data_contract).is_file():
+        yield "{data_contract}: no such file; tools/plan.py writes it beside run.yaml"
     read = s.build(TokenizerConfig).files
     for field in ("data_args_path", "per_split_data_args_path", "data_stages", "vocab_file", "merge_file"):
         path = getattr(s, field)
@@ -207,7 +211,7 @@ PATHS = (
     *("save", "load", "pretrained_checkpoint", "load_hf"),
     *("data_path", "train_data_path", "valid_data_path", "test_data_path"),
     *("data_args_path", "data_stages", "per_split_data_args_path"),
-    *("data_cache_path", "object_storage_cache_path"),
+    *("data_cache_path", "data_contract", "object_storage_cache_path"),
     *("vocab_file", "merge_file", "tokenizer_model"),
     *("metrics_path", "nonfinite_dump_dir", "tensorboard_dir", "nccl_communicator_config_path"),
 )

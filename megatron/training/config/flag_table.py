@@ -32,6 +32,7 @@ from megatron.data.tokenizer.config import TokenizerConfig
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.data import DataConfig
 from megatron.training.config.flag_words import Words, choice, takes_one_or_list, word_type
+from megatron.training.config.hardware import HardwareConfig
 from megatron.training.config.logging import LoggingConfig
 from megatron.training.config.model import ModelConfig
 from megatron.training.config.parallel import ParallelConfig
@@ -56,6 +57,7 @@ GROUPS: dict[str, tuple[type, ...]] = {
     "faults and signals": (ResilienceConfig, FaultInjectorConfig),
     "tensors of single steps": (RecordsConfig,),
     "number formats, seed and ranks": (ModelParallelConfig, ParallelConfig),
+    "machines": (HardwareConfig,),
     "data parallel": (DistributedDataParallelConfig,),
     "memory": (MemoryConfig,),
     "kernels": (FusionConfig,),

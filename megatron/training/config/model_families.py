@@ -7,12 +7,22 @@ from megatron.core.declarations.config_fields import literal_text
 from megatron.core.exceptions import UserError
 from megatron.core.transformer.config.heterogeneous import HETEROGENEOUS
 from megatron.core.transformer.spec_utils import import_module
+from megatron.training.config.recipes.catalogue import recipes
 from megatron.training.config.settings import Settings
 
 NAMES = {"gpt": "GPT", "bert": "BERT", "t5": "T5"}
 """Model families, and how messages call them."""
 
 _SHORTEST = {"bert": (5, "three special tokens and at least two others"), "t5": (4, "at least two tokens")}
+
+
+def of_recipe(s: Settings) -> Iterator[str]:
+    """Yields a problem if another entry script trains the model of --recipe."""
+    if s.recipe not in recipes() or s.model_family is None:
+        return
+    family = recipes()[s.recipe].model_family
+    if family != s.model_family:
+        yield f"{{recipe}} is a {NAMES[family]}: pretrain_{family}.py trains it"
 
 
 def masked_words(s: Settings) -> Iterator[str]:

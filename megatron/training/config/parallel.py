@@ -21,6 +21,10 @@ class ParallelConfig:
     data_parallel_size: int = not_a_flag(1)
     """Number of replicas of the model: world size / (tensor x pipeline x context parallel size)."""
 
+    planned_world_size: int | None = None
+    """Number of ranks that the run is planned for (tools/plan.py). --dry-run takes it if WORLD_SIZE is not set; a run
+    of another number says so."""
+
     distributed_backend: Literal["nccl", "gloo"] | None = None
     """Communication library: nccl for GPUs, gloo for CPUs; chosen by the device when not given."""
 
@@ -104,4 +108,4 @@ class ParallelConfig:
     def validate(self) -> Iterator[str]:
         """Yields a problem for each impossible value, in the grammar of `config_fields`."""
         timeouts = ("distributed_timeout_minutes", "distributed_timeout_seconds_after_init")
-        yield from too_small(self, (*timeouts, *_CHUNKS), 1)
+        yield from too_small(self, (*timeouts, *_CHUNKS, "planned_world_size"), 1)

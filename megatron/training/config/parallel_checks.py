@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from megatron.core.distributed import distributed_data_parallel_config
 from megatron.core.groups.rank_grid import nearest_divisors
-from megatron.training.config.settings import Settings
+from megatron.training.config.settings import Settings, gpus_of_node
 
 
 def ranks(s: Settings) -> Iterator[str]:
@@ -58,6 +58,48 @@ def ranks_of_experts(s: Settings) -> Iterator[str]:
             "{num_moe_experts} with {tensor_model_parallel_size}: training needs {sequence_parallel:name}, since "
             "without it all tensor parallel ranks send the same tokens to the experts; add it"
         )
+
+
+def ranks_of_nodes(s: Settings) -> Iterator[str]:
+    """A run has as many ranks on each node as its flags say."""
+    said, found = s.gpus_per_node, s.launch_environment.ranks_of_host
+    if said is not None and found not in (None, said) and not s.dry_run and s.world_size > (found or 0):
+        yield (
+            f"{{gpus_per_node}}: the launcher has started {found} of the {s.world_size} ranks on this host; start "
+            f"{said} on each, or use {found} and check the parallel sizes"
+        )
+
+
+def tensor_parallel_groups(s: Settings) -> Iterator[str]:
+    """The ranks of a tensor parallel group share NVLink. There is no rule if the size of a node is not known."""
+    domain = gpus_of_domain(s)
+    if domain is None or domain < 1 or s.allow_tensor_parallel_across_nodes or s.world_size <= domain:
+        return
+    experts = s.num_moe_experts is not None and s.expert_tensor_parallel_size not in (None, 1)
+    for field in ("tensor_model_parallel_size", *["expert_tensor_parallel_size"] * experts):
+        size = getattr(s, field)
+        if size > 1 and domain % size:
+            works = " or ".join(map(str, nearest_divisors(domain, size)))
+            yield (
+                f"{{{field}}}: ranks of one group would be on several nodes, because {_domain_text(s, domain)}, and "
+                f"would send all activations over the network; use {works}, or give "
+                "{allow_tensor_parallel_across_nodes:name}"
+            )
+
+
+def gpus_of_domain(s: Settings) -> int | None:
+    """Returns the number of ranks that share NVLink; None if it is not known."""
+    found: int | None = s.gpus_per_nvlink_domain or gpus_of_node(s.gpus_per_node, s.launch_environment)
+    return found
+
+
+def _domain_text(s: Settings, domain: int) -> str:
+    if s.gpus_per_nvlink_domain is not None:
+        return f"{{gpus_per_nvlink_domain:name}} is {domain}"
+    if s.gpus_per_node is not None:
+        return f"{{gpus_per_node:name}} is {domain}"
+    found = "starts" if s.launch_environment.ranks_of_host is not None else "can start"
+    return f"the launcher {found} {domain} on each node ({{gpus_per_nvlink_domain:name}} if NVLink connects more)"
 
 
 def sequence_length(s: Settings) -> Iterator[str]:

@@ -13,6 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.data.tokenizer.config import TokenizerConfig
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.data import DataConfig
+from megatron.training.config.hardware import HardwareConfig
 from megatron.training.config.logging import LoggingConfig
 from megatron.training.config.model import ModelConfig
 from megatron.training.config.parallel import ParallelConfig
@@ -29,6 +30,7 @@ class PretrainConfig:
 
     model: ModelConfig
     parallel: ParallelConfig
+    hardware: HardwareConfig
     optimizer: OptimizerConfig
     ddp: DistributedDataParallelConfig
     schedule: ScheduleConfig
@@ -97,6 +99,7 @@ class PretrainConfig:
             self.ddp,
             self.model,
             self.parallel,
+            self.hardware,
             self.schedule,
             self.training,
             self.data,

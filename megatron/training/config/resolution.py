@@ -27,6 +27,7 @@ from megatron.training.config.command_line import CommandLine
 from megatron.training.config.data import DataConfig
 from megatron.training.config.derived_values import derive_values
 from megatron.training.config.flag_table import flag_table, spelling_of, text_of
+from megatron.training.config.hardware import HardwareConfig
 from megatron.training.config.ineffective_flags import is_read, notes_on_ineffective_flags
 from megatron.training.config.logging import LoggingConfig
 from megatron.training.config.messages import message_of
@@ -145,6 +146,7 @@ def build_config(settings: Settings, notes: Iterable[str], extra: Mapping[str, A
     config = PretrainConfig(
         model=settings.build(ModelConfig, transformer=transformer),
         parallel=settings.build(ParallelConfig),
+        hardware=settings.build(HardwareConfig),
         optimizer=settings.build(
             OptimizerConfig,
             params_dtype=transformer.params_dtype,

@@ -9,9 +9,12 @@ import torch
 
 from megatron.core.exceptions import UserError
 from megatron.training.config.command_line import CommandLine
+from megatron.training.config.host_ranks import ranks_of_host
 
-Source = Literal["default", "flag", "derived", "script"]
-"""Where a value comes from: the field's default, a flag, another value, or the user's script."""
+Source = Literal["default", "flag", "derived", "script", "recipe"]
+"""Where a value comes from: the field's default, a flag, another value, the user's script, or --recipe."""
+CHOSEN: tuple[Source, ...] = ("flag", "script", "recipe")
+"""Sources of values that the user chose."""
 
 _Config = TypeVar("_Config")
 
@@ -30,6 +33,8 @@ class LaunchEnvironment:
     """Whether the environment variable WORLD_SIZE is set, as under torchrun."""
     ranks_of_host: int | None = None
     """Number of ranks on each host; None if it is not known."""
+    gpus_of_host: int | None = None
+    """Number of GPUs that this process sees; None if it sees none, or only its own."""
     looks_at_files: bool = False
     """Whether this process checks that files exist. The first rank does it for all."""
 
@@ -44,9 +49,18 @@ class LaunchEnvironment:
             int(words),
             torch.cuda.is_available(),
             world_size_is_given="WORLD_SIZE" in os.environ,
-            ranks_of_host=int(local) if (local := os.environ.get("LOCAL_WORLD_SIZE", "")).isdecimal() else None,
+            ranks_of_host=ranks_of_host(os.environ),
+            gpus_of_host=gpus if (gpus := torch.cuda.device_count()) > 1 else None,
             looks_at_files=os.environ.get("RANK", "0") == "0",
         )
+
+
+def gpus_of_node(given: int | None, launch: LaunchEnvironment) -> int | None:
+    """Returns the number of ranks of a node: that of --gpus-per-node (`given`), that of the launcher, or the GPUs of
+    this host in a run of several ranks; None if it is not known."""
+    if given is not None:
+        return given
+    return launch.ranks_of_host or (launch.gpus_of_host if launch.world_size > 1 else None)
 
 
 class Settings:
@@ -63,6 +77,7 @@ class Settings:
         self.provenance: dict[str, Source] = dict.fromkeys(self.values, "default")
         self.provenance.update(dict.fromkeys(line.script, "script"))
         self.provenance.update(dict.fromkeys(line.given, "flag"))
+        self.provenance.update(dict.fromkeys(line.from_recipe, "recipe"))
         self.set_derived("world_size", launch_environment.world_size)
 
     def __getattr__(self, field: str) -> Any:
@@ -77,8 +92,8 @@ class Settings:
         self.provenance[field] = "derived"
 
     def is_given(self, field: str) -> bool:
-        """Whether a flag or the user's script has set the value."""
-        return self.provenance.get(field) in ("flag", "script")
+        """Whether a flag, a recipe or the user's script has set the value."""
+        return self.provenance.get(field) in CHOSEN
 
     def build(self, config_class: type[_Config], **fixed: Any) -> _Config:
         """Returns an object of a config dataclass whose fields have the values of the same names. `fixed` gives or

@@ -85,12 +85,16 @@ class TrainingConfig:
     environment variable WORLD_SIZE to choose the number of ranks."""
 
     print_config: bool = flag(False, from_checkpoint=False)
-    """Print every value and its source: default, flag or derived. Save the output to a file and pass it to --config to
-    get the same run."""
+    """Print every value and its source: default, flag, derived or recipe. Save the output to a file and pass it to
+    --config to get the same run."""
 
     config_file: list[str] | None = flag(None, on="--config", nargs="+")
     """YAML or JSON files with further flags, such as num_layers: 12. Flags of the command line win; a later file wins
     over an earlier one."""
+
+    recipe: str | None = flag(None, from_checkpoint=False)
+    """Name of a published model, such as llama3-8b, whose sizes, optimizer and schedule are taken. Flags of the command
+    line and of --config win. `python tools/recipes.py list` lists all."""
 
     layout_invariant: bool = False
     """Guarantee the same results on every layout with the same --micro-batch-size and --global-batch-size. Settings

@@ -13,8 +13,8 @@ from megatron.training.inspection.run_description import value_words
 
 
 def config_lines(config: PretrainConfig) -> Iterator[str]:
-    """Yields the settings by concern, one per line: name, value, and source (default, flag, derived, or script for a
-    user script). Lines of values that no flag gave are comments, so that --config reads the others."""
+    """Yields the settings by concern, one per line: name, value, and source (default, flag, derived, recipe, or
+    script for a user script). Lines of values that no flag gave are comments, so that --config reads the others."""
     values = config.flat()
     groups: dict[str, list[str]] = {}
     for field, flag in flag_table().items():
@@ -26,7 +26,7 @@ def config_lines(config: PretrainConfig) -> Iterator[str]:
         yield f"# {group}:"
         for field in fields:
             source = config.provenance.get(field, "derived")
-            text = _given(field, values[field]) if source == "flag" else None
+            text = _given(field, values[field]) if source in ("flag", "recipe") else None
             if text is not None:
                 yield f"{f'{field}:':<46} {text:<32} # {source}"
             else:
@@ -49,7 +49,7 @@ def lines_of_words(words: Sequence[str]) -> Iterator[str]:
 def _given(field: str, value: Any) -> str | None:
     """Returns the value as YAML; None if no words of the command line give it, or if it must not be in a file."""
     flag = flag_table()[field]
-    if field in ("config_file", "print_config", "dry_run"):
+    if field in ("config_file", "recipe", "print_config", "dry_run"):
         return None
     if flag.switch is not None:
         return "true" if value else "false"

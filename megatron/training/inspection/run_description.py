@@ -15,6 +15,7 @@ from megatron.training.config.model import ACTIVATIONS
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.recorded_flags import read_recorded, recorded_words
 from megatron.training.config.retired import Occurrence
+from megatron.training.config.settings import CHOSEN
 from megatron.training.inspection.gpt_spelling import Renaming, in_one_spelling, renaming
 
 ARCHITECTURE = (
@@ -118,8 +119,8 @@ def command_line_of(config: PretrainConfig, fields: Container[str] | None = None
     values = config.flat()
     words: list[str] = []
     for field, flag in flag_table().items():
-        wanted = field in values and field != "config_file" if fields is None else field in fields
-        if wanted and config.provenance.get(field) in ("flag", "script"):
+        wanted = field in values and field not in ("config_file", "recipe") if fields is None else field in fields
+        if wanted and config.provenance.get(field) in CHOSEN:
             words += words_of(flag, values[field])
     return words
 

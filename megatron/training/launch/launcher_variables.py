@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Mapping, MutableMapping
 
 from megatron.core.exceptions import UserError
+from megatron.training.config.host_ranks import tasks_of_node
 
 _WAYS_OUT = (
     "start the run with torchrun on each node, or with examples/train.slurm, which sets these variables; to train with "
@@ -126,12 +127,3 @@ def first_host(nodes: str) -> str | None:
     """Returns the first host of SLURM's list: node[007-010,012],other3 -> node007; None for an empty list."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
     return re.sub(r"\[([^-,\]]*)[^\]]*\]", r"\1", first[0]) if first else None
-
-
-def tasks_of_node(text: str, node: str) -> str | None:
-    """Returns the number of tasks of a node from SLURM's list of all nodes, such as 8(x3),4; None if it does not
-    say."""
-    counts: list[str] = []
-    for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
-        counts += [tasks] * int(times or 1)
-    return counts[int(node)] if node.isdecimal() and int(node) < len(counts) else None

@@ -9,6 +9,7 @@ from megatron.core.dist_checkpointing.coordination import RankCoordinator
 from megatron.core.exceptions import UserError
 from megatron.training.config.flag_table import flag_table
 from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.config.settings import CHOSEN
 
 _OF_ONE_MACHINE = frozenset({"local_rank", "data_cache_path", "metrics_path"})
 """Fields that may differ between ranks: they do not change what is computed, and may name a disk of one machine."""
@@ -28,7 +29,7 @@ def check_same_flags(config: PretrainConfig) -> None:
         flag = flag_table().get(field)
         if flag is not None and field not in _OF_ONE_MACHINE:
             values[flag.spelling] = value_text(value)
-            if config.provenance.get(field) in ("flag", "script"):
+            if config.provenance.get(field) in CHOSEN:
                 given.add(flag.spelling)
     digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
     digests = ranks.gather(digest)

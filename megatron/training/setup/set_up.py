@@ -24,6 +24,7 @@ from megatron.training.checkpoint_contents import SavedParts
 from megatron.training.checkpoints import Checkpoints
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.data_checks import check_data_of_run
+from megatron.training.data.data_contract import keep_data_contract
 from megatron.training.data.data_order import order_of
 from megatron.training.data.data_plan import data_plan
 from megatron.training.data.digests import data_digests
@@ -80,6 +81,7 @@ def set_up(
     check_before_build(config, schedule_of_flags=providers.build_scheduler is None)
     check_vocabulary(config, (context.vocab_size, vocabulary_rows(config, context.tokenizer)))
     check_data_of_run(config, context.tokenizer)
+    keep_data_contract(config, context.tokenizer)
     with timed(timers, "model-and-optimizer-setup", 0, barrier=True), explains_lack_of_host_memory():
         model = build_model(context, providers.build_model)
         parts_by_rank = holding_notes(model, environment.groups, config.transformer)
@@ -264,6 +266,8 @@ def set_torch(config: PretrainConfig) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if torch.are_deterministic_algorithms_enabled() != deterministic:  # setting it imports torch's compiler
         torch.use_deterministic_algorithms(deterministic)
+        # Filling each new tensor takes a pass over its memory; our kernels and torch's write all that is read.
+        torch.utils.deterministic.fill_uninitialized_memory = not deterministic  # type: ignore[attr-defined]
     reduced = not config.transformer.disable_bf16_reduced_precision_matmul
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = reduced
     if config.logging.logging_level is not None:

@@ -245,3 +245,14 @@ def test_main_gradients_in_bfloat16(strategy: str, more: dict[str, Any]) -> None
         assert {shard.dtype for shard in found.values()} == {torch.bfloat16}
         widened = {name: shard.float() for name, shard in found.items()}
         assert 0 < relative_error(widened, expected) < 0.01
+
+
+def test_a_wrapped_model_can_be_converted() -> None:
+    """Scripts move a model with `.to(device)` after they wrap it. A CPU has no other device, but it has other types."""
+    ddp = wrapped(SmallModel(tied=True, per_token=False).float()).double()
+    accumulate(ddp, range(SAMPLES), 1, per_token=False)
+    finalize_model_grads([ddp], None)
+    found, expected = gradients_of(ddp), reference_gradients(tied=True, per_token=False)
+    for name, gradient in found.items():
+        assert gradient.dtype is torch.float64
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-6)

@@ -28,6 +28,7 @@ CHECKS = {
     "expert_kernels": "moves places choices weights_of_choices sums_of_scores counts "
     "activations products specialized_products accumulations linears biases",
     "delta_rule_kernels": "packed long_rows",
+    "muon_kernels": "symmetric_products updates",
     "recurrent_kernels": "convolutions gated_norms rounded_scans",
     "fp8_kernels": "largest_values noted_values noted_rows casts by_largest blocks",
     "fp8_grouped_kernels": "largest_values casts by_largest blocks products weight_gradients",
@@ -69,9 +70,11 @@ def test_kernels_of_attention_compile(found: list[dict[str, Any]]) -> None:
 @pytest.mark.slow
 def test_products_of_the_backward_with_specialised_warps_need_not_wait_for_each_other(tmp_path: Path) -> None:
     cases = ("causal", "causal, wide", "window, packed, wide", "causal, dropped", "causal, wide, dropped")
-    found = compiled([f"flash_agreement.attention_of:{case}" for case in cases], tmp_path)
+    checks = [f"flash_agreement.attention_of:{case}" for case in cases]
+    checks += [f"flash_agreement.in_order:{case}" for case in cases[1:3]]
+    found = compiled(checks, tmp_path)
     kernels = [kernel for kernel in found if kernel["kernel"] == "_backward_specialized_kernel"]
-    assert len(kernels) == 5 and all(kernel["waits"] < 0.5 for kernel in kernels), kernels
+    assert len(kernels) == 7 and all(kernel["waits"] < 0.5 for kernel in kernels), kernels
     # Sums, probabilities and scores are in registers. Some positions are on the stack.
     assert all(kernel["stack"] <= 256 for kernel in kernels), kernels
 

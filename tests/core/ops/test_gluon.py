@@ -13,6 +13,7 @@ KERNELS = (
     "attention.flash_backward_specialized_triton",
     "fp8.block_product_specialized_triton",
     "moe.grouped_product_specialized_triton",
+    "symmetric_product_specialized_triton",
 )
 
 

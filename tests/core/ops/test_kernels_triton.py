@@ -3,7 +3,14 @@
 from types import ModuleType
 
 import pytest
-from support import elementwise_kernels, expert_kernels, fp8_grouped_kernels, recurrent_kernels, triton_agreement
+from support import (
+    elementwise_kernels,
+    expert_kernels,
+    fp8_grouped_kernels,
+    muon_kernels,
+    recurrent_kernels,
+    triton_agreement,
+)
 
 CHECKS: dict[str, tuple[ModuleType, list[str]]] = {
     "ops/attention/merge_triton.py": (triton_agreement, ["merged_blocks"]),
@@ -23,8 +30,10 @@ CHECKS: dict[str, tuple[ModuleType, list[str]]] = {
     "ops/normed_rope_triton.py": (elementwise_kernels, ["normed_positions"]),
     "ops/split_columns_triton.py": (elementwise_kernels, ["columns"]),
     "ops/split_heads_triton.py": (elementwise_kernels, ["parts_of_heads", "rotated_parts_of_heads"]),
+    "ops/symmetric_product_triton.py": (muon_kernels, ["symmetric_products"]),
     "ops/sum_rows_triton.py": (elementwise_kernels, ["sums"]),
     "optimizer/adam_triton.py": (elementwise_kernels, ["updates"]),
+    "optimizer/muon_triton.py": (muon_kernels, ["orthogonal_matrices", "updates"]),
     "optimizer/stored_adam_triton.py": (elementwise_kernels, ["stored_updates"]),
 }
 

@@ -4,6 +4,7 @@
 layouts with one process.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from megatron.core.tokens import Tokens
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.layer_inputs import LayerInputs
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils.recomputed import DiscardedResults, Recomputed
 
 VOCABULARY = 37
 SIZES = {
@@ -89,6 +91,36 @@ def test_recompute_changes_no_bit_and_keeps_less() -> None:
         gradients.append([parameter.grad for parameter in model.parameters()])
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
     assert kept[1] < 0.7 * kept[0]
+
+
+def test_results_of_convolution_and_gated_norm_are_not_kept() -> None:
+    """With operations that keep their arguments alone, as the kernels of GPUs do."""
+    model = build(linear_attention_freq=None, fp64=False)
+    ids = torch.randint(VOCABULARY, (1, 16), generator=torch.Generator().manual_seed(1))
+    mixers: list[Any] = [layer.self_attention for layer in model.decoder.layers]
+    for mixer in mixers:
+        recurrence = mixer.backend.recurrence
+        names = ("causal_conv", "gated_rms_norm", "delta_rule_attention")
+        recurrence = replace(recurrence, **{name: Recomputed(getattr(recurrence, name)) for name in names})
+        mixer.backend = mixer.core_attention.backend = mixer.out_norm.backend = replace(
+            mixer.backend, recurrence=recurrence
+        )
+    kept = kept_bytes(lambda: model(ids).sum())
+    for mixer in mixers:
+        for name in ("attend_to_convolved", "project_gated"):
+            setattr(mixer, name, KeptResults(getattr(mixer, name)))
+    channels = 4 * (2 * 3 + 2 * 5) + 4 * 2 * 5  # of the convolution, and of the gated norm
+    assert kept_bytes(lambda: model(ids).sum()) - kept == len(mixers) * 16 * channels * 4
+
+
+class KeptResults:
+    """`DiscardedResults` that discard nothing."""
+
+    def __init__(self, discarded: DiscardedResults) -> None:
+        self.compute, self.within = discarded.function, discarded.within
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self.within(*inputs)
 
 
 def test_what_a_state_cannot_respect_is_refused(model: GPTModel) -> None:

@@ -1,18 +1,20 @@
-"""What --dry-run prints: each rank of 128, and model parts by rank."""
+"""What --dry-run prints: each kind of rank, the peak and ways out, and model parts by rank."""
 
+import dataclasses
 import re
 import time
 
 import pytest
-from support.command_lines import configured
+from support.command_lines import SMALL, configured
 
 from megatron.core.pipeline_parallel.stage_map import StageModules, stage_text
 from megatron.diagnosis.dry_run.dry_run import dry_run
-from megatron.diagnosis.dry_run.report import report_lines, short_size, size_text
-from megatron.training.providers import Providers
-from pretrain_gpt import build_model
+from megatron.diagnosis.dry_run.report import report_lines, short_size, size_text, way_lines
+from megatron.training.providers import Context, ForwardStep, Providers
+from pretrain_gpt import build_forward_step, build_model
 
 PROVIDERS = Providers(build_model, lambda context, counts: [], lambda context: lambda data, model: None)  # type: ignore[arg-type,return-value]
+TRAINS = dataclasses.replace(PROVIDERS, build_forward_step=build_forward_step)
 MEGATRON_LM = (
     "--dry-run --tokenizer-type NullTokenizer --vocab-size 50257 --tensor-model-parallel-size 4 "
     "--pipeline-model-parallel-size 4 --num-layers 32 --hidden-size 4096 --num-attention-heads 32 "
@@ -26,8 +28,9 @@ def report(flags: str = "", base: str = MEGATRON_LM, ranks: int = 128) -> list[s
 
 
 def rows_of_ranks(lines: list[str]) -> list[list[str]]:
-    """The table of ranks: the words of each row."""
-    return [line.split() for line in lines if re.match(r"\s+\d+  ", line)]
+    """The cells of the table of kinds of ranks, without its titles."""
+    first = next(number for number, line in enumerate(lines) if line.startswith("memory of each kind of rank")) + 2
+    return [re.split(r"\s{2,}", line.strip()) for line in lines[first : lines.index("", first)]]
 
 
 def test_a_dry_run_of_128_ranks() -> None:
@@ -36,24 +39,57 @@ def test_a_dry_run_of_128_ranks() -> None:
     lines = report()
     assert time.process_time() - started < 60
     rows = rows_of_ranks(lines)
-    assert [int(row[0]) for row in rows] == list(range(128))
+    assert [row[:3] for row in rows] == [
+        ["0 to 31", "32", "0"],
+        ["32 to 63", "32", "1"],
+        ["64 to 95", "32", "2"],
+        ["96 to 127", "32", "3"],
+    ]
     h = 4096
     layer = (12 * h * h + (3 + 4) * h) // 4 + 6 * h
-    vocabulary = {0: 12672, 1: 12672, 2: 12672, 3: 50258 - 3 * 12672}  # padded to 50,688, a quarter each
-    for rank, row in enumerate(rows):
-        tp, pp, dp = rank % 4, rank // 32, rank // 4 % 8
-        assert list(map(int, row[1:5])) == [tp, pp, 0, dp]
-        parameters, weights, gradients, optimizer, total = (int(word.replace(",", "")) for word in row[5:10])
-        ends = {0: vocabulary[tp] * h + 4096 * h, 3: vocabulary[tp] * h + 2 * h}
+    vocabulary = 12672  # padded to 50,688, a quarter each
+    for pp, row in enumerate(rows):
+        parameters, weights, gradients, optimizer, total = (int(word.replace(",", "")) for word in row[3:8])
+        ends = {0: vocabulary * h + 4096 * h, 3: vocabulary * h + 2 * h}
         assert parameters == 8 * layer + ends.get(pp, 0)
-        stored = parameters + ((12672 - vocabulary[tp]) * h if pp in (0, 3) else 0)
-        assert weights == gradients == 4 * stored and optimizer == 8 * stored and total == 16 * stored
+        assert weights == gradients == 4 * parameters and optimizer == 8 * parameters and total == 16 * parameters
         layers = f"layers {8 * pp + 1} to {8 * pp + 8}"
-        expected = {0: f"embedding, {layers}", 3: f"{layers}, head and loss"}.get(pp, layers)
-        assert " ".join(row[10:]) == expected
+        assert row[-1] == {0: f"embedding, {layers}", 3: f"{layers}, head and loss"}.get(pp, layers)
     text = "\n".join(lines)
     assert "ranks       128 = tensor 4 x pipeline 4 x context 1 x data 8" in text
     assert "parameters  6,666,797,056; vocabulary 50,258, stored as 50,688" in text
+
+
+def test_the_peak_of_each_kind_of_rank() -> None:
+    config = configured("--pipeline-model-parallel-size 2", base=SMALL, ranks=4)
+    run = dry_run(config, TRAINS)
+    lines = list(report_lines(config, run))
+    first, last = rows_of_ranks(lines)
+    assert (first[0], last[0]) == ("0, 1", "2, 3")
+    for row, peak in zip((first, last), run.peaks, strict=True):
+        numbers = [int(word.replace(",", "")) for word in row[-5:-1]]
+        assert numbers == [peak.activations, peak.logits, peak.buffers, peak.allocated]
+    assert run.peaks[0].logits == 0 < run.peaks[1].logits
+    (told,) = (line for line in lines if line.startswith("peak        "))
+    fullest = max(run.peaks, key=lambda peak: peak.allocated)
+    assert f"{short_size(fullest.allocated)} allocated in a step on rank {fullest.rank} and 1 like it" in told
+
+
+def test_a_model_that_cannot_be_counted_is_told() -> None:
+    def reads_values(context: Context) -> ForwardStep:
+        raise ValueError("reads values\nof tensors")
+
+    run = dry_run(configured(), dataclasses.replace(TRAINS, build_forward_step=reads_values))
+    lines = list(report_lines(run.config, run))
+    assert "peak        activations are extra, and are not counted here: ValueError: reads values" in lines
+    assert list(way_lines(run, TRAINS)) == []
+
+
+def test_three_ways_to_take_less() -> None:
+    run = dry_run(configured("--micro-batch-size 4", ranks=2), TRAINS)
+    title, *ways = way_lines(run, TRAINS)
+    assert title == "to take less memory:" and len(ways) == 3
+    assert any(re.fullmatch(r"  --micro-batch-size 2: [\d.]+ MiB less, costs no more work", way) for way in ways)
 
 
 def test_the_map_says_who_holds_what() -> None:
@@ -102,8 +138,7 @@ def test_chunks_of_a_v_shaped_pipeline_lie_on_one_rank() -> None:
     small += "--tokenizer-type NullTokenizer --vocab-size 50 --lr 1 --train-iters 1"
     lines = report("--pipeline-model-parallel-size 2 --pipeline-schedule zb-v", base=small, ranks=2)
     rows = rows_of_ranks(lines)
-    assert " ".join(rows[0][10:]) == "embedding, layer 1; layer 4, head and loss"
-    assert " ".join(rows[1][10:]) == "layer 2; layer 3"
+    assert [row[-1] for row in rows] == ["embedding, layer 1; layer 4, head and loss", "layer 2; layer 3"]
 
 
 def test_stages_that_are_balanced_by_cost_are_told() -> None:
@@ -120,7 +155,7 @@ def test_stages_that_are_balanced_by_cost_are_told() -> None:
 )
 def test_gathered_units_have_a_column_if_there_are_any(flags: str, column: bool) -> None:
     lines = report(flags)
-    titles = next(line for line in lines if line.split()[:1] == ["rank"])
+    titles = next(line for line in lines if line.split()[:2] == ["ranks", "number"])
     assert ("gathered units" in titles) == column == any("for gathered units" in line for line in lines)
 
 

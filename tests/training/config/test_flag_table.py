@@ -35,10 +35,20 @@ OURS = {
     "--loss-spike-limit",
     "--loss-spike-rewind-window",
     "--loss-spike-z-score",
+    "--gpu",
+    "--gpus-per-node",
+    "--gpus-per-nvlink-domain",
+    "--allow-tensor-parallel-across-nodes",
+    "--link",
+    "--plot",
 } | {
     "--config",
+    "--recipe",
+    "--exact-data-parallel-sums",
     "--layout-invariant",
     "--data-stages",
+    "--data-contract",
+    "--planned-world-size",
     "--load-hf",
     "--log-style",
     "--save-hf-interval",
@@ -269,7 +279,7 @@ READ_WHEN_CONFIGS_ARE_MADE = {
     "--fault-injector-ranks",
     "--mtp-hybrid-override-pattern",
     "--megatron-fsdp-main-grads-dtype", "--megatron-fsdp-main-params-dtype", "--megatron-fsdp-grad-comm-dtype",
-    "--expert-model-parallel-size", "--expert-tensor-parallel-size",
+    "--expert-tensor-parallel-size", "--planned-world-size", "--allow-tensor-parallel-across-nodes",
     "--mtp-standalone", "--tokenizer-sentencepiece-legacy", "--config",
     "--eval-global-batch-size", "--eval-micro-batch-size", "--fim-prefix-token", "--fim-middle-token",
     "--fim-suffix-token", "--bert-num-tokentypes",
@@ -296,7 +306,11 @@ OUT_OF_CHECKPOINTS = {
     "cuda_graph_modules": "names of parts",
 }
 """Free text that may come from a checkpoint, and what it is. No code, module, command, config file or path to write."""
-ACTING = {"use_checkpoint_args", "print_config", "dry_run"}
+ACTING = {"use_checkpoint_args", "print_config", "dry_run"} | {
+    "gpus_per_node",
+    "gpus_per_nvlink_domain",
+    "allow_tensor_parallel_across_nodes",
+}
 """Other flags that may not."""
 
 

@@ -48,7 +48,8 @@ def test_two_tensor_parallel_ranks_of_a_host_with_gpus_cut_their_products() -> N
     assert pieces() == pieces("--tp-comm-overlap --tp-comm-overlap-rs-dgrad", has_cuda=False) == (True, True)
     assert pieces("--tp-comm-overlap") == (True, False)
     assert pieces("--cuda-graph-impl transformer_engine") == pieces("--external-cuda-graph") == (True, True)
-    off = pieces("--no-tp-comm-overlap"), pieces(has_cuda=False), pieces(of_host=None), pieces(of_host=1)
+    off = pieces("--no-tp-comm-overlap"), pieces(has_cuda=False), pieces(of_host=None)
+    off += (pieces("--allow-tensor-parallel-across-nodes", of_host=1),)
     off += pieces("--fp8-format hybrid --bf16"), pieces("--transformer-impl transformer_engine")
     off += pieces(words="--tensor-model-parallel-size 2 --sequence-parallel"), pieces(words=layout.replace("2", "4", 1))
     assert set(off) == {(False, False)}

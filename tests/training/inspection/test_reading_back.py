@@ -57,7 +57,7 @@ def rounds() -> list[list[str]]:
     return [[word for words in table if at < len(words) for word in words[at]] for at in range(longest)]
 
 
-ACTING = ("config_file", "print_config", "dry_run", "mock_data")
+ACTING = ("config_file", "recipe", "print_config", "dry_run", "mock_data")
 """Flags that act on others, or that a file cannot give."""
 
 

@@ -10,7 +10,8 @@ from support.runs import GPT
 
 from megatron.core.exceptions import UserError
 from megatron.training import pretrain
-from megatron.training.launch.launcher_variables import first_host, take_ranks_of_launcher, tasks_of_node
+from megatron.training.config.host_ranks import tasks_of_node
+from megatron.training.launch.launcher_variables import first_host, take_ranks_of_launcher
 
 STEP = {
     "SLURM_JOB_ID": "1234567",

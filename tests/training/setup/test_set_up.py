@@ -28,9 +28,11 @@ def test_global_options_of_torch_and_python(monkeypatch: pytest.MonkeyPatch) -> 
         flags = "--deterministic-mode --logging-level 35 --disable-bf16-reduced-precision-matmul"
         set_torch(config_of(f"--train-iters 9 {flags}"))
         assert torch.are_deterministic_algorithms_enabled() and logging.getLogger().level == 35
+        assert not torch.utils.deterministic.fill_uninitialized_memory
         assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
         set_torch(config_of("--train-iters 9"))
         assert not torch.are_deterministic_algorithms_enabled()
+        assert torch.utils.deterministic.fill_uninitialized_memory
         assert torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
     finally:
         logging.getLogger().setLevel(before)

@@ -17,6 +17,12 @@ These sums are in blocks of 64 queries and 64 channels. A block has its numbers 
 so that threads write them to shared memory 16 bytes at a time and without bank conflicts. `_round_kernel` restores the
 order.
 
+In deterministic mode (TURNS) the engine adds in the order of the keys. A block has a turn in memory: the tile of keys
+whose program adds next. A warp group waits for its turn, adds, and passes the turn on once the engine has written the
+sums, which is in its next step. Programs walk over the queries from the last one down, so that those of one head, which
+start together, wait one step for each other and then stay in step. A program takes its tile from a counter when it
+begins, so the programs that it waits for have begun.
+
 Dropout needs no barrier: a thread of a warp group loads the bits of its own probabilities (`KeepBits.by_key`). Rounded
 probabilities are dropped for dV. For dS, dP is dropped after the wait for it: dropped probabilities in float32 would
 need more registers than there are.
@@ -99,19 +105,74 @@ def _find_walk(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _place(groups, order, ORDERED: gl.constexpr):  # type: ignore[no-untyped-def]
+def _place(groups, order, turns, ORDERED: gl.constexpr, TURNS: gl.constexpr):  # type: ignore[no-untyped-def]
     """Returns batch, group and first key of a program. Programs of the same tile of keys start together."""
-    tile = gl.program_id(1)
-    if ORDERED:
+    pair, tile = gl.program_id(0), gl.program_id(1)
+    if TURNS:
+        number = gl.atomic_add(turns, 1)
+        pair, tile = number % gl.num_programs(0), number // gl.num_programs(0)
+    elif ORDERED:
         tile = gl.load(order + tile)
-    return gl.program_id(0) // groups, gl.program_id(0) % groups, tile * (2 * KEYS)
+    return pair // groups, pair % groups, tile * (2 * KEYS)
+
+
+@gluon.jit
+def _await_turn(turn, tile):  # type: ignore[no-untyped-def]
+    """Waits until `turn` is `tile`: the first warp of a warp group waits, and a thread of it begins the addition."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred p;
+        .reg .u32 t;
+        mov.u32 t, %tid.x;
+        and.b32 t, t, 96;
+        setp.ne.u32 p, t, 0;
+        @p bra THERE;
+        AGAIN:
+        ld.acquire.gpu.global.u32 t, [$1];
+        setp.ne.u32 p, t, $2;
+        @p bra AGAIN;
+        fence.proxy.async.global;
+        THERE:
+        bar.warp.sync 0xffffffff;
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,r",
+        [turn, tile],
+        gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _pass_turn(turn, tile):  # type: ignore[no-untyped-def]
+    """Waits until the engine has written all additions of this thread, then sets `turn` to `tile`."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred p;
+        .reg .u32 t;
+        cp.async.bulk.wait_group 0;
+        fence.proxy.async.global;
+        bar.warp.sync 0xffffffff;
+        mov.u32 t, %tid.x;
+        and.b32 t, t, 127;
+        setp.eq.u32 p, t, 0;
+        @p st.release.gpu.global.u32 [$1], $2;
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,r",
+        [turn, tile],
+        gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @gluon.jit
 def _load_tiles(  # type: ignore[no-untyped-def]
     query_tiles, gradient_tiles, key_tiles, value_tiles, statistics, q_ring, dy_ring, k_tile, v_tile, sums, deltas,
     keys_there, full, empty, batch, group, n, first, count, groups, shared, rounded,
-    M: gl.constexpr, WIDTH: gl.constexpr,
+    TURNS: gl.constexpr, M: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
     """Loads the program's keys and values, then tiles of queries into each stage that both warp groups have released.
     Rows behind the last query are zeros, and `statistics` gives them probabilities of 0."""
@@ -123,7 +184,10 @@ def _load_tiles(  # type: ignore[no-untyped-def]
     i = gl.arange(0, M, gl.SliceLayout(1, LAYOUT))[:, None] * 2 + gl.arange(0, 2, gl.SliceLayout(0, LAYOUT))[None, :]
     for t in range(shared * count):
         step = t % STAGES
-        head, m = group * shared + t // count, first + t % count * M
+        place = t % count
+        if TURNS:
+            place = count - 1 - place
+        head, m = group * shared + t // count, first + place * M
         pair = (batch * groups * shared + head).to(gl.int64)
         row_sums, delta = gl.split(gl.load(statistics + (pair * rounded + m) * 2 + i))
         mbarrier.wait(empty.index(step), t // STAGES & 1 ^ 1)
@@ -146,11 +210,11 @@ def _load_words(bits, pair, m, queries, keys, M: gl.constexpr, SCORES: gl.conste
 
 @gluon.jit
 def _compute_tiles(  # type: ignore[no-untyped-def]
-    part_tiles, key_gradient_tiles, value_gradient_tiles, bits, edges, q_ring, dy_ring, k_tile, v_tile, ds_ring, sums,
-    deltas, staging, keys_there, full, empty, exchanged, batch, group, n, first, count, whole, whole_end, groups,
+    part_tiles, key_gradient_tiles, value_gradient_tiles, bits, edges, turns, q_ring, dy_ring, k_tile, v_tile, ds_ring,
+    sums, deltas, staging, keys_there, full, empty, exchanged, batch, group, n, first, count, whole, whole_end, groups,
     shared, row_length, queries, keys, query_start, key_start, left, right, num_tiles, scale, factor, keep_scale,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, PACKED: gl.constexpr, DROPS: gl.constexpr, M: gl.constexpr,
-    WIDTH: gl.constexpr, WHICH: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, PACKED: gl.constexpr, DROPS: gl.constexpr, TURNS: gl.constexpr,
+    M: gl.constexpr, WIDTH: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """Computes the gradients of KEYS keys and values, the first (WHICH is 0) or the last ones of the program, and adds
     half of each tile's gradients of queries to the parts."""
@@ -176,8 +240,13 @@ def _compute_tiles(  # type: ignore[no-untyped-def]
     no_part = gl.zeros([64, 64], gl.float32, PART)
     key_total = gl.zeros([KEYS, WIDTH], gl.float32, TOTAL)
     value_total = gl.zeros([KEYS, WIDTH], gl.float32, TOTAL)
-    total, last = shared * count, first + count * M
-    m, head = first, 0
+    total = shared * count
+    # The walk over the queries of a head: its first and last tile, and its direction.
+    STEP: gl.constexpr = -1 if TURNS else 1
+    begin, final = first, first + (count - 1) * M
+    if TURNS:
+        begin, final = first + gl.maximum(count - 1, 0) * M, first
+    m, head = begin, 0
     if DROPS:
         first_pair = ((batch * groups + group) * shared).to(gl.int64)
         bits += n + WHICH * KEYS
@@ -186,7 +255,9 @@ def _compute_tiles(  # type: ignore[no-untyped-def]
     mbarrier.wait(full.index(0), 0, pred=total > 0)
     scores = warpgroup_mma(k, q_ring.index(0).reshape([M, WIDTH]).permute((1, 0)), no_scores, use_acc=False)
     # Blocks of 64 x 64 numbers: two for each tile of queries of each head.
-    block = ((batch * groups + group) * shared * num_tiles + first // M) * 2 + WHICH
+    block = ((batch * groups + group) * shared * num_tiles + begin // M) * 2 + WHICH
+    if TURNS:  # of the numbers before the turns, the first counts programs; the second belongs to no block
+        turn, tile = turns + 1, n // (2 * KEYS)
     for t in range(total):
         step = t % STAGES
         q, dy = q_ring.index(step).reshape([M, WIDTH]), dy_ring.index(step).reshape([M, WIDTH])
@@ -217,6 +288,8 @@ def _compute_tiles(  # type: ignore[no-untyped-def]
         mbarrier.arrive(exchanged.index(t % 2), count=1)
         flying_keys = warpgroup_mma(gl.convert_layout(score_gradient, FACTOR), q, key_total, is_async=True)
         mbarrier.wait(exchanged.index(t % 2), t // 2 & 1)
+        if TURNS:
+            _pass_turn(turn, tile + 1)
         flying_part = no_part
         for half in gl.static_range(2):
             ds = ds_ring.index(t % 2 * 2 + half)
@@ -233,8 +306,8 @@ def _compute_tiles(  # type: ignore[no-untyped-def]
         mbarrier.wait(full.index(following), (t + 1) // STAGES & 1, pred=t + 1 < total)
         next_q = q_ring.index(following).reshape([M, WIDTH])
         flying = warpgroup_mma(k, next_q.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-        head_ends = m + M >= last
-        m = gl.where(head_ends, first, m + M)
+        head_ends = m == final
+        m = gl.where(head_ends, begin, m + STEP * M)
         if DROPS:  # the words of the next tile come from memory until they are used
             head = gl.minimum(gl.where(head_ends, head + 1, head), shared - 1)
             words = _load_words(bits, first_pair + head, m, queries, keys, M, SCORES)
@@ -245,11 +318,16 @@ def _compute_tiles(  # type: ignore[no-untyped-def]
         tma.store_wait(BUFFERS - 1)
         staging.index(t % BUFFERS).store(part)
         fence_async_shared()
+        if TURNS:
+            turn = turns + 2 + block
+            _await_turn(turn, tile)
         add_bulk(part_tiles, [block * 128, 0], staging.index(t % BUFFERS))
-        block += gl.where(head_ends, (num_tiles - count) * 2 + 2, 2)
+        block += gl.where(head_ends, num_tiles * 2 - (count - 1) * (2 * STEP), 2 * STEP)
         # Waits in the pass that began the product: if it still ran at the start of the next pass, ptxas would run all
         # products one after the other.
         scores = warpgroup_mma_wait(0, deps=[flying])
+    if TURNS:
+        _pass_turn(turn, tile + 1)
     # Both gradients leave through the memory of the values, which this warp group alone reads.
     at = [batch, group, n + WHICH * KEYS, 0]
     v.store((value_total * keep_scale).to(dtype))
@@ -265,11 +343,12 @@ def _compute_tiles(  # type: ignore[no-untyped-def]
 @gluon.jit(do_not_specialize=["query_start", "key_start", "left", "right"])
 def _backward_specialized_kernel(  # type: ignore[no-untyped-def]
     part_tiles, query_tiles, gradient_tiles, key_tiles, value_tiles, key_gradient_tiles, value_gradient_tiles,
-    statistics, bits, edges, order, groups, shared, row_length, queries, rounded, keys, query_start, key_start, left,
-    right, num_tiles, scale, factor, keep_scale, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    PACKED: gl.constexpr, DROPS: gl.constexpr, ORDERED: gl.constexpr, M: gl.constexpr, WIDTH: gl.constexpr,
+    statistics, bits, edges, order, turns, groups, shared, row_length, queries, rounded, keys, query_start, key_start,
+    left, right, num_tiles, scale, factor, keep_scale, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    PACKED: gl.constexpr, DROPS: gl.constexpr, ORDERED: gl.constexpr, TURNS: gl.constexpr, M: gl.constexpr,
+    WIDTH: gl.constexpr,
 ):  # fmt: skip
-    batch, group, n = _place(groups, order, ORDERED)
+    batch, group, n = _place(groups, order, turns, ORDERED, TURNS)
     first, count, whole, whole_end = _find_walk(
         edges, row_length, queries, keys, query_start, key_start, left, right, n, HAS_LEFT, HAS_RIGHT, PACKED, M
     )
@@ -298,17 +377,17 @@ def _backward_specialized_kernel(  # type: ignore[no-untyped-def]
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_compute_tiles, (part_tiles, key_gradient_tiles, value_gradient_tiles, bits, edges, q_ring, dy_ring,
-             k_tile, v_tile, ds_ring, sums, deltas, upper, keys_there, full, empty, exchanged, batch, group, n, first,
-             count, whole, whole_end, groups, shared, row_length, queries, keys, query_start, key_start, left, right,
-             num_tiles, scale, factor, keep_scale, HAS_LEFT, HAS_RIGHT, PACKED, DROPS, M, WIDTH, 0)),
-            (_compute_tiles, (part_tiles, key_gradient_tiles, value_gradient_tiles, bits, edges, q_ring, dy_ring,
-             k_tile, v_tile, ds_ring, sums, deltas, lower, keys_there, full, empty, exchanged, batch, group, n, first,
-             count, whole, whole_end, groups, shared, row_length, queries, keys, query_start, key_start, left, right,
-             num_tiles, scale, factor, keep_scale, HAS_LEFT, HAS_RIGHT, PACKED, DROPS, M, WIDTH, 1)),
+            (_compute_tiles, (part_tiles, key_gradient_tiles, value_gradient_tiles, bits, edges, turns, q_ring,
+             dy_ring, k_tile, v_tile, ds_ring, sums, deltas, upper, keys_there, full, empty, exchanged, batch, group,
+             n, first, count, whole, whole_end, groups, shared, row_length, queries, keys, query_start, key_start, left,
+             right, num_tiles, scale, factor, keep_scale, HAS_LEFT, HAS_RIGHT, PACKED, DROPS, TURNS, M, WIDTH, 0)),
+            (_compute_tiles, (part_tiles, key_gradient_tiles, value_gradient_tiles, bits, edges, turns, q_ring,
+             dy_ring, k_tile, v_tile, ds_ring, sums, deltas, lower, keys_there, full, empty, exchanged, batch, group,
+             n, first, count, whole, whole_end, groups, shared, row_length, queries, keys, query_start, key_start, left,
+             right, num_tiles, scale, factor, keep_scale, HAS_LEFT, HAS_RIGHT, PACKED, DROPS, TURNS, M, WIDTH, 1)),
             (_load_tiles, (query_tiles, gradient_tiles, key_tiles, value_tiles, statistics, q_ring, dy_ring, k_tile,
              v_tile, sums, deltas, keys_there, full, empty, batch, group, n, first, count, groups, shared, rounded,
-             M, WIDTH)),
+             TURNS, M, WIDTH)),
         ],
         [4, 1],  # warps of the second and the third task; the first runs on the program's own four
         [240, 24],  # registers of their threads
@@ -338,6 +417,29 @@ def _copied(heads: Tensor, rows: int) -> TensorDescriptor:
     return head_tiles(heads if begin_at_16_bytes(heads) else heads.clone(memory_format=torch.contiguous_format), rows)
 
 
+def _first_turns(sight: Sight, queries: int, keys: int, size: int, device: torch.device) -> Tensor | None:
+    """Returns for each tile of `size` queries the first tile of keys that adds to it, int32; None: the first of all."""
+    if sight.edges is None and sight.left is None:
+        return None
+    behind = torch.arange(TILE_KEYS, keys + TILE_KEYS, TILE_KEYS, device=device).clamp(max=keys)
+    last = torch.full_like(behind, queries)  # `_find_walk`: the query behind the last one that sees some of the keys
+    if sight.left is not None:
+        last = last.minimum(behind + sight.left)
+    if sight.edges is not None:
+        last = last.minimum(sight.edges[1, sight.key_start + behind - 1] - sight.query_start)
+    return torch.searchsorted(last, torch.arange(0, queries, size, device=device), right=True, out_int32=True)
+
+
+def _turns(sight: Sight, queries: int, keys: int, size: int, pairs: int, device: torch.device) -> Tensor:
+    """Returns a counter of programs, a number that is not used, and the first turns of all blocks."""
+    num_tiles = cdiv(queries, size)
+    turns = torch.zeros(2 + pairs * num_tiles * 2, dtype=torch.int32, device=device)
+    first = _first_turns(sight, queries, keys, size, device)
+    if first is not None:
+        turns[2:].view(pairs, num_tiles, 2).copy_(first[:, None])
+    return turns
+
+
 def backward_specialized(
     gradient: Tensor,
     query: Tensor,
@@ -355,13 +457,16 @@ def backward_specialized(
 
     `statistics` is float32 [b, a, rounded sq, 2]: for each query the negated lse in units of log 2, and the negated sum
     of output times gradient. Queries without keys and those behind the last one have -inf as negated lse. `order` has
-    the tiles of TILE_KEYS keys in the order in which programs should start.
+    the tiles of TILE_KEYS keys in the order in which programs should start. In deterministic mode gradients of queries
+    are summed in the order of the keys, and are bit-equal in every run.
     """
     sq, b, a, width = query.shape
     groups, size = value.shape[2], _QUERIES[width]
     num_tiles = cdiv(sq, size)
     blocks = num_tiles * size * width // 4096
     parts = query.new_zeros(b * a * blocks * 128, 32, dtype=torch.float32)
+    ordered = torch.are_deterministic_algorithms_enabled()
+    turns = _turns(sight, sq, key.shape[0], size, b * a, query.device) if ordered else None
     query_gradient = torch.empty_like(query, dtype=query_type, memory_format=torch.contiguous_format)
     key_gradient, value_gradient = key.new_empty(key.shape), value.new_empty(value.shape)
     _backward_specialized_kernel[(b * groups, cdiv(key.shape[0], TILE_KEYS))](
@@ -369,11 +474,11 @@ def backward_specialized(
         _copied(query, size), _copied(gradient, size),
         _copied(key, KEYS.value), _copied(value, KEYS.value),
         head_tiles(key_gradient, KEYS.value), head_tiles(value_gradient, KEYS.value),
-        statistics, bits, sight.edges, order, groups, a // groups, row_length(sight), sq, statistics.shape[2],
+        statistics, bits, sight.edges, order, turns, groups, a // groups, row_length(sight), sq, statistics.shape[2],
         key.shape[0], sight.query_start, sight.key_start, sight.left or 0, sight.right or 0, num_tiles,
         scale * keep_scale, scale * LOG2_E, keep_scale,
         HAS_LEFT=sight.left is not None, HAS_RIGHT=sight.right is not None, PACKED=sight.edges is not None,
-        DROPS=bits is not None, ORDERED=order is not None, M=size, WIDTH=width, num_warps=4,
+        DROPS=bits is not None, ORDERED=order is not None, TURNS=ordered, M=size, WIDTH=width, num_warps=4,
     )  # fmt: skip
     _round_kernel[(num_tiles * size // 64, b * a)](
         query_gradient, parts, sq, a, blocks, scale * keep_scale, *query_gradient.stride()[:3], WIDTH=width

@@ -1,7 +1,8 @@
 """Backward of our own flash attention: one kernel walks over the queries that see a tile of keys.
 
 Gradients of keys and values stay in registers. Those of queries are added to float32 numbers in memory, in an order
-that differs from run to run: from Hopper on by the engine that copies tiles, elsewhere by atomic additions.
+that differs from run to run: from Hopper on by the engine that copies tiles, elsewhere by atomic additions. Only the
+kernel with specialised warps can add in order, for deterministic mode.
 """
 
 from types import ModuleType
@@ -352,6 +353,7 @@ def flash_backward_triton(
             None if bits is None else bits.by_key, keep_scale,
         )  # fmt: skip
         return *gradients, statistics[:, :, :sq, 1] * -keep_scale
+    assert not (torch.are_deterministic_algorithms_enabled() and query.is_cuda), "kernels.OwnFlash refuses this call"
     by_query = None if bits is None else bits.by_query
     copies = copies_tiles(query.device)
     bulk = copies and query.is_cuda  # Triton's interpreter copies tiles but adds none

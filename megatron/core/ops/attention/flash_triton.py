@@ -61,7 +61,8 @@ def flash_attention_triton(
     """Computes `unfused.attention` for heads of at most 256 channels. A mask may only hide keys: [b or 1, 1, 1, sk].
 
     Computes in float32; probabilities and their gradients are rounded to the inputs' type for the products. A query
-    that sees no key gets zeros. The gradients of queries are summed in an order that differs from run to run.
+    that sees no key gets zeros. The gradients of queries are summed in an order that differs from run to run,
+    except in deterministic mode.
     """
     assert call.query_positions is None
     value_width = value.shape[3]

@@ -177,34 +177,47 @@ def _block_refusal(variant: AttentionVariant, situation: Situation) -> Refusal:
     return refusal or _width_refusal(variant)
 
 
-def _own_flash_refusal(variant: AttentionVariant, situation: Situation) -> Refusal:
-    if torch.are_deterministic_algorithms_enabled():
-        return "sums the gradients of queries in an order that varies, which deterministic mode forbids"
-    return _width_refusal(variant) or _type_refusal(situation)
+@dataclass(frozen=True)
+class OwnFlash:
+    """What our own flash attention can compute, and where it is preferred."""
 
+    has_specialized_warps: Callable[[], bool]
+    """Whether the kernels with specialised warps run here."""
 
-def _own_flash_documents_refusal(variant: AttentionVariant, situation: Situation) -> Refusal:
-    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 9:
-        return "is faster than other kernels from Hopper on only"
-    return _own_flash_refusal(variant, situation)
+    def refusal(self, variant: AttentionVariant, situation: Situation) -> Refusal:
+        """Returns why the kernels cannot compute a variant, for any kind of rows."""
+        if torch.are_deterministic_algorithms_enabled() and not self._sums_in_order(variant):
+            return "sums the gradients of queries in an order that varies, which deterministic mode forbids"
+        return _width_refusal(variant) or _type_refusal(situation)
 
+    def _sums_in_order(self, variant: AttentionVariant) -> bool:
+        """Whether the kernels with specialised warps compute a variant; their sums have an order."""
+        plain = _score_refusal(variant) is None and not variant.padded
+        return plain and variant.widths in _SPECIALIZED_WIDTHS and self.has_specialized_warps()
 
-def _long_row_refusal(variant: AttentionVariant, situation: Situation) -> Refusal:
-    drops = situation.training and variant.dropout
-    plain = variant.causal and variant.window is None and variant.chunk is None and not (drops or variant.padded)
-    if not plain or variant.widths not in ((64, 64), (128, 128)) or _score_refusal(variant) or variant.sink:
-        return "is faster for plain causal attention with heads of 64 or 128 channels only"
-    return _own_flash_refusal(variant, situation)
+    def documents_refusal(self, variant: AttentionVariant, situation: Situation) -> Refusal:
+        """Returns why the kernels are no first choice for packed documents."""
+        if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 9:
+            return "is faster than other kernels from Hopper on only"
+        return self.refusal(variant, situation)
 
+    def long_row_refusal(self, variant: AttentionVariant, situation: Situation) -> Refusal:
+        """Returns why the kernels are no first choice for long rows of one document."""
+        drops = situation.training and variant.dropout
+        plain = variant.causal and variant.window is None and variant.chunk is None and not (drops or variant.padded)
+        if not plain or variant.widths not in _SPECIALIZED_WIDTHS or _score_refusal(variant) or variant.sink:
+            return "is faster for plain causal attention with heads of 64 or 128 channels only"
+        return self.refusal(variant, situation)
 
-def _masked_window_refusal(variant: AttentionVariant, situation: Situation) -> Refusal:
-    if variant.window is not None and _own_flash_documents_refusal(variant, situation) is None:
-        return "computes a window as a mask of all pairs of queries and keys, which is slower"
-    return _fused_refusal(variant, situation)
+    def masked_window_refusal(self, variant: AttentionVariant, situation: Situation) -> Refusal:
+        """Returns why SDPA leaves a layer to our own kernel."""
+        if variant.window is not None and self.documents_refusal(variant, situation) is None:
+            return "computes a window as a mask of all pairs of queries and keys, which is slower"
+        return _fused_refusal(variant, situation)
 
-
-def _own_flash_block_refusal(variant: AttentionVariant, situation: Situation) -> Refusal:
-    return _own_flash_refusal(variant, situation) or _bias_refusal(variant)
+    def block_refusal(self, variant: AttentionVariant, situation: Situation) -> Refusal:
+        """Returns why the kernels cannot compute blocks of a row that is split over ranks."""
+        return self.refusal(variant, situation) or _bias_refusal(variant)
 
 
 def _on_cpu(situation: Situation) -> bool:
@@ -224,6 +237,8 @@ def _on_cuda_packed(situation: Situation) -> bool:
 
 
 _OWN_FLASH = "our flash attention"
+_SPECIALIZED_WIDTHS = ((64, 64), (128, 128))
+"""Channels of keys and of values that kernels with specialised warps compute."""
 _WIDEST = 256
 """Channels of the widest heads of flash attention: torch's, and our own."""
 OWN_FLASH_FOR_DOCUMENTS = True
@@ -298,17 +313,20 @@ BLOCK_CANDIDATES: Mapping[AttnBackend, tuple[BlockKernel, ...]] = {
 
 
 def own_flash_kernels(
-    compute: Compute, forward: BlockForward, backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    own_flash: OwnFlash,
+    compute: Compute,
+    forward: BlockForward,
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]],
 ) -> tuple[AttentionKernel, BlockKernel]:
     """Returns the kernels of `flash_triton`, which need Triton, for whole rows and for blocks."""
-    whole = AttentionKernel(_OWN_FLASH, compute, _on_any_cuda, _own_flash_refusal, masks_keys_only=True)
-    return whole, BlockKernel(f"{_OWN_FLASH} in blocks", forward, backward, _on_any_cuda, _own_flash_block_refusal)
+    whole = AttentionKernel(_OWN_FLASH, compute, _on_any_cuda, own_flash.refusal, masks_keys_only=True)
+    return whole, BlockKernel(f"{_OWN_FLASH} in blocks", forward, backward, _on_any_cuda, own_flash.block_refusal)
 
 
 def with_own_flash(
     candidates: Mapping[AttnBackend, tuple[AttentionKernel, ...]],
     kernel: AttentionKernel,
-    has_specialized_warps: Callable[[], bool],
+    own_flash: OwnFlash,
 ) -> dict[AttnBackend, tuple[AttentionKernel, ...]]:
     """Returns the candidates with our own flash attention added. It is the last choice before the unfused kernel. With
     `auto` it comes before SDPA for windows, which SDPA computes as masks, and with `OWN_FLASH_FOR_DOCUMENTS` it is the
@@ -316,18 +334,18 @@ def with_own_flash(
     plain causal layers. With `flash` it comes before kernels that are not flash attention."""
     for_long_rows = dataclasses.replace(
         kernel,
-        serves=lambda situation: _on_cuda(situation) and has_specialized_warps(),
-        refusal=_long_row_refusal,
+        serves=lambda situation: _on_cuda(situation) and own_flash.has_specialized_warps(),
+        refusal=own_flash.long_row_refusal,
         takes_no_mask=True,
         least_queries=LONG_ROW,
     )
     for_documents = dataclasses.replace(
         kernel,
         serves=lambda situation: OWN_FLASH_FOR_DOCUMENTS and _on_cuda_packed(situation),
-        refusal=_own_flash_documents_refusal,
+        refusal=own_flash.documents_refusal,
     )
     found = before_unfused(candidates, kernel)
-    without_windows = dataclasses.replace(SDPA_CUDA, refusal=_masked_window_refusal)
+    without_windows = dataclasses.replace(SDPA_CUDA, refusal=own_flash.masked_window_refusal)
     auto = [without_windows if other is SDPA_CUDA else other for other in found[AttnBackend.auto]]
     flash = [other for other in candidates[AttnBackend.flash] if other in (SDPA_FLASH, VARLEN)]
     others = [other for other in candidates[AttnBackend.flash] if other not in flash]

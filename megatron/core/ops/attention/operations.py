@@ -12,6 +12,7 @@ from megatron.core.ops.attention.kernels import (
     CANDIDATES,
     AttentionKernel,
     BlockKernel,
+    OwnFlash,
     before_unfused,
     own_flash_kernels,
     with_own_flash,
@@ -48,7 +49,9 @@ class AttentionOps(Ops):
         from megatron.core.ops import normed_rope_triton, rope_triton, split_heads_triton
         from megatron.core.ops.attention import flash_triton, max_logits_triton, merge_triton
 
+        own_flash = OwnFlash(flash_triton.has_specialized_warps)
         whole_rows, blocks = own_flash_kernels(
+            own_flash,
             flash_triton.flash_attention_triton,
             flash_triton.flash_block_attention_triton,
             flash_triton.flash_block_attention_backward_triton,
@@ -56,7 +59,7 @@ class AttentionOps(Ops):
         plain = cls(
             split_rotated_heads=split_rotated_heads,
             normed_rope=normed_rope,
-            kernels=with_own_flash(CANDIDATES, whole_rows, flash_triton.has_specialized_warps),
+            kernels=with_own_flash(CANDIDATES, whole_rows, own_flash),
             block_kernels=before_unfused(BLOCK_CANDIDATES, blocks),
         )
         modules = normed_rope_triton, rope_triton, split_heads_triton, max_logits_triton, merge_triton

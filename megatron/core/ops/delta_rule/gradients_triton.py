@@ -13,8 +13,10 @@ The last line: (I + L) C = R, where L and R are beta times something, and dV = b
 dR.R / beta - dR.(L C) / beta = dR.C / beta.
 
 The sum g of log decays until a token is in E and N with a plus for the row and a minus for the column, and in the
-products with a state. That of the last token is also in the state after the chunk as a whole: <that state, dS>. A log
-decay is in the sums from its token on.
+products with a state. A log decay is in the sums from its token on, so its gradient is a sum over its token and those
+after it. What is written to a state is the exception. With w_t = k_t.(WRITTEN C dS^T)_t, the gradient of the log decay
+of token t through the state after the chunk is G <S, dS> + the sum of w_j for j < t. This equals <state after the
+chunk, dS> minus the sum of w_j for j >= t, but in that difference the rounded products of a whole chunk cancel.
 """
 
 import triton
@@ -133,11 +135,12 @@ def _query_gradients_kernel(  # type: ignore[no-untyped-def]
 @triton.jit
 def _key_gradients_kernel(  # type: ignore[no-untyped-def]
     mixed_gradient, gradient_s, gradient_b, gradient_g, changes, states, states_gradient, corrections,
-    weights, inverse, factors, lengths, mixed, mixed_s, mixed_b, mixed_g,
+    weights, inverse, factors, through, lengths, mixed, mixed_s, mixed_b, mixed_g,
     length, groups, shared, key_width, value_width, KEYS: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """Adds up the gradients of a key head's key over its value heads, and writes those of g through what corrections
-    read from states and write to them, with the other sign, to the fourth part of `changes`."""
+    """Adds up the gradients of a key head's key over its value heads. Writes those of g through what corrections read
+    from states, with the other sign, to the fourth part of `changes`, and those of log decays through the state after
+    the chunk to the fifth."""
     chunk, chunks = tl.program_id(0), tl.num_programs(0)
     b, group = tl.program_id(1) // groups, tl.program_id(1) % groups
     rows = tl.num_programs(1).to(tl.int64) * shared
@@ -156,8 +159,7 @@ def _key_gradients_kernel(  # type: ignore[no-untyped-def]
         corrections_at = corrections + place * 64 * value_width
         states_at = states + place * key_width * value_width
         after_at = states_gradient + place * key_width * value_width
-        end_at = states_at + tl.where(chunk + 1 < chunks, key_width * value_width, 0)  # dS is 0 after the last chunk
-        end = tl.zeros((KEYS,), tl.float32)
+        carried = tl.zeros((KEYS,), tl.float32)
         written = tl.zeros((64, KEYS), tl.float32)
         for begin in range(0, value_width, VALUES):
             column = begin + tl.arange(0, VALUES)[None, :]
@@ -166,8 +168,8 @@ def _key_gradients_kernel(  # type: ignore[no-untyped-def]
             correction = tl.load(corrections_at + token[:, None] * value_width + column, mask=there, other=0.0)
             after = tl.load(after_at + to, mask=inside & there, other=0.0)
             written = tl.dot(correction, tl.trans(after), written)
-            state = tl.load(end_at + to, mask=inside & there, other=0.0)
-            end += tl.sum(state.to(tl.float32) * after.to(tl.float32), 1)
+            state = tl.load(states_at + to, mask=inside & there, other=0.0)
+            carried += tl.sum(state.to(tl.float32) * after.to(tl.float32), 1)
         written *= tl.load(factors + place * 256 + 128 + token)[:, None]
         read = tl.zeros((64, KEYS), tl.float32)
         for begin in range(0, value_width, VALUES):
@@ -179,8 +181,11 @@ def _key_gradients_kernel(  # type: ignore[no-untyped-def]
             read = tl.dot(value, tl.trans(state), read)
         read *= tl.load(factors + place * 256 + 64 + token)[:, None]
         key = tl.load(at + key_width, mask=present, other=0.0)
-        change = tl.sum((written + read) * key.to(tl.float32), 1) - tl.where(token == 63, tl.sum(end, 0), 0.0)
-        tl.store(changes + (3 * rows * chunks + place) * 64 + token, change)
+        changes_at = changes + (3 * rows * chunks + place) * 64 + token
+        tl.store(changes_at, tl.sum(read * key.to(tl.float32), 1))
+        change = tl.sum(written * key.to(tl.float32), 1)
+        change = tl.cumsum(change, 0) - change + tl.load(through + place) * tl.sum(carried, 0)
+        tl.store(changes_at + rows * chunks * 64, change)
         total += written - read
         square = place * 4096 + token[:, None] * 64 + token[None, :]
         # The selections keep the products apart: eight warps compute a product of 64 rows twice if another adds to it.
@@ -214,7 +219,7 @@ def _decay_gradients_kernel(  # type: ignore[no-untyped-def]
     part = tl.num_programs(1).to(tl.int64) * chunks * 64
     change = tl.load(at) - tl.load(at + part) + tl.load(at + 2 * part) - tl.load(at + 3 * part)
     follows = (token[:, None] >= token[None, :]) & (number[:, None] == number[None, :])
-    change = tl.sum(tl.where(follows, change[:, None], 0.0), 0)
+    change = tl.sum(tl.where(follows, change[:, None], 0.0), 0) + tl.load(at + 4 * part)
     if HAS_DOCUMENTS:
         before = tl.load(document + tl.maximum(tl.minimum(chunk * 64 + token, length - 1) - 1, 0)).to(tl.int32)
         change = tl.where(number == before, change, 0.0)

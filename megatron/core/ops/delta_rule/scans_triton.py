@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks"])  # one chunk, as a constant, compiles to wrong results with Triton 3.6
 def _states_kernel(  # type: ignore[no-untyped-def]
     output, states, corrections, inverse, weights, factors, through,
     mixed, mixed_s, mixed_b, mixed_g, length, chunks, heads, shared, batch, key_width, value_width,
@@ -70,7 +70,7 @@ def _states_kernel(  # type: ignore[no-untyped-def]
         factor_at += 256
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks"])
 def _state_gradients_kernel(  # type: ignore[no-untyped-def]
     values_gradient, states_gradient, output_gradient, output_s, output_b, output_v,
     inverse, weights, factors, through,
@@ -88,7 +88,7 @@ def _state_gradients_kernel(  # type: ignore[no-untyped-def]
     column = tl.program_id(0) * VALUES + tl.arange(0, VALUES)
     inside, there = channel < key_width, column < value_width
     dtype = mixed.dtype.element_ty
-    last = tl.program_id(1).to(tl.int64) * 0 + chunks - 1  # Triton makes a constant of one chunk
+    last = chunks.to(tl.int64) - 1
     query_at = mixed + b.to(tl.int64) * mixed_b + group * mixed_g + token[:, None] * mixed_s + channel[None, :]
     query_at += last * 64 * mixed_s
     key_at = query_at + key_width

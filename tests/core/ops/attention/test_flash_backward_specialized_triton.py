@@ -1,45 +1,50 @@
-"""The backward of flash attention with specialised warps. Triton's interpreter does not run it:
-tests/gpu/test_attention_on_gpu.py compares it with its definition, and tests/core/ops/test_compiled_kernels.py compiles
-it."""
+"""The order in which programs add gradients of queries, computed without a GPU."""
+
+import random
 
 import pytest
 import torch
-from torch import Tensor
 
-from megatron.core.ops.attention import flash_backward_specialized_triton
-from megatron.core.ops.attention.flash_backward_specialized_triton import _round_kernel
+from megatron.core.ops.attention import flash_backward_specialized_triton as kernels
+from megatron.core.ops.attention.flash_forward_triton import Sight
+from megatron.core.ops.attention.flash_triton import edges_of_documents
 
-
-def as_threads_hold(block: Tensor) -> Tensor:
-    """Returns the numbers of a block [64, 64] in the order in which the warps write them (Hopper's layout of the
-    results of matrix products, PTX ISA, wgmma)."""
-    order = []
-    for register in range(8):  # of four neighbours
-        for thread in range(128):
-            for more_rows in (0, 8):
-                row = thread // 32 * 16 + thread % 32 // 4 + more_rows
-                order += [row * 64 + register * 8 + thread % 4 * 2 + column for column in (0, 1)]
-    return block.flatten()[torch.tensor(order)]
+CPU = torch.device("cpu")
+KEYS = kernels.TILE_KEYS
 
 
-@pytest.mark.parametrize("width", [64, 128])
-def test_sums_that_threads_hold_return_to_their_rows(width: int) -> None:
-    queries, size, scale = 100, 128, 0.5
-    sums = torch.randn(2, size, width, generator=torch.Generator().manual_seed(0))
-    parts = [
-        as_threads_hold(sums[pair, block * 64 : block * 64 + 64, part * 64 : part * 64 + 64])
-        for pair in range(2)
-        for block in range(2)
-        for part in range(width // 64)
-    ]
-    found = torch.full((queries, 1, 2, width), torch.nan)
-    _round_kernel[(2, 2)](found, torch.cat(parts), queries, 2, 2 * width // 64, scale, *found.stride()[:3], WIDTH=width)
-    assert torch.equal(found[:, 0].transpose(0, 1), sums[:, :queries] * scale)
+def walk(sight: Sight, queries: int, keys: int, n: int, size: int) -> range:
+    """The tiles of queries that `_find_walk` finds for the program of the keys from n on."""
+    behind, first, last = min(n + KEYS, keys), 0, queries
+    if sight.right is not None:
+        first = max(0, n - sight.right)
+    if sight.left is not None:
+        last = min(last, behind + sight.left)
+    if sight.edges is not None:
+        first = max(first, int(sight.edges[0, n]))
+        last = min(last, int(sight.edges[1, behind - 1]))
+    return range(first // size, first // size + -(-max(last - first // size * size, 0) // size))
 
 
-def test_tiles_begin_at_multiples_of_16_bytes() -> None:
-    whole = torch.randn(40, 1, 2, 65)[..., 1:].bfloat16()
-    odd = torch.randn(40, 1, 2, 65).bfloat16()[..., 1:]
-    for given in (whole, odd):
-        tiles = flash_backward_specialized_triton._copied(given, 64)
-        assert tiles.base.data_ptr() % 16 == 0 and torch.equal(tiles.base, given.permute(1, 2, 0, 3))
+def random_sight(choose: random.Random, rows: int) -> Sight:
+    left = choose.choice([None, 0, choose.randint(1, rows)])
+    if choose.random() < 0.5:
+        return Sight(0, 0, left, choose.choice([None, 0, choose.randint(-rows, rows)]))
+    cuts = [0, *sorted(choose.randint(0, rows) for _ in range(6)), rows]
+    return Sight(0, 0, left, 0, edges_of_documents(torch.tensor(cuts, dtype=torch.int32), rows))
+
+
+@pytest.mark.parametrize("size", [64, 128])
+def test_each_program_that_adds_to_a_tile_gets_its_turn(size: int) -> None:
+    """Programs begin in the order of their keys. Each passes a turn on to the next tile of keys."""
+    choose, added = random.Random(size), 0
+    for _ in range(100):
+        rows = choose.randint(1, 1500)
+        sight = random_sight(choose, rows)
+        turns = kernels._turns(sight, rows, rows, size, 1, CPU)[2:].view(-1, 2)
+        for tile in range(-(-rows // KEYS)):
+            for m in walk(sight, rows, rows, tile * KEYS, size):
+                assert turns[m].tolist() == [tile, tile], (sight, rows, m)
+                turns[m] += 1
+                added += 1
+    assert added > 1000

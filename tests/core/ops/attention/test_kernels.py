@@ -1,6 +1,7 @@
 """Which kernel a call of an attention layer gets, and what is said when it is not the planned one."""
 
 import logging
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from megatron.core.attention_plan import plan_attention
 from megatron.core.backends import LOCAL, triton_backend
-from megatron.core.ops.attention.kernels import SDPA_CPU, SDPA_CUDA, UNFUSED, Situation
+from megatron.core.ops.attention.kernels import SDPA_CPU, SDPA_CUDA, UNFUSED, OwnFlash, Situation
 from megatron.core.ops.attention.unfused import AttentionCall, AttentionVariant
 from megatron.core.transformer.enums import AttnBackend
 
@@ -75,6 +76,21 @@ def test_cudnn_alone_is_not_used_in_deterministic_mode(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     found = plan_attention(LOCAL, AttentionVariant(1.0, True), config).describe("cuda")
     assert found.startswith(f"{SDPA_CUDA.name}, because SDPA (cuDNN) sums gradients in an order that varies")
+
+
+def test_deterministic_runs_get_our_own_where_its_sums_have_an_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    situation = Situation("cuda", torch.bfloat16, True, False)
+    plain = AttentionVariant(1.0, True, dropout=0.1, widths=(128, 128))
+    others = {"widths": (96, 96), "cap": 1.0, "padded": True, "adds_bias": True}
+    ordered, without = OwnFlash(lambda: True), OwnFlash(lambda: False)
+    assert (
+        ordered.refusal(plain, situation) is None
+        and ordered.long_row_refusal(replace(plain, dropout=0.0), situation) is None
+    )
+    refused = [without.refusal(plain, situation)]
+    refused += [ordered.refusal(replace(plain, **{name: value}), situation) for name, value in others.items()]
+    assert all("in an order that varies" in str(refusal) for refusal in refused)
 
 
 def test_windows_are_computed_by_ours_from_hopper_on(monkeypatch: pytest.MonkeyPatch) -> None:

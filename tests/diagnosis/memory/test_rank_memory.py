@@ -27,7 +27,7 @@ from megatron.core.parameters import Box, declare
 from megatron.core.transformer.enums import AttnBackend
 from megatron.data.tokenizer.build import build_tokenizer, padded_vocab_size
 from megatron.data.tokenizer.null import NullTokenizer
-from megatron.diagnosis.dry_run.rank_memory import (
+from megatron.diagnosis.memory.rank_memory import (
     RankMemory,
     build_shard,
     memory_of_shard,
@@ -94,6 +94,8 @@ def kept(entry: RankMemory) -> int:
     [
         "--hidden-size 128 --vocab-size 5000",
         "--hidden-size 128 --vocab-size 5000 --bf16",
+        "--hidden-size 128 --vocab-size 5000 --bf16 --deterministic-mode --exact-data-parallel-sums "
+        "--global-batch-size 8",
         "--hidden-size 128 --vocab-size 5000 --bf16 --optimizer sgd --untie-embeddings-and-output-weights",
         "--hidden-size 128 --vocab-size 5000 --bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16 "
         "--exp-avg-sq-dtype fp8",
@@ -122,6 +124,8 @@ LAYOUTS = [
     "--use-distributed-optimizer --bf16",
     "--use-distributed-optimizer --num-distributed-optimizer-instances 2 --bf16",
     "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads --bf16 --context-parallel-size 2",
+    "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads --bf16 --deterministic-mode "
+    "--exact-data-parallel-sums",
     "--use-torch-fsdp2 --bf16 --tensor-model-parallel-size 2",
     "--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout Et|t|mm|L --num-layers 2 --mtp-num-layers 2",
     "--num-experts 8 --expert-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel --bf16",

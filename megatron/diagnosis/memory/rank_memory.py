@@ -5,11 +5,14 @@ functions plan and shard their units; there is no second formula. Ranks that dif
 coordinates (context parallel ranks included) hold the same part of the model: it is built once for all of them.
 """
 
+import contextlib
+import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.sharding_strategy import Sharding, shardings
@@ -97,28 +100,53 @@ def rank_memory(
     return found
 
 
-def build_shard(
+@dataclass(frozen=True)
+class BuiltChunks:
+    """The model chunks of a rank on the meta device, and the parts of the run with which they were built."""
+
+    chunks: tuple[nn.Module, ...]
+    context: Context
+
+    @contextlib.contextmanager
+    def as_current(self, providers: Providers, padded_vocab: int) -> Iterator[None]:
+        """Makes the run that of the functions that Megatron-LM's providers read, as if this process were the rank."""
+        groups, pipeline = self.context.environment.groups, pipeline_of(self.context.config.transformer)
+        with (
+            providers.publication.run_for_now(self.context, padded_vocab_size=padded_vocab),
+            default_groups(groups, pipeline, providers.publication),
+        ):
+            yield
+
+
+def build_chunks(
     config: PretrainConfig, providers: Providers, tokenizer: Tokenizer, padded_vocab: int, rank: int
-) -> ModelShard:
-    """Builds a rank's chunks on the meta device and plans their units. Communicates with no other rank, and leaves a
-    current run as it is."""
+) -> BuiltChunks:
+    """Builds a rank's chunks on the meta device. Communicates with no other rank, and leaves a current run as it is."""
     groups = groups_of_rank(config, rank, planned=True)
     pipeline = pipeline_of(config.transformer)
     environment = Environment(rank, config.world_size, torch.device("meta"), groups, pipeline.loss_rank)
-    context = Context(config, environment, tokenizer, TrainState())
+    built = BuiltChunks((), Context(config, environment, tokenizer, TrainState()))
+    with built.as_current(providers, padded_vocab), torch.device("meta"):
+        stages = stages_of_rank(config, groups.rank("pp"))
+        return dataclasses.replace(built, chunks=tuple(providers.build_model(built.context, stage) for stage in stages))
+
+
+def build_shard(
+    config: PretrainConfig, providers: Providers, tokenizer: Tokenizer, padded_vocab: int, rank: int
+) -> ModelShard:
+    """Builds a rank's chunks as `build_chunks` does and plans their units."""
+    return shard_of(build_chunks(config, providers, tokenizer, padded_vocab, rank), config)
+
+
+def shard_of(built: BuiltChunks, config: PretrainConfig) -> ModelShard:
+    """Plans the units of built chunks."""
+    groups = built.context.environment.groups
     shared = shardings(config.ddp, groups)
     shards = {grid: sharding.shards for grid, sharding in shared.items()}
     stages, pipeline_rank = stage_map(config.transformer), groups.rank("pp")
-    with (
-        # Megatron-LM's providers read it.
-        providers.publication.run_for_now(context, padded_vocab_size=padded_vocab),
-        torch.device("meta"),
-        default_groups(groups, pipeline, providers.publication),
-    ):
-        chunks = [providers.build_model(context, stage) for stage in stages_of_rank(config, pipeline_rank)]
     return ModelShard(
         tuple(stages.stage_at(pipeline_rank, number) for number in range(stages.chunks)),
-        tuple(tuple(plan_units(chunk, shards, config.ddp.main_grads_dtype)) for chunk in chunks),
+        tuple(tuple(plan_units(chunk, shards, config.ddp.main_grads_dtype)) for chunk in built.chunks),
         shared,
     )
 
@@ -143,7 +171,8 @@ def memory_of_shard(shard: ModelShard, config: PretrainConfig) -> MemoryBytes:
             weights += plan.dtype.itemsize * owned
         if plan.in_fp8 and config.transformer.fp8_weight_cache and not strategy.shards_weights:
             quantized += plan.numel * (1 if gathers_in_fp8 else 2)
-        gradients += plan.grad_dtype.itemsize * (owned if strategy.shards_gradients else plan.numel)
+        itemsize = plan.grad_dtype.itemsize + (torch.int64.itemsize if config.ddp.exact_gradient_sums else 0)
+        gradients += itemsize * (owned if strategy.shards_gradients else plan.numel)
         ends = {0, sharding.shards - 1}  # with Muon, the first shards have other moments than the last
         ranges = [(index * owned, (index + 1) * owned) for index in ends]
         if not is_offloaded:

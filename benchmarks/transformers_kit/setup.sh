@@ -1,0 +1,2 @@
+# Nothing to unpack: the anchor of this folder needs the package transformers.
+:

@@ -1,0 +1,93 @@
+"""Muon's updates of momentum and weights on a GPU, in one pass each."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron.core.ops.tiles import cdiv
+from megatron.core.optimizer.segments import StepInputs
+
+_BLOCK = 1024
+"""Elements that a program of the updates computes."""
+
+
+@triton.jit
+def _momentum_kernel(  # type: ignore[no-untyped-def]
+    directions, momenta, gradients, weights, divisor, skip, decay, size, one_minus_beta,
+    NESTEROV: tl.constexpr, COUPLED: tl.constexpr, DECAY_ON_DEVICE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    valid = at < size
+    before = tl.load(momenta + at, mask=valid, other=0.0)
+    gradient = tl.load(gradients + at, mask=valid, other=0.0).to(tl.float32)
+    gradient = tl.div_rn(gradient, tl.load(divisor).to(tl.float32) + tl.zeros_like(gradient))
+    if COUPLED:
+        pull = tl.load(decay).to(tl.float32) if DECAY_ON_DEVICE else decay
+        gradient += pull * tl.load(weights + at, mask=valid, other=0.0)
+    momentum = before + one_minus_beta * (gradient - before)
+    direction = momentum
+    if NESTEROV:
+        direction = momentum + one_minus_beta * (gradient - momentum)
+    tl.store(directions + at, direction, mask=valid)
+    if tl.load(skip) == 0:
+        tl.store(momenta + at, momentum, mask=valid)
+
+
+def update_momentum_triton(
+    momentum: Tensor,
+    gradients: Tensor,
+    weights: Tensor,
+    step: StepInputs,
+    weight_decay: float | Tensor,
+    *,
+    beta: float,
+    nesterov: bool,
+    decoupled: bool,
+) -> Tensor:
+    """Updates the momentum in place, unless `step.skip` is set, and returns the tensor to orthogonalise. All tensors
+    are flat and float32."""
+    directions, size = torch.empty_like(momentum), momentum.numel()
+    _momentum_kernel[(cdiv(size, _BLOCK),)](
+        directions, momentum, gradients, weights, step.divisor, step.skip, weight_decay, size, 1.0 - beta,
+        NESTEROV=nesterov, COUPLED=not decoupled, DECAY_ON_DEVICE=isinstance(weight_decay, Tensor), BLOCK=_BLOCK,
+    )  # fmt: skip
+    return directions
+
+
+@triton.jit
+def _weights_kernel(  # type: ignore[no-untyped-def]
+    weights, rounded, updates, lr, skip, decay, size,
+    DECOUPLED: tl.constexpr, DECAY_ON_DEVICE: tl.constexpr, ROUNDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    if tl.load(skip) == 0:
+        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        valid = at < size
+        w = tl.load(weights + at, mask=valid)
+        rate = tl.load(lr)
+        if DECOUPLED:
+            pull = tl.load(decay) if DECAY_ON_DEVICE else tl.zeros_like(rate) + decay
+            w *= (1.0 - rate * pull).to(tl.float32)
+        w -= rate.to(tl.float32) * tl.load(updates + at, mask=valid).to(tl.float32)
+        tl.store(weights + at, w, mask=valid)
+        if ROUNDS:
+            tl.store(rounded + at, w.to(rounded.dtype.element_ty), mask=valid)
+
+
+def update_weights_triton(
+    weights: Tensor,
+    model_weights: Tensor | None,
+    updates: Tensor,
+    step: StepInputs,
+    lr: Tensor,
+    weight_decay: float | Tensor,
+    decoupled: bool,
+) -> None:
+    """Updates flat float32 weights in place and rounds them into the model's, unless `step.skip` is set. `lr`, and a
+    decay that is a tensor, are float64 scalars on the device."""
+    size = weights.numel()
+    _weights_kernel[(cdiv(size, _BLOCK),)](
+        weights, weights if model_weights is None else model_weights, updates, lr, step.skip, weight_decay, size,
+        DECOUPLED=decoupled, DECAY_ON_DEVICE=isinstance(weight_decay, Tensor), ROUNDS=model_weights is not None,
+        BLOCK=_BLOCK,
+    )  # fmt: skip

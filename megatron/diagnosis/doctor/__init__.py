@@ -1,0 +1,1 @@
+"""tools/doctor.py: whether the machines of a run are well, and whether they are alike."""

@@ -1,0 +1,60 @@
+"""Counts the bytes of all tensors that exist, from the creation of their storage to its end."""
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, UntypedStorage
+
+from megatron.core.utils.torch_private import TorchDispatchMode, tree_leaves
+
+GRANULE = 512
+"""torch's allocator on a GPU gives out multiples of this many bytes."""
+
+
+class Allocations(TorchDispatchMode):
+    """Inside the context, counts the storages of tensors that operations return. Tensors that existed before do not
+    count: parameters, gradients and inputs.
+
+    `granule`: sizes are rounded up to a multiple of it. Only tensors on devices of type `device` count.
+    """
+
+    def __init__(self, granule: int = GRANULE, device: str = "meta") -> None:
+        super().__init__()
+        self.granule, self.device = granule, device
+        self.live = 0
+        """Bytes that exist now."""
+        self.peak = 0
+        """The largest value of `live` since `start_peak`."""
+        self._seen: weakref.WeakKeyDictionary[UntypedStorage, None] = weakref.WeakKeyDictionary()
+
+    def start_peak(self) -> None:
+        """Forgets the largest value so far."""
+        self.peak = self.live
+
+    def leave_out(self, tensors: Iterable[Tensor]) -> None:
+        """Does not count these tensors, which exist already."""
+        for tensor in tensors:
+            self._seen[tensor.untyped_storage()] = None
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Calls the operation and counts the storages of its results."""
+        result = func(*args, **(kwargs or {}))
+        for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._note(leaf.untyped_storage())
+        return result
+
+    def _note(self, storage: UntypedStorage) -> None:
+        if storage.device.type != self.device or storage in self._seen:
+            return
+        size = -(-storage.nbytes() // self.granule) * self.granule
+        self._seen[storage] = None
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._end, size)
+
+    def _end(self, size: int) -> None:
+        self.live -= size

@@ -1,0 +1,107 @@
+"""The work of a micro-batch on one rank: products, attention, and bytes that memory-bound operations move. A
+memory-bound operation counts as reading its inputs once and writing its outputs once."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True)
+class Product:
+    """A linear layer of a micro-batch: [rows, inputs] x [outputs, inputs]."""
+
+    rows: int
+    inputs: int
+    outputs: int
+    dtype: torch.dtype
+    fp8: bool = False
+    experts: bool = False
+    """Whether the rows are divided among experts; timed as one product of the same FLOPs."""
+    weights: int = 1
+    """Number of weights that are cast to fp8."""
+    backward: tuple[bool, bool] = (True, True)
+    """Whether the gradients of the inputs and of the weight are computed."""
+
+    @property
+    def flops(self) -> float:
+        """Floating point operations of one product."""
+        return 2.0 * self.rows * self.inputs * self.outputs
+
+    def describe(self) -> str:
+        """Returns the sizes, and how they are multiplied."""
+        kind = "fp8" if self.fp8 else str(self.dtype).removeprefix("torch.")
+        return f"{self.rows} x {self.inputs} x {self.outputs} {kind}" + (" (experts, as one)" if self.experts else "")
+
+
+@dataclass(frozen=True)
+class AttentionWork:
+    """A call of an attention kernel."""
+
+    queries: int
+    """Tokens of this rank whose queries it computes."""
+    keys: float
+    """Mean number of keys that a query sees."""
+    heads: int
+    """Heads of this rank."""
+    width: int
+    """Channels of a query and of a key."""
+    value_width: int
+    blocks: int = 1
+    """Number of kernel calls: a rank of a context parallel group computes attention block by block."""
+
+    @property
+    def flops(self) -> float:
+        """Floating point operations of forward. Backward has 2.5 times as many, because it computes the scores
+        again."""
+        return 2.0 * self.queries * self.keys * self.heads * (self.width + self.value_width)
+
+
+@dataclass
+class Work:
+    """The work of forward and backward."""
+
+    products: Counter[Product] = field(default_factory=Counter)
+    attention: Counter[AttentionWork] = field(default_factory=Counter)
+    forward_bytes: Counter[str] = field(default_factory=Counter)
+    """Bytes that forward must move, by kind of operation."""
+    backward_bytes: Counter[str] = field(default_factory=Counter)
+    states: Counter[str] = field(default_factory=Counter)
+    """Numbers of the recurrent states of all tokens, by kind of token mixer."""
+    layers: int = 0
+    """Transformer layers, whose kernels the host starts."""
+    kernels: int = 0
+    """Memory-bound kernels of forward and backward."""
+
+    def move(self, kind: str, forward: float, backward: float, kernels: int = 2) -> None:
+        """Adds bytes that an operation must move, in so many kernels."""
+        self.forward_bytes[kind] += round(forward)
+        self.backward_bytes[kind] += round(backward)
+        self.kernels += kernels
+
+    def add(self, other: "Work", times: int = 1) -> None:
+        """Adds the work of `times` modules."""
+        for mine, theirs in (
+            (self.products, other.products),
+            (self.attention, other.attention),
+            (self.forward_bytes, other.forward_bytes),
+            (self.backward_bytes, other.backward_bytes),
+            (self.states, other.states),
+        ):
+            for key, count in theirs.items():
+                mine[key] += times * count  # type: ignore[index]
+        self.layers += times * other.layers
+        self.kernels += times * other.kernels
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes of forward and backward."""
+        return self.forward_bytes.total() + self.backward_bytes.total()
+
+    def weights(self, experts: bool) -> int:
+        """Returns the elements of the weights of products: of dense layers, or of the experts of this rank."""
+        return sum(
+            count * product.inputs * product.outputs * (product.weights if experts else 1)
+            for product, count in self.products.items()
+            if product.experts == experts
+        )

@@ -1,0 +1,127 @@
+"""The work counted from a config is the work that a micro-batch does."""
+
+import dataclasses
+import shlex
+import time
+from collections import Counter
+
+import pytest
+import torch
+
+import pretrain_gpt
+from benchmarks.recorder import Recorder
+from megatron.core.exceptions import UserError
+from megatron.core.pipeline_parallel.stage_map import stage_map
+from megatron.diagnosis.planning.layer_work import check_is_known, stage_work
+from megatron.diagnosis.planning.work import Product
+from megatron.facades.pretrain import pretrain_config
+from megatron.training.arguments import configure
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.config.settings import LaunchEnvironment
+from megatron.training.providers import Providers
+
+TINY = (
+    "--num-layers 3 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 --lr 1e-3 "
+    "--micro-batch-size 2 --global-batch-size 2 --train-iters 1 --eval-iters 0 --num-workers 0 --mock-data "
+    "--tokenizer-type NullTokenizer --vocab-size 127 --ffn-hidden-size 48 --attention-dropout 0 "
+    "--hidden-dropout 0 "
+)
+LLAMA = (
+    "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --group-query-attention "
+    "--num-query-groups 2 --untie-embeddings-and-output-weights "
+)
+EXPERTS = (
+    "--num-experts 4 --moe-grouped-gemm --moe-router-topk 2 --moe-ffn-hidden-size 16 --moe-layer-freq ([0]+[1]*2) "
+    "--moe-token-dispatcher-type alltoall "
+)
+LATENT = "--multi-latent-attention --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 8 "
+
+
+def configured(flags: str, ranks: int = 1) -> PretrainConfig:
+    return configure(shlex.split(flags), launch_environment=LaunchEnvironment(ranks, False))
+
+
+def shapes(products: Counter[Product]) -> Counter[Product]:
+    """Returns products without what the config does not decide."""
+    found: Counter[Product] = Counter()
+    for each, count in products.items():
+        found[dataclasses.replace(each, weights=1, backward=(True, True))] += count
+    return found
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        LLAMA,
+        f"{LLAMA} --qk-layernorm",
+        "",
+        LLAMA + EXPERTS,
+        f"{LLAMA}{EXPERTS} --moe-shared-expert-intermediate-size 24",
+        f"{LLAMA.replace('--group-query-attention --num-query-groups 2', '')}{EXPERTS}{LATENT}",
+    ],
+)
+def test_the_work_is_that_of_a_micro_batch(flags: str) -> None:
+    recorder, config = Recorder(), configured(TINY + flags)
+    parts = pretrain_gpt.build_model, pretrain_gpt.build_datasets
+    providers = Providers(*parts, lambda context: recorder.around(pretrain_gpt.build_forward_step(context)))
+    with recorder.installed():
+        pretrain_config(config, providers, time.monotonic())
+    (stage,) = stage_map(config.transformer).stages
+    work = stage_work(config, stage, 128)
+    assert shapes(work.products) == shapes(recorder.products)
+    own = work.forward_bytes + work.backward_bytes
+    counted = {"norms", "residuals", "activations", "permutation", "cross entropy"}
+    assert counted & recorder.moved.keys() and "norms" in recorder.moved
+    for kind in counted & recorder.moved.keys():
+        # Rows that arrive have one more row as a placeholder.
+        allowed = 0.03 if kind == "permutation" else 0.0
+        assert own[kind] == pytest.approx(recorder.moved[kind], rel=allowed), kind
+    assert 3.0 * (sum(n * p.flops for p, n in work.products.items()) + _attention(work)) == pytest.approx(
+        recorder.flops(),
+        rel=0.02,  # a query sees (length + 1) / 2 keys, and Megatron-LM counts length / 2
+    )
+
+
+def _attention(work) -> float:
+    return sum(count * each.flops for each, count in work.attention.items())
+
+
+def test_ranks_share_the_work() -> None:
+    flags = TINY.replace("--vocab-size 127", "--vocab-size 255") + LLAMA + EXPERTS
+    alone = configured(flags)
+    (stage,) = stage_map(alone.transformer).stages
+    whole = stage_work(alone, stage, 256)
+    split = configured(
+        f"{flags} --tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2 "
+        "--expert-tensor-parallel-size 1",
+        2,
+    )
+    part = stage_work(split, stage, 256)
+    flops = [sum(n * p.flops for p, n in work.products.items()) for work in (whole, part)]
+    assert flops[0] == 2 * flops[1] and whole.bytes_moved == pytest.approx(2 * part.bytes_moved, rel=0.02)
+    assert whole.weights(experts=True) == 2 * part.weights(experts=True)
+    context = configured(f"{flags} --context-parallel-size 2", 2)
+    half = stage_work(context, stage, 256)
+    assert _attention(whole) == 2 * _attention(half)
+
+
+def test_documents_that_are_kept_apart_have_fewer_pairs() -> None:
+    config = configured(TINY + LLAMA)
+    (stage,) = stage_map(config.transformer).stages
+    assert 2 * _attention(stage_work(config, stage, 128, document_tokens=8)) == _attention(
+        stage_work(config, stage, 128)
+    )
+
+
+@pytest.mark.parametrize(("flags", "message"), [("--optimizer muon", "--optimizer muon: the time of its products")])
+def test_unknown_work_is_refused(flags: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        check_is_known(configured(f"{TINY} {LLAMA} {flags}"))
+
+
+def test_products_know_their_type() -> None:
+    (stage,) = stage_map(configured(TINY).transformer).stages
+    half = configured(f"{TINY} --bf16 --fp8-format hybrid --fp8-recipe tensorwise --first-last-layers-bf16")
+    products = stage_work(half, stage, 128).products
+    assert {each.dtype for each in products} == {torch.bfloat16}
+    assert sum(count for each, count in products.items() if each.fp8) == 4  # of the layer in the middle

@@ -1,0 +1,79 @@
+"""Compares Muon's kernels with their definitions in float64. Runs in Triton's interpreter or on a GPU."""
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from megatron.core.ops.symmetric_product_triton import symmetric_product_triton
+from megatron.core.optimizer.gram_newton_schulz import newton_schulz_in_float16
+from megatron.core.optimizer.muon_triton import update_momentum_triton, update_weights_triton
+from megatron.core.optimizer.newton_schulz import newton_schulz
+from megatron.core.optimizer.segments import StepInputs
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ON_GPU = DEVICE.type == "cuda"
+
+_WHOLE_TILES = ((2, 256, 384), (1, 320, 128)) if ON_GPU else ()
+"""Shapes for the kernel with specialised warps."""
+
+
+def _random(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(DEVICE)
+
+
+def symmetric_products() -> None:
+    """Gram matrices and polynomials of them; sizes that fill tiles, and sizes that do not; views; several matrices."""
+    for n, size, inner in ((1, 16, 16), (2, 48, 100), (1, 130, 70), (2, 300, 40), (2, 256, 192), (1, 384, 64)):
+        matrices = _random(n, size, 2 * inner).half()[..., :inner]
+        wide = matrices.double()
+        for stored in (matrices, matrices.mT.contiguous().mT, matrices.contiguous()):
+            gram = symmetric_product_triton(stored, stored, 0.125)
+            _agree(gram, 0.125 * wide @ wide.mT)
+        made = symmetric_product_triton(gram, gram, 0.5, gram, -2.0, 3.0)
+        exact = gram.double()
+        _agree(made, 0.5 * exact @ exact - 2.0 * exact + 3.0 * torch.eye(size, device=DEVICE))
+        assert torch.equal(made, made.mT)
+
+
+def _agree(found: Tensor, expected: Tensor) -> None:
+    assert (found.double() - expected).norm() <= 4e-4 * expected.norm()  # results are rounded to 11 bits
+
+
+def orthogonal_matrices() -> None:
+    """Wide, square and tall matrices; singular values that fall by six orders of magnitude."""
+    for shape in ((1, 64, 160), (2, 48, 48), (1, 200, 60), *_WHOLE_TILES):
+        matrices = _random(*shape)
+        rows, values, columns = torch.linalg.svd(matrices.double(), full_matrices=False)
+        spiked = rows * torch.logspace(0, -6, values.shape[-1], device=DEVICE) @ columns
+        for given, limit in ((matrices, 1e-2), (spiked.float(), 5e-2)):
+            for coefficients in ("simple", "quintic"):
+                expected = newton_schulz(given.double(), 5, coefficients)
+                found = newton_schulz_in_float16([given], 5, coefficients, 2.0) / 2.0
+                error = (found.double() - expected).norm() / expected.norm()
+                assert error <= limit, (shape, coefficients, float(error))
+
+
+def updates() -> None:
+    """Momentum and weights, with every setting; a step that is skipped changes neither."""
+    scalar = torch.tensor(0.1, dtype=torch.float64, device=DEVICE)
+    for skips, decay, nesterov, decoupled in itertools.product((False, True), (0.1, scalar), *2 * [(False, True)]):
+        momentum, gradient, weights = _random(3000), _random(3001)[:3000], _random(3002)[:3000]
+        made, moved, rounded = momentum.clone(), weights.clone(), torch.zeros_like(weights, dtype=torch.bfloat16)
+        numbers = (torch.tensor(number, dtype=torch.float64, device=DEVICE) for number in (1.0, 3.0, 0.01))
+        count, divisor, lr = numbers
+        step = StepInputs(count.float(), divisor, torch.tensor(skips, device=DEVICE))
+        settings = {"beta": 0.9, "nesterov": nesterov, "decoupled": decoupled}
+        direction = update_momentum_triton(made, gradient, weights, step, decay, **settings)
+        pulled = gradient.double() / 3.0 + (0.0 if decoupled else 0.1 * weights.double())
+        averaged = 0.9 * momentum.double() + 0.1 * pulled
+        expected = 0.9 * averaged + 0.1 * pulled if nesterov else averaged
+        torch.testing.assert_close(direction.double(), expected, rtol=1e-6, atol=1e-6)
+        update_weights_triton(moved, rounded, direction, step, lr, decay, decoupled)
+        kept = weights.double() * (1.0 - 0.001) if decoupled else weights.double()
+        if skips:
+            assert torch.equal(made, momentum) and torch.equal(moved, weights) and not rounded.any()
+        else:
+            torch.testing.assert_close(made.double(), averaged, rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(moved.double(), kept - 0.01 * expected, rtol=1e-6, atol=1e-6)
+            assert ((rounded.float() - moved).abs() <= 2**-7 * moved.abs()).all()  # the interpreter truncates
