@@ -1,7 +1,4 @@
-"""Pretrains Mamba-2 and hybrid models:   torchrun --nproc_per_node 8 pretrain_mamba.py --hybrid-layer-pattern M-M*- ...
-
-The run is that of pretrain_gpt.py with `--is-hybrid-model`: without a pattern all layers are Mamba-2 layers.
-"""
+"""Pretrains hybrid models, under the name of releases before 0.17; see pretrain_hybrid.py."""
 
 if __name__ == "__main__":  # before the imports that take seconds
     from megatron.interrupts import exit_quietly
@@ -14,9 +11,7 @@ if __name__ == "__main__":  # before the imports that take seconds
 
 from megatron.training import pretrain
 from megatron.training.providers import Providers
-from pretrain_gpt import build_datasets, build_forward_step, build_model
-
-DEFAULTS = {"model_family": "gpt", "is_hybrid_model": True}
+from pretrain_hybrid import DEFAULTS, build_datasets, build_forward_step, build_model
 
 if __name__ == "__main__":
     pretrain(Providers(build_model, build_datasets, build_forward_step), args_defaults=DEFAULTS)

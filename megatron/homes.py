@@ -91,6 +91,10 @@ _TE_NAMES: dict[str, str | NotHere] = {
     "TELinear": _TE,
     "TERowParallelGroupedLinear": _TE,
 }
+_MODELOPT = NotHere(
+    "ModelOpt is not used here: tools/checkpoint/convert.py exports the checkpoint to a Hugging Face folder, which "
+    "ModelOpt quantises, prunes or distils"
+)
 _YAML = NotHere("not yet: --yaml-cfg; give the settings as flags, config from core_transformer_config_from_args(args)")
 
 OLD_HOMES: dict[str, str | dict[str, str | NotHere]] = {
@@ -122,6 +126,23 @@ OLD_HOMES: dict[str, str | dict[str, str | NotHere]] = {
     "megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs": {
         "get_gpt_heterogeneous_layer_spec": "megatron.core.models.gpt.gpt_layer_specs",
     },
+    # Releases 0.17 to 0.19
+    "megatron.core.tokenizers.utils.build_tokenizer": {
+        "build_tokenizer": "megatron.data.tokenizer.build:build_tokenizer_of_args",
+    },
+    "megatron.training.config.container": {"PretrainConfigContainer": "megatron.facades.argument_utils"},
+    "megatron.training.models.gpt": {"GPTModelConfig": "megatron.facades.argument_utils"},
+    "megatron.training.models.hybrid": {"HybridModelConfig": "megatron.facades.argument_utils"},
+    "megatron.post_training.arguments": {
+        "add_modelopt_args": "megatron.facades.modelopt",
+        "modelopt_args_enabled": "megatron.facades.modelopt",
+    },
+    "megatron.post_training.loss_func": {"loss_func": _MODELOPT},
+    "megatron.post_training.model_provider": {"model_provider": _MODELOPT},
+    "megatron.post_training.model_builder": {
+        "modelopt_gpt_hybrid_builder": _MODELOPT,
+        "modelopt_gpt_mamba_builder": _MODELOPT,
+    },
     "megatron.core.tokenizers": {
         "MegatronTokenizer": NotHere("the run's tokenizer is megatron.training.get_tokenizer()"),
     },
@@ -150,6 +171,9 @@ OLD_HOMES: dict[str, str | dict[str, str | NotHere]] = {
         "MegatronPretrainingRandomSampler": "megatron.training.data.samplers",
         "MegatronPretrainingSampler": "megatron.training.data.samplers",
         "build_pretraining_data_loader": "megatron.facades.training",
+    },
+    "megatron.core.models.mamba.mamba_layer_specs": {
+        "mamba_stack_spec": "megatron.core.models.hybrid.hybrid_layer_specs:hybrid_stack_spec",
     },
     # Modules whose names are defined in others here
     "megatron.core.activations": {
@@ -221,6 +245,7 @@ MOVED = {
     "megatron.core.rerun_state_machine": "megatron.core.health.rerun_state_machine",
     "megatron.training.checkpointing": "megatron.facades.checkpointing",
     "megatron.training.dist_signal_handler": "megatron.facades.dist_signal_handler",
+    "megatron.training.argument_utils": "megatron.facades.argument_utils",
     "megatron.training.global_vars": "megatron.facades.global_vars",
     "megatron.training.initialize": "megatron.facades.initialize",
     "megatron.training.training": "megatron.facades.training",

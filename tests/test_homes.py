@@ -53,7 +53,7 @@ def test_a_name_without_a_meaning_is_refused_when_it_is_used() -> None:
 
 def test_what_is_not_in_the_table_does_not_exist() -> None:
     with pytest.raises(ModuleNotFoundError):
-        importlib.import_module("megatron.post_training.arguments")
+        importlib.import_module("megatron.post_training.checkpointing")
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         look_up("megatron.legacy.model", "nothing")
     assert OldHomes().find_spec("megatron.training.training") is None

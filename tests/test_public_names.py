@@ -2,7 +2,8 @@
 
 The lists are facts about Megatron-LM: tests/data/megatron_lm_api.json (release 0.16.1, and names that published
 recipes import beside them), and megatron_lm_script_names.json (what the entry scripts of releases 0.5 to 0.16 import
-and rely on; the programs of tests/support/released make the calls of the list).
+and rely on; the programs of tests/support/released make the calls of the list), and
+megatron_lm_script_names_019.json (what those of release 0.19 call beside them; tests/facades/test_argument_utils.py).
 What may change in them is in docs/api.md.
 """
 
@@ -17,8 +18,11 @@ from typing import Any
 
 import pytest
 
+from megatron.facades.pretrain import _pretrain_configured
+
 DATA = Path(__file__).parent / "data"
 NAMES: list[dict[str, Any]] = json.loads((DATA / "megatron_lm_api.json").read_text())
+NAMES_019: list[dict[str, Any]] = json.loads((DATA / "megatron_lm_script_names_019.json").read_text())
 SCRIPT_NAMES: list[dict[str, Any]] = json.loads((DATA / "megatron_lm_script_names.json").read_text())
 
 COMPUTED_RANKS = "takes the ranks of a pipeline, under any parameter name"
@@ -103,7 +107,6 @@ IMPORTED = [
     entry
     for entry in SCRIPT_NAMES
     if entry["kind"] in ("module", "function", "class", "enum", "constant")
-    and not entry["name"].startswith("megatron.post_training")  # scripts go on without it
     and not entry["name"].endswith(".forward_backward_func")  # the name of a result
 ]
 
@@ -115,6 +118,14 @@ def test_what_entry_scripts_import_can_be_imported(entry: dict[str, Any]) -> Non
     found: Any = importlib.import_module(".".join(words[:end]))
     for word in words[end:]:
         found = getattr(found, word)
+
+
+@pytest.mark.parametrize("entry", NAMES_019, ids=lambda entry: f"{entry['module']}.{entry['name']}")
+def test_a_name_of_current_scripts_is_there_and_takes_its_parameters(entry: dict[str, Any]) -> None:
+    """`pretrain` has two forms, and the signature that it shows is the older one."""
+    found = _pretrain_configured if entry["name"] == "pretrain" else find(entry)
+    if entry["kind"] != "object":
+        assert missing_parameters(found, entry["parameters"]) == []
 
 
 def test_a_changed_parameter_is_noticed() -> None:

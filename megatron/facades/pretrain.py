@@ -1,6 +1,7 @@
 """`pretrain`: trains the model that the command line describes. It hands to the run what the run may not import:
 Megatron-LM's functions for scripts, Hugging Face folders, the dry run, and the explanations of failures."""
 
+import functools
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ from megatron.diagnosis.device_memory import explains_lack_of_gpu_memory
 from megatron.diagnosis.dry_run.report import print_dry_run
 from megatron.diagnosis.non_finite import dump_and_search
 from megatron.diagnosis.planning.topology import topology_lines
+from megatron.facades.argument_utils import PretrainConfigContainer
 from megatron.facades.published_run import published
 from megatron.training.arguments import config_of_command_line
 from megatron.training.config.pretrain_config import PretrainConfig
@@ -25,7 +27,7 @@ from megatron.training.pretraining import FailureHelp, run_pretraining
 from megatron.training.providers import NonLossFunctions, Providers, providers_of_user_script, warn_unused
 
 
-def pretrain(
+def _pretrain(
     train_valid_test_dataset_provider: Providers | Callable[..., Sequence[Any]],
     model_provider: Callable[..., nn.Module] | None = None,
     model_type: ModelType = ModelType.encoder_or_decoder,
@@ -77,6 +79,59 @@ def pretrain(
             optimizer_provider,
             non_loss_functions(non_loss_data_func, process_non_loss_data_func, config),
         )
+    _run(config, providers, started)
+
+
+def _pretrain_configured(
+    cfg_container: PretrainConfigContainer,
+    train_valid_test_dataset_provider: Callable[..., Sequence[Any]],
+    model_type: ModelType = ModelType.encoder_or_decoder,
+    forward_step_func: Callable[..., Any] | None = None,
+    model_provider: Callable[..., nn.Module] | None = None,
+    process_non_loss_data_func: Callable[..., Any] | None = None,
+    get_embedding_ranks: Callable[..., Any] | None = None,
+    get_position_embedding_ranks: Callable[..., Any] | None = None,
+    non_loss_data_func: Callable[..., Any] | None = None,
+    store: Any = None,
+    inprocess_call_wrapper: Any = None,
+    p2p_communicator: Any = None,
+    pg_collection: Any = None,
+    skip_model_parallel_init: bool = False,
+) -> None:
+    """`pretrain` of releases from 0.18 on, whose settings come as a record instead of the command line."""
+    started = time.monotonic()
+    refused = {
+        "store": store,
+        "inprocess_call_wrapper": inprocess_call_wrapper,
+        "p2p_communicator": p2p_communicator,
+        "pg_collection": pg_collection,
+        "skip_model_parallel_init": skip_model_parallel_init or None,
+    }
+    for name, given in refused.items():
+        if given is not None:
+            raise UserError(f"pretrain({name}=...): not yet")
+    ranks = {"get_embedding_ranks": get_embedding_ranks, "get_position_embedding_ranks": get_position_embedding_ranks}
+    warn_unused("pretrain", ranks)
+    if forward_step_func is None:
+        raise UserError("pretrain: forward_step_func is missing")
+    config = cfg_container.config
+    non_loss = non_loss_functions(non_loss_data_func, process_non_loss_data_func, config)
+    build = model_provider or cfg_container.model_provider()
+    providers = providers_of_user_script(train_valid_test_dataset_provider, build, forward_step_func, non_loss=non_loss)
+    _run(config, providers, started)
+
+
+@functools.wraps(_pretrain)
+def pretrain(*args: Any, **kwargs: Any) -> None:
+    """Trains a model: with the settings of the command line (`_pretrain`), or with those of a record that comes first
+    (`_pretrain_configured`), as in scripts of Megatron-LM from release 0.18 on."""
+    if "cfg_container" in kwargs or (args and isinstance(args[0], PretrainConfigContainer)):
+        return _pretrain_configured(*args, **kwargs)
+    return _pretrain(*args, **kwargs)
+
+
+def _run(config: PretrainConfig, providers: Providers, started: float) -> None:
+    """Trains, or prints the dry run. Exits as `pretrain` says."""
     if config.training.dry_run:
         return print_dry_run(config, published(providers))
     if os.environ.get("RANK", "0") == "0":

@@ -26,6 +26,7 @@ from megatron.core.transformer.layer_costs import training_flops
 from megatron.core.utils.keywords import Keywords
 from megatron.diagnosis.non_finite import dump_and_search
 from megatron.facades import global_vars
+from megatron.facades.batches import update_seqlen_stats_from_cu_seqlens as update_seqlen_stats_from_cu_seqlens
 from megatron.facades.checkpointing import checkpoints_of_run
 from megatron.facades.initialize import close_with_run, refuse
 from megatron.facades.num_microbatches_calculator import (

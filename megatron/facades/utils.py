@@ -128,7 +128,7 @@ def get_ltor_masks_and_position_ids(
     return mask, loss_mask, positions.clone()
 
 
-_FIELDS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+BATCH_FIELDS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 _PACKING = ("cu_seqlens", "max_seqlen", "local_cp_size")
 
 
@@ -146,14 +146,14 @@ def get_batch_on_this_tp_rank(
     """
     groups = groups_or_default(None)
     batch = None if data_iterator is None else next(data_iterator)
-    found = dict.fromkeys(_FIELDS) if batch is None else _fields(batch)
+    found = dict.fromkeys(BATCH_FIELDS) if batch is None else _fields(batch)
     if batch is None and groups.rank("tp") == 0:
         raise UserError("get_batch_on_this_tp_rank: the first tensor parallel rank has no data_iterator to read from")
     device, plain = local_device(), _shape_if_plain_causal(found["attention_mask"])
     if plain is not None:
         found["attention_mask"] = None  # every rank makes it
     if groups.size("tp") > 1:
-        found, plain = _from_first_rank(found, plain, device, groups.tp)
+        found, plain = tensors_of_first_rank(found, plain, device, groups.tp)
     else:
         found = {name: None if value is None else value.to(device, non_blocking=True) for name, value in found.items()}
     if plain is not None:
@@ -162,7 +162,7 @@ def get_batch_on_this_tp_rank(
 
 
 def _fields(batch: Mapping[str, Any]) -> dict[str, Tensor | None]:
-    found: dict[str, Tensor | None] = {name: _field(batch, name) for name in _FIELDS}
+    found: dict[str, Tensor | None] = {name: _field(batch, name) for name in BATCH_FIELDS}
     cu_seqlens = _field(batch, "cu_seqlens")
     if found["attention_mask"] is None and cu_seqlens is not None:
         assert found["tokens"] is not None
@@ -189,7 +189,7 @@ def _later(length: int) -> Tensor:
     return torch.ones(length, length, dtype=torch.bool).triu(diagonal=1)
 
 
-def _from_first_rank(
+def tensors_of_first_rank(
     found: dict[str, Tensor | None], plain: Sequence[int] | None, device: torch.device, group: Group
 ) -> tuple[dict[str, Tensor | None], Sequence[int] | None]:
     """Returns the tensors of the first rank of a group, and the shape of its plain causal mask, on all its ranks. Types

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron.core.exceptions import UserError
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.homes import lazy_names
 from megatron.training.checkpoint_args import take_checkpoint_args
 from megatron.training.config.command_line import CommandLine, ExtraArgsProvider, read_command_line
 from megatron.training.config.pretrain_config import PretrainConfig
@@ -111,14 +112,21 @@ class Arguments(argparse.Namespace):
         object.__setattr__(self, field_of_name(name) or name, value)
 
 
-def parse_args(extra_args_provider: ExtraArgsProvider | None = None, ignore_unknown_args: bool = False) -> Arguments:
+def parse_args(
+    extra_args_provider: ExtraArgsProvider | None = None,
+    ignore_unknown_args: bool = False,
+    *,
+    take_flags: Callable[[CommandLine], None] | None = None,
+) -> Arguments:
     """Returns the command line as a namespace. Values are parsed, but not derived or checked against each other.
 
     `extra_args_provider(parser)` adds arguments and returns the parser. Exits with code 2 if a flag is unknown
-    (unless `ignore_unknown_args`) or a value cannot be parsed.
+    (unless `ignore_unknown_args`) or a value cannot be parsed. `take_flags`, our own keyword, may change the values.
     """
     _take_ranks()
     line = read_command_line(sys.argv[1:], extra_args_provider, ignore_unknown_args)
+    if take_flags is not None:
+        take_flags(line)
     take_checkpoint_args(line)
     if line.problems:
         exit_with_problems(ConfigurationError(line.problems))
@@ -164,3 +172,6 @@ def core_transformer_config_from_args(
     names = {field.name for field in dataclasses.fields(config_class)} | APP_SWITCHES.keys()
     values = {name: getattr(args, name) for name in names if hasattr(args, name)}
     return config_class(**transformer_fields(config_class, values))
+
+
+__getattr__ = lazy_names(__name__, {"parse_and_validate_args": "megatron.facades.argument_utils"})

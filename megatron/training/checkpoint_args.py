@@ -22,6 +22,8 @@ _LENGTHS = ("seq_length", "encoder_seq_length", "decoder_seq_length")
 _WIDTH_SCALING = ("use_mup", *(f"mup_{name}" for name in ("base_hidden_size", "embedding_mult", "output_mult")))
 _WIDTH_SCALING += ("mup_base_head_dim", "mup_attn_scale_power")
 """Fields of other sections that are taken too: lengths of samples, and the scales of embedding, scores and logits."""
+_OF_A_PATTERN = ("num_layers", "encoder_num_layers", "moe_layer_freq")
+"""Fields that a given --hybrid-layer-pattern says. The checkpoint of a GPT has them for the GPT's layers."""
 
 
 def take_checkpoint_args(line: CommandLine, defaults: Mapping[str, Any] | None = None) -> Mapping[str, Any] | None:
@@ -76,6 +78,7 @@ def take_model_flags(line: CommandLine, words: list[str], folder: str, by: str) 
     except UserError as error:
         line.problems.append(f"{by}: {folder}: {error}")
     said = {other for field in line.given for other in SAME_THING.get(field, ())}
+    said.update(_OF_A_PATTERN if "hybrid_layer_pattern" in line.given else ())
     recorded = CommandLine({name: flag.default for name, flag in flag_table().items()})
     for flag, occurrence in flags_of_model(words, _is_of_model):
         take_flag(recorded, flag, occurrence)

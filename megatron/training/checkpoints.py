@@ -40,7 +40,8 @@ from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.data_order import order_differences
 from megatron.training.data.digests import data_differences
 from megatron.training.hooks.mix_report import Mix
-from megatron.training.inspection.run_description import describe_run, setting_differences
+from megatron.training.inspection.gpt_spelling import Renaming
+from megatron.training.inspection.run_description import describe_run, names_of_this_run, setting_differences
 from megatron.training.lr_schedule import schedule_flag
 from megatron.training.rewind_record import Rewind, RewindRecord, temporary_folder
 from megatron.training.state import TrainState
@@ -343,7 +344,8 @@ class Checkpoints:
                 )
 
         policy = mismatch_policy(self.flags, with_optimizer)
-        loaded = load(root, wanted, step=step, policy=policy, accept=accept, log=self._say)
+        renames = None if dense else self._names_of_this_run
+        loaded = load(root, wanted, step=step, policy=policy, accept=accept, renames=renames, log=self._say)
         if loaded is not None:
             if dense:
                 enlarge_second_products(own, granularity)
@@ -352,6 +354,13 @@ class Checkpoints:
             what = "" if with_optimizer else " (weights only)" if weights_only else " (without optimizer state)"
             self._say(f"loaded checkpoint of iteration {iteration:7d} from {loaded.folder} {self._place()}{what}")
         return loaded
+
+    def _names_of_this_run(self, manifest: Manifest) -> Renaming | None:
+        renaming = names_of_this_run(self.config, manifest.config)
+        if renaming is not None:
+            of = "the hybrid model" if self.config.transformer.hybrid_layer_pattern is None else "the GPT"
+            self._say(f"the checkpoint is that of {of} with the same layers; its tensors are read under our names")
+        return renaming
 
     def _restore(self, loaded: LoadResult, parts: SavedParts, *, counts: bool = False, goes_back: bool = False) -> None:
         """Restores the state that is not a tensor. With --finetune and without `counts` it restores nothing, so the run

@@ -190,7 +190,7 @@ def train(
     world = dist.get_world_size() if dist.is_initialized() else 1
     config = configure(f"{base} {flags}".split(), None, defaults, launch_environment=LaunchEnvironment(world, False))
     outcome = Outcome()
-    with _remembered(outcome, before):
+    with remembered(outcome, before):
         outcome.decision = pretrain_config(config, providers, time.monotonic() - seconds_ago)
     return outcome
 
@@ -199,13 +199,13 @@ def run_script(flags: str, *arguments: Any, base: str = TINY, **keywords: Any) -
     """Calls `pretrain(...)` like a script, in this process, and returns the outcome."""
     outcome = Outcome()
     words = ["script.py", *f"{base} {flags}".split()]
-    with _remembered(outcome, lambda run: None), mock.patch.object(sys, "argv", words):
+    with remembered(outcome, lambda run: None), mock.patch.object(sys, "argv", words):
         pretrain(*arguments, **keywords)
     return outcome
 
 
 @contextlib.contextmanager
-def _remembered(outcome: Outcome, before: Callable[[Trainer], None]) -> Iterator[None]:
+def remembered(outcome: Outcome, before: Callable[[Trainer], None]) -> Iterator[None]:
     set_up = pretraining.set_up
 
     def watched(*arguments: Any) -> Trainer:

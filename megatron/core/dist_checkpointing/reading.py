@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -55,6 +55,7 @@ def load(
     step: Step | None = None,
     policy: MismatchPolicy = STRICT,
     accept: Callable[[Manifest], None] | None = None,
+    renames: Callable[[Manifest], Callable[[str], str] | None] | None = None,
     group: dist.ProcessGroup | None = None,
     log: Log = print,
 ) -> LoadResult | None:
@@ -62,7 +63,8 @@ def load(
 
     Returns None if there is no checkpoint. For a broken checkpoint, logs file and reason and tries the next older one;
     all ranks load the same one. `step` selects one checkpoint. Before tensors are read `accept` may raise UserError to
-    refuse the checkpoint, or OutdatedCheckpoint to try the next older one. `log` gets the same sentences on all ranks.
+    refuse the checkpoint, or OutdatedCheckpoint to try the next older one. `renames` may return a function from the
+    names of a checkpoint's tensors to those of the chunks. `log` gets the same sentences on all ranks.
 
     Raises UserError on all ranks for wanted keys that are not stored and stored keys that no rank wants (unless
     `policy` allows them), different shapes, another program's checkpoint, or if all checkpoints are broken. Some
@@ -70,7 +72,7 @@ def load(
     """
     ranks = RankCoordinator(group)
     choice = Selection(**ranks.run_on_first(lambda: asdict(select_folders(root, step))))
-    loading = _Loading(ranks, list(chunks), policy, accept, log)
+    loading = _Loading(ranks, list(chunks), policy, accept, log, renames=renames)
     return first_complete(root, choice, loading.load_from, log)
 
 
@@ -100,6 +102,8 @@ class _Loading:
     log: Log
     hint: str = "--ckpt-waive-keys allows keys by name"
     """Advice for the user about keys of one side only."""
+    renames: Callable[[Manifest], Callable[[str], str] | None] | None = None
+    """Returns how the chunks name the tensors of a checkpoint; None: as the checkpoint does."""
     overwritten: set[str] = field(default_factory=set)
     """Names of tensors that may contain values of a broken folder that was tried before."""
 
@@ -109,6 +113,7 @@ class _Loading:
         if self.accept is not None:
             accept, manifest = self.accept, checkpoint.manifest
             self.ranks.run_on_all(lambda: accept(manifest))
+        checkpoint = self._renamed(checkpoint)
         matching = self.ranks.run_on_all(lambda: match(self.wanted, checkpoint.catalogue))
         unused = self._unused(checkpoint, matching)
         self.ranks.run_on_all(lambda: self._check_keys(checkpoint, matching, unused))
@@ -128,6 +133,12 @@ class _Loading:
 
         self.ranks.run_on_first(verify)
         return self.ranks.run_on_all(lambda: opened[0] if opened else open_checkpoint(folder))
+
+    def _renamed(self, checkpoint: Checkpoint) -> Checkpoint:
+        renamed = None if self.renames is None else self.renames(checkpoint.manifest)
+        if renamed is None:
+            return checkpoint
+        return replace(checkpoint, catalogue={renamed(name): stored for name, stored in checkpoint.catalogue.items()})
 
     def _unused(self, checkpoint: Checkpoint, matching: Matching) -> list[str]:
         """Names in the checkpoint that no rank uses."""

@@ -16,6 +16,13 @@ _DTYPES: Mapping[str, torch.dtype] = {
 }
 
 
+_OTHER_OPTIMIZERS = {
+    "lion": "lion updates only what muon leaves: give --optimizer muon --muon-scalar-optimizer lion, or adam",
+    "soap": "there is no such update; give muon, which preconditions matrices too",
+    "adaptive_muon": "there is no such update; give muon",
+}
+
+
 def _words(*names: str) -> dict[str, torch.dtype]:
     return {name: _DTYPES[name] for name in names}
 
@@ -101,7 +108,7 @@ class OptimizerConfig:
 
     # The update ------------------------------------------------------------------------------------------------------
 
-    optimizer: Literal["adam", "sgd", "muon", "dist_muon"] = "adam"
+    optimizer: Literal["adam", "sgd", "muon", "dist_muon"] = flag("adam", hints=_OTHER_OPTIMIZERS)
     """Update rule. adam is AdamW: weight decay acts on the weights, not on the gradient. muon orthogonalises the
     updates of matrices inside layers, and updates the rest as adam. dist_muon also shards the optimizer's state, as
     --use-distributed-optimizer does."""

@@ -39,7 +39,8 @@ _ACCEPTED = {
         use-grouped-gemm-for-dense-mlp use-grouped-gemm-for-shared-expert use-transformer-engine-op-fuser""",
     _ALL_TO_ALL: """
         moe-flex-dispatcher-num-sms moe-hybridep-num-blocks-permute moe-hybridep-num-blocks-unpermute
-        moe-hybridep-num-sms-preprocessing moe-hybridep-pad-uneven-dispatch-inputs moe-ncclep-zero-copy""",
+        moe-hybridep-num-sms-preprocessing moe-hybridep-pad-uneven-dispatch-inputs moe-ncclep-static-shape
+        moe-ncclep-zero-copy""",
     "grouped experts lie in memory in one way, which checkpoints do not depend on": """
         moe-single-grouped-bias moe-single-grouped-weight moe-use-grouped-tensor""",
     "the priority and order of communication follow from what runs": """
@@ -58,6 +59,8 @@ _ACCEPTED = {
         ckpt-fully-parallel-load-exchange-algo ckpt-fully-parallel-load-per-rank-objects
         ckpt-fully-parallel-load-process-group ckpt-fully-parallel-save-process-group ckpt-pg-tensors-cache-create
         ckpt-pg-tensors-cache-path dist-ckpt-save-pre-mcore-014 dist-ckpt-workers""",
+    "a load converts weights one by one, so it never needs all of them in another type at once": """
+        disable-stream-ckpt-dequant no-stream-ckpt-dequant""",
     "a checkpoint that does not fit is always refused": """
         disable-ckpt-load-validate-sharding-integrity disable-strict-fsdp-dtensor-load
         no-ckpt-load-validate-sharding-integrity no-strict-fsdp-dtensor-load""",

@@ -16,6 +16,7 @@ from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.recorded_flags import read_recorded, recorded_words
 from megatron.training.config.retired import Occurrence
 from megatron.training.config.settings import CHOSEN
+from megatron.training.inspection.gpt_spelling import Renaming, in_one_spelling, renaming
 
 ARCHITECTURE = (
     *("num_layers", "num_encoder_layers", "hidden_size", "ffn_hidden_size"),
@@ -163,14 +164,16 @@ def architecture_differences(
     """Returns a sentence for each architecture value that differs from another run's description, except the fields in
     `leave_out`. A field that only one of the two uses, because they differ in the flag that it depends on, is left out
     too."""
-    ours, recorded = architecture_of(config), described.get("architecture", {})
+    ours: Mapping[str, Any] = architecture_of(config)
+    recorded = described.get("architecture", {})
     # Older descriptions have fields without effect. All leave out options at their defaults.
     known = {name: flag_table()[name].default for name in MODEL_OPTIONS} | dict(described) | recorded
-    theirs = {name: value for name, value in recorded.items() if _matters(name, known)}
+    theirs: Mapping[str, Any] = {name: value for name, value in recorded.items() if _matters(name, known)}
     if not has_heads(config.transformer):
         theirs = {name: value for name, value in theirs.items() if name not in _OF_HEADS}
     if isinstance(theirs.get(_PATTERN), str):
-        theirs[_PATTERN] = without_stages(theirs[_PATTERN])
+        theirs = {**theirs, _PATTERN: without_stages(theirs[_PATTERN])}
+    ours, theirs = in_one_spelling(ours, theirs)
     differing = [name for name in (*ARCHITECTURE, *MODEL_OPTIONS) if theirs and ours.get(name) != theirs.get(name)]
     return [
         f"{_called(name)} is {_shown(name, ours.get(name))} in this run and {_shown(name, theirs.get(name))} in the "
@@ -178,6 +181,12 @@ def architecture_differences(
         for name in differing
         if name not in leave_out and not (_goes_with(name, differing) and None in (ours.get(name), theirs.get(name)))
     ]
+
+
+def names_of_this_run(config: PretrainConfig, described: Mapping[str, Any]) -> Renaming | None:
+    """Returns how this run's model names the tensors of a described run's checkpoint; None if both have the same
+    names."""
+    return renaming(architecture_of(config), described.get("architecture", {}))
 
 
 COMPARED = (

@@ -169,6 +169,8 @@ OTHER_DEFAULT = {
     "--use-cpu-initialization": False,
 }
 MORE_CHOICES = {
+    "--cuda-graph-impl": {"full_iteration"},  # of release 0.19
+    "--moe-flex-dispatcher-backend": {"ncclep"},  # of release 0.19
     "--ckpt-format": {"safetensors", "zarr"},
     "--transformer-impl": {"auto", "triton"},
     "--tiktoken-pattern": {"v1", "v2"},

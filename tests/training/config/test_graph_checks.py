@@ -71,6 +71,7 @@ def test_what_is_no_part_of_an_optimizer_graph(flags: str, ranks: int, problem: 
     ("flags", "ranks", "note"),
     [
         ("--cuda-graph-impl transformer_engine", 1, f"--cuda-graph-impl transformer_engine: {WHOLE}"),
+        ("--cuda-graph-impl full_iteration", 1, f"--cuda-graph-impl full_iteration: {WHOLE}"),
         ("--external-cuda-graph --cuda-graph-modules attn moe_preprocess", 1, f"--external-cuda-graph: {WHOLE}"),
         (
             f"{GRAPHS} --cuda-graph-scope attn --tensor-model-parallel-size 2",
@@ -81,7 +82,7 @@ def test_what_is_no_part_of_an_optimizer_graph(flags: str, ranks: int, problem: 
         ),
     ],
 )
-def test_graphs_of_parts_of_layers_are_of_whole_micro_batches(flags: str, ranks: int, note: str) -> None:
+def test_graphs_of_other_extents_are_of_whole_micro_batches(flags: str, ranks: int, note: str) -> None:
     config = configured(flags, ranks=ranks)
     assert note in config.notes
     assert config.transformer.cuda_graph_impl == ("none" if "no effect" in note else "local")

@@ -41,7 +41,7 @@ def test_every_flag_appears_once() -> None:
 
 def test_choices_that_are_not_supported_are_left_out() -> None:
     flag: Flag = flags_by_spelling()["--cuda-graph-impl"]
-    assert "{none,local,transformer_engine}" in help_of_flags("usage", "about", [flag])
+    assert "{none,local,transformer_engine,full_iteration}" in help_of_flags("usage", "about", [flag])
     limited = dataclasses.replace(flag, declaration=FlagDeclaration(supported=("none", "local")))
     assert "{none,local}" in help_of_flags("usage", "about", [limited])
 

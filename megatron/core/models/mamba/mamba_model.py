@@ -1,28 +1,20 @@
-"""Hybrid language models under Megatron-LM's name."""
+"""Hybrid language models under the name of releases before 0.17."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Literal
 
 from megatron.core.exceptions import UserError
-from megatron.core.groups.defaults import groups_or_default
 from megatron.core.groups.process_groups_config import ProcessGroupCollection
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
-from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer.layer_patterns import evenly_mixed
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
-class MambaModel(GPTModel):
-    """A GPTModel whose layers have one branch each: Mamba-2, attention, MLP or experts, in the order of a pattern.
+class MambaModel(HybridModel):
+    """A HybridModel with the parameters of releases before 0.17, in their order.
 
-    The pattern comes from `hybrid_override_pattern`, or from the two ratios if one of them is not 0, or from
-    `config.hybrid_layer_pattern`. With the first two, the config needs `is_hybrid_model`. `mamba_stack_spec` is the
-    function of this name, or another function with the same arguments. The other arguments have the same meaning as in
-    GPTModel.
-
-    Raises UserError for an impossible pattern.
+    With `hybrid_override_pattern` or a ratio, the config needs `is_hybrid_model`. `mamba_stack_spec` is the function of
+    this name, or another function with the same arguments. Raises UserError for an impossible pattern.
     """
 
     def __init__(
@@ -49,21 +41,17 @@ class MambaModel(GPTModel):
         *,
         vocab_padding_multiple: int | None = None,
     ) -> None:
-        pattern = hybrid_override_pattern
-        if pattern is None and (hybrid_attention_ratio or hybrid_mlp_ratio):
-            pattern = evenly_mixed(config.num_layers, hybrid_attention_ratio, hybrid_mlp_ratio)
-        if pattern is not None and pattern != config.hybrid_layer_pattern:
-            if not config.is_hybrid_model:
-                raise UserError("MambaModel: the config is not that of a hybrid model; make it with is_hybrid_model")
-            config = dataclasses.replace(config, hybrid_layer_pattern=pattern)
-        groups = groups_or_default(pg_collection)
-        place = {"vp_stage": vp_stage, "pp_rank": groups.rank("pp")}
-        layers = mamba_stack_spec(config, **place)
+        asks = hybrid_override_pattern is not None or hybrid_attention_ratio or hybrid_mlp_ratio
+        if asks and not config.is_hybrid_model:
+            raise UserError("MambaModel: the config is not that of a hybrid model; make it with is_hybrid_model")
         super().__init__(
             config,
-            layers,
+            mamba_stack_spec,
             vocab_size,
             max_sequence_length,
+            hybrid_attention_ratio=hybrid_attention_ratio,
+            hybrid_mlp_ratio=hybrid_mlp_ratio,
+            hybrid_override_pattern=hybrid_override_pattern,
             pre_process=pre_process,
             post_process=post_process,
             fp16_lm_cross_entropy=fp16_lm_cross_entropy,
@@ -74,8 +62,7 @@ class MambaModel(GPTModel):
             rotary_base=rotary_base,
             scatter_embedding_sequence_parallel=scatter_embedding_sequence_parallel,
             seq_len_interpolation_factor=seq_len_interpolation_factor,
-            pg_collection=groups,
+            pg_collection=pg_collection,
             vp_stage=vp_stage,
-            mtp_block_spec=get_gpt_mtp_block_spec(config, layers, use_transformer_engine=False, **place),
             vocab_padding_multiple=vocab_padding_multiple,
         )

@@ -70,10 +70,10 @@ class MemoryConfig:
     external_cuda_graph: bool = False
     """Former spelling of --cuda-graph-impl transformer_engine."""
 
-    cuda_graph_impl: Literal["none", "local", "transformer_engine"] = "none"
+    cuda_graph_impl: Literal["none", "local", "transformer_engine", "full_iteration"] = "none"
     """Replay CUDA graphs instead of launching kernels one by one, which saves time with small models and micro-batches.
-    local: forward, loss and backward of a micro-batch are one graph. transformer_engine is read as local where a
-    micro-batch can be a graph, and has no effect elsewhere."""
+    local: forward, loss and backward of a micro-batch are one graph. transformer_engine and full_iteration are read
+    as local where a micro-batch can be a graph, and have no effect elsewhere."""
 
     cuda_graph_scope: str | list[str] = flag(
         "full", only_with="cuda_graph_impl", or_with="enable_cuda_graph", nargs="+", from_checkpoint=True
@@ -134,8 +134,8 @@ def captures_micro_batches(config: Any) -> bool:
 
 
 def graph_parts(config: Any) -> bool:
-    """Whether the flags ask for graphs of parts of layers."""
-    if config.external_cuda_graph or config.cuda_graph_impl == "transformer_engine":
+    """Whether the flags ask for graphs of parts of layers or of whole iterations."""
+    if config.external_cuda_graph or config.cuda_graph_impl in ("transformer_engine", "full_iteration"):
         return True
     return captures_micro_batches(config) and not set(_graph_scope(config)) <= {"full", "full_iteration"}
 

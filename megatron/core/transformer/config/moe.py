@@ -64,7 +64,9 @@ class MoEConfig:
     moe_enable_deepep: bool = flag(False, only_with=_MOE, no_effect=_NO_DEEPEP)
     """Former spelling of --moe-flex-dispatcher-backend deepep."""
 
-    moe_flex_dispatcher_backend: Literal["deepep", "hybridep"] = flag("deepep", only_with=_MOE, no_effect=_NO_DEEPEP)
+    moe_flex_dispatcher_backend: Literal["deepep", "hybridep", "ncclep"] = flag(
+        "deepep", only_with=_MOE, no_effect=_NO_DEEPEP
+    )
     """Kernels of the flex dispatcher."""
 
     moe_deepep_num_sms: int = flag(20, only_with=_MOE, no_effect=_NO_DEEPEP)

@@ -11,6 +11,10 @@ from megatron.core.groups.rank_grid import divisors
 _MOE = "num_moe_experts"
 BALANCE_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 _BALANCING = (*BALANCE_LOSSES, "sinkhorn", "none")
+_OTHER_BALANCING = {
+    "quantile_balancing": "there is no such rule; give none with --moe-router-score-function sigmoid "
+    "--moe-router-enable-expert-bias, which balances by a bias of each expert too"
+}
 
 
 @dataclass(kw_only=True)
@@ -21,7 +25,7 @@ class RouterConfig:
     """Number of experts that a token is sent to."""
 
     moe_router_load_balancing_type: str | list[str] = flag(
-        "aux_loss", nargs="+", words={word: word for word in _BALANCING}, only_with=_MOE
+        "aux_loss", nargs="+", words={word: word for word in _BALANCING}, only_with=_MOE, hints=_OTHER_BALANCING
     )
     """How the load of experts is balanced: by one or several auxiliary losses over the micro-batch (aux_loss), each
     sequence (seq_aux_loss) or the global batch so far (global_aux_loss); by Sinkhorn assignment over the micro-batch
@@ -34,7 +38,11 @@ class RouterConfig:
     moe_z_loss_coeff: float | None = flag(None, only_with=_MOE)
     """Coefficient of the loss that keeps router logits small (z-loss)."""
 
-    moe_router_score_function: Literal["softmax", "sigmoid"] = flag("softmax", only_with=_MOE)
+    moe_router_score_function: Literal["softmax", "sigmoid"] = flag(
+        "softmax",
+        only_with=_MOE,
+        hints={"sqrtsoftplus": "there is no such score; give sigmoid, which scores each expert by itself too"},
+    )
     """Function from router logits to scores."""
 
     moe_router_pre_softmax: bool = flag(False, only_with=_MOE)

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.core.exceptions import UserError
-from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec
+from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mamba_mixer import MambaMixer
@@ -18,7 +18,7 @@ def config(**settings) -> TransformerConfig:
 
 
 def test_each_letter_is_a_layer_of_one_branch() -> None:
-    layers = mamba_stack_spec(config(hybrid_layer_pattern="M*-E", num_moe_experts=2)).layer_specs
+    layers = hybrid_stack_spec(config(hybrid_layer_pattern="M*-E", num_moe_experts=2)).layer_specs
     assert layers is not None
     parts = [(get_module(one.submodules.self_attention), get_module(one.submodules.mlp)) for one in layers]
     nothing = IdentityOp
@@ -29,4 +29,4 @@ def test_each_letter_is_a_layer_of_one_branch() -> None:
 
 def test_another_model_is_refused() -> None:
     with pytest.raises(UserError, match="the model is not hybrid; give hybrid_layer_pattern, or is_hybrid_model"):
-        mamba_stack_spec(config(num_layers=2))
+        hybrid_stack_spec(config(num_layers=2))
