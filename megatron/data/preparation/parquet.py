@@ -19,17 +19,18 @@ def count_row_groups(path: str) -> int:
 
 
 class ParquetReader:
-    """Reads the rows of row groups as lines of JSON, with the columns `keys` only. A context manager.
+    """Reads the rows of row groups as lines of JSON, with the columns `keys`, or all. A context manager.
 
     Raises UserError, naming the file, if a column is missing or contains no text, or if the file is damaged.
     """
 
-    def __init__(self, path: str, keys: Sequence[str], longest: int) -> None:
+    def __init__(self, path: str, keys: Sequence[str], longest: int, all_columns: bool = False) -> None:
         self._path = path
-        self._keys = list(dict.fromkeys(keys))
         self._longest = longest
         self._file = _open(path)
-        _check_columns(path, self._file.schema_arrow, self._keys)
+        chosen = list(dict.fromkeys(keys))
+        _check_columns(path, self._file.schema_arrow, chosen)
+        self._columns = None if all_columns else chosen
         self.bytes_read = 0
         """Compressed bytes of the rows that were read so far."""
 
@@ -47,7 +48,7 @@ class ParquetReader:
         size = sum(metadata.column(index).total_compressed_size for index in range(metadata.num_columns))
         before, rows = self.bytes_read, 0
         try:
-            for batch in self._file.iter_batches(_ROWS_AT_ONCE, row_groups=[group], columns=self._keys):
+            for batch in self._file.iter_batches(_ROWS_AT_ONCE, row_groups=[group], columns=self._columns):
                 rows += batch.num_rows
                 self.bytes_read = before + size * rows // max(metadata.num_rows, 1)
                 for row in batch.to_pylist():
