@@ -9,7 +9,7 @@ from megatron.core.exceptions import UserError
 from megatron.core.utils.files import open_atomically
 from megatron.data.preparation.blocks import LineReader
 from megatron.data.preparation.inputs import InputFile
-from megatron.data.preparation.parquet import ParquetReader
+from megatron.data.preparation.readers import open_groups
 from megatron.data.preparation.records import BadLine, texts_of_line
 
 LONGEST_LINE = 256 << 20
@@ -60,13 +60,14 @@ class Row:
 
 
 def source_of(file: InputFile, folder: Path) -> Source:
-    """Returns the source of a file. The plain lines of a compressed or Parquet file go to `folder`."""
+    """Returns the source of a file. The plain lines of a compressed, Parquet, Arrow or text file go to `folder`."""
     plain = file.path if file.kind == "plain" else str(folder / f"plain-{file.index:05d}.jsonl")
     return Source(file, plain)
 
 
 def write_plain_lines(source: Source, key: str) -> None:
-    """Writes the plain lines of a compressed or Parquet file, unless they exist. A row of Parquet keeps all columns."""
+    """Writes the plain lines of a file that is not plain, unless they exist. Rows of Parquet and Arrow keep all
+    columns."""
     file = source.file
     if source.path == file.path or Path(source.path).exists():
         return
@@ -78,8 +79,8 @@ def write_plain_lines(source: Source, key: str) -> None:
 
 
 def _lines_of(file: InputFile, key: str) -> Iterator[bytes | None]:
-    if file.kind == "parquet":
-        with ParquetReader(file.path, [key], LONGEST_LINE, all_columns=True) as rows:
+    if file.has_groups:
+        with open_groups(file, [key], LONGEST_LINE, all_columns=True) as rows:
             for group in range(file.row_groups):
                 yield from rows.lines_of_group(group)
         return

@@ -6,6 +6,8 @@ has one shingle, all of its words; a text without words has none.
 MinHash: Broder, "On the resemblance and containment of documents" (1997).
 """
 
+import functools
+
 import numpy as np
 
 from megatron.core.utils.compiled import compiled, compiled_inline
@@ -54,6 +56,7 @@ def _bytes_of(text: str) -> np.ndarray:
     return np.frombuffer(text.encode(errors="replace"), np.uint8)
 
 
+@functools.lru_cache
 def _hash_functions(size: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns odd factors and summands: fixed numbers, so that all runs and workers have the same."""
     numbers = np.random.Generator(np.random.PCG64(5)).integers(0, 1 << 64, (2, size), dtype=np.uint64)

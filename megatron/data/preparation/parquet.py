@@ -29,7 +29,7 @@ class ParquetReader:
         self._longest = longest
         self._file = _open(path)
         chosen = list(dict.fromkeys(keys))
-        _check_columns(path, self._file.schema_arrow, chosen)
+        check_columns(path, self._file.schema_arrow, chosen)
         self._columns = None if all_columns else chosen
         self.bytes_read = 0
         """Compressed bytes of the rows that were read so far."""
@@ -58,6 +58,12 @@ class ParquetReader:
             raise _damaged(self._path, error) from None
 
 
+def read_parquet_schema(path: str) -> Any:
+    """Returns the schema of a Parquet file, as Arrow has it."""
+    with _open(path) as file:
+        return file.schema_arrow
+
+
 def _open(path: str) -> Any:
     try:
         import pyarrow
@@ -74,7 +80,8 @@ def _damaged(path: str, error: Exception) -> UserError:
     return UserError(f"{path}: damaged, or no Parquet file: {' '.join(str(error).split())}")
 
 
-def _check_columns(path: str, schema: Any, keys: Sequence[str]) -> None:
+def check_columns(path: str, schema: Any, keys: Sequence[str]) -> None:
+    """Raises UserError if a column is missing from an Arrow schema, or contains neither texts nor lists of texts."""
     import pyarrow.types as types
 
     for key in keys:
