@@ -31,9 +31,8 @@ from megatron.training.config.tool_flags import Section, read_tool_flags
 USAGE = "python tools/preprocess_data.py --input FILE ... --output-prefix PREFIX [flags]"
 ABOUT = (
     "Turn .jsonl, Parquet, Arrow and text files into a data set of token ids: PREFIX_KEY_document.bin and .idx "
-    "(PREFIX_KEY_sentence with --split-sentences), and a manifest of what they were made of. Each process reads its own parts of the input "
-    "and writes its own files; the result is the same for "
-    "any number of processes."
+    "(PREFIX_KEY_sentence with --split-sentences), and a manifest of what they were made of. Each process reads its "
+    "own parts of the input and writes its own files; the result is the same for any number of processes."
 )
 SECTIONS = (
     Section("input and output", PreparationConfig),

@@ -9,6 +9,10 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
+import numpy as np
+
+from megatron.data.cleaning.shingles import hashes_in_order
+
 _BULLETS = ("-", "*", "•", "‣", "●", "◦")
 _ELLIPSES = ("...", "…")
 _GOPHER_TOP = {2: 0.20, 3: 0.18, 4: 0.16}
@@ -51,17 +55,12 @@ def gopher_repetition(text: str) -> str | None:
             return f"gopher: duplicate {name}"
         if sum(map(len, repeated)) > most_characters * len(text):
             return f"gopher: characters in duplicate {name}"
-    words = text.split()
-    characters = sum(map(len, words))
+    ends = np.cumsum([0, *map(len, text.split())])  # characters before each word
     for n, most in _GOPHER_TOP.items():
-        grams = Counter(zip(*(words[i:] for i in range(n)), strict=False))
-        if grams:
-            times = max(grams.values())
-            longest = max(sum(map(len, gram)) for gram, count in grams.items() if count == times)
-            if times > 1 and times * longest > most * characters:
-                return f"gopher: characters in the most frequent {n}-gram"
+        if _top_characters(text, ends, n) > most * ends[-1]:
+            return f"gopher: characters in the most frequent {n}-gram"
     for n, most in _GOPHER_DUPLICATED.items():
-        if _duplicated_characters(words, n) > most * characters:
+        if _duplicated_characters(text, ends, n) > most * ends[-1]:
             return f"gopher: characters in duplicate {n}-grams"
     return None
 
@@ -70,17 +69,25 @@ def _parts(text: str, separator: str) -> list[str]:
     return [part.strip() for part in re.split(separator, text) if part.strip()]
 
 
-def _duplicated_characters(words: list[str], n: int) -> int:
+def _top_characters(text: str, ends: np.ndarray, n: int) -> int:
+    """Characters of all occurrences of the most frequent n-gram; 0 if none occurs twice."""
+    if len(ends) <= n:
+        return 0
+    _, first, times = np.unique(hashes_in_order(text, n), return_index=True, return_counts=True)
+    first = first[times == times.max()]
+    return int(times.max() * (ends[first + n] - ends[first]).max()) if times.max() > 1 else 0
+
+
+def _duplicated_characters(text: str, ends: np.ndarray, n: int) -> int:
     """Characters of the words that are in an n-gram which occurred before, each counted once."""
-    seen: set[tuple[str, ...]] = set()
-    total, counted = 0, 0  # the words before `counted` are counted
-    for start in range(len(words) - n + 1):
-        gram = tuple(words[start : start + n])
-        if gram in seen:
-            total += sum(map(len, words[max(start, counted) : start + n]))
-            counted = start + n
-        seen.add(gram)
-    return total
+    if len(ends) <= n:
+        return 0
+    _, first, gram = np.unique(hashes_in_order(text, n), return_index=True, return_inverse=True)
+    repeated = np.flatnonzero(first[gram] < np.arange(gram.size))
+    changes = np.zeros(len(ends), np.int64)
+    np.add.at(changes, repeated, 1)
+    np.add.at(changes, repeated + n, -1)
+    return int(np.diff(ends)[np.cumsum(changes)[:-1] > 0].sum())
 
 
 def c4_lines(text: str) -> str:
