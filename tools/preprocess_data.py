@@ -1,4 +1,4 @@
-"""Turns .jsonl files (plain, .gz, .zst) and Parquet files into a dataset of token ids (.bin and .idx) for a run.
+"""Turns .jsonl (also .gz, .xz, .zst), Parquet, Arrow and text files into a dataset of token ids (.bin and .idx).
 
 python tools/preprocess_data.py --input corpus.jsonl --output-prefix corpus --tokenizer-type GPT2BPETokenizer \
     --vocab-file vocab.json --merge-file merges.txt --append-eod
@@ -30,10 +30,9 @@ from megatron.training.config.tool_flags import Section, read_tool_flags
 
 USAGE = "python tools/preprocess_data.py --input FILE ... --output-prefix PREFIX [flags]"
 ABOUT = (
-    "Turn .jsonl and Parquet files into a data set of token ids: PREFIX_KEY_document.bin and .idx (PREFIX_KEY_sentence "
-    "with --split-sentences), and a manifest of what they were made of. Each process reads its own parts of the input "
-    "and writes its own files; the result is the same for "
-    "any number of processes."
+    "Turn .jsonl, Parquet, Arrow and text files into a data set of token ids: PREFIX_KEY_document.bin and .idx "
+    "(PREFIX_KEY_sentence with --split-sentences), and a manifest of what they were made of. Each process reads its "
+    "own parts of the input and writes its own files; the result is the same for any number of processes."
 )
 SECTIONS = (
     Section("input and output", PreparationConfig),

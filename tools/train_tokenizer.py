@@ -29,7 +29,7 @@ from megatron.core.exceptions import UserError
 from megatron.core.utils.files import write_atomically
 from megatron.data.preparation.blocks import LineReader
 from megatron.data.preparation.inputs import InputFile, find_inputs
-from megatron.data.preparation.parquet import ParquetReader
+from megatron.data.preparation.readers import open_groups
 from megatron.data.preparation.records import BadLine, texts_of_line
 from megatron.data.tokenizer.base import load_library
 from megatron.data.tokenizer.bert_wordpiece import cut_words
@@ -140,8 +140,8 @@ def texts_of_files(files: Sequence[InputFile], config: TokenizerTrainingConfig) 
 
 def lines_of_file(file: InputFile, keys: Sequence[str]) -> Iterator[tuple[bytes | None, int]]:
     """Yields the lines of a file, or the rows of a Parquet file, each with the bytes of the file read so far."""
-    if file.kind == "parquet":
-        with ParquetReader(file.path, keys, LONGEST_LINE) as rows:
+    if file.has_groups:
+        with open_groups(file, keys, LONGEST_LINE) as rows:
             for group in range(file.row_groups):
                 for line in rows.lines_of_group(group):
                     yield line, rows.bytes_read

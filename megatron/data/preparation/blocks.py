@@ -19,7 +19,7 @@ _BUFFER = 1 << 20
 class WorkItem:
     """The unit of work of a worker: blocks `first_block`, `first_block` + `step`, ... of a file.
 
-    An item of a plain file is one block, and an item of a Parquet file is one row group. A compressed file can be read
+    An item of a plain file is one block, and an item of a file with groups is one group. A compressed file can be read
     only from its beginning. Its items have every `step`-th block, and each worker decompresses the whole file.
     """
 
@@ -45,7 +45,7 @@ class Plan:
 
     def blocks_of(self, file: InputFile) -> int | None:
         """Returns the number of a file's blocks; None for a compressed file, whose length is not known."""
-        if file.kind == "parquet":
+        if file.has_groups:
             return file.row_groups
         return None if file.compressed else -(-file.size // self.block_bytes)
 

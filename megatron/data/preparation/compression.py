@@ -1,23 +1,31 @@
-"""Opens input files as plain bytes: uncompressed, gzip (.gz) or Zstandard (.zst, with the package zstandard)."""
+"""Opens input files as plain bytes: uncompressed, gzip (.gz), xz (.xz) or Zstandard (.zst, with the package
+zstandard)."""
 
 import gzip
 import io
+import lzma
 import zlib
 from typing import Any, Literal
 
 from megatron.core.exceptions import UserError
 
-Kind = Literal["plain", "gzip", "zstd", "parquet"]
+Kind = Literal["plain", "gzip", "xz", "zstd", "parquet", "arrow", "text"]
 """How an input file is stored."""
 
-DAMAGE = (EOFError, zlib.error, gzip.BadGzipFile)
+DAMAGE = (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError)
 """Exceptions that reading a damaged compressed file raises."""
 
-CHECKS = {"gzip": "gzip -t", "zstd": "zstd -t"}
+CHECKS = {"gzip": "gzip -t", "xz": "xz -t", "zstd": "zstd -t"}
 """Commands that describe the damage of a file."""
 
-_MAGIC: dict[bytes, Kind] = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"PAR1": "parquet"}
-_REFUSED = {b"\xfd7zXZ": "xz", b"BZh": "bzip2", b"PK\x03\x04": "zip"}
+_MAGIC: dict[bytes, Kind] = {
+    b"\x1f\x8b": "gzip",
+    b"\xfd7zXZ": "xz",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"PAR1": "parquet",
+    b"ARROW1": "arrow",
+}
+_REFUSED = {b"BZh": "bzip2", b"PK\x03\x04": "zip"}
 _BUFFER = 1 << 20
 
 
@@ -26,7 +34,7 @@ def kind_of(path: str, start: bytes) -> Kind:
     for magic, name in _REFUSED.items():
         if start.startswith(magic):
             raise UserError(
-                f"--input {path}: compressed with {name}; what works is plain text, gzip, zstd and Parquet files"
+                f"--input {path}: compressed with {name}; what works is plain text, gzip, xz, zstd, Parquet, Arrow"
             )
     return next((kind for magic, kind in _MAGIC.items() if start.startswith(magic)), "plain")
 
@@ -36,6 +44,8 @@ def open_plain(raw: io.FileIO, path: str, kind: Kind) -> io.BufferedReader:
     stream: Any = raw
     if kind == "gzip":
         stream = gzip.GzipFile(fileobj=raw)
+    elif kind == "xz":
+        stream = lzma.LZMAFile(raw)  # noqa: SIM115
     elif kind == "zstd":
         stream = _ZstdStream(raw, path)
     return io.BufferedReader(stream, _BUFFER)

@@ -18,8 +18,9 @@ class PreparationConfig:
     """Input and output."""
 
     input: list[str] | None = None
-    """Files with one JSON object per line (plain, .gz or .zst) and Parquet files. Patterns such as 'part-*.jsonl' and
-    folders are expanded in alphabetical order. Required."""
+    """Files with one JSON object per line (plain, .gz, .xz or .zst), Parquet files, text files (.txt, .md) and folders
+    of Hugging Face's save_to_disk. Patterns such as 'part-*.jsonl' and folders are expanded in alphabetical order.
+    Required."""
 
     output_prefix: str | None = None
     """Prefix of the output: PREFIX_KEY_document.bin, .idx and .manifest.json for each key (PREFIX_KEY_sentence with
@@ -28,6 +29,10 @@ class PreparationConfig:
     json_keys: list[str] = flag(default_factory=lambda: ["text"])
     """Keys of the JSON objects that contain text; each key makes one data set. A value is a text, or a list of texts,
     which become the sequences of the document."""
+
+    document_separator: str | None = None
+    """Text that separates the documents of .txt and .md files, such as '<|endoftext|>'. Default: a file is a
+    document."""
 
     append_eod: bool = False
     """Append the end-of-document token to every document that has tokens."""
@@ -84,6 +89,8 @@ class PreparationConfig:
             yield "{input:name}: missing; give .jsonl files (also .gz, .zst), Parquet files or folders of them"
         if not self.output_prefix:
             yield "{output_prefix:name}: missing; give the path of the data set, without .bin"
+        if self.document_separator == "":
+            yield "{document_separator}: empty; leave the flag out if each file is a document"
         if len(set(self.json_keys)) < len(self.json_keys):
             yield "{json_keys}: a key is given twice"
         if not self.lang.isidentifier():

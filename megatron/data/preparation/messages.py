@@ -30,6 +30,8 @@ class Job:
     plan: Plan
     splitter: SentenceSplitter | None = None
     """Divides texts into sentences; None: a text is one sequence."""
+    separator: str | None = None
+    """Divides text files into documents; None: a file is a document."""
     first_worker: int = 0
     """Number of this run's first worker in the names of shards. Workers of earlier runs have smaller numbers."""
     done: frozenset[tuple[int, int]] = frozenset()

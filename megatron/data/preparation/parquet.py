@@ -19,17 +19,18 @@ def count_row_groups(path: str) -> int:
 
 
 class ParquetReader:
-    """Reads the rows of row groups as lines of JSON, with the columns `keys` only. A context manager.
+    """Reads the rows of row groups as lines of JSON, with the columns `keys`, or all. A context manager.
 
     Raises UserError, naming the file, if a column is missing or contains no text, or if the file is damaged.
     """
 
-    def __init__(self, path: str, keys: Sequence[str], longest: int) -> None:
+    def __init__(self, path: str, keys: Sequence[str], longest: int, all_columns: bool = False) -> None:
         self._path = path
-        self._keys = list(dict.fromkeys(keys))
         self._longest = longest
         self._file = _open(path)
-        _check_columns(path, self._file.schema_arrow, self._keys)
+        chosen = list(dict.fromkeys(keys))
+        check_columns(path, self._file.schema_arrow, chosen)
+        self._columns = None if all_columns else chosen
         self.bytes_read = 0
         """Compressed bytes of the rows that were read so far."""
 
@@ -47,7 +48,7 @@ class ParquetReader:
         size = sum(metadata.column(index).total_compressed_size for index in range(metadata.num_columns))
         before, rows = self.bytes_read, 0
         try:
-            for batch in self._file.iter_batches(_ROWS_AT_ONCE, row_groups=[group], columns=self._keys):
+            for batch in self._file.iter_batches(_ROWS_AT_ONCE, row_groups=[group], columns=self._columns):
                 rows += batch.num_rows
                 self.bytes_read = before + size * rows // max(metadata.num_rows, 1)
                 for row in batch.to_pylist():
@@ -55,6 +56,12 @@ class ParquetReader:
                     yield line if len(line) <= self._longest else None
         except (pyarrow.ArrowException, OSError) as error:
             raise _damaged(self._path, error) from None
+
+
+def read_parquet_schema(path: str) -> Any:
+    """Returns the schema of a Parquet file, as Arrow has it."""
+    with _open(path) as file:
+        return file.schema_arrow
 
 
 def _open(path: str) -> Any:
@@ -73,7 +80,8 @@ def _damaged(path: str, error: Exception) -> UserError:
     return UserError(f"{path}: damaged, or no Parquet file: {' '.join(str(error).split())}")
 
 
-def _check_columns(path: str, schema: Any, keys: Sequence[str]) -> None:
+def check_columns(path: str, schema: Any, keys: Sequence[str]) -> None:
+    """Raises UserError if a column is missing from an Arrow schema, or contains neither texts nor lists of texts."""
     import pyarrow.types as types
 
     for key in keys:

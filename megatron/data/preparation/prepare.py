@@ -1,6 +1,7 @@
 """Prepares data sets: plans the blocks, starts workers, merges their shards, and publishes the files."""
 
 import contextlib
+import dataclasses
 import glob
 import multiprocessing
 import os
@@ -20,6 +21,7 @@ from megatron.core.exceptions import UserError
 from megatron.core.utils.files import sha256_of_file, sync_directory
 from megatron.data.datasets.index_format import DType, get_bin_path, get_idx_path
 from megatron.data.preparation.blocks import plan_blocks
+from megatron.data.preparation.columns import resolve_keys
 from megatron.data.preparation.config import PreparationConfig
 from megatron.data.preparation.inputs import find_inputs
 from megatron.data.preparation.manifest import DataManifest, FileRecord, TokenizerRecord, get_manifest_path
@@ -53,8 +55,10 @@ def prepare(
     written.
     """
     began = time.monotonic()
-    assert config.input and config.output_prefix
+    assert config.input
     files = find_inputs(config.input, warn)
+    config = dataclasses.replace(config, json_keys=resolve_keys(config.json_keys, files, warn))
+    assert config.input and config.output_prefix
     splitter = build_splitter(config.lang, config.keep_newlines, warn) if config.split_sentences else None
     prefixes = tuple(f"{config.output_prefix}_{key}_{config.level}" for key in config.json_keys)
     for path in map(get_bin_path, prefixes):
@@ -83,6 +87,7 @@ def prepare(
             folder=folder,
             plan=plan,
             splitter=splitter,
+            separator=config.document_separator,
             first_worker=journal.first_worker,
             done=frozenset((report.file, report.block) for report in done),
             ends={message.file: message.blocks for message in journal.messages if isinstance(message, FileEnd)},
@@ -120,6 +125,7 @@ def _settings(config: PreparationConfig, tokenizer: Tokenizer, splitter: str | N
         "append_eod": config.append_eod,
         "on_error": config.on_error,
         "max_line_bytes": config.max_line_bytes,
+        "separator": config.document_separator,
         "sentences": [splitter, config.lang, config.keep_newlines],
     }
 

@@ -12,7 +12,7 @@ from megatron.data.preparation.batches import DocumentBatch
 from megatron.data.preparation.blocks import LineReader, WorkItem
 from megatron.data.preparation.inputs import InputFile
 from megatron.data.preparation.messages import BlockReport, Failure, FileEnd, Job, LineFault, Shared, block_number
-from megatron.data.preparation.parquet import ParquetReader
+from megatron.data.preparation.readers import GroupReader, open_groups
 from megatron.data.preparation.records import BadLine, texts_of_line
 from megatron.data.preparation.shards import ShardPaths, StreamName, StreamWriter
 
@@ -82,9 +82,9 @@ class _Worker:
                 return
             yield work_items[index]
 
-    def _open(self, file: InputFile) -> LineReader | ParquetReader:
-        if file.kind == "parquet":
-            return ParquetReader(file.path, self._job.keys, self._job.longest_line)
+    def _open(self, file: InputFile) -> LineReader | GroupReader:
+        if file.has_groups:
+            return open_groups(file, self._job.keys, self._job.longest_line, self._job.separator)
         return LineReader(file, self._job.longest_line)
 
     def _is_done(self, item: WorkItem) -> bool:
@@ -103,7 +103,7 @@ class _Worker:
             place = block_number(report.file, report.block)
             self._shared.stop_from.value = min(self._shared.stop_from.value, place)
 
-    def _do_item(self, item: WorkItem, reader: LineReader | ParquetReader) -> None:
+    def _do_item(self, item: WorkItem, reader: LineReader | GroupReader) -> None:
         size = self._job.plan.block_bytes
         block = item.first_block
         while item.blocks is None or block < item.first_block + item.blocks * item.step:
@@ -123,7 +123,7 @@ class _Worker:
             self._connection.send(report)
             block += item.step
 
-    def _do_block(self, item: WorkItem, block: int, reader: LineReader | ParquetReader) -> BlockReport:
+    def _do_block(self, item: WorkItem, block: int, reader: LineReader | GroupReader) -> BlockReport:
         report = BlockReport(self._job.first_worker + self._number, item.file.index, block)
         batches = [DocumentBatch(part, self._job, self._writers) for part in range(self._job.partitions)]
         read_before = reader.bytes_read
@@ -169,7 +169,7 @@ class _Worker:
         for fault in batch.flush():
             self._drop(report, fault)
 
-    def _tell_progress(self, item: WorkItem, reader: LineReader | ParquetReader, read_before: int) -> int:
+    def _tell_progress(self, item: WorkItem, reader: LineReader | GroupReader, read_before: int) -> int:
         """Updates the progress that the parent shows. Workers that read the same compressed file each count a share of
         it."""
         read = reader.bytes_read

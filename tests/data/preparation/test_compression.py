@@ -11,10 +11,17 @@ from megatron.data.preparation.compression import kind_of, open_plain
 
 
 def test_kinds():
-    starts = {b"{": "plain", b"\x1f\x8b\x08": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"PAR1": "parquet", b"": "plain"}
+    starts = {
+        b"{": "plain",
+        b"\x1f\x8b\x08": "gzip",
+        b"\x28\xb5\x2f\xfd": "zstd",
+        b"\xfd7zXZ\x00": "xz",
+        b"PAR1": "parquet",
+        b"": "plain",
+    }
     assert {start: kind_of("x", start) for start in starts} == starts
-    with pytest.raises(UserError, match=r"--input x: compressed with xz; what works is plain text, gzip, zstd"):
-        kind_of("x", b"\xfd7zXZ\x00")
+    with pytest.raises(UserError, match=r"--input x: compressed with bzip2; what works is plain text, gzip, xz, zstd"):
+        kind_of("x", b"BZh9")
 
 
 def test_zstd_frames_follow_each_other(tmp_path):

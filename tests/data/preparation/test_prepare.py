@@ -5,6 +5,7 @@ import hashlib
 import io
 import itertools
 import json
+import lzma
 import os
 import re
 import resource
@@ -103,7 +104,7 @@ def test_texts_are_divided_and_lists_are_sentences(tmp_path, workers, monkeypatc
 
 
 @pytest.mark.fast("7-compress0")
-@pytest.mark.parametrize("pack", [gzip.compress, zstandard.compress])
+@pytest.mark.parametrize("pack", [gzip.compress, lzma.compress, zstandard.compress])
 @pytest.mark.parametrize("workers", [1, 3, 7])
 def test_compressed_input_gives_the_same(tmp_path, workers, pack):
     text = Path(CORPUS).read_bytes()

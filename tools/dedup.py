@@ -1,0 +1,69 @@
+"""Removes rows whose text repeats, or nearly repeats, an earlier one.
+
+python tools/dedup.py --input corpus.jsonl --output unique --method both --threshold 0.8
+
+writes the kept rows into the folder unique, and report.json with counts and examples. docs/data.md says more.
+"""
+
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+if __name__ == "__main__":  # before the imports that take seconds
+    from megatron.interrupts import exit_quietly, run_main
+
+    exit_quietly()
+
+from megatron.core.exceptions import UserError
+from megatron.data.cleaning.dedup import deduplicate
+from megatron.data.cleaning.dedup_config import DedupConfig
+from megatron.training.config.tool_flags import Section, read_tool_flags
+
+USAGE = "python tools/dedup.py --input FILE ... --output DIR [flags]"
+ABOUT = (
+    "Remove rows whose text equals an earlier one, or whose word 5-grams are nearly the same. The result is the same "
+    "for any number of processes."
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the tool; returns its exit code."""
+    try:
+        flags = read_tool_flags(sys.argv[1:] if argv is None else argv, [Section("flags", DedupConfig)], USAGE, ABOUT)
+        for warning in flags.warnings:
+            _warn(warning)
+        (config,) = flags.configs
+        report = deduplicate(config, _warn)
+    except UserError as error:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; nothing was written; the same command continues from the finished part", file=sys.stderr)
+        return 130
+    print(
+        f"{config.output}: {report['kept_rows']:,} of {report['rows']:,} rows kept, {report['changed_rows']:,} of them "
+        f"shorter; duplicates: {report['equal']:,} equal, {report['similar']:,} similar"
+    )
+    if report["bad_lines"]:
+        print(f"lines that could not be read: {report['bad_lines']:,}")
+    if "seconds" in report:
+        megabytes, seconds = report["bytes"] / 1e6, report["seconds"]
+        print(f"{megabytes:,.1f} MB in {seconds:.1f} s, {megabytes / max(seconds, 1e-9):.1f} MB/s")
+    return 0
+
+
+def _warn(message: str) -> None:
+    print(f"warning: {message}", file=sys.stderr)
+
+
+def _terminate(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _terminate)
+    run_main(main)
