@@ -26,7 +26,7 @@ FAST = [
     "MOE64/ep2-allgather, bf16",
     "MLA, bf16",
     "HYBRID_M2, bf16, tokens with equal frequencies",
-    "DELTA1B, bf16, tokens with equal frequencies",
+    "DELTA1B, bf16",
     "LLAMA1B, fp8 delayed",
     "LLAMA8B_12L, fp8 tensorwise",
 ]
