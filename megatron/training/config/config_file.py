@@ -19,7 +19,8 @@ _SECTIONS = {*(group.replace(" ", "_") for group in GROUPS), "language_model", "
 
 
 _BESIDE_THE_FILE = ("data_contract",)
-"""Fields whose relative paths begin at the config file's folder: tools/plan.py writes both files into one folder."""
+"""Fields that name a file beside the config file, if there is one of this name: tools/plan.py writes both files into
+one folder, from which they may be moved together."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,9 @@ def read_config_file(path: str) -> tuple[list[FileSetting], list[str]]:
             if before != occurrence:
                 problems.append(f"{where}: {key.value} has another value in line {line}; give one")
             if occurrence is not None and _named(key.value) in _BESIDE_THE_FILE:
-                occurrence = Occurrence(occurrence.spelling, (str(Path(path).parent / occurrence.words[0]),))
+                beside = Path(path).parent / occurrence.words[0]
+                if beside.is_file():
+                    occurrence = Occurrence(occurrence.spelling, (str(beside),))
             entries += [FileSetting(where, occurrence)] if occurrence is not None else []
     return entries, problems
 
