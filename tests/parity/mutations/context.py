@@ -24,8 +24,8 @@ CONTEXT = [
         "averaged-over-data-only",
         "gradients are divided by the number of data parallel ranks without the context parallel ranks",
         "core/distributed/distributed_data_parallel.py",
-        'return 1.0 if per_token else 1.0 / self.pg_collection.size("dp_cp")',
-        'return 1.0 if per_token else 1.0 / self.pg_collection.size("dp")',
+        'return 1.0 / self.pg_collection.size("dp_cp")',
+        'return 1.0 / self.pg_collection.size("dp")',
         "gpt2/cp2-p2p/default",
     ),
     Mutation(
