@@ -17,7 +17,7 @@ from megatron.training.logging.timeline import StepTimes, TimeShare, read_step_t
 from tools.show_timeline import report
 
 _KINDS = {
-    "products": r"nvjet|gemm|cutlass|cublas|_accumulate_kernel|_product_(of_blocks_)?kernel|_weight_kernel|_of_blocks",
+    "products": r"nvjet|gemm|cu(tlass|blas)|_accumulate_kernel|_product_(specialized_)?kernel|_weight_kernel|_of_blocks",
     "attention": r"sdpa|flash|fmha|cudnn|_merge|^_(for|back)ward_(specialized_)?kernel|_round_kernel|_max_logits",
     "communication": r"nccl|Memcpy PtoP",
     "state space layers": r"_causal_conv|_chunk_factors|^_(scan|states?|queries|keys|steps)_"
@@ -27,7 +27,7 @@ _KINDS = {
     "rotary positions, packed gradients": r"_rope|_join",
     "dropout": r"^_apply_kernel|_keep_",
     "loss": r"_statistics|_gradient_kernel",
-    "update and gradient norm": r"_adam|LpNorm|lpnorm|FusedAdam|multi_tensor_apply",
+    "update and gradient norm": r"_adam|_weights_kernel|_momentum_kernel|LpNorm|lpnorm|FusedAdam|multi_tensor_apply",
     "fp8 casts and scales": r"_cast_(kernel|both|groups|tiles)|_largest|_(lines|squares)_kernel|_transpose_kernel",
     "routing and dispatch": r"^_(rows|spread|tokens|place)_|_count_|_best_|_balance_|_choice_|scatter|[sS]ort",
     "sums, biases, residuals": r"CUDAFunctor_add|^_add_|_sum_rows",

@@ -5,7 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron.core.ops.gluon import gluon_kernel
-from megatron.core.ops.tiles import cdiv
+from megatron.core.ops.tiles import cdiv, next_power_of_2
 
 
 @triton.jit
@@ -56,7 +56,7 @@ def symmetric_product_triton(
     if specialized is not None and left.is_cuda and specialized.takes(left, right):
         specialized.symmetric_product_specialized(output, left, right, alpha, added, beta, gamma)
         return output
-    rows = 128 if size >= 128 else max(16, triton.next_power_of_2(size))
+    rows = 128 if size >= 128 else max(16, next_power_of_2(size))
     tiles = cdiv(size, rows)
     _symmetric_product_kernel[(tiles * (tiles + 1) // 2, n)](
         output, left, right, output if added is None else added, size, inner, *left.stride(), *right.stride(),

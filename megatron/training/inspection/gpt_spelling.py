@@ -40,7 +40,7 @@ _GIVEN_WITH = {"window_attn_skip_freq": "window_size", "attention_chunk_skip_fre
 def is_gpt_pattern(pattern: str | None) -> bool:
     """Whether a pattern makes the layers of a GPT: pairs of attention and MLP or experts, and depths of multi-token
     prediction that are like the last pair."""
-    if pattern is None:
+    if not isinstance(pattern, str):  # None, or what a forged checkpoint records
         return False
     decoder, *depths = pattern.replace(STAGE_BORDER, "").split(PREDICTION_BORDER)
     return re.fullmatch(r"(\*[-E])+", decoder) is not None and all(depth == decoder[-2:] for depth in depths)
