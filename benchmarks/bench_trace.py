@@ -17,7 +17,7 @@ from megatron.training.logging.timeline import StepTimes, TimeShare, read_step_t
 from tools.show_timeline import report
 
 _KINDS = {
-    "products": r"nvjet|gemm|cu(tlass|blas)|_accumulate_kernel|_product_(specialized_)?kernel|_weight_kernel|_of_blocks",
+    "products": r"nvjet|gemm|cu(tlass|blas)|_accumulate_kernel|_product_(specialized_)?kernel|_weight_kernel|_of_block",
     "attention": r"sdpa|flash|fmha|cudnn|_merge|^_(for|back)ward_(specialized_)?kernel|_round_kernel|_max_logits",
     "communication": r"nccl|Memcpy PtoP",
     "state space layers": r"_causal_conv|_chunk_factors|^_(scan|states?|queries|keys|steps)_"
