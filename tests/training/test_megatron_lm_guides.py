@@ -121,6 +121,7 @@ def test_flags_of_overlap_are_on_or_say_what_is_missing(tmp_path: Path, sharded:
     assert "--overlap-grad-reduce:" not in said  # which is on
 
 
+@pytest.mark.slow
 def test_a_dry_run_needs_no_other_rank(tmp_path: Path) -> None:
     flags = "--dry-run --tokenizer-type NullTokenizer --vocab-size 50257 --tensor-model-parallel-size 4 "
     flags += "--pipeline-model-parallel-size 4 --num-layers 32 --hidden-size 4096 --num-attention-heads 32 "
