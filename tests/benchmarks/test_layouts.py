@@ -12,7 +12,7 @@ PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "conte
 
 
 @pytest.mark.slow_cases("MOE64/ep4", "LLAMA8B/tp4dp2", "MOE64/ep8")
-@pytest.mark.parametrize("name", [name for name in BATCHES if not name.endswith("-overlap")])  # not counted yet
+@pytest.mark.parametrize("name", BATCHES)
 def test_a_cell_fits_into_an_h200(name: str) -> None:
     config = peak_memory.configured(name)
     assert config.world_size == find_cell(name).layout.gpus in (4, 8)

@@ -220,15 +220,16 @@ class _Peaks:
         tokens = training.micro_batch_size * (self.config.data.seq_length or 0) // transformer.context_parallel_size
         tokens //= transformer.tensor_model_parallel_size if transformer.sequence_parallel else 1
         even, sources = tokens * chosen // experts, groups.size("ep") * groups.size("expt_tp")
-        busy, own = int(even * self.imbalance), groups.rank("ep")
+        others, own = max(groups.size("ep") - 1, 1), groups.rank("ep")
+        less = int(even * (self.imbalance - 1)) // others  # the same of each other rank: no row is lost by rounding
+        busy = even + less * others
 
         def counts(tensor: Tensor) -> Tensor:
             if tensor.dim() == 1:  # the experts of this rank
                 return torch.full(tensor.shape, busy * sources, dtype=torch.int64)
             if tensor.dim() != 4:
                 return torch.full(tensor.shape, even, dtype=torch.int64)
-            others = max(tensor.shape[2] - 1, 1)
-            found = torch.full(tensor.shape, even - (busy - even) // others, dtype=torch.int64)
+            found = torch.full(tensor.shape, even - less, dtype=torch.int64)
             found[:, :, own] = busy  # [etp, ep, ep, experts of a rank]
             return found
 
