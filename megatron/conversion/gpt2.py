@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.conversion import config_rules as rules
-from megatron.conversion.decoder import OURS, one_to_one
+from megatron.conversion.decoder import OURS, one_to_one, with_biases
 from megatron.conversion.family import HEAD, Family
 from megatron.conversion.hub_defaults import Json
 from megatron.conversion.spellings import gelu_kind, score_scale
@@ -108,24 +108,38 @@ _TRANSPOSED = {
     "mlp.linear_fc1": "mlp.c_fc",
     "mlp.linear_fc2": "mlp.c_proj",
 }
+ENDS = one_to_one(
+    {
+        "embedding.word_embeddings.weight": "transformer.wte.weight",
+        "embedding.position_embeddings.weight": "transformer.wpe.weight",
+        "output_layer.weight": HEAD,
+    }
+) | with_biases({"decoder.final_layernorm": "transformer.ln_f"})
+"""What is before and after the layers."""
+
+RULES: tuple[rules.Rule, ...] = (
+    rules.Copied("n_layer", "num_layers"),
+    rules.Copied("n_embd", "hidden_size"),
+    rules.Copied("n_positions", "max_position_embeddings"),
+    rules.Copied("attn_pdrop", "attention_dropout"),
+    rules.Copied("layer_norm_epsilon", "layernorm_epsilon"),
+    rules.Copied("initializer_range", "init_method_std"),
+    rules.TiedEmbeddings(),
+    WidthOfMLP("n_inner", "n_embd"),
+    UngatedActivation("activation_function"),
+    EqualDropouts("embd_pdrop", "resid_pdrop"),
+    rules.Implied(
+        {"position_embedding_type": "learned_absolute", "normalization": "LayerNorm", "add_bias_linear": True}
+    ),
+    rules.Fixed("add_cross_attention", False, write=False),
+)
+"""Rules of all models of this form. The heads are not among them."""
+
 GPT2_FAMILY = Family(
     "GPT2LMHeadModel",
     "gpt2",
-    one_to_one(
-        {
-            "embedding.word_embeddings.weight": "transformer.wte.weight",
-            "embedding.position_embeddings.weight": "transformer.wpe.weight",
-            "output_layer.weight": HEAD,
-        }
-    )
-    | one_to_one({f"decoder.final_layernorm.{kind}": f"transformer.ln_f.{kind}" for kind in ("weight", "bias")})
-    | one_to_one(
-        {
-            f"{OURS}.{ours}.{kind}": f"{_GPT2}.{hub}.{kind}"
-            for ours, hub in _LAYER_NORMS.items()
-            for kind in ("weight", "bias")
-        }
-    )
+    ENDS
+    | with_biases({f"{OURS}.{ours}": f"{_GPT2}.{hub}" for ours, hub in _LAYER_NORMS.items()})
     | one_to_one({f"{OURS}.{ours}.bias": f"{_GPT2}.{hub}.bias" for ours, hub in _TRANSPOSED.items()})
     | {
         f"{OURS}.{ours}.weight": (HubTensorPattern(f"{_GPT2}.{hub}.weight", axes=((1,), (0,))),)
@@ -138,22 +152,9 @@ GPT2_FAMILY = Family(
         f"{OURS}.self_attention.linear_qkv.bias": (HubTensorPattern(f"{_GPT2}.attn.c_attn.bias", axes=((1, 0, 2),)),),
     },
     (
-        rules.Copied("n_layer", "num_layers"),
-        rules.Copied("n_embd", "hidden_size"),
-        rules.Copied("n_positions", "max_position_embeddings"),
-        rules.Copied("attn_pdrop", "attention_dropout"),
-        rules.Copied("layer_norm_epsilon", "layernorm_epsilon"),
-        rules.Copied("initializer_range", "init_method_std"),
-        rules.TiedEmbeddings(),
-        WidthOfMLP("n_inner", "n_embd"),
-        UngatedActivation("activation_function"),
+        *RULES,
         Gpt2Attention(),
-        EqualDropouts("embd_pdrop", "resid_pdrop"),
-        rules.Implied(
-            {"position_embedding_type": "learned_absolute", "normalization": "LayerNorm", "add_bias_linear": True}
-        ),
         rules.Fixed("scale_attn_by_inverse_layer_idx", False),
-        rules.Fixed("add_cross_attention", False, write=False),
         rules.Unused(("reorder_and_upcast_attn", "n_ctx", "task_specific_params", "summary_type", "summary_use_proj")),
         rules.Unused(
             ("summary_activation", "summary_proj_to_labels", "summary_first_dropout", "gradient_checkpointing")

@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.conversion import config_rules as rules
-from megatron.conversion import decoder
-from megatron.conversion.decoder import OURS, one_to_one
+from megatron.conversion import decoder, gpt2
+from megatron.conversion.decoder import OURS
 from megatron.conversion.family import HEAD, Family
-from megatron.conversion.gpt2 import EqualDropouts, UngatedActivation, WidthOfMLP
-from megatron.conversion.hub_defaults import Json
+from megatron.conversion.hub_defaults import HUB_DEFAULTS, Json
 from megatron.conversion.spellings import score_scale
 
 _MODULES = {
@@ -49,54 +48,18 @@ class SharedKeys(rules.Rule):
 GPT_BIGCODE_FAMILY = Family(
     "GPTBigCodeForCausalLM",
     "gpt_bigcode",
-    one_to_one(
-        {
-            "embedding.word_embeddings.weight": "transformer.wte.weight",
-            "embedding.position_embeddings.weight": "transformer.wpe.weight",
-            "output_layer.weight": HEAD,
-        }
-    )
-    | decoder.with_biases({"decoder.final_layernorm": "transformer.ln_f"})
+    gpt2.ENDS
     | decoder.with_biases({f"{OURS}.{ours}": f"transformer.h.{{layer}}.{hub}" for ours, hub in _MODULES.items()}),
     (
-        rules.Copied("n_layer", "num_layers"),
-        rules.Copied("n_embd", "hidden_size"),
-        rules.Copied("n_positions", "max_position_embeddings"),
-        rules.Copied("attn_pdrop", "attention_dropout"),
-        rules.Copied("layer_norm_epsilon", "layernorm_epsilon"),
-        rules.Copied("initializer_range", "init_method_std"),
-        rules.TiedEmbeddings(),
-        WidthOfMLP("n_inner", "n_embd"),
-        UngatedActivation("activation_function"),
+        *gpt2.RULES,
         SharedKeys(),
-        EqualDropouts("embd_pdrop", "resid_pdrop"),
-        rules.Implied(
-            {"position_embedding_type": "learned_absolute", "normalization": "LayerNorm", "add_bias_linear": True}
-        ),
-        rules.Fixed("add_cross_attention", False, write=False),
         rules.Unused(("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "inference_runner")),
         rules.Unused(("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels")),
         rules.Unused(("summary_first_dropout", "validate_runner_input", "pre_allocate_kv_cache", "max_batch_size")),
         rules.Unused(("max_sequence_length", "n_ctx")),
     ),
-    defaults={
-        "vocab_size": 50257,
-        "n_positions": 1024,
-        "n_embd": 768,
-        "n_layer": 12,
-        "n_head": 12,
-        "n_inner": None,
-        "activation_function": "gelu_pytorch_tanh",
-        "resid_pdrop": 0.1,
-        "embd_pdrop": 0.1,
-        "attn_pdrop": 0.1,
-        "layer_norm_epsilon": 1e-5,
-        "initializer_range": 0.02,
-        "scale_attn_weights": True,
-        "multi_query": True,
-        "add_cross_attention": False,
-        "tie_word_embeddings": True,
-    },
+    defaults={key: value for key, value in HUB_DEFAULTS["gpt2"].items() if key != "scale_attn_by_inverse_layer_idx"}
+    | {"activation_function": "gelu_pytorch_tanh", "multi_query": True},
     constants=(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",),
     copies={HEAD: "transformer.wte.weight"},
 )
