@@ -36,7 +36,7 @@ from megatron.training.data.recent_steps import RecentStep, fields_of
 from megatron.training.data.splits import step_data
 from megatron.training.data.t5_data import T5Batch
 from megatron.training.hooks.exit import ExitDecision, ExitReason
-from megatron.training.logging.non_finite_search import Finding, NonFiniteSearch, in_order
+from megatron.training.log.non_finite_search import Finding, NonFiniteSearch, in_order
 from megatron.training.loop import StepSizes, arguments_of_schedule
 from megatron.training.trainer import Trainer
 

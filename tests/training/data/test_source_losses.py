@@ -11,7 +11,7 @@ from support.runs import logger_of, train, train_on_ranks, write_documents
 
 from megatron.training.data.batch import Batch
 from megatron.training.data.source_losses import MOST_SOURCES, source_names, with_source_losses
-from megatron.training.logging.jsonl import read_metrics
+from megatron.training.log.jsonl import read_metrics
 
 
 def batch_of(sources: list[list[int]], mask: list[list[float]]) -> Batch:

@@ -3,11 +3,13 @@
 from pathlib import Path
 
 import numpy as np
-from support.command_lines import configured
+import pytest
+from support.command_lines import configured, problems_of, without
 
+from megatron.data.datasets.fim_dataset import GPTFIMDatasetConfig
 from megatron.data.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.data.tokenizer.null import NullTokenizer
-from megatron.training.data.sources import blends, shared_fields
+from megatron.training.data.sources import blends, gpt_dataset_config, gpt_dataset_kind, shared_fields
 
 BASE = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --micro-batch-size 2 --lr 1e-3 "
@@ -45,3 +47,42 @@ def test_data_of_each_split_replaces_the_split(tmp_path: Path) -> None:
     made = shared_fields(config, TOKENIZER)
     assert made["blend"] is None and made["split"] is None
     assert made["blend_per_split"] == [([train], None), ([valid], None), None]
+
+
+@pytest.mark.parametrize("field", ["reset_position_ids", "reset_attention_mask", "eod_mask_loss"])
+def test_each_flag_about_documents_reaches_its_field(field: str) -> None:
+    tokenizer = NullTokenizer(100)
+    made = gpt_dataset_config(configured(f"--{field.replace('_', '-')}"), tokenizer)
+    names = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+    assert {name: getattr(made, name) for name in names} == {name: name == field for name in names}
+
+
+def test_the_shared_fields_are_there_and_masks_are_not_made() -> None:
+    tokenizer = NullTokenizer(100)
+    made = gpt_dataset_config(configured("--seed 9"), tokenizer)
+    assert made.mock and made.random_seed == 9 and made.sequence_length == 128 and made.tokenizer is tokenizer
+    assert not made.create_attention_mask and made.mmap_bin_files
+    assert not gpt_dataset_config(configured("--no-mmap-bin-files"), tokenizer).mmap_bin_files
+
+
+def test_kinds_of_data_sets() -> None:
+    def kind(flags: str, base: str = without("--mock-data")) -> str:
+        return gpt_dataset_kind(configured(f"--data-path x {flags}", base=base)).__name__
+
+    assert kind("") == "GPTDataset" and kind("--fim-data") == "GPTFIMDataset"
+    sft = without("--mock-data").replace("NullTokenizer", "SFTTokenizer --tokenizer-model x")
+    assert kind("--sft", sft) == "SFTDataset"
+    for flags in ("", "--sft", "--fim-data"):
+        config = configured(flags)
+        assert gpt_dataset_kind(config).__name__ == "MockGPTDataset"
+        assert bool(flags) == any(note.startswith(f"{flags}: has no effect with --mock-data") for note in config.notes)
+
+
+def test_the_fields_of_fill_in_the_middle() -> None:
+    made = gpt_dataset_config(configured("--fim-data --fim-rate 0.25 --fim-no-prefix x"), NullTokenizer(100))
+    assert isinstance(made, GPTFIMDatasetConfig)
+    assert (made.fim_rate, made.fim_spm_rate, made.fim_no_prefix) == (0.25, 0.5, "x")
+    assert problems_of("--fim-data --fim-rate 2")[0].startswith("--fim-rate 2.0: expected a fraction from 0 to 1")
+    assert problems_of("--fim-data --sft") == [
+        "--fim-data rearranges plain text and --sft reads conversations; give one"
+    ]
