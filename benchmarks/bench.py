@@ -51,7 +51,7 @@ from megatron.training.config.resolution import ConfigurationError
 from megatron.training.data.sources import gpt_dataset_config
 from megatron.training.hooks.hook import Hook
 from megatron.training.launch.errors import exit_with_problems
-from megatron.training.log.device_peaks import peak_tflops
+from megatron.training.log.throughput import peak_tflops
 from megatron.training.log.timeline import StepTimes
 from megatron.training.providers import Context, ForwardStep, Providers, SampleCounts
 

@@ -29,7 +29,7 @@ from megatron.training.batch_schedule import BatchSchedule
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.launch.errors import delay_errors_on_other_ranks, end_process_at_exit, write_launcher_error_file
 from megatron.training.launch.heartbeat import Heartbeat, Progress
-from megatron.training.launch.same_flags import check_same_flags
+from megatron.training.launch.same_inputs import check_same_flags
 from megatron.training.launch.signals import leave_error_alone
 from megatron.training.launch.watch import Limits
 

@@ -12,7 +12,6 @@ from megatron.core.transformer.layer_costs import training_flops
 from megatron.training.config.flag_table import flag_table
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.launch.environment import Environment
-from megatron.training.log.device_peaks import peak_tflops
 from megatron.training.log.display import MEGATRON_LM, SHORT, make_display
 from megatron.training.log.energy import make_energy_meter
 from megatron.training.log.jsonl import JsonlLog
@@ -21,6 +20,7 @@ from megatron.training.log.metrics import StepMetrics
 from megatron.training.log.records import LogWriter
 from megatron.training.log.spikes import SpikeWatch
 from megatron.training.log.tensorboard import TagChoices, tensorboard_log, wandb_log
+from megatron.training.log.throughput import peak_tflops
 from megatron.training.log.training_log import TrainingLog
 from megatron.training.state import TrainState
 

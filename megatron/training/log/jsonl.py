@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.exceptions import UserError
-from megatron.training.data.source_losses import SOURCE
+from megatron.training.data.sources import SOURCE
 from megatron.training.log.console_line import perplexity
 from megatron.training.log.memory import MemoryReport
 from megatron.training.log.records import Event, LogRecord, LogWriter, Speed, StepRecord, ValidationRecord

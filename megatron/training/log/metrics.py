@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.communication.collectives import Group, all_reduce
-from megatron.training.data.source_losses import SOURCE
+from megatron.training.data.sources import SOURCE
 from megatron.training.log.finite import NonFinite, name_non_finite
 from megatron.training.log.records import StepRecord, StepResult
 from megatron.training.state import TrainState

@@ -14,8 +14,7 @@ from megatron.training.hooks.gc import ManualGarbageCollection
 from megatron.training.hooks.group_timeout import GroupTimeout
 from megatron.training.hooks.hardware import ReplicaCheck, RerunReport, StragglerReport
 from megatron.training.hooks.hook import Hook
-from megatron.training.hooks.memory_history import make_memory_history
-from megatron.training.hooks.profiler import make_profiler
+from megatron.training.hooks.profiler import make_memory_history, make_profiler
 from megatron.training.hooks.progress_file import ProgressFile
 from megatron.training.hooks.routing_trace import RoutingTrace
 from megatron.training.hooks.sniff_test import SniffTest

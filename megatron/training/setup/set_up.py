@@ -25,7 +25,7 @@ from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.data_checks import check_data_of_run
 from megatron.training.data.data_contract import keep_data_contract
 from megatron.training.data.data_record import data_digests, order_of
-from megatron.training.data.source_losses import source_keys, source_names
+from megatron.training.data.sources import source_keys, source_names
 from megatron.training.data.splits import Splits, build_splits
 from megatron.training.hooks.exit import ExitAgreement, agreement_group
 from megatron.training.hooks.hook import Hook, Hooks
