@@ -28,7 +28,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.data.datasets.bert_dataset import BERTMaskedWordPieceDataset
 from megatron.data.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.training import pretrain
-from megatron.training.data.bert_data import BertBatch, bert_dataset_config
+from megatron.training.data.masked_data import BertBatch, bert_dataset_config
 from megatron.training.data.step_data import StepData
 from megatron.training.providers import Context, ForwardStep, LossFunction, Providers, SampleCounts, Stage
 

@@ -13,7 +13,7 @@ from torch.autograd import DeviceType
 
 from megatron.core.dist_checkpointing.coordination import RankCoordinator
 from megatron.core.utils.torch_private import profiler_config_of_all_threads
-from megatron.training.logging.timeline import StepTimes, TimeShare, read_step_times
+from megatron.training.log.timeline import StepTimes, TimeShare, read_step_times
 from tools.show_timeline import report
 
 _KINDS = {

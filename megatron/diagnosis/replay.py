@@ -27,7 +27,7 @@ from megatron.training.config.settings import LaunchEnvironment
 from megatron.training.data.recent_steps import RecentStep
 from megatron.training.launch.environment import process_environment
 from megatron.training.launch.signals import SignalWatch
-from megatron.training.logging.non_finite_search import Finding
+from megatron.training.log.non_finite_search import Finding
 from megatron.training.providers import Providers
 from megatron.training.setup.set_up import set_up
 from megatron.training.trainer import Trainer

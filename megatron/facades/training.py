@@ -40,14 +40,13 @@ from megatron.facades.pretrain import pretrain as pretrain
 from megatron.facades.utils import print_rank_0, print_rank_last
 from megatron.training import loop
 from megatron.training.checkpoint_checks import check_before_build
-from megatron.training.checkpoint_contents import SavedParts
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.samplers import MegatronPretrainingRandomSampler, MegatronPretrainingSampler
 from megatron.training.data.splits import Splits, build_splits, step_data
 from megatron.training.data.step_data import StepData, step_data_of
 from megatron.training.evaluate import evaluate as run_evaluation
 from megatron.training.launch.signals import DEFAULT_SIGNALS, SignalWatch
-from megatron.training.logging.console_line import perplexity
+from megatron.training.log.console_line import perplexity
 from megatron.training.lr_schedule import build_scheduler
 from megatron.training.providers import (
     Context,
@@ -61,6 +60,7 @@ from megatron.training.providers import (
 from megatron.training.setup.model import build_model, build_optimizer, stops_on_nonfinite
 from megatron.training.setup.set_up import ScriptParts, build_trainer
 from megatron.training.setup.sizes import sample_counts
+from megatron.training.state import SavedParts
 
 
 def get_model(

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay
-from megatron.training import pretraining
+from megatron.training import loop
 from megatron.training.hooks.hook import Hook, Hooks
-from megatron.training.logging.memory import memory_report
+from megatron.training.log.memory import memory_report
 from megatron.training.trainer import Trainer
 
 
@@ -120,7 +120,7 @@ def _outside(device: torch.device, reserved: int | None) -> int:
 def main(folder: Path, uneven: bool) -> None:
     """Runs the script that sys.argv names, under the worst case."""
     found: list[torch.device] = []
-    original = pretraining.set_up
+    original = loop.set_up
 
     def set_up(config: Any, providers: Any, environment: Any, *rest: Any) -> Trainer:
         found.append(environment.device)
@@ -135,7 +135,7 @@ def main(folder: Path, uneven: bool) -> None:
         return trainer
 
     # The script builds its run itself, so this is the one place where all parts of the run are at hand.
-    pretraining.set_up = set_up  # type: ignore[assignment]
+    loop.set_up = set_up  # type: ignore[assignment]
     sys.path.insert(0, str(Path(sys.argv[0]).parent))
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")

@@ -18,22 +18,14 @@ from megatron.core.ops.transformer_engine.engine import uses_engine
 from megatron.core.optimizer import optimizer_config
 from megatron.core.transformer.transformer_config import transformer_problems
 from megatron.data.tokenizer.config import TokenizerConfig
-from megatron.training.config import (
-    exact_checks,
-    file_checks,
-    graph_checks,
-    model_families,
-    parallel_checks,
-    schedule_checks,
-)
+from megatron.training.config import file_checks, graph_checks, model_families, parallel_checks, schedule_checks
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.data import DataConfig
 from megatron.training.config.hardware import HardwareConfig
-from megatron.training.config.logging import LoggingConfig
+from megatron.training.config.log import LoggingConfig, RecordsConfig
 from megatron.training.config.model import ACTIVATIONS, ModelConfig
 from megatron.training.config.parallel import ParallelConfig
-from megatron.training.config.records import FaultInjectorConfig, RecordsConfig
-from megatron.training.config.resilience import ResilienceConfig
+from megatron.training.config.resilience import FaultInjectorConfig, ResilienceConfig
 from megatron.training.config.schedule import ScheduleConfig
 from megatron.training.config.settings import Settings
 from megatron.training.config.training import EvaluationConfig, TrainingConfig
@@ -400,7 +392,7 @@ RULES: tuple[Rule, ...] = (
     graph_checks.micro_batch_graphs,
     graph_checks.optimizer_graph,
     _layout_invariance,
-    exact_checks.exact_sums,
+    parallel_checks.exact_sums,
     _external_data,
     _rewinds,
     _numbers_are_finite,

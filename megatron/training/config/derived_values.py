@@ -24,10 +24,9 @@ from megatron.core.transformer.layer_patterns import (
 from megatron.data.datasets.utils import DEFAULT_SPLIT
 from megatron.training.batch_schedule import BatchSchedule
 from megatron.training.config import graph_checks
-from megatron.training.config.batch_steps import batch_steps
 from megatron.training.config.flag_table import spelling_of
 from megatron.training.config.measured_defaults import MEASURED_RULES
-from megatron.training.config.settings import Settings
+from megatron.training.config.settings import Settings, batch_steps
 
 
 def derive_values(settings: Settings) -> list[str]:

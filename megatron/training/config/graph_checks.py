@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from megatron.core.pipeline_parallel.captured_micro_batch import MOST_GRAPHS
 from megatron.core.transformer.config.memory import captures_micro_batches
 from megatron.core.transformer.config.router import listed
-from megatron.training.config.batch_steps import batch_steps
-from megatron.training.config.settings import Settings
+from megatron.training.config.settings import Settings, batch_steps
 
 
 def micro_batch_graphs(s: Settings) -> Iterator[str]:

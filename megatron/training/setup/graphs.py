@@ -19,7 +19,7 @@ from megatron.core.transformer.moe.router import token_counts_of
 from megatron.core.utils.graph_capture import CudaGraphRecorder, GraphRecorder, TensorRecord
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.launch.environment import Environment
-from megatron.training.logging.finite import GradientProbe
+from megatron.training.log.finite import GradientProbe
 
 
 def graph_recorder(device: torch.device) -> GraphRecorder | None:

@@ -11,7 +11,7 @@ import torch
 
 from megatron.core.declarations.config_fields import value_text
 from megatron.training.config.conditions import is_inert, is_to_come, needs_of, ways_of
-from megatron.training.config.flag_table import Flag, flag_table, flags_by_spelling
+from megatron.training.config.flag_table import SAME_THING, Flag, flag_table, flags_by_spelling
 from megatron.training.config.flag_words import number, whole_number
 from megatron.training.config.retired import RETIRED
 
@@ -324,3 +324,10 @@ def test_what_may_come_from_a_checkpoint():
     assert {flag.field for flag in table if not flag.is_free_text and not flag.from_checkpoint} == ACTING
     never = ("spec", "config_file", "save", "load", "load_hf", "tensorboard_dir", "metrics_path", "data_cache_path")
     assert not any(flag_table()[field].from_checkpoint for field in never)
+
+
+def test_they_are_fields_and_others() -> None:
+    named = {*SAME_THING, *(other for others in SAME_THING.values() for other in others)}
+    assert named <= flag_table().keys()
+    assert not [field for field, others in SAME_THING.items() if field in others]
+    assert "geglu" in SAME_THING["swiglu"] and "swiglu" in SAME_THING["geglu"]
