@@ -29,12 +29,10 @@ CHECKS: dict[str, tuple[ModuleType, list[str]]] = {
     "ops/norm_triton.py": (elementwise_kernels, ["norms", "norms_of_views", "norms_with_residual"]),
     "ops/normed_rope_triton.py": (elementwise_kernels, ["normed_positions"]),
     "ops/split_columns_triton.py": (elementwise_kernels, ["columns"]),
-    "ops/split_heads_triton.py": (elementwise_kernels, ["parts_of_heads", "rotated_parts_of_heads"]),
     "ops/symmetric_product_triton.py": (muon_kernels, ["symmetric_products"]),
     "ops/sum_rows_triton.py": (elementwise_kernels, ["sums"]),
-    "optimizer/adam_triton.py": (elementwise_kernels, ["updates"]),
+    "optimizer/adam_triton.py": (elementwise_kernels, ["updates", "stored_updates"]),
     "optimizer/muon_triton.py": (muon_kernels, ["orthogonal_matrices", "updates"]),
-    "optimizer/stored_adam_triton.py": (elementwise_kernels, ["stored_updates"]),
 }
 
 
