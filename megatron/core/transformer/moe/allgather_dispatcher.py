@@ -6,10 +6,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megatron.core.communication.async_collective import AsyncCollective, gather_route
 from megatron.core.communication.collectives import HostCopy
 from megatron.core.micro_batch import CooperativeTurn
 from megatron.core.ops.moe.grouped_linear import RowGroups
-from megatron.core.transformer.moe.async_collective import AsyncCollective, gather_route
 from megatron.core.transformer.moe.dispatch import DispatchCombine, ExpertRows, TokenDispatcher, first_rows
 from megatron.core.transformer.moe.routing import Routing
 from megatron.core.utils.recompute_cache import run_once_under_recompute
