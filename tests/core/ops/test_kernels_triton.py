@@ -22,7 +22,6 @@ CHECKS: dict[str, tuple[ModuleType, list[str]]] = {
         ["choices", "weights_of_choices", "routers", "sums_of_scores", "counts"],
     ),
     "ops/moe/weighted_activation_triton.py": (expert_kernels, ["activations", "nan_inputs", "recomputed_activation"]),
-    "ops/bias_add_triton.py": (elementwise_kernels, ["biases"]),
     "ops/cross_entropy_triton.py": (triton_agreement, ["losses"]),
     "ops/embedding_triton.py": (elementwise_kernels, ["table_rows"]),
     "ops/gated_norm_triton.py": (recurrent_kernels, ["gated_norms"]),
@@ -30,7 +29,7 @@ CHECKS: dict[str, tuple[ModuleType, list[str]]] = {
     "ops/normed_rope_triton.py": (elementwise_kernels, ["normed_positions"]),
     "ops/split_columns_triton.py": (elementwise_kernels, ["columns"]),
     "ops/symmetric_product_triton.py": (muon_kernels, ["symmetric_products"]),
-    "ops/sum_rows_triton.py": (elementwise_kernels, ["sums"]),
+    "ops/sum_rows_triton.py": (elementwise_kernels, ["sums", "biases"]),
     "optimizer/adam_triton.py": (elementwise_kernels, ["updates", "stored_updates"]),
     "optimizer/muon_triton.py": (muon_kernels, ["orthogonal_matrices", "updates"]),
 }
