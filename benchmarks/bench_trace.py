@@ -29,7 +29,7 @@ _KINDS = {
     "loss": r"_statistics|_gradient_kernel",
     "update and gradient norm": r"_adam|_weights_kernel|_momentum_kernel|LpNorm|lpnorm|FusedAdam|multi_tensor_apply",
     "fp8 casts and scales": r"_cast_(kernel|both|groups|tiles)|_largest|_(lines|squares)_kernel|_transpose_kernel",
-    "routing and dispatch": r"^_(rows|spread|tokens|place)_|_count_|_best_|_balance_|_choice_|scatter|[sS]ort",
+    "routing and dispatch": r"^_(rows|spread|tokens|place)_|_count_|_best_|_choice_|scatter|[sS]ort",
     "sums": r"CUDAFunctor_add|^_add_|_sum_rows",
 }
 """Kinds of kernels, by their names; the first that fits counts."""
