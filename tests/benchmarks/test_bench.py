@@ -146,7 +146,7 @@ def test_each_of_our_kernels_has_a_kind() -> None:
     assert kind_of("nccl_all_gather") == "communication" and kind_of("memset") == "other"
     assert kind_of("Memcpy PtoP (Device -> Device)") == "communication"
     assert kind_of("void at::native::multi_tensor_apply_kernel<LpNormFunctor>") == "update and gradient norm"
-    assert kind_of("_apply_kernel") == "dropout"
+    assert kind_of("_apply_kernel") == "dropout, biases, residuals"
 
 
 def test_a_row_without_an_anchor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,7 +37,7 @@ class QKClip:
     @torch.no_grad()
     def clip(self, states: Sequence[Any], applied: Tensor, like_stored: bool) -> None:
         """Scales the rows of the query and key weights in the shards of these `UnitState`s, if `applied`, a bool scalar
-        on the device, is set. `like_stored`: bfloat16 weights are rounded as `update_stored` rounds them."""
+        on the device, is set. `like_stored`: bfloat16 weights are rounded as in `WithRemainder`."""
         if not self.config.qk_clip:
             return
         factors = dict(self.logits.row_factors(self.config.qk_clip_threshold, self.config.qk_clip_alpha))

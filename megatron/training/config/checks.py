@@ -390,7 +390,6 @@ RULES: tuple[Rule, ...] = (
     file_checks.checkpoint_folders_exist,
     file_checks.checkpoint_can_be_selected,
     graph_checks.micro_batch_graphs,
-    graph_checks.optimizer_graph,
     _layout_invariance,
     parallel_checks.exact_sums,
     _external_data,

@@ -348,8 +348,7 @@ def _kernels(s: Settings) -> str | None:
 def _graphs(s: Settings) -> str | None:
     if not captures_micro_batches(s) or "full_iteration" not in s.cuda_graph_scope:
         return None
-    update = "" if s.optimizer_cuda_graph else "; --optimizer-cuda-graph captures the update in another one"
-    return f"--cuda-graph-scope full_iteration: one graph is replayed for each micro-batch of an iteration{update}"
+    return "--cuda-graph-scope full_iteration: one graph is replayed for each micro-batch of an iteration"
 
 
 def _other_defaults(s: Settings) -> str | None:

@@ -71,23 +71,3 @@ def _experts(s: Settings) -> Iterator[str]:
             yield f"{{{field}:name}} reads on the host which experts take a token; leave it out"
     if "global_aux_loss" in listed(s.moe_router_load_balancing_type):
         yield "global_aux_loss counts micro-batches on the host; aux_loss and seq_aux_loss work"
-
-
-def optimizer_graph(s: Settings) -> Iterator[str]:
-    """A graph of the optimizer's step has no communication, and its numbers are constants or on the device."""
-    if not s.optimizer_cuda_graph:
-        return
-    if s.world_size > 1:
-        yield (
-            f"{{optimizer_cuda_graph:name}}: the update communicates between {s.world_size} ranks; leave it out, or "
-            "train on one"
-        )
-    if s.optimizer_cpu_offload:
-        yield "{optimizer_cuda_graph:name} keeps the state on the device; drop it or {optimizer_cpu_offload:name}"
-    if s.optimizer not in ("adam", "sgd"):
-        yield "{optimizer_cuda_graph:name}: {optimizer} is not captured; adam and sgd are"
-    if s.weight_decay_incr_style != "constant":
-        yield (
-            "{optimizer_cuda_graph:name}: weight decay is a constant of the graph, and {weight_decay_incr_style} "
-            "changes it; leave one out"
-        )

@@ -143,10 +143,9 @@ def _schedule(s: Settings) -> Iterator[str]:
 
 
 def _graphs(s: Settings) -> Iterator[str]:
-    if s.is_given("cuda_graph_warmup_steps") and not (captures_micro_batches(s) or s.optimizer_cuda_graph):
+    if s.is_given("cuda_graph_warmup_steps") and not captures_micro_batches(s):
         yield (
-            "{cuda_graph_warmup_steps}: has no effect without {cuda_graph_impl:name} local, {enable_cuda_graph:name} "
-            "or {optimizer_cuda_graph:name}"
+            "{cuda_graph_warmup_steps}: has no effect without {cuda_graph_impl:name} local or {enable_cuda_graph:name}"
         )
 
 

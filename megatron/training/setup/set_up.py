@@ -38,7 +38,7 @@ from megatron.training.launch.signals import SignalWatch
 from megatron.training.log.build import build_log
 from megatron.training.lr_schedule import build_scheduler
 from megatron.training.providers import Context, ForwardStep, NonLossFunctions, Providers
-from megatron.training.setup.graphs import capture_micro_batches, capture_update
+from megatron.training.setup.graphs import capture_micro_batches
 from megatron.training.setup.hooks import build_hooks
 from megatron.training.setup.model import build_model, build_optimizer, explains_lack_of_host_memory, stops_on_nonfinite
 from megatron.training.setup.notes import data_plan, holding_notes, kernel_notes, run_notes
@@ -224,10 +224,10 @@ def build_trainer(
         return splits
 
     hooks = [*build_hooks(config, environment, state, model), *script.hooks]
-    update = capture_update(config, environment, optimizer)
+    update = None
     for hook in hooks:
         if isinstance(hook, StepTensors):
-            update = hook.around(update or optimizer.step_on_device)
+            update = hook.around(optimizer.step_on_device)
     splits = open_and_watch()
     return Trainer(
         config=config,

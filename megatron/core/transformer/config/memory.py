@@ -91,7 +91,7 @@ class MemoryConfig:
     """Other spelling of --cuda-graph-scope for parts of layers."""
 
     cuda_graph_warmup_steps: int = 3
-    """With --cuda-graph-impl or --optimizer-cuda-graph: number of steps before the capture, at least 1."""
+    """With --cuda-graph-impl: number of steps before the capture, at least 1."""
 
     cuda_graph_use_single_mempool: bool = not_a_flag(False)
     """All graphs share one memory pool."""

@@ -7,8 +7,8 @@ import torch
 
 from megatron.core.ops.fp8.formats import FORMATS
 from megatron.core.ops.fp8.grouped import Segments
-from megatron.core.ops.fp8.grouped_recipes import DelayedGroupScaling, MicroBatches, build_group_scaling
-from megatron.core.ops.fp8.recipes import Fp8Settings, LinearSplit, Role
+from megatron.core.ops.fp8.micro_batches import MicroBatches
+from megatron.core.ops.fp8.recipes import DelayedScaling, Fp8Settings, LinearSplit, Role, build_scaling
 from megatron.core.ops.moe.grouped_linear import RowGroups
 
 SETTINGS = Fp8Settings("tensorwise", FORMATS["hybrid"])
@@ -31,11 +31,10 @@ def test_sources_of_one_micro_batch_share_the_largest_value() -> None:
 )
 def test_factors_of_rows(recipe: str, shape: tuple[int, ...]) -> None:
     x = torch.randn(13, 32)
-    scaling = build_group_scaling(
-        dataclasses.replace(SETTINGS, recipe=recipe), LinearSplit(), MicroBatches((0, 1, 2)), x.device
-    )
+    settings = dataclasses.replace(SETTINGS, recipe=recipe)
+    scaling = build_scaling(settings, LinearSplit(), x.device, MicroBatches((0, 1, 2)))
     segments = Segments.of_rows(GROUPS, 13)
-    pair = scaling.quantize_groups(x, segments, Role.GRADIENTS, rows=True, columns=True, records=True)
+    pair = scaling.quantize(x, Role.GRADIENTS, segments, rows=True, columns=True, records=True)
     assert pair.rows is not None and pair.rows.factors.shape == shape
     assert pair.rows.values.dtype is torch.float8_e5m2
 
@@ -43,15 +42,15 @@ def test_factors_of_rows(recipe: str, shape: tuple[int, ...]) -> None:
 def test_delayed_scaling_has_one_scale_for_all_experts() -> None:
     settings = dataclasses.replace(SETTINGS, recipe="delayed", history_len=2)
     x, segments = torch.randn(13, 32), Segments.of_rows(GROUPS, 13)
-    scaling = build_group_scaling(settings, LinearSplit(), MicroBatches((0, 1, 2)), x.device)
-    assert isinstance(scaling, DelayedGroupScaling)
-    first = scaling.quantize_groups(x, segments, Role.INPUTS, rows=True, columns=False, records=True).rows
+    scaling = build_scaling(settings, LinearSplit(), x.device, MicroBatches((0, 1, 2)))
+    assert isinstance(scaling, DelayedScaling)
+    first = scaling.quantize(x, Role.INPUTS, segments, rows=True, columns=False, records=True).rows
     assert first is not None and first.scope == "segments"  # as tensorwise, as long as there is no history
-    scaling.quantize_groups(2 * x, segments, Role.INPUTS, rows=True, columns=False, records=False)
+    scaling.quantize(2 * x, Role.INPUTS, segments, rows=True, columns=False, records=False)
     seen = scaling.take_seen()
     assert seen.tolist() == [float(x.abs().max()), 0.0, 0.0]
     scaling.add_step(seen)
-    second = scaling.quantize_groups(3 * x, segments, Role.INPUTS, rows=True, columns=True, records=True)
+    second = scaling.quantize(3 * x, Role.INPUTS, segments, rows=True, columns=True, records=True)
     assert second.rows is not None and second.columns is not None and second.rows.scope == "all"
     torch.testing.assert_close(second.rows.factors, x.abs().max() / 448)
     assert scaling.take_seen()[0] == (3 * x).abs().max()

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron.core.communication.async_collective import AsyncCollective, PendingRowSum, Route
 from megatron.core.communication.collectives import Pending
-from megatron.core.transformer.moe.async_collective import AsyncCollective, PendingRowSum, Route
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """Asynchronous exchanges of rows between ranks, with separate start and finish in forward and in backward.
 
-Operations between start and finish in the autograd graph, such as the shared experts, are computed during the exchange:
+Operations between start and finish in the autograd graph, such as shared experts, are computed during the exchange:
 in forward because they are called there, in backward because autograd runs nodes in reverse order of their creation.
 Only the two nodes of an exchange handle a tensor whose data has not arrived yet.
 """
@@ -50,9 +50,9 @@ class Route:
         return Route(self.come_back, self.go)
 
 
-def all_to_all_route(group: Group, sent: Sequence[int], received: Sequence[int]) -> Route:
+def all_to_all_route(group: Group, sent: Sequence[int] | None = None, received: Sequence[int] | None = None) -> Route:
     """Returns a route that sends `sent[i]` rows to rank i of the group and receives `received[i]` rows from it, both in
-    group order."""
+    group order; by default equally many."""
     return Route(
         lambda rows: start_all_to_all_rows(rows, group, received, sent),
         lambda rows: start_all_to_all_rows(rows, group, sent, received),
