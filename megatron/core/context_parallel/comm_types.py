@@ -4,10 +4,13 @@ or one per layer."""
 import enum
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megatron.core.exceptions import UserError
 from megatron.core.groups.rank_grid import divisors
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class CommType(enum.Enum):
@@ -26,7 +29,7 @@ class CommType(enum.Enum):
 _WORDS = {comm_type.value: comm_type for comm_type in CommType} | {"allgather": CommType.all_gather}
 
 
-def comm_type_of(config: Any, layer_number: int, word: str | None = None) -> CommType:
+def comm_type_of(config: "TransformerConfig", layer_number: int, word: str | None = None) -> CommType:
     """Returns the communication type of a layer (counted from 1 over the whole model): `word`, else the config's, else
     p2p.
 
@@ -42,7 +45,7 @@ def comm_type_of(config: Any, layer_number: int, word: str | None = None) -> Com
     return _WORDS[words]
 
 
-def comm_type_problems(config: Any, has_heads: bool = True) -> Iterator[str]:
+def comm_type_problems(config: "TransformerConfig", has_heads: bool = True) -> Iterator[str]:
     """Yields a sentence for each invalid value; `config` has the fields of TransformerConfig. `has_heads` is False for
     a model without attention."""
     size, sizes = config.context_parallel_size, config.hierarchical_context_parallel_sizes
@@ -69,7 +72,7 @@ def comm_type_problems(config: Any, has_heads: bool = True) -> Iterator[str]:
         yield from _head_problems(config, kinds)
 
 
-def _head_problems(config: Any, kinds: set[CommType]) -> Iterator[str]:
+def _head_problems(config: "TransformerConfig", kinds: set[CommType]) -> Iterator[str]:
     """Yields a sentence for each number of heads that a2a cannot split over its ranks."""
     size, sizes = config.context_parallel_size, config.hierarchical_context_parallel_sizes
     if not config.num_attention_heads or config.tensor_model_parallel_size < 1:

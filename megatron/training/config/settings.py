@@ -3,11 +3,12 @@
 import dataclasses
 import os
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 
 from megatron.core.exceptions import UserError
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.command_line import CommandLine
 from megatron.training.config.host_ranks import ranks_of_host
 
@@ -85,6 +86,11 @@ class Settings:
             return self.__dict__["values"][field]
         except KeyError:
             raise AttributeError(field) from None
+
+    @property
+    def transformer(self) -> TransformerConfig:
+        """These values, for rules that read a TransformerConfig: its fields are among them. Values may be missing."""
+        return cast(TransformerConfig, self)
 
     def set_derived(self, field: str, value: Any) -> None:
         """Sets a value that follows from other values, and records this as its source."""
