@@ -1,12 +1,11 @@
 """Rules for attention, biases of linear layers, and experts in config.json (see config_rules.py)."""
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 from megatron.conversion.config_rules import Rule, Values
 from megatron.conversion.hub_defaults import Json
-from megatron.conversion.spellings import bias_places, router_weights_sum_to_one, score_scale
+from megatron.conversion.spellings import bias_places, router_weights_sum_to_one, run_of, score_scale
 from megatron.core.exceptions import UserError
 from megatron.core.transformer.layer_patterns import has_experts, is_windowed
 
@@ -158,7 +157,7 @@ class SlidingWindows(Rule):
             return {"sliding_window": None, **({"use_sliding_window": False} if self.by_layer else {})}
         if not self.by_layer:
             return {"sliding_window": window[0] + 1}
-        config = SimpleNamespace(**values)
+        config = run_of(values)
         pattern = [is_windowed(config, layer) for layer in range(1, count + 1)]
         return {
             "sliding_window": window[0] + 1,
@@ -233,6 +232,6 @@ class ExpertLayers(Rule):
 
     def keys(self, values: Values) -> dict[str, Json]:
         """Returns both keys; all exceptions are in `mlp_only_layers`."""
-        config = SimpleNamespace(**values)
+        config = run_of(values)
         dense = [layer for layer in range(config.num_layers) if not has_experts(config, layer + 1)]
         return {"decoder_sparse_step": 1, "mlp_only_layers": dense}

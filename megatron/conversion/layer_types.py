@@ -1,13 +1,12 @@
 """Settings that differ between layers with a sliding window and layers with full attention (`layer_types`)."""
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 from megatron.conversion.config_rules import Rule, Values
 from megatron.conversion.hub_defaults import Json
 from megatron.conversion.rope import scaling_fields, scaling_key, whole_base
-from megatron.conversion.spellings import rope_scaling_of
+from megatron.conversion.spellings import rope_scaling_of, run_of
 from megatron.core.exceptions import UserError
 from megatron.core.transformer.layer_patterns import is_windowed
 
@@ -65,7 +64,7 @@ class WindowsByLayerType(Rule):
         count, window = values["num_layers"], values["window_size"]
         if window is None or window[1] != 0 or window[0] < 0:
             return {"sliding_window": values["max_position_embeddings"], "layer_types": [_FULL] * count}
-        config = SimpleNamespace(**values)
+        config = run_of(values)
         kinds = [_WINDOWED if is_windowed(config, layer) else _FULL for layer in range(1, count + 1)]
         return {"sliding_window": window[0] + 1, "layer_types": kinds}
 

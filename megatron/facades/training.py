@@ -67,7 +67,7 @@ def get_model(
     model_provider_func: Callable[..., nn.Module],
     model_type: ModelType = ModelType.encoder_or_decoder,
     wrap_with_ddp: bool = True,
-    config: Any = None,
+    config: object = None,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> list[nn.Module]:
     """Returns the model chunks of this rank, on its device and in the run's number format, wrapped in
@@ -196,7 +196,7 @@ def evaluate_and_print_results(
     model: Sequence[nn.Module],
     iteration: int,
     process_non_loss_data_func: Callable[..., Any] | None,
-    config: Any,
+    config: object,
     verbose: bool = False,
     write_to_tensorboard: bool = True,
     non_loss_data_func: Callable[..., Any] | None = None,
@@ -228,7 +228,7 @@ def train(
     train_data_iterator: Iterator[Any] | Sequence[Iterator[Any]] | None,
     valid_data_iterator: Iterator[Any] | Sequence[Iterator[Any]] | None,
     process_non_loss_data_func: Callable[..., Any] | None = None,
-    config: Any = None,
+    config: object = None,
     checkpointing_context: Any = None,
     non_loss_data_func: Callable[..., Any] | None = None,
 ) -> tuple[int, float]:
@@ -288,7 +288,7 @@ def train_step(
     model: Sequence[nn.Module],
     optimizer: MegatronOptimizer,
     opt_param_scheduler: OptimizerParamScheduler,
-    config: Any,
+    config: object,
     forward_backward_func: Callable[..., Any],
     iteration: int | None = None,
 ) -> tuple[dict[str, Tensor], int, bool, bool, int, float | None, int | None, float | None]:
@@ -354,7 +354,7 @@ def evaluate(
     data_iterator: Iterator[Any] | Sequence[Iterator[Any]] | None,
     model: Sequence[nn.Module],
     process_non_loss_data_func: Callable[..., Any] | None,
-    config: Any,
+    config: object,
     verbose: bool = False,
     non_loss_data_func: Callable[..., Any] | None = None,
     eval_iters: int | None = None,

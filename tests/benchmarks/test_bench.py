@@ -168,6 +168,8 @@ def test_an_anchor_that_did_not_end_gives_no_row() -> None:
 
 
 def test_an_interval_in_which_the_anchor_compiled_does_not_count() -> None:
-    line = "iteration {}/ 10 | elapsed time per iteration (ms): {} | throughput per GPU (TFLOP/s/GPU): {} | lm loss: 1.0"
+    line = (
+        "iteration {}/ 10 | elapsed time per iteration (ms): {} | throughput per GPU (TFLOP/s/GPU): {} | lm loss: 1.0"
+    )
     intervals = [(1, 28288.1, 25.0), (5, 6826.0, 103.8), (10, 1455.3, 486.7)]
     assert add_row.read_anchor("\n".join(line.format(*each) for each in intervals))["milliseconds"] == 1455.3

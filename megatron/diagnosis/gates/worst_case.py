@@ -22,8 +22,11 @@ from torch import Tensor, nn
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron.training import loop
+from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.hooks.hook import Hook, Hooks
+from megatron.training.launch.environment import Environment
 from megatron.training.log.memory import memory_report
+from megatron.training.providers import Providers
 from megatron.training.trainer import Trainer
 
 
@@ -122,7 +125,7 @@ def main(folder: Path, uneven: bool) -> None:
     found: list[torch.device] = []
     original = loop.set_up
 
-    def set_up(config: Any, providers: Any, environment: Any, *rest: Any) -> Trainer:
+    def set_up(config: PretrainConfig, providers: Providers, environment: Environment, *rest: Any) -> Trainer:
         found.append(environment.device)
         build = providers.build_datasets
 

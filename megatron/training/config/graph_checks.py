@@ -13,7 +13,7 @@ from megatron.training.config.settings import Settings, batch_steps
 
 def micro_batch_graphs(s: Settings) -> Iterator[str]:
     """A graph of a micro-batch has no communication, fixed shapes and memory at fixed addresses."""
-    if captures_micro_batches(s):
+    if captures_micro_batches(s.transformer):
         name = "{enable_cuda_graph:name}" if s.enable_cuda_graph else "{cuda_graph_impl}"
         yield from (f"{name}: {problem}" for problem in why_no_graph(s))
 

@@ -32,7 +32,7 @@ def _tensor_overlap(s: Settings) -> Iterator[str]:
 def _gathers_in_fp8(s: Settings) -> Iterator[str]:
     if not s.fp8_param_gather or s.fp8 is None:
         return
-    if s.transformer_impl == "transformer_engine" and uses_engine(s):
+    if s.transformer_impl == "transformer_engine" and uses_engine(s.transformer):
         yield (
             "{fp8_param_gather}: has no effect with {transformer_impl}, whose layers quantise weights of the model's "
             "type; results are the same"
@@ -70,12 +70,12 @@ def _window(s: Settings) -> Iterator[str]:
 def _token_mixers(s: Settings) -> Iterator[str]:
     """Sizes of token mixers that no letter of a hybrid model stands for, and options of attention in a model without
     it."""
-    letters = hybrid_letters(s)
+    letters = hybrid_letters(s.transformer)
     if letters is None:
         return
     for start, (mixer, letter) in _SIZES_OF_MIXERS.items():
         given = [field for field in s.values if field.startswith(start) and s.is_given(field)]
-        if given and not has_mixer(s, mixer):
+        if given and not has_mixer(s.transformer, mixer):
             names = ", ".join(f"{{{field}}}" for field in given)
             yield f"{names}: no effect, since {{hybrid_layer_pattern}} has no layer {letter}"
     options = [
@@ -87,7 +87,7 @@ def _token_mixers(s: Settings) -> Iterator[str]:
         and flag.declaration.no_effect is None
         and field not in _SAID_ELSEWHERE
     ]
-    if options and not (has_mixer(s, "attention") or has_mixer(s, "dsa")):
+    if options and not (has_mixer(s.transformer, "attention") or has_mixer(s.transformer, "dsa")):
         names = ", ".join(f"{{{field}}}" for field in options)
         yield f"{names}: no effect, since {{hybrid_layer_pattern}} has no layer of attention (*)"
 
@@ -102,7 +102,7 @@ def _attention(s: Settings) -> Iterator[str]:
         yield "{kv_channels:name}: has no effect with {multi_latent_attention}, which has head widths of its own"
     measuring = [name for name in ("qk_clip", "log_max_attention_logit") if getattr(s, name)]
     layers = range(1, s.num_layers + (s.mtp_num_layers or 0) + 1) if measuring else ()
-    if not any(layer_parts(s, number).token_mixer == "attention" for number in layers):
+    if not any(layer_parts(s.transformer, number).token_mixer == "attention" for number in layers):
         for name in measuring:
             yield f"{{{name}:name}}: has no effect: it measures dense softmax attention, which no layer has"
 
@@ -143,7 +143,7 @@ def _schedule(s: Settings) -> Iterator[str]:
 
 
 def _graphs(s: Settings) -> Iterator[str]:
-    if s.is_given("cuda_graph_warmup_steps") and not captures_micro_batches(s):
+    if s.is_given("cuda_graph_warmup_steps") and not captures_micro_batches(s.transformer):
         yield (
             "{cuda_graph_warmup_steps}: has no effect without {cuda_graph_impl:name} local or {enable_cuda_graph:name}"
         )

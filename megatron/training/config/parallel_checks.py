@@ -7,10 +7,11 @@ missing and impossible values; other rules report these.
 
 import math
 from collections.abc import Iterator
+from typing import cast
 
 import torch
 
-from megatron.core.distributed import distributed_data_parallel_config
+from megatron.core.distributed import DistributedDataParallelConfig, distributed_data_parallel_config
 from megatron.core.distributed.exact_sums import MICRO_BATCHES
 from megatron.core.groups.rank_grid import nearest_divisors
 from megatron.training.config.settings import Settings, gpus_of_node
@@ -161,7 +162,7 @@ def sharding(s: Settings) -> Iterator[str]:
         yield "{num_distributed_optimizer_instances} must be at least 1"
     elif s.use_distributed_optimizer:
         yield from _instances(s)
-    yield from distributed_data_parallel_config.validate(s)
+    yield from distributed_data_parallel_config.validate(cast(DistributedDataParallelConfig, s))
 
 
 def _instances(s: Settings) -> Iterator[str]:

@@ -5,11 +5,12 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 
 from megatron.core.exceptions import UserError
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.batch_schedule import BatchSteps
 from megatron.training.config.command_line import CommandLine
 
@@ -87,6 +88,11 @@ class Settings:
             return self.__dict__["values"][field]
         except KeyError:
             raise AttributeError(field) from None
+
+    @property
+    def transformer(self) -> TransformerConfig:
+        """These values, for rules that read a TransformerConfig: its fields are among them. Values may be missing."""
+        return cast(TransformerConfig, self)
 
     def set_derived(self, field: str, value: Any) -> None:
         """Sets a value that follows from other values, and records this as its source."""

@@ -5,7 +5,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron.core.declarations.config_fields import describe_problem, split_condition, unsupported_values
 from megatron.core.exceptions import UserError
@@ -14,6 +14,9 @@ from megatron.training.config.conditions import condition_holds
 from megatron.training.config.flag_table import Flag, flags_of
 from megatron.training.config.help_text import help_of_flags, help_topic
 from megatron.training.config.retired import Occurrence
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,9 @@ def _make(config_class: type, values: Mapping[str, Any]) -> Any:
     return config_class(**{field.name: values[field.name] for field in dataclasses.fields(config_class) if field.init})
 
 
-def _problems_of(section: Section, config: Any, line: CommandLine, flags: Mapping[str, Flag]) -> list[str]:
+def _problems_of(
+    section: Section, config: "DataclassInstance", line: CommandLine, flags: Mapping[str, Flag]
+) -> list[str]:
     problems = unsupported_values(config)
     validate = section.problems or getattr(section.config_class, "validate", None)
     if validate is not None:

@@ -16,6 +16,7 @@ from megatron.core.pipeline_parallel.stages import overlaps_expert_communication
 from megatron.core.transformer.config.memory import captures_micro_batches
 from megatron.core.transformer.kernels_in_use import AttentionInUse, BackendInUse, kernels_in_use
 from megatron.core.transformer.layer_patterns import has_mixer
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils.url_keys import hide_keys
 from megatron.data.datasets.bin_file import most_open_files
 from megatron.data.datasets.blended_dataset import BlendedDataset
@@ -58,7 +59,9 @@ def unused_package_notes(found: BackendInUse | AttentionInUse) -> Iterator[str]:
         )
 
 
-def holding_notes(model: Sequence[DistributedDataParallel], groups: ProcessGroupCollection, config: Any) -> list[str]:
+def holding_notes(
+    model: Sequence[DistributedDataParallel], groups: ProcessGroupCollection, config: TransformerConfig
+) -> list[str]:
     """Returns a line for each pipeline rank: the parts of the model on it, and the parameters of each of its ranks.
     Collective over all ranks."""
     stages = stage_map(config)

@@ -40,6 +40,8 @@ RULES = [
     ("--hidden-size 66", "--hidden-size 66 is not divisible by --num-attention-heads 4; use 64 or 68, or set"),
     ("--group-query-attention --num-query-groups 3", "--num-query-groups 3 does not divide --num-attention-heads 4"),
     ("--max-position-embeddings 100", "--seq-length 128 is longer than --max-position-embeddings 100"),
+    ("--encoder-seq-length 64", "--encoder-seq-length 64 and --seq-length 128 mean the same and differ; give one"),
+    ("--encoder-num-layers 7", "--encoder-num-layers 7 and --num-layers"),
     ("--position-embedding-type rope --rotary-percent 1.5", "--rotary-percent 1.5 must be larger than 0 and at most 1"),
     (
         "--position-embedding-type rope --rotary-percent 0.2",

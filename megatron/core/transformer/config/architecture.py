@@ -3,13 +3,16 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from megatron.core.declarations.config_fields import flag, not_a_flag, too_small
 from megatron.core.declarations.flag_grammars import MOST_LAYERS
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 @dataclass(kw_only=True)
@@ -125,7 +128,7 @@ class ArchitectureConfig:
     """Losses of multi-token prediction train its layers only: decoder, embedding and head get no gradient from them."""
 
 
-def validate(config: Any) -> Iterator[str]:
+def validate(config: "TransformerConfig") -> Iterator[str]:
     """Yields a problem for each impossible value of `ArchitectureConfig`; `config` has the fields of
     TransformerConfig."""
     yield from too_small(config, ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size"), 1)
@@ -146,7 +149,7 @@ def validate(config: Any) -> Iterator[str]:
         yield "{mtp_loss_scaling_factor} must be at least 0"
 
 
-def _norm_problems(config: Any) -> Iterator[str]:
+def _norm_problems(config: "TransformerConfig") -> Iterator[str]:
     if not config.norm_affine and config.layernorm_zero_centered_gamma:
         yield "{layernorm_zero_centered_gamma}: with {norm_affine} norms have no weights"
     if config.norm_placement == "post_residual" and config.fp32_residual_connection:

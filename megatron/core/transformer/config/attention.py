@@ -3,13 +3,16 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from megatron.core.declarations.config_fields import flag, not_yet, pattern_problems, too_small
 from megatron.core.declarations.flag_grammars import layer_pattern, window
 from megatron.core.groups.rank_grid import divisors
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.layer_patterns import has_heads
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 @dataclass(kw_only=True)
@@ -124,7 +127,7 @@ class AttentionConfig:
     layers or one per layer."""
 
 
-def validate(config: Any) -> Iterator[str]:
+def validate(config: "TransformerConfig") -> Iterator[str]:
     """Yields a problem for each impossible value of `AttentionConfig`; `config` has the fields of TransformerConfig."""
     yield from too_small(config, ("kv_channels", "num_query_groups", "attention_chunk_size"), 1)
     if not 0.0 <= config.attention_dropout < 1.0:
@@ -150,7 +153,7 @@ def validate(config: Any) -> Iterator[str]:
     yield from _query_key_problems(config)
 
 
-def _head_problems(config: Any) -> Iterator[str]:
+def _head_problems(config: "TransformerConfig") -> Iterator[str]:
     heads, groups = config.num_attention_heads, config.num_query_groups
     if config.kv_channels is None and config.hidden_size % heads and not config.multi_latent_attention:
         below = config.hidden_size - config.hidden_size % heads
@@ -161,7 +164,7 @@ def _head_problems(config: Any) -> Iterator[str]:
         yield f"{{num_query_groups}} does not divide {{num_attention_heads}}; use {nearest}"
 
 
-def _query_key_problems(config: Any) -> Iterator[str]:
+def _query_key_problems(config: "TransformerConfig") -> Iterator[str]:
     if config.qk_layernorm and config.qk_l2_norm:
         yield "{qk_layernorm} and {qk_l2_norm} are two norms of queries and keys; give one"
     if not 0.0 <= config.qk_clip_alpha <= 1.0:
