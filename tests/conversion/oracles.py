@@ -50,6 +50,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.5}},
     ),
     "llama with gelu": ("Llama", {"hidden_act": "gelu_pytorch_tanh"}),
+    "llama with exact gelu": ("Llama", {"hidden_act": "gelu", "mlp_bias": True}),
+    "llama with swish": ("Llama", {"hidden_act": "swish"}),
     "llama, positions that grow with the row": (
         "Llama",
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 3000.0, "factor": 2.5}}
@@ -97,6 +99,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3",
         {"attention_bias": True, "head_dim": 12, "use_sliding_window": True, "sliding_window": 7}
         | {"max_window_layers": 1},
+    ),
+    "qwen 3 moe with windows": (
+        "Qwen3Moe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "sliding_window": 7}
+        | {"use_sliding_window": True, "attention_bias": True, "max_window_layers": 2},
     ),
     "qwen 3 moe with biases": (
         "Qwen3Moe",
