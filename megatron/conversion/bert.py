@@ -86,9 +86,8 @@ class BertActivation(UngatedActivation):
         fields = super().fields(config)
         switch = next((field for field in _HEAD_ACTIVATIONS if field in fields), None)
         if switch is None:
-            raise UserError(
-                f"{self.key} is {config[self.key]!r}; gelu, gelu_new, gelu_pytorch_tanh, relu are supported"
-            )
+            known = "gelu, gelu_new, gelu_pytorch_tanh, relu"
+            raise UserError(f"{self.key} is {config[self.key]!r}; {known} are supported")
         return fields | {"bert_head_activation": _HEAD_ACTIVATIONS[switch]}
 
 

@@ -78,7 +78,7 @@ class FalconPositions(RotaryPositions):
         """Returns the positions."""
         if not config["alibi"]:
             return super().fields(config)
-        width = config["hidden_size"] // config["num_attention_heads"]
+        width = config["hidden_size"] / config["num_attention_heads"]
         return {"position_embedding_type": "none", "alibi": True, "alibi_factor": width**-0.5}
 
     def keys(self, values: rules.Values) -> dict[str, Json]:

@@ -203,9 +203,10 @@ class SwitchedWindows(Rule):
 
     def note(self, config: Json) -> str | None:
         """Returns a sentence if layers without a window are asked for."""
-        if not config["use_sliding_window"] or not config.get("max_window_layers"):
+        first = config.get("max_window_layers")
+        if not config["use_sliding_window"] or not first:
             return None
-        return f"max_window_layers is {config['max_window_layers']}, which transformers does not apply: all layers have a window"
+        return f"max_window_layers is {first}, which transformers does not apply: all layers have a window"
 
 
 @dataclass(frozen=True)

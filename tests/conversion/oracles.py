@@ -1,5 +1,6 @@
 """Tiny models of transformers with random weights, and their logits."""
 
+import contextlib
 import os
 import random
 from pathlib import Path
@@ -225,11 +226,14 @@ class Widened(TorchFunctionMode):
 @torch.no_grad()
 def logits_of(model: Any, tokens: Tensor) -> Tensor:
     """Returns logits [b, s, vocabulary], computed in the model's type; experts are computed one by one."""
+    return outputs_of(model, input_ids=tokens).logits
+
+
+def outputs_of(model: Any, **arguments: Any) -> Any:
+    """Returns the outputs of a model for these arguments, as `logits_of`, with a graph for gradients."""
     model.set_experts_implementation("eager")
-    if model.dtype == torch.float64:
-        with Widened():
-            return model(tokens).logits
-    return model(tokens).logits
+    with Widened() if model.dtype == torch.float64 else contextlib.nullcontext():
+        return model(**arguments)
 
 
 def some_tokens(vocab_size: int = 99) -> Tensor:
