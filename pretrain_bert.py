@@ -61,6 +61,8 @@ def build_model(context: Context, stage: Stage) -> BertModel:
         rotary_base=model.rotary_base,
         seq_len_interpolation_factor=model.rotary_seq_len_interpolation_factor,
         add_binary_head=model.bert_binary_head,
+        head_activation=model.bert_head_activation,
+        head_bias=model.bert_head_bias,
         vocab_padding_multiple=model.make_vocab_size_divisible_by * model.transformer.tensor_model_parallel_size,
         pg_collection=groups,
         vp_stage=stage.virtual,

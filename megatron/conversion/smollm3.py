@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.conversion import decoder, layer_rules
-from megatron.conversion.config_rules import Rule, Values, Written
+from megatron.conversion.config_rules import Rule, Values
 from megatron.conversion.family import Family
 from megatron.conversion.hub_defaults import DECODER_DEFAULTS, Json
 from megatron.conversion.spellings import run_of
@@ -43,7 +43,6 @@ SMOLLM3_FAMILY = Family(
         layer_rules.LinearBiases(),
         layer_rules.SlidingWindows(by_layer=True),
         LayersWithoutPositions(),
-        Written({"pad_token_id": None}),  # the default of transformers may be outside of the vocabulary
     ),
     defaults=DECODER_DEFAULTS
     | {

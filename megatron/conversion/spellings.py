@@ -228,6 +228,7 @@ _SPELLINGS: tuple[tuple[tuple[str, ...], Callable[[Values], Any]], ...] = (
     (("ffn_hidden_size", "moe_ffn_hidden_size"), _mlp_widths),
     (("moe_router_num_groups", "moe_router_group_topk", "moe_router_group_score_topk"), _router_groups),
     (("moe_router_topk_scaling_factor",), lambda values: values["moe_router_topk_scaling_factor"] or 1.0),
+    (("alibi_factor",), lambda values: _rounded(values["alibi_factor"])),
     (("softmax_scale",), lambda values: _rounded(score_scale(values))),
     (("embedding_multiplier",), lambda values: _rounded(values["embedding_multiplier"])),
     (("logit_scale",), lambda values: _rounded(values["logit_scale"])),

@@ -105,7 +105,8 @@ MODEL_OPTIONS = [
         tied=True,
         settings={"norm_placement": "parallel", "norm_bias": False, "add_bias_linear": False, "logit_scale": 0.4}
         | {"gated_linear_unit": True, "activation_func": nn.functional.silu, "rotary_interleaved": True}
-        | {"no_rope_freq": 4, "window_size": (5, 0), "window_attn_skip_freq": 4, "num_query_groups": 4},
+        | {"no_rope_freq": 4, "window_size": (5, 0), "window_attn_skip_freq": 4, "num_query_groups": 4}
+        | {"qk_layernorm": True, "qk_norm_scope": "per_head", "normalize_output_weight": True},
         packed=True,
         rows=2,
     ),
@@ -113,7 +114,7 @@ MODEL_OPTIONS = [
         "granite",
         settings={"norm_affine": False, "attention_output_bias": False, "mlp_bias": True, "residual_multiplier": 0.4}
         | {"clip_qkv": 0.8, "embedding_multiplier": 3.0, "logit_scale": 0.6, "softmax_scale": 0.5}
-        | {"attention_dropout": 0.15},
+        | {"attention_dropout": 0.15, "normalize_output_weight": True},
         rows=2,
     ),
     Model(
@@ -317,8 +318,8 @@ BERT = [
         kind="bert",
         tied=True,
         positions="learned_absolute",
-        settings=_DROPOUT,
-        options={"num_tokentypes": 2},
+        settings={**_DROPOUT, "first_input_norm": False},
+        options={"num_tokentypes": 2, "head_activation": "relu", "head_bias": False},
         losses=("default",),
         rows=2,
     ),
@@ -326,7 +327,9 @@ BERT = [
         "bert-post",
         kind="bert",
         positions="rope",
-        settings={"norm_placement": "post_residual", "embedding_norm": True, "hidden_dropout": 0.2},
+        settings={"norm_placement": "post_residual", "embedding_norm": True, "hidden_dropout": 0.2}
+        | {"window_size": (5, 5), "window_attn_skip_freq": 2, "rotary_base_local": 50.0}
+        | {"normalize_output_weight": True},
         options={"num_tokentypes": 0, "add_binary_head": False},
         rows=2,
         vocabulary=64,

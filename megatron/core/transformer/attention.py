@@ -22,7 +22,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.layer_inputs import LayerInputs, as_heads
 from megatron.core.transformer.layer_patterns import has_rope, is_windowed
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.query_key_norms import AllHeadsNorm, L2Norm
+from megatron.core.transformer.query_key_norms import NORMS_OF_HEADS, L2Norm
 from megatron.core.transformer.shared_key_values import SharedKeyValueLinear, separate_heads
 from megatron.core.transformer.spec_utils import Spec, build_module, get_module
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -97,8 +97,8 @@ class SelfAttention(MegatronModule):
         if spec is None or get_module(spec) is IdentityOp:
             return None
         kind = get_module(spec)
-        of_all_heads, wanted = kind is AllHeadsNorm, config.qk_norm_scope == "full"
-        if config.qk_layernorm and of_all_heads != wanted:
+        scope = next((scope for scope, norm in NORMS_OF_HEADS.items() if kind is norm), "head")
+        if config.qk_layernorm and scope != config.qk_norm_scope:
             raise UserError(
                 f"qk_norm_scope is {config.qk_norm_scope}, but the layer spec has {kind.__name__} as norm of queries "
                 f"and keys; give it qk_norm_scope={config.qk_norm_scope!r}"
@@ -108,10 +108,10 @@ class SelfAttention(MegatronModule):
             eps = config.qk_l2_norm_epsilon
             return build_module(spec, config, config.kv_channels, eps) if self.has_rope else None
         assert config.kv_channels is not None
-        size = config.kv_channels * (heads if of_all_heads else 1)
+        size = config.kv_channels * (1 if scope == "head" else heads)
         keywords = {"config": config, "hidden_size": size, "eps": config.layernorm_epsilon}
         norm: nn.Module = build_module(spec, **keywords, offer={"tp_group": tp_group, "backend": self.backend})
-        if group_size(tp_group) > 1 and not of_all_heads:  # each rank norms its own heads
+        if group_size(tp_group) > 1 and scope == "head":  # each rank norms its own heads
             add_partial_gradient_axis("tp", norm)
         return norm
 

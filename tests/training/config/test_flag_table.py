@@ -146,6 +146,11 @@ MODEL_OPTIONS = {
     "--output-layer-bias",
     "--final-logit-softcapping", "--attn-logit-softcapping", "--softmax-scale", "--clip-qkv", "--qk-norm-scope",
     "--qk-l2-norm-epsilon",
+    "--no-first-input-norm",
+    "--normalize-output-weight",
+    "--exact-geglu",
+    "--bert-head-activation",
+    "--bert-no-head-bias",
     "--attention-chunk-size", "--attention-chunk-skip-freq", "--alibi", "--alibi-factor", "--nope-temperature-scale",
     "--nope-temperature-floor", "--geglu",
     "--moe-router-norm-topk-prob", "--no-moe-router-norm-topk-prob", "--moe-router-bias", "--no-moe-router-bias",
@@ -251,7 +256,7 @@ def test_every_flag_works_or_is_inert_or_to_come() -> None:
 def test_every_flag_that_works_is_read_by_somebody() -> None:
     """A value that nothing reads is not honoured, even if its help says so."""
     config_files = {"dry_run.py", "print_config.py", "arguments.py", "transformer_config.py", "optimizer_config.py"}
-    sources = [ROOT / "pretrain_gpt.py", ROOT / "pretrain_t5.py", *(ROOT / "megatron").rglob("*.py")]
+    sources = [*ROOT.glob("pretrain_*.py"), *(ROOT / "megatron").rglob("*.py")]
     sources.remove(ROOT / "megatron/data/tokenizer/config.py")
     text = "\n".join(
         path.read_text() for path in sources if "config" not in path.parts and path.name not in config_files
@@ -266,7 +271,8 @@ def test_every_flag_that_works_is_read_by_somebody() -> None:
 
 
 READ_WHEN_CONFIGS_ARE_MADE = {
-    "--group-query-attention", "--swiglu", "--squared-relu", "--quick-geglu", "--geglu", "--openai-gelu",
+    "--group-query-attention", "--swiglu", "--squared-relu", "--quick-geglu", "--geglu", "--exact-geglu",
+    "--openai-gelu",
     "--no-bias-gelu-fusion",
     "--init-method-xavier-uniform", "--encoder-num-layers", "--encoder-seq-length", "--init-method-std",
     "--mup-base-hidden-size", "--mup-base-head-dim", "--mup-output-mult", "--mup-embedding-mult",

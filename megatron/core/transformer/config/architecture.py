@@ -47,6 +47,11 @@ class ArchitectureConfig:
     norm, and the model has no further one), before and after (sandwich), or before with attention and MLP side by side,
     sharing one norm (parallel) or with one each (parallel_two_norms)."""
 
+    first_input_norm: bool = flag(
+        True, off="--no-first-input-norm", off_help="Build the first layer without a norm before attention."
+    )
+    """The first layer has a norm before attention. ModernBERT has none there, behind the norm of the embedding."""
+
     embedding_norm: bool = False
     """Norm the embedding's output before dropout, as the first BERT did."""
 
@@ -109,6 +114,9 @@ class ArchitectureConfig:
     final_logit_softcapping: float | None = None
     """Soft bound c of the logits: c tanh(logits / c)."""
 
+    normalize_output_weight: bool = False
+    """Divide each row of the output layer's weight by its length before the product (Baichuan 2's NormHead)."""
+
     output_layer_bias: bool = flag(False, families=["gpt"])
     """Give the output layer a bias (that of a BERT always has one)."""
 
@@ -152,6 +160,8 @@ def validate(config: "TransformerConfig") -> Iterator[str]:
 def _norm_problems(config: "TransformerConfig") -> Iterator[str]:
     if not config.norm_affine and config.layernorm_zero_centered_gamma:
         yield "{layernorm_zero_centered_gamma}: with {norm_affine} norms have no weights"
+    if not config.first_input_norm and config.norm_placement in ("post", "post_residual"):
+        yield "{first_input_norm}: {norm_placement} has no norm before attention"
     if config.norm_placement == "post_residual" and config.fp32_residual_connection:
         yield "{fp32_residual_connection}: with {norm_placement} the residual stream is a norm's output, in its type"
     if config.norm_placement in ("post", "post_residual") and config.apply_residual_connection_post_layernorm:

@@ -81,8 +81,9 @@ class AttentionConfig:
     qk_layernorm: bool = False
     """Norm queries and keys, with the same kind of norm as the layers."""
 
-    qk_norm_scope: Literal["head", "full"] = flag("head", only_with="qk_layernorm")
-    """With --qk-layernorm: norm each head by itself (head), or all heads of a token together (full)."""
+    qk_norm_scope: Literal["head", "per_head", "full"] = flag("head", only_with="qk_layernorm")
+    """With --qk-layernorm: norm each head by itself, with one weight for all heads (head) or with weights of its own
+    (per_head), or norm all heads of a token together (full)."""
 
     qk_l2_norm: bool = flag(False, only_with="position_embedding_type=rope", or_with="multi_latent_attention")
     """Scale each query and key head to a root mean square of 1, without weights, in layers with rotary positions."""
@@ -176,3 +177,6 @@ def _query_key_problems(config: "TransformerConfig") -> Iterator[str]:
         yield f"{{qk_clip}} scales weights, and {{{norm}}} removes their scale again; give one of them"
     if config.qk_layernorm and config.qk_norm_scope == "full" and config.normalization != "RMSNorm":
         yield "{qk_norm_scope} is an RMSNorm; it does not go with {normalization}"
+    has_bias = config.normalization == "LayerNorm" and config.norm_affine and config.norm_bias
+    if config.qk_layernorm and config.qk_norm_scope == "per_head" and has_bias:
+        yield "{qk_norm_scope} is a norm without a bias; add --no-norm-bias"
