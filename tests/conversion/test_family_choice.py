@@ -438,8 +438,8 @@ def test_sinkhorn_and_capacity_are_refused_for_every_architecture() -> None:
         ),
         (f"{LLAMA} --window-size 3,1", "--window-size is not set for .* and 3 1 in the checkpoint"),
         (
-            f"{MIXTRAL} --qk-layernorm --moe-layer-freq 2 --window-size 3,0",
-            "Qwen3MoeForCausalLM is the nearest.*--window-size is not set for .* and 3 0 in the checkpoint",
+            f"{MIXTRAL} --qk-layernorm --moe-layer-freq 2 --window-size 3,1",
+            "Qwen3MoeForCausalLM is the nearest.*--window-size is not set for .* and 3 1 in the checkpoint",
         ),
     ],
 )

@@ -54,7 +54,7 @@ RULES = [
     ("--swiglu --squared-relu", "--swiglu and --squared-relu choose different activations; give one"),
     (
         "--glu-linear-offset 1",
-        "--glu-linear-offset 1.0 is for an MLP with a gate; add --swiglu, --geglu or --quick-geglu",
+        "--glu-linear-offset 1.0 is for an MLP with a gate; add --swiglu, --geglu, --exact-geglu or --quick-geglu",
     ),
     ("--activation-func-clamp-value 7", "--activation-func-clamp-value 7.0 is for an MLP with a gate"),
     ("--hidden-dropout 1", "--hidden-dropout 1.0 must be at least 0 and less than 1"),

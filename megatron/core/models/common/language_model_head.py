@@ -36,8 +36,8 @@ class Vocabulary:
 
 class LanguageModelHead(ColumnParallelLinear):
     """Computes hidden W^T with W [vocabulary, h] split by rows over the tensor parallel ranks; see
-    `ColumnParallelLinear`. With `normalize_output_weight` the rows of W have length 1 in the product, whatever their
-    length is in the parameter. With the config's `logit_scale` s and `final_logit_softcapping` c, the logits become c
+    `ColumnParallelLinear`. With `normalize_output_weight` the rows of W have length 1 in the product, whose
+    parameter may have any. With the config's `logit_scale` s and `final_logit_softcapping` c, the logits become c
     tanh(s logits / c).
 
     `output_size` is the vocabulary without padding. Softmaxes leave out padding: gathered logits have none, and in a
