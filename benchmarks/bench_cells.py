@@ -67,7 +67,7 @@ CELLS = {
     "--mamba-num-heads 64 --num-experts 128 --moe-router-topk 6 --moe-ffn-hidden-size 1856 "
     "--moe-shared-expert-intermediate-size 3712 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
     "--moe-router-topk-scaling-factor 2.5 --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-4 "
-    "--seq-length 4096 --max-position-embeddings 4096 --micro-batch-size 2 --global-batch-size 8",
+    "--seq-length 4096 --max-position-embeddings 4096 --micro-batch-size 4 --global-batch-size 16",
     "QWEN3_NEXT": _GROUPED.replace("500000", "10000000")
     + _ROUTER
     + _BF16_MOMENTS
@@ -77,7 +77,7 @@ CELLS = {
     "--linear-num-value-heads 32 --linear-key-head-dim 128 --linear-value-head-dim 128 --linear-conv-kernel-dim 4 "
     "--num-experts 512 --moe-router-topk 10 --moe-ffn-hidden-size 512 --moe-shared-expert-intermediate-size 512 "
     "--moe-shared-expert-gate --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-3 --vocab-size 151936 "
-    "--seq-length 4096 --max-position-embeddings 4096 --micro-batch-size 2 --global-batch-size 8",
+    "--seq-length 4096 --max-position-embeddings 4096 --micro-batch-size 8 --global-batch-size 16",
     "MLA": _LLAMA
     + _EXPERTS
     + "--num-layers 4 --hidden-size 2048 --ffn-hidden-size 10944 --num-attention-heads 16 --multi-latent-attention "

@@ -280,7 +280,8 @@ def specialized_products() -> None:
 
 
 def specialized_product_of_many_experts() -> None:
-    multiplied((3, 0, 200) * 80, 64, 256, True)
+    for repeats in (80, 160):
+        multiplied((3, 0, 200) * repeats, 64, 256, True)
 
 
 def multiplied(sizes: tuple[int, ...], channels: int, width: int, transposed: bool, behind: int = 0) -> Tensor:
@@ -336,7 +337,7 @@ def accumulations() -> None:
     for way in ACCUMULATIONS.values():
         accumulated(way, (70, 0, 1, 130, 64), 64, 272)
         accumulated(way, (70, 0, 1, 130, 64), 128, 24)
-        accumulated(way, (65,), 40, 24)  # with tiles that are partly filled: not in bulk
+        accumulated(way, (65, 3), 40, 24)  # tiles that reach behind the outputs, where the next group begins
         accumulated(way, (70, 0, 65), 128, 24, factor=0.3)
         accumulated(way, (65,), 40, 24, factor=0.3)
 

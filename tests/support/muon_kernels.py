@@ -49,9 +49,21 @@ def orthogonal_matrices() -> None:
         for given, limit in ((matrices, 1e-2), (spiked.float(), 5e-2)):
             for coefficients in ("simple", "quintic"):
                 expected = newton_schulz(given.double(), 5, coefficients)
-                found = newton_schulz_in_float16([given], 5, coefficients, 2.0) / 2.0
+                found = newton_schulz_in_float16([([given], 2.0)], 5, coefficients)[0] / 2.0
                 error = (found.double() - expected).norm() / expected.norm()
                 assert error <= limit, (shape, coefficients, float(error))
+
+
+def matrices_of_several_shapes() -> None:
+    """Shapes with equal shorter sides are one batch, each with a factor of its own, and are given in parts; a matrix of
+    zeros, and one whose squares are below float32's range for all but the first of its numbers."""
+    wide, tall = _random(3, 48, 100), _random(1, 5000, 48)
+    wide[1], wide[2] = 0.0, 1e-21
+    wide[2, 0, 0] = 1.0
+    made = newton_schulz_in_float16([([wide[:1], wide[1:]], 1.0), ([tall], 3.0)], 5, "quintic")
+    for given, found, factor in ((wide, made[0], 1.0), (tall, made[1], 3.0)):
+        expected = factor * newton_schulz(given.double(), 5, "quintic")
+        assert (found.double() - expected).norm() <= 1e-2 * expected.norm()
 
 
 def updates() -> None:
@@ -69,11 +81,12 @@ def updates() -> None:
         averaged = 0.9 * momentum.double() + 0.1 * pulled
         expected = 0.9 * averaged + 0.1 * pulled if nesterov else averaged
         torch.testing.assert_close(direction.double(), expected, rtol=1e-6, atol=1e-6)
-        update_weights_triton(moved, rounded, direction, step, lr, decay, decoupled)
+        update = direction.half()
+        update_weights_triton(moved, rounded, update, step, lr, decay, decoupled)
         kept = weights.double() * (1.0 - 0.001) if decoupled else weights.double()
         if skips:
             assert torch.equal(made, momentum) and torch.equal(moved, weights) and not rounded.any()
         else:
             torch.testing.assert_close(made.double(), averaged, rtol=1e-6, atol=1e-6)
-            torch.testing.assert_close(moved.double(), kept - 0.01 * expected, rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(moved.double(), kept - 0.01 * update.double(), rtol=1e-6, atol=1e-6)
             assert ((rounded.float() - moved).abs() <= 2**-7 * moved.abs()).all()  # the interpreter truncates

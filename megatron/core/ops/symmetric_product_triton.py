@@ -46,12 +46,19 @@ def _symmetric_product_kernel(  # type: ignore[no-untyped-def]  # Triton would e
 
 
 def symmetric_product_triton(
-    left: Tensor, right: Tensor, alpha: float = 1.0, added: Tensor | None = None, beta: float = 0.0, gamma: float = 0.0
+    left: Tensor,
+    right: Tensor,
+    alpha: float = 1.0,
+    added: Tensor | None = None,
+    beta: float = 0.0,
+    gamma: float = 0.0,
+    output: Tensor | None = None,
 ) -> Tensor:
     """Returns alpha left @ right^T + beta added + gamma I for [n, r, k] matrices whose product is symmetric, computed
-    from its lower triangle: half the work of a product. `added` is symmetric. Sums are in float32."""
+    from its lower triangle: half the work of a product. `added` is symmetric. Sums are in float32. `output`, if given,
+    is a contiguous tensor for the result."""
     n, size, inner = left.shape
-    output = left.new_empty(n, size, size)
+    output = left.new_empty(n, size, size) if output is None else output
     specialized = gluon_kernel("symmetric_product_specialized_triton")
     if specialized is not None and left.is_cuda and specialized.takes(left, right):
         specialized.symmetric_product_specialized(output, left, right, alpha, added, beta, gamma)

@@ -6,7 +6,7 @@ If tensor parallel ranks divide a matrix, --muon-tp-mode chooses between orthogo
 (blockwise), the whole matrix on each rank (duplicated), or the whole matrix on one of the ranks (distributed).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -108,12 +108,12 @@ class Muon:
         Collective."""
         for items in self.rounds:
             numbers = sorted({item.segment for item in items})
-            flat = {number: self._directions(self.segments[number], step, weight_decay) for number in numbers}
-            boxes = self._gather(items, flat)
-            self._orthogonalize([item for item in items if item.owner == self.index], boxes)
-            self._scatter(items, boxes, flat)
-            for number in numbers:
-                self._apply(self.segments[number], flat[number], step, lr, weight_decay)
+            boxes = self._gather(
+                items, {each: self._directions(self.segments[each], step, weight_decay) for each in numbers}
+            )
+            updates = self._orthogonalize([item for item in items if item.owner == self.index], boxes)
+            for item, update in self._scatter(items, updates):
+                self._apply(item, update, step, lr, weight_decay)
 
     def _directions(self, segment: MuonSegment, step: StepInputs, weight_decay: float | Tensor) -> Tensor:
         """Updates the momentum and returns the tensor to orthogonalise."""
@@ -133,20 +133,20 @@ class Muon:
         replace(step.skip, (segment.momentum, momentum))
         return direction
 
-    def _apply(
-        self, segment: MuonSegment, update: Tensor, step: StepInputs, lr: Tensor, weight_decay: float | Tensor
-    ) -> None:
-        weights, main = segment.weights, segment.weights.dtype
-        decoupled = self.config.decoupled_weight_decay
+    def _apply(self, item: _Item, update: Tensor, step: StepInputs, lr: Tensor, weight_decay: float | Tensor) -> None:
+        """Updates this rank's part of a parameter's weights."""
+        segment, decoupled = self.segments[item.segment], self.config.decoupled_weight_decay
+        weights, main = self._piece(item, segment.weights), segment.weights.dtype
+        rounded = None if segment.model_weights is None else self._piece(item, segment.model_weights)
         if _has_kernels(segment):
             from megatron.core.optimizer.muon_triton import update_weights_triton
 
-            update_weights_triton(weights, segment.model_weights, update, step, lr, weight_decay, decoupled)
+            update_weights_triton(weights, rounded, update, step, lr, weight_decay, decoupled)
             return
         kept = weights * (1.0 - lr * weight_decay).to(main) if decoupled else weights
         replace(step.skip, (weights, kept - lr.to(main) * update))
-        if segment.model_weights is not None:
-            segment.model_weights.copy_(weights)
+        if rounded is not None:
+            rounded.copy_(weights)
 
     # Between the ranks that shard the state --------------------------------------------------------------------------
 
@@ -163,29 +163,31 @@ class Muon:
             return {id(item): self._piece(item, directions[item.segment]) for item in mine}
         sent = [[self._piece(item, directions[item.segment]) for item in _owned(items, rank)] for rank in self._ranks]
         sizes = [[_length(item, rank) for item in mine] for rank in self._ranks]
-        received = self._exchange(sent, sizes)
+        received = self._exchange(sent, sizes, self.segments[0].weights.dtype)
         return {id(item): torch.cat([received[rank][place] for rank in self._ranks]) for place, item in enumerate(mine)}
 
-    def _scatter(self, items: Sequence[_Item], boxes: dict[int, Tensor], updates: dict[int, Tensor]) -> None:
-        """Writes this rank's parts of the boxes that their owners have computed, in place of the directions."""
+    def _scatter(self, items: Sequence[_Item], updates: dict[int, Tensor]) -> Iterator[tuple[_Item, Tensor]]:
+        """Yields all parameters with this rank's parts of the updates that their owners have computed."""
         if self.shards == 1:
-            return  # the boxes are views of the updates
+            yield from ((item, updates[id(item)]) for item in items)
+            return
         mine = [item for item in items if item.owner == self.index]
-        sent = [[boxes[id(item)][slice(*item.pieces[rank])] for item in mine] for rank in self._ranks]
+        sent = [[updates[id(item)][slice(*item.pieces[rank])] for item in mine] for rank in self._ranks]
         sizes = [[_length(item, self.index) for item in _owned(items, rank)] for rank in self._ranks]
-        received = self._exchange(sent, sizes)
+        received = self._exchange(sent, sizes, torch.float16 if self._in_float16 else self.segments[0].weights.dtype)
         for rank in self._ranks:
-            for item, values in zip(_owned(items, rank), received[rank], strict=True):
-                self._piece(item, updates[item.segment]).copy_(values)
+            yield from zip(_owned(items, rank), received[rank], strict=True)
 
     @property
     def _ranks(self) -> range:
         return range(self.shards)
 
-    def _exchange(self, sent: list[list[Tensor]], sizes: list[list[int]]) -> list[tuple[Tensor, ...]]:
+    def _exchange(
+        self, sent: list[list[Tensor]], sizes: list[list[int]], dtype: torch.dtype
+    ) -> list[tuple[Tensor, ...]]:
         """Sends lists of tensors to each rank; returns those from each rank, which have these sizes."""
-        one = self.segments[0].weights
-        joined = torch.cat([one.new_empty(0), *(tensor for tensors in sent for tensor in tensors)])
+        nothing = self.segments[0].weights.new_empty(0, dtype=dtype)
+        joined = torch.cat([nothing, *(tensor for tensors in sent for tensor in tensors)])
         received = all_to_all_rows(
             joined, self.shard_group, [sum(s) for s in sizes], [sum(t.numel() for t in tensors) for tensors in sent]
         )
@@ -194,45 +196,70 @@ class Muon:
 
     # Orthogonalisation -----------------------------------------------------------------------------------------------
 
-    def _orthogonalize(self, items: Sequence[_Item], boxes: dict[int, Tensor]) -> None:
-        """Replaces the boxes by the updates of their matrices. Matrices of one shape are one batch."""
+    @property
+    def _in_float16(self) -> bool:
+        """Whether matrices are orthogonalised in float16."""
+        weights = self.segments[0].weights
+        return weights.is_cuda and weights.dtype is torch.float32 and self.config.muon_fp32_matmul_prec != "high"
+
+    def _orthogonalize(self, items: Sequence[_Item], boxes: dict[int, Tensor]) -> dict[int, Tensor]:
+        """Returns the updates of parameters, one-dimensional, from the directions in their boxes."""
+        updates: dict[int, Tensor] = {}
+        for batches in self._batches(items):
+            parts = [[matrices.read(boxes[id(item)], item.slot.info) for item, matrices in batch] for batch in batches]
+            firsts = [batch[0][1] for batch in batches]
+            for batch, read, done in zip(batches, parts, self._in_group(parts, firsts), strict=True):
+                for (item, matrices), values in zip(batch, done.split([len(part) for part in read]), strict=True):
+                    if matrices.heads is None:
+                        updates[id(item)] = values.reshape(-1)
+                        continue
+                    box = updates.setdefault(id(item), values.new_empty(item.slot.info.box.numel))
+                    matrices.write(box, item.slot.info, values)
+        return updates
+
+    def _batches(self, items: Sequence[_Item]) -> Iterable[list[list[tuple[_Item, Matrices]]]]:
+        """Returns the matrices of parameters in batches of one shape. Batches that can be orthogonalised together are
+        in one list: in float16 those whose matrices have equal shorter sides, if no tensor parallel ranks divide them.
+        """
         ranks = group_size(self.tensor_group)
         batches: dict[tuple[object, ...], list[tuple[_Item, Matrices]]] = {}
         for item in items:
             for matrices in matrices_of(item.slot.info, ranks, self.config):
-                key = (*matrices.shape[1:], matrices.whole, matrices.split)
-                batches.setdefault(key, []).append((item, matrices))
+                shape = (*matrices.shape[1:], matrices.whole, matrices.split)
+                batches.setdefault(shape, []).append((item, matrices))
+        together: dict[object, list[list[tuple[_Item, Matrices]]]] = {}
         for members in batches.values():
-            read = [matrices.read(boxes[id(item)], item.slot.info) for item, matrices in members]
-            whole, split = members[0][1].whole, members[0][1].split
-            scale = self.config.muon_extra_scale_factor * update_scale(*whole, self.config.muon_scale_mode)
-            done = self._in_group(read, split, scale)
-            for (item, matrices), values in zip(members, done.split([len(part) for part in read]), strict=True):
-                matrices.write(boxes[id(item)], item.slot.info, values)
+            kind = members[0][1]
+            joins = self._in_float16 and kind.split is None
+            together.setdefault(min(kind.shape[1:]) if joins else (kind.shape[1:], kind.whole, kind.split), []).append(
+                members
+            )
+        return together.values()
 
-    def _in_group(self, parts: Sequence[Tensor], split: int | None, scale: float) -> Tensor:
-        """Returns `scale` times the orthogonal matrices [n, rows, columns], of which the tensor parallel ranks may each
-        have a part."""
-        mode, group = self.config.muon_tp_mode, self.tensor_group
+    def _in_group(self, parts: Sequence[Sequence[Tensor]], kinds: Sequence[Matrices]) -> list[Tensor]:
+        """Returns the updates of batches of matrices [n, rows, columns], of which the tensor parallel ranks may each
+        have a part. Batches that are divided come alone."""
+        mode, group, split = self.config.muon_tp_mode, self.tensor_group, kinds[0].split
+        factor, scale_mode = self.config.muon_extra_scale_factor, self.config.muon_scale_mode
+        scales = [factor * update_scale(*kind.whole, scale_mode) for kind in kinds]
         if split is None or mode == "blockwise" or group_size(group) == 1:
-            return self._newton_schulz(parts, scale)
-        matrices = torch.cat(list(parts))
+            return self._newton_schulz(parts, scales)
+        (only,) = parts
+        matrices = torch.cat(list(only))
         if mode == "duplicated":
             ranks = group_size(group)
             whole = torch.cat(gather_rows(matrices, group).chunk(ranks), split)
-            return self._newton_schulz([whole], scale).chunk(ranks, split)[group_rank(group)]
-        return _distributed(matrices, split, group, lambda whole: self._newton_schulz([whole], scale))
+            return [self._newton_schulz([[whole]], scales)[0].chunk(ranks, split)[group_rank(group)]]
+        return [_distributed(matrices, split, group, lambda whole: self._newton_schulz([[whole]], scales)[0])]
 
-    def _newton_schulz(self, parts: Sequence[Tensor], scale: float) -> Tensor:
-        config = self.config
-        steps, coefficients, precision = (
-            config.muon_num_ns_steps,
-            config.muon_coefficient_type,
-            config.muon_fp32_matmul_prec,
-        )
-        if parts[0].is_cuda and parts[0].dtype is torch.float32 and precision != "high":
-            return newton_schulz_in_float16(parts, steps, coefficients, scale)
-        return scale * newton_schulz(torch.cat(list(parts)), steps, coefficients, precision)
+    def _newton_schulz(self, batches: Sequence[Sequence[Tensor]], scales: Sequence[float]) -> list[Tensor]:
+        """Returns the orthogonal matrices of each batch times its scale."""
+        steps, coefficients = self.config.muon_num_ns_steps, self.config.muon_coefficient_type
+        pairs = list(zip(batches, scales, strict=True))
+        if self._in_float16:
+            return newton_schulz_in_float16(pairs, steps, coefficients)
+        precision = self.config.muon_fp32_matmul_prec
+        return [scale * newton_schulz(torch.cat(list(parts)), steps, coefficients, precision) for parts, scale in pairs]
 
 
 def _distributed(matrices: Tensor, split: int, group: object, function: Callable[[Tensor], Tensor]) -> Tensor:

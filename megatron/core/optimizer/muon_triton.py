@@ -1,4 +1,4 @@
-"""Muon's updates of momentum and weights on a GPU, in one pass each."""
+"""Muon's updates of momentum and weights on a GPU, in one pass each, and what comes first of orthogonalisation."""
 
 import torch
 import triton
@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron.core.ops.tiles import cdiv
+from megatron.core.optimizer.newton_schulz import EPS
 from megatron.core.optimizer.segments import StepInputs
 
 _BLOCK = 1024
@@ -55,6 +56,45 @@ def update_momentum_triton(
     return directions
 
 
+_PARTS, _PART_BLOCK = 512, 4096
+"""Parts of a matrix whose squares are summed apart, and the elements that a program reads at once."""
+
+
+@triton.jit
+def _squares_kernel(sums, matrices, size, PARTS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    part, n = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for begin in range(part * BLOCK, size, PARTS * BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        x = tl.load(matrices + n * size + at, mask=at < size, other=0.0)
+        total += x * x
+    tl.store(sums + n * PARTS + part, tl.sum(total, 0))
+
+
+@triton.jit
+def _round_kernel(  # type: ignore[no-untyped-def]
+    output, matrices, sums, size, scale, margin, eps, PARTS: tl.constexpr, BLOCK: tl.constexpr
+):
+    n = tl.program_id(1).to(tl.int64)
+    squares = tl.sum(tl.load(sums + n * PARTS + tl.arange(0, PARTS)), 0)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(matrices + n * size + at, mask=at < size)
+    x *= scale / (tl.sqrt(squares) * margin + eps)
+    tl.store(output + n * size + at, x.to(output.dtype.element_ty), mask=at < size)
+
+
+def round_normalized(matrices: Tensor, output: Tensor, scale: float, margin: float) -> None:
+    """Writes `scale` times matrices [n, rows, columns], each divided by `margin` times its Frobenius norm, into
+    `output`. Sums are added in a fixed order."""
+    n, size = len(matrices), matrices[0].numel()
+    matrices = matrices.contiguous()
+    sums = matrices.new_empty(n, _PARTS)
+    _squares_kernel[(_PARTS, n)](sums, matrices, size, PARTS=_PARTS, BLOCK=_PART_BLOCK, num_warps=8)
+    _round_kernel[(cdiv(size, _PART_BLOCK), n)](
+        output, matrices, sums, size, scale, margin, EPS, PARTS=_PARTS, BLOCK=_PART_BLOCK, num_warps=8
+    )
+
+
 @triton.jit
 def _weights_kernel(  # type: ignore[no-untyped-def]
     weights, rounded, updates, lr, skip, decay, size,
@@ -83,9 +123,11 @@ def update_weights_triton(
     weight_decay: float | Tensor,
     decoupled: bool,
 ) -> None:
-    """Updates flat float32 weights in place and rounds them into the model's, unless `step.skip` is set. `lr`, and a
-    decay that is a tensor, are float64 scalars on the device."""
+    """Updates flat float32 weights in place and rounds them into the model's, unless `step.skip` is set. Updates may be
+    narrower. `lr`, and a decay that is a tensor, are float64 scalars on the device."""
     size = weights.numel()
+    if not size:
+        return
     _weights_kernel[(cdiv(size, _BLOCK),)](
         weights, weights if model_weights is None else model_weights, updates, lr, step.skip, weight_decay, size,
         DECOUPLED=decoupled, DECAY_ON_DEVICE=isinstance(weight_decay, Tensor), ROUNDS=model_weights is not None,

@@ -32,7 +32,8 @@ simple: Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural netw
 as in the modded-nanogpt speed runs; polar_express: Amsel et al. 2025, arXiv:2505.16932.
 """
 
-_EPS = 1e-7
+EPS = 1e-7
+"""Added to the norm of a matrix before the matrix is divided by it."""
 _MARGIN = {"polar_express": 1.01}
 """Safety margin: a matrix is divided by its norm times this factor, so that rounding cannot raise a singular value
 above 1."""
@@ -62,7 +63,12 @@ def newton_schulz(matrices: Tensor, steps: int, coefficients: str = "quintic", p
 
 def norms(matrices: Tensor, coefficients: str) -> Tensor:
     """Returns what each matrix is divided by, [n, 1, 1], so that no singular value is above 1."""
-    return torch.linalg.matrix_norm(matrices, keepdim=True) * _MARGIN.get(coefficients, 1.0) + _EPS
+    return torch.linalg.matrix_norm(matrices, keepdim=True) * margin(coefficients) + EPS
+
+
+def margin(coefficients: str) -> float:
+    """Returns the factor of the norm by which a matrix is divided."""
+    return _MARGIN.get(coefficients, 1.0)
 
 
 def polynomials(steps: int, coefficients: str) -> list[tuple[float, float, float]]:

@@ -50,7 +50,7 @@ CHANNELS, STAGES = gl.constexpr(64), gl.constexpr(4)
 PIECE, BUFFERS = gl.constexpr(64), gl.constexpr(2)
 """Columns of a piece of a finished tile, and pieces of a warp group that the copy engine stores at the same time. Each
 takes 8 KiB of shared memory. BUFFERS divides the pieces of a tile, because each tile starts at the first buffer."""
-MOST_EXPERTS = 256
+MOST_EXPERTS = 512
 """The loading warp has the tiles of all experts in its registers."""
 
 
@@ -188,7 +188,7 @@ def _grouped_product_kernel(  # type: ignore[no-untyped-def]
              across, blocks, step, TRANSPOSED, EXPERTS)),
         ],
         [4, 1],  # warps of the second and the third task; the first runs on the program's own four
-        [240, 24],  # registers of their threads
+        [240, 24] if EXPERTS <= 256 else [232, 40],  # registers of their threads
     )  # fmt: skip
 
 

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.core.communication.collectives import Pending
 from megatron.core.ops.precision import widened
 from megatron.core.parameters import main_grad_accumulator
 
@@ -28,7 +27,9 @@ def router_logits(inputs: Tensor, weight: Tensor, bias: Tensor | None, dtype: to
     """Returns the logits: [t, h] x [experts, h] (+ [experts]) -> [t, experts], computed in `dtype`, which must not be
     narrower than the inputs' types.
 
-    Backward keeps the inputs in their own type. The weight's gradient goes to its main gradient unrounded.
+    Backward keeps the inputs in their own type. The weight's gradient goes to its main gradient unrounded. On a GPU
+    tensor cores compute products of bfloat16 numbers: they are exact, and their sums are float32. Gradients, which are
+    float32, are split into bfloat16 parts for them.
     """
     return _RouterLogits.apply(inputs, weight, bias, dtype)
 
@@ -38,6 +39,11 @@ class _RouterLogits(torch.autograd.Function):
     def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(inputs)
         ctx.weight, ctx.dtype = weight, dtype  # the parameter, not a saved tensor: see ops/linear.py
+        ctx.in_parts = _multiplies_in_parts(inputs, weight, dtype)
+        if ctx.in_parts:
+            logits = _exact_product(inputs.reshape(-1, inputs.shape[-1]), weight.t())
+            logits = logits.view(*inputs.shape[:-1], weight.shape[0])
+            return logits if bias is None else logits.add_(bias)
         return F.linear(inputs.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
     @staticmethod
@@ -46,31 +52,57 @@ class _RouterLogits(torch.autograd.Function):
         (inputs,), weight = ctx.saved_tensors, ctx.weight
         needs_inputs, needs_weight, needs_bias, _ = ctx.needs_input_grad
         inputs_gradient = weight_gradient = bias_gradient = None
+        rows = gradient.reshape(-1, weight.shape[0])
         if needs_inputs:
-            inputs_gradient = (gradient @ weight.detach().to(ctx.dtype)).to(inputs.dtype)
+            inputs_gradient = _inputs_gradient(rows, weight.detach(), ctx).to(inputs.dtype).view(inputs.shape)
         if needs_weight:
-            main_grad, columns = main_grad_accumulator(weight), inputs.detach()
+            main_grad, columns = main_grad_accumulator(weight), inputs.detach().reshape(-1, weight.shape[1])
+            accumulate = _accumulate_parts if ctx.in_parts else _accumulate_wide
             if main_grad is None:
-                weight_gradient = (gradient.t() @ columns.to(ctx.dtype)).to(weight.dtype)
+                total = torch.zeros(weight.shape, dtype=ctx.dtype, device=weight.device)
+                accumulate(total, rows, columns)
+                weight_gradient = total.to(weight.dtype)
             else:
-                defers_weight_grad = getattr(main_grad, "defers_weight_grad", False)
-                main_grad.add_product(
-                    gradient, _Narrow(columns, ctx.dtype) if defers_weight_grad else columns.to(ctx.dtype)
-                )
+                main_grad.add_grouped_product(rows, columns, accumulate)
         if needs_bias:
-            bias_gradient = gradient.sum(0)
+            bias_gradient = rows.sum(0)
         return inputs_gradient, weight_gradient, bias_gradient, None
 
 
-@dataclass(frozen=True)
-class _Narrow:
-    """Inputs of a deferred product, kept in their own type until it runs."""
+def _multiplies_in_parts(inputs: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
+    """Returns whether tensor cores compute the products of a router in float32."""
+    return inputs.is_cuda and dtype is torch.float32 and inputs.dtype is weight.dtype is torch.bfloat16
 
-    rows: Tensor
-    dtype: torch.dtype
 
-    def start_gather(self) -> Pending:
-        return Pending(self.rows.to(self.dtype), None)
+def _exact_product(left: Tensor, right: Tensor) -> Tensor:
+    """Returns left @ right of bfloat16 numbers in float32."""
+    return torch.mm(left, right, out_dtype=torch.float32) if left.is_cuda else left.float() @ right.float()
+
+
+def _parts(numbers: Tensor, count: int) -> list[Tensor]:
+    """Returns `count` bfloat16 tensors whose sum has 8 bits of float32 numbers for each of them."""
+    parts = []
+    for _ in range(count):
+        parts.append(numbers.bfloat16())
+        numbers = numbers - parts[-1]
+    return parts
+
+
+def _inputs_gradient(gradient: Tensor, weight: Tensor, ctx: Any) -> Tensor:
+    if not ctx.in_parts:
+        return gradient @ weight.to(ctx.dtype)
+    return torch.cat(_parts(gradient, 2), 1) @ weight.repeat(2, 1)  # rounded to bfloat16, so two parts are enough
+
+
+def _accumulate_parts(total: Tensor, left: Tensor, right: Tensor, factor: float = 1.0) -> None:
+    """Adds `factor` times left^T @ right to `total`: float32 [t, out] and bfloat16 [t, in] into [out, in]."""
+    product = _exact_product(torch.cat(_parts(left, 3), 1).t(), right)
+    total.add_(product.view(3, *total.shape).sum(0), alpha=factor)
+
+
+def _accumulate_wide(total: Tensor, left: Tensor, right: Tensor, factor: float = 1.0) -> None:
+    """Computes `_accumulate_parts` in the type of `total`."""
+    total.addmm_(left.t().to(total.dtype), right.to(total.dtype), alpha=factor)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megatron.core.ops.moe import routing
 from megatron.core.ops.moe.routing import (
     RoutingRule,
     balance_scores,
@@ -200,19 +201,19 @@ def test_sinkhorn_ends_whatever_it_is_given() -> None:
 
 
 class Sink:
-    def __init__(self, defers_weight_grad: bool) -> None:
-        self.total, self.defers_weight_grad = torch.zeros(EXPERTS, 16), defers_weight_grad
+    def __init__(self) -> None:
+        self.total = torch.zeros(EXPERTS, 16)
 
-    def add_product(self, gradient: Tensor, inputs: Any) -> None:
-        if self.defers_weight_grad:
-            assert inputs.rows.dtype is torch.bfloat16
-            inputs = inputs.start_gather().wait()
-        assert inputs.dtype is gradient.dtype
-        self.total += gradient.t() @ inputs
+    def add_grouped_product(self, gradient: Tensor, inputs: Tensor, accumulate: Any) -> None:
+        assert inputs.dtype is torch.bfloat16  # a deferred product keeps its inputs as they are
+        accumulate(self.total, gradient, inputs, factor=2.0)
 
 
-@pytest.mark.parametrize("defers_weight_grad", [False, True])
-def test_logits_are_computed_in_the_wider_type_and_so_is_the_weight_gradient(defers_weight_grad: bool) -> None:
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_logits_are_computed_in_the_wider_type_and_so_is_the_weight_gradient(
+    in_parts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routing, "_multiplies_in_parts", lambda *arguments: in_parts)
     inputs = numbers(12, 16, dtype=torch.bfloat16).requires_grad_()
     weight = nn.Parameter(numbers(EXPERTS, 16, seed=1, dtype=torch.bfloat16))
     bias = nn.Parameter(numbers(EXPERTS, seed=2, dtype=torch.bfloat16))
@@ -220,12 +221,12 @@ def test_logits_are_computed_in_the_wider_type_and_so_is_the_weight_gradient(def
     wide = [t.detach().float().requires_grad_() for t in (inputs, weight, bias)]
     expected = F.linear(*wide)
     expected.backward(upstream)
-    weight.main_grad_accumulator = sink = Sink(defers_weight_grad)
+    weight.main_grad_accumulator = sink = Sink()
     logits = router_logits(inputs, weight, bias, torch.float32)
     logits.backward(upstream)
     assert logits.dtype is torch.float32 and weight.grad is None
     torch.testing.assert_close(logits, expected)
-    torch.testing.assert_close(sink.total, wide[1].grad, rtol=1e-6, atol=1e-6)  # not rounded to bfloat16
+    torch.testing.assert_close(sink.total, 2.0 * wide[1].grad, rtol=1e-6, atol=1e-6)  # not rounded to bfloat16
     torch.testing.assert_close(inputs.grad, wide[0].grad.to(torch.bfloat16))
     torch.testing.assert_close(bias.grad, wide[2].grad.to(torch.bfloat16))
 
