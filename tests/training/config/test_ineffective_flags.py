@@ -45,7 +45,7 @@ def test_without_experts_their_sizes_change_no_grid() -> None:
         ("--moe-router-topk 2", "--moe-router-topk 2: has no effect without --num-experts"),
         (
             "--cuda-graph-warmup-steps 5",
-            "--cuda-graph-warmup-steps 5: has no effect without --cuda-graph-impl local, --enable-cuda-graph or",
+            "--cuda-graph-warmup-steps 5: has no effect without --cuda-graph-impl local or --enable-cuda-graph",
         ),
         (
             "--experimental-attention-variant dsa --multi-latent-attention --dsa-indexer-n-heads 2 "
