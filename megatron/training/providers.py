@@ -75,14 +75,14 @@ class Stage:
 def stages_of_rank(config: PretrainConfig, pipeline_rank: int) -> list[Stage]:
     """Returns the stages of a pipeline rank, one for each of its model chunks, in the order of chunks."""
     stages = stage_map(config.transformer)
-    parts = [stages.stage_at(pipeline_rank, chunk) for chunk in range(stages.chunks)]
-    several = len(parts) > 1
+    chunks = [stages.stage_at(pipeline_rank, number) for number in range(stages.chunks)]
+    several = len(chunks) > 1
     readers, writers = encoder_ranks(config.transformer), decoder_ranks(config.transformer)
     stacks = {"add_encoder": pipeline_rank in readers, "add_decoder": pipeline_rank in writers}
     if not config.transformer.num_encoder_layers:
         stacks = {}
     return [
-        Stage(part.embedding, part.loss, number if several else None, **stacks) for number, part in enumerate(parts)
+        Stage(each.embedding, each.loss, number if several else None, **stacks) for number, each in enumerate(chunks)
     ]
 
 
