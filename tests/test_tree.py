@@ -31,6 +31,7 @@ TESTED_TOGETHER = {
     "conversion/test_against_transformers.py": {f"conversion/{name}.py" for name in _FAMILIES},
     "training/config/test_impossible_values.py": {f"training/config/{part}.py" for part in _PARTS},
     "core/transformer/config/test_impossible_values.py": {f"core/transformer/config/{name}.py" for name in _FIELDS},
+    "training/launch/test_environment.py": {"training/providers.py"},
     "conversion/test_config_rules.py": {"conversion/layer_rules.py"},
     "diagnosis/planning/test_layouts.py": {"diagnosis/planning/ranking.py", "diagnosis/planning/rough_cost.py"},
     "diagnosis/planning/test_model_shape.py": {f"diagnosis/planning/{name}.py" for name in _COUNTS},

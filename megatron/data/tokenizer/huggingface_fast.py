@@ -1,5 +1,6 @@
-"""The fast path for each tokenizer.json that is byte-level BPE: compiled kernels instead of the library, several times as
-fast. They merge by the merges file. tiktoken's way gives other ids where a prefix of a merge cannot be reached."""
+"""The fast path for each tokenizer.json that is byte-level BPE: compiled kernels in place of the library, which takes
+several times as long. They merge by the merges file, as the library does; tiktoken's way gives other ids where a prefix
+of a merge cannot be reached."""
 
 import re
 from collections.abc import Mapping, Sequence
