@@ -2,11 +2,14 @@
 
 import importlib.util
 import os
+import subprocess
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from support.ports import free_port
 from support.processes import run_on_ranks
+from support.programs import commands
 
 from megatron.facades import parallel_state
 
@@ -44,3 +47,20 @@ def test_one_process_and_two(tmp_path, monkeypatch):
     for losses in run_on_ranks(run, 2, tmp_path, 2):
         assert losses == pytest.approx(one, rel=1e-5)
     assert (tmp_path / "saved" / "rank_00001.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_under_torchrun(tmp_path):
+    """The command as it is quoted; on a machine with GPUs the same uses nccl."""
+    (tmp_path / "examples").symlink_to(PATH.parent)
+    environment = {**os.environ, "PET_MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [commands() / "torchrun", "--nproc_per_node=2", "examples/run_simple_mcore_train_loop.py"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "2 processes, 2 of them tensor parallel" in done.stdout and "every weight is equal to the bit" in done.stdout

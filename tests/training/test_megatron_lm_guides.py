@@ -3,6 +3,7 @@
 SHOWN lists all of them, with the tests that run them; those about training are in this file.
 """
 
+import ast
 import json
 import os
 import shutil
@@ -25,6 +26,28 @@ from megatron.diagnosis.memory.rank_memory import rank_memory
 ROOT = Path(__file__).parents[2]
 BPE = ROOT / "tests/data/golden/corpus/gpt2bpe"
 
+SHOWN = {
+    "C1": ("tools/test_preprocess_data.py", "test_the_command_of_the_course"),
+    "C2": ("training/test_megatron_lm_guides.py", "test_the_oldest_guide_trains_on_a_cpu"),
+    "C3": ("tools/test_preprocess_data.py", "test_the_command_with_a_hugging_face_folder"),
+    "C4": ("examples/test_run_simple_mcore_train_loop.py", "test_one_process_and_two", "test_under_torchrun"),
+    "C5": ("examples/test_families.py", "test_the_fp8_script_of_megatron_lm"),
+    "C6": ("examples/test_megatron_lm_loop.py", "test_two_ranks_and_a_plain_process", "test_the_quoted_size"),
+    "C7": ("training/test_megatron_lm_guides.py", "test_a_dry_run_needs_no_other_rank"),
+    "C8": ("training/test_megatron_lm_guides.py", "test_flags_of_overlap_are_on_or_say_what_is_missing"),
+    "C9": ("training/test_megatron_lm_guides.py", "test_fp8_is_emulated_on_a_cpu"),
+    "C10": (
+        "training/test_megatron_lm_guides.py",
+        "test_experts_over_eight_ranks",
+        "test_each_of_eight_ranks_holds_eight_experts",
+    ),
+    "C11": (
+        "training/test_megatron_lm_guides.py",
+        "test_an_installation_needs_no_compiler",
+        "test_what_an_installation_brings",
+    ),
+}
+"""The tests of each command, by its number."""
 
 CODEPARROT = (
     "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --num-layers 12 --hidden-size 768 "
@@ -50,6 +73,14 @@ def pretrain(flags: str, folder: Path, **environment: str) -> "subprocess.Comple
         timeout=240,
         check=False,
     )
+
+
+def test_every_command_has_its_tests() -> None:
+    assert list(SHOWN) == [f"C{number}" for number in range(1, 12)]
+    for number, (file, *names) in SHOWN.items():
+        tree = ast.parse((ROOT / "tests" / file).read_text())
+        found = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+        assert found.issuperset(names), number
 
 
 def test_the_oldest_guide_trains_on_a_cpu(tmp_path: Path) -> None:
@@ -90,12 +121,33 @@ def test_flags_of_overlap_are_on_or_say_what_is_missing(tmp_path: Path, sharded:
     assert "--overlap-grad-reduce:" not in said  # which is on
 
 
+@pytest.mark.slow
+def test_a_dry_run_needs_no_other_rank(tmp_path: Path) -> None:
+    flags = "--dry-run --tokenizer-type NullTokenizer --vocab-size 50257 --tensor-model-parallel-size 4 "
+    flags += "--pipeline-model-parallel-size 4 --num-layers 32 --hidden-size 4096 --num-attention-heads 32 "
+    flags += "--micro-batch-size 2 --global-batch-size 1024 --seq-length 4096"
+    done = pretrain(flags, tmp_path, WORLD_SIZE="128")
+    assert done.returncode == 0 and "ranks       128 = tensor 4 x pipeline 4" in done.stdout, done.stderr
+    alone = pretrain(flags, tmp_path)
+    assert alone.returncode == 0, alone.stderr
+    assert "--dry-run: for 16 ranks, the fewest for this layout; set WORLD_SIZE=N for another number" in alone.stdout
+
+
 EXPERTS = (
     "--mock-data --tokenizer-type NullTokenizer --vocab-size 50257 --num-layers 2 --hidden-size 32 "
     "--num-attention-heads 2 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 1 --lr 1e-3 "
     "--train-iters 2 --eval-iters 0 --log-interval 1 "
     "--expert-model-parallel-size 8 --num-experts 64 --moe-router-topk 2"
 )
+
+
+@pytest.mark.slow
+def test_experts_over_eight_ranks(tmp_path: Path) -> None:
+    program = launch(EXPERTS, 8, tmp_path, base="")
+    assert program.exit_codes() == [0] * 8, program.output(0)
+    said = program.output(0) + program.output(7)
+    assert "iteration        2/       2" in said
+    assert "--expert-model-parallel-size" not in said  # it is honoured as it is
 
 
 def test_each_of_eight_ranks_holds_eight_experts() -> None:
