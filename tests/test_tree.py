@@ -32,6 +32,7 @@ TESTED_TOGETHER = {
     "training/config/test_impossible_values.py": {f"training/config/{part}.py" for part in _PARTS},
     "core/transformer/config/test_impossible_values.py": {f"core/transformer/config/{name}.py" for name in _FIELDS},
     "conversion/test_bert.py": {"conversion/modernbert.py"},
+    "training/launch/test_environment.py": {"training/providers.py"},
     "conversion/test_config_rules.py": {"conversion/layer_rules.py"},
     "conversion/test_remote_code.py": {"conversion/baichuan.py", "conversion/chatglm.py"},
     "diagnosis/planning/test_layouts.py": {"diagnosis/planning/ranking.py", "diagnosis/planning/rough_cost.py"},

@@ -18,8 +18,8 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.transformer.transformer_block import block_spec_of_flag
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.facades import global_vars
-from megatron.training.arguments import Arguments, parse_args, validate_args
-from megatron.training.arguments import core_transformer_config_from_args as core_transformer_config_from_args
+from megatron.facades.arguments import Arguments, parse_args, validate_args
+from megatron.facades.arguments import core_transformer_config_from_args as core_transformer_config_from_args
 from megatron.training.config.command_line import ExtraArgsProvider
 from megatron.training.config.pretrain_config import PretrainConfig
 

@@ -14,9 +14,9 @@ from megatron.core.dist_checkpointing.folders import TRACKER, folder_name, read_
 from megatron.core.exceptions import UserError
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.schedule.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.facades.arguments import Arguments
 from megatron.facades.global_vars import current_run, shared_record
 from megatron.facades.utils import print_rank_0
-from megatron.training.arguments import Arguments
 from megatron.training.checkpoint_args import take_model_flags
 from megatron.training.checkpoints import Checkpoints, print_on_first_rank
 from megatron.training.config.command_line import CommandLine

@@ -18,15 +18,16 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.core.exceptions import UserError
+from megatron.facades.arguments import Arguments, validate_args
 from megatron.facades.dist_signal_handler import DistributedSignalHandler
 from megatron.facades.global_vars import PublishedRun, let_script_count, set_signal_handler
-from megatron.training.arguments import Arguments, config_of_command_line, validate_args
+from megatron.facades.script_providers import warn_unused
+from megatron.training.arguments import config_of_command_line
 from megatron.training.data.sources import prefixes_of_run
 from megatron.training.launch.environment import process_environment
 from megatron.training.launch.errors import end_process
 from megatron.training.launch.lease import leases_of_run
 from megatron.training.launch.same_inputs import check_same_inputs
-from megatron.training.providers import warn_unused
 from megatron.training.setup.set_up import start_run
 
 _resources = contextlib.ExitStack()

@@ -37,6 +37,7 @@ from megatron.facades.num_microbatches_calculator import (
 )
 from megatron.facades.pretrain import non_loss_functions
 from megatron.facades.pretrain import pretrain as pretrain
+from megatron.facades.script_providers import datasets_builder, model_builder, reporting_tensors
 from megatron.facades.utils import print_rank_0, print_rank_last
 from megatron.training import loop
 from megatron.training.checkpoint_checks import check_before_build
@@ -48,15 +49,7 @@ from megatron.training.evaluate import evaluate as run_evaluation
 from megatron.training.launch.signals import DEFAULT_SIGNALS, SignalWatch
 from megatron.training.log.console_line import perplexity
 from megatron.training.lr_schedule import build_scheduler
-from megatron.training.providers import (
-    Context,
-    NonLossFunctions,
-    SampleCounts,
-    datasets_builder,
-    model_builder,
-    reporting_tensors,
-    stages_of_rank,
-)
+from megatron.training.providers import Context, NonLossFunctions, SampleCounts, stages_of_rank
 from megatron.training.setup.model import build_model, build_optimizer, stops_on_nonfinite
 from megatron.training.setup.set_up import ScriptParts, build_trainer
 from megatron.training.setup.sizes import sample_counts

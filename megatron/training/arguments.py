@@ -1,32 +1,19 @@
-"""The command line of the app: `config_of_command_line` for `pretrain`, Megatron-LM's functions for user scripts."""
+"""The command line of a run. Megatron-LM's functions for user scripts, of the same path, are in megatron.facades."""
 
-import argparse
-import dataclasses
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron.core.exceptions import UserError
-from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.homes import lazy_names
 from megatron.training.checkpoint_args import take_checkpoint_args
 from megatron.training.config.command_line import CommandLine, ExtraArgsProvider, read_command_line
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.config.resolution import (
-    APP_SWITCHES,
-    ConfigurationError,
-    field_of_name,
-    resolve,
-    transformer_fields,
-)
+from megatron.training.config.resolution import ConfigurationError, resolve
 from megatron.training.config.settings import LaunchEnvironment
 from megatron.training.inspection.run_description import ARCHITECTURE, architecture_differences
 from megatron.training.launch.errors import exit_with_problems
 from megatron.training.launch.launcher_variables import take_ranks_of_launcher
-
-# ---------------------------------------------------------------------------------------------------------------------
-# For the app
 
 
 def config_of_command_line(
@@ -40,14 +27,15 @@ def config_of_command_line(
     After mistakes, prints all of them to stderr, one line each, and exits with code 2. After --help, prints the help
     and exits with code 0.
     """
-    _take_ranks()
+    take_ranks()
     try:
         return configure(sys.argv[1:], extra_args_provider, args_defaults, ignore_unknown_args, take_flags=take_flags)
     except ConfigurationError as error:
         exit_with_problems(error)
 
 
-def _take_ranks() -> None:
+def take_ranks() -> None:
+    """Takes this process's rank from its launcher. After a mistake, prints it to stderr and exits with code 2."""
     try:
         take_ranks_of_launcher()
     except UserError as error:
@@ -87,91 +75,13 @@ def _check_taken_model(config: PretrainConfig, described: Mapping[str, Any]) -> 
         )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# For user scripts
-
-
-class Arguments(argparse.Namespace):
-    """The result of `parse_args`: values by Megatron-LM's names, which a script may change until `validate_args`.
-
-    A value can be read and set by the field's name and by the flag's: `args.num_moe_experts` is `args.num_experts`.
-    """
-
-    def __init__(self, line: CommandLine) -> None:
-        super().__init__(**line.values, **line.extra)
-        object.__setattr__(self, "_line", line)
-        object.__setattr__(self, "config", None)
-
-    def __getattr__(self, name: str) -> Any:  # only called for missing attributes
-        field = field_of_name(name) if not name.startswith("_") else None
-        if field is None or field == name:
-            raise AttributeError(f"the arguments have no {name!r}")
-        return getattr(self, field)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        object.__setattr__(self, field_of_name(name) or name, value)
-
-
-def parse_args(
-    extra_args_provider: ExtraArgsProvider | None = None,
-    ignore_unknown_args: bool = False,
-    *,
-    take_flags: Callable[[CommandLine], None] | None = None,
-) -> Arguments:
-    """Returns the command line as a namespace. Values are parsed, but not derived or checked against each other.
-
-    `extra_args_provider(parser)` adds arguments and returns the parser. Exits with code 2 if a flag is unknown
-    (unless `ignore_unknown_args`) or a value cannot be parsed. `take_flags`, our own keyword, may change the values.
-    """
-    _take_ranks()
-    line = read_command_line(sys.argv[1:], extra_args_provider, ignore_unknown_args)
-    if take_flags is not None:
-        take_flags(line)
-    take_checkpoint_args(line)
-    if line.problems:
-        exit_with_problems(ConfigurationError(line.problems))
-    arguments = Arguments(line)
-    arguments.rank = int(os.environ.get("RANK", 0))
-    arguments.world_size = int(os.environ.get("WORLD_SIZE", 1))
-    return arguments
-
-
-def validate_args(args: Arguments, defaults: Mapping[str, Any] | None = None) -> Arguments:
-    """Checks the arguments and fills in derived values, in place. `args.config` becomes the frozen PretrainConfig.
-
-    `defaults` are used where a value is None. The script may build its datasets itself, so no flag of data is required.
-    After mistakes, prints all of them and exits with code 2.
-    """
-    defaults = {**(defaults or {}), "datasets_of_script": True}
-    before = args._line
-    values = {name: getattr(args, name) for name in before.values}
-    changed = {name for name, value in values.items() if value != before.values[name]}
-    given = {name: flag for name, flag in before.given.items() if name not in changed}
-    line = dataclasses.replace(before, values=values, given=given, script=before.script | changed)
-    launch_environment = dataclasses.replace(LaunchEnvironment.of_this_process(), world_size=args.world_size)
-    try:
-        config = resolve(line, defaults, launch_environment)
-    except ConfigurationError as error:
-        exit_with_problems(error)
-    for name, value in (config.flat() | dict(config.extra)).items():
-        setattr(args, name, value)
-    object.__setattr__(args, "config", config)
-    return args
-
-
-def core_transformer_config_from_args(
-    args: Any, config_class: type[TransformerConfig] | None = None
-) -> TransformerConfig:
-    """Returns a new transformer config of `config_class` from arguments (a namespace, or the result of `get_args()`).
-
-    Fields that the arguments lack keep the library's defaults. Raises UserError if a value is impossible.
-    """
-    if config_class is None:
-        mla = getattr(args, "multi_latent_attention", False)
-        config_class = MLATransformerConfig if mla else TransformerConfig
-    names = {field.name for field in dataclasses.fields(config_class)} | APP_SWITCHES.keys()
-    values = {name: getattr(args, name) for name in names if hasattr(args, name)}
-    return config_class(**transformer_fields(config_class, values))
-
-
-__getattr__ = lazy_names(__name__, {"parse_and_validate_args": "megatron.facades.argument_utils"})
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "Arguments": "megatron.facades.arguments",
+        "core_transformer_config_from_args": "megatron.facades.arguments",
+        "parse_and_validate_args": "megatron.facades.argument_utils",
+        "parse_args": "megatron.facades.arguments",
+        "validate_args": "megatron.facades.arguments",
+    },
+)

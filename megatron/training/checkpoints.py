@@ -328,8 +328,8 @@ class Checkpoints:
         )
         own, granularity = list[Chunk](), self.config.transformer.moe_upcycling_granularity
         if dense:
-            for part in parts.model:
-                part.hold_weight_shards()
+            for chunk in parts.model:
+                chunk.hold_weight_shards()
             own = list(wanted)
             wanted = dense_chunks(own, granularity)
 

@@ -6,6 +6,8 @@ from support import muon_kernels
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("check", ["symmetric_products", "orthogonal_matrices", "matrices_of_several_shapes", "updates"])
+@pytest.mark.parametrize(
+    "check", ["symmetric_products", "orthogonal_matrices", "matrices_of_several_shapes", "updates"]
+)
 def test_the_kernels_agree_with_their_definitions(check: str) -> None:
     getattr(muon_kernels, check)()

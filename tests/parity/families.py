@@ -78,6 +78,11 @@ def _suits(value: Choice, models: list[Model]) -> bool:
     return any(layout(value.name).misfit(model) is None for model in models)
 
 
+def _cells(words: str) -> list[tuple[str, ...]]:
+    """Returns layouts, each a tuple of its ways to split, from words such as `sp2+pp2`."""
+    return [tuple(word.split("+")) for word in words.split()]
+
+
 _NOT_FOR_ALL = "experts"
 
 _PLAIN = Family(
@@ -89,41 +94,22 @@ _PLAIN = Family(
     alike=("pp2-uneven", "pp2-zb-h1", "dp2", "dp2-optim_grads", "cp2-all_gather"),
     further=[
         *((value.name,) for choices in FURTHER.values() for value in choices if _suits(value, DENSE)),
-        ("tp2", "pp2-interleaved", "cp2-a2a"),
-        ("sp2", "pp2-zb-h1", "cp2-all_gather"),
-        ("tp2", "cp4-a2a"),
-        ("sp4", "pp2-zb-v"),
-        ("pp4-layout", "dp2-optim_grads_params"),
-        ("tp2", "dp4-optim"),
-        ("pp4", "cp2-p2p"),
-        ("sp2", "pp4-zb-h1"),
-        ("sp2", "cp2-p2p", "recompute-all-parts"),
-        ("pp2-zb-h1", "dp2-optim_grads_params", "recompute-all-parts"),
-        ("tp2", "dp2-optim_grads_params", "recompute-norms"),
-        ("pp4-zb-v", "dp2-optim_grads"),
-        ("sp2-pieces", "pp2-zb-h1", "recompute-full"),
-        ("tp2", "pp2", "dp2", "pp-before-dp"),
+        *_cells(
+            "tp2+pp2-interleaved+cp2-a2a sp2+pp2-zb-h1+cp2-all_gather tp2+cp4-a2a sp4+pp2-zb-v "
+            "pp4-layout+dp2-optim_grads_params tp2+dp4-optim pp4+cp2-p2p sp2+pp4-zb-h1 sp2+cp2-p2p+recompute-all-parts "
+            "pp2-zb-h1+dp2-optim_grads_params+recompute-all-parts tp2+dp2-optim_grads_params+recompute-norms "
+            "pp4-zb-v+dp2-optim_grads sp2-pieces+pp2-zb-h1+recompute-full tp2+pp2+dp2+pp-before-dp"
+        ),
     ],
-    eight=[
-        ("sp2", "pp2", "cp2-p2p"),
-        ("sp2", "cp2-all_gather", "dp2-optim_grads_params"),
-        ("cp2-p2p", "pp2", "dp2-optim", "pp-before-dp"),
-        ("sp2", "dp4-hybrid"),
-        ("pp2-interleaved", "dp4-hybrid"),
-        ("cp2-by-layer", "dp4-hybrid"),
-    ],
-    rare=[
-        ("pp8-layout",),
-        ("dp8-hybrid",),
-        ("sp2", "cp4-levels"),
-        ("tp4", "cp2-p2p"),
-        ("pp2-zb-v", "cp4-p2p"),
-        ("pp2-variable", "sp2", "cp2-a2a"),
-        ("sp2", "pp2-interleaved", "offload"),
-        ("pp2-zb-h1", "dp2-optim_grads_params", "offload"),
-        ("sp2-pieces", "cp2-p2p", "dp2-optim_grads_params"),
-        ("sp2-pieces", "pp2-interleaved", "recompute-all-parts"),
-    ],
+    eight=_cells(
+        "sp2+pp2+cp2-p2p sp2+cp2-all_gather+dp2-optim_grads_params cp2-p2p+pp2+dp2-optim+pp-before-dp "
+        "sp2+dp4-hybrid pp2-interleaved+dp4-hybrid cp2-by-layer+dp4-hybrid"
+    ),
+    rare=_cells(
+        "pp8-layout dp8-hybrid sp2+cp4-levels tp4+cp2-p2p pp2-zb-v+cp4-p2p pp2-variable+sp2+cp2-a2a "
+        "sp2+pp2-interleaved+offload pp2-zb-h1+dp2-optim_grads_params+offload "
+        "sp2-pieces+cp2-p2p+dp2-optim_grads_params sp2-pieces+pp2-interleaved+recompute-all-parts"
+    ),
 )
 
 _MODEL_OPTIONS = Family(
@@ -151,8 +137,8 @@ _LATENT = Family(
     ),
     centres=("model",),
     alike=("tp2", "cp2-all_gather"),
-    further=[("sp2", "recompute-all-parts"), ("tp2", "cp2-a2a", "recompute-latents")],
-    rare=[("sp2", "cp4-levels")],
+    further=_cells("sp2+recompute-all-parts tp2+cp2-a2a+recompute-latents"),
+    rare=_cells("sp2+cp4-levels"),
 )
 
 _EXPERTS = Family(
@@ -168,45 +154,22 @@ _EXPERTS = Family(
     ),
     centres=("model", "experts"),
     alike=("pp2-interleaved", "dp4-hybrid", "cp2-a2a"),
-    further=[
-        ("dp4-hybrid", "ep2"),
-        ("dp4-hybrid", "ep2-etp1"),
-        ("sp2", "dp2", "ep2-etp2"),
-        ("pp2-interleaved", "dp2", "ep2-overlap"),
-        ("sp2", "pp2", "dp2", "ep2"),
-        ("sp2", "pp2", "dp2-optim", "ep2-etp1"),
-        ("sp2", "pp2-interleaved", "dp2-optim_grads", "ep4-etp1"),
-        ("sp4", "ep2-etp1"),
-        ("pp4-layout", "dp2-optim_grads_params", "ep2"),
-        ("pp2-uneven", "dp2", "ep2"),
-        ("dp4-average", "ep2"),
-        ("sp2", "ep2-etp1", "recompute-moe"),
-        ("dp2-optim_grads_params", "ep2", "recompute-experts"),
-        ("dp2", "ep2-overlap", "recompute-shared"),
-        ("cp2-p2p", "ep2", "recompute-moe"),
-        ("dp2", "ep2-overlap-late"),
-        ("pp2", "dp2", "ep2", "offload-experts"),
-        ("pp2-interleaved", "dp2-optim_grads_params", "ep2-overlap-late"),
-        ("dp2-optim_grads_params", "ep2-flex", "recompute-experts"),
-        ("dp2-optim_grads_params", "ep2-late", "recompute-experts"),
-    ],
-    eight=[
-        ("cp2-p2p", "dp4-optim_grads", "ep8-etp1"),
-        ("sp2", "pp2", "dp2", "ep2-etp1", "pp-before-dp"),
-    ],
-    rare=[
-        ("dp8-optim_grads_params", "ep2-etp2"),
-        ("sp2", "pp2-zb-h1", "cp2-all_gather", "ep2"),
-        ("sp4", "dp2", "ep2-etp2"),
-        ("cp2-p2p", "pp2", "dp2-optim", "ep2-etp1", "pp-before-dp"),
-        ("sp2", "cp2-p2p", "recompute-full", "ep2-overlap"),
-        ("sp2", "pp2-zb-h1", "dp2-optim", "ep2-flex"),
-        ("sp2", "cp2-p2p", "recompute-moe", "ep2-flex"),
-        ("sp2", "pp2-zb-h1", "dp2-optim", "ep2-late"),
-        ("sp2", "cp2-p2p", "recompute-moe", "ep2-late"),
-        ("pp2-interleaved", "dp2-optim_grads_params", "ep2-overlap-late", "offload-experts"),
-        ("sp2-pieces", "dp2", "ep2-overlap"),
-    ],
+    further=_cells(
+        "dp4-hybrid+ep2 dp4-hybrid+ep2-etp1 sp2+dp2+ep2-etp2 pp2-interleaved+dp2+ep2-overlap sp2+pp2+dp2+ep2 "
+        "sp2+pp2+dp2-optim+ep2-etp1 sp2+pp2-interleaved+dp2-optim_grads+ep4-etp1 sp4+ep2-etp1 "
+        "pp4-layout+dp2-optim_grads_params+ep2 pp2-uneven+dp2+ep2 dp4-average+ep2 sp2+ep2-etp1+recompute-moe "
+        "dp2-optim_grads_params+ep2+recompute-experts dp2+ep2-overlap+recompute-shared cp2-p2p+ep2+recompute-moe "
+        "dp2+ep2-overlap-late pp2+dp2+ep2+offload-experts pp2-interleaved+dp2-optim_grads_params+ep2-overlap-late "
+        "dp2-optim_grads_params+ep2-flex+recompute-experts dp2-optim_grads_params+ep2-late+recompute-experts"
+    ),
+    eight=_cells("cp2-p2p+dp4-optim_grads+ep8-etp1 sp2+pp2+dp2+ep2-etp1+pp-before-dp"),
+    rare=_cells(
+        "dp8-optim_grads_params+ep2-etp2 sp2+pp2-zb-h1+cp2-all_gather+ep2 sp4+dp2+ep2-etp2 "
+        "cp2-p2p+pp2+dp2-optim+ep2-etp1+pp-before-dp sp2+cp2-p2p+recompute-full+ep2-overlap "
+        "sp2+pp2-zb-h1+dp2-optim+ep2-flex sp2+cp2-p2p+recompute-moe+ep2-flex sp2+pp2-zb-h1+dp2-optim+ep2-late "
+        "sp2+cp2-p2p+recompute-moe+ep2-late "
+        "pp2-interleaved+dp2-optim_grads_params+ep2-overlap-late+offload-experts sp2-pieces+dp2+ep2-overlap"
+    ),
 )
 
 _PREDICTING = Family(
@@ -222,17 +185,11 @@ _PREDICTING = Family(
     ),
     centres=("model",),
     alike=("tp2", "pp2-interleaved", "cp2-a2a"),
-    further=[
-        ("pp4-apart",),
-        ("pp2-apart",),
-        ("pp2-apart-and-behind", "sp2"),
-        ("pp2-zb-h1", "dp2-optim_grads_params"),
-        ("pp4-apart", "cp2-p2p"),
-        ("pp2-zb-h1", "dp2-optim_grads"),
-        ("sp2", "recompute-latents"),
-        ("dp2", "ep2", "recompute-shared"),
-    ],
-    rare=[("sp2", "pp2", "dp2", "ep2"), ("sp2", "cp4-levels")],
+    further=_cells(
+        "pp4-apart pp2-apart pp2-apart-and-behind+sp2 pp2-zb-h1+dp2-optim_grads_params pp4-apart+cp2-p2p "
+        "pp2-zb-h1+dp2-optim_grads sp2+recompute-latents dp2+ep2+recompute-shared"
+    ),
+    rare=_cells("sp2+pp2+dp2+ep2 sp2+cp4-levels"),
 )
 
 _MIXERS = Family(
@@ -246,8 +203,8 @@ _MIXERS = Family(
         recompute="recompute-full recompute-core",
     ),
     centres=("model",),
-    further=[("sp2", "recompute-all-parts"), ("tp2", "pp2-zb-h1"), ("sp2", "dp2-optim"), ("sp2", "cp2-a2a")],
-    rare=[("tp4", "pp2-interleaved"), ("sp2", "pp2", "dp2-optim_grads_params")],
+    further=_cells("sp2+recompute-all-parts tp2+pp2-zb-h1 sp2+dp2-optim sp2+cp2-a2a"),
+    rare=_cells("tp4+pp2-interleaved sp2+pp2+dp2-optim_grads_params"),
 )
 
 _BERT = Family(
@@ -261,15 +218,11 @@ _BERT = Family(
     ),
     centres=("model",),
     alike=("tp2",),
-    further=[
-        ("sp2", "pp2-zb-h1"),
-        ("pp2", "dp2-optim"),
-        ("tp2", "dp2-optim_grads"),
-        ("sp2", "pp2", "dp2-optim"),
-        ("pp4-layout", "dp2-optim_grads"),
-        ("tp4", "recompute-all-parts"),
-    ],
-    rare=[("sp4", "dp2-optim_grads_params"), ("dp4-hybrid", "pp2")],
+    further=_cells(
+        "sp2+pp2-zb-h1 pp2+dp2-optim tp2+dp2-optim_grads sp2+pp2+dp2-optim pp4-layout+dp2-optim_grads "
+        "tp4+recompute-all-parts"
+    ),
+    rare=_cells("sp4+dp2-optim_grads_params dp4-hybrid+pp2"),
 )
 
 _T5 = Family(
@@ -283,19 +236,11 @@ _T5 = Family(
     ),
     centres=("model",),
     alike=("tp2",),
-    further=[
-        ("tp2", "dp2-optim"),
-        ("pp2", "dp2-optim_grads"),
-        ("pp2-auto",),
-        ("pp3-two-stacks",),
-        ("pp4-split", "dp2-optim"),
-        ("sp2", "pp4-split"),
-        ("pp4-split", "recompute-all-parts"),
-        ("dp2-optim_grads_params", "recompute-full"),
-        ("sp4", "dp2-optim_grads"),
-        ("sp2", "pp2", "dp2-optim_grads"),
-        ("tp2-spread",),
-    ],
+    further=_cells(
+        "tp2+dp2-optim pp2+dp2-optim_grads pp4-split+dp2-optim pp3-two-stacks pp2-auto sp2+pp4-split "
+        "pp4-split+recompute-all-parts dp2-optim_grads_params+recompute-full sp4+dp2-optim_grads "
+        "sp2+pp2+dp2-optim_grads tp2-spread"
+    ),
 )
 
 _HYBRIDS = Family(
@@ -310,7 +255,7 @@ _HYBRIDS = Family(
         experts="ep2",
     ),
     centres=("model",),
-    rare=[("sp2", "cp2-a2a"), ("pp2-auto", "recompute-all-parts")],
+    rare=_cells("sp2+cp2-a2a pp2-auto+recompute-all-parts"),
 )
 
 _HETEROGENEOUS = Family(
@@ -318,13 +263,8 @@ _HETEROGENEOUS = Family(
     HETEROGENEOUS,
     _values(tensor="tp2 sp2", pipeline="pp2-auto", context="cp2-a2a", recompute="recompute-core"),
     centres=("model",),
-    further=[("sp2", "pp2-auto"), ("tp2", "cp2-a2a", "recompute-core")],
-    rare=[
-        ("pp4", "dp2-optim"),
-        ("dp2-optim_grads_params", "recompute-full"),
-        ("sp2", "cp2-p2p", "recompute-all-parts"),
-        ("tp4", "pp2-zb-h1"),
-    ],
+    further=_cells("sp2+pp2-auto tp2+cp2-a2a+recompute-core"),
+    rare=_cells("pp4+dp2-optim dp2-optim_grads_params+recompute-full sp2+cp2-p2p+recompute-all-parts tp4+pp2-zb-h1"),
 )
 
 FAMILIES = [_PLAIN, _MODEL_OPTIONS, _LATENT, _EXPERTS, _PREDICTING, _MIXERS, _HYBRIDS, _HETEROGENEOUS, _BERT, _T5]

@@ -34,11 +34,6 @@ def fail_on_one() -> None:
     dist.barrier()  # rank 1 never calls it
 
 
-def fail_on_all() -> None:
-    dist.barrier()
-    raise ValueError(f"message of rank {dist.get_rank()}")
-
-
 def die_on_one() -> None:
     if dist.get_rank() == 1:
         os._exit(3)
@@ -67,13 +62,6 @@ def test_a_failure_names_rank_and_cause_and_the_next_call_has_a_new_world() -> N
     assert not {process for _, process in before} & {process for _, process in after}
 
 
-def test_an_error_has_the_text_of_every_failed_rank(small: Pool) -> None:
-    for _ in range(5):
-        with pytest.raises(AssertionError) as caught:
-            small.run(fail_on_all, 3)
-        assert all(f"message of rank {rank}" in str(caught.value) for rank in range(3))
-
-
 def test_a_rank_that_ends_is_named_with_its_exit_code(small: Pool) -> None:
     with pytest.raises(AssertionError, match="rank 1: ended without an answer, exit code 3"):
         small.run(die_on_one, 2)
@@ -82,14 +70,6 @@ def test_a_rank_that_ends_is_named_with_its_exit_code(small: Pool) -> None:
 def test_a_hang_is_reported_with_its_stack() -> None:
     with Pool(2, seconds=0.3) as pool, pytest.raises(AssertionError, match=r"rank 0: no answer(.|\n)*hang_on_one"):
         pool.run(hang_on_one, 2)
-
-
-def test_close_ends_all_processes(small: Pool) -> None:
-    processes = [process for _, process in small.run(sum_of_ranks, 2, 0.5)]
-    small.close()
-    for process in processes:
-        with pytest.raises(ProcessLookupError):
-            os.kill(process, 0)
 
 
 def change_everything() -> None:
@@ -110,16 +90,6 @@ def test_a_new_world_does_not_inherit_changes(monkeypatch: pytest.MonkeyPatch) -
     run_on_ranks(change_everything, 2)
     monkeypatch.setenv("LEFT_BY_A_TEST", "1")  # processes get the environment of the session
     assert run_on_ranks(look_around, 2) == before
-
-
-def missing() -> set[str]:
-    server = sys.modules.get("tests.support.preload")
-    assert server is not None, "the server could not import it"
-    return set(server.MODULES) - set(sys.modules)
-
-
-def test_processes_start_with_slow_modules_imported() -> None:
-    assert run_on_ranks(missing, 1) == [set()]
 
 
 def tensors() -> list[torch.Tensor]:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.programs import commands, python
+from support.programs import python
 
 EXAMPLES = {
     "arguments": ("import sys; print(sys.argv, sys.stdin.read())", 0),
@@ -82,18 +82,3 @@ def test_signals_reach_the_program_and_a_killed_command_ends_it() -> None:
     assert process.stdout.read() == ""  # end of file: the program has closed it too
     process.wait()
     process.stdout.close()
-
-
-def test_programs_do_not_influence_each_other() -> None:
-    change = "import os, torch, megatron.core as core; os.environ['LEFT'] = core.left = '1'; torch.manual_seed(1)"
-    look = "import os, megatron.core as core; print(hasattr(core, 'left'), 'LEFT' in os.environ)"
-    assert subprocess.run([python(), "-c", change]).returncode == 0
-    assert subprocess.run([python(), "-c", look], capture_output=True, text=True).stdout == "False False\n"
-
-
-@pytest.mark.slow
-def test_torchrun(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text("import os; print('rank', os.environ['RANK'], os.environ['WORLD_SIZE'])")
-    command = [commands() / "torchrun", "--standalone", "--nproc_per_node", "2", "script.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert sorted(done.stdout.splitlines()) == ["rank 0 2", "rank 1 2"], done.stderr

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.command_lines import ENTRY_DEFAULTS, megatron_lm_commands, smallest_world
-from support.processes import run_on_ranks
-from support.runs import Outcome, differences, logger_of, state_at_end, state_at_start, stream, train
+from support.runs import Outcome, train
 
 import pretrain_bert
 from megatron.core.transformer.enums import AttnBackend
@@ -49,41 +48,6 @@ def test_the_loss_is_the_sum_of_two_means_over_the_micro_batch() -> None:
     assert (total, count) == (21.0, 3) and report.keys() == {"lm loss"}
     nothing, _ = pretrain_bert.loss_func(mask * 0, swapped * 0 - 1, (losses, in_order))
     assert nothing == 0.0
-
-
-LAYOUTS = {
-    "TP with SP": "--tensor-model-parallel-size 2 --sequence-parallel",
-    "VPP": "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --num-layers 4",
-    "ZeRO-3": "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params",
-}
-
-
-@pytest.mark.slow
-def test_a_layout_runs_as_one_process_does(tmp_path: Path) -> None:
-    several = run_on_ranks(runs, 2, list(LAYOUTS.values()), str(tmp_path))
-    shallow, deep = runs(["", "--num-layers 4"], str(tmp_path))
-    for ranks, name in zip(zip(*several, strict=True), LAYOUTS, strict=True):
-        alone = deep if name == "VPP" else shallow
-        assert stream(ranks) == stream([alone]), name
-        for one, other in zip(alone.steps, logger_of(ranks).steps, strict=True):
-            assert one.losses.keys() == {"lm loss", "sop loss"}
-            assert all(abs(one.losses[key] - other.losses[key]) < 1e-10 for key in one.losses), name
-        start, end = state_at_start([alone]), state_at_end([alone])
-        assert not differences(start, state_at_start(ranks)), name
-        found = state_at_end(ranks)
-        assert found.keys() == end.keys() and all((found[key] - end[key]).abs().max() < 1e-9 for key in end), name
-
-
-def test_a_checkpoint_resumes_to_the_bit_and_another_layout_loads_it(tmp_path: Path) -> None:
-    saved = f"--save {tmp_path}/kept --save-interval 2 --train-iters"
-    straight, first, second = runs(
-        ["", f"{saved} 2 --lr-decay-iters 4", f"--load {tmp_path}/kept"], str(tmp_path / "cache")
-    )
-    assert len(first.steps) == len(second.steps) == 2
-    assert not differences(straight.at_end, second.at_end)
-    split = f"--load {tmp_path}/kept --tensor-model-parallel-size 2"
-    ranks = [outcomes[0] for outcomes in run_on_ranks(runs, 2, [split], str(tmp_path / "cache"))]
-    assert not differences(state_at_end([first]), state_at_start(ranks))
 
 
 @pytest.mark.fast("--bf16")

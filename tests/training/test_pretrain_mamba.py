@@ -1,10 +1,9 @@
 """pretrain_mamba.py: flags of hybrid models, a run, its checkpoint, and what flags cannot say."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-from support.runs import TINY, run_script, train_on_ranks
+from support.runs import TINY, train_on_ranks
 
 import pretrain_mamba
 from megatron.core.transformer.layer_costs import flops_per_token, layer_cost
@@ -91,18 +90,6 @@ def test_depths_of_multi_token_prediction(flags: str, pattern: str) -> None:
     assert transformer.num_layers == 4 and transformer.pipeline_model_parallel_layout == f"Ett|tt{'m' * depths}L"
 
 
-@pytest.mark.slow
-def test_without_heads_a_run_resumes_in_other_layouts(tmp_path: Path) -> None:
-    """One process saves; tensor parallel ranks, and stages that a bar divides, go on."""
-    flags = SIZES.replace("--num-attention-heads 2", "") + " --fp64 --eval-iters 0"
-    save = f"--hybrid-layer-pattern M-M --save {tmp_path} --exit-interval 2"
-    (alone,) = train_on_ranks(f"{flags} --hybrid-layer-pattern M-M", 1, base="")
-    train_on_ranks(f"{flags} {save}", 1, base="")
-    for layout in ("M-M --tensor-model-parallel-size 2", "M-|M --pipeline-model-parallel-size 2"):
-        *_, last = train_on_ranks(f"{flags} --load {tmp_path} --hybrid-layer-pattern {layout}", 2, base="")
-        assert last.losses == pytest.approx(alone.losses[2:], rel=1e-11) and len(last.losses) == 2
-
-
 def test_stages_change_nothing_for_a_model_that_predicts_several_tokens() -> None:
     """A Mamba-2 layer and an MLP after the decoder predict one more token, in one process and on two stages."""
     flags = f"{SIZES} --fp64 --num-layers 3 --hybrid-layer-pattern M*-/M- --train-iters 2"
@@ -136,14 +123,3 @@ def test_costs_of_each_kind_of_layer() -> None:
     assert mamba == h * (3 * channels + states + 8) + 3 * (channels + states) + 3.5 * channels * 4
     assert attention == 4 * h * h + 2 * h * 8 and mlp == 8 * h * h
     assert flops_per_token(transformer, 128, 16) == 6 * (mamba + 4 * h * h + 2 * h * 8 + mlp + h * 128)
-
-
-def test_a_run_continues_from_its_checkpoint(tmp_path: Path) -> None:
-    flags = "--hybrid-layer-pattern M*-M --fp64 --disable-mamba-mem-eff-path --mamba-min-time-step 0.01"
-    flags += " --global-batch-size 2 --eval-iters 0"
-    whole = run_script(flags, PROVIDERS, base=SIZES, args_defaults=pretrain_mamba.DEFAULTS)
-    assert whole.losses[-1] < whole.losses[0]
-    save = f"{flags} --save {tmp_path} --save-interval 2"
-    run_script(f"{save} --exit-interval 2", PROVIDERS, base=SIZES, args_defaults=pretrain_mamba.DEFAULTS)
-    rest = run_script(f"{save} --load {tmp_path}", PROVIDERS, base=SIZES, args_defaults=pretrain_mamba.DEFAULTS)
-    assert rest.losses == whole.losses[2:]

@@ -1,6 +1,5 @@
 """pretrain_t5.py: whole runs from flags in several layouts, checkpoints, and Megatron-LM's commands."""
 
-import json
 import os
 import shlex
 from pathlib import Path
@@ -10,8 +9,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 from support.command_lines import megatron_lm_commands, smallest_world
-from support.processes import run_on_ranks
-from support.runs import Outcome, differences, logger_of, run_script, state_at_end, state_at_start, stream
+from support.runs import Outcome, run_script
 
 import pretrain_t5
 from megatron.core.exceptions import UserError
@@ -46,14 +44,6 @@ def runs(flags: list[str], folder: str) -> list[Outcome]:
         return [run_script(each, PROVIDERS, base=base, args_defaults=pretrain_t5.DEFAULTS) for each in flags]
 
 
-LAYOUTS = {
-    "TP with SP": "--tensor-model-parallel-size 2 --sequence-parallel",
-    "encoder and decoder stages": "--pipeline-model-parallel-size 2 --pipeline-model-parallel-split-rank 1",
-    "stages as of older releases": "--encoder-pipeline-model-parallel-size 1 --untie-embeddings-and-output-weights",
-    "ZeRO-3": "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params",
-}
-
-
 def test_generate_writes_with_the_decoder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs([f"--save {tmp_path}/kept --train-iters 1"], str(tmp_path / "cache"))
     words = ["--load", f"{tmp_path}/kept", "--prompt", "one <extra_id_0> two", "--max-new-tokens", "5"]
@@ -61,40 +51,6 @@ def test_generate_writes_with_the_decoder(tmp_path: Path, capsys: pytest.Capture
     assert capsys.readouterr().out.splitlines()[-1].startswith("one <extra_id_0> two ")
     assert generate.main([*words, "--no-echo", "--prompt", "a", "--top-k", "3"]) == 0
     assert not any("one" in line for line in capsys.readouterr().out.splitlines()[-2:-1])
-
-
-@pytest.mark.slow
-def test_a_layout_runs_as_one_process_does(tmp_path: Path) -> None:
-    several = run_on_ranks(runs, 2, list(LAYOUTS.values()), str(tmp_path))
-    tied, untied = runs(["", "--untie-embeddings-and-output-weights"], str(tmp_path))
-    for ranks, name in zip(zip(*several, strict=True), LAYOUTS, strict=True):
-        alone = untied if "older" in name else tied
-        assert stream(ranks) == stream([alone]), name
-        for one, other in zip(alone.steps, logger_of(ranks).steps, strict=True):
-            assert abs(one.losses["lm loss"] - other.losses["lm loss"]) < 1e-10, name
-        assert not differences(state_at_start([alone]), state_at_start(ranks)), name
-        end, found = state_at_end([alone]), state_at_end(ranks)
-        assert found.keys() == end.keys() and all((found[key] - end[key]).abs().max() < 1e-9 for key in end), name
-
-
-def test_a_checkpoint_resumes_to_the_bit_and_another_layout_loads_it(tmp_path: Path) -> None:
-    saved = f"--save {tmp_path}/kept --save-interval 2 --train-iters"
-    cache = str(tmp_path / "cache")
-    straight, first, second = runs(["", f"{saved} 2 --lr-decay-iters 4", f"--load {tmp_path}/kept"], cache)
-    assert len(first.steps) == len(second.steps) == 2
-    assert not differences(straight.at_end, second.at_end)
-    split = f"--load {tmp_path}/kept --pipeline-model-parallel-size 2"
-    ranks = [outcomes[0] for outcomes in run_on_ranks(runs, 2, [split], cache)]
-    assert not differences(state_at_end([first]), state_at_start(ranks))
-    records = [json.loads(line) for line in (tmp_path / "kept/metrics.jsonl").read_text().splitlines()]
-    assert any("lm loss" in json.dumps(record) for record in records)
-
-
-@pytest.mark.slow
-def test_a_run_in_half_precision_learns(tmp_path: Path) -> None:
-    with mock.patch(f"{__name__}.BASE", BASE.replace("--fp64", "--bf16 --calculate-per-token-loss")):
-        (outcome,) = runs(["--train-iters 12"], str(tmp_path))
-    assert outcome.losses[-1] < outcome.losses[0] - 0.3
 
 
 # Flags ---------------------------------------------------------------------------------------------------------------

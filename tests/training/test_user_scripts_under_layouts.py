@@ -13,6 +13,7 @@ import torch.distributed as dist
 from support.processes import run_on_ranks
 from support.runs import TINY, Outcome, logger_of, run_script, train
 from torch import Tensor, nn
+from training.test_user_scripts import EXACT, losses_of, three_values
 
 from megatron.core import mpu
 from megatron.core.declarations.enums import ModelType
@@ -28,19 +29,6 @@ from megatron.facades.training import build_train_valid_test_data_iterators, eva
 from megatron.facades.utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank, unwrap_model
 from megatron.training import get_args, get_tokenizer, initialize_megatron, train_step
 from megatron.training.arguments import core_transformer_config_from_args
-
-EXACT = "--make-vocab-size-divisible-by 1"
-
-
-def three_values(loss_mask: Tensor, output_tensor: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    total = torch.sum(output_tensor.view(-1) * loss_mask.view(-1))
-    count = loss_mask.sum().to(torch.int)
-    report = torch.cat([total.clone().detach().view(1), count.view(1)])
-    return total, count, {"lm loss": report}
-
-
-def losses_of(outcome: Outcome) -> list[float]:
-    return outcome.losses + [record.losses["lm loss"] for record in outcome.validations]
 
 
 def model_of_stage(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> GPTModel:

@@ -36,13 +36,14 @@ from megatron.diagnosis.memory.rank_memory import (
 )
 from megatron.facades import parallel_state
 from megatron.facades.global_vars import published
+from megatron.facades.script_providers import providers_of_user_script
 from megatron.training import get_args, loop
 from megatron.training.arguments import configure, core_transformer_config_from_args
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.resolution import ConfigurationError
 from megatron.training.config.settings import LaunchEnvironment
 from megatron.training.launch.environment import Environment, groups_of_rank
-from megatron.training.providers import Context, Providers, providers_of_user_script, stages_of_rank
+from megatron.training.providers import Context, Providers, stages_of_rank
 from megatron.training.setup.model import parallelize
 from megatron.training.state import TrainState
 from pretrain_gpt import build_model

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from megatron.core.exceptions import UserError
-from megatron.training.providers import SampleCounts, Stage, datasets_of_provider, model_builder, reporting_tensors
+from megatron.facades.script_providers import datasets_of_provider, model_builder, reporting_tensors
+from megatron.training.providers import SampleCounts, Stage
 
 COUNTS = SampleCounts(10, 4, 2)
 
