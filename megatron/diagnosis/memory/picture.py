@@ -22,7 +22,9 @@ def draw_peaks(peaks: Sequence[RankPeak], of_gpu: tuple[int, str], picture: Path
             axis.bar(places, sizes, bottom=below, label=part)
         below = [base + size for base, size in zip(below, sizes, strict=True)]
     axis.axhline(of_gpu[0] / 2**30, color="black", linewidth=0.8, linestyle="--", label=of_gpu[1])
-    axis.set_xticks(places, [f"{peak.rank} (+{peak.ranks - 1})" for peak in peaks], rotation=45 if len(peaks) > 4 else 0)
+    axis.set_xticks(
+        places, [f"{peak.rank} (+{peak.ranks - 1})" for peak in peaks], rotation=45 if len(peaks) > 4 else 0
+    )
     axis.set_xlabel("rank (and those that hold the same)")
     axis.set_ylabel("GiB at the peak of a step")
     figure.legend(loc="outside right upper", fontsize="small")

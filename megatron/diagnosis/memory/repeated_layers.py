@@ -11,6 +11,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.diagnosis.memory.chunk_bytes import ChunkBytes, CountedChunk, only_block
 
+
 def layer_kind(config: TransformerConfig, number: int) -> Hashable:
     """Returns a key that is equal for layers (counted from 1 over the model) that take the same memory."""
     last = config.num_layers - config.num_layers_at_end_in_bf16
@@ -64,9 +65,7 @@ def _with_all(counted: CountedChunk, kinds: Sequence[Hashable], chosen: Sequence
         total,
         forward_peak=max(span.peak + more for span, more in zip(forward, before, strict=True)),
         kept=total.kept + before[-1],
-        backward_peak=max(
-            span.peak + more + later for span, more, later in zip(backward, before, behind, strict=True)
-        ),
+        backward_peak=max(span.peak + more + later for span, more, later in zip(backward, before, behind, strict=True)),
         deferred=total.deferred + behind[0],
         deferred_peak=total.deferred_peak + behind[0],
     )
