@@ -30,7 +30,8 @@ EXPERTS = "--num-experts 4 --moe-grouped-gemm --moe-router-topk 2"
         f"{HYBRID} -*M-MM-M*M-MMM-MMMMM",
         "--num-layers 20 --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1 --global-batch-size 16",
         f"--num-layers 14 {EXPERTS} --moe-layer-freq ([0]*3+[1]*4)*2 --pipeline-model-parallel-size 2",
-        f"--num-layers 8 {EXPERTS} --expert-model-parallel-size 2 --delay-wgrad-compute --overlap-moe-expert-parallel-comm",
+        f"--num-layers 8 {EXPERTS} --expert-model-parallel-size 2 --delay-wgrad-compute "
+        "--overlap-moe-expert-parallel-comm",
     ],
 )
 def test_a_few_layers_tell_the_bytes_of_all(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
