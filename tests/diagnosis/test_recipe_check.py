@@ -11,7 +11,7 @@ from tools.entry_scripts import BUILDERS, PROVIDERS
 MANY_EXPERTS = {name for name, recipe in recipes().items() if recipe.flags.get("num_moe_experts", 0) > 8}
 """Their modules take seconds to build."""
 COUNTED = ("llama3-8b", "qwen2.5-0.5b", "gemma3-1b", "mixtral-8x7b", "gpt3-175b", "falcon-7b", "mamba2-130m")
-TRAINED = ("llama3-8b", "moonlight-16b-a3b", "t5-v1.1-small", "bert-base", "nemotron-h-8b")
+TRAINED = ("llama3-8b", "phi2", "moonlight-16b-a3b", "t5-v1.1-small", "bert-base", "nemotron-h-8b")
 
 
 @pytest.mark.fast(*COUNTED)
