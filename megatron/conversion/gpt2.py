@@ -14,6 +14,7 @@ from megatron.core.exceptions import UserError
 _FIELDS: dict[str, dict[str, bool]] = {
     "gelu_new": {"openai_gelu": True},
     "gelu_pytorch_tanh": {"openai_gelu": True},
+    "gelu_fast": {"openai_gelu": True},
     "gelu": {"bias_gelu_fusion": False},
     "relu": {"relu": True},
     "relu2": {"squared_relu": True},

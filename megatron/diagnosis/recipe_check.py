@@ -38,14 +38,19 @@ class RecipeCheck:
     """Parameters of the model that the flags build, without layers of multi-token prediction."""
 
     @property
-    def error(self) -> float:
-        """Difference from the published number, relative."""
-        return self.counted / self.recipe.parameters - 1
+    def expected(self) -> int:
+        """The published number of parameters; the one that the recipe states if none was looked up."""
+        return self.recipe.published or self.recipe.parameters
 
     @property
-    def is_published(self) -> bool:
-        """Whether the number of parameters is the published one."""
-        return math.fabs(self.error) <= TOLERANCE
+    def error(self) -> float:
+        """Difference from the expected number, relative."""
+        return self.counted / self.expected - 1
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the number of parameters is the one that the recipe states, and as published."""
+        return self.counted == self.recipe.parameters and math.fabs(self.error) <= TOLERANCE
 
 
 def config_of_recipe(recipe: Recipe) -> PretrainConfig:

@@ -29,7 +29,7 @@ def test_show_is_a_config_file(capsys: pytest.CaptureFixture[str], tmp_path: Pat
 def test_verify_counts_and_trains(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "gpt2-124m"]) == 0
     out = capsys.readouterr().out
-    assert "124,439,808 parameters, published 124,439,808 (+0.000%); a tiny one trains: losses " in out
+    assert "124,439,808 parameters, counted before 124,439,808 (+0.000%); a tiny one trains: losses " in out
     assert out.endswith("1 recipes, 0 failed\n")
 
 

@@ -4,6 +4,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import torch
 
@@ -14,6 +15,7 @@ from megatron.core.pipeline_parallel.stage_map import stage_map, stage_text, sta
 from megatron.core.utils.warn import leave_out
 from megatron.diagnosis.dry_run.dry_run import DryRun, dry_run, tokens_to_train_on
 from megatron.diagnosis.memory.peak import RankPeak, imbalance_of, peak_of
+from megatron.diagnosis.memory.picture import draw_peaks
 from megatron.diagnosis.memory.rank_memory import MemoryBytes, RankMemory
 from megatron.diagnosis.memory.ways_out import way_text, ways_out
 from megatron.diagnosis.planning.gpus import gpu_named
@@ -38,6 +40,9 @@ def print_dry_run(config: PretrainConfig, providers: Providers) -> None:
         times = []
         if config.hardware.gpu is not None:
             times = list(time_lines(run.config, launch, run.padded_vocab_size, run.parameters))
+        if config.hardware.plot is not None and run.peaks:
+            drawn = draw_peaks(run.peaks, memory_of_gpu(run.config), Path(config.hardware.plot) / "memory.svg")
+            times.append(f"picture     {drawn}")
     except UserError as error:
         exit_with_problems(error)
     shown = config_lines(config) if config.training.print_config else ()

@@ -229,8 +229,10 @@ class ShrunkFlags:
         return _spelled_out(words)
 
     def _per_channel_words(self) -> list[str]:
-        """Returns flags with a number for each pair of rotated channels."""
-        words = []
+        """Returns flags with a number for each pair of rotated channels, and their share of 8 if it would be odd."""
+        words, share = [], self.config.model.rotary_percent
+        if int(8 * share) % 2:
+            words += ["--rotary-percent", str((int(8 * share) + 1) / 8)]
         for name in ("rope_scaling_short_factor", "rope_scaling_long_factor"):
             factors = getattr(self.config.transformer, name)
             if factors is not None:

@@ -55,7 +55,7 @@ def shape_of(
     near = near or [m for m in family if vocab_size in (None, m.vocab_size) and params.allows(_named_size(m.name))]
     if near:
         return _as_published(min(near, key=distance), vocab_size, seq_length, notes)
-    scalable = [model for model in family if model.family == "gpt" and "linear_num_key_heads" not in model.flags]
+    scalable = [model for model in family if model.family == "gpt" and "linear_attention_freq" not in model.flags]
     if not scalable:
         sizes = " or ".join(short(model.parameters) for model in family)
         raise UserError(
@@ -80,8 +80,8 @@ def _family(architecture: str | None, objective: str) -> tuple[Sequence[Publishe
             continue
         of_experts = bool(re.search(r"moe|mixture|experts", (architecture or "").lower()))
         same_kind = [model for model in fitting if bool(model.flags.get("num_moe_experts")) is of_experts]
-        longest = max(len(name_of(model.name)) for model in fitting)
-        named = [model for model in fitting if len(name_of(model.name)) == longest]
+        longest = max(len(_plain(name_of(model.name))) for model in fitting)
+        named = [model for model in fitting if len(_plain(name_of(model.name))) == longest]
         return (named if name_of is not _stem else same_kind or named), None
     said = f"architecture {architecture!r} names no published family" if architecture else "no architecture is given"
     if objective == "masked":

@@ -33,7 +33,8 @@ class HardwareConfig:
     the rate of the GPU's usual network port."""
 
     plot: str | None = flag(None, from_checkpoint=False, only_with=("dry_run", "gpu"))
-    """With --gpu: folder for step.svg, a picture of the predicted schedule of a step."""
+    """With --gpu: folder for step.svg, a picture of the predicted schedule of a step, and memory.svg, the predicted
+    memory of each kind of rank."""
 
     def validate(self) -> Iterator[str]:
         """Yields a problem for each impossible value, in the grammar of `config_fields`."""

@@ -56,16 +56,12 @@ def plot_metrics(
     Raises UserError if matplotlib or a file is missing, if `picture` cannot be written, if a run has no value of `loss`
     or of any panel, or if labels do not fit.
     """
-    try:
-        from matplotlib.figure import Figure  # without pyplot: no window system and no global backend
-    except ImportError as error:
-        raise UserError("drawing a picture needs the package matplotlib (pip install matplotlib)") from error
     paths = [Path(path) for path in ([metrics] if isinstance(metrics, str | os.PathLike) else metrics)]
     runs = _open(paths, labels)
     for run in runs:
         if not run.history.series(loss)[0] and not run.history.validation_series(loss)[0]:
             raise UserError(f"{run.path}: no line has a value of {loss!r}")
-    figure = Figure(figsize=(9, 5 + 2.2 * len(panels)), dpi=120, layout="constrained")
+    figure = new_figure((9, 5 + 2.2 * len(panels)))
     heights = [2.4, *([1.0] * len(panels))]
     axes = figure.subplots(1 + len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     for number, (name, value) in enumerate((levels or {}).items()):
@@ -78,13 +74,26 @@ def plot_metrics(
         _draw_panel(axis, runs, panel, smooth, against)
     axes[-1].set_xlabel(against)
     axes[0].set_title(title or (runs[0].label if len(runs) == 1 else f"{len(runs)} runs"), wrap=True)
-    picture = Path(picture)
+    return write_figure(figure, Path(picture))
+
+
+def new_figure(inches: tuple[float, float]) -> Any:
+    """Returns an empty figure of this width and height. Raises UserError without matplotlib."""
+    try:
+        from matplotlib.figure import Figure  # without pyplot: no window system and no global backend
+    except ImportError as error:
+        raise UserError("drawing a picture needs the package matplotlib (pip install matplotlib)") from error
+    return Figure(figsize=inches, dpi=120, layout="constrained")
+
+
+def write_figure(figure: Any, picture: Path) -> Path:
+    """Writes a figure as PNG or SVG, by the name, and returns the path. Raises UserError if it cannot be written."""
     if picture.is_dir():
         raise UserError(f"{picture} is a folder; name the picture to write")
     try:
         picture.parent.mkdir(parents=True, exist_ok=True)
         with open_atomically(picture) as file:
-            figure.savefig(file, format="png")
+            figure.savefig(file, format="svg" if picture.suffix == ".svg" else "png")
     except OSError as error:
         raise UserError(f"{picture} cannot be written: {error.strerror}") from error
     return picture

@@ -7,18 +7,26 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.command_lines import configured
+from support.processes import run_on_ranks
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
 
+from megatron.core.communication import collectives
+from megatron.core.communication.collectives import HostCopy, PlannedGroup
+from megatron.core.utils.torch_private import tree_leaves
 from megatron.diagnosis.memory.allocations import Allocations
-from megatron.diagnosis.memory.as_on_gpu import as_on_gpu
+from megatron.diagnosis.memory.as_on_gpu import CountsOnHost, as_on_gpu
 from megatron.diagnosis.memory.micro_batches import ShapeOnlyData
 from megatron.diagnosis.memory.peak import providers_of_family
 from megatron.diagnosis.memory.rank_memory import build_chunks
 from megatron.training.arguments import configure
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.settings import LaunchEnvironment
+from megatron.training.launch.environment import groups_of_rank
 from megatron.training.providers import Stage
 
 BASE = (
@@ -83,12 +91,14 @@ class RealData(ShapeOnlyData):
         return dataclasses.replace(batch, **made)
 
 
-def counted(config: PretrainConfig, device: str) -> Counted:
-    """Counts a micro-batch of the whole model with parameters on a device."""
+def counted(config: PretrainConfig, device: str, rank: int = 0, counts: CountsOnHost | None = None) -> Counted:
+    """Counts a micro-batch of a rank's model with parameters on a device. On a CPU, several ranks communicate."""
     providers = providers_of_family(config)
     tokenizer: Any = type("Ids", (), {"vocab_size": 101})()
-    built = build_chunks(config, providers, tokenizer, 128, 0)
+    built = build_chunks(config, providers, tokenizer, 128, rank)
     environment = dataclasses.replace(built.context.environment, device=torch.device(device))
+    if device == "cpu":
+        environment = dataclasses.replace(environment, groups=groups_of_rank(config, rank))
     context = dataclasses.replace(built.context, environment=environment)
     model = built.chunks[0] if device == "meta" else providers.build_model(context, Stage())
     allocations = Allocations(1, device)
@@ -107,7 +117,7 @@ def counted(config: PretrainConfig, device: str) -> Counted:
         parameter.grad = torch.zeros_like(parameter)
     with contextlib.ExitStack() as stack:
         if device == "meta":
-            stack.enter_context(as_on_gpu(lambda tensor: torch.full(tensor.shape, 32), device="cpu"))
+            stack.enter_context(as_on_gpu(counts or (lambda tensor: torch.full(tensor.shape, 32)), device="cpu"))
         stack.enter_context(allocations)
         step(data, model)  # fills caches
         first = allocations.live
@@ -140,3 +150,60 @@ def test_every_family_is_counted_to_the_byte(family: str) -> None:
     defaults = getattr(importlib.import_module(f"pretrain_{name}"), "DEFAULTS", {"model_family": name})
     config = configure(words, args_defaults=defaults, launch_environment=LaunchEnvironment(1, has_cuda=False))
     assert counted(config, "meta") == counted(config, "cpu")
+
+
+LAYOUTS = {
+    "tensor": f"{LLAMA} --tensor-model-parallel-size 2",
+    "sequence": f"{LLAMA} --tensor-model-parallel-size 2 --sequence-parallel",
+    "sequence, gpt": "--tensor-model-parallel-size 2 --sequence-parallel",
+    "context": f"{LLAMA} --context-parallel-size 2",
+    "context, all-gather": f"{LLAMA} --context-parallel-size 2 --cp-comm-type all_gather",
+    "context, Ulysses": f"{LLAMA} --context-parallel-size 2 --cp-comm-type a2a",
+    "experts": f"{LLAMA} {EXPERTS} --expert-model-parallel-size 2 --moe-router-force-load-balancing",
+    "latent attention": f"{LLAMA} {MLA} --tensor-model-parallel-size 2 --sequence-parallel",
+}
+
+
+class Done:
+    """Stands for a communication that has ended."""
+
+    def wait(self) -> None: ...
+
+
+def communicate_copies(live: Any, collective: Any, *arguments: Any, **more: Any) -> Done | None:
+    """Communicates copies that are not counted: gloo's threads hold tensors a little longer than the program does."""
+    if isinstance(live, PlannedGroup):
+        return None
+    with _disable_current_modes(), torch.no_grad():
+        copies = tree_map_only(Tensor, torch.clone, arguments)
+        collective(*copies, group=live, **more)
+        for tensor, copy in zip(tree_leaves(arguments), tree_leaves(copies), strict=True):
+            if isinstance(tensor, Tensor):
+                tensor.copy_(copy)
+    return Done()
+
+
+def counted_on_ranks() -> dict[str, tuple[Counted, Counted]]:
+    """What this rank counts without and with real tensors, for each layout, with the same rows for each expert."""
+    rank, found, rows, copied = dist.get_rank(), {}, list[Tensor](), HostCopy.__init__
+
+    def noted(own: HostCopy, tensor: Tensor) -> None:
+        with _disable_current_modes():  # as on a GPU, whose host has another memory
+            own._copy, own._event = tensor.clone(), None
+        rows.append(own._copy)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "_start", communicate_copies)
+        for name, flags in LAYOUTS.items():
+            config = configured(flags, base=BASE, ranks=2)
+            patch.setattr(HostCopy, "__init__", noted)
+            real = counted(config, "cpu", rank)
+            patch.setattr(HostCopy, "__init__", copied)
+            found[name] = counted(config, "meta", rank, lambda tensor: rows.pop(0)), real
+    return found
+
+
+def test_layouts_of_two_ranks_are_counted_to_the_byte() -> None:
+    for rank, found in enumerate(run_on_ranks(counted_on_ranks, 2)):
+        differing = {name: counts for name, counts in found.items() if counts[0] != counts[1]}
+        assert not differing, rank

@@ -1,8 +1,10 @@
 """Predicted peaks against the recorded ones of an H200, and the properties of a prediction."""
 
 import json
+import re
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from benchmarks.bench_cells import CELLS, COMMON
 from benchmarks.peak_memory import config_of_row
 from megatron.core.exceptions import UserError
 from megatron.diagnosis.memory.peak import imbalance_of, peak_of, peaks_of_ranks, peaks_or_reason, providers_of_family
+from megatron.diagnosis.memory.picture import draw_peaks
 
 ROWS = {
     f"{page._name(row)}, {page._precision(row)}{page._details(row)}": row
@@ -110,3 +113,13 @@ def test_a_model_that_fails_here_has_a_reason() -> None:
     tokenizer: Any = type("Ids", (), {"vocab_size": 101})()
     assert peaks_or_reason(config, broken, tokenizer) == ((), "ZeroDivisionError: of a user")
     assert peak_of(config, providers, tokenizer) == peaks_of_ranks(config)[0].allocated
+
+
+def test_the_picture_has_a_bar_for_each_kind_of_rank(tmp_path: Path) -> None:
+    peaks = peaks_of_ranks(configured("--pipeline-model-parallel-size 2", ranks=4))
+    text = draw_peaks(peaks, (80 * 10**9, "a GPU"), tmp_path / "new" / "memory.svg").read_text()
+    words = set(re.findall(r"<!-- (.*?) -->", text))
+    assert {"0 (+1)", "2 (+1)", "a GPU", "weights", "gradients", "optimizer", "activations", "logits"} <= words
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"memory.svg cannot be written: "):
+        draw_peaks(peaks, (80 * 10**9, "a GPU"), tmp_path / "file" / "memory.svg")

@@ -1,9 +1,9 @@
 """Reads the recipes: sizes of published models, with an optimizer and a schedule, as flags.
 
-A file has `title`, `source` (of sizes, parameter counts and learning rates), `architecture` (the class of transformers;
-left out where there is none), `model_family` (left out for GPT), the table [flags] for all its recipes, and a table
-[recipes.NAME] each: `parameters` (published number), `vocabulary` (rows of the embedding), perhaps `source` (of its
-number of parameters), and flags. A flag is written as in a file for --config: the name of its field.
+A file has `title`, `source` (of sizes and learning rates), `architecture` (the class of transformers; left out where
+there is none), `model_family` (left out for GPT), the table [flags] for all its recipes, and a table [recipes.NAME]
+each: `parameters` (counted here), `published` and `published_in` where somebody else's number was looked up,
+`vocabulary` (rows of the embedding), and flags. A flag is written as in a file for --config: the name of its field.
 """
 
 import difflib
@@ -19,7 +19,7 @@ from megatron.training.config.flag_table import Flag, flag_table
 from megatron.training.config.retired import Occurrence
 
 _FOLDER = Path(__file__).resolve().parent
-_NOT_FLAGS = ("parameters", "vocabulary", "source")
+_NOT_FLAGS = ("parameters", "published", "published_in", "vocabulary")
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,15 @@ class Recipe:
     title: str
     """Name of its family."""
     parameters: int
-    """Published number of parameters, tied weights counted once, without layers of multi-token prediction."""
+    """Number of parameters that its flags give, tied weights counted once, without layers of multi-token prediction."""
+    published: int | None
+    """The number that its authors, a paper or the files on the hub say; None: it was not looked up."""
+    published_in: str
+    """Where; empty if it was not looked up."""
     vocabulary: int
     """Rows of its embedding."""
     source: str
-    """Where the sizes and the number of parameters are published."""
+    """Where the sizes are published."""
     architecture: str | None
     """Class of transformers; None if there is none."""
     model_family: str
@@ -91,8 +95,10 @@ def _read(path: Path) -> Iterator[Recipe]:
             name=name,
             title=file["title"],
             parameters=own["parameters"],
+            published=own.get("published"),
+            published_in=own.get("published_in", ""),
             vocabulary=own["vocabulary"],
-            source="; ".join(filter(None, (own.get("source"), file["source"]))),
+            source=file["source"],
             architecture=file.get("architecture"),
             model_family=file.get("model_family", "gpt"),
             flags=file["flags"] | {key: value for key, value in own.items() if key not in _NOT_FLAGS},
