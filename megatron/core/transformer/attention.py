@@ -146,23 +146,12 @@ class SelfAttention(MegatronModule):
         query = query.flatten(2, 3)
         if inputs.query_scale is not None and not self.has_rope:
             query = (query * inputs.query_scale).to(query.dtype)
-        optional = {} if inputs.attention_bias is None else {"attention_bias": inputs.attention_bias}
-        if inputs.inference_context is None:
-            mask = inputs.attention_mask
-            context = attend(self.core_attention, query, key, value, mask, inputs, self.attn_mask_type, **optional)
-        else:
+        optional: dict[str, Any] = {} if inputs.attention_bias is None else {"attention_bias": inputs.attention_bias}
+        if inputs.inference_context is not None:
             cached = inputs.inference_context.extend(self.layer_number, key, value)
-            context = attend(
-                self.core_attention,
-                query,
-                cached.key,
-                cached.value,
-                inputs.attention_mask,
-                inputs,
-                self.attn_mask_type,
-                query_positions=cached.query_positions,
-                **optional,
-            )
+            key, value, optional["query_positions"] = cached.key, cached.value, cached.query_positions
+        mask = inputs.attention_mask
+        context = attend(self.core_attention, query, key, value, mask, inputs, self.attn_mask_type, **optional)
         if gate is not None:
             context = context * gate.sigmoid()
         return self.linear_proj(context.flatten(0, 1))

@@ -20,9 +20,9 @@ from megatron.core.tensor_parallel.storage import new_split_vector, part_size
 from megatron.core.tokens import Tokens, document_numbers
 from megatron.core.transformer.attention_projections import build_heads_projection, build_output_projection
 from megatron.core.transformer.causal_conv1d import CausalConv1d
-from megatron.core.transformer.layer_inputs import InferenceContext, LayerInputs, check_scanned_inputs
+from megatron.core.transformer.layer_inputs import LayerInputs, check_scanned_inputs
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.recurrent_cache import convolve_with_cache, is_padding
+from megatron.core.transformer.recurrent_cache import continue_recurrence
 from megatron.core.transformer.spec_utils import Spec, build_module
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -131,7 +131,15 @@ class GatedDeltaNet(MegatronModule):
             (convolved,) = self.attend_to_convolved.compute(mixed, document)
             output = self.attend_to_convolved(convolved, fading, strength, log_rate, bias, document)  # [s, b, v, dv]
         else:
-            output = self._continued(inputs.inference_context, mixed, fading, strength)
+            log_decay = log_decays(fading, log_rate, bias)
+            output = continue_recurrence(
+                inputs.inference_context,
+                self.layer_number,
+                mixed,
+                self.conv1d.weight.shape[1],
+                lambda rows: self._convolved(rows, None),
+                lambda convolved, *seen: self.core_attention.advance(convolved, log_decay, strength, *seen),
+            )
         (gated,) = self.project_gated.compute(output, gate, hidden_states.dtype)
         if ranks > 1:
             gated = start_to_rows(gated.view(output.shape), self.cp_group, ranks).wait().flatten(2)
@@ -147,21 +155,6 @@ class GatedDeltaNet(MegatronModule):
         else:
             gated = norm(output) * F.silu(widened(gate.reshape(output.shape)))
         return (gated.to(dtype).flatten(2),)
-
-    def _continued(self, context: InferenceContext, mixed: Tensor, fading: Tensor, strength: Tensor) -> Tensor:
-        """Returns the result of `core_attention` for tokens that continue those in the context, which keeps the
-        states."""
-        taps = self.conv1d.weight.shape[1]
-        convolved = convolve_with_cache(
-            context, self.layer_number, mixed.flatten(2), taps, lambda rows: self._convolved(rows, None)
-        )
-        state = context.recall(self.layer_number, "state")
-        ended = is_padding(context, mixed.shape[0])
-        convolved = F.silu(convolved).view(mixed.shape)
-        log_decay = log_decays(fading, *map(self._own, (self.A_log, self.dt_bias)))
-        output, state = self.core_attention.advance(convolved, log_decay, strength, state, ended)
-        context.remember(self.layer_number, "state", state)
-        return output
 
     def _own(self, parameter: Tensor) -> Tensor:
         """Returns the part of a parameter that belongs to the heads of this context parallel rank."""

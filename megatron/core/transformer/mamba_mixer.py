@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.backends import Backend, choose_backend
@@ -20,9 +19,9 @@ from megatron.core.tokens import Tokens, document_numbers
 from megatron.core.transformer.attention_projections import build_heads_projection, build_output_projection
 from megatron.core.transformer.causal_conv1d import CausalConv1d
 from megatron.core.transformer.config.hybrid import mamba_heads
-from megatron.core.transformer.layer_inputs import InferenceContext, LayerInputs, check_scanned_inputs
+from megatron.core.transformer.layer_inputs import LayerInputs, check_scanned_inputs
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.recurrent_cache import convolve_with_cache, is_padding
+from megatron.core.transformer.recurrent_cache import continue_recurrence
 from megatron.core.transformer.spec_utils import Spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -129,27 +128,20 @@ class MambaMixer(MegatronModule):
         if context is None:
             output = self.scan(self._convolved(mixed, document, silu=True), step, *parameters, document)
         else:
-            output = self._continued(context, mixed, step, parameters)
+            output = continue_recurrence(
+                context,
+                self.layer_number,
+                mixed,
+                self.conv1d.weight.shape[1],
+                lambda rows: self._convolved(rows, None),
+                lambda convolved, *seen: self.scan.advance(convolved, step, parameters, *seen),
+            )
         weight = self._own(self.norm_weight).view(gate.shape[2:])
         epsilon = self.config.layernorm_epsilon
         normed = self.backend.recurrence.gated_rms_norm(output, gate, weight, epsilon, gate_first=True)
         if ranks > 1:
             normed = start_to_rows(normed, self.cp_group, ranks).wait()
         return self.out_proj(normed.flatten(2).flatten(0, 1))
-
-    def _continued(
-        self, context: InferenceContext, mixed: Tensor, step: Tensor, parameters: tuple[Tensor, Tensor, Tensor]
-    ) -> Tensor:
-        """Returns the result of the scan for tokens that continue those in the context, which keeps the states."""
-        taps = self.conv1d.weight.shape[1]
-        convolved = convolve_with_cache(
-            context, self.layer_number, mixed.flatten(2), taps, lambda rows: self._convolved(rows, None)
-        )
-        state = context.recall(self.layer_number, "state")
-        ended = is_padding(context, mixed.shape[0])
-        output, state = self.scan.advance(F.silu(convolved).view(mixed.shape), step, parameters, state, ended)
-        context.remember(self.layer_number, "state", state)
-        return output
 
     def _own(self, parameter: Tensor) -> Tensor:
         """Returns the part of a parameter that belongs to the groups of this context parallel rank."""

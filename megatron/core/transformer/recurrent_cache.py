@@ -3,9 +3,30 @@
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.transformer.layer_inputs import InferenceContext
+
+Advance = Callable[[Tensor, Tensor | None, Tensor], tuple[Tensor, Tensor]]
+"""Returns the outputs of a recurrence and its last state, for inputs, the state before them, and `is_padding`."""
+
+
+def continue_recurrence(
+    context: InferenceContext,
+    layer_number: int,
+    mixed: Tensor,
+    taps: int,
+    convolve: Callable[[Tensor], Tensor],
+    advance: Advance,
+) -> Tensor:
+    """Returns the result of `advance` for silu(convolution) of the tokens `mixed` [s, b, ...], which continue those in
+    the context. The context keeps the states."""
+    convolved = F.silu(convolve_with_cache(context, layer_number, mixed.flatten(2), taps, convolve)).view(mixed.shape)
+    state = context.recall(layer_number, "state")
+    output, state = advance(convolved, state, is_padding(context, mixed.shape[0]))
+    context.remember(layer_number, "state", state)
+    return output
 
 
 def convolve_with_cache(
