@@ -1,5 +1,6 @@
 """Rotary position embedding (Su et al. 2021): rotates pairs of channels by an angle proportional to the position."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,10 @@ class Rotation:
     """Number of channels of a head before the rotated ones."""
 
 
+Rotate = Callable[[Tensor, Rotation, bool], Tensor]
+"""Returns heads rotated by the angles; with True by their negatives."""
+
+
 def rotation_of_angles(angles: Tensor, interleaved: bool, amplitude: float = 1.0) -> Rotation:
     """Returns the rotation by the angles [s, 1, 1, r] of `RotaryEmbedding`, in which each angle occurs twice.
 
@@ -28,42 +33,44 @@ def rotation_of_angles(angles: Tensor, interleaved: bool, amplitude: float = 1.0
     return Rotation(angle.cos() * amplitude, angle.sin() * amplitude, interleaved)
 
 
-def apply_rope(heads: Tensor, rotation: Rotation) -> Tensor:
+def apply_rope(heads: Tensor, rotation: Rotation, rotate: Rotate | None = None) -> Tensor:
     """Returns heads with r channels of each rotated, from channel `rotation.first` on, and the others copied.
 
     Heads are [s, b, heads, d] or [s, b, groups, heads, d], and so is the result, which is contiguous. The rotation is
-    computed in float32 or wider and rounded once.
+    computed in float32 or wider and rounded once. `rotate` is a faster implementation.
     """
-    ones = (1,) * (heads.dim() - 3)
-    dtype = torch.promote_types(heads.dtype, torch.float32)
-    cos, sin = (angles.to(dtype).unflatten(2, ones) for angles in (rotation.cos, rotation.sin))
-    return _Rope.apply(heads, cos, sin, rotation.interleaved, rotation.first)
+    return _Rope.apply(heads, rotation, rotate or _rotate)
 
 
 class _Rope(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, first: int) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        ctx.interleaved, ctx.first = interleaved, first
-        return _rotate(heads, cos, sin, interleaved, first)
+    def forward(ctx: Any, heads: Tensor, rotation: Rotation, rotate: Rotate) -> Tensor:
+        ctx.save_for_backward(rotation.cos, rotation.sin)
+        ctx.interleaved, ctx.first, ctx.rotate = rotation.interleaved, rotation.first, rotate
+        return rotate(heads, rotation, False)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _rotate(output_gradient, cos, -sin, ctx.interleaved, ctx.first), None, None, None, None
+        return ctx.rotate(output_gradient, Rotation(cos, sin, ctx.interleaved, ctx.first), True), None, None
 
 
-def _rotate(heads: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, first: int) -> Tensor:
-    half, end = cos.shape[-1], first + 2 * cos.shape[-1]
+def _rotate(heads: Tensor, rotation: Rotation, inverse: bool) -> Tensor:
+    ones = (1,) * (heads.dim() - 3)
+    dtype = torch.promote_types(heads.dtype, torch.float32)
+    cos, sin = (angles.to(dtype).unflatten(2, ones) for angles in (rotation.cos, rotation.sin))
+    sin = -sin if inverse else sin
+    half, first = cos.shape[-1], rotation.first
+    end = first + 2 * half
     rotated = torch.empty_like(heads, memory_format=torch.contiguous_format)
-    if interleaved:
-        ones, others = slice(first, end, 2), slice(first + 1, end, 2)
+    if rotation.interleaved:
+        one, other = slice(first, end, 2), slice(first + 1, end, 2)
     else:
-        ones, others = slice(first, first + half), slice(first + half, end)
-    x, y = heads[..., ones], heads[..., others]
-    torch.sub(x * cos, y * sin, out=rotated[..., ones])
-    torch.add(y * cos, x * sin, out=rotated[..., others])
+        one, other = slice(first, first + half), slice(first + half, end)
+    x, y = heads[..., one], heads[..., other]
+    torch.sub(x * cos, y * sin, out=rotated[..., one])
+    torch.add(y * cos, x * sin, out=rotated[..., other])
     for rest in (slice(0, first), slice(end, None)):
         rotated[..., rest] = heads[..., rest]
     return rotated

@@ -1,13 +1,11 @@
 """Rotary positions on a GPU: one kernel per direction. They read heads in place inside a packed projection."""
 
 import math
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron.core.ops.rope import Rotation, apply_rope
 from megatron.core.ops.tiles import cdiv, next_power_of_2
@@ -54,31 +52,16 @@ def apply_rope_triton(heads: Tensor, rotation: Rotation) -> Tensor:
     """Computes `rope.apply_rope` in one kernel, in float32 with one rounding. Float64 uses the reference."""
     if heads.dtype is torch.float64:
         return apply_rope(heads, rotation)
-    return _Rope.apply(heads, rotation)
+    return apply_rope(heads, rotation, _rotate)
 
 
-class _Rope(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, heads: Tensor, rotation: Rotation) -> Tensor:
-        ctx.save_for_backward(rotation.cos, rotation.sin)
-        ctx.interleaved, ctx.first = rotation.interleaved, rotation.first
-        return rotate_triton(heads, rotation.cos, rotation.sin, rotation.interleaved, rotation.first, inverse=False)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor, None]:
-        cos, sin = ctx.saved_tensors
-        return rotate_triton(output_gradient, cos, sin, ctx.interleaved, ctx.first, inverse=True), None
-
-
-def rotate_triton(heads: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, first: int, inverse: bool) -> Tensor:
-    """Returns `heads` rotated by the angles, with `inverse` by their negatives. Shapes are those of `apply_rope`."""
+def _rotate(heads: Tensor, rotation: Rotation, inverse: bool) -> Tensor:
     if heads.stride(-1) != 1:
         heads = heads.contiguous()
-    cos, sin = (last_contiguous(angles) for angles in (cos, sin))
+    cos, sin = (last_contiguous(angles) for angles in (rotation.cos, rotation.sin))
     s, b, *counts, width = heads.shape
     count, per_group = math.prod(counts), counts[-1]
-    half = cos.shape[-1]
+    half, first = cos.shape[-1], rotation.first
     end = first + 2 * half
     rotated = torch.empty(heads.shape, dtype=heads.dtype, device=heads.device)
     if rotated.numel():
@@ -87,7 +70,7 @@ def rotate_triton(heads: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, fi
         _rope_kernel[(s * b, cdiv(count, at_once))](
             rotated, heads, cos, sin, b, count, per_group, width, half, first, end,
             *strides_of_heads(heads), *strides_of_angles(cos, sin),
-            INTERLEAVED=interleaved, INVERSE=inverse, COPIES_REST=2 * half < width,
+            INTERLEAVED=rotation.interleaved, INVERSE=inverse, COPIES_REST=2 * half < width,
             HEADS=at_once, HALF=pairs, WIDTH=next_power_of_2(width),
         )  # fmt: skip
     return rotated
