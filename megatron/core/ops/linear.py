@@ -99,18 +99,16 @@ class _Linear(torch.autograd.Function):
         needs_weight = needs_weight and ctx.trains_weight
         dy = output_gradient.reshape(-1, weight.shape[0]).to(inputs.dtype)  # [t, out]
         x = inputs.detach().reshape(-1, weight.shape[1])  # [t, in]; with `gathers` this rank's part
-        main_grad = main_grad_accumulator(weight)
-        defers_weight_grad = getattr(main_grad, "defers_weight_grad", False)
-        gathered = start_gather_rows(x, ctx.group) if ctx.gathers and needs_weight and not defers_weight_grad else None
+        defers = defers_weight_grad(weight)
+        gathered = start_gather_rows(x, ctx.group) if ctx.gathers and needs_weight and not defers else None
         dx = _start_inputs_gradient(dy, weight, ctx.group, ctx.gathers) if needs_inputs else None
         weight_gradient = bias_gradient = None
         if needs_weight:
             if gathered is not None:
                 x = gathered.wait()
-            if main_grad is None:
-                weight_gradient = product(dy.t(), x)
-            else:
-                main_grad.add_product(dy, SequenceShard(x, ctx.group) if ctx.gathers and defers_weight_grad else x)
+            weight_gradient = add_weight_gradient(
+                weight, dy, SequenceShard(x, ctx.group) if ctx.gathers and defers else x
+            )
         if needs_bias:
             bias_gradient = ctx.sum_rows(dy)
         inputs_gradient = None if dx is None else dx.wait().view(inputs.shape)
@@ -120,6 +118,21 @@ class _Linear(torch.autograd.Function):
 def _start_inputs_gradient(dy: Tensor, weight: Tensor, group: Group, scatters: bool) -> Pending:
     gradient = product(dy, weight.detach())  # [t, in]
     return start_reduce_scatter_rows(gradient, group) if scatters else start_all_reduce(gradient, group)
+
+
+def defers_weight_grad(weight: Tensor) -> bool:
+    """Whether the weight's main gradient keeps the factors of products for later."""
+    return getattr(main_grad_accumulator(weight), "defers_weight_grad", False)
+
+
+def add_weight_gradient(weight: Tensor, rows: Tensor, columns: Tensor | SequenceShard) -> Tensor | None:
+    """Adds rows^T @ columns to the weight's main gradient. Returns the product for a weight without a main gradient."""
+    main_grad = main_grad_accumulator(weight)
+    if main_grad is not None:
+        main_grad.add_product(rows, columns)
+        return None
+    assert isinstance(columns, Tensor)
+    return product(rows.t(), columns)
 
 
 def product(left: Tensor, right: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:

@@ -26,8 +26,7 @@ from megatron.core.communication.collectives import Group, gather_rows, group_si
 from megatron.core.communication.piece_exchange import PieceExchange, Transport, open_exchange, refuse_transport
 from megatron.core.declarations.model_parallel_config import ModelParallelConfig
 from megatron.core.exceptions import UserError
-from megatron.core.ops.linear import SequenceShard, product
-from megatron.core.parameters import main_grad_accumulator
+from megatron.core.ops.linear import SequenceShard, add_weight_gradient, defers_weight_grad, product
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -162,15 +161,15 @@ class _ColumnParallelLinear(torch.autograd.Function):
         needs_inputs, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         rows = output_gradient.reshape(-1, weight.shape[0])  # [t, out]
         own = inputs.detach().reshape(-1, weight.shape[1]).contiguous()  # [t / ranks, in]
-        defers = _defers(weight)
+        defers = defers_weight_grad(weight)
         gathered = pieces.start_gather(own, keeps_own=True) if needs_weight and not defers else None
         total = pieces.start_sum(rows, weight.detach(), pieces.cuts_summed_gradients) if needs_inputs else None
         weight_gradient = bias_gradient = None
         if gathered is not None:
-            weight_gradient = _weight_gradient(weight, rows, gathered.receive_all().flatten(0, 1))
+            weight_gradient = add_weight_gradient(weight, rows, gathered.receive_all().flatten(0, 1))
             gathered.close()
         elif needs_weight:
-            weight_gradient = _weight_gradient(weight, rows, SequenceShard(own, pieces.group))
+            weight_gradient = add_weight_gradient(weight, rows, SequenceShard(own, pieces.group))
         if needs_bias:
             bias_gradient = pieces.sum_rows(rows)
         inputs_gradient = None if total is None else total.wait().view(inputs.shape)
@@ -207,22 +206,8 @@ class _RowParallelLinear(torch.autograd.Function):
             inputs_gradient = product(rows, weight.detach()) if needs_inputs else None
         if needs_weight:
             # A deferred product is computed later, when the slots already contain other rows.
-            kept = rows.clone() if gathered is not None and _defers(weight) else rows
-            weight_gradient = _weight_gradient(weight, kept, columns)
+            kept = rows.clone() if gathered is not None and defers_weight_grad(weight) else rows
+            weight_gradient = add_weight_gradient(weight, kept, columns)
         if gathered is not None:
             gathered.close()
         return None if inputs_gradient is None else inputs_gradient.view(inputs.shape), weight_gradient, None
-
-
-def _defers(weight: Tensor) -> bool:
-    return getattr(main_grad_accumulator(weight), "defers_weight_grad", False)
-
-
-def _weight_gradient(weight: Tensor, rows: Tensor, columns: Tensor | SequenceShard) -> Tensor | None:
-    """Adds rows^T @ columns to the weight's main gradient. Returns the product for a weight without a main gradient."""
-    main_grad = main_grad_accumulator(weight)
-    if main_grad is not None:
-        main_grad.add_product(rows, columns)
-        return None
-    assert isinstance(columns, Tensor)
-    return product(rows.t(), columns)

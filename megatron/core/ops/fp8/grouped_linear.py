@@ -16,8 +16,7 @@ from megatron.core.ops.fp8.grouped import QuantizedGroups, QuantizedGroupsPair, 
 from megatron.core.ops.fp8.linear import QuantizedWeights
 from megatron.core.ops.fp8.micro_batches import MicroBatches
 from megatron.core.ops.fp8.recipes import Fp8Settings, LinearSplit, Role, Scaling, build_scaling
-from megatron.core.ops.moe.grouped_linear import RowGroups
-from megatron.core.parameters import main_grad_accumulator
+from megatron.core.ops.moe.grouped_linear import RowGroups, add_grouped_product
 
 
 class Fp8GroupedLinear(QuantizedWeights[QuantizedGroupsPair]):
@@ -133,14 +132,7 @@ class _Fp8GroupedLinear(torch.autograd.Function):
             else:
                 add = partial(_add_rows, kernels.accumulate_rows, ctx.groups)
                 left, right = gradient, ctx.saved_tensors[0].detach()
-            main_grad = main_grad_accumulator(weight)
-            if main_grad is None:
-                wide = torch.promote_types(weight.dtype, torch.float32)
-                total = torch.zeros_like(weight, dtype=wide, memory_format=torch.contiguous_format)
-                add(total, left, right)
-                weight_gradient = total.to(weight.dtype)
-            else:
-                main_grad.add_grouped_product(left, right, add)
+            weight_gradient = add_grouped_product(weight, left, right, add)
         return inputs_gradient, weight_gradient, None, None, None
 
 

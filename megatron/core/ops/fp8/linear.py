@@ -25,7 +25,7 @@ from megatron.core.exceptions import UserError
 from megatron.core.ops.fp8.quantize import Quantized, QuantizedPair
 from megatron.core.ops.fp8.recipes import Fp8Settings, LinearSplit, Role, build_scaling
 from megatron.core.ops.fp8.weight_blocks import WeightBlocks
-from megatron.core.ops.linear import SequenceShard, product, sum_rows
+from megatron.core.ops.linear import SequenceShard, add_weight_gradient, defers_weight_grad, sum_rows
 from megatron.core.parameters import main_grad_accumulator
 from megatron.core.utils.graph_capture import fill_nested
 
@@ -254,10 +254,8 @@ class _Fp8Linear(torch.autograd.Function):
         layer, weight, group, saved = ctx.layer, ctx.weight, ctx.group, ctx.saved_tensors
         settings, multiply = layer.settings, layer.settings.kernels.product
         needs_inputs, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        main_grad = main_grad_accumulator(weight)
-        defers = needs_weight and getattr(main_grad, "defers_weight_grad", False)
         gathered = None
-        if ctx.gathers and needs_weight and not defers:
+        if ctx.gathers and needs_weight and not defers_weight_grad(weight):
             gathered = start_gather_rows(saved[0], group)
         quantized = QuantizedPair(None, None)
         if needs_inputs or (needs_weight and settings.wgrad):
@@ -277,14 +275,12 @@ class _Fp8Linear(torch.autograd.Function):
                 kept = saved[0].detach()
                 kept = SequenceShard(kept, group) if ctx.gathers else kept
             if quantized.columns is None:
-                if main_grad is None:
-                    weight_gradient = product(rows.t(), kept)
-                else:
-                    main_grad.add_product(rows, kept)
+                weight_gradient = add_weight_gradient(weight, rows, kept)
             else:
                 factors = saved[1] if ctx.keeps_fp8 else None
                 add = partial(_add_product, layer, quantized.columns.factors, factors)
                 right = saved[0] if ctx.keeps_fp8 else kept
+                main_grad = main_grad_accumulator(weight)
                 if main_grad is None:
                     weight_gradient = add(None, quantized.columns.values, right).to(weight.dtype)
                 else:

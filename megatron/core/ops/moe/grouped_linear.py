@@ -144,15 +144,21 @@ class _GroupedLinear(torch.autograd.Function):
             inputs_gradient = ctx.products.rows(output_gradient, weight.detach(), ctx.groups, False)
         if needs_weight:
             accumulate = functools.partial(ctx.products.weights, groups=ctx.groups)
-            main_grad = main_grad_accumulator(weight)
-            if main_grad is None:
-                # Accumulated in float32 at least, and rounded once.
-                total = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
-                accumulate(total, output_gradient, inputs.detach())
-                weight_gradient = total.to(weight.dtype)
-            else:
-                main_grad.add_grouped_product(output_gradient, inputs, accumulate)
+            weight_gradient = add_grouped_product(weight, output_gradient, inputs.detach(), accumulate)
         return inputs_gradient, weight_gradient, None, None
+
+
+def add_grouped_product(weight: Tensor, left: Tensor, right: Tensor, accumulate: Callable[..., None]) -> Tensor | None:
+    """Adds a product to the weight's main gradient, by `accumulate(total, left, right)`. Returns the gradient of a
+    weight without a main gradient, accumulated in float32 at least and rounded once."""
+    main_grad = main_grad_accumulator(weight)
+    if main_grad is not None:
+        main_grad.add_grouped_product(left, right, accumulate)
+        return None
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    total = torch.zeros_like(weight, dtype=wide, memory_format=torch.contiguous_format)
+    accumulate(total, left, right)
+    return total.to(weight.dtype)
 
 
 def grouped_bias(bias: Tensor, groups: RowGroups, rows: int, products: GroupedProducts = PLAIN_PRODUCTS) -> Tensor:
