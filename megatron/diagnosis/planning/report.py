@@ -67,6 +67,8 @@ def summary_lines(plan: Plan) -> Iterator[str]:
     )
     yield f"memory    {chosen.memory / 1e9:.1f} GB of {plan.memory_limit / 1e9:.1f} on the fullest rank"
     yield f"error     the time is expected within {chosen.time.error:.0%}; --dry-run names what its parts rest on"
+    if plan.measured:
+        yield f"{plan.measured.replace(':', ' ', 1)}"
 
 
 def tables(plan: Plan) -> Iterator[Grid]:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+import pretrain_gpt
 from megatron.core.exceptions import UserError
 from megatron.diagnosis.planning.measuring import Trial, measure, step_seconds, trial_words, with_measurements
 from megatron.diagnosis.planning.plan import Plan, make_plan
@@ -54,3 +55,30 @@ def test_times_of_steps_after_the_warm_up(tmp_path: Path) -> None:
 def test_a_script_that_is_not_there(plan: Plan, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"pretrain_gpt.py does not exist; start this in the folder of"):
         next(measure(plan, tmp_path / "pretrain_gpt.py", 2))
+
+
+PROGRAM = """
+import runpy, sys
+if sys.argv[sys.argv.index("--pipeline-model-parallel-size") + 1] != "1":
+    sys.exit("error: no pipelines here")
+runpy.run_path({path!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_trials_run_and_one_that_fails_is_told(tmp_path: Path) -> None:
+    values = VALUES | {"params": "1M", "gpus": "2", "seq_length": "64", "tokens": "1M"}
+    del values["tensor_parallel"], values["pipeline_parallel"]
+    specification = read_specification(Answers({name: Answer(text, name) for name, text in values.items()}))
+    planned = make_plan(specification, 8, wanted=5)
+    script = tmp_path / "pretrain_gpt.py"
+    script.write_text(PROGRAM.format(path=str(Path(pretrain_gpt.__file__))))
+    trials = list(measure(planned, script, 2))
+    failed = [trial for trial in trials if trial.candidate.layout.pipeline > 1]
+    assert len(trials) == 5 and 0 < len(failed) < 5
+    assert {trial.reason for trial in failed} == {"failed with exit code 1: error: no pipelines here"}
+    times = {trial.seconds: trial.candidate.layout for trial in trials if trial.seconds is not None}
+    assert len(times) == 5 - len(failed)
+    found = with_measurements(planned, trials)
+    assert found.chosen.layout == times[min(times)]
+    assert found.ranking.best[-1].layout == failed[-1].candidate.layout
