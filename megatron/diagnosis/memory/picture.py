@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.diagnosis.memory.peak import RankPeak
-from megatron.training.logging.plot import new_figure, write_figure
+from megatron.training.log.plot import new_figure, write_figure
 
 _PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "workspace", "context")
 """Fields of RankPeak, from the bottom to the top of a bar."""

@@ -2,7 +2,7 @@
 
 A file has `title`, `source` (of sizes and learning rates), `architecture` (the class of transformers; left out where
 there is none), `model_family` (left out for GPT), the table [flags] for all its recipes, and a table [recipes.NAME]
-each: `parameters` (counted here), `published` and `published_in` where somebody else's number was looked up,
+each: `parameters` (counted here), `published` and `published_in` where a number of other people was looked up,
 `vocabulary` (rows of the embedding), and flags. A flag is written as in a file for --config: the name of its field.
 """
 
