@@ -13,9 +13,9 @@ Full: layers keep their input and nothing else. Selective, by module:
 - `moe_act` keeps the outputs of the experts' first products, not the inputs of their second ones;
 - `shared_experts` keep their input.
 
-With `mlp_chunks_for_training` MLPs keep their normed input, and compute chunks of it one by one; with `mlp` too, they do
-this in both passes. All can be combined. `mlp` and `mlp_act` concern layers without experts. With `layernorm` and `mlp` (or `moe`), an MLP
-(or a layer of experts) keeps nothing.
+With `mlp_chunks_for_training` MLPs keep their normed input, and compute chunks of it one by one; with `mlp` too, they
+do this in both passes. All can be combined. `mlp` and `mlp_act` concern layers without experts. With `layernorm` and
+`mlp` (or `moe`), an MLP (or a layer of experts) keeps nothing.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -38,8 +38,9 @@ from megatron.core.utils.recomputed import DiscardedOutput, DiscardedResults, Re
 
 def recompute_activations(block: nn.Module, config: TransformerConfig, tp_group: Group = None) -> None:
     """Sets up recomputation for a stack of layers (a TransformerBlock that was just built), as the config says."""
-    for layer in block.layers if (config.mlp_chunks_for_training or 1) > 1 else ():  # type: ignore[union-attr]
-        _compute_mlp_in_chunks(layer, config.mlp_chunks_for_training)
+    chunks = config.mlp_chunks_for_training or 1
+    for layer in block.layers if chunks > 1 else ():  # type: ignore[union-attr]
+        _compute_mlp_in_chunks(layer, chunks)
     if config.recompute_granularity == "full":
         spread_over = tp_group if config.distribute_saved_activations else None
         recompute_layers(block, config.recompute_method, config.recompute_num_layers or 1, spread_over)

@@ -87,7 +87,7 @@ def test_chunks_of_an_mlp_change_the_order_of_sums_alone(way):
 
 
 def test_chunks_of_an_mlp_keep_its_input_alone():
-    """As recomputation of the whole MLP does, and a state of torch's generator for each of the four other chunks."""
+    """Beside it a state of torch's generator for each further chunk. Recomputation of the whole MLP keeps the same."""
     states = 4 * LAYERS * torch.get_rng_state().numel()
     assert kept_by(mlp_chunks_for_training=5) - states == pytest.approx(kept_by(**WAYS["mlp"]), rel=0.005)
 
