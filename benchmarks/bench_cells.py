@@ -67,7 +67,7 @@ CELLS = {
     "--mamba-num-heads 64 --num-experts 128 --moe-router-topk 6 --moe-ffn-hidden-size 1856 "
     "--moe-shared-expert-intermediate-size 3712 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
     "--moe-router-topk-scaling-factor 2.5 --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-4 "
-    "--seq-length 4096 --max-position-embeddings 4096 --micro-batch-size 4 --global-batch-size 16",
+    "--seq-length 4096 --max-position-embeddings 4096 --micro-batch-size 8 --global-batch-size 16",
     "QWEN3_NEXT": _GROUPED.replace("500000", "10000000")
     + _ROUTER
     + _BF16_MOMENTS
@@ -85,6 +85,12 @@ CELLS = {
     "--seq-length 4096 --max-position-embeddings 4096 --moe-router-topk 6 --moe-ffn-hidden-size 1408 "
     "--moe-shared-expert-intermediate-size 2816 --moe-layer-freq ([0]+[1]*3) --micro-batch-size 4 "
     "--global-batch-size 16",
+    "DSA": _LLAMA
+    + _BF16_MOMENTS
+    + " --num-layers 4 --hidden-size 7168 --ffn-hidden-size 18432 --num-attention-heads 128 --multi-latent-attention "
+    "--q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64 --v-head-dim 128 "
+    "--experimental-attention-variant dsa --dsa-indexer-n-heads 64 --dsa-indexer-head-dim 128 --dsa-indexer-topk 2048 "
+    "--vocab-size 129280 --seq-length 8192 --max-position-embeddings 8192 --micro-batch-size 1 --global-batch-size 4",
     "ATTENTION1B": _ATTENTION1B,
     "DELTA1B": _ATTENTION1B + " --experimental-attention-variant gated_delta_net --linear-attention-freq 4 "
     "--linear-num-key-heads 16 --linear-num-value-heads 32 --linear-key-head-dim 128 --linear-value-head-dim 128 "

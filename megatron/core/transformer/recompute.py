@@ -13,14 +13,16 @@ Full: layers keep their input and nothing else. Selective, by module:
 - `moe_act` keeps the outputs of the experts' first products, not the inputs of their second ones;
 - `shared_experts` keep their input.
 
-All can be combined. `mlp` and `mlp_act` concern layers without experts. With `layernorm` and `mlp` (or `moe`), an MLP
-(or a layer of experts) keeps nothing.
+With `mlp_chunks_for_training` MLPs keep their normed input, and compute chunks of it one by one; with `mlp` too, they
+do this in both passes. All can be combined. `mlp` and `mlp_act` concern layers without experts. With `layernorm` and
+`mlp` (or `moe`), an MLP (or a layer of experts) keeps nothing.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from megatron.core.backends import Backend
@@ -36,6 +38,9 @@ from megatron.core.utils.recomputed import DiscardedOutput, DiscardedResults, Re
 
 def recompute_activations(block: nn.Module, config: TransformerConfig, tp_group: Group = None) -> None:
     """Sets up recomputation for a stack of layers (a TransformerBlock that was just built), as the config says."""
+    chunks = config.mlp_chunks_for_training or 1
+    for layer in block.layers if chunks > 1 else ():  # type: ignore[union-attr]
+        _compute_mlp_in_chunks(layer, chunks)
     if config.recompute_granularity == "full":
         spread_over = tp_group if config.distribute_saved_activations else None
         recompute_layers(block, config.recompute_method, config.recompute_num_layers or 1, spread_over)
@@ -144,6 +149,23 @@ def _recompute_heads(layer: Any, modules: Sequence[str]) -> None:
 def _recompute_mlp(layer: Any, modules: Sequence[str]) -> None:
     if getattr(layer, "has_channel_mixer", True) and not _has_experts(layer, "mlp"):
         _recompute(layer.mlp)
+
+
+def _compute_mlp_in_chunks(layer: Any, chunks: int) -> None:
+    if getattr(layer, "has_channel_mixer", True) and not _has_experts(layer, "mlp"):
+        layer.mlp.forward = _InChunks(Recomputed(layer.mlp.forward), chunks)
+
+
+@dataclass(frozen=True)
+class _InChunks:
+    """The forward of an MLP in chunks of tokens, each of which is computed again in backward."""
+
+    forward: Recomputed
+    chunks: int
+
+    def __call__(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
+        outputs, biases = zip(*map(self.forward, hidden_states.chunk(self.chunks)), strict=True)
+        return torch.cat(outputs), biases[0]
 
 
 def _recompute_mlp_activation(layer: Any, modules: Sequence[str]) -> None:

@@ -295,6 +295,8 @@ def _recomputed(
         again["attention"] = float("core_attn" in modules)
         again["memory-bound operations"] = 0.5 if set(modules) & {"layernorm", "mlp_act", "moe_act"} else 0.0
         again["products"] = 0.7 if set(modules) & {"mlp", "moe"} else 0.0
+    if (transformer.mlp_chunks_for_training or 1) > 1:
+        again["products"] = max(again["products"], 0.7)
     return [
         dataclasses.replace(each, input_gradient=total([each.input_gradient, each.forward.times(again[each.kind])]))
         for each in passes

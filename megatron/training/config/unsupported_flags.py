@@ -51,7 +51,6 @@ _ACCEPTED = {
         megatron-fsdp-max-pool-double-buffer megatron-fsdp-version""",
     "--main-grads-dtype is for all parameters; fp32 is the default": """
         ddp-param-name-patterns-for-fp32-local-accumulation""",
-    "an MLP processes its tokens at once; --recompute-modules mlp saves its memory": "mlp-chunks-for-training",
     "layers need no other form to be exported: tools/checkpoint/convert.py export reads any checkpoint": """
         export-force-local-attention export-te-mcore-model modelopt-enabled""",
     "checkpoints are written and read in one way, whose result does not depend on such settings": """

@@ -77,6 +77,21 @@ def test_no_bit_changes(way, precision):
     assert_equal(gradients(build(**settings, **WAYS[way])), gradients(build(**settings)))
 
 
+@pytest.mark.parametrize("way", ["uniform", "all parts", None])
+def test_chunks_of_an_mlp_change_the_order_of_sums_alone(way):
+    """64 tokens in chunks of 13."""
+    expected, found = gradients(build()), gradients(build(mlp_chunks_for_training=5, **WAYS.get(way, {})))
+    assert expected.keys() == found.keys()
+    assert all(torch.allclose(found[name], value, rtol=1e-12, atol=1e-13) for name, value in expected.items())
+    assert not all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_chunks_of_an_mlp_keep_its_input_alone():
+    """Beside it a state of torch's generator for each further chunk. Recomputation of the whole MLP keeps the same."""
+    states = 4 * LAYERS * torch.get_rng_state().numel()
+    assert kept_by(mlp_chunks_for_training=5) - states == pytest.approx(kept_by(**WAYS["mlp"]), rel=0.005)
+
+
 @pytest.mark.parametrize("way", ["uniform", "block of 2", "mlp_act", "all parts"])
 def test_a_gated_model_with_norms_of_queries_and_keys(way):
     settings = {"gated_linear_unit": True, "normalization": "RMSNorm", "add_bias_linear": False}

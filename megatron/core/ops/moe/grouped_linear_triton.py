@@ -39,22 +39,11 @@ class Accumulation:
     same bits at every run."""
     stages: int
     """Tiles of factors that are loaded ahead."""
-    columns: int = 256
-    """Inputs of a program's tile of the total, which has 128 outputs."""
-    warps: int = 8
 
 
-ACCUMULATIONS = {
-    "read 3": Accumulation(False, 3),
-    "bulk 4": Accumulation(True, 4),
-    "bulk 3": Accumulation(True, 3, columns=128),
-}
+ACCUMULATIONS = {"read 3": Accumulation(False, 3), "bulk 4": Accumulation(True, 4)}
 ACCUMULATION_IN_USE = "bulk 4"
 """The faster one in training (docs/decisions/expert-products.md)."""
-ACCUMULATION_OF_FEW_ROWS = "bulk 3"
-"""The faster one for groups of fewer than `_FEW_ROWS` rows on average: the tile is added to the total for longer than
-its products take, and two programs fit into the shared memory of a multiprocessor."""
-_FEW_ROWS = 512
 ACCUMULATION_ON_SMALLER_GPUS = "read 3"
 """The one where programs have less shared memory than the 227 KB of capabilities 9 and 10. With 4 stages a program
 needs 112 KB, with bulk copies 144 KB, and capabilities 8.6, 8.9 and 12 have 99 KB."""
@@ -147,9 +136,9 @@ def accumulate_grouped_product_triton(
     assert total.is_contiguous() and left.dtype is right.dtype
     left, right = left.contiguous(), right.contiguous()
     in_bulk = all(_copies_in_bulk(factor) for factor in (left, right))
+    way = way or ACCUMULATIONS[ACCUMULATION_IN_USE if _capability(left)[0] in (9, 10) else ACCUMULATION_ON_SMALLER_GPUS]
     number, out_width, in_width = total.shape
-    way = way or _way(left, left.shape[0] // number)
-    out_tile, in_tile, rows = _tile(out_width, in_width, way.columns)
+    out_tile, in_tile, rows = _tile(out_width, in_width)
     grid = (cdiv(out_width, out_tile) * cdiv(in_width, in_tile), number)
     tiles = [
         TensorDescriptor.from_tensor(factor, [rows, width]) if in_bulk else None
@@ -160,7 +149,7 @@ def accumulate_grouped_product_triton(
     _accumulate_kernel[grid](
         total, left, right, total_tiles, *tiles, groups.bounds[1], out_width, in_width,
         OUT=out_tile, IN=in_tile, ROWS=rows, BAND=8, BULK=in_bulk, ADDS=adds, FACTOR=factor,
-        num_warps=way.warps, num_stages=way.stages,
+        num_warps=8, num_stages=way.stages,
     )  # fmt: skip
 
 
@@ -176,18 +165,11 @@ def _capability(tensor: Tensor) -> tuple[int, int]:
     return capability(tensor.device) if tensor.is_cuda else (9, 0)
 
 
-def _way(rows: Tensor, rows_of_group: int) -> Accumulation:
-    """Returns the faster way for groups of so many rows on average."""
-    if _capability(rows)[0] not in (9, 10):
-        return ACCUMULATIONS[ACCUMULATION_ON_SMALLER_GPUS]
-    return ACCUMULATIONS[ACCUMULATION_IN_USE if rows_of_group >= _FEW_ROWS else ACCUMULATION_OF_FEW_ROWS]
-
-
-def _tile(out_width: int, in_width: int, columns: int) -> tuple[int, int, int]:
-    """Returns the outputs, inputs (at most `columns`) and rows of a program's tile."""
+def _tile(out_width: int, in_width: int) -> tuple[int, int, int]:
+    """Returns the outputs, inputs and rows of a program's tile."""
     return (
         min(128, max(16, next_power_of_2(out_width))),
-        min(columns, max(16, next_power_of_2(in_width))),
+        min(256, max(16, next_power_of_2(in_width))),
         64,
     )
 

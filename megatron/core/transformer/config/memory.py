@@ -38,6 +38,11 @@ class MemoryConfig:
     """With --recompute-granularity selective: parts of a layer to recompute, any of core_attn, layernorm, mlp,
     mlp_act (of a layer without experts), mla_up_proj, moe, moe_act, shared_experts. Default: core_attn."""
 
+    mlp_chunks_for_training: int | None = None
+    """Compute the MLP of a layer without experts in this many chunks of a rank's tokens, and each chunk again in
+    backward. Saves the memory of all that is as wide as its inner layer, for one more forward of the MLP. In fp8 with
+    --fp8-recipe tensorwise each chunk has scales of its own."""
+
     loss_chunk_size: int | None = None
     """Compute logits and loss for this many tokens of a rank at a time, and the logits again in backward. Saves the
     memory of the other logits (2 bytes for each token and entry of the vocabulary) for one more product of the head."""
@@ -105,7 +110,8 @@ class MemoryConfig:
 
 def validate(config: "TransformerConfig") -> Iterator[str]:
     """Yields a problem for each impossible value of `MemoryConfig`; `config` has the fields of TransformerConfig."""
-    yield from too_small(config, ("recompute_num_layers", "loss_chunk_size", "cuda_graph_warmup_steps"), 1)
+    yield from too_small(config, ("recompute_num_layers", "mlp_chunks_for_training", "loss_chunk_size"), 1)
+    yield from too_small(config, ("cuda_graph_warmup_steps",), 1)
     for part in unknown_parts(config) if graph_parts(config) else ():
         yield f"{{cuda_graph_scope:name}}: {part} is no part of a layer; {', '.join(GRAPH_PARTS)} are"
     if config.recompute_granularity == "full":

@@ -33,9 +33,9 @@ def test_hopper_multiplies_whole_stages_of_channels_with_specialised_warps(monke
         return called[0][0] if called else "none"
 
     rows = torch.empty(5, 192, dtype=torch.bfloat16)
-    assert chosen(rows) == "ours" and chosen(rows, experts=256) == "ours"
+    assert chosen(rows) == "ours" and chosen(rows, experts=512) == "ours"
     assert chosen(rows[:, :128]) == "ours" and called == [("ours", True)]  # of a copy
-    assert chosen(rows[:, :96]) == "torch" and chosen(rows, experts=257) == "torch"
+    assert chosen(rows[:, :96]) == "torch" and chosen(rows, experts=513) == "torch"
     assert chosen(rows, more=4) == "torch"  # the weight begins at no multiple of 16 bytes
     assert chosen(rows[:0]) == "none"
     capability = (10, 0)
