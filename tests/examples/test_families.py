@@ -93,7 +93,7 @@ def test_without_the_environment_a_line_says_what_to_activate(tmp_path: Path) ->
         assert done.returncode == 2 and done.stderr.startswith(f"{program}: not found; activate the environment")
 
 
-QUICK_SIZES = {"gpt3-345m", "llama-llama3-8b", "qwen3-30b-a3b"}
+QUICK_SIZES = {"llama-llama3-8b"}
 
 
 def each(cases: Iterable[tuple[Path, str]], quick: set[str]) -> list[Any]:

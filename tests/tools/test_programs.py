@@ -13,10 +13,14 @@ ROOT = Path(__file__).parents[2]
 TOOLS = sorted((ROOT / "tools").rglob("*.py"))
 PARTS = [file for file in TOOLS if "is a part of another program" in file.read_text()]
 MEASURING = [file for file in sorted((ROOT / "benchmarks").glob("*.py")) if "__main__" in file.read_text()]
-PROGRAMS = [ROOT / "pretrain_gpt.py", *(file for file in TOOLS if file not in PARTS), *MEASURING]
+PROGRAMS = [ROOT / "pretrain_gpt.py", *(file for file in TOOLS if file not in PARTS)]
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.stem)
+@pytest.mark.parametrize(
+    "program",
+    [*PROGRAMS, *(pytest.param(file, marks=pytest.mark.slow) for file in MEASURING)],
+    ids=lambda program: program.stem,
+)
 def test_help(program: Path, tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
