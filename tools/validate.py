@@ -36,6 +36,7 @@ from megatron.diagnosis.gates.resume import ResumePlan, judge_resume
 from megatron.diagnosis.gates.throughput import judge_throughput, speeds
 from megatron.diagnosis.gates.user_run import UserRun, read_user_run, run_part
 from megatron.diagnosis.gates.verdict import Verdict
+from megatron.training.config.tool_parser import ToolParser, number
 from megatron.training.launch.errors import exit_with_problems
 
 PRETRAIN_GPT = Path(__file__).resolve().parents[1] / "pretrain_gpt.py"
@@ -45,8 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the tool and returns its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     own, command = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
-    options = _parser().parse_args(own)
     try:
+        options = _parser().parse_args(own)
         if options.run is not None and command:
             raise UserError("--run FOLDER and a command after -- exclude each other; give one")
         with _folder(options.output) as folder:
@@ -71,14 +72,12 @@ def _folder(output: Path | None) -> Iterator[Path]:
     yield output
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="validate.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def _parser() -> ToolParser:
+    parser = ToolParser(prog="validate.py", description=__doc__)
     gates = parser.add_subparsers(dest="gate", required=True, metavar="throughput|loss|resume|memory")
 
-    def gate(name: str, help: str, *, finished: bool = True) -> argparse.ArgumentParser:
-        one = gates.add_parser(name, help=help, description=help, allow_abbrev=False)
+    def gate(name: str, help: str, *, finished: bool = True) -> ToolParser:
+        one = gates.add_parser(name, help=help, description=help)
         one.set_defaults(run=None)
         if finished:
             one.add_argument("--run", type=Path, metavar="FOLDER", help="folder or metrics.jsonl of a run to judge")
@@ -111,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--tolerance", type=_positive, help="relative, of other layouts (default: 1e-4; bf16, fp8: 2e-2)")
 
     one = gate("memory", "Peak memory with the longest rows and the most uneven routing.")
-    one.add_argument("--max-utilization", type=_positive, default=85.0, metavar="PERCENT", help="default: 85")
+    one.add_argument("--max-utilization", type=number(1, 100, "85"), default=85.0, metavar="PERCENT", help="default: 85")
     one.add_argument("--steps", type=_count, default=3, metavar="N", help="steps to run (default: 3)")
     one.add_argument("--memory-gib", type=_positive, metavar="GIB", help="memory to compare with (default: the GPU's)")
     one.add_argument("--keep-routing", action="store_true", help="let routers choose experts as the model does")

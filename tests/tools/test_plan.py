@@ -133,6 +133,8 @@ def test_missing_values_are_asked_for(tmp_path: Path) -> None:
         (flags(vocab_size="9000"), "8,000 entries would never be trained; nearest: 1,000"),
         (flags(data_mix="70% web"), "--data-mix 70% web: the ratios add up to 70, not 100; nearest: web 100%"),
         (flags(params="200B"), "do not fit 2 GPUs with 68.4 GB each"),
+        (flags(tokenizer="NullTokenizer (5)", vocab_size="4"), "less than the 5 ids of the tokenizer"),
+        (flags(gpus="1000000"), "divide; nearest: fewer GPUs, or a larger --global-batch-size"),
         (flags(params="lots"), "--params lots: expected a number above 0"),
         (["missing.txt"], "missing.txt: No such file or directory; give a specification"),
         (["--colour", "red"], "--colour: unknown flag"),

@@ -130,7 +130,7 @@ def _tokenizer(text: str) -> Tokenizer:
     """Reads a name and, behind it, a size: "Llama 3 (128,256)", "GPT-2 BPE, vocabulary size 50257"."""
     size = re.search(
         r"[\s,;(:/-]+(?:with\s+)?(?:an?\s+)?(?:vocab\w*\s*(?:size)?\s*(?:of\s*|[=:]\s*)?)?"
-        r"(\d{1,3}(?:,\d{3})+|\d{4,}|\d+(?:\.\d+)?\s*[kK])(?:[\s-]*(?:vocab\w*|tokens?|ids|entries|size))*\)?\.?\s*$",
+        r"(\d{1,3}(?:,\d{3})+|\d{4,}|\d+(?:\.\d+)?\s*[kK]|(?<=\()\d+)(?:[\s-]*(?:vocab\w*|tokens?|ids|entries|size))*\)?\.?\s*$",
         text,
     )
     if size is None:
