@@ -153,7 +153,7 @@ class LatentPositions(rules.Rule):
             raise UserError(f"{key} with rope_type {kind!r} has {', '.join(unknown)}, which is unsupported")
         return fields if kind == "default" else fields | self._yarn(key, rope, config)
 
-    def _yarn(self, key: str, rope: Json, config: Json) -> dict[str, Any]:
+    def _yarn(self, key: str, rope: Json, config: Json) -> dict[str, object]:
         numbers = {name: rope.get(name) for name in _YARN}
         wrong = [name for name, value in numbers.items() if not isinstance(value, int | float | None)]
         if wrong or numbers["factor"] is None:

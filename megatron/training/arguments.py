@@ -31,7 +31,7 @@ from megatron.training.launch.launcher_variables import take_ranks_of_launcher
 
 def config_of_command_line(
     extra_args_provider: ExtraArgsProvider | None = None,
-    args_defaults: Mapping[str, Any] | None = None,
+    args_defaults: Mapping[str, object] | None = None,
     ignore_unknown_args: bool = False,
     take_flags: Callable[[CommandLine], None] | None = None,
 ) -> PretrainConfig:
@@ -108,7 +108,7 @@ class Arguments(argparse.Namespace):
             raise AttributeError(f"the arguments have no {name!r}")
         return getattr(self, field)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         object.__setattr__(self, field_of_name(name) or name, value)
 
 

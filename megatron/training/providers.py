@@ -103,10 +103,10 @@ class Providers:
     """The functions that build the parts of a run."""
 
     build_model: Callable[[Context, Stage], nn.Module]
-    build_datasets: Callable[[Context, SampleCounts], Sequence[Any]]
+    build_datasets: Callable[[Context, SampleCounts], Sequence[object]]
     """Returns the datasets of the train, valid and test split; None for an empty split."""
     build_forward_step: Callable[[Context], ForwardStep]
-    build_optimizer: Callable[[Context, Sequence[nn.Module]], Any] | None = None
+    build_optimizer: Callable[[Context, Sequence[nn.Module]], object] | None = None
     """Returns an optimizer of the model chunks: a torch.optim.Optimizer, or the result of get_megatron_optimizer. None:
     the optimizer that the flags choose."""
     build_scheduler: Callable[[Context, MegatronOptimizer], OptimizerParamScheduler] | None = None
@@ -127,7 +127,7 @@ def providers_of_user_script(
     datasets_provider: Callable[..., Sequence[Any]],
     model_provider: Callable[..., nn.Module],
     forward_step_func: ForwardStep,
-    optimizer_provider: Callable[..., Any] | None = None,
+    optimizer_provider: Callable[..., object] | None = None,
     non_loss: NonLossFunctions | None = None,
 ) -> Providers:
     """Adapts Megatron-LM's provider functions, which read `get_args()` themselves, to `Providers`.
@@ -167,7 +167,7 @@ def reporting_tensors(forward_step: ForwardStep, context_parallel_size: int = 1)
     return step
 
 
-def _report_tensors(loss_func: LossFunction, context_parallel_size: int, output: Tensor, **keywords: Any) -> Any:
+def _report_tensors(loss_func: LossFunction, context_parallel_size: int, output: Tensor, **keywords: object) -> object:
     found = loss_func(output, **keywords)
     if keywords.get("non_loss_data"):
         return found
@@ -227,21 +227,21 @@ def model_builder(model_provider: Callable[..., nn.Module]) -> Callable[[Context
 
 
 def datasets_builder(
-    datasets_provider: Callable[..., Sequence[Any]],
-) -> Callable[[Context, SampleCounts], Sequence[Any]]:
+    datasets_provider: Callable[..., Sequence[object]],
+) -> Callable[[Context, SampleCounts], Sequence[object]]:
     """Adapts Megatron-LM's datasets provider to `Providers.build_datasets`."""
 
-    def build_datasets(context: Context, counts: SampleCounts) -> Sequence[Any]:
+    def build_datasets(context: Context, counts: SampleCounts) -> Sequence[object]:
         stages = stages_of_rank(context.config, context.environment.groups.rank("pp"))
         return datasets_of_provider(datasets_provider, counts, [stage.virtual for stage in stages])
 
     return build_datasets
 
 
-def optimizer_builder(optimizer_provider: Callable[..., Any]) -> Callable[[Context, Sequence[nn.Module]], Any]:
+def optimizer_builder(optimizer_provider: Callable[..., Any]) -> Callable[[Context, Sequence[nn.Module]], object]:
     """Adapts an optimizer provider, `optimizer_provider(model_chunks)`, to `Providers.build_optimizer`."""
 
-    def build_optimizer(context: Context, model: Sequence[nn.Module]) -> Any:
+    def build_optimizer(context: Context, model: Sequence[nn.Module]) -> object:
         offered = {"config": context.config.optimizer, "pg_collection": context.environment.groups}
         return optimizer_provider(list(model), **Keywords.of(optimizer_provider).chosen_from(offered))
 
@@ -249,8 +249,8 @@ def optimizer_builder(optimizer_provider: Callable[..., Any]) -> Callable[[Conte
 
 
 def datasets_of_provider(
-    provider: Callable[..., Sequence[Any]], counts: SampleCounts, chunks: Sequence[int | None]
-) -> Sequence[Any]:
+    provider: Callable[..., Sequence[object]], counts: SampleCounts, chunks: Sequence[int | None]
+) -> Sequence[object]:
     """Returns the datasets that Megatron-LM's datasets provider builds on this rank; None for a dataset that it builds
     on other ranks only.
 
@@ -268,7 +268,7 @@ def datasets_of_provider(
     return found
 
 
-def warn_unused(function: str, given: Mapping[str, Any]) -> None:
+def warn_unused(function: str, given: Mapping[str, object]) -> None:
     """Prints, on the first rank, which arguments of a function of Megatron-LM have no effect here."""
     for name, value in given.items():
         if value is not None and os.environ.get("RANK", "0") == "0":

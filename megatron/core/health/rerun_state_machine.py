@@ -104,7 +104,7 @@ class RerunStateMachine:
         result: Any,
         rejection_func: Callable[[Any], Any],
         message: str,
-        comparison_func: Callable[[Any, Any], float] | None = None,
+        comparison_func: Callable[[Any, object], float] | None = None,
         tolerance: float = 0.0,
         fatal: bool = True,
     ) -> None:
@@ -282,7 +282,7 @@ def initialize_rerun_state_machine(
     error_injector: RerunErrorInjector | None = None,
     *,
     leaves_non_finite: bool = False,
-    **unused: Any,
+    **unused: object,
 ) -> RerunStateMachine:
     """Makes the machine of this process and returns it. `leaves_non_finite`, our own keyword, is that of
     `RerunStateMachine`. Raises UserError for an unknown mode."""

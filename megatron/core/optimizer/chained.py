@@ -60,7 +60,7 @@ class ChainedOptimizer(MegatronOptimizer):
         """Returns the parameters of all optimizers."""
         return [parameter for optimizer in self.chained_optimizers for parameter in optimizer.get_parameters()]
 
-    def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None:
+    def reload_model_params(self, state_dict: dict[str, object] | None = None) -> None:
         """Continues from the model's weights, after they were changed from outside."""
         for optimizer in self.chained_optimizers:
             optimizer.reload_model_params(state_dict)
@@ -75,7 +75,7 @@ class ChainedOptimizer(MegatronOptimizer):
         for optimizer in self.chained_optimizers:
             yield from optimizer.state_chunks()
 
-    def common_state(self) -> dict[str, Any]:
+    def common_state(self) -> dict[str, object]:
         """Returns the common state of each optimizer, in a list."""
         return {"chained": [optimizer.common_state() for optimizer in self.chained_optimizers]}
 

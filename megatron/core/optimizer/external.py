@@ -112,7 +112,7 @@ class ExternalOptimizer(MegatronOptimizer):
         """Returns the parameters of all groups."""
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
-    def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None:
+    def reload_model_params(self, state_dict: dict[str, object] | None = None) -> None:
         """Does nothing: the optimizer updates the model's weights themselves."""
 
     # State: tensors shaped as their parameter are chunks, numbers are common state
@@ -187,5 +187,5 @@ class ExternalOptimizer(MegatronOptimizer):
                     values[kind] = type(value)(0)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1 and value.dim() == 0)

@@ -85,7 +85,7 @@ class MegatronOptimizer(abc.ABC):
         """Returns all parameters that are updated."""
 
     @abc.abstractmethod
-    def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None:
+    def reload_model_params(self, state_dict: dict[str, object] | None = None) -> None:
         """Continues from the model's weights, after they were changed from outside."""
 
     @abc.abstractmethod
@@ -93,11 +93,11 @@ class MegatronOptimizer(abc.ABC):
         """Yields the tensors of the state as checkpoint chunks that share their memory."""
 
     @abc.abstractmethod
-    def common_state(self) -> dict[str, Any]:
+    def common_state(self) -> dict[str, object]:
         """Returns the rest of the state, equal on every rank, as JSON types. Waits for the device."""
 
     @abc.abstractmethod
-    def load_common_state(self, state: Mapping[str, Any]) -> None:
+    def load_common_state(self, state: Mapping[str, object]) -> None:
         """Loads what `common_state` returned."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -122,9 +122,9 @@ class MegatronOptimizer(abc.ABC):
 
     def sharded_state_dict(
         self,
-        model_sharded_state_dict: dict[str, Any] | None = None,
+        model_sharded_state_dict: dict[str, object] | None = None,
         is_loading: bool = False,
-        metadata: dict[str, Any] | None = None,
+        metadata: dict[str, object] | None = None,
     ) -> dict[str, Any]:
         """Returns the state dict for `dist_checkpointing.save` and `load`: its tensors share the optimizer's memory
         (those that are stored in narrow types are copies), and each has its position in the whole tensor.

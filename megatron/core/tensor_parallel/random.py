@@ -34,11 +34,11 @@ class RNGStatesTracker:
         """Does nothing; the one stream is used inside."""
         yield
 
-    def get_states(self) -> dict[str, Any]:
+    def get_states(self) -> dict[str, object]:
         """Returns no states."""
         return {}
 
-    def set_states(self, states: dict[str, Any]) -> None:
+    def set_states(self, states: dict[str, object]) -> None:
         """Ignores the states."""
 
 

@@ -20,7 +20,7 @@ class ShardedStateModule(nn.Module):
         self,
         prefix: str = "",
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
-        metadata: dict[str, Any] | None = None,
+        metadata: dict[str, object] | None = None,
     ) -> dict[str, Any]:
         """Returns a ShardedTensor for each entry of the state dict, under the entry's name with `prefix`.
 
@@ -85,7 +85,7 @@ def make_tp_sharded_tensor_for_checkpoint(
     tensor: Tensor,
     key: str,
     tp_axis: int = 0,
-    replica_id: Any = None,
+    replica_id: object = None,
     prepend_offsets: tuple[tuple[int, int, int], ...] = (),
     **kwargs: Any,
 ) -> ShardedTensor:
@@ -103,7 +103,7 @@ def make_sharded_tensor_for_checkpoint(
     key: str,
     prepend_offsets: tuple[tuple[int, int, int], ...] = (),
     replica_id: Any = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> ShardedTensor:
     """Returns a sharded tensor that is whole on every tensor and data parallel rank. Megatron-LM's function for a
     module's own `sharded_state_dict`. The first of these ranks writes it."""
@@ -138,7 +138,7 @@ def make_sharded_tensors_for_checkpoint(
     tensor_parallel_layers_axis_map: Mapping[str, int] | None = None,
     sharded_offsets: tuple[tuple[int, int, int], ...] = (),
     extra_state_suffix: str = "_extra_state",
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Returns a sharded tensor for each entry of a module's state dict, under its name with `prefix`: split along the
     axis that the map names, or whole on every rank. Entries of extra state are left out."""
     axes = tensor_parallel_layers_axis_map or {}
@@ -158,8 +158,8 @@ def sharded_state_dict_default(
     module: nn.Module,
     prefix: str = "",
     sharded_offsets: tuple[tuple[int, int, int], ...] = (),
-    metadata: dict[str, Any] | None = None,
-) -> dict[str, Any]:
+    metadata: dict[str, object] | None = None,
+) -> dict[str, object]:
     """Returns the module's own `sharded_state_dict`. For a module without one, returns its state dict as tensors that
     are whole on every rank."""
     if hasattr(module, "sharded_state_dict"):
