@@ -59,7 +59,7 @@ class RotaryPositions(Rule):
         keys = ("rope_theta", "rope_scaling", "rope_parameters", *filter(None, (self.old_part, self.old_base)))
         return keys if self.rotated_part is None else (*keys, "partial_rotary_factor")
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns base and scaling. Raises UserError for parameters by layer type, and for unsupported scalings."""
         key = "rope_scaling" if config["rope_scaling"] else "rope_parameters"
         rope = self.absent if config[key] is None else config[key]
