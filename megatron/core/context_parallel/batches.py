@@ -1,5 +1,7 @@
 """Megatron-LM's functions that cut a batch for context parallel ranks."""
 
+from typing import Any
+
 from torch import Tensor
 
 from megatron.core.context_parallel.splitting import cut_rows, sequence_part
@@ -11,7 +13,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 _NOT_ROWS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "sample_ids")
 
 
-def get_batch_on_this_cp_rank(batch: dict[str, object], cp_group: object = None) -> dict[str, object]:
+def get_batch_on_this_cp_rank(batch: dict[str, Any], cp_group: object = None) -> dict[str, object]:
     """Cuts a batch, tensors [b, s, ...] of whole rows, to this context parallel rank's part of the sequences, in place.
 
     The rows are cut in zig-zag order into 2 * ranks chunks. `attention_mask` [.., .., s, s] keeps the rows of this
@@ -28,7 +30,7 @@ def get_batch_on_this_cp_rank(batch: dict[str, object], cp_group: object = None)
 
 
 def get_thd_batch_on_this_cp_rank(
-    batch: dict[str, object],
+    batch: dict[str, Any],
     cu_seqlens: Tensor,
     cu_seqlens_padded: Tensor | None,
     max_seqlen: Tensor,
@@ -52,7 +54,7 @@ def get_thd_batch_on_this_cp_rank(
     )
 
 
-def get_batch_on_this_hybrid_cp_rank(batch: dict[str, object], local_cp_size: int, cp_group: object = None) -> object:
+def get_batch_on_this_hybrid_cp_rank(batch: dict[str, Any], local_cp_size: int, cp_group: object = None) -> object:
     """Raises UserError: samples are not cut over context parallel groups of their own."""
     raise UserError(
         "get_batch_on_this_hybrid_cp_rank: not yet: --hybrid-context-parallel; leave it out, and "

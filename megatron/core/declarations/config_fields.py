@@ -135,7 +135,7 @@ def describe_problem(
     problem: str,
     config: object,
     spelling: Callable[[str], str] = str,
-    text: Callable[[str, object], str] = lambda field, value: value_text(value),
+    text: Callable[[str, Any], str] = lambda field, value: value_text(value),
 ) -> str:
     """Returns the sentence with fields filled in; `config` has an attribute for each field named in it. `spelling`
     gives a field's name and `text` its value."""

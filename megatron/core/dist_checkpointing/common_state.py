@@ -157,7 +157,7 @@ def tensor_chunks(tensors: Mapping[str, Tensor]) -> Iterator[Chunk]:
             yield Chunk(name, tuple(tensor.shape), Box.whole(tuple(tensor.shape)), None, tensor)
 
 
-def merged(requested: object, common: object, value_of: Callable[[object], object]) -> Any:
+def merged(requested: object, common: object, value_of: Callable[[Any], object]) -> Any:
     """Returns the loaded state dict: the decoded common values, and `value_of` each sharded tensor and each unsaved
     value of the request.
 

@@ -104,7 +104,7 @@ class RerunStateMachine:
         result: Any,
         rejection_func: Callable[[Any], Any],
         message: str,
-        comparison_func: Callable[[Any, object], float] | None = None,
+        comparison_func: Callable[[Any, Any], float] | None = None,
         tolerance: float = 0.0,
         fatal: bool = True,
     ) -> None:

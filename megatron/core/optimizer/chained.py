@@ -60,7 +60,7 @@ class ChainedOptimizer(MegatronOptimizer):
         """Returns the parameters of all optimizers."""
         return [parameter for optimizer in self.chained_optimizers for parameter in optimizer.get_parameters()]
 
-    def reload_model_params(self, state_dict: dict[str, object] | None = None) -> None:
+    def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None:
         """Continues from the model's weights, after they were changed from outside."""
         for optimizer in self.chained_optimizers:
             optimizer.reload_model_params(state_dict)

@@ -112,7 +112,7 @@ class ExternalOptimizer(MegatronOptimizer):
         """Returns the parameters of all groups."""
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
-    def reload_model_params(self, state_dict: dict[str, object] | None = None) -> None:
+    def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None:
         """Does nothing: the optimizer updates the model's weights themselves."""
 
     # State: tensors shaped as their parameter are chunks, numbers are common state

@@ -356,7 +356,7 @@ class FlatOptimizer(MegatronOptimizer):
     # State -----------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def reload_model_params(self, state_dict: dict[str, object] | None = None) -> None:
+    def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None:
         """Continues from the model's weights, after they were changed from outside."""
         self._host_stream.finish()
         for state in self.states:

@@ -85,7 +85,7 @@ class MegatronOptimizer(abc.ABC):
         """Returns all parameters that are updated."""
 
     @abc.abstractmethod
-    def reload_model_params(self, state_dict: dict[str, object] | None = None) -> None:
+    def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None:
         """Continues from the model's weights, after they were changed from outside."""
 
     @abc.abstractmethod
@@ -122,9 +122,9 @@ class MegatronOptimizer(abc.ABC):
 
     def sharded_state_dict(
         self,
-        model_sharded_state_dict: dict[str, object] | None = None,
+        model_sharded_state_dict: dict[str, Any] | None = None,
         is_loading: bool = False,
-        metadata: dict[str, object] | None = None,
+        metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Returns the state dict for `dist_checkpointing.save` and `load`: its tensors share the optimizer's memory
         (those that are stored in narrow types are copies), and each has its position in the whole tensor.

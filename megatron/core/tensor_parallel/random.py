@@ -38,7 +38,7 @@ class RNGStatesTracker:
         """Returns no states."""
         return {}
 
-    def set_states(self, states: dict[str, object]) -> None:
+    def set_states(self, states: dict[str, Any]) -> None:
         """Ignores the states."""
 
 

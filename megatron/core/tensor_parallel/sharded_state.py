@@ -20,7 +20,7 @@ class ShardedStateModule(nn.Module):
         self,
         prefix: str = "",
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
-        metadata: dict[str, object] | None = None,
+        metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Returns a ShardedTensor for each entry of the state dict, under the entry's name with `prefix`.
 
@@ -158,7 +158,7 @@ def sharded_state_dict_default(
     module: nn.Module,
     prefix: str = "",
     sharded_offsets: tuple[tuple[int, int, int], ...] = (),
-    metadata: dict[str, object] | None = None,
+    metadata: dict[str, Any] | None = None,
 ) -> dict[str, object]:
     """Returns the module's own `sharded_state_dict`. For a module without one, returns its state dict as tensors that
     are whole on every rank."""

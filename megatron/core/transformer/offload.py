@@ -57,7 +57,7 @@ def _given(value: int | None, default: int) -> int:
     return default if value is None else value
 
 
-def mark_parts(layers: list[object], config: TransformerConfig) -> None:
+def mark_parts(layers: list[Any], config: TransformerConfig) -> None:
     """Marks the inputs of the parts that `offload_modules` names: a fraction `activation_offload_fraction` of all such
     parts of these layers, spread evenly."""
     fraction, names = config.activation_offload_fraction, config.offload_modules or []

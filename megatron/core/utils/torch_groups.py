@@ -144,7 +144,7 @@ def get_nccl_options(pg_name: str, nccl_comm_cfgs: CommunicatorSettings) -> obje
 
 
 def overwrite_nccl_comm_cfgs(
-    nccl_comm_cfgs: dict[str, dict[str, object]], pg_name: str, key_value_pair: tuple[str, object]
+    nccl_comm_cfgs: dict[str, dict[str, Any]], pg_name: str, key_value_pair: tuple[str, object]
 ) -> None:
     """Sets one entry of a table of NCCL options."""
     key, value = key_value_pair
