@@ -1,7 +1,6 @@
 """Baichuan 2, which has no class in transformers. 7B has rotary positions, 13B has ALiBi; the head norms its weight."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from megatron.conversion import config_rules as rules
 from megatron.conversion import decoder
@@ -19,7 +18,7 @@ class BaichuanPositions(rules.Rule):
 
     reads = (_POSITIONS, _LENGTH)
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns kind and number of positions."""
         rotated = config.get(_POSITIONS)
         if rotated is None:
@@ -38,7 +37,7 @@ class PlainHeads(rules.Rule):
 
     reads = ("num_attention_heads",)
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns number and width."""
         heads = config["num_attention_heads"]
         return {"num_attention_heads": heads, "kv_channels": config["hidden_size"] // heads}

@@ -2,7 +2,6 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
 from megatron.conversion import config_rules as rules
 from megatron.conversion import decoder, layer_rules
@@ -66,7 +65,7 @@ class LayersInPairs(rules.Rule):
 
     reads = ("num_hidden_layers", "attn_layer_indices")
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns the pattern, with an MLP behind each letter."""
         count, attention = config["num_hidden_layers"], config["attn_layer_indices"] or []
         pattern = "".join("*-" if layer in attention else "M-" for layer in range(count))
@@ -85,7 +84,7 @@ class HeadsOfMamba(rules.Rule):
 
     reads = ("mamba_n_heads", "mamba_d_head", "mamba_expand")
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns number and width. Raises UserError if the keys contradict each other."""
         heads, width, expand = (config[key] for key in self.reads)
         channels = expand * config["hidden_size"]

@@ -2,7 +2,6 @@
 and MLP; each with both heads, or with the head of masked tokens alone."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from megatron.conversion import config_rules as rules
 from megatron.conversion.family import Family
@@ -65,7 +64,7 @@ class TokenTypes(rules.Rule):
 
     reads = ("type_vocab_size",)
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns the number. Raises UserError for 0, for which transformers has no BERT."""
         number = config["type_vocab_size"]
         if number < 1:
@@ -81,7 +80,7 @@ class TokenTypes(rules.Rule):
 class BertActivation(UngatedActivation):
     """Activation of the MLP, and of the dense layer before the output layer."""
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns both. Raises UserError for an activation that the head does not have."""
         fields = super().fields(config)
         switch = next((field for field in _HEAD_ACTIVATIONS if field in fields), None)

@@ -1,7 +1,6 @@
 """ChatGLM 3, whose class is not in transformers: the layers of GLM-4 (see glm.py) under other names."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from megatron.conversion import config_rules as rules
 from megatron.conversion.decoder import OURS, one_to_one, with_biases
@@ -21,7 +20,7 @@ class ChatGlmHeads(rules.Rule):
 
     reads = ("num_attention_heads", "kv_channels", "multi_query_attention", "multi_query_group_num")
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns the three numbers."""
         heads, width, has_groups, groups = (config[key] for key in self.reads)
         grouped = {"group_query_attention": True, "num_query_groups": groups} if has_groups and groups != heads else {}
@@ -39,7 +38,7 @@ class RopeRatio(rules.Rule):
 
     key: str = "rope_ratio"
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns the base. Raises UserError unless it is a whole number."""
         return {"position_embedding_type": "rope", "rotary_base": whole_base(_BASE * config[self.key])}
 

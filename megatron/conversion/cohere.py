@@ -1,7 +1,6 @@
 """Cohere (Command R) and Cohere 2 (Command R7B, Command A): attention beside the MLP, behind one norm without bias."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from megatron.conversion import config_rules as rules
 from megatron.conversion import decoder, layer_rules
@@ -35,7 +34,7 @@ class NormsOfHeads(rules.Rule):
 
     key: str = "use_qk_norm"
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns the norms, if there are any."""
         return {"qk_layernorm": True, "qk_norm_scope": "per_head"} if config[self.key] else {}
 
@@ -79,7 +78,7 @@ class NoPositionsWithoutWindow(rules.Rule):
         """The keys of the windows."""
         return self.windows.reads
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns the layers without rotary positions."""
         windowed = self.windows.fields(config).get("window_attn_skip_freq", [0] * config["num_hidden_layers"])
         return {"no_rope_freq": None if windowed is None else [1 - layer for layer in windowed]}

@@ -25,7 +25,7 @@ class Rule:
         """The keys that the rule reads: its `key`, if it has one."""
         return (self.key,) if hasattr(self, "key") else ()
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns our values by field name. Raises UserError naming key and value if we cannot express them."""
         return {}
 
@@ -49,7 +49,7 @@ class Copied(Rule):
     unset: Json = None
     """Value of the key where the field is not set."""
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns the key's value."""
         return {self.field: config[self.key]}
 
@@ -70,7 +70,7 @@ class Fixed(Rule):
     also: tuple[Json, ...] = ()
     """Other values that mean the same."""
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns nothing. Raises UserError for any other value."""
         found = config.get(self.key, self.value)
         if found != self.value and found not in self.also:
@@ -114,7 +114,7 @@ class Inverse(Rule):
     key: str
     field: str
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns the inverse of the key's value."""
         if not config[self.key] > 0:
             raise UserError(f"{self.key} is {config[self.key]}; it must be larger than 0")
@@ -131,7 +131,7 @@ class Implied(Rule):
 
     values: Values
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns the family's values."""
         return dict(self.values)
 
@@ -153,7 +153,7 @@ class TiedEmbeddings(Rule):
 
     reads = ("tie_word_embeddings",)
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns the opposite switch."""
         return {"untie_embeddings_and_output_weights": not config["tie_word_embeddings"]}
 

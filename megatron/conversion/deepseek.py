@@ -3,7 +3,6 @@
 import dataclasses
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from megatron.conversion import config_rules as rules
 from megatron.conversion import decoder
@@ -75,7 +74,7 @@ class PredictionLayers(rules.Rule):
 
     reads = (PREDICTION_LAYERS,)
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns their number, if there are any."""
         count = config.get(PREDICTION_LAYERS)
         return {"mtp_num_layers": count} if count else {}
@@ -91,7 +90,7 @@ class LatentHeads(rules.Rule):
 
     reads = ("num_attention_heads", "num_key_value_heads", "q_lora_rank")
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns heads and the rank of queries. Raises UserError if heads share keys."""
         heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
         if groups not in (None, heads):
@@ -112,7 +111,7 @@ class LatentNorms(rules.Rule):
 
     reads = decoder.EPSILON.reads
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns both numbers."""
         epsilon = decoder.EPSILON.fields(config)
         return epsilon if epsilon[decoder.EPSILON.field] == 1e-6 else epsilon | {"latent_layernorm_epsilon": 1e-6}
@@ -138,7 +137,7 @@ class LatentPositions(rules.Rule):
 
     reads = ("rope_theta", "rope_scaling", "rope_parameters")
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns base and YaRN's numbers. Raises UserError for what YaRN of latent attention does not have."""
         key = "rope_scaling" if config["rope_scaling"] else "rope_parameters"
         rope = config[key] or {}
@@ -153,7 +152,7 @@ class LatentPositions(rules.Rule):
             raise UserError(f"{key} with rope_type {kind!r} has {', '.join(unknown)}, which is unsupported")
         return fields if kind == "default" else fields | self._yarn(key, rope, config)
 
-    def _yarn(self, key: str, rope: Json, config: Json) -> dict[str, Any]:
+    def _yarn(self, key: str, rope: Json, config: Json) -> dict[str, object]:
         numbers = {name: rope.get(name) for name in _YARN}
         wrong = [name for name, value in numbers.items() if not isinstance(value, int | float | None)]
         if wrong or numbers["factor"] is None:
@@ -186,7 +185,7 @@ class ExpertsAfterDense(rules.Rule):
 
     reads = ("first_k_dense_replace", "moe_intermediate_size", "n_shared_experts")
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns layers and widths. Raises UserError without shared experts, which transformers always builds."""
         dense, width, shared = (config[key] for key in self.reads)
         if not shared or shared < 1:
@@ -218,7 +217,7 @@ class ExpertsPerToken(rules.Rule):
 
     reads = ("num_experts_per_tok",)
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns the number."""
         number = config["num_experts_per_tok"]
         if not isinstance(number, int):
@@ -244,7 +243,7 @@ class ExpertGroups(rules.Rule):
         """The keys."""
         return ("n_group", "topk_group", "topk_method") if self.by_method else ("n_group", "topk_group")
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns the groups; nothing if there are none, or only one."""
         groups, chosen = config["n_group"], config["topk_group"]
         method = config["topk_method"] if self.by_method else "groups"
@@ -274,7 +273,7 @@ class NormedProbs(rules.Rule):
 
     reads = ("norm_topk_prob",)
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns the key's value."""
         return {"moe_router_norm_topk_prob": bool(config["norm_topk_prob"])}
 

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from megatron.conversion import config_rules as rules
 from megatron.conversion.decoder import HUB, OURS, one_to_one
@@ -39,7 +38,7 @@ class IndexedLayers(rules.Rule):
 
     reads = ("layer_types", "q_lora_rank")
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns the kind of attention. Raises UserError for layers of another type, and for a model whose queries
         have no latent."""
         others = sorted({str(kind) for kind in config["layer_types"] or ()} - {"indexed_attention"})
@@ -60,7 +59,7 @@ class IndexerNorm(rules.Rule):
 
     reads = ("rms_norm_eps",)
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns the epsilon, unless the other norms have it too."""
         return {} if config["rms_norm_eps"] == 1e-6 else {"dsa_indexer_k_norm_epsilon": 1e-6}
 
@@ -72,7 +71,7 @@ class ExpertsByLayer(rules.Rule):
 
     reads = (*ExpertsAfterDense.reads, "mlp_layer_types")
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns layers and widths. Raises UserError for unknown types of layers, and for a model without shared
         experts."""
         fields, kinds = ExpertsAfterDense().fields(config), config["mlp_layer_types"]

@@ -1,7 +1,6 @@
 """ERNIE 4.5 with experts, which softmax scores with a correction choose, beside shared experts."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from megatron.conversion import config_rules as rules
 from megatron.conversion import decoder
@@ -21,7 +20,7 @@ class BiasesBesideExperts(rules.Rule):
 
     reads = ("use_bias",)
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns the switches."""
         fields = ("add_qkv_bias", "attention_output_bias", "mlp_bias", "output_layer_bias")
         return {"add_bias_linear": False, **(dict.fromkeys(fields, True) if config["use_bias"] else {})}
@@ -37,7 +36,7 @@ class LayersOfExperts(rules.Rule):
 
     reads = ("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval")
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns the pattern of layers."""
         first, last, interval, count = (config[key] for key in (*self.reads, "num_hidden_layers"))
         if interval < 1:
@@ -60,7 +59,7 @@ class SharedExperts(rules.Rule):
 
     reads = ("moe_intermediate_size", "moe_num_shared_experts")
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns both widths."""
         width, shared = (config[key] for key in self.reads)
         return {"moe_ffn_hidden_size": width, "moe_shared_expert_intermediate_size": shared * width or None}

@@ -1,7 +1,6 @@
 """EXAONE 4: norms after attention and MLP, normed heads, and layers with a window between layers without positions."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from megatron.conversion import config_rules as rules
 from megatron.conversion import decoder, layer_rules
@@ -21,7 +20,7 @@ class WindowsOrNone(rules.Rule):
 
     reads = _WINDOWS.reads
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns windows, and layers without positions."""
         if config["sliding_window"] is None:
             return {}

@@ -1,7 +1,6 @@
 """All generations of Falcon. Their joint tensor of queries, keys and values has our layout."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from megatron.conversion import config_rules as rules
 from megatron.conversion.decoder import OURS, one_to_one
@@ -27,7 +26,7 @@ class FalconLayers(rules.Rule):
         *("new_decoder_architecture", "parallel_attn", "num_ln_in_parallel_attn"),
     )
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns heads and placement. Raises UserError for settings with which transformers has no such layer."""
         heads, groups, multi_query, is_new, parallel, norms = (config[key] for key in self.reads)
         groups = heads if groups is None else groups
@@ -74,7 +73,7 @@ class FalconPositions(RotaryPositions):
         """The keys."""
         return ("alibi", *super().reads)
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns the positions."""
         if not config["alibi"]:
             return super().fields(config)
@@ -103,7 +102,7 @@ class AllBiases(rules.Rule):
         """The key."""
         return (self.key,)
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns the key's value."""
         return {"add_bias_linear": bool(config[self.key])}
 

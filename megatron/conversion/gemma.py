@@ -1,7 +1,6 @@
 """Gemma, Gemma 2 and the text models of Gemma 3."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -27,7 +26,7 @@ _TENSORS |= one_to_one({f"{OURS}.{ours}.weight": f"{HUB}.{hub}.weight" for ours,
 class RootOfWidth(rules.Rule):
     """The embedding's output is multiplied by the square root of the hidden size, rounded to float32."""
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns the factor."""
         return {"embedding_multiplier": torch.tensor(config["hidden_size"] ** 0.5, dtype=torch.float32).item()}
 

@@ -1,7 +1,6 @@
 """GLM-4: half of each head is rotated, in pairs of neighbouring channels; gate and up matrices are one tensor."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from megatron.conversion import config_rules as rules
 from megatron.conversion import decoder, layer_rules
@@ -22,7 +21,7 @@ class QueryKeyValueBias(rules.Rule):
         """The key."""
         return (self.key,)
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns the switch."""
         return {"add_qkv_bias": True} if config[self.key] else {}
 

@@ -1,7 +1,6 @@
 """GPT-2, whose files have transposed matrices, and rules of models whose MLP has no gate."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from megatron.conversion import config_rules as rules
 from megatron.conversion.decoder import OURS, one_to_one, with_biases
@@ -28,7 +27,7 @@ class UngatedActivation(rules.Rule):
 
     key: str
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns the switch of the activation."""
         if config[self.key] not in _FIELDS:
             raise UserError(f"{self.key} is {config[self.key]!r}; {', '.join(_FIELDS)} are supported")
@@ -48,7 +47,7 @@ class WidthOfMLP(rules.Rule):
     key: str
     hidden_key: str
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns the width."""
         given = config[self.key]
         return {"ffn_hidden_size": 4 * config[self.hidden_key] if given is None else given}
@@ -65,7 +64,7 @@ class Gpt2Attention(rules.Rule):
 
     reads = ("n_head", "scale_attn_weights")
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns the heads, and the factor of the scores if it is 1."""
         heads = {"num_attention_heads": config["n_head"], "kv_channels": config["n_embd"] // config["n_head"]}
         return heads if config["scale_attn_weights"] else heads | {"softmax_scale": 1.0}
@@ -87,7 +86,7 @@ class EqualDropouts(rules.Rule):
         """The two keys."""
         return (self.of_embedding, self.of_residual)
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns the probability. Raises UserError if the two differ."""
         embedding, residual = (config[key] for key in self.reads)
         if embedding != residual:

@@ -2,7 +2,6 @@
 keys and values has our layout."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from megatron.conversion import config_rules as rules
 from megatron.conversion import decoder, gpt2
@@ -27,7 +26,7 @@ class SharedKeys(rules.Rule):
 
     reads = ("n_head", "multi_query", "scale_attn_weights", "num_key_value_heads")
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns heads and groups, and the factor of the scores if it is 1."""
         heads, shared, scaled = (config[key] for key in self.reads[:3])
         fields = {"num_attention_heads": heads, "kv_channels": config["n_embd"] // heads}

@@ -1,7 +1,6 @@
 """GPT-NeoX and Pythia. Their joint tensor of queries, keys and values has our layout."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from megatron.conversion import config_rules as rules
 from megatron.conversion import decoder
@@ -28,7 +27,7 @@ class NeoXLayers(rules.Rule):
 
     reads = ("num_attention_heads", "use_parallel_residual", "attention_bias")
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns heads, placement of the norms, and the biases, which the MLP always has."""
         heads, parallel, bias = (config[key] for key in self.reads)
         fields = {

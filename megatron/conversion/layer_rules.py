@@ -18,7 +18,7 @@ class ScoreScale(Rule):
     key: str
     query_scalar: bool = False
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns the factor."""
         value = config[self.key]
         if not value > 0:
@@ -39,7 +39,7 @@ class AttentionHeads(Rule):
 
     reads = ("num_attention_heads", "num_key_value_heads", "head_dim")
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns the three numbers. A width that is null or absent is hidden_size / num_attention_heads."""
         heads, groups, width = (config.get(key) for key in self.reads)
         if heads < 1:
@@ -72,7 +72,7 @@ class LinearBiases(Rule):
         """The keys that the family has."""
         return ("attention_bias", "mlp_bias") if self.mlp else ("attention_bias",)
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns a switch for each bias that the model has."""
         fields: dict[str, Any] = {"add_bias_linear": False}
         if config["attention_bias"]:
@@ -92,7 +92,7 @@ class GatedActivation(Rule):
 
     key: str = "hidden_act"
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns the switch."""
         word = config[self.key]
         if word not in _GATED:
@@ -133,7 +133,7 @@ class SlidingWindows(Rule):
         more = ("use_sliding_window", "max_window_layers", "layer_types")
         return ("sliding_window", *more) if self.by_layer else ("sliding_window",)
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns window size and layers; nothing if no layer has a window."""
         width, pattern = config["sliding_window"], self._windowed_layers(config)
         if width is None or not any(pattern):
@@ -187,7 +187,7 @@ class SwitchedWindows(Rule):
 
     reads = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns the window; nothing if windows are switched off, where the other keys have no meaning."""
         return SlidingWindows().fields(config) if config["use_sliding_window"] else {}
 
@@ -224,7 +224,7 @@ class RouterWeights(Rule):
         """The key, if the family has one."""
         return ("num_experts_per_tok", *(() if self.key is None else (self.key,)))
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns the router's fields."""
         fields = {"moe_router_topk": config["num_experts_per_tok"], "moe_router_score_function": "softmax"}
         if self.key is not None and not config[self.key]:
@@ -245,7 +245,7 @@ class ExpertLayers(Rule):
 
     reads = ("decoder_sparse_step", "mlp_only_layers")
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns the pattern of layers."""
         step, dense = config["decoder_sparse_step"], config["mlp_only_layers"] or []
         if step < 1:

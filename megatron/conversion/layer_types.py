@@ -96,7 +96,7 @@ class RotaryPositionsByLayerType(Rule):
         keys = (self.base_key, "rope_scaling", "rope_parameters")
         return (*keys, self.local_key) if self.local_key else keys
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns both bases, and the scaling of layers with full attention."""
         given = config["rope_parameters"] or {}
         others = sorted(given.keys() - {FULL, WINDOWED})

@@ -2,7 +2,6 @@
 inputs are weighted."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from megatron.conversion import config_rules as rules
 from megatron.conversion import decoder, layer_rules
@@ -26,7 +25,7 @@ class Chunks(rules.Rule):
 
     reads = ("attention_chunk_size", "layer_types")
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns size and layers of chunks; nothing if no layer has them."""
         size, kinds = (config[key] for key in self.reads)
         count = config["num_hidden_layers"]
@@ -58,7 +57,7 @@ class ScaledQueries(rules.Rule):
 
     reads = ("attn_temperature_tuning", "attn_scale", "floor_scale")
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns both numbers; nothing if it is switched off, or if all layers have positions."""
         is_on, scale, floor = (config[key] for key in self.reads)
         if not is_on or not _POSITIONS.fields(config):
@@ -78,7 +77,7 @@ class NormedHeads(rules.Rule):
 
     reads = ("use_qk_norm",)
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns switch and epsilon."""
         return {"qk_l2_norm": True, "qk_l2_norm_epsilon": config["rms_norm_eps"]} if config["use_qk_norm"] else {}
 
@@ -94,7 +93,7 @@ class OneExpert(rules.Rule):
 
     reads = ("num_experts_per_tok", "interleave_moe_layer_step", "moe_layers")
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns router and layers. Raises UserError for several experts of a token."""
         chosen, step, layers = (config[key] for key in self.reads)
         if chosen != 1:

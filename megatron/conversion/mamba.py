@@ -1,7 +1,6 @@
 """Mamba2, and the tables of Mamba-2 layers that hybrid models share with it."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from megatron.conversion import config_rules as rules
 from megatron.conversion import decoder
@@ -70,7 +69,7 @@ class MambaHeads(rules.Rule):
         """The keys."""
         return (self.number, self.width, *(("expand",) if self.is_multiple else ()))
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns number and width. Raises UserError if `expand` contradicts them."""
         number, width = config[self.number], config[self.width]
         if self.is_multiple and config["expand"] * config["hidden_size"] != number * width:
@@ -93,7 +92,7 @@ class StepLimits(rules.Rule):
 
     reads = ("time_step_limit",)
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns the lower limit."""
         given = config["time_step_limit"]
         given = [0.0, _INFINITE] if given is None else given
@@ -113,7 +112,7 @@ class MambaLayers(rules.Rule):
 
     reads = ("num_hidden_layers",)
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns the pattern and the number of layers."""
         count = config["num_hidden_layers"]
         return {"num_layers": count, "hybrid_layer_pattern": "M" * count}

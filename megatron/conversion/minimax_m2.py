@@ -2,7 +2,6 @@
 correction."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from megatron.conversion import config_rules as rules
 from megatron.conversion import decoder, layer_rules
@@ -19,7 +18,7 @@ class RotatedChannels(rules.Rule):
 
     reads = ("rotary_dim",)
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns the rotated part."""
         channels, rope = config.get("rotary_dim"), config.get("rope_parameters") or {}
         if channels is None or "partial_rotary_factor" in rope:

@@ -1,7 +1,6 @@
 """ModernBERT: an encoder with rotary positions, gated MLPs, and windows in most layers; without token types."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from megatron.conversion import config_rules as rules
 from megatron.conversion import layer_rules
@@ -30,7 +29,7 @@ class LocalAttention(WindowsByLayerType):
     period: int = 3
     reads = ("local_attention", "layer_types", "global_attn_every_n_layers")
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns window size and layers; nothing if no layer has a window."""
         kinds, side = config["layer_types"], config["local_attention"] // 2
         if kinds is None:
@@ -53,7 +52,7 @@ class HeadActivation(rules.Rule):
 
     key: str = "classifier_activation"
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns the activation."""
         if config[self.key] not in _ACTIVATIONS:
             raise UserError(f"{self.key} is {config[self.key]!r}; {', '.join(_ACTIVATIONS)} are supported")

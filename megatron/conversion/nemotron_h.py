@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from megatron.conversion import config_rules as rules
 from megatron.conversion import decoder, layer_rules
@@ -103,7 +102,7 @@ class LayerLetters(rules.Rule):
 
     reads = ("layers_block_type", "hybrid_override_pattern", "num_hidden_layers")
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns the pattern and the number of layers."""
         letters = _pattern(config)
         return {"num_layers": len(letters), "hybrid_layer_pattern": letters}
@@ -125,7 +124,7 @@ class WithExperts(rules.Rule):
         """The keys of all these rules."""
         return tuple(key for rule in self.of_experts for key in rule.reads)
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns the fields of all these rules."""
         if "E" not in _pattern(config):
             return {}
@@ -144,7 +143,7 @@ class MlpBiases(rules.Rule):
 
     reads = ("mlp_bias", "moe_latent_size")
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns the switch and the width of latents."""
         if config["mlp_bias"] and config["moe_latent_size"]:
             raise UserError("mlp_bias is True; with moe_latent_size only False is supported")

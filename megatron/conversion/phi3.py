@@ -23,7 +23,7 @@ class LongRope(rules.Rule):
         *("partial_rotary_factor", "original_max_position_embeddings"),
     )
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns base, rotated part and divisors. Raises UserError for other scalings."""
         key = "rope_scaling" if config["rope_scaling"] else "rope_parameters"
         rope = config[key] or {}

@@ -1,7 +1,6 @@
 """Qwen3-Next: gated delta nets between layers of gated attention, experts, and a shared expert with a gate."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from megatron.conversion import config_rules as rules
 from megatron.conversion import decoder, layer_rules
@@ -80,7 +79,7 @@ class LinearAttentionLayers(rules.Rule):
 
     reads = ("layer_types", "full_attention_interval")
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns the pattern. Raises UserError for unknown types of layers."""
         count, kinds = config["num_hidden_layers"], config["layer_types"]
         period = config.get("full_attention_interval", 4)

@@ -59,7 +59,7 @@ class RotaryPositions(Rule):
         keys = ("rope_theta", "rope_scaling", "rope_parameters", *filter(None, (self.old_part, self.old_base)))
         return keys if self.rotated_part is None else (*keys, "partial_rotary_factor")
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns base and scaling. Raises UserError for parameters by layer type, and for unsupported scalings."""
         key = "rope_scaling" if config["rope_scaling"] else "rope_parameters"
         rope = self.absent if config[key] is None else config[key]
@@ -110,7 +110,7 @@ def scaling_key(values: Values) -> dict[str, Json] | None:
     return {"rope_type": kind, "factor": factor, **given}
 
 
-def scaling_fields(key: str, rope: Json, config: Json) -> dict[str, Any]:
+def scaling_fields(key: str, rope: Json, config: Json) -> dict[str, object]:
     """Returns the fields of a scaling. `key` is the key of config.json whose value is `rope`."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in _KINDS:
@@ -137,7 +137,7 @@ def scaling_fields(key: str, rope: Json, config: Json) -> dict[str, Any]:
     return fields
 
 
-def _dynamic_fields(key: str, rope: Json, config: Json) -> dict[str, Any]:
+def _dynamic_fields(key: str, rope: Json, config: Json) -> dict[str, object]:
     """Returns the fields of a base that grows with the row, beyond `max_position_embeddings` tokens."""
     unknown = [
         name for name in rope if name not in ("rope_theta", "rope_type", "type", "factor", "partial_rotary_factor")
@@ -154,7 +154,7 @@ def _dynamic_fields(key: str, rope: Json, config: Json) -> dict[str, Any]:
     }
 
 
-def divisor_fields(key: str, rope: Json, config: Json) -> dict[str, Any]:
+def divisor_fields(key: str, rope: Json, config: Json) -> dict[str, object]:
     """Returns the fields of a divisor for each frequency (`longrope`). The original length beside `rope` comes first.
     Raises UserError for what it does not have."""
     known = {"rope_theta", "rope_type", "type", "partial_rotary_factor", "original_max_position_embeddings"}

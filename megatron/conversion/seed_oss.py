@@ -1,7 +1,6 @@
 """Seed-OSS: a decoder like Llama with biases of queries, keys and values."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from megatron.conversion import config_rules as rules
 from megatron.conversion import decoder
@@ -16,7 +15,7 @@ class Biases(rules.Rule):
 
     reads = ("attention_bias", "attention_out_bias", "mlp_bias")
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns a switch for each."""
         qkv, output, mlp = (bool(config[key]) for key in self.reads)
         return {"add_qkv_bias": qkv, "attention_output_bias": output, "mlp_bias": mlp}

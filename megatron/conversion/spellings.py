@@ -73,39 +73,39 @@ def has_t5_head_bias(values: Values) -> bool:
     return bool(values["t5_head_bias"]) and not values["untie_embeddings_and_output_weights"]
 
 
-def _key_value_heads(values: Values) -> Any:
+def _key_value_heads(values: Values) -> object:
     return values["num_query_groups"] if values["group_query_attention"] else values["num_attention_heads"]
 
 
-def _router_weights(values: Values) -> Any:
+def _router_weights(values: Values) -> object:
     if values["moe_router_score_function"] != "softmax":
         given = values["moe_router_norm_topk_prob"]
         return values["moe_router_pre_softmax"], values["moe_router_topk"] > 1 if given is None else given
     return router_weights_sum_to_one(values)
 
 
-def _rope_scaling(values: Values) -> Any:
+def _rope_scaling(values: Values) -> object:
     both = values["rope_scaling_type"] is not None or values["use_rope_scaling"]
     return rope_scaling_of(values), values["rotary_seq_len_interpolation_factor"] if both else None
 
 
-def _windowed_layers(values: Values) -> Any:
+def _windowed_layers(values: Values) -> object:
     return values["window_size"], _layers(values, is_windowed)
 
 
-def _chunked_layers(values: Values) -> Any:
+def _chunked_layers(values: Values) -> object:
     return values["attention_chunk_size"], _layers(values, is_chunked)
 
 
-def _rotated_layers(values: Values) -> Any:
+def _rotated_layers(values: Values) -> object:
     return _layers(values, has_rope)
 
 
-def _expert_layers(values: Values) -> Any:
+def _expert_layers(values: Values) -> object:
     return _layers(values, has_experts)
 
 
-def _mlp_widths(values: Values) -> Any:
+def _mlp_widths(values: Values) -> object:
     kinds = _kinds_of_layers(values)
     of_expert = values["moe_ffn_hidden_size"] or values["ffn_hidden_size"]
     return values["ffn_hidden_size"] if "mlp" in kinds else None, of_expert if "moe" in kinds else None
@@ -117,20 +117,20 @@ def _kinds_of_layers(values: Values) -> set[str | None]:
     return {part for layer in range(values["num_layers"]) for part in layer_parts(config, layer + 1)}
 
 
-def _of_attention(values: Values) -> Any:
+def _of_attention(values: Values) -> object:
     """Returns the sizes of attention; None if no layer has it."""
     if _kinds_of_layers(values).isdisjoint(("attention", "dsa")):
         return None
     return values["num_attention_heads"], _key_value_heads(values), values["kv_channels"]
 
 
-def _activation(values: Values) -> Any:
+def _activation(values: Values) -> object:
     """Returns the switches of activations; None if no layer has an MLP or experts."""
     has_any = not _kinds_of_layers(values).isdisjoint(("mlp", "moe"))
     return tuple(bool(values[name]) for name in ACTIVATIONS) if has_any else None
 
 
-def _mamba(values: Values) -> Any:
+def _mamba(values: Values) -> object:
     """Returns the sizes of Mamba-2 layers; None if there are none."""
     if "mamba" not in _kinds_of_layers(values):
         return None
@@ -140,12 +140,12 @@ def _mamba(values: Values) -> Any:
 _OF_MAMBA = ("mamba_head_dim", "mamba_state_dim", "mamba_num_groups", "mamba_conv_kernel_dim", "mamba_min_time_step")
 
 
-def _delta_nets(values: Values) -> Any:
+def _delta_nets(values: Values) -> object:
     config = run_of(values)
     return [layer_parts(config, layer + 1).token_mixer for layer in range(values["num_layers"])]
 
 
-def _router_groups(values: Values) -> Any:
+def _router_groups(values: Values) -> object:
     groups, chosen = values["moe_router_num_groups"], values["moe_router_group_topk"]
     if groups is None or chosen is None:
         return None
@@ -165,7 +165,7 @@ def _rounded(number: float | None) -> str | None:
     return None if number is None else f"{number:.6g}"
 
 
-def _base_of_windowed_layers(values: Values) -> Any:
+def _base_of_windowed_layers(values: Values) -> object:
     """Returns the base of layers with a window; None if there are none, or if they are scaled like the others."""
     if not any(_layers(values, is_windowed)):
         return None
@@ -180,12 +180,12 @@ _OF_YARN = (
 )
 
 
-def _yarn_of_latent_attention(values: Values) -> Any:
+def _yarn_of_latent_attention(values: Values) -> object:
     has_yarn = values["multi_latent_attention"] and values["rope_type"] == "yarn"
     return tuple(values[name] for name in _OF_YARN) if has_yarn else None
 
 
-def _epsilon_of_latents(values: Values) -> Any:
+def _epsilon_of_latents(values: Values) -> object:
     if not values["multi_latent_attention"]:
         return None
     own = values["latent_layernorm_epsilon"]
@@ -207,7 +207,7 @@ def _layers(values: Values, holds: Callable[[Any, int], bool]) -> list[bool]:
     return [holds(config, layer) for layer in range(1, values["num_layers"] + 1)]
 
 
-_SPELLINGS: tuple[tuple[tuple[str, ...], Callable[[Values], Any]], ...] = (
+_SPELLINGS: tuple[tuple[tuple[str, ...], Callable[[Values], object]], ...] = (
     (_OF_HYBRIDS, lambda values: hybrid_letters(run_of(values))),
     (("num_attention_heads", "group_query_attention", "num_query_groups", "kv_channels"), _of_attention),
     ((*ACTIVATIONS,), _activation),
@@ -240,7 +240,7 @@ _SPELLINGS: tuple[tuple[tuple[str, ...], Callable[[Values], Any]], ...] = (
 """Fields that say one thing together, and the function that computes what they say."""
 
 
-def in_spelling_of(values: Values, fields: Values) -> dict[str, Any]:
+def in_spelling_of(values: Values, fields: Values) -> dict[str, object]:
     """Returns `fields`, with the run's `values` of those fields that say the same in another way.
 
     Fields that are not given have their defaults. `values` are all values of the run.

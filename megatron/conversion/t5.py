@@ -2,7 +2,6 @@
 with a weight of its own) and mT5 (the same, or tied without scaled logits)."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from megatron.conversion import config_rules as rules
 from megatron.conversion.family import Family
@@ -65,7 +64,7 @@ class Layers(rules.Rule):
 
     reads = ("num_layers", "num_decoder_layers")
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns both numbers."""
         encoder, decoder = (config[key] for key in self.reads)
         return {"encoder_num_layers": encoder, "num_layers": encoder if decoder is None else decoder}
@@ -81,7 +80,7 @@ class T5Activation(rules.Rule):
 
     reads = ("feed_forward_proj", "dense_act_fn", "is_gated_act")
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns the switch of the activation. Raises UserError for other activations."""
         word = config["feed_forward_proj"]
         if word not in _ACTIVATIONS:
@@ -114,7 +113,7 @@ class OutputLayer(rules.Rule):
 
     reads = ("tie_word_embeddings", "scale_decoder_outputs")
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns ties, scale, and that there is no bias."""
         if config["tie_word_embeddings"] and config.get("scale_decoder_outputs", True):
             tied = {"untie_embeddings_and_output_weights": False, "t5_head_bias": False}
@@ -135,7 +134,7 @@ class UnscaledOutputLayer(rules.Rule):
 
     reads = ("tie_word_embeddings",)
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns whether the weights are tied, and that there is no bias."""
         if not config["tie_word_embeddings"]:
             return {"untie_embeddings_and_output_weights": True}

@@ -80,7 +80,7 @@ class Timer:
             self.start(barrier)
         return total
 
-    def _now(self) -> Any:
+    def _now(self) -> object:
         if not self._on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)

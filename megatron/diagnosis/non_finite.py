@@ -177,7 +177,7 @@ def _write_batches(trainer: Trainer, folder: Path, step: RecentStep) -> str | No
     return None
 
 
-def write_batches(path: Path, batches: Sequence[Any]) -> None:
+def write_batches(path: Path, batches: Sequence[object]) -> None:
     """Writes micro-batches as a safetensors file. Raises UserError unless the batches are those of our data sets, or
     dictionaries of tensors."""
     tensors: dict[str, Tensor] = {}
@@ -216,7 +216,7 @@ def read_batches(path: Path) -> list[Any]:
         raise ValueError(f"not the micro-batches of a step ({error!r})") from error
 
 
-def _json(findings: Sequence[Finding]) -> list[dict[str, Any]]:
+def _json(findings: Sequence[Finding]) -> list[dict[str, object]]:
     return [dataclasses.asdict(finding) for finding in findings]
 
 

@@ -29,7 +29,7 @@ Positions = Literal["learned_absolute", "rope", "mrope", "yarn", "none"]
 def parse_and_validate_args(
     extra_args_provider: ExtraArgsProvider | None = None,
     ignore_unknown_args: bool = False,
-    args_defaults: Mapping[str, Any] | None = None,
+    args_defaults: Mapping[str, object] | None = None,
 ) -> Arguments:
     """Returns the arguments of the command line, checked and with derived values, as `validate_args(parse_args(...))`
     does. `--load-hf` is read too. After mistakes, prints all of them and exits with code 2."""
@@ -52,8 +52,8 @@ class ModelSettings:
     rotary_base: float = 10000
     seq_len_interpolation_factor: float | None = None
     restore_modelopt_state: bool = False
-    pre_wrap_hooks: list[Callable[..., Any]] = field(default_factory=list)
-    post_wrap_hooks: list[Callable[..., Any]] = field(default_factory=list)
+    pre_wrap_hooks: list[Callable[..., object]] = field(default_factory=list)
+    post_wrap_hooks: list[Callable[..., object]] = field(default_factory=list)
 
     def of_model(self) -> dict[str, Any]:
         """Returns the arguments that both models take. Raises UserError for settings without a meaning here."""
@@ -166,7 +166,7 @@ def gpt_config_from_args(
 
 
 def hybrid_config_from_args(
-    args: Any, config: TransformerConfig | None = None, model_config_cls: type[Any] = HybridModelConfig
+    args: object, config: TransformerConfig | None = None, model_config_cls: type[object] = HybridModelConfig
 ) -> Any:
     """Returns the settings of the hybrid model that arguments describe. `config` replaces their transformer config."""
     values, words = _settings(args, config, model_config_cls), _spec_of(args)
@@ -212,7 +212,10 @@ class PretrainConfigContainer:
             )
 
         def provide(
-            pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None, pg_collection: Any = None
+            pre_process: bool = True,
+            post_process: bool = True,
+            vp_stage: int | None = None,
+            pg_collection: object = None,
         ) -> nn.Module:
             model: nn.Module = settings.build_model(pg_collection, pre_process, post_process, vp_stage)
             return model
@@ -220,7 +223,7 @@ class PretrainConfigContainer:
         return provide
 
 
-def pretrain_cfg_container_from_args(args: Any, model_cfg: Any = None) -> PretrainConfigContainer:
+def pretrain_cfg_container_from_args(args: object, model_cfg: object = None) -> PretrainConfigContainer:
     """Returns the settings of a run for `pretrain`, from arguments that `validate_args` has checked. Raises UserError
     for others."""
     config = getattr(args, "config", None)

@@ -17,7 +17,7 @@ _OF_ROWS = ("tokens", "labels", "loss_mask", "position_ids")
 
 
 def get_batch_on_this_tp_rank(
-    batch: Mapping[str, Any] | None,
+    batch: Mapping[str, object] | None,
     has_cu_seqlens: bool,
     is_hybrid_cp: bool,
     create_attention_mask_in_dataloader: bool,

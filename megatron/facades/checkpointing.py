@@ -34,15 +34,15 @@ def save_checkpoint(
     optimizer: MegatronOptimizer,
     opt_param_scheduler: OptimizerParamScheduler,
     num_floating_point_operations_so_far: float,
-    checkpointing_context: Any = None,
+    checkpointing_context: object = None,
     pipeline_rank: int | None = None,
     expert_rank: int | None = None,
     tensor_rank: int | None = None,
     pipeline_parallel: bool | None = None,
     expert_parallel: bool | None = None,
     non_persistent_ckpt: bool = False,
-    train_data_iterator: Any = None,
-    preprocess_common_state_dict_fn: Any = None,
+    train_data_iterator: object = None,
+    preprocess_common_state_dict_fn: object = None,
     release: bool = False,
     tp_group: ProcessGroup | None = None,
     pp_group: ProcessGroup | None = None,
@@ -68,7 +68,7 @@ def load_checkpoint(
     opt_param_scheduler: OptimizerParamScheduler,
     load_arg: str = "load",
     strict: bool = True,
-    checkpointing_context: Any = None,
+    checkpointing_context: object = None,
     skip_load_to_model_and_opt: bool = False,
     tp_group: ProcessGroup | None = None,
     pp_group: ProcessGroup | None = None,
@@ -132,7 +132,7 @@ def get_checkpoint_tracker_filename(checkpoints_path: str | Path) -> str:
     return str(Path(checkpoints_path) / TRACKER)
 
 
-def get_checkpoint_name(checkpoints_path: str | Path, iteration: int, release: bool = False, **place: Any) -> str:
+def get_checkpoint_name(checkpoints_path: str | Path, iteration: int, release: bool = False, **place: object) -> str:
     """Returns the folder of a checkpoint. The files in it are those of all ranks, so a rank's `place` has no effect."""
     return str(Path(checkpoints_path) / folder_name("release" if release else iteration))
 

@@ -90,7 +90,7 @@ class LiveArguments:
         if field is None:
             self._own[name] = value
 
-    def _count(self, name: str, field: str, value: Any) -> None:
+    def _count(self, name: str, field: str, value: object) -> None:
         """Writes a count of the training state. Raises UserError if the app counts, unless it has this value."""
         if getattr(self._state, field) == value:
             return
@@ -101,7 +101,7 @@ class LiveArguments:
             )
         setattr(self._state, field, value)
 
-    def _refuse(self, name: str, field: str, value: Any) -> NoReturn:
+    def _refuse(self, name: str, field: str, value: object) -> NoReturn:
         flag = spelling_of(field)
         way = f"pass {flag}" if flag.startswith("--") else "change the flags that it follows from"
         stands = value_text(self._settings[field])
@@ -150,7 +150,7 @@ class _CurrentRun:
 _current = _CurrentRun()
 
 
-def set_current_run(context: "Context", **facts: Any) -> None:
+def set_current_run(context: "Context", **facts: object) -> None:
     """Makes this run the one that the functions below act on. `facts` are further values of `get_args()`."""
     _current.context = context
     _current.arguments = LiveArguments(context.config, context.state, **facts)

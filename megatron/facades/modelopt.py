@@ -4,7 +4,6 @@ Its other names can be imported and raise UserError when they are used (megatron
 """
 
 import argparse
-from typing import Any
 
 
 def add_modelopt_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -12,6 +11,6 @@ def add_modelopt_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     return parser
 
 
-def modelopt_args_enabled(args: Any) -> bool:
+def modelopt_args_enabled(args: object) -> bool:
     """Returns False: no flag turns ModelOpt on."""
     return False

@@ -35,12 +35,12 @@ def _pretrain(
     forward_step_func: Callable[..., Any] | None = None,
     process_non_loss_data_func: Callable[..., Any] | None = None,
     extra_args_provider: Callable[..., Any] | None = None,
-    args_defaults: Mapping[str, Any] | None = None,
+    args_defaults: Mapping[str, object] | None = None,
     get_embedding_ranks: Callable[..., Any] | None = None,
     get_position_embedding_ranks: Callable[..., Any] | None = None,
     non_loss_data_func: Callable[..., Any] | None = None,
-    store: Any = None,
-    inprocess_call_wrapper: Any = None,
+    store: object = None,
+    inprocess_call_wrapper: object = None,
     *,
     optimizer_provider: Callable[..., Any] | None = None,
 ) -> None:
@@ -85,18 +85,18 @@ def _pretrain(
 
 def _pretrain_configured(
     cfg_container: PretrainConfigContainer,
-    train_valid_test_dataset_provider: Callable[..., Sequence[Any]],
+    train_valid_test_dataset_provider: Callable[..., Sequence[object]],
     model_type: ModelType = ModelType.encoder_or_decoder,
     forward_step_func: Callable[..., Any] | None = None,
     model_provider: Callable[..., nn.Module] | None = None,
     process_non_loss_data_func: Callable[..., Any] | None = None,
-    get_embedding_ranks: Callable[..., Any] | None = None,
+    get_embedding_ranks: Callable[..., object] | None = None,
     get_position_embedding_ranks: Callable[..., Any] | None = None,
     non_loss_data_func: Callable[..., Any] | None = None,
     store: Any = None,
     inprocess_call_wrapper: Any = None,
     p2p_communicator: Any = None,
-    pg_collection: Any = None,
+    pg_collection: object = None,
     skip_model_parallel_init: bool = False,
 ) -> None:
     """`pretrain` of releases from 0.18 on, whose settings come as a record instead of the command line."""

@@ -72,7 +72,7 @@ def get_model(
 
 
 def setup_model_and_optimizer(
-    model_provider_func: Callable[..., nn.Module], model_type: ModelType, checkpointing_context: Any = None
+    model_provider_func: Callable[..., nn.Module], model_type: ModelType, checkpointing_context: object = None
 ) -> tuple[list[nn.Module], MegatronOptimizer | None, OptimizerParamScheduler | None]:
     """Returns model chunks, optimizer and schedule, loaded from --load's checkpoint if there is one. With --skip-train
     the last two are None."""
@@ -88,7 +88,7 @@ def setup_model_and_optimizer(
 
 
 def build_train_valid_test_data_iterators(
-    build_train_valid_test_datasets_provider: Callable[..., Sequence[Any]],
+    build_train_valid_test_datasets_provider: Callable[..., Sequence[object]],
 ) -> tuple[Any, Any, Any]:
     """Returns this rank's micro-batches of each split, from the run's place in the data; None for a split without data.
     With virtual pipeline stages each is a list with one iterator per model chunk."""
@@ -137,7 +137,7 @@ def get_train_valid_test_num_samples() -> tuple[int, int | None, int | None]:
 
 
 def build_train_valid_test_datasets(
-    build_train_valid_test_datasets_provider: Callable[..., Sequence[Any]],
+    build_train_valid_test_datasets_provider: Callable[..., Sequence[object]],
     train_valid_test_num_samples: Sequence[int | None] | None = None,
 ) -> Sequence[Any]:
     """Returns the datasets that the provider builds for these numbers of samples, or for those of
@@ -155,7 +155,7 @@ def get_optimizer_param_scheduler(optimizer: MegatronOptimizer) -> OptimizerPara
     return build_scheduler(global_vars.current_run().config, optimizer)
 
 
-def num_floating_point_operations(args: Any, batch_size: int) -> int:
+def num_floating_point_operations(args: object, batch_size: int) -> int:
     """Returns the floating point operations of a training step over `batch_size` sequences of the run. The settings are
     those of the run; `args` has no effect."""
     run = global_vars.current_run()
@@ -169,7 +169,7 @@ def num_floating_point_operations(args: Any, batch_size: int) -> int:
     )
 
 
-def cyclic_iter(iter: Iterable[Any]) -> Iterator[Any]:
+def cyclic_iter(iter: Iterable[object]) -> Iterator[Any]:
     """Yields the items of an iterable again and again."""
     while True:
         yield from iter
@@ -185,14 +185,14 @@ def print_datetime(string: str) -> None:
 def evaluate_and_print_results(
     prefix: str,
     forward_step_func: Callable[..., Any],
-    data_iterator: Iterator[Any] | Sequence[Iterator[Any]] | None,
+    data_iterator: Iterator[Any] | Sequence[Iterator[object]] | None,
     model: Sequence[nn.Module],
     iteration: int,
     process_non_loss_data_func: Callable[..., Any] | None,
     config: object,
     verbose: bool = False,
     write_to_tensorboard: bool = True,
-    non_loss_data_func: Callable[..., Any] | None = None,
+    non_loss_data_func: Callable[..., object] | None = None,
 ) -> None:
     """Calls `evaluate`, and prints the mean losses on the last rank. With the writer of --tensorboard-dir, losses and
     data that are no losses go there."""
@@ -218,12 +218,12 @@ def train(
     model: Sequence[nn.Module],
     optimizer: MegatronOptimizer,
     opt_param_scheduler: OptimizerParamScheduler,
-    train_data_iterator: Iterator[Any] | Sequence[Iterator[Any]] | None,
+    train_data_iterator: Iterator[object] | Sequence[Iterator[Any]] | None,
     valid_data_iterator: Iterator[Any] | Sequence[Iterator[Any]] | None,
-    process_non_loss_data_func: Callable[..., Any] | None = None,
+    process_non_loss_data_func: Callable[..., object] | None = None,
     config: object = None,
-    checkpointing_context: Any = None,
-    non_loss_data_func: Callable[..., Any] | None = None,
+    checkpointing_context: object = None,
+    non_loss_data_func: Callable[..., object] | None = None,
 ) -> tuple[int, float]:
     """Trains to the last iteration as `pretrain` does: log lines, validations, checkpoints, signals.
 
@@ -259,7 +259,7 @@ def train(
     return run.state.iteration, run.state.floating_point_operations_so_far
 
 
-def _step_data(data_iterator: Iterator[Any] | Sequence[Iterator[Any]] | None, run: Context) -> StepData:
+def _step_data(data_iterator: Iterator[object] | Sequence[Iterator[object]] | None, run: Context) -> StepData:
     """Returns the micro-batches behind a script's iterator. Raises UserError for iterators of its own for several
     chunks."""
     found = step_data_of(data_iterator)
@@ -277,12 +277,12 @@ def _step_data(data_iterator: Iterator[Any] | Sequence[Iterator[Any]] | None, ru
 
 def train_step(
     forward_step_func: Callable[..., Any],
-    data_iterator: Iterator[Any] | Sequence[Iterator[Any]] | None,
+    data_iterator: Iterator[object] | Sequence[Iterator[object]] | None,
     model: Sequence[nn.Module],
     optimizer: MegatronOptimizer,
     opt_param_scheduler: OptimizerParamScheduler,
     config: object,
-    forward_backward_func: Callable[..., Any],
+    forward_backward_func: Callable[..., object],
     iteration: int | None = None,
 ) -> tuple[dict[str, Tensor], int, bool, bool, int, float | None, int | None, float | None]:
     """Runs one training step and counts it in `get_args()`. Waits for the device.

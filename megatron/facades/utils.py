@@ -28,7 +28,7 @@ from megatron.training.data.sources import get_blend_and_blend_per_split as get_
 # Printing
 
 
-def print_rank_0(message: Any, rank: int | None = None) -> None:
+def print_rank_0(message: object, rank: int | None = None) -> None:
     """Prints on the first rank. `rank` is this process's rank, for use before torch.distributed is initialized."""
     if (rank if rank is not None else _rank()) == 0:
         print(message, flush=True)
@@ -39,7 +39,7 @@ def is_last_rank() -> bool:
     return _rank() == (dist.get_world_size() - 1 if dist.is_initialized() else 0)
 
 
-def print_rank_last(message: Any) -> None:
+def print_rank_last(message: object) -> None:
     """Prints on the last rank."""
     if is_last_rank():
         print(message, flush=True)
@@ -49,7 +49,7 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def warn_rank_0(message: Any, rank: int | None = None) -> None:
+def warn_rank_0(message: object, rank: int | None = None) -> None:
     """Warns on the first rank. `rank` is this process's rank, for use before torch.distributed is initialized."""
     if (rank if rank is not None else _rank()) == 0:
         warnings.warn(str(message), stacklevel=2)
@@ -59,7 +59,7 @@ def warn_rank_0(message: Any, rank: int | None = None) -> None:
 # Models
 
 
-def unwrap_model(model: Any, module_instances: type | tuple[type, ...] | None = None) -> Any:
+def unwrap_model(model: object, module_instances: type | tuple[type, ...] | None = None) -> Any:
     """Returns the module inside wrappers of the given classes (default: data parallel and half precision). A list gives
     a list."""
     wrappers: Any = module_instances or (DistributedDataParallel, Float16Module)
@@ -133,7 +133,7 @@ _PACKING = ("cu_seqlens", "max_seqlen", "local_cp_size")
 
 
 def get_batch_on_this_tp_rank(
-    data_iterator: Iterator[Mapping[str, Any]] | None, mtp_on_this_rank: bool | None = None
+    data_iterator: Iterator[Mapping[str, object]] | None, mtp_on_this_rank: bool | None = None
 ) -> dict[str, Tensor | None]:
     """Returns the next micro-batch on this rank's device: tokens, labels, loss_mask, attention_mask, position_ids.
 
@@ -161,7 +161,7 @@ def get_batch_on_this_tp_rank(
     return found if mtp_on_this_rank is None else {**found, **dict.fromkeys(_PACKING)}
 
 
-def _fields(batch: Mapping[str, Any]) -> dict[str, Tensor | None]:
+def _fields(batch: Mapping[str, object]) -> dict[str, Tensor | None]:
     found: dict[str, Tensor | None] = {name: _field(batch, name) for name in BATCH_FIELDS}
     cu_seqlens = _field(batch, "cu_seqlens")
     if found["attention_mask"] is None and cu_seqlens is not None:

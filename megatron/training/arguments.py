@@ -18,7 +18,7 @@ from megatron.training.launch.launcher_variables import take_ranks_of_launcher
 
 def config_of_command_line(
     extra_args_provider: ExtraArgsProvider | None = None,
-    args_defaults: Mapping[str, Any] | None = None,
+    args_defaults: Mapping[str, object] | None = None,
     ignore_unknown_args: bool = False,
     take_flags: Callable[[CommandLine], None] | None = None,
 ) -> PretrainConfig:

@@ -25,7 +25,9 @@ _OF_A_PATTERN = ("num_layers", "encoder_num_layers", "moe_layer_freq")
 """Fields that a given --hybrid-layer-pattern says. The checkpoint of a GPT has them for the GPT's layers."""
 
 
-def take_checkpoint_args(line: CommandLine, defaults: Mapping[str, Any] | None = None) -> Mapping[str, Any] | None:
+def take_checkpoint_args(
+    line: CommandLine, defaults: Mapping[str, object] | None = None
+) -> Mapping[str, object] | None:
     """Takes the flags of model and tokenizer that are not given from a checkpoint, as Megatron-LM does, and returns
     the checkpoint's description. Does nothing, and returns None, without --use-checkpoint-args.
 
@@ -111,7 +113,9 @@ def leave_model_of_recipe(line: CommandLine, by: str) -> None:
         )
 
 
-def _compare(line: CommandLine, flag: Flag, recorded: Mapping[str, Any], folder: str, by: str, stay: list[str]) -> None:
+def _compare(
+    line: CommandLine, flag: Flag, recorded: Mapping[str, object], folder: str, by: str, stay: list[str]
+) -> None:
     """Adds a problem if the given value of a flag makes another model than the recorded one. Adds another difference
     to `stay`."""
     given, theirs = _comparable(flag, line.values), _comparable(flag, recorded)
@@ -134,7 +138,7 @@ def _comparable(flag: Flag, values: Mapping[str, Any]) -> Any:
     return without_stages(value) if flag.field == "hybrid_layer_pattern" else value
 
 
-def _text(flag: Flag, value: Any) -> str:
+def _text(flag: Flag, value: object) -> str:
     if flag.switch is not None:
         return value_text(value is flag.switch[flag.spelling])
     return "not set" if value is None else " ".join(value_words(flag, value))

@@ -138,7 +138,10 @@ def eval_mode(model: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def _forward(
-    forward_backward_func: Callable[..., Sequence[Mapping[str, Tensor]]], iteration: int, planned: int, **arguments: Any
+    forward_backward_func: Callable[..., Sequence[Mapping[str, Tensor]]],
+    iteration: int,
+    planned: int,
+    **arguments: object,
 ) -> Sequence[Mapping[str, Tensor]]:
     try:
         return forward_backward_func(**arguments)

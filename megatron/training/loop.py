@@ -181,7 +181,7 @@ def explains_end_of_data(trainer: Trainer) -> Iterator[None]:
         ) from error
 
 
-def arguments_of_schedule(optimizer: MegatronOptimizer, data: StepData) -> dict[str, Any]:
+def arguments_of_schedule(optimizer: MegatronOptimizer, data: StepData) -> dict[str, object]:
     """Returns the arguments that our schedules take in addition to Megatron-LM's. If a script has set one of these
     functions in its TransformerConfig, the schedule uses that one."""
     return {

@@ -56,7 +56,7 @@ def build_scheduler(
     )
 
 
-def check_schedule(config: PretrainConfig, saved: dict[str, Any]) -> None:
+def check_schedule(config: PretrainConfig, saved: dict[str, object]) -> None:
     """Raises UserError if the schedule of the flags cannot continue the one that a checkpoint saved. Needs no model."""
     without_parameters: Any = SimpleNamespace(param_groups=[])
     scheduler = build_scheduler(config, without_parameters)

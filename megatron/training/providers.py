@@ -98,10 +98,10 @@ class Providers:
     """The functions that build the parts of a run."""
 
     build_model: Callable[[Context, Stage], nn.Module]
-    build_datasets: Callable[[Context, SampleCounts], Sequence[Any]]
+    build_datasets: Callable[[Context, SampleCounts], Sequence[object]]
     """Returns the datasets of the train, valid and test split; None for an empty split."""
     build_forward_step: Callable[[Context], ForwardStep]
-    build_optimizer: Callable[[Context, Sequence[nn.Module]], Any] | None = None
+    build_optimizer: Callable[[Context, Sequence[nn.Module]], object] | None = None
     """Returns an optimizer of the model chunks: a torch.optim.Optimizer, or the result of get_megatron_optimizer. None:
     the optimizer that the flags choose."""
     build_scheduler: Callable[[Context, MegatronOptimizer], OptimizerParamScheduler] | None = None

@@ -90,7 +90,7 @@ class Rewinds:
         return [asdict(decision) for decision in self.decisions]
 
     @classmethod
-    def from_json(cls, values: Any, source: Path | str) -> "Rewinds":
+    def from_json(cls, values: object, source: Path | str) -> "Rewinds":
         """Builds the decisions that `to_json` described. Raises UserError, naming the source, for anything else."""
         found = []
         for value in values if isinstance(values, list) else [None]:
@@ -104,7 +104,7 @@ class Rewinds:
         return cls(found)
 
 
-def _are_counts(values: Sequence[Any]) -> bool:
+def _are_counts(values: Sequence[object]) -> bool:
     return all(isinstance(value, int) and not isinstance(value, bool) and value >= 0 for value in values)
 
 

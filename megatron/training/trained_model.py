@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -80,7 +79,9 @@ def load_trained_model(
     return TrainedModel(model.eval(), tokenizer, config, loaded.manifest.iteration, environment.device)
 
 
-def config_for_one_process(described: Mapping[str, Any], changes: Sequence[str], *, has_cuda: bool) -> PretrainConfig:
+def config_for_one_process(
+    described: Mapping[str, object], changes: Sequence[str], *, has_cuda: bool
+) -> PretrainConfig:
     """Returns the settings of the run that a checkpoint describes, for its model in one process, with the words
     `changes` after its flags. Settings that only training needs may be missing.
 

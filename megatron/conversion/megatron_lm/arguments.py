@@ -39,7 +39,7 @@ _LEFT = frozenset(
 """Fields of these groups that say how a run computes, not what."""
 
 
-def flags_of_arguments(arguments: Any) -> list[str]:
+def flags_of_arguments(arguments: object) -> list[str]:
     """Returns words of a command line for the model, tokenizer, batch, length, schedule and seed of these arguments.
 
     `arguments` is the namespace of a checkpoint as an inert record, or None, which gives no words. Values at the
@@ -62,7 +62,7 @@ def flags_of_arguments(arguments: Any) -> list[str]:
     return words
 
 
-def _count_newer_null_tokenizer(values: dict[str, Any]) -> None:
+def _count_newer_null_tokenizer(values: dict[str, object]) -> None:
     """Lowers `vocab_size` by one if the run's NullTokenizer had no separate id for the end of a document. Our
     NullTokenizer has `--vocab-size` ids and one more for it. That of recent releases (seen in 0.19) has no additional
     id, so their padded vocabulary may be too small for ours."""
@@ -82,14 +82,14 @@ def check_token_mixers(config: PretrainConfig, action: str) -> None:
             )
 
 
-def attributes(arguments: Any) -> Mapping[str, Any]:
+def attributes(arguments: object) -> Mapping[str, object]:
     """Returns the attributes of a namespace in a checkpoint; none if there is no namespace."""
     if isinstance(arguments, Inert) and isinstance(arguments.state, dict):
         return {name: value for name, value in arguments.state.items() if isinstance(name, str)}
     return arguments if isinstance(arguments, dict) else {}
 
 
-def _is_plain(value: Any, depth: int = 2) -> bool:
+def _is_plain(value: object, depth: int = 2) -> bool:
     """Whether a value consists of numbers and texts. Lists are nested `depth` deep at most: shared ones can take
     exponential time."""
     if isinstance(value, list | tuple):
@@ -97,7 +97,7 @@ def _is_plain(value: Any, depth: int = 2) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def _is_read(flag: Flag, values: Mapping[str, Any]) -> bool:
+def _is_read(flag: Flag, values: Mapping[str, object]) -> bool:
     """Whether the flag has an effect beside these values."""
     if is_inert(flag) or is_to_come(flag):
         return False

@@ -204,7 +204,7 @@ def _extra_states(weights: Sequence[str], stacked: bool, layers: int, checkpoint
             yield f"{stem}._extra_state/shard_{'.'.join(map(str, index or [0]))}_{'.'.join(map(str, sizes or [1]))}"
 
 
-def _common(checkpoint: Checkpoint, config: PretrainConfig, with_optimizer: bool) -> dict[str, Any]:
+def _common(checkpoint: Checkpoint, config: PretrainConfig, with_optimizer: bool) -> dict[str, object]:
     saved = checkpoint.manifest.common
     state = saved.get("train_state") or {}
     common: dict[str, Any] = {"args": _arguments(config, state), "checkpoint_version": 3.0}
@@ -219,7 +219,7 @@ def _common(checkpoint: Checkpoint, config: PretrainConfig, with_optimizer: bool
     return common
 
 
-def _optimizer(state: Mapping[str, Any], schedule: Mapping[str, Any], config: PretrainConfig) -> dict[str, Any]:
+def _optimizer(state: Mapping[str, Any], schedule: Mapping[str, object], config: PretrainConfig) -> dict[str, object]:
     flags = config.optimizer
     group: dict[str, Any] = {
         "is_expert_parallel": False,
@@ -230,7 +230,7 @@ def _optimizer(state: Mapping[str, Any], schedule: Mapping[str, Any], config: Pr
     group |= {"max_lr": flags.lr, "min_lr": flags.min_lr, "lr": flags.lr, "eps": flags.adam_eps}
     group |= {"betas": (flags.adam_beta1, flags.adam_beta2), "weight_decay": flags.weight_decay}
     group |= {"step": float(state.get("update_count", 0)), "decoupled_weight_decay": True}
-    inner: dict[str, Any] = {"param_groups": [group | {"wd_mult": 1.0}, group | {"wd_mult": 0.0}]}
+    inner: dict[str, object] = {"param_groups": [group | {"wd_mult": 1.0}, group | {"wd_mult": 0.0}]}
     made: dict[str, Any] = {"optimizer": inner, "param_state_sharding_type": "fully_reshardable"}
     if state.get("grad_scaler"):
         made["grad_scaler"] = {
@@ -240,7 +240,7 @@ def _optimizer(state: Mapping[str, Any], schedule: Mapping[str, Any], config: Pr
     return made
 
 
-def _arguments(config: PretrainConfig, state: Mapping[str, Any]) -> argparse.Namespace:
+def _arguments(config: PretrainConfig, state: Mapping[str, object]) -> argparse.Namespace:
     """Returns the flags that were given as Megatron-LM's namespace has them, and the counts of the run."""
     values: dict[str, Any] = {}
     flat = config.flat()
@@ -255,7 +255,7 @@ def _arguments(config: PretrainConfig, state: Mapping[str, Any]) -> argparse.Nam
     return argparse.Namespace(**values)
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     if isinstance(value, list | tuple):
         return all(_is_plain(item) for item in value)
     return value is None or isinstance(value, bool | int | float | str)

@@ -145,7 +145,7 @@ def open_source(folder: Path, tensors_of: TensorsOf) -> Source:
 # Flags and state
 
 
-def _config(common: Mapping[Any, Any], flags: Sequence[str], folder: Path) -> tuple[PretrainConfig, list[str]]:
+def _config(common: Mapping[object, object], flags: Sequence[str], folder: Path) -> tuple[PretrainConfig, list[str]]:
     """Returns the settings of the run for one process, and the words that give them."""
     given = flags_of_arguments(common.get("args"))
     words = _replaced(given, flags)
@@ -221,7 +221,7 @@ def _has_moments(found: Found) -> bool:
     return any(name.startswith(optimizer_state_name("exp_avg", "")) for name in found.tensors)
 
 
-def _optimizer_state(saved: Any, step: int, log: Log) -> dict[str, Any]:
+def _optimizer_state(saved: object, step: int, log: Log) -> dict[str, object]:
     steps = {int(number) for number in numbers_called(saved, ("step", "common_step"))}
     if len(steps) > 1:
         raise UserError(f"the optimizer's parameter groups have made different numbers of steps: {sorted(steps)}")
@@ -232,12 +232,12 @@ def _optimizer_state(saved: Any, step: int, log: Log) -> dict[str, Any]:
     return {"update_count": steps.pop() if steps else step, "grad_scaler": known if scaler["scale"] else None}
 
 
-def _count(given: Mapping[str, Any], name: str) -> int | None:
+def _count(given: Mapping[str, object], name: str) -> int | None:
     value = given.get(name)
     return value if isinstance(value, int) else None
 
 
-def _number(value: Any) -> float:
+def _number(value: object) -> float:
     return float(value) if isinstance(value, int | float) else 0.0
 
 

@@ -76,7 +76,7 @@ class Storage:
 Construct = Callable[[tuple[Any, ...]], Any]
 
 
-def read_pickle(content: bytes, source: str, constructors: dict[str, Construct] | None = None) -> Any:
+def read_pickle(content: bytes, source: str, constructors: dict[str, Construct] | None = None) -> object:
     """Returns the value of a pickle as plain data, with `Inert` records for objects.
 
     `constructors` turns the arguments of some functions (`module.name`) into values. `source` names the file in errors.
@@ -118,13 +118,13 @@ class _Machine:
     def pop(self) -> Any:
         return self.stack.pop()
 
-    def pop_mark(self) -> list[Any]:
+    def pop_mark(self) -> list[object]:
         begin = self.marks.pop()
         values = self.stack[begin:]
         del self.stack[begin:]
         return values
 
-    def execute(self, name: str, argument: Any) -> None:
+    def execute(self, name: str, argument: object) -> None:
         if name in _LITERALS:
             self.stack.append(argument)
         elif name in _CONSTANTS:
@@ -137,49 +137,49 @@ class _Machine:
                 raise UserError(f"opcode {name}, which no checkpoint needs")
             act(argument)
 
-    def _mark(self, argument: Any) -> None:
+    def _mark(self, argument: object) -> None:
         self.marks.append(len(self.stack))
 
-    def _tuple(self, argument: Any) -> None:
+    def _tuple(self, argument: object) -> None:
         self.stack.append(tuple(self.pop_mark()))
 
-    def _list(self, argument: Any) -> None:
+    def _list(self, argument: object) -> None:
         self.stack.append(self.pop_mark())
 
-    def _dict(self, argument: Any) -> None:
+    def _dict(self, argument: object) -> None:
         made: dict[Any, Any] = {}
         values = self.pop_mark()
         self.stack.append(made)
         _put(made, values)
 
-    def _frozenset(self, argument: Any) -> None:
+    def _frozenset(self, argument: object) -> None:
         self.stack.append(Inert(Name("builtins", "frozenset"), items=self.pop_mark()))
 
-    def _append(self, argument: Any) -> None:
+    def _append(self, argument: object) -> None:
         value = self.pop()
         _extend(self.stack[-1], [value])
 
-    def _appends(self, argument: Any) -> None:
+    def _appends(self, argument: object) -> None:
         values = self.pop_mark()
         _extend(self.stack[-1], values)
 
     _additems = _appends
 
-    def _setitem(self, argument: Any) -> None:
+    def _setitem(self, argument: object) -> None:
         value, key = self.pop(), self.pop()
         _put(self.stack[-1], [key, value])
 
-    def _setitems(self, argument: Any) -> None:
+    def _setitems(self, argument: object) -> None:
         values = self.pop_mark()
         _put(self.stack[-1], values)
 
-    def _pop(self, argument: Any) -> None:
+    def _pop(self, argument: object) -> None:
         self.pop()
 
-    def _pop_mark(self, argument: Any) -> None:
+    def _pop_mark(self, argument: object) -> None:
         self.pop_mark()
 
-    def _dup(self, argument: Any) -> None:
+    def _dup(self, argument: object) -> None:
         self.stack.append(self.stack[-1])
 
     def _put(self, argument: Any) -> None:
@@ -187,7 +187,7 @@ class _Machine:
 
     _binput = _long_binput = _put
 
-    def _memoize(self, argument: Any) -> None:
+    def _memoize(self, argument: object) -> None:
         self.memo[len(self.memo)] = self.stack[-1]
 
     def _get(self, argument: Any) -> None:
@@ -198,35 +198,35 @@ class _Machine:
     def _global(self, argument: Any) -> None:
         self.stack.append(_checked(*argument.split(" ", 1)))
 
-    def _stack_global(self, argument: Any) -> None:
+    def _stack_global(self, argument: object) -> None:
         name, module = self.pop(), self.pop()
         self.stack.append(_checked(module, name))
 
-    def _reduce(self, argument: Any) -> None:
+    def _reduce(self, argument: object) -> None:
         arguments, made_by = self.pop(), self.pop()
         self.stack.append(self._make(made_by, arguments))
 
-    def _newobj(self, argument: Any) -> None:
+    def _newobj(self, argument: object) -> None:
         self._reduce(argument)
 
-    def _newobj_ex(self, argument: Any) -> None:
+    def _newobj_ex(self, argument: object) -> None:
         _, arguments, made_by = self.pop(), self.pop(), self.pop()
         self.stack.append(self._make(made_by, arguments))
 
-    def _build(self, argument: Any) -> None:
+    def _build(self, argument: object) -> None:
         state, target = self.pop(), self.stack[-1]
         if isinstance(target, Inert):
             target.state = state
         # A state dict has an attribute _metadata, and a tensor may have attributes: neither is read.
 
-    def _binpersid(self, argument: Any) -> None:
+    def _binpersid(self, argument: object) -> None:
         match self.pop():
             case ("storage", Name() as kind, str(key), str(), int(numel)) if numel >= 0:
                 self.stack.append(Storage(kind.name, key, numel))
             case other:
                 raise UserError(f"a persistent id that is no storage ({type(other).__name__})")
 
-    def _ordered(self, arguments: tuple[Any, ...]) -> dict[Any, Any]:
+    def _ordered(self, arguments: tuple[Any, ...]) -> dict[object, object]:
         made: dict[Any, Any] = {}
         for pair in arguments[0] if arguments else ():
             self.copies_left -= 1
@@ -236,7 +236,7 @@ class _Machine:
             _put(made, [key, value])
         return made
 
-    def _make(self, made_by: Any, arguments: Any) -> Any:
+    def _make(self, made_by: object, arguments: object) -> Any:
         if not isinstance(made_by, Name) or not isinstance(arguments, tuple):
             raise UserError("a call of something that is no name, or without arguments")
         if made_by == Name("copyreg", "_reconstructor") and arguments and isinstance(arguments[0], Name):
@@ -245,7 +245,7 @@ class _Machine:
         return construct(arguments) if construct is not None else Inert(made_by, arguments)
 
 
-_CONSTANTS: dict[str, Callable[[], Any]] = {
+_CONSTANTS: dict[str, Callable[[], object]] = {
     "NONE": lambda: None,
     "NEWTRUE": lambda: True,
     "NEWFALSE": lambda: False,
@@ -257,7 +257,7 @@ _CONSTANTS: dict[str, Callable[[], Any]] = {
 _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
-def _checked(module: Any, name: Any) -> Name:
+def _checked(module: object, name: object) -> Name:
     """Returns a name, if a checkpoint may contain it."""
     if not isinstance(module, str) or not isinstance(name, str):
         raise UserError("a name that is no text")
@@ -275,7 +275,7 @@ def _size(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(sizes)
 
 
-def _put(target: Any, values: list[Any]) -> None:
+def _put(target: object, values: list[object]) -> None:
     if len(values) % 2:
         raise ValueError("a key without a value")
     pairs = list(zip(values[::2], values[1::2], strict=True))
@@ -288,7 +288,7 @@ def _put(target: Any, values: list[Any]) -> None:
         raise TypeError(f"items of a {type(target).__name__}")
 
 
-def _extend(target: Any, values: list[Any]) -> None:
+def _extend(target: object, values: list[object]) -> None:
     if isinstance(target, Inert):
         target.items += values
     elif isinstance(target, list):
@@ -297,7 +297,7 @@ def _extend(target: Any, values: list[Any]) -> None:
         raise TypeError(f"elements of a {type(target).__name__}")
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """Returns a value of a pickle for a message. Values inside others are shown only if they are numbers, texts or
     names: the text of nested ones can have exponential length."""
     parts = value if isinstance(value, list | tuple) else (value,)
@@ -305,7 +305,7 @@ def shown(value: Any) -> str:
     return str(value)[:80] if plain else f"a {type(value).__name__}"
 
 
-def _checked_key(key: Any) -> Any:
+def _checked_key(key: object) -> object:
     """Returns a key of a dict whose hash is fast: nested tuples can take exponential time."""
     parts = key if isinstance(key, tuple) else (key,)
     if len(parts) > _MAX_KEY_LENGTH or not all(

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,7 +82,7 @@ class RankParameter:
 
 
 def plain_states(
-    saved: Any, parameters: Sequence[RankParameter], path: Path
+    saved: object, parameters: Sequence[RankParameter], path: Path
 ) -> Iterator[tuple[str, str, SourceTensor]]:
     """Yields the state of optimizers that are not sharded: name of our weight on the rank, kind, and all elements.
 
@@ -147,7 +146,7 @@ def concatenated(stored: Sequence[StoredTensor]) -> Tensor:
 
 
 def _parameters_of_group(
-    group: Mapping[str, Any], left: Sequence[int], parameters: Sequence[RankParameter], count: int, path: Path
+    group: Mapping[str, object], left: Sequence[int], parameters: Sequence[RankParameter], count: int, path: Path
 ) -> list[int]:
     """Returns the places of the parameters of a group. Matrices have weight decay; biases and vectors do not. Experts
     have groups of their own if several ranks share them (`is_expert_parallel`), or are among the others."""
@@ -165,6 +164,6 @@ def _parameters_of_group(
     )
 
 
-def _check_master(master: Any, weight: SourceTensor, name: str) -> None:
+def _check_master(master: object, weight: SourceTensor, name: str) -> None:
     if not isinstance(master, StoredTensor) or not torch.equal(master.read().to(weight.dtype), weight.read()):
         raise UserError(f"{name}: the main weight at its place does not round to it; import with --no-load-optim")

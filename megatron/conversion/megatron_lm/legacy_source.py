@@ -64,7 +64,7 @@ class LegacySource:
         return {key: value for key, value in self._first.items() if not str(key).startswith("model")}
 
     @cached_property
-    def _first(self) -> dict[Any, Any]:
+    def _first(self) -> dict[object, object]:
         return _loaded(next(iter(self._paths.values())) / FILE)
 
     @cached_property
@@ -252,14 +252,14 @@ def _part(box: Box, values: SourceTensor) -> _StoredPart:
     return _StoredPart(box, values.dtype, lambda: values.read()[: box.numel])
 
 
-def _loaded(path: Path) -> dict[Any, Any]:
+def _loaded(path: Path) -> dict[object, object]:
     content = TorchArchive(path).load()
     if not isinstance(content, dict):
         raise UserError(f"{path}: contains a {type(content).__name__}, not a dict")
     return content
 
 
-def _model_chunks(content: Mapping[Any, Any]) -> list[dict[str, StoredTensor]]:
+def _model_chunks(content: Mapping[object, object]) -> list[dict[str, StoredTensor]]:
     """Returns the state dicts of the model chunks of a rank, without entries that hold nothing."""
     names = ["model"] if "model" in content else []
     names = names or [f"model{number}" for number in range(len(content)) if f"model{number}" in content]

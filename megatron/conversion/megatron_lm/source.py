@@ -109,7 +109,9 @@ class DistSource:
         return set(used)
 
 
-def numbers_called(value: Any, names: Sequence[str], depth: int = 8, seen: set[int] | None = None) -> Iterator[float]:
+def numbers_called(
+    value: object, names: Sequence[str], depth: int = 8, seen: set[int] | None = None
+) -> Iterator[float]:
     """Yields the numbers under one of these keys anywhere in nested dicts and lists. Visits shared objects once."""
     seen = set() if seen is None else seen
     if depth == 0 or id(value) in seen:

@@ -130,7 +130,7 @@ class TorchArchive:
             raise UserError(f"a tensor of shape {list(shape)} at {offset} in a storage of {numel} elements")
         return StoredTensor(self, storage, found, offset, tuple(shape), tuple(strides))
 
-    def _tensor_v3(self, arguments: tuple[Any, ...]) -> StoredTensor:
+    def _tensor_v3(self, arguments: tuple[object, ...]) -> StoredTensor:
         dtype = arguments[6]
         if not isinstance(dtype, Name) or str(dtype) not in DTYPES:
             raise UserError(f"a tensor of type {shown(dtype)}")

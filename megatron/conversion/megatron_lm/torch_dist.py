@@ -93,7 +93,7 @@ class DistTensor:
 
 
 @lru_cache(maxsize=4)
-def _load(path: Path, begin: int, length: int) -> Any:
+def _load(path: Path, begin: int, length: int) -> object:
     """Returns the object at a place. The last ones are kept, so that a flat buffer is verified once, not at each
     read."""
     return TorchArchive(path, begin, length).load()
@@ -181,7 +181,7 @@ class DistFolder:
         return found
 
 
-def _pair(info: Inert) -> tuple[Any, Any]:
+def _pair(info: Inert) -> tuple[object, object]:
     return info.attribute("offset"), info.attribute("length")
 
 

@@ -148,7 +148,7 @@ def _live(group: Group, tensor: Tensor) -> ProcessGroup | PlannedGroup | None:
     return group
 
 
-def _start(live: ProcessGroup | PlannedGroup, collective: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
+def _start(live: ProcessGroup | PlannedGroup, collective: Callable[..., object], *arguments: Any, **more: Any) -> Any:
     """Starts a collective of torch.distributed. A planned group does nothing."""
     if isinstance(live, PlannedGroup):
         return None

@@ -13,7 +13,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 _NOT_ROWS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "sample_ids")
 
 
-def get_batch_on_this_cp_rank(batch: dict[str, Any], cp_group: Any = None) -> dict[str, Any]:
+def get_batch_on_this_cp_rank(batch: dict[str, Any], cp_group: object = None) -> dict[str, object]:
     """Cuts a batch, tensors [b, s, ...] of whole rows, to this context parallel rank's part of the sequences, in place.
 
     The rows are cut in zig-zag order into 2 * ranks chunks. `attention_mask` [.., .., s, s] keeps the rows of this
@@ -36,7 +36,7 @@ def get_thd_batch_on_this_cp_rank(
     max_seqlen: Tensor,
     cp_size: int | None = None,
     cp_rank: int | None = None,
-) -> tuple[dict[str, Any], PackedSeqParams]:
+) -> tuple[dict[str, object], PackedSeqParams]:
     """Returns the batch of one packed row and the record of its documents, whose boundaries `cu_seqlens` is [1, n + 1]
     or [n + 1], and `max_seqlen` the longest. Raises UserError with context parallel ranks, and for padded documents."""
     size = groups_or_default(None).size("cp") if cp_size is None else cp_size
@@ -54,7 +54,7 @@ def get_thd_batch_on_this_cp_rank(
     )
 
 
-def get_batch_on_this_hybrid_cp_rank(batch: dict[str, Any], local_cp_size: int, cp_group: Any = None) -> Any:
+def get_batch_on_this_hybrid_cp_rank(batch: dict[str, Any], local_cp_size: int, cp_group: object = None) -> object:
     """Raises UserError: samples are not cut over context parallel groups of their own."""
     raise UserError(
         "get_batch_on_this_hybrid_cp_rank: not yet: --hybrid-context-parallel; leave it out, and "

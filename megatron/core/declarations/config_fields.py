@@ -106,7 +106,7 @@ def not_yet(
     return flag(default, default_factory=default_factory, supported=(only,), **declaration)
 
 
-def not_a_flag(default: Any = dataclasses.MISSING, *, default_factory: Any = dataclasses.MISSING) -> Any:
+def not_a_flag(default: object = dataclasses.MISSING, *, default_factory: Any = dataclasses.MISSING) -> Any:
     """Returns a dataclass field without a flag."""
     return flag(default, default_factory=default_factory, exposed=False)
 
@@ -175,7 +175,7 @@ def fields_of_problem(problem: str) -> set[str]:
     return {field for _, field, _, _ in string.Formatter().parse(problem) if field is not None}
 
 
-def value_text(value: Any) -> str:
+def value_text(value: object) -> str:
     """Returns a value as it is written on the command line, with hidden keys in URLs: for messages and records."""
     if isinstance(value, enum.Enum):
         return value.name

@@ -6,13 +6,17 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from megatron.core.declarations.config_fields import flag, not_a_flag, not_yet, refuse, too_small, unsupported_values
 
 _OLD_OVERLAP = "it belongs to old Transformer Engine releases"
+
+
+NoSync = Callable[[], AbstractContextManager[object]]
+"""Makes a context in which the gradients of a model chunk are not reduced."""
 
 
 @dataclass
@@ -89,22 +93,22 @@ class ModelParallelConfig:
 
     # Hooks of the training loop --------------------------------------------------------------------------------------
 
-    timers: Callable[..., Any] | None = not_a_flag(None)
+    timers: Callable[..., object] | None = not_a_flag(None)
     """Named timers (megatron.core.Timers)."""
 
-    finalize_model_grads_func: Callable[..., Any] | None = not_a_flag(None)
+    finalize_model_grads_func: Callable[..., object] | None = not_a_flag(None)
     """Called with (model chunks, number of tokens) after all micro-batches of a step."""
 
-    grad_scale_func: Callable[..., Any] | None = not_a_flag(None)
+    grad_scale_func: Callable[..., object] | None = not_a_flag(None)
     """Multiplies the loss by the loss scale."""
 
-    no_sync_func: Callable[..., Any] | list[Callable[..., Any]] | None = not_a_flag(None)
+    no_sync_func: NoSync | list[NoSync] | None = not_a_flag(None)
     """Returns a context manager inside which gradients are accumulated without being reduced."""
 
-    grad_sync_func: Callable[..., Any] | None = not_a_flag(None)
+    grad_sync_func: Callable[..., object] | None = not_a_flag(None)
     """Starts the reduction of the gradients of given parameters."""
 
-    param_sync_func: Callable[..., Any] | None = not_a_flag(None)
+    param_sync_func: Callable[..., object] | None = not_a_flag(None)
     """Starts the all-gather of given parameters."""
 
     # Arithmetic ------------------------------------------------------------------------------------------------------
@@ -299,7 +303,7 @@ class ModelParallelConfig:
     )
     """Use the host memory of one step again in the next."""
 
-    _cpu_offloading_context: AbstractContextManager[Any] | None = not_a_flag(None)
+    _cpu_offloading_context: AbstractContextManager[object] | None = not_a_flag(None)
     """The context manager inside which activations are moved."""
 
     cpu_offloading_activations: bool = not_a_flag(True)

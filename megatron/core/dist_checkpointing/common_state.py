@@ -38,7 +38,7 @@ def path_text(path: Path) -> str:
     return ".".join(map(str, path)) or "the state dict"
 
 
-def leaves(value: Any, kinds: tuple[type, ...], path: Path = ()) -> Iterator[tuple[Path, Any]]:
+def leaves(value: object, kinds: tuple[type, ...], path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Yields all objects of some types in nested dicts, lists and tuples, each with its path."""
     if isinstance(value, kinds):
         yield path, value
@@ -87,7 +87,7 @@ def _encode_tensor(value: Tensor, tensors: dict[str, Tensor], path: Path) -> Jso
     return {"$tensor": [name, DTYPE_NAMES[value.dtype], list(value.shape), zlib.crc32(content)]}
 
 
-def _encode_mapping(value: Mapping[Any, Any], tensors: dict[str, Tensor], path: Path) -> Json:
+def _encode_mapping(value: Mapping[object, object], tensors: dict[str, Tensor], path: Path) -> Json:
     here = {key: encode(item, tensors, (*path, key)) for key, item in value.items() if not isinstance(item, Placed)}
     if all(isinstance(key, str) and not key.startswith("$") for key in here):
         return here
@@ -140,7 +140,7 @@ def decode(value: Json, tensors: Mapping[str, Tensor]) -> Any:
     return {key: decode(item, tensors) for key, item in value.items()}
 
 
-_DECODERS: dict[str, Callable[[Json, Mapping[str, Tensor]], Any]] = {
+_DECODERS: dict[str, Callable[[Json, Mapping[str, Tensor]], object]] = {
     "$elsewhere": lambda content, tensors: None,
     "$tuple": lambda content, tensors: tuple(decode(item, tensors) for item in content),
     "$dict": lambda content, tensors: {decode(key, tensors): decode(item, tensors) for key, item in content},
@@ -157,7 +157,7 @@ def tensor_chunks(tensors: Mapping[str, Tensor]) -> Iterator[Chunk]:
             yield Chunk(name, tuple(tensor.shape), Box.whole(tuple(tensor.shape)), None, tensor)
 
 
-def merged(requested: Any, common: Any, value_of: Callable[[Any], Any]) -> Any:
+def merged(requested: object, common: object, value_of: Callable[[Any], object]) -> Any:
     """Returns the loaded state dict: the decoded common values, and `value_of` each sharded tensor and each unsaved
     value of the request.
 
@@ -183,5 +183,5 @@ LEFT_OUT = object()
 """Marks a requested value that is not in the checkpoint."""
 
 
-def _holds_places(value: Any) -> bool:
+def _holds_places(value: object) -> bool:
     return isinstance(value, Mapping) or next(leaves(value, Placed), None) is not None

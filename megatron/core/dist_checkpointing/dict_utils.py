@@ -9,7 +9,9 @@ from megatron.core.exceptions import UserError
 Path = tuple[Hashable, ...]
 
 
-def nested_items_iter(x: dict[Any, Any] | list[Any]) -> Iterator[tuple[dict[Any, Any] | list[Any], Any, Any]]:
+def nested_items_iter(
+    x: dict[Any, Any] | list[Any],
+) -> Iterator[tuple[dict[Any, Any] | list[object], Any, object]]:
     """Yields (container, key or index, value) of each value that is neither dict nor list."""
     for key, value in list(x.items() if isinstance(x, dict) else enumerate(x)):
         if isinstance(value, dict | list):
@@ -18,24 +20,24 @@ def nested_items_iter(x: dict[Any, Any] | list[Any]) -> Iterator[tuple[dict[Any,
             yield x, key, value
 
 
-def nested_values(x: dict[Any, Any] | list[Any]) -> Iterator[Any]:
+def nested_values(x: dict[Any, Any] | list[Any]) -> Iterator[object]:
     """Yields each value that is neither dict nor list."""
     return (value for _, _, value in nested_items_iter(x))
 
 
-def dict_map(f: Callable[[Any], Any], d: dict[Any, Any]) -> None:
+def dict_map(f: Callable[[Any], object], d: dict[Any, Any]) -> None:
     """Replaces the values of one dict, in place. Nested values are left to `f`."""
     for key in d:
         d[key] = f(d[key])
 
 
-def dict_map_with_key(f: Callable[[Any, Any], Any], d: dict[Any, Any]) -> None:
+def dict_map_with_key(f: Callable[[Any, Any], object], d: dict[Any, Any]) -> None:
     """Replaces the values of one dict by f(key, value), in place."""
     for key in d:
         d[key] = f(key, d[key])
 
 
-def dict_list_map_inplace(f: Callable[[Any], Any], x: Any) -> Any:
+def dict_list_map_inplace(f: Callable[[Any], Any], x: object) -> Any:
     """Replaces each value that is neither dict nor list, in place. Returns `x`, or f(x) for a single value."""
     if isinstance(x, dict | list):
         for container, key, value in nested_items_iter(x):
@@ -44,7 +46,7 @@ def dict_list_map_inplace(f: Callable[[Any], Any], x: Any) -> Any:
     return f(x)
 
 
-def dict_list_map_outplace(f: Callable[[Any], Any], x: Any) -> Any:
+def dict_list_map_outplace(f: Callable[[Any], object], x: object) -> object:
     """Returns a copy in which each value that is neither dict nor list is replaced."""
     if isinstance(x, dict):
         return {key: dict_list_map_outplace(f, value) for key, value in x.items()}
@@ -55,7 +57,7 @@ def dict_list_map_outplace(f: Callable[[Any], Any], x: Any) -> Any:
 
 def extract_matching_values(
     x: dict[Any, Any] | list[Any], predicate: Callable[[Any], bool], return_lists_as_dicts: bool = False
-) -> tuple[Any, Any]:
+) -> tuple[object, object]:
     """Returns two copies of the structure: one with the values that match, and one with the other values. Empty
     containers remain only in the second copy. With `return_lists_as_dicts` lists become dicts by index, so that a value
     keeps its index."""
@@ -96,7 +98,7 @@ def diff(x1: Any, x2: Any, prefix: Path = ()) -> tuple[list[Path], list[Path], l
     return [], [], [(prefix, type(x1), type(x2))]
 
 
-def merge(x1: Any, x2: Any, key: Path = ()) -> Any:
+def merge(x1: object, x2: object, key: Path = ()) -> Any:
     """Adds the values of `x2` to `x1`, in place, and returns `x1`. A dict with whole numbers as keys may be merged into
     a list. Raises UserError if both have a value in one place, or lists have different lengths."""
     if isinstance(x1, dict) and isinstance(x2, dict):
@@ -117,11 +119,11 @@ def merge(x1: Any, x2: Any, key: Path = ()) -> Any:
 
 
 def map_reduce(
-    xs: Iterable[Any],
-    key_fn: Callable[[Any], Any] = lambda x: x,
-    value_fn: Callable[[Any], Any] = lambda x: x,
-    reduce_fn: Callable[[list[Any]], Any] = lambda x: x,
-) -> dict[Any, Any]:
+    xs: Iterable[object],
+    key_fn: Callable[[Any], object] = lambda x: x,
+    value_fn: Callable[[Any], object] = lambda x: x,
+    reduce_fn: Callable[[list[Any]], object] = lambda x: x,
+) -> dict[object, object]:
     """Returns, for each key_fn(x), reduce_fn of the list of its value_fn(x), in order."""
     groups: dict[Any, list[Any]] = defaultdict(list)
     for x in xs:

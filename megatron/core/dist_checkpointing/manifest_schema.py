@@ -99,7 +99,7 @@ DESCRIPTION = Record(
 """`config` of a run."""
 
 
-def problem_in_index(fields: Any) -> str | None:
+def problem_in_index(fields: object) -> str | None:
     """Returns what is wrong with the fields of an index; None if all fits."""
     return INDEX.problem(fields)
 

@@ -250,7 +250,7 @@ class LocalNonpersistentObject:
     def __init__(self, obj: Any) -> None:
         self.obj = obj
 
-    def unwrap(self) -> Any:
+    def unwrap(self) -> object:
         """Returns the value."""
         return self.obj
 
@@ -296,7 +296,7 @@ class ShardedTensorFactory:
     key: str
     data: Tensor
     build_fn: Callable[..., ShardedStateDict]
-    merge_fn: Callable[[Any], Tensor]
+    merge_fn: Callable[[object], Tensor]
     replica_id: ReplicaId = 0
     flattened_range: slice | None = None
 
@@ -305,7 +305,7 @@ class ShardedTensorFactory:
         return self.build_fn(self.key, self.data, self.replica_id, self.flattened_range)
 
 
-def apply_factories(sharded_state_dict: Any) -> Any:
+def apply_factories(sharded_state_dict: object) -> Any:
     """Returns a copy of a state dict with every factory replaced by the result of its `build`."""
     if isinstance(sharded_state_dict, ShardedTensorFactory):
         return apply_factories(sharded_state_dict.build())
@@ -316,7 +316,7 @@ def apply_factories(sharded_state_dict: Any) -> Any:
     return sharded_state_dict
 
 
-def apply_factory_merges(loaded: Any, requested: Any) -> Any:
+def apply_factory_merges(loaded: object, requested: object) -> Any:
     """Returns a loaded state dict in which the tensors of each factory in the request are merged again."""
     if isinstance(requested, ShardedTensorFactory):
         return requested.merge_fn(loaded)

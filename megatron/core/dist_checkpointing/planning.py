@@ -5,7 +5,6 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -29,7 +28,7 @@ def assign_writes(chunks: Iterable[Chunk], rank: int) -> list[Chunk]:
     same assignment. If a rank lists a chunk twice (a tied weight, if both ends of a pipeline are on one rank), it is
     written once.
     """
-    by_holders: dict[tuple[int, ...], dict[Any, Chunk]] = defaultdict(dict)
+    by_holders: dict[tuple[int, ...], dict[object, Chunk]] = defaultdict(dict)
     for chunk in chunks:
         if chunk.tensor.numel():
             by_holders[chunk.holders or (rank,)].setdefault(_sort_key(chunk), chunk)

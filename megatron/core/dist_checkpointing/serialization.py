@@ -124,7 +124,7 @@ def load(
     if tensors.keys() & loaded.missing:
         raise BrokenCheckpoint(folder / MANIFEST, f"{min(tensors.keys() & loaded.missing)} is in no file")
 
-    def value_of(part: Any) -> Any:
+    def value_of(part: Any) -> object:
         if isinstance(part, ShardedObject):
             return decode(objects[part.unique_key], tensors) if part.unique_key in objects else LEFT_OUT
         return request.value(part, loaded.missing)
@@ -192,11 +192,11 @@ def remove_sharded_tensors(checkpoint_dir: str | Path, key_prefix: str) -> None:
 # Saving
 
 
-def _gather_objects(ranks: RankCoordinator, state: StateDict, tensors: dict[str, Tensor]) -> dict[str, Any]:
+def _gather_objects(ranks: RankCoordinator, state: StateDict, tensors: dict[str, Tensor]) -> dict[str, object]:
     """Returns the sharded objects of all ranks as JSON, by unique key. Adds the tensors of this rank's objects to
     `tensors`. Raises UserError if two ranks write the same object."""
 
-    def encoded() -> dict[str, Any]:
+    def encoded() -> dict[str, object]:
         own = [part for _, part in leaves(state, (ShardedObject,)) if part.is_main_replica]
         return {part.unique_key: encode(part.data, tensors, (part.unique_key,)) for part in own}
 
@@ -209,7 +209,7 @@ def _gather_objects(ranks: RankCoordinator, state: StateDict, tensors: dict[str,
     return found
 
 
-def _log_strategies(ranks: RankCoordinator, *strategies: Any) -> None:
+def _log_strategies(ranks: RankCoordinator, *strategies: object) -> None:
     for strategy in strategies:
         if strategy is None:
             continue
@@ -222,7 +222,7 @@ def _log_strategies(ranks: RankCoordinator, *strategies: Any) -> None:
             print(f"dist_checkpointing: strategy {strategy}: ignored, checkpoints are always written as safetensors")
 
 
-def _check_agreement(ranks: RankCoordinator, common: Any) -> None:
+def _check_agreement(ranks: RankCoordinator, common: object) -> None:
     """Raises UserError, naming the keys whose shared values differ between ranks."""
     digests = {
         str(key): hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

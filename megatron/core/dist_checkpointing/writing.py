@@ -93,7 +93,7 @@ def begin(
 
 def publisher(
     disk: Disk, step: Step, contents: "Contents", keep_last: int | None, keep_every: int | None = None
-) -> Callable[[Path], dict[str, Any]]:
+) -> Callable[[Path], dict[str, object]]:
     """Returns the function that completes the temporary folder of a save, for rank 0."""
     return lambda temporary: _publish(disk, temporary, step, contents, keep_last, keep_every)
 
@@ -102,7 +102,7 @@ def save_folder(
     folder: Path,
     chunks: Iterable[Chunk],
     *,
-    common: Mapping[str, Any],
+    common: Mapping[str, object],
     layout: Mapping[str, Any],
 ) -> SaveResult:
     """Writes a checkpoint into a single folder, without iteration and tracker file. Otherwise like `save`.
@@ -154,7 +154,7 @@ def _write_and_publish(
     disk: Disk,
     temporary: Path,
     chunks: Iterable[Chunk],
-    publish: Callable[[Path], dict[str, Any]],
+    publish: Callable[[Path], dict[str, object]],
 ) -> dict[str, Any]:
     """Writes the parts of all ranks, then publishes them on rank 0. After a failure the temporary folder is removed."""
     try:
@@ -167,7 +167,7 @@ def _write_and_publish(
         raise
 
 
-def _check_agreement(ranks: RankCoordinator, step: Step, common: Mapping[str, Any]) -> None:
+def _check_agreement(ranks: RankCoordinator, step: Step, common: Mapping[str, object]) -> None:
     text = ranks.run_on_all(lambda: json.dumps([step, common], sort_keys=True))
     digests = ranks.gather(hashlib.sha256(text.encode()).hexdigest())
     differing = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
@@ -210,7 +210,7 @@ class Contents:
     world_size: int
     common: Mapping[str, Any]
     config: Mapping[str, Any]
-    layout: Mapping[str, Any]
+    layout: Mapping[str, object]
     weights_finite: bool | None = None
 
 
@@ -238,7 +238,7 @@ def _publish(
     return {"nbytes": nbytes, "notes": notes}
 
 
-def _publish_folder(disk: Disk, temporary: Path, folder: Path, contents: Contents) -> dict[str, Any]:
+def _publish_folder(disk: Disk, temporary: Path, folder: Path, contents: Contents) -> dict[str, object]:
     """Writes the manifest of a single folder and renames it."""
     nbytes = _write_manifest(disk, temporary, folder, 0, contents)
     try:

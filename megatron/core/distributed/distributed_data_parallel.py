@@ -185,7 +185,7 @@ class DistributedDataParallel(nn.Module):
         with self._around_forward():
             return self.module(*inputs, **kwargs)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self, *args: object, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Returns the wrapped model's state dict. With sharded parameters it has copies of the whole ones, and all
         ranks must call this together."""
         with self.whole_weights():
@@ -194,11 +194,11 @@ class DistributedDataParallel(nn.Module):
                 state.update({key: value.clone() for key, value in state.items() if isinstance(value, Tensor)})
         return state
 
-    def state_dict_for_save_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict_for_save_checkpoint(self, *args: object, **kwargs: object) -> dict[str, object]:
         """Megatron-LM's other name of `state_dict`."""
         return self.state_dict(*args, **kwargs)
 
-    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def sharded_state_dict(self, *args: object, **kwargs: object) -> dict[str, Any]:
         """Returns the wrapped model's sharded state dict. Raises UserError if parameters are sharded or exist only in
         fp8: the model does not have the whole ones. `megatron.facades.checkpointing.save_checkpoint` saves them."""
         if any(unit.frees_parameters for unit in self.units):
@@ -208,7 +208,7 @@ class DistributedDataParallel(nn.Module):
         return self.module.sharded_state_dict(*args, **kwargs)  # type: ignore[operator]
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+    def load_state_dict(self, state_dict: Mapping[str, object], strict: bool = True, assign: bool = False) -> object:
         """Loads into the wrapped model. `assign` must be False: the parameters are views of the units' buffers."""
         assert not assign
         with self.whole_weights():
@@ -263,7 +263,7 @@ class DistributedDataParallel(nn.Module):
         the end of the backward."""
         return self._deferred_weight_gradients.deferred()
 
-    def start_grad_sync(self, *unused: Any) -> None:
+    def start_grad_sync(self, *unused: object) -> None:
         """Starts all reductions now; no gradient may be added afterwards."""
         self._queue.start()
         self._sharded_gradients.flush_accumulated()
@@ -379,7 +379,7 @@ class DistributedDataParallel(nn.Module):
         for layer in self._quantized:
             layer.forget_weights()
 
-    def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
+    def start_param_sync(self, *unused: object, force_sync: bool = False, force_dispatch: bool = False) -> None:
         """Starts the all-gathers of updated weights, in the order in which forward needs them.
 
         With `ddp_config.overlap_param_gather` each module waits for its weights before its forward; otherwise, or with

@@ -6,7 +6,6 @@ attributes. Autograd is not affected: tensors that it saved for backward are the
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 from torch import nn
 
@@ -36,11 +35,11 @@ class FreedParameter(nn.Parameter):
     @classmethod
     def __torch_function__(
         cls,
-        func: Callable[..., Any],
+        func: Callable[..., object],
         types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         name = getattr(func, "__name__", "")
         if name in ("__get__", "__set__"):
             name = getattr(getattr(func, "__self__", None), "__name__", "")
@@ -51,7 +50,7 @@ class FreedParameter(nn.Parameter):
         why = next(vars(a).get("why_freed", _SHARDED) for a in _flat(args, kwargs) if isinstance(a, FreedParameter))
         raise RuntimeError(f"{which} is read ({name}) while its weights are not gathered: {why}")
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"FreedParameter({info_of(self).name}, shape={tuple(self.shape)})"
 
 
@@ -68,7 +67,7 @@ def mark_gathered(parameter: nn.Parameter) -> None:
     parameter.__class__ = nn.Parameter
 
 
-def _flat(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Iterable[Any]:
+def _flat(args: Sequence[object], kwargs: Mapping[str, object] | None) -> Iterable[object]:
     for value in (*args, *(kwargs or {}).values()):
         if isinstance(value, list | tuple):
             yield from value

@@ -147,7 +147,7 @@ class WeightHooks:
                 self._after_backward(call, _differentiable((inputs, keywords)))
             return inputs, keywords
 
-        def after(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        def after(module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
             call, backward_follows = calls.running.pop(), has_backward and torch.is_grad_enabled()
             if backward_follows:
                 self._before_backward(number, call, _differentiable(output))
@@ -237,7 +237,7 @@ class WeightHooks:
                 unit.reshard()
 
 
-def _own_view(value: Any) -> Any:
+def _own_view(value: object) -> object:
     """Returns a view of an activation with a gradient, and any other value as it is.
 
     The gradient of the view is that of one call, and autograd computes it before it goes on to the module that made the
@@ -251,7 +251,7 @@ def _own_view(value: Any) -> Any:
     return view
 
 
-def _differentiable(value: Any) -> list[Tensor]:
+def _differentiable(value: object) -> list[Tensor]:
     """Returns the activations with a gradient in nested tuples, lists and dictionaries."""
     if isinstance(value, Tensor):
         return [value] if value.requires_grad and not isinstance(value, nn.Parameter) else []

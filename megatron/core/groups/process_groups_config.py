@@ -118,7 +118,7 @@ class ProcessGroupCollection:
         self.__dict__["_frozen"] = True
         return self
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if self._frozen:
             raise UserError(f"a ProcessGroupCollection in use is frozen: cannot set `{name}`; build another")
         if name not in type(self).__annotations__:
@@ -206,7 +206,7 @@ class ProcessGroupCollection:
             self._made[ranks] = create_group_among_members(ranks, self._timeout, options)
         return self._made[ranks]
 
-    def _nccl_options(self, ranks: tuple[int, ...]) -> Any:
+    def _nccl_options(self, ranks: tuple[int, ...]) -> object:
         """Returns the options of the group of these ranks; None without settings for it, and where NCCL is not used."""
         settings: CommunicatorSettings = self._nccl_settings
         names = [name for name in settings if self.ranks(name) == ranks]

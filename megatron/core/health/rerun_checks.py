@@ -4,7 +4,6 @@ import enum
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -64,7 +63,7 @@ class Check:
     message: str
     fatal: bool
     tolerance: float
-    comparison_func: Callable[[Any, Any], float] | None
+    comparison_func: Callable[[object, object], float] | None
     injected: bool = False
 
     def difference(self, again: "Check") -> float:

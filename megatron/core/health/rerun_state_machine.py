@@ -282,7 +282,7 @@ def initialize_rerun_state_machine(
     error_injector: RerunErrorInjector | None = None,
     *,
     leaves_non_finite: bool = False,
-    **unused: Any,
+    **unused: object,
 ) -> RerunStateMachine:
     """Makes the machine of this process and returns it. `leaves_non_finite`, our own keyword, is that of
     `RerunStateMachine`. Raises UserError for an unknown mode."""

@@ -67,7 +67,7 @@ class _WithResidual:
         return self.norm(inputs, *parameters), inputs
 
 
-def every_norm(layer_norm: Callable[..., Tensor], rms_norm: Callable[..., Tensor]) -> dict[str, Any]:
+def every_norm(layer_norm: Callable[..., Tensor], rms_norm: Callable[..., Tensor]) -> dict[str, object]:
     """Returns the operations of the record, by name, of a package whose norms return no residual."""
     return {
         "layer_norm": layer_norm,

@@ -35,7 +35,7 @@ class Ops(ABC):
     """A record of operations: each field has the signature and meaning of the function of its name in
     `megatron.core.ops`. The defaults of a subclass are its record in plain torch."""
 
-    noting: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    noting: Mapping[str, Callable[..., object]] = field(default_factory=dict)
     """Operations of the record, by name, that also note the largest values of their results
     (`fp8.quantize.note_largest`). Layers with tensorwise scaling use them."""
 
@@ -62,13 +62,13 @@ class Ops(ABC):
                 yield entry.metadata["subject"]
 
 
-def operation(default: Callable[..., Any], subject: str, plain: Callable[..., Any] | None = None) -> Any:
+def operation(default: Callable[..., object], subject: str, plain: Callable[..., object] | None = None) -> Any:
     """Returns a field of a record that the log names by its subject where it is not plain torch. `plain`: the version
     in plain torch if the default is another one."""
     return field(default=default, metadata={"subject": subject, "plain": plain or default})
 
 
-def on_gpus(record: Record, *modules: ModuleType, **others: Callable[..., Any]) -> Record:
+def on_gpus(record: Record, *modules: ModuleType, **others: Callable[..., object]) -> Record:
     """Returns the record with kernels for GPUs; other devices keep its functions. The kernel of a function `x` is
     `x_triton` of one of the modules; `others` are kernels of other names, by field."""
     found = {name: function for module in modules for name, function in vars(module).items()}

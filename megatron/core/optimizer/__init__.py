@@ -3,7 +3,6 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -68,7 +67,7 @@ def get_megatron_optimizer(
     return FlatOptimizer(config, chunks, groups, config_overrides, stop_on_nonfinite)
 
 
-def _write_groups(path: Path, groups: Mapping[str, Mapping[str, Any]]) -> None:
+def _write_groups(path: Path, groups: Mapping[str, Mapping[str, object]]) -> None:
     """Writes the settings of all ranks' parameters, on the first rank. Raises UserError on all ranks if it cannot."""
     ranks = RankCoordinator()
     known = {name: settings for each in ranks.gather(groups) for name, settings in each.items()}

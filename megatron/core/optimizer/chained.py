@@ -75,7 +75,7 @@ class ChainedOptimizer(MegatronOptimizer):
         for optimizer in self.chained_optimizers:
             yield from optimizer.state_chunks()
 
-    def common_state(self) -> dict[str, Any]:
+    def common_state(self) -> dict[str, object]:
         """Returns the common state of each optimizer, in a list."""
         return {"chained": [optimizer.common_state() for optimizer in self.chained_optimizers]}
 

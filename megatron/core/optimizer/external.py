@@ -187,5 +187,5 @@ class ExternalOptimizer(MegatronOptimizer):
                     values[kind] = type(value)(0)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1 and value.dim() == 0)

@@ -154,7 +154,7 @@ class FlatOptimizer(MegatronOptimizer):
 
     # Groups ----------------------------------------------------------------------------------------------------------
 
-    def _param_group(self, settings: GroupSettings, ranges: Sequence[ParameterRange]) -> dict[str, Any]:
+    def _param_group(self, settings: GroupSettings, ranges: Sequence[ParameterRange]) -> dict[str, object]:
         """Returns the dictionary of a group. `lr` is a float64 scalar tensor that a scheduler updates on the device."""
         given = {key: value for key, value in vars(settings).items() if value is not None}
         rate = settings.lr_mult * (settings.max_lr or self.config.lr or 0.0)
@@ -392,7 +392,7 @@ class FlatOptimizer(MegatronOptimizer):
                         kind, parameter_slice.info, tensor, parameter_slice.flat_range, holders, encoded
                     )
 
-    def common_state(self) -> dict[str, Any]:
+    def common_state(self) -> dict[str, object]:
         """Returns the number of updates and the state of the loss scale. Waits for the device."""
         scaler = self.grad_scaler.state_dict() if self.grad_scaler is not None else None
         return {"update_count": int(self.update_count.item()), "grad_scaler": scaler}

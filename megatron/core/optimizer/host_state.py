@@ -11,7 +11,6 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -147,5 +146,5 @@ class _DeviceCopy:
             slot.is_free = None if stream is None else stream.record_event()
 
 
-def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
+def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
     return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)

@@ -93,11 +93,11 @@ class MegatronOptimizer(abc.ABC):
         """Yields the tensors of the state as checkpoint chunks that share their memory."""
 
     @abc.abstractmethod
-    def common_state(self) -> dict[str, Any]:
+    def common_state(self) -> dict[str, object]:
         """Returns the rest of the state, equal on every rank, as JSON types. Waits for the device."""
 
     @abc.abstractmethod
-    def load_common_state(self, state: Mapping[str, Any]) -> None:
+    def load_common_state(self, state: Mapping[str, object]) -> None:
         """Loads what `common_state` returned."""
 
     def state_dict(self) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -259,7 +259,7 @@ class OptimizerConfig:
     barrier_with_L1_time: bool = not_a_flag(False)
     """Put barriers before timers of level 1, as in ModelParallelConfig."""
 
-    timers: Callable[..., Any] | None = not_a_flag(None)
+    timers: Callable[..., object] | None = not_a_flag(None)
     """Named timers (megatron.core.Timers)."""
 
     config_logger_dir: str = not_a_flag("")

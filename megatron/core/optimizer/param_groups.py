@@ -71,7 +71,7 @@ def describe_groups(
     units: Sequence[Unit],
     config: OptimizerConfig,
     overrides: Mapping[ParamKey, ParamGroupOverride] | None = None,
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, dict[str, object]]:
     """Returns the settings of the group of each parameter in the units, by the parameter's canonical name. Settings
     that equal those of the whole run are left out."""
     found = {}

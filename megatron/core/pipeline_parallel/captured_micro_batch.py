@@ -48,7 +48,7 @@ class MicroBatchGraphs(StepGraphs):
 
     _graphs: "dict[Hashable, _MicroBatchGraph]" = dataclasses.field(default_factory=dict, init=False)
 
-    def runner(self, task: PipelineTask, timers: Callable[..., Any] | None = None) -> Runner:
+    def runner(self, task: PipelineTask, timers: Callable[..., object] | None = None) -> Runner:
         """Returns the runner of a step or of an evaluation; see `forward_backward_no_pipelining`."""
         return GraphRunner(task, timers, self)
 
@@ -151,7 +151,7 @@ class _MicroBatchGraph:
         )
         self.graph: CapturedGraph[Outputs] | None = None
 
-    def run(self, batch: Any, position: RngPosition | None) -> Outputs:
+    def run(self, batch: object, position: RngPosition | None) -> Outputs:
         """Runs a micro-batch; returns copies of its outputs."""
         self.inputs.fill(batch)
         if position is not None:
@@ -187,7 +187,7 @@ class _MicroBatchGraph:
         return map_tensors(torch.detach, outputs)
 
 
-def _shapes(batch: Any) -> str:
+def _shapes(batch: object) -> str:
     kinds = signature(batch)
     assert isinstance(kinds, tuple)
     return ", ".join(f"{path} {kind[0] if isinstance(kind, tuple) else kind}" for path, kind in kinds)

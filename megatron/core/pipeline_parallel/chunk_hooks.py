@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def no_sync_contexts(
     chunks: Sequence[nn.Module], config: "TransformerConfig"
-) -> list[Callable[[], contextlib.AbstractContextManager[Any]]]:
+) -> list[Callable[[], contextlib.AbstractContextManager[object]]]:
     """Returns, for each chunk, the context manager that delays its gradient reductions: `config.no_sync_func` (one, or
     a list with one for each chunk), else the wrapper's own `no_sync`, else an empty context. A single hook for several
     chunks is entered once. Raises UserError if the list has another length than `chunks`."""

@@ -152,12 +152,12 @@ def one_after_the_other(num_microbatches: int, forward_only: bool = False) -> It
         yield Action(ActionKind.BACKWARD, number)
 
 
-def forward_backward_pipelining_without_interleaving(**arguments: Any) -> list[Any]:
+def forward_backward_pipelining_without_interleaving(**arguments: Any) -> list[object]:
     """Runs a pipeline with one model chunk on each rank; see `forward_backward_no_pipelining`."""
     return forward_backward_no_pipelining(**arguments)
 
 
-def forward_backward_pipelining_with_interleaving(**arguments: Any) -> list[Any]:
+def forward_backward_pipelining_with_interleaving(**arguments: Any) -> list[object]:
     """Runs a pipeline with several model chunks on each rank; see `forward_backward_no_pipelining`."""
     return forward_backward_no_pipelining(**arguments)
 
@@ -222,7 +222,7 @@ def _finalize(
     function(chunks, tokens, **extra)
 
 
-def _one_per_chunk(iterators: Any, chunks: int) -> list[Any]:
+def _one_per_chunk(iterators: object, chunks: int) -> list[object]:
     if not isinstance(iterators, list | tuple):
         if iterators is not None and chunks > 1:
             raise UserError(

@@ -13,7 +13,7 @@ import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron.core.declarations.flag_grammars import pipeline_layout
 
@@ -127,7 +127,7 @@ def layout_of(config: "TransformerConfig") -> list[str] | None:
     return pipeline_layout(layout) if isinstance(layout, str) else letters_of_list(layout)
 
 
-def letters_of_list(layout: Sequence[Any]) -> list[str]:
+def letters_of_list(layout: Sequence[object]) -> list[str]:
     """Returns the letters of each stage of a layout that is given as a list. Raises ValueError if it cannot be
     parsed."""
     return pipeline_layout("|".join(map(_stage_of_list, layout)))
@@ -137,7 +137,7 @@ MEGATRON_LM_NAMES = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 """Megatron-LM's names of the contents of a stage, and the letters that stand for them."""
 
 
-def _stage_of_list(stage: Any) -> str:
+def _stage_of_list(stage: object) -> str:
     """Returns the letters of a stage that a list layout gives as letters or as Megatron-LM's names. Raises ValueError
     for anything else."""
     if isinstance(stage, str):

@@ -218,7 +218,7 @@ class OptimizerParamScheduler:
         own = group.get(name)
         return getattr(self, name) if own is None else own
 
-    def _schedule_of(self, group: dict[str, Any]) -> LearningRateSchedule:
+    def _schedule_of(self, group: dict[str, object]) -> LearningRateSchedule:
         return LearningRateSchedule(
             self.init_lr,
             self._setting(group, "max_lr"),

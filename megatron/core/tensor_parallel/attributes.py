@@ -1,15 +1,13 @@
 """Megatron-LM's attributes of parameters, for code that reads them. This library reads the descriptor that each
 parameter carries instead."""
 
-from typing import Any
-
 from torch import Tensor
 
 from megatron.core.communication.collectives import Group, group_rank
 from megatron.core.groups.defaults import tp_group_or_default
 from megatron.core.parameters import info_of
 
-_DEFAULTS: dict[str, Any] = {"tensor_model_parallel": False, "partition_dim": -1, "partition_stride": 1}
+_DEFAULTS: dict[str, object] = {"tensor_model_parallel": False, "partition_dim": -1, "partition_stride": 1}
 
 
 def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim: int, stride: int) -> None:

@@ -266,7 +266,7 @@ def linear_with_grad_accumulation_and_async_allreduce(
     return linear(input, weight, bias, group if sums else None, gathers=sequence_parallel)
 
 
-def drop_empty_extra_state(module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+def drop_empty_extra_state(module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: object) -> None:
     """Accepts state dicts with the empty `_extra_state` of Megatron-LM's linear layers."""
     if state_dict.get(prefix + "_extra_state", 0) is None:
         del state_dict[prefix + "_extra_state"]

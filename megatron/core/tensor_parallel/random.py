@@ -34,7 +34,7 @@ class RNGStatesTracker:
         """Does nothing; the one stream is used inside."""
         yield
 
-    def get_states(self) -> dict[str, Any]:
+    def get_states(self) -> dict[str, object]:
         """Returns no states."""
         return {}
 

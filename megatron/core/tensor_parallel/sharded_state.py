@@ -85,7 +85,7 @@ def make_tp_sharded_tensor_for_checkpoint(
     tensor: Tensor,
     key: str,
     tp_axis: int = 0,
-    replica_id: Any = None,
+    replica_id: object = None,
     prepend_offsets: tuple[tuple[int, int, int], ...] = (),
     **kwargs: Any,
 ) -> ShardedTensor:
@@ -103,7 +103,7 @@ def make_sharded_tensor_for_checkpoint(
     key: str,
     prepend_offsets: tuple[tuple[int, int, int], ...] = (),
     replica_id: Any = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> ShardedTensor:
     """Returns a sharded tensor that is whole on every tensor and data parallel rank. Megatron-LM's function for a
     module's own `sharded_state_dict`. The first of these ranks writes it."""
@@ -138,7 +138,7 @@ def make_sharded_tensors_for_checkpoint(
     tensor_parallel_layers_axis_map: Mapping[str, int] | None = None,
     sharded_offsets: tuple[tuple[int, int, int], ...] = (),
     extra_state_suffix: str = "_extra_state",
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Returns a sharded tensor for each entry of a module's state dict, under its name with `prefix`: split along the
     axis that the map names, or whole on every rank. Entries of extra state are left out."""
     axes = tensor_parallel_layers_axis_map or {}
@@ -159,7 +159,7 @@ def sharded_state_dict_default(
     prefix: str = "",
     sharded_offsets: tuple[tuple[int, int, int], ...] = (),
     metadata: dict[str, Any] | None = None,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Returns the module's own `sharded_state_dict`. For a module without one, returns its state dict as tensors that
     are whole on every rank."""
     if hasattr(module, "sharded_state_dict"):

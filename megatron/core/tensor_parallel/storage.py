@@ -44,7 +44,7 @@ def new_parameter(
 
 
 def new_split_vector(
-    config: ModelParallelConfig, size: int, init: Callable[[torch.Tensor], Any], group: Group
+    config: ModelParallelConfig, size: int, init: Callable[[torch.Tensor], object], group: Group
 ) -> nn.Parameter:
     """Returns a declared parameter [size / ranks] of a vector [size] that the ranks of a tensor parallel group
     divide."""

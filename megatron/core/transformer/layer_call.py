@@ -42,7 +42,7 @@ class LayerArguments:
     attention_bias: Tensor | None = None
     inference_context: Any = None
     packed_seq_params: PackedSeqParams | None = None
-    sequence_len_offset: Any = None
+    sequence_len_offset: object = None
     inference_params: Any = None
     padding_mask: Tensor | None = None
 
@@ -104,7 +104,7 @@ def run_script_layer(layer: nn.Module, hidden: Tensor, inputs: LayerInputs) -> T
     return states.flatten(0, 1)
 
 
-def _accepted(layer: nn.Module, keywords: Keywords, arguments: LayerArguments) -> dict[str, Any]:
+def _accepted(layer: nn.Module, keywords: Keywords, arguments: LayerArguments) -> dict[str, object]:
     """Returns the arguments that a layer takes. Raises UserError if it does not take one that the model needs."""
     names = keywords.names
     given = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(arguments)}
@@ -232,7 +232,7 @@ def _refuse_unknown(arguments: LayerArguments) -> None:
             raise UserError(f"{name} of a layer: not here; give rotary_pos_emb, the angles of these tokens")
 
 
-def _rotation(given: Any, tokens: Tokens, config: TransformerConfig) -> Rotation | None:
+def _rotation(given: object, tokens: Tokens, config: TransformerConfig) -> Rotation | None:
     """Returns the rotary positions that `rotary_pos_emb` describes."""
     if isinstance(given, tuple) and len(given) == 2 and given[0] is given[1]:
         given = given[0]  # of queries and keys

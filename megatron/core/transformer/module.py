@@ -17,7 +17,7 @@ class MegatronModule(ShardedStateModule):
         super().__init__()
         self.config = config
 
-    def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
+    def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, object]:
         """Returns the state dict of this module, for Megatron-LM's checkpoint functions."""
         return self.state_dict(prefix=prefix, keep_vars=keep_vars)
 
@@ -32,7 +32,7 @@ class Float16Module(MegatronModule):
         self.dtype = torch.float16 if config.fp16 else torch.bfloat16
         self.module = module.to(self.dtype)
 
-    def set_input_tensor(self, input_tensor: Any) -> None:
+    def set_input_tensor(self, input_tensor: object) -> None:
         """Calls the model's own `set_input_tensor`."""
         self.module.set_input_tensor(input_tensor)  # type: ignore[operator]
 
@@ -48,16 +48,16 @@ class Float16Module(MegatronModule):
         """Returns the model's state dict."""
         return self.module.state_dict(*args, **kwargs)
 
-    def sharded_state_dict(self, prefix: str = "", *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def sharded_state_dict(self, prefix: str = "", *args: object, **kwargs: object) -> dict[str, Any]:
         """Returns the model's sharded state dict."""
         return self.module.sharded_state_dict(prefix, *args, **kwargs)  # type: ignore[operator]
 
-    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> object:
         """Loads the state dict into the model."""
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
 
-def convert(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+def convert(value: object, function: Callable[[Tensor], Tensor]) -> Any:
     """Applies a function to every floating-point tensor in nested tuples and lists."""
     if isinstance(value, tuple | list):
         return type(value)(convert(item, function) for item in value)

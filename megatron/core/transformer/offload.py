@@ -78,7 +78,7 @@ _PRODUCTS = ("qkv_linear", "attn_proj", "expert_fc1")
 _Functions = Iterator[tuple[Any, str]]
 
 
-def _attention_parts(*names: str) -> Callable[[Any], _Functions]:
+def _attention_parts(*names: str) -> Callable[[object], _Functions]:
     """Returns a function that yields the parts with these names of a layer's token mixer and cross attention."""
 
     def parts(layer: Any) -> _Functions:
@@ -91,8 +91,8 @@ def _attention_parts(*names: str) -> Callable[[Any], _Functions]:
     return parts
 
 
-def _norm(name: str) -> Callable[[Any], _Functions]:
-    def norm(layer: Any) -> _Functions:
+def _norm(name: str) -> Callable[[object], _Functions]:
+    def norm(layer: object) -> _Functions:
         if not isinstance(getattr(layer, name), IdentityOp):
             yield getattr(layer, name), "forward"
 
@@ -104,17 +104,17 @@ def _experts(layer: Any) -> list[Any]:
     return [] if experts is None else list(getattr(experts, "local_experts", [experts]))
 
 
-def _first_products(layer: Any) -> _Functions:
+def _first_products(layer: object) -> _Functions:
     for mlp in _experts(layer):
         yield mlp.linear_fc1, "forward"
 
 
-def _activations(layer: Any) -> _Functions:
+def _activations(layer: object) -> _Functions:
     for mlp in _experts(layer):
         yield mlp, "activate"
 
 
-_FUNCTIONS_OF: dict[str, Callable[[Any], _Functions]] = {
+_FUNCTIONS_OF: dict[str, Callable[[object], _Functions]] = {
     "attn_norm": _norm("input_layernorm"),
     "qkv_linear": _attention_parts(
         *("linear_qkv", "linear_q", "linear_kv", "in_proj"),

@@ -98,7 +98,7 @@ def recompute_predictions(block: Any, config: TransformerConfig, layers_before: 
             recompute_parts(layer.transformer_layer, recomputed_modules(config))
 
 
-def recompute_parts(layer: Any, modules: Iterable[str]) -> None:
+def recompute_parts(layer: object, modules: Iterable[str]) -> None:
     """Sets up recomputation of some modules of one layer. Modules of experts are skipped in a layer without experts.
     Raises UserError if a user's layer has no such part."""
     modules = list(modules)
@@ -106,7 +106,7 @@ def recompute_parts(layer: Any, modules: Iterable[str]) -> None:
         _RECOMPUTE_MODULE[name](layer, modules)
 
 
-def _part(layer: Any, module: str, path: str) -> Any:
+def _part(layer: object, module: str, path: str) -> Any:
     """Returns the part of a layer at a dotted path. Raises UserError if a user's layer has no such part."""
     found = layer
     for name in path.split("."):
@@ -119,7 +119,7 @@ def _part(layer: Any, module: str, path: str) -> Any:
     return found
 
 
-def _recompute_attention(layer: Any, modules: Sequence[str]) -> None:
+def _recompute_attention(layer: object, modules: Sequence[str]) -> None:
     if getattr(layer, "has_token_mixer", True):
         core = getattr(_part(layer, "core_attn", "self_attention"), "recomputed_part", "core_attention")
         if core is not None:
@@ -186,12 +186,12 @@ def _recompute_activations(layer: Any, modules: Sequence[str]) -> None:
             _discard_activation(_part(mlp, "moe_act", "activate"), mlp, _part(mlp, "moe_act", "linear_fc2"))
 
 
-def _recompute_shared_experts(layer: Any, modules: Sequence[str]) -> None:
+def _recompute_shared_experts(layer: object, modules: Sequence[str]) -> None:
     if _has_experts(layer, "shared_experts") and "moe" not in modules:
         _recompute(_part(layer, "shared_experts", "mlp.shared_experts"))
 
 
-_RECOMPUTE_MODULE: dict[str, Callable[[Any, Sequence[str]], None]] = {
+_RECOMPUTE_MODULE: dict[str, Callable[[object, Sequence[str]], None]] = {
     "core_attn": _recompute_attention,
     "layernorm": _recompute_norms,
     "mla_up_proj": _recompute_heads,
@@ -204,7 +204,7 @@ _RECOMPUTE_MODULE: dict[str, Callable[[Any, Sequence[str]], None]] = {
 """For each entry of `recompute_modules`: a function of (layer, all entries)."""
 
 
-def _has_experts(layer: Any, module: str) -> bool:
+def _has_experts(layer: object, module: str) -> bool:
     return hasattr(_part(layer, module, "mlp"), "experts")
 
 
@@ -260,7 +260,7 @@ class _FromTuple:
         return result
 
 
-def _discard_norm(layer: Any, norm: Any, reader: str) -> None:
+def _discard_norm(layer: object, norm: Any, reader: str) -> None:
     """Does not keep a norm's result, which the layer's method `reader` would save for backward."""
     if isinstance(norm, IdentityOp):
         return

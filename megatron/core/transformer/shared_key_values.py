@@ -67,7 +67,7 @@ class SharedKeyValueLinear(nn.Module):
         return torch.cat([*own, of_group], -1), None
 
 
-def _weight(config: TransformerConfig, rows: tuple[int, ...], box: Box, **facts: Any) -> nn.Parameter:
+def _weight(config: TransformerConfig, rows: tuple[int, ...], box: Box, **facts: object) -> nn.Parameter:
     assert config.init_method is not None
     h = config.hidden_size
     facts = {"separate_heads": separate_heads(config), **facts}
@@ -82,5 +82,5 @@ def separate_heads(config: TransformerConfig) -> tuple[int, ...]:
     return (heads, heads, 1, 1) if config.attention_output_gate else (heads, 1, 1)
 
 
-def _bias(config: TransformerConfig, rows: tuple[int, ...], box: Box, **facts: Any) -> nn.Parameter:
+def _bias(config: TransformerConfig, rows: tuple[int, ...], box: Box, **facts: object) -> nn.Parameter:
     return new_parameter(config, (box.numel,), Constant(0.0), global_shape=rows, box=box, **facts)

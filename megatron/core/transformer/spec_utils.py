@@ -41,7 +41,7 @@ def get_module(spec_or_module: Spec, **additional_kwargs: Any) -> Any:
     return import_module(module) if isinstance(module, tuple) else module
 
 
-def build_module(spec_or_module: Spec, *args: Any, offer: Mapping[str, Any] | None = None, **kwargs: Any) -> Any:
+def build_module(spec_or_module: Spec, *args: Any, offer: Mapping[str, Any] | None = None, **kwargs: object) -> Any:
     """Builds a spec. A function is returned as it is, without calling it. `offer` holds keywords that are passed only
     if the constructor declares them, so that a user's class needs no parameters beyond Megatron-LM's."""
     module = get_module(spec_or_module)

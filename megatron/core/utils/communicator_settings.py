@@ -12,7 +12,7 @@ CommunicatorSettings = Mapping[str, Mapping[str, Any]]
 
 _FLAG = "--nccl-communicator-config-path"
 _NUMBER = (lambda value: type(value) is int and value >= 1, "a whole number of at least 1")
-_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+_KINDS: dict[str, tuple[Callable[[object], bool], str]] = {
     "min_ctas": _NUMBER,
     "max_ctas": _NUMBER,
     "cga_cluster_size": (lambda value: type(value) is int and 0 <= value <= 8, "a whole number from 0 to 8"),
@@ -55,7 +55,7 @@ def read_communicator_settings(path: str, groups: Iterable[str]) -> Communicator
     return settings
 
 
-def _read(path: str) -> Any:
+def _read(path: str) -> object:
     try:
         yaml = importlib.import_module("yaml")
     except ImportError as error:
@@ -76,7 +76,7 @@ def _read(path: str) -> Any:
         raise UserError(f"{_FLAG} {path}: values are nested too deeply") from None
 
 
-def _refuse_repeated_keys(node: Any, mapping: Any, path: str) -> None:
+def _refuse_repeated_keys(node: object, mapping: Any, path: str) -> None:
     """Raises UserError if a mapping of a YAML document has a key twice, of which YAML's loader would take the last."""
     earlier: dict[str, Any] = {}
     for key, value in node.value if isinstance(node, mapping) else ():

@@ -66,7 +66,7 @@ class _CompiledKernel:
                     self._machine_code = self._build(cache=True)
         return self._machine_code
 
-    def _build(self, cache: bool) -> Any:
+    def _build(self, cache: bool) -> object:
         """Passes a copy of the function to numba; in the copy, called kernels are replaced by numba's dispatchers."""
         import numba
 

@@ -85,7 +85,7 @@ class CudaGraphRecorder:
 
 
 @contextmanager
-def undoing_a_failed_capture(device: torch.device, pool: Any) -> Iterator[None]:
+def undoing_a_failed_capture(device: torch.device, pool: object) -> Iterator[None]:
     """Returns a context for a capture. If the capture fails, everything in this process works afterwards as before.
 
     When CUDA rejects a captured stream, torch stops in the middle of ending the capture. The stream of the capture
@@ -168,25 +168,25 @@ class StaticInputs:
         self.value = map_tensors(lambda tensor: torch.empty_like(tensor, device=device), without_host_entries(example))
         self._tensors = [leaf for _, leaf in leaves(self.value) if isinstance(leaf, Tensor)]
 
-    def fill(self, value: Any) -> None:
+    def fill(self, value: object) -> None:
         """Copies the tensors of a value with the `signature` of the example. The host does not wait."""
         _fill(self._tensors, value)
 
 
-def fill_nested(target: Any, value: Any) -> None:
+def fill_nested(target: object, value: object) -> None:
     """Copies the tensors of a nested value into those of another value with the same structure. The host does not
     wait."""
     _fill([leaf for _, leaf in leaves(target) if isinstance(leaf, Tensor)], value)
 
 
-def _fill(targets: Sequence[Tensor], value: Any) -> None:
+def _fill(targets: Sequence[Tensor], value: object) -> None:
     given = [leaf for _, leaf in leaves(value) if isinstance(leaf, Tensor)]
     for target, tensor in zip(targets, given, strict=True):
         if target.data_ptr() != tensor.data_ptr():
             target.copy_(tensor, non_blocking=True)
 
 
-def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(value: object, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yields the leaves of a nested value with their paths, without entries named in `HOST_ENTRIES`."""
     if isinstance(value, Mapping):
         items = list(value.items())
@@ -202,7 +202,7 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from leaves(item, f"{path}.{name}" if path else str(name))
 
 
-def signature(value: Any) -> Hashable:
+def signature(value: object) -> Hashable:
     """Returns the properties of a nested value that a graph depends on: shapes and types of tensors, and all other
     leaves."""
     return tuple(
@@ -210,7 +210,7 @@ def signature(value: Any) -> Hashable:
     )
 
 
-def without_host_entries(value: Any) -> Any:
+def without_host_entries(value: object) -> object:
     """Returns a nested value with None in place of the entries named in `HOST_ENTRIES`."""
     return _mapped(value, lambda leaf: leaf, lambda name: name in HOST_ENTRIES)
 
@@ -220,8 +220,8 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: T) -> T:
     return _mapped(value, lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, lambda name: False)
 
 
-def _mapped(value: Any, function: Callable[[Any], Any], drops: Callable[[Any], bool]) -> Any:
-    def each(name: Any, item: Any) -> Any:
+def _mapped(value: Any, function: Callable[[object], object], drops: Callable[[object], bool]) -> Any:
+    def each(name: object, item: object) -> Any:
         return None if drops(name) else _mapped(item, function, drops)
 
     if isinstance(value, Mapping):

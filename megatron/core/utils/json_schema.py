@@ -21,7 +21,7 @@ MOST_NESTED = 200
 class Schema(Protocol):
     """What a JSON value must look like."""
 
-    def problem(self, value: Any, key: str = "") -> str | None:
+    def problem(self, value: object, key: str = "") -> str | None:
         """Returns a sentence about the first part of the value that does not fit; None if all fits. `key` is the place
         of the value, such as `common.optimizer`."""
 
@@ -61,7 +61,7 @@ class Text:
 
     one_line: bool = False
 
-    def problem(self, value: Any, key: str = "") -> str | None:
+    def problem(self, value: object, key: str = "") -> str | None:
         """Returns the first problem of a value."""
         fits = isinstance(value, str) and _is_text(value) and (value.isprintable() or not self.one_line)
         return None if fits else _misfit(value, key, "a line of text" if self.one_line else "a string")
@@ -71,7 +71,7 @@ class Text:
 class Boolean:
     """true or false."""
 
-    def problem(self, value: Any, key: str = "") -> str | None:
+    def problem(self, value: object, key: str = "") -> str | None:
         """Returns the first problem of a value."""
         return None if isinstance(value, bool) else _misfit(value, key, "true or false")
 
@@ -94,7 +94,7 @@ class Nullable:
 
     of: Schema
 
-    def problem(self, value: Any, key: str = "") -> str | None:
+    def problem(self, value: object, key: str = "") -> str | None:
         """Returns the first problem of a value."""
         return None if value is None else self.of.problem(value, key)
 
@@ -139,7 +139,7 @@ class Record:
     required: Mapping[str, Schema] = field(default_factory=dict)
     optional: Mapping[str, Schema] = field(default_factory=dict)
 
-    def problem(self, value: Any, key: str = "") -> str | None:
+    def problem(self, value: object, key: str = "") -> str | None:
         """Returns the first problem of a value."""
         if not isinstance(value, dict):
             return _misfit(value, key, "an object")
@@ -157,7 +157,7 @@ class Record:
 class Plain:
     """Any value whose strings are text and that is not nested too deeply to be walked recursively."""
 
-    def problem(self, value: Any, key: str = "") -> str | None:
+    def problem(self, value: object, key: str = "") -> str | None:
         """Returns the first problem of a value."""
         waiting = [(value, 0)]
         while waiting:
@@ -173,7 +173,7 @@ class Plain:
         return None
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """Returns a JSON value for a message: short, in one line, in ASCII."""
     if isinstance(value, dict | list):
         return "an object" if isinstance(value, dict) else f"a list of {len(value)}"

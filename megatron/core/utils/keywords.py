@@ -48,6 +48,6 @@ class Keywords:
     def __contains__(self, name: str) -> bool:
         return self.takes_all or name in self.names
 
-    def chosen_from(self, offered: Mapping[str, Any]) -> dict[str, Any]:
+    def chosen_from(self, offered: Mapping[str, object]) -> dict[str, object]:
         """Returns the offered keywords that the function takes."""
         return {name: value for name, value in offered.items() if name in self}

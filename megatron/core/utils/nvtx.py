@@ -27,12 +27,12 @@ def nvtx_range_pop(msg: str | None = None, suffix: str | None = None) -> None:
         torch.cuda.nvtx.range_pop()
 
 
-def nvtx_decorator(message: str | None = None, color: str | None = None) -> Callable[[Any], Any]:
+def nvtx_decorator(message: str | None = None, color: str | None = None) -> Callable[[Any], object]:
     """Returns a decorator that marks each call of a function as a range. `color` has no effect."""
 
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+    def decorate(function: Callable[..., object]) -> Callable[..., object]:
         @functools.wraps(function)
-        def marked(*args: Any, **kwargs: Any) -> Any:
+        def marked(*args: object, **kwargs: object) -> Any:
             nvtx_range_push(message or function.__name__)
             try:
                 return function(*args, **kwargs)

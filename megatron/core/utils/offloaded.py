@@ -89,14 +89,14 @@ class MarkedInputs:
             return self.function(*inputs, **keywords)
 
 
-def keep_saved(tensor: Tensor) -> Any:
+def keep_saved(tensor: Tensor) -> object:
     """Returns the object to keep instead of a tensor that backward needs. For code with its own saved-tensor hooks,
     which hide those of `Offloaded`."""
     region = _region.get()
     return tensor if region is None else region.keep(tensor)
 
 
-def restore_saved(kept: Any) -> Any:
+def restore_saved(kept: object) -> Any:
     """Returns the tensor for which `keep_saved` returned this. On CUDA, the current stream waits for its copy."""
     return kept.tensor() if isinstance(kept, SavedView) else kept
 
@@ -141,7 +141,7 @@ class OffloadRegion:
             for address in added:
                 del self._marks[address]
 
-    def keep(self, tensor: Tensor) -> Any:
+    def keep(self, tensor: Tensor) -> object:
         """Returns a view of the tensor's storage, and moves the storage if it is marked. Returns weights and tensors of
         special kinds as they are."""
         if not _is_movable(tensor):
@@ -284,7 +284,7 @@ class _InFlight:
             while groups and groups[0].layer < self._layer - limit:
                 groups.popleft().join()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_InFlight":
+    def __deepcopy__(self, memo: dict[int, object]) -> "_InFlight":
         return _InFlight()
 
 
@@ -310,7 +310,7 @@ class _ForwardPass:
         self.in_flight = _InFlight()
         self.last: OffloadRegion | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_ForwardPass":
+    def __deepcopy__(self, memo: dict[int, object]) -> "_ForwardPass":
         return _ForwardPass()
 
 
@@ -351,7 +351,7 @@ def _is_movable(tensor: Tensor) -> bool:
     return is_plain and tensor.device.type in ("cpu", "cuda") and tensor.untyped_storage().nbytes() > 0
 
 
-def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+def _tensors_in(values: Iterable[object]) -> Iterator[Tensor]:
     """Yields the tensors in these values, also those inside records and sequences."""
     for value in values:
         if isinstance(value, Tensor):

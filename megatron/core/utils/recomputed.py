@@ -80,7 +80,7 @@ class DiscardedOutput:
         self._made: list[tuple[Callable[[Tensor], Tensor], Tensor, Tensor]] = []
         """(function, argument, result) of each `compute` in the current call of `within`."""
 
-    def discard(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def discard(self, function: Callable[..., object]) -> Callable[..., object]:
         """Returns a replacement for a cheap function, which calls it through `compute`."""
         return functools.partial(self.compute, function)
 
@@ -102,7 +102,7 @@ class DiscardedOutput:
         finally:
             self._made = []
 
-    def _keep(self, tensor: Tensor) -> Any:
+    def _keep(self, tensor: Tensor) -> object:
         for function, inputs, output in self._made:
             if _same_memory(tensor, output):
                 return _Recipe(function, keep_saved(inputs.detach()), tensor.shape)
@@ -156,7 +156,7 @@ class _Again:
         self._wanted = self._given = 0
         self._computed: tuple[Tensor, ...] = ()
 
-    def keep(self, tensor: Tensor) -> Any:
+    def keep(self, tensor: Tensor) -> object:
         """Returns what autograd saves for a tensor: a `_View` if it is a view of a result."""
         place = tensor.untyped_storage().data_ptr()
         for number, result in enumerate(self.results):

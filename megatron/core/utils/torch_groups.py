@@ -34,7 +34,7 @@ def create_group(
     ranks: list[int] | None = None,
     timeout: timedelta | None = None,
     backend: str | None = None,
-    pg_options: Any = None,
+    pg_options: object = None,
     use_local_synchronization: bool = False,
     group_desc: str | None = None,
 ) -> ProcessGroup:
@@ -85,7 +85,7 @@ def create_hierarchical_groups(
     ranks: Sequence[int],
     hierarchical_group_sizes: Sequence[int],
     create_gloo_process_groups: bool = False,
-    pg_options: Sequence[Any] | None = None,
+    pg_options: Sequence[object] | None = None,
     timeout: timedelta | None = None,
     group_desc: str | None = None,
 ) -> tuple[list[ProcessGroup], list[ProcessGroup]]:
@@ -103,7 +103,7 @@ def create_hierarchical_groups(
     return plain, gloo
 
 
-def create_hybrid_dp_cp_groups(rank: int, ranks: Sequence[int], pg_options: Any = None) -> dict[int, ProcessGroup]:
+def create_hybrid_dp_cp_groups(rank: int, ranks: Sequence[int], pg_options: object = None) -> dict[int, ProcessGroup]:
     """Returns this rank's group of neighbours for each power of two below the number of ranks, by size. All ranks of
     the world must call this."""
     made = {}
@@ -132,7 +132,7 @@ def generate_masked_orthogonal_rank_groups(
     return [[rank + start for rank in group] for start in range(0, world_size, period) for group in groups]
 
 
-def get_nccl_options(pg_name: str, nccl_comm_cfgs: CommunicatorSettings) -> Any:
+def get_nccl_options(pg_name: str, nccl_comm_cfgs: CommunicatorSettings) -> object:
     """Returns the NCCL options of a group from a table by group name; None if the table does not have the group."""
     if pg_name not in nccl_comm_cfgs:
         return None
@@ -144,7 +144,7 @@ def get_nccl_options(pg_name: str, nccl_comm_cfgs: CommunicatorSettings) -> Any:
 
 
 def overwrite_nccl_comm_cfgs(
-    nccl_comm_cfgs: dict[str, dict[str, Any]], pg_name: str, key_value_pair: tuple[str, Any]
+    nccl_comm_cfgs: dict[str, dict[str, Any]], pg_name: str, key_value_pair: tuple[str, object]
 ) -> None:
     """Sets one entry of a table of NCCL options."""
     key, value = key_value_pair

@@ -188,7 +188,7 @@ class DistFolderWriter:
         self._entries[name].chunks.append(box)
         self._write(file, types.MetadataIndex(name, torch.Size(start)), values)
 
-    def add_object(self, file: BinaryIO, name: str, value: Any) -> None:
+    def add_object(self, file: BinaryIO, name: str, value: object) -> None:
         """Writes an object."""
         self._entries[name] = self._types.BytesStorageMetadata()
         self._write(file, self._types.MetadataIndex(name), value)
@@ -197,7 +197,7 @@ class DistFolderWriter:
         """Returns the object whose pickle is the folder's `.metadata`."""
         return self._types.Metadata(self._entries, storage_data=self._places)
 
-    def _write(self, file: BinaryIO, index: Any, value: Any) -> None:
+    def _write(self, file: BinaryIO, index: object, value: Any) -> None:
         begin = file.tell()
         torch.save(value, file)
         self._places[index] = self._storage_info(self._data_file, begin, file.tell() - begin)

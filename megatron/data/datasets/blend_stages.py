@@ -9,7 +9,6 @@ import json
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -55,7 +54,7 @@ def read_stages_file(path: str) -> list[BlendStage]:
     return stages
 
 
-def _stage(entry: Any) -> BlendStage:
+def _stage(entry: object) -> BlendStage:
     if not isinstance(entry, dict) or entry.keys() != _KEYS:
         raise UserError(f"expected an object with the keys {', '.join(sorted(_KEYS))}, not {json.dumps(entry)[:80]}")
     first, words = entry["from_sample"], entry["data_path"]

@@ -65,7 +65,7 @@ class BlendedMegatronDatasetBuilder:
             return [None] * len(Split)
         return [self._build_split(split) for split in Split]
 
-    def _build_split(self, split: Split) -> Any:
+    def _build_split(self, split: Split) -> object:
         config, size = self.config, self.sizes[split.value]
         if config.mock:
             return self._build_one(None, self._share(split), size, split)
@@ -195,7 +195,7 @@ class BlendedMegatronDatasetBuilder:
         assert self.config.split_matrix is not None
         return self.config.split_matrix[split.value]
 
-    def _open_low_level(self, prefix: str | None) -> Any:
+    def _open_low_level(self, prefix: str | None) -> object:
         if prefix is not None:
             for path in self.cls.files_of(prefix):
                 if not (object_store.exists(path) if object_store.is_url(path) else Path(path).is_file()):

@@ -160,7 +160,7 @@ class GPTDataset(MegatronDataset):
     @classmethod
     def is_empty(
         cls,
-        low_level_dataset: Any,
+        low_level_dataset: object,
         indices: Sequence[int] | np.ndarray,
         config: BlendedMegatronDatasetConfig,
         split: Split,

@@ -190,7 +190,7 @@ def load_array(path: Path) -> np.ndarray:
         return np.load(file, allow_pickle=False)
 
 
-def _form(array: np.ndarray) -> list[Any]:
+def _form(array: np.ndarray) -> list[object]:
     """Returns type and shape of an array, as JSON values: one flipped bit of a header changes the order of bytes, and
     no byte."""
     return [array.dtype.str, list(array.shape)]

@@ -265,7 +265,7 @@ class IndexedDataset(torch.utils.data.Dataset):
     def _bin_size(self) -> int:
         return self._tokens.size
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         arguments = {"path_prefix": self.path_prefix, "multimodal": self.multimodal, "mmap": self.mmap}
         arguments["object_storage_config"] = self._storage
         return {"arguments": arguments, "num_ids": self._num_ids, "replaced_documents": self._replaced_documents}

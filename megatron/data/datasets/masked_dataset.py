@@ -157,7 +157,7 @@ def padded(values: np.ndarray, length: int, fill: int) -> np.ndarray:
     return array
 
 
-def tokenizer_name(tokenizer: Any) -> str:
+def tokenizer_name(tokenizer: object) -> str:
     """Returns the tokenizer's type for messages: the value of --tokenizer-type, or the name of a user's class."""
     return getattr(tokenizer, "type_name", type(tokenizer).__name__)
 
@@ -197,7 +197,7 @@ class MaskedWordPieceDataset(MegatronDataset):
         return len(low_level_dataset.document_indices) - 1
 
     @staticmethod
-    def build_low_level_dataset(dataset_path: str | None, config: BlendedMegatronDatasetConfig) -> Any:
+    def build_low_level_dataset(dataset_path: str | None, config: BlendedMegatronDatasetConfig) -> object:
         """Opens the .bin and .idx files of a prefix, or makes up documents."""
         if dataset_path is None:
             return MockSentences(config.tokenizer)

@@ -92,12 +92,12 @@ class MegatronDataset(ABC, torch.utils.data.Dataset):
         cache = IndexCache(folder, f"{name}-{self.index_split.name}", self.unique_description)
         return cache.load_or_build(names, valid, build)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Replaces mapped index arrays by their file names, so that another process maps them again."""
         attributes = vars(self).items()
         return {name: _MappedFile(Path(str(v.filename))) if isinstance(v, np.memmap) else v for name, v in attributes}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         vars(self).update({name: load_array(v.path) if isinstance(v, _MappedFile) else v for name, v in state.items()})
 
     @property
@@ -118,12 +118,12 @@ class MegatronDataset(ABC, torch.utils.data.Dataset):
 
     @staticmethod
     @abstractmethod
-    def numel_low_level_dataset(low_level_dataset: Any) -> int:
+    def numel_low_level_dataset(low_level_dataset: object) -> int:
         """Returns the number of elements that splits divide."""
 
     @staticmethod
     @abstractmethod
-    def build_low_level_dataset(dataset_path: str | None, config: BlendedMegatronDatasetConfig) -> Any:
+    def build_low_level_dataset(dataset_path: str | None, config: BlendedMegatronDatasetConfig) -> object:
         """Opens the low-level dataset of a prefix."""
 
     @staticmethod
@@ -134,7 +134,7 @@ class MegatronDataset(ABC, torch.utils.data.Dataset):
     @classmethod
     def is_empty(
         cls,
-        low_level_dataset: Any,
+        low_level_dataset: object,
         indices: Sequence[int] | np.ndarray,
         config: BlendedMegatronDatasetConfig,
         split: Split,

@@ -23,7 +23,7 @@ class StoreError(UserError):
     """A store does not answer or refuses access. Unlike a missing object, this may be temporary."""
 
 
-_opened: dict[tuple[int, str], Any] = {}
+_opened: dict[tuple[int, str], object] = {}
 """File systems by process id and scheme: connections do not survive a fork."""
 
 
@@ -32,7 +32,7 @@ def is_url(path: str | os.PathLike[str]) -> bool:
     return _SCHEME.match(os.fspath(path)) is not None
 
 
-def file_system(url: str) -> Any:
+def file_system(url: str) -> object:
     """Returns the fsspec file system of a URL. Raises UserError, naming the package, if one is missing."""
     scheme = url.partition("://")[0].lower()
     key = os.getpid(), scheme
@@ -68,7 +68,7 @@ def read_bytes(url: str, start: int | None = None, stop: int | None = None) -> b
     return bytes(_ask(url, "cat_file", start=start, end=stop))
 
 
-def _ask(url: str, method: str, **options: Any) -> Any:
+def _ask(url: str, method: str, **options: object) -> Any:
     store = file_system(url)
     try:
         return getattr(store, method)(url, **options)

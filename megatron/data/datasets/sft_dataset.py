@@ -129,7 +129,7 @@ class SFTDataset(MegatronDataset):
         return (prefix,)
 
     @staticmethod
-    def build_low_level_dataset(dataset_path: str | None, config: BlendedMegatronDatasetConfig) -> Any:
+    def build_low_level_dataset(dataset_path: str | None, config: BlendedMegatronDatasetConfig) -> object:
         """Reads and encodes a .jsonl file."""
         assert dataset_path is not None
         return SFTConversations(dataset_path, config.tokenizer)

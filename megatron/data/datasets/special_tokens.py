@@ -1,7 +1,5 @@
 """End-of-document and padding tokens of samples: document boundaries, positions, attention masks, the pad id."""
 
-from typing import Any
-
 import numpy as np
 
 from megatron.core.utils.warn import warn_on_first_rank
@@ -43,7 +41,7 @@ def document_mask(cu_seqlens: np.ndarray) -> np.ndarray:
     return causal_mask(len(document)) | (document[:, None] != document[None, :])
 
 
-def special_id(tokenizer: Any, name: str) -> int | None:
+def special_id(tokenizer: object, name: str) -> int | None:
     """Returns a special id of the tokenizer; None if it has none, which Megatron-LM's tokenizers express in three
     ways."""
     try:

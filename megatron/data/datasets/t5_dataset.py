@@ -178,7 +178,7 @@ class T5MaskedWordPieceDataset(MaskedWordPieceDataset):
         encoder_mask: Tensor,
         decoder_mask: Tensor,
         use_local: bool = False,
-        test_te_version: Any = None,
+        test_te_version: object = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | tuple[Tensor, Tensor]]:
         """Returns the attention masks of encoder, decoder and cross attention, True where attention is masked.
 

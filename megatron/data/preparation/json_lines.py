@@ -54,7 +54,7 @@ def _parse(line: bytes) -> Any:
         raise BadLine("not JSON", f"not JSON that can be read: {error}") from None
 
 
-def _checked_texts(record: dict[str, Any], key: str, may_hold_escapes: bool) -> list[str]:
+def _checked_texts(record: dict[str, object], key: str, may_hold_escapes: bool) -> list[str]:
     if key not in record:
         present = ", ".join(repr(name) for name in record) or "none"
         raise BadLine("missing key", f"no key {key!r}; keys present: {present}")
@@ -82,7 +82,7 @@ def _holds_half_a_pair(text: str) -> bool:
     return False
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     match value:
         case None:
             return "null"

@@ -31,7 +31,7 @@ _CHUNK_BYTES = 4 << 20
 _SHARD = re.compile(r"worker(\d+)\.")
 
 
-def identity_of(files: Sequence[InputFile], settings: dict[str, Any]) -> str:
+def identity_of(files: Sequence[InputFile], settings: dict[str, object]) -> str:
     """Returns a digest of the input files (path, size, time of the last change) and of the settings."""
     inputs = [(os.path.abspath(file.path), file.size, file.modified_ns) for file in files]
     content = json.dumps([VERSION, inputs, settings], sort_keys=True)
@@ -110,7 +110,7 @@ class Journal:
             self._write(_record_of(message))
             self.recorded = True
 
-    def _write(self, record: dict[str, Any]) -> None:
+    def _write(self, record: dict[str, object]) -> None:
         self._file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
 
     def _read(self) -> int:
@@ -179,7 +179,7 @@ def _checksum(path: Path, start: int, count: int) -> int | None:
     return checksum
 
 
-def _record_of(report: BlockReport) -> dict[str, Any]:
+def _record_of(report: BlockReport) -> dict[str, object]:
     return {
         "worker": report.worker,
         "file": report.file,

@@ -7,7 +7,6 @@ any version of Unicode.
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -54,7 +53,7 @@ class ByteLevelEncoder:
         self._whole = _table_of_vocabulary(vocab) if whole_words_first else _word_table(words=1, tails=1, ids=1)
         self._cache: WordTable | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"_cache": None}
 
     def encode(self, texts: Sequence[str]) -> EncodedTexts:

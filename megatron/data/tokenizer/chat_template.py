@@ -70,12 +70,12 @@ class ChatTemplate:
         """Whether a text so far has the day on which it was written."""
         return self._environment.wrote_date
 
-    def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+    def render(self, messages: Sequence[Mapping[str, object]], variables: Mapping[str, object]) -> str:
         """Returns the text of a conversation. Raises UserError if the template rejects it."""
         return self._render(messages, variables, "", "")
 
     def render_with_turns(
-        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], text: str
+        self, messages: Sequence[Mapping[str, object]], variables: Mapping[str, object], text: str
     ) -> RenderedText:
         """Returns `text`, which `render` returned for the same arguments, with the part of each turn."""
         private_use = map(chr, range(0xE000, 0xF000))
@@ -91,7 +91,7 @@ class ChatTemplate:
         return rendered
 
     def _render(
-        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], opening: str, closing: str
+        self, messages: Sequence[Mapping[str, object]], variables: Mapping[str, object], opening: str, closing: str
     ) -> str:
         plain = [_readable(message) for message in messages]
         self._environment.begin(plain, opening, closing)
@@ -108,7 +108,7 @@ class ChatTemplate:
             raise UserError(f"the chat template fails on the conversation: {said}") from None
 
 
-def _refuse_to_be_text(content: Any) -> str:
+def _refuse_to_be_text(content: object) -> str:
     kind = "a list of parts" if isinstance(content, list) else "an object"
     raise TemplateError(f'it writes "content" as it is, and that of a turn is {kind}; put one text in its place')
 
@@ -166,7 +166,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         self._end = time.monotonic() + _MAX_SECONDS
 
     @pass_context  # as all of these, so that Jinja does not compute the result when it compiles
-    def _mark(self, context: Any, value: Any, kind: str, loop: int) -> str:
+    def _mark(self, context: object, value: object, kind: str, loop: int) -> str:
         """Returns the mark of an event: a loop takes its next `value` ("next"), sets a variable to it ("set") or ends
         ("end"); a part that is learned begins or ends ("[", "]")."""
         self._count_step()
@@ -183,7 +183,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return f"{self._opening}{kind} {loop} {number}{self._closing}"
 
     @pass_context
-    def _step(self, context: Any, value: Any) -> str:
+    def _step(self, context: object, value: object) -> str:
         self._count_step()
         return ""
 
@@ -204,10 +204,10 @@ class _Environment(ImmutableSandboxedEnvironment):
         return "".join(kept)
 
     @pass_context
-    def _join(self, context: Any, values: Sequence[Any]) -> str:
+    def _join(self, context: object, values: Sequence[object]) -> str:
         return self.concat(map(str, values))
 
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+    def call_binop(self, context: Any, operator: str, left: object, right: Any) -> object:
         """Computes an operation whose result may be huge."""
         if operator == "**" and isinstance(right, (int, float)) and abs(right) > 100:
             raise TemplateError("it computes a power above 100")

@@ -34,7 +34,7 @@ class LearnedTurns:
         self._end_token = end_token
         self._prompts: dict[str, str] = {}
 
-    def find(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> tuple[str, list[Span]]:
+    def find(self, messages: Sequence[Message], variables: Mapping[str, object]) -> tuple[str, list[Span]]:
         """Returns the text of a conversation and the parts that are learned, in order. Raises UserError if the template
         rejects the conversation, or writes the assistant's turns where they cannot be told apart."""
         text = self._template.render(messages, variables)
@@ -57,7 +57,7 @@ class LearnedTurns:
             return begin, len(text) - len(following) + len(self._end_token)
         return span
 
-    def _prompt(self, variables: Mapping[str, Any]) -> str:
+    def _prompt(self, variables: Mapping[str, object]) -> str:
         """Returns what the template writes to ask for a turn of the assistant; empty if it writes nothing."""
         settings = {name: value for name, value in variables.items() if name not in ("tools", "documents")}
         key = json.dumps(settings, sort_keys=True)
@@ -67,7 +67,7 @@ class LearnedTurns:
             self._prompts[key] = self._make_prompt(settings)
         return self._prompts[key]
 
-    def _make_prompt(self, settings: Mapping[str, Any]) -> str:
+    def _make_prompt(self, settings: Mapping[str, object]) -> str:
         question = [{"role": "user", "content": "?"}]
         try:
             without = self._template.render(question, settings)

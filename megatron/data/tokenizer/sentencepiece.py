@@ -172,7 +172,7 @@ class SentencePieceTokenizer(Tokenizer):
             return "--tokenizer-sentencepiece-legacy looks for special tokens in each text"
         return None
 
-    def _identity(self) -> dict[str, Any]:
+    def _identity(self) -> dict[str, object]:
         """Leaves out the <extra_id_i> tokens: data for T5 may be prepared before they are added."""
         extra = {f"<extra_id_{i}>" for i in range(len(self._extra_ids))}
         return {

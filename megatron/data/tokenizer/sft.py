@@ -82,14 +82,14 @@ class SFTTokenizer(HuggingFaceTokenizer):
             self._made[name] = template, LearnedTurns(template, self.special_literals, end)
         return self._made[name]
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"_made": {}}
 
-    def _identity(self) -> dict[str, Any]:
+    def _identity(self) -> dict[str, object]:
         return super()._identity() | {"template": self._sources}
 
 
-def _variables(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _variables(fields: Mapping[str, object]) -> dict[str, object]:
     """Returns the variables of a template. Raises UserError for values that have another form than in transformers."""
     more = fields.get("chat_template_kwargs") or {}
     if not isinstance(more, Mapping):

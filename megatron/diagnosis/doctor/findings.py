@@ -50,7 +50,7 @@ class Section:
         """Adds a warning."""
         self.findings.append(Finding("warning", text))
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         """Returns the section for other ranks."""
         return asdict(self)
 

@@ -35,7 +35,7 @@ def unigram_entropy(counts: np.ndarray) -> float:
     return float(-(shares * np.log(shares)).sum())
 
 
-def facts_of_flags(values: dict[str, Any]) -> DataFacts:
+def facts_of_flags(values: dict[str, object]) -> DataFacts:
     """Returns the facts about the training data that these flag values (by field name) point to. Fields are None if
     there are no such files, as with made-up data."""
     if values.get("mock_data") or values.get("sft"):

@@ -72,7 +72,7 @@ def read_user_run(words: Sequence[str], default_script: Path, processes: int | N
     return replace(run, launcher=launcher, processes=count)
 
 
-def ranks_needed(values: Mapping[str, Any]) -> int:
+def ranks_needed(values: Mapping[str, object]) -> int:
     """Returns the smallest number of ranks of a layout, given values of flags by field name."""
     tensor, context, pipeline = (_whole(values.get(name)) for name in _SIZES)
     expert_tensor = _whole(values.get("expert_tensor_parallel_size") or tensor)

@@ -113,7 +113,7 @@ def _train_and_record(trainer: Trainer, steps: int, watched: int) -> LayoutTrace
     recorders: list[_ModuleRecorder] = []
     take_step = trainer.optimizer.step_on_device
 
-    def after_backward(*arguments: Any) -> Any:
+    def after_backward(*arguments: Any) -> object:
         if recorders:
             _add_chunks(trace, GRADIENT, (chunk for model in trainer.model for chunk in model.gradient_chunks()))
             for recorder in recorders:
@@ -179,7 +179,7 @@ class _ModuleRecorder:
         if model.post_process:
             yield LOSS, model.output_layer
 
-    def _begin(self, model: nn.Module, inputs: Any, keywords: dict[str, Any]) -> None:
+    def _begin(self, model: nn.Module, inputs: Any, keywords: dict[str, object]) -> None:
         tokens = keywords.get("tokens")
         self._places = dropout_tokens(tokens, torch.device("cpu")).index if isinstance(tokens, Tokens) else None
 

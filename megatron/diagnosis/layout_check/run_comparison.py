@@ -9,7 +9,6 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,7 +99,7 @@ def first_metrics_difference(a: MetricsHistory, b: MetricsHistory, tolerance: fl
     return None
 
 
-def _close(x: Any, y: Any, tolerance: float) -> bool:
+def _close(x: object, y: object, tolerance: float) -> bool:
     if not isinstance(x, int | float) or not isinstance(y, int | float):
         return bool(x == y)
     return x == y or abs(x - y) <= tolerance * max(abs(x), abs(y))
@@ -148,7 +147,7 @@ _PARTS = ("embedding", "layers", "final", "output")
 _IN_LAYER = ("input_layernorm", "attention", "pre_mlp_layernorm", "mlp")
 
 
-def _place_in_model(name: str) -> tuple[Any, ...]:
+def _place_in_model(name: str) -> tuple[object, ...]:
     """Returns a key that sorts names of tensors in the order in which a model uses them."""
     layer = re.search(r"layers\.(\d+)\.", name)
     part = next((number for number, part in enumerate(_PARTS) if part in name), len(_PARTS))

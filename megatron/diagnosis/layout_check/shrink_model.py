@@ -289,7 +289,7 @@ class ShrunkFlags:
         return words
 
 
-def _spelled_out(values: Mapping[str, Any]) -> list[str]:
+def _spelled_out(values: Mapping[str, object]) -> list[str]:
     """Words of flags, by name, and their values."""
     return [word for name, value in values.items() for word in (f"--{name}", str(value))]
 

@@ -56,8 +56,8 @@ class Allocations(TorchDispatchMode):
             self._seen[tensor.untyped_storage()] = None
 
     def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        self, func: Callable[..., Any], types: object, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> object:
         """Calls the operation and counts the storages of its results."""
         result = func(*args, **(kwargs or {}))
         for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):

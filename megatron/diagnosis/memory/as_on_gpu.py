@@ -106,10 +106,10 @@ class _Stream:
     def __init__(self, device: Any = None, **options: Any) -> None:
         self.device = device
 
-    def wait_stream(self, stream: Any) -> None:
+    def wait_stream(self, stream: object) -> None:
         """Does nothing."""
 
-    def wait_event(self, event: Any) -> None:
+    def wait_event(self, event: object) -> None:
         """Does nothing."""
 
     def record_event(self, event: Any = None) -> _Event:
@@ -120,7 +120,7 @@ class _Stream:
         """Does nothing."""
 
 
-def _launch_nothing(*arguments: Any, **options: Any) -> None:
+def _launch_nothing(*arguments: object, **options: object) -> None:
     """Stands for the launch of a kernel."""
 
 
@@ -130,7 +130,7 @@ def _replaced(owner: Any, name: str, value: Callable[..., Any]) -> Iterator[None
     own, is_inherited, thread = getattr(owner, name), name not in vars(owner), threading.get_ident()
 
     @functools.wraps(own)
-    def chosen(*arguments: Any, **options: Any) -> Any:
+    def chosen(*arguments: object, **options: object) -> Any:
         return (value if threading.get_ident() == thread else own)(*arguments, **options)
 
     setattr(owner, name, chosen)
@@ -163,8 +163,8 @@ class _MetaAs(TorchFunctionMode):
         }
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        self, func: Callable[..., Any], types: object, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> object:
         """Answers for a tensor on the meta device, or calls the function with meta in place of a GPU."""
         kwargs = dict(kwargs or {})
         answer = self._answers.get(func)
@@ -175,18 +175,18 @@ class _MetaAs(TorchFunctionMode):
             kwargs["device"] = self._real(kwargs["device"])
         return func(*map(self._argument, args), **kwargs)
 
-    def _argument(self, own: Any) -> Any:
+    def _argument(self, own: object) -> object:
         """Returns an argument of a function of torch, on the meta device."""
         if isinstance(own, Tensor) and self.device.type == "cpu" and not own.is_meta:
             return own.to(_META)  # constants of modules
         return self._real(own) if isinstance(own, torch.device) else own
 
-    def _real(self, device: Any) -> Any:
+    def _real(self, device: Any) -> object:
         """Returns meta in place of the device that tensors seem to be on."""
         return _META if device is not None and torch.device(device).type == self.device.type else device
 
     def _sdpa(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **options: Any
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **options: object
     ) -> Tensor:
         """Computes SDPA by the kernel of cuDNN, which comes first on a GPU. It keeps queries, keys, values, the result
         and a float32 for each query and head."""

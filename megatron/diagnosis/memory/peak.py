@@ -186,7 +186,7 @@ class _Peaks:
         steady = 4 * self.pipeline.num_stages + 4
         return schedule_of(self.config.transformer, self.pipeline, min(self.num_microbatches, steady), False)
 
-    def _kind(self, stage: StageModules) -> Any:
+    def _kind(self, stage: StageModules) -> object:
         """Returns a key that is equal for stages with the same modules."""
         config = self.config.transformer
         kinds = tuple(layer_kind(config, number) for number in stage.layers)

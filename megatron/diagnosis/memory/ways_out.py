@@ -38,7 +38,7 @@ class WayOut:
 class _Candidate:
     flags: str
     price: float
-    changes: Mapping[str, Mapping[str, Any]]
+    changes: Mapping[str, Mapping[str, object]]
     """New values by field, by part of the config."""
 
 

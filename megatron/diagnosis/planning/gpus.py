@@ -94,7 +94,7 @@ def _only_gpu(path: Path) -> Gpu:
     return _gpu(name, entry, str(path))
 
 
-def _gpu(name: str, entry: Mapping[str, Any], path: str) -> Gpu:
+def _gpu(name: str, entry: Mapping[str, object], path: str) -> Gpu:
     known = {field.name: field for field in fields(Gpu) if field.name != "name"}
     for key in entry:
         if key not in known:
@@ -126,7 +126,7 @@ _REQUIRED = (
 )
 
 
-def _figure(path: str, name: str, key: str, entry: Any) -> Figure:
+def _figure(path: str, name: str, key: str, entry: object) -> Figure:
     form = '{value = 1e12, error = 0.1, source = "..."}'
     if not isinstance(entry, dict) or set(entry) != {"value", "error", "source"}:
         raise UserError(f"--gpu {path}: [{name}] {key}: expected {form}")

@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 from megatron.diagnosis.planning.settings_of_run import Setting
 
@@ -20,7 +19,7 @@ def run_file_lines(title: Sequence[str], sections: Mapping[str, Iterable[Setting
             yield f"{f'{setting.field}: {yaml_value(setting.value)}':<52} # {setting.reason}"
 
 
-def yaml_value(value: Any) -> str:
+def yaml_value(value: object) -> str:
     """Returns a value as YAML on one line."""
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(yaml_value, value))}]"

@@ -201,7 +201,7 @@ def _throughput(text: str) -> float:
     return value
 
 
-_READERS: dict[str, Callable[[str], Any]] = {
+_READERS: dict[str, Callable[[str], object]] = {
     "architecture": _text,
     "params": quantity,
     "vocab_size": whole_number,

@@ -195,7 +195,7 @@ def _of_yaml(path: str, text: str) -> Iterator[tuple[Key, Answer]]:
             yield _key_named(str(key.value), where), Answer(_text_of(yaml, node, where), where)
 
 
-def _text_of(yaml: Any, node: Any, where: str) -> str:
+def _text_of(yaml: Any, node: object, where: str) -> str:
     """Returns a value as text: a list or a mapping in one line."""
     if isinstance(node, yaml.ScalarNode):
         return "" if node.tag == "tag:yaml.org,2002:null" else str(node.value).strip()

@@ -260,7 +260,7 @@ def _without_replaced_data(line: CommandLine, occurrences: Sequence[Occurrence])
     return kept
 
 
-def _value(flag: Flag, occurrence: Occurrence) -> Any:
+def _value(flag: Flag, occurrence: Occurrence) -> object:
     return occurrence.words if flag.switch is None else flag.switch[occurrence.spelling]
 
 

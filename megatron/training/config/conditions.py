@@ -23,7 +23,7 @@ class Condition:
     is_excluded: bool
     """Whether these are the values that the flag must not have."""
 
-    def holds(self, value: Any) -> bool:
+    def holds(self, value: object) -> bool:
         """Whether the condition holds for a value of the flag."""
         return value is UNKNOWN or condition_holds(value, self.flag.default, self.words, self.is_excluded)
 
@@ -40,7 +40,7 @@ class Condition:
             return f"without {spelling} {' or '.join(() if self.words == ('None',) else self.words)}".rstrip()
         return f"with {spelling} {' or '.join(self.words)}".rstrip()
 
-    def lack(self, value: Any) -> str:
+    def lack(self, value: object) -> str:
         """Returns why the condition does not hold for a value: `without --other`, `with --no-other` or `while --other
         is 1`."""
         spelling, switch = self.flag.spelling, self.flag.switch
@@ -56,7 +56,7 @@ class Condition:
         return not self.words or (self.words == ("True",)) != self.is_excluded
 
 
-def condition_holds(value: Any, default: Any, words: tuple[str, ...], is_excluded: bool) -> bool:
+def condition_holds(value: object, default: object, words: tuple[str, ...], is_excluded: bool) -> bool:
     """Whether a value meets a condition with the parts that `split_condition` returns."""
     if words:
         return (value_text(value) in words) != is_excluded

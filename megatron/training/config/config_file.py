@@ -132,7 +132,7 @@ def _occurrence(yaml: Any, key: str, value: Any) -> Occurrence | None:
     return Occurrence(flag.spelling, words)
 
 
-def _switch(key: str, flag: Flag, value: Any, yaml: Any) -> Occurrence | None:
+def _switch(key: str, flag: Flag, value: object, yaml: Any) -> Occurrence | None:
     if not isinstance(value, yaml.ScalarNode) or value.tag != "tag:yaml.org,2002:bool":
         raise ValueError(f"{key}: expected true or false")
     assert flag.switch is not None

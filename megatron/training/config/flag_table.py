@@ -231,7 +231,7 @@ def flags_of(config_class: type, group: str) -> list[Flag]:
     ]
 
 
-def _flag_of(field: "dataclasses.Field[Any]", annotation: Any, config_class: type, group: str) -> Flag:
+def _flag_of(field: "dataclasses.Field[Any]", annotation: object, config_class: type, group: str) -> Flag:
     declaration = declaration_of(field)
     default: Any = field.default
     if field.default_factory is not dataclasses.MISSING:

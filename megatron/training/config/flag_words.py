@@ -24,7 +24,7 @@ class Words:
     """Whether the field holds a list, with one value per word."""
 
 
-def word_type(annotation: Any) -> Words:
+def word_type(annotation: object) -> Words:
     """Returns the words that a field with this type annotation accepts."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (types.UnionType, typing.Union):
@@ -36,20 +36,20 @@ def word_type(annotation: Any) -> Words:
         return dataclasses.replace(word_type(arguments[0]), is_list=True)
     if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
         return Words(annotation, choice(annotation.__members__), tuple(annotation.__members__))
-    parsers: dict[Any, Callable[[str], Any]] = {int: whole_number, float: number, str: str}
+    parsers: dict[object, Callable[[str], object]] = {int: whole_number, float: number, str: str}
     return Words(annotation if isinstance(annotation, type) else str, parsers.get(annotation, str))
 
 
-def takes_one_or_list(annotation: Any) -> bool:
+def takes_one_or_list(annotation: object) -> bool:
     """Whether the annotation is like `str | list[str]`: a single word gives a value, several words a list."""
     members = [member for member in typing.get_args(annotation) if member is not type(None)]
     return len(members) == 2 and typing.get_origin(members[1]) is list
 
 
-def choice(values: Mapping[str, Any]) -> Callable[[str], Any]:
+def choice(values: Mapping[str, object]) -> Callable[[str], object]:
     """Returns a parser that maps the keys to their values. It raises ValueError with all keys for any other word."""
 
-    def parse(word: str) -> Any:
+    def parse(word: str) -> object:
         if word not in values:
             raise ValueError(f"choose from {', '.join(values)}")
         return values[word]

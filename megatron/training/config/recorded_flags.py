@@ -5,7 +5,6 @@ and import nothing. `Flag.from_checkpoint` says which of their values a program 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from megatron.core.exceptions import UserError
 from megatron.core.transformer.layer_patterns import without_stages
@@ -29,7 +28,7 @@ def is_of_run(flag: Flag) -> bool:
     return flag.group in _GROUPS_OF_RUN or flag.field in _FIELDS_OF_RUN
 
 
-def recorded_words(described: Mapping[str, Any]) -> list[str]:
+def recorded_words(described: Mapping[str, object]) -> list[str]:
     """Returns the words of the command line in a checkpoint's description; none if it has none. Raises UserError if
     they are something else than words."""
     words = described.get("command_line", [])

@@ -85,7 +85,7 @@ def resolve(
         raise ConfigurationError([message_of(error)]) from error
 
 
-def _take_script_defaults(settings: Settings, extra: dict[str, Any], defaults: Mapping[str, Any]) -> list[str]:
+def _take_script_defaults(settings: Settings, extra: dict[str, object], defaults: Mapping[str, Any]) -> list[str]:
     notes = []
     for name, value in defaults.items():
         field = name if name in ("model_family", "datasets_of_script") else field_of_name(name)
@@ -176,7 +176,7 @@ def build_config(settings: Settings, notes: Iterable[str], extra: Mapping[str, A
     return dataclasses.replace(config, provenance={**config.provenance, **dict.fromkeys(changed, "derived")})
 
 
-def transformer_fields(config_class: type[TransformerConfig], values: Mapping[str, Any]) -> dict[str, Any]:
+def transformer_fields(config_class: type[TransformerConfig], values: Mapping[str, object]) -> dict[str, Any]:
     """Returns the keyword arguments of a transformer config, from the app's values by field name. Translates the app's
     switches, such as `swiglu`, into the library's fields.
 

@@ -94,7 +94,7 @@ class Settings:
         """These values, for rules that read a TransformerConfig: its fields are among them. Values may be missing."""
         return cast(TransformerConfig, self)
 
-    def set_derived(self, field: str, value: Any) -> None:
+    def set_derived(self, field: str, value: object) -> None:
         """Sets a value that follows from other values, and records this as its source."""
         self.values[field] = value
         self.provenance[field] = "derived"
@@ -103,7 +103,7 @@ class Settings:
         """Whether a flag, a recipe or the user's script has set the value."""
         return self.provenance.get(field) in CHOSEN
 
-    def build(self, config_class: type[_Config], **fixed: Any) -> _Config:
+    def build(self, config_class: type[_Config], **fixed: object) -> _Config:
         """Returns an object of a config dataclass whose fields have the values of the same names. `fixed` gives or
         replaces single fields."""
         assert dataclasses.is_dataclass(config_class)

@@ -8,7 +8,6 @@ same position.
 import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from megatron.core.utils.files import sha256_of_file
 from megatron.core.utils.url_keys import hide_keys
@@ -26,7 +25,7 @@ _OF_BLEND = "% of the samples"
 _MOST_NAMED = 3
 
 
-def order_of(dataset: Any, dataloader_type: str) -> dict[str, str]:
+def order_of(dataset: object, dataloader_type: str) -> dict[str, str]:
     """Returns words about each data set of the training data, by prefix, and about each stage. They change if the order
     of the first samples changes, except for changes of the files and of flags that are compared elsewhere. Empty for a
     data set of a script's own kind."""

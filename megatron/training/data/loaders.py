@@ -97,7 +97,7 @@ class MicroBatchIterator(Iterator[Any]):
         if self._workers:
             threading.Thread(target=self._watch_workers, name="data-workers", daemon=True).start()
 
-    def __next__(self) -> Any:
+    def __next__(self) -> object:
         if self._iterator is None:
             raise StopIteration
         self._drawn = True
@@ -113,7 +113,7 @@ class MicroBatchIterator(Iterator[Any]):
                 raise explained from error
             raise
 
-    def _read(self, iterator: Iterator[Any]) -> Any:
+    def _read(self, iterator: Iterator[Any]) -> object:
         try:
             return next(iterator)
         except (OSError, EOFError):
@@ -169,7 +169,7 @@ def build_data_iterator(
     fill_to: int | None = None,
     megatron_cyclic_order: bool = False,
     data_sharding: bool = True,
-    collate: Callable[[Sequence[Any]], Any] = collate_gpt,
+    collate: Callable[[Sequence[Any]], object] = collate_gpt,
     pin_memory: bool = False,
     multiprocessing_context: str | None = None,
     restarts: bool = False,

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -47,7 +46,7 @@ class BertBatch(BatchRecord):
     """[b], always on the host: ids of the samples in the dataset; -1 for rows that only fill up the batch."""
 
 
-def collate_bert(items: Sequence[Mapping[str, Any]]) -> BertBatch:
+def collate_bert(items: Sequence[Mapping[str, object]]) -> BertBatch:
     """Returns the batch of some items of a BERT dataset."""
     names = ("text", "types", "labels", "is_random", "loss_mask", "padding_mask", "truncated")
     return BertBatch(**stack_items(items, names))
@@ -92,7 +91,7 @@ class T5Batch(BatchRecord):
         return self.enc_mask
 
 
-def collate_t5(items: Sequence[Mapping[str, Any]]) -> T5Batch:
+def collate_t5(items: Sequence[Mapping[str, object]]) -> T5Batch:
     """Returns the batch of some items of a T5 dataset."""
     names = ("text_enc", "text_dec", "labels", "loss_mask", "enc_mask", "dec_mask", "truncated")
     return T5Batch(**stack_items(items, names))

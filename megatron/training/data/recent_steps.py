@@ -47,7 +47,7 @@ class RecentSteps:
             self._nbytes -= self.steps.popleft().nbytes
         self.steps.append(RecentStep(dataclasses.replace(state)))
 
-    def add(self, batch: Any) -> None:
+    def add(self, batch: object) -> None:
         """Adds a micro-batch to the step that began last. Micro-batches before the first step are not kept."""
         if self.steps:
             size = sum(tensor.nbytes for tensor in fields_of(batch).values())
@@ -60,7 +60,7 @@ class RecentSteps:
         return next((step for step in self.steps if step.iteration == iteration), None)
 
 
-def fields_of(batch: Any) -> dict[str, Tensor]:
+def fields_of(batch: object) -> dict[str, Tensor]:
     """Returns the tensors of a micro-batch by name: those of a mapping, or of a dataclass's fields. Other batches have
     none."""
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):

@@ -81,7 +81,7 @@ def build_splits(
         )
 
     def split(
-        dataset: Any,
+        dataset: object,
         consumed: int,
         micro_batch_size: int,
         fill_to: int | None = None,
@@ -137,7 +137,7 @@ def build_splits(
     return Splits(train=training, valid=validation, test=evaluation)
 
 
-def _check_external(datasets: Sequence[Any], has_training_data: bool) -> None:
+def _check_external(datasets: Sequence[object], has_training_data: bool) -> None:
     """Raises UserError unless the script's provider has returned iterables of batches."""
     for name, dataset in zip(("training", "validation", "test"), datasets, strict=True):
         each = dataset if isinstance(dataset, list | tuple) and name == "validation" else [dataset]
@@ -154,7 +154,7 @@ def _check_external(datasets: Sequence[Any], has_training_data: bool) -> None:
         )
 
 
-def _validation_sets(evaluation: EvaluationConfig, valid: Any) -> Iterator[tuple[str | None, Any]]:
+def _validation_sets(evaluation: EvaluationConfig, valid: object) -> Iterator[tuple[str | None, Any]]:
     """Yields the name of each validation set, and its data. Raises UserError if this rank does not have the data."""
     several = evaluation.multiple_validation_sets
     flags = "--multiple-validation-sets" if several else "--full-validation"
@@ -174,7 +174,7 @@ def _validation_sets(evaluation: EvaluationConfig, valid: Any) -> Iterator[tuple
 def step_data(
     config: PretrainConfig,
     environment: Environment,
-    micro_batches: Iterator[Any] | None,
+    micro_batches: Iterator[object] | None,
     micro_batch_size: int | None = None,
     timers: Timers | None = None,
 ) -> StepData:

@@ -138,7 +138,7 @@ class StepData(Iterator[Any]):
             return None
         return self.timers
 
-    def kept(self, number: int) -> Any:
+    def kept(self, number: int) -> object:
         """Returns micro-batch `number` of the step. Draws it if no chunk has drawn it before."""
         while number >= len(self.sample_ids):
             batch = next(self)
@@ -214,7 +214,7 @@ def is_end_of_data(error: BaseException) -> bool:
     return isinstance(error, StopIteration) or isinstance(error.__cause__, StopIteration)
 
 
-def step_data_of(data: Any) -> StepData | None:
+def step_data_of(data: object) -> StepData | None:
     """Returns the StepData that an iterator (or list) of `StepData.iterators` belongs to; None for a script's
     iterator."""
     first = data[0] if isinstance(data, Sequence) and data else data

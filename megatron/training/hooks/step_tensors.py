@@ -5,7 +5,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -66,8 +65,8 @@ class StepTensors(Hook):
                 router.observers.append(self._count)
                 self._ends.append(partial(router.observers.remove, self._count))
 
-    def _watch(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def note(module: nn.Module, inputs: Any, outputs: Any) -> None:
+    def _watch(self, name: str) -> Callable[[nn.Module, object, object], None]:
+        def note(module: nn.Module, inputs: object, outputs: object) -> None:
             output = outputs[0] if isinstance(outputs, tuple) else outputs
             if not isinstance(output, Tensor) or not torch.is_grad_enabled():
                 return

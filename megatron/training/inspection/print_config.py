@@ -86,7 +86,7 @@ def _derived_only(config: PretrainConfig) -> Iterator[str]:
                     yield field.name
 
 
-def _text(value: Any, field: str = "") -> str:
+def _text(value: object, field: str = "") -> str:
     """Returns a value on one line, for a comment."""
     text = value.__name__ if callable(value) and hasattr(value, "__name__") else text_of(field, value)
     return text if text.isprintable() else _scalar(text)

@@ -81,7 +81,7 @@ _OF_HEADS = ("num_attention_heads", "num_query_groups", "kv_channels")
 """Fields that a model without attention does not read."""
 
 
-def describe_run(config: PretrainConfig) -> dict[str, Any]:
+def describe_run(config: PretrainConfig) -> dict[str, object]:
     """Returns a JSON object: the flags that were given, the model family (that of the entry script, or None), the
     architecture in effect, versions of torch and Python."""
     return {
@@ -93,7 +93,7 @@ def describe_run(config: PretrainConfig) -> dict[str, Any]:
     }
 
 
-def architecture_of(config: PretrainConfig) -> dict[str, Any]:
+def architecture_of(config: PretrainConfig) -> dict[str, object]:
     """Returns the architecture by field name, as JSON values, without fields that this model does not use (such as
     `rotary_base` with learned positions)."""
     values = config.flat()
@@ -106,7 +106,7 @@ def architecture_of(config: PretrainConfig) -> dict[str, Any]:
     return {name: _json_value(values[name]) for name in fields}
 
 
-def _matters(field: str, values: Mapping[str, Any]) -> bool:
+def _matters(field: str, values: Mapping[str, object]) -> bool:
     flag = flag_table().get(field)
     families = flag.declaration.families if flag is not None else None
     if families is not None and (values.get("model_family") or "gpt") not in families:
@@ -134,7 +134,7 @@ def command_line_of(config: PretrainConfig, fields: Container[str] | None = None
     return words
 
 
-def words_of(flag: Flag, value: Any) -> Iterator[str]:
+def words_of(flag: Flag, value: object) -> Iterator[str]:
     """Yields the words that give a flag this value; nothing if no words give it."""
     if flag.switch is not None:
         spellings = [spelling for spelling, sets in flag.switch.items() if sets == value]
@@ -165,7 +165,7 @@ def architecture_differences(
     """Returns a sentence for each architecture value that differs from another run's description, except the fields in
     `leave_out`. A field that only one of the two uses, because they differ in the flag that it depends on, is left out
     too."""
-    ours: Mapping[str, Any] = architecture_of(config)
+    ours: Mapping[str, object] = architecture_of(config)
     recorded = described.get("architecture", {})
     # Older descriptions have fields without effect. All leave out options at their defaults.
     known = {name: flag_table()[name].default for name in MODEL_OPTIONS} | dict(described) | recorded
@@ -207,7 +207,7 @@ COMPARED = (
 
 def setting_differences(
     config: PretrainConfig,
-    described: Mapping[str, Any],
+    described: Mapping[str, object],
     fields: Sequence[str] = COMPARED,
     *,
     with_versions: bool = True,
@@ -227,7 +227,7 @@ def setting_differences(
     ]
 
 
-def _shown_or_unset(value: Any) -> str:
+def _shown_or_unset(value: object) -> str:
     return "not set" if value is None else value_text(value)
 
 
@@ -259,7 +259,7 @@ def _shown(field: str, value: Any) -> str:
     return value_text(value)
 
 
-def check_trained_parts(config: PretrainConfig, described: Mapping[str, Any]) -> None:
+def check_trained_parts(config: PretrainConfig, described: Mapping[str, object]) -> None:
     """Raises UserError if this run trains parts of the model that the described run did not train, or the other way
     round, since the optimizer's state is then that of other parameters."""
     if "command_line" not in described or config.transformer.dsa_indexer_n_heads is None:
@@ -277,7 +277,7 @@ def check_trained_parts(config: PretrainConfig, described: Mapping[str, Any]) ->
     )
 
 
-def check_architecture(config: PretrainConfig, described: Mapping[str, Any]) -> None:
+def check_architecture(config: PretrainConfig, described: Mapping[str, object]) -> None:
     """Raises UserError naming every flag that makes this run's model differ from the described one."""
     differences = architecture_differences(config, described)
     if differences:

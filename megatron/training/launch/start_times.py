@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 
 class _Started:
@@ -28,7 +27,7 @@ def startup_line() -> str | None:
     return f"ready to train: {', '.join(parts)}" if parts else None
 
 
-def maybe_wrap_for_inprocess_restart(pretrain: Callable[..., Any]) -> tuple[Callable[..., Any], None]:
+def maybe_wrap_for_inprocess_restart(pretrain: Callable[..., object]) -> tuple[Callable[..., object], None]:
     """Returns `pretrain` itself, and None for its argument `store`. The flag --inprocess-restart is refused when the
     command line is read: a launcher that restarts the processes continues from the newest checkpoint."""
     return pretrain, None

@@ -59,7 +59,7 @@ def name_non_finite(
     return found
 
 
-def _at(items: Sequence[Any], index: int, default: Any) -> Any:
+def _at(items: Sequence[object], index: int, default: object) -> Any:
     return items[index] if index < len(items) else default
 
 

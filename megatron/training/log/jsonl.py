@@ -107,7 +107,7 @@ class JsonlLog(LogWriter):
             os.close(self._file)
             self._file = -1
 
-    def _write(self, lines: Sequence[Mapping[str, Any]]) -> None:
+    def _write(self, lines: Sequence[Mapping[str, object]]) -> None:
         if not lines:
             return
         assert self._file >= 0, f"{self.path} is closed"
@@ -128,7 +128,7 @@ class JsonlLog(LogWriter):
             self.dropped += len(lines)
 
 
-def step_line(step: StepRecord, speed: Speed) -> dict[str, Any]:
+def step_line(step: StepRecord, speed: Speed) -> dict[str, object]:
     """Returns the training line of an iteration."""
     line: dict[str, Any] = {
         "iteration": step.iteration,
@@ -178,7 +178,7 @@ def _memory(report: MemoryReport) -> dict[str, float | None]:
     return {name: None if count is None else round(count / 2**20, 1) for name, count in found.items()}
 
 
-def validation_line(record: ValidationRecord) -> dict[str, Any]:
+def validation_line(record: ValidationRecord) -> dict[str, object]:
     """Returns the line of an evaluation."""
     line: dict[str, Any] = {"iteration": record.iteration, "split": record.split}
     for name, loss in record.losses.items():
@@ -189,7 +189,7 @@ def validation_line(record: ValidationRecord) -> dict[str, Any]:
     return {key: value for key, value in line.items() if value is not None}
 
 
-def to_json(line: Mapping[str, Any]) -> str:
+def to_json(line: Mapping[str, object]) -> str:
     """Returns one line of JSON. A float that is not finite becomes null and is named under "non_finite"."""
     bad = {key: str(value) for key, value in line.items() if isinstance(value, float) and not math.isfinite(value)}
     finite = {key: None if key in bad else value for key, value in line.items()}
@@ -265,7 +265,9 @@ def _first_superseded(path: Path, resumed_iteration: int, evaluates_again: bool)
     return (offset if cut is None else cut), lines, torn
 
 
-def _is_superseded(line: Mapping[str, Any] | None, raw: bytes, resumed_iteration: int, evaluates_again: bool) -> bool:
+def _is_superseded(
+    line: Mapping[str, object] | None, raw: bytes, resumed_iteration: int, evaluates_again: bool
+) -> bool:
     if line is None and not raw.endswith(b"\n"):
         return True
     iteration = _iteration_of(line)
@@ -273,7 +275,7 @@ def _is_superseded(line: Mapping[str, Any] | None, raw: bytes, resumed_iteration
     return iteration >= resumed_iteration if of_evaluation else iteration > resumed_iteration
 
 
-def _iteration_of(line: Mapping[str, Any] | None) -> int:
+def _iteration_of(line: Mapping[str, object] | None) -> int:
     iteration = None if line is None else line.get("iteration")
     return iteration if isinstance(iteration, int) else 0
 
@@ -287,7 +289,7 @@ def _ends_in_a_line(path: Path) -> bool:
         return file.read(1) == b"\n"
 
 
-def _parse(raw: bytes) -> dict[str, Any] | None:
+def _parse(raw: bytes) -> dict[str, object] | None:
     try:
         line = json.loads(raw)
     except ValueError:
@@ -306,7 +308,7 @@ class MetricsHistory:
     training: list[dict[str, Any]] = field(default_factory=list)
     validation: list[dict[str, Any]] = field(default_factory=list)
     """Evaluations of every split."""
-    events: list[dict[str, Any]] = field(default_factory=list)
+    events: list[dict[str, object]] = field(default_factory=list)
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
         """Returns iterations and values of the training lines that have a finite value under `key`."""
@@ -338,7 +340,7 @@ def read_metrics(path: str | os.PathLike[str]) -> MetricsHistory:
     return history
 
 
-def _read_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any] | None]:
+def _read_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, object] | None]:
     with open(path, "rb") as file:
         for raw in file:
             if raw.strip():

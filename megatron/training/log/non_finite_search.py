@@ -113,10 +113,10 @@ class NonFiniteSearch:
         found = [*self._others, *named]
         return sorted(found, key=lambda finding: PHASES.index(finding.phase))
 
-    def _begin(self, counter: Iterator[int], chunk: nn.Module, inputs: Any) -> None:
+    def _begin(self, counter: Iterator[int], chunk: nn.Module, inputs: object) -> None:
         self._current.number = next(counter)
 
-    def _end(self, chunk: nn.Module, inputs: Any, output: Any) -> None:
+    def _end(self, chunk: nn.Module, inputs: Any, output: object) -> None:
         """Makes the backward pass note its micro-batch, for layers that are recomputed in it."""
         number = self._current.number
 
@@ -127,14 +127,14 @@ class NonFiniteSearch:
             if tensor.grad_fn is not None:
                 tensor.register_hook(begin_backward)
 
-    def _see_output(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+    def _see_output(self, name: str, module: nn.Module, inputs: object, output: object) -> None:
         number = getattr(self._current, "number", None)
         self._see(FORWARD, name, output, number)
         for tensor in _tensors(output):
             if tensor.grad_fn is not None:  # a bias that a layer returns is a parameter, which all micro-batches share
                 tensor.register_hook(lambda gradient: self._see(BACKWARD, name, gradient, number))
 
-    def _see(self, phase: str, name: str, value: Any, number: int | None) -> None:
+    def _see(self, phase: str, name: str, value: object, number: int | None) -> None:
         if number is None or number in self._found:
             return
         for tensor in _tensors(value):
@@ -189,7 +189,7 @@ def in_order(findings: Sequence[Finding]) -> list[Finding]:
     return sorted(findings, key=key)
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _tensors(value: object) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         if value.is_floating_point():
             yield value

@@ -154,7 +154,7 @@ def _draw_losses(axis: Any, runs: Sequence[_PlottedRun], loss: str, smooth: int,
     axis.legend(handles=lines, loc="upper right", fontsize="small")
 
 
-def _draw_rate(axis: Any, run: _PlottedRun, against: str) -> list[Any]:
+def _draw_rate(axis: Any, run: _PlottedRun, against: str) -> list[object]:
     iterations, rates = run.history.series("learning rate")
     if not iterations:
         return []

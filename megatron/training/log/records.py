@@ -164,7 +164,7 @@ class Event:
 class LogWriter:
     """Writes records to one place. Every method is optional; only the rank that logs has writers."""
 
-    tensorboard: Any = None
+    tensorboard: object = None
     """torch's SummaryWriter, if the records go there."""
     wandb: Any = None
     """A `tensorboard.WandbWriter`, if the records go there."""

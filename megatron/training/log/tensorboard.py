@@ -246,7 +246,7 @@ class WandbWriter:
         for step, data, more in sorted(due, key=lambda entry: entry[0]):
             self._run.log(data, step, **more)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._module, name)
 
 

@@ -113,7 +113,7 @@ class TrainingLog:
         self._line_samples = self._iterations_since_line = 0
 
     @property
-    def tensorboard_writer(self) -> Any:
+    def tensorboard_writer(self) -> object:
         """torch's SummaryWriter of --tensorboard-dir; None without the flag, and on ranks that do not log."""
         return next((writer.tensorboard for writer in self.writers if writer.tensorboard is not None), None)
 
@@ -179,7 +179,7 @@ class TrainingLog:
         for writer in self.writers:
             writer.validation(record)
 
-    def event(self, name: str, iteration: int, **facts: Any) -> None:
+    def event(self, name: str, iteration: int, **facts: object) -> None:
         """Writes an event; `facts` are JSON values."""
         for writer in self.writers:
             writer.event(Event(name, iteration, facts))

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -132,7 +131,7 @@ def set_up(
     return trainer
 
 
-def mix_of(config: PretrainConfig, dataset: Any) -> Mix | None:
+def mix_of(config: PretrainConfig, dataset: object) -> Mix | None:
     """Returns the object that counts what a run draws from its data sets; None for made-up data, for data sets of a
     script, and for a blend that is not read in its own order."""
     keys, names = source_keys(config), source_names(config)

@@ -243,6 +243,11 @@ def test_missing_ranks_and_old_buffers_are_named(tmp_path: Path) -> None:
         imported(source, tmp_path / "ours", PLAIN)
     shutil.copytree(LEGACY, tmp_path / "old")
     torch.save({0: {}}, tmp_path / "old" / FOLDER / "mp_rank_00" / FLAT_FILE)
+    (unwanted,) = source.glob("*/mp_rank_01_001")
+    shutil.rmtree(unwanted)
+    torch.save([1], unwanted.with_name("mp_rank_00_000") / FILE)
+    with pytest.raises(UserError, match=r"mp_rank_00_000/.*: contains a list, not a dict"):
+        imported(source, tmp_path / "ours", PLAIN)
     with pytest.raises(UserError, match=r"distrib_optim.pt: optimizer state in the format of releases before 0.6"):
         imported(tmp_path / "old", tmp_path / "ours")
     assert imported(tmp_path / "old", tmp_path / "ours", with_optimizer=False).state is not None

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.distributed.units import plan_units
+from megatron.core.exceptions import UserError
 from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.groups.rank_grid import RankGrid
 
@@ -186,6 +187,25 @@ def test_megatron_lms_methods_of_the_wrapper() -> None:
     assert torch.equal(
         ddp.units[0].slots[0].box_view_in(ddp.units[0].param_buffer), before["embedding.table"].flatten() + 1
     )
+
+
+def whole_gradients(strategy: str) -> dict[str, Tensor] | str:
+    sharded = {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": strategy}
+    ddp = wrapped(SmallModel(tied=True, per_token=False), **sharded)
+    accumulate(ddp, range(SAMPLES), 1, per_token=False)
+    try:
+        ddp.finish_grad_sync(force_all_reduce=True)
+    except UserError as error:
+        return str(error)
+    return gradients_of(ddp)
+
+
+def test_force_all_reduce_gives_every_rank_whole_gradients() -> None:
+    expected = reference_gradients(tied=True, per_token=False)
+    for gradients in run_on_ranks(whole_gradients, 2, "optim"):
+        assert relative_error(gradients, expected) < 1e-6
+    for refusal in run_on_ranks(whole_gradients, 2, "optim_grads"):
+        assert "with sharded gradients no rank has whole ones" in refusal
 
 
 def broadcast_from_first() -> Tensor:

@@ -131,6 +131,8 @@ def test_move_and_its_gradient(name: str, pool: Pool) -> None:
 def test_uneven_shapes_are_named() -> None:
     with pytest.raises(UserError, match=r"a dimension of 3 \(shape \(3, 2\)\) is not divisible by 2 ranks"):
         tp.scatter_to_sequence_parallel_region(torch.zeros(3, 2), PlannedGroup((0, 1), 0))
+    with pytest.raises(UserError, match="3 rows are not divisible by 2 ranks"):
+        tp.reduce_scatter_to_sequence_parallel_region(torch.zeros(3, 2), PlannedGroup((0, 1), 0))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

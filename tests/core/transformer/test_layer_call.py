@@ -46,6 +46,14 @@ class WithoutPositions(TransformerLayer):
         return super().forward(hidden_states, attention_mask, rotary_pos_emb=None, **kwargs)
 
 
+class OfOlderReleases(TransformerLayer):
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor, inference_params: Any = None, rotary_pos_emb: Any = None
+    ) -> Any:
+        given = {"inference_params": inference_params, "rotary_pos_emb": rotary_pos_emb}
+        return super().forward(hidden_states, attention_mask, **given)
+
+
 def config(**settings: Any) -> TransformerConfig:
     settings = {"hidden_dropout": 0.0, "attention_dropout": 0.0} | settings
     return TransformerConfig(num_layers=2, hidden_size=H, num_attention_heads=4, fp64=True, **settings)
@@ -116,8 +124,9 @@ def test_its_changes_count() -> None:
     assert torch.equal(rope(ids, labels=ids), none(ids, labels=ids))
 
 
-def test_experts_and_generation_are_those_of_the_block() -> None:
-    model, ours = model_of(Scaled, config()), model_of(TransformerLayer, config())
+@pytest.mark.parametrize("layer", [Scaled, OfOlderReleases])
+def test_generation_is_that_of_the_block(layer: type[nn.Module]) -> None:
+    model, ours = model_of(layer, config()), model_of(TransformerLayer, config())
     ours.load_state_dict(model.state_dict())
     ids, context = torch.arange(4)[None], StaticInferenceContext(1, S)
     found = model(ids, context.begin(torch.tensor([4]), 4), inference_context=context)

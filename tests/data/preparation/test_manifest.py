@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import fsspec
 import pytest
 
 from megatron.core.exceptions import UserError
@@ -48,6 +49,14 @@ def test_the_record_of_a_tokenizer_identifies_it() -> None:
 
 def test_without_a_file_there_is_no_manifest(tmp_path: Path) -> None:
     assert read_manifest(str(tmp_path / "data")) is None
+
+
+def test_a_manifest_in_a_store() -> None:
+    assert read_manifest("memory://manifests/none") is None
+    text = json.dumps({"version": 2})
+    fsspec.filesystem("memory").pipe_file("/manifests/data.manifest.json", text.encode())
+    with pytest.raises(UserError, match=r"memory://manifests/data\.manifest\.json: made by another release"):
+        read_manifest("memory://manifests/data")
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "3", '{"version": 1}', '{"version": 1, "tokenizer": {}}', "{}"])

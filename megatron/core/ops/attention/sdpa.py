@@ -5,7 +5,6 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -127,7 +126,7 @@ def rows_end_to_end(
 
 
 @functools.cache
-def _varlen_kernel() -> tuple[Callable[..., Any], bool]:
+def _varlen_kernel() -> tuple[Callable[..., object], bool]:
     """Returns torch's kernel, and whether it supports grouped query attention itself (older releases do not).
 
     Imported here because the module imports torch's compiler and Triton, which only packed documents on a GPU need.

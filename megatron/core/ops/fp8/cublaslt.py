@@ -28,7 +28,7 @@ _PREFERENCE_WORKSPACE = 1
 _PREFERENCE_ALIGNMENTS = (5, 6, 7, 8)
 """Alignments of A, B, C and D, in the preference."""
 
-_FUNCTIONS: dict[str, tuple[Any, ...]] = {
+_FUNCTIONS: dict[str, tuple[object, ...]] = {
     "MatmulDescCreate": (ctypes.c_void_p, ctypes.c_int, ctypes.c_int),
     "MatmulDescSetAttribute": (ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t),
     "MatrixLayoutCreate": (ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int64),
@@ -138,7 +138,7 @@ def _library() -> Any:
     return library
 
 
-def _call(name: str, *arguments: Any) -> None:
+def _call(name: str, *arguments: object) -> None:
     status = getattr(_library(), f"cublasLt{name}")(*arguments)
     if status:
         raise RuntimeError(f"cublasLt{name} returned status {status}")
@@ -148,7 +148,7 @@ def _set(target: ctypes.c_void_p, function: str, attribute: int, value: Any) -> 
     _call(function, target, attribute, ctypes.byref(value), ctypes.sizeof(value))
 
 
-def _create(function: str, *arguments: Any) -> ctypes.c_void_p:
+def _create(function: str, *arguments: object) -> ctypes.c_void_p:
     created = ctypes.c_void_p()
     _call(function, ctypes.byref(created), *arguments)
     return created

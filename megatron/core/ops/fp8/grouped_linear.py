@@ -157,6 +157,6 @@ def _add_product(
 
 
 def _add_rows(
-    accumulate: Any, groups: RowGroups, total: Tensor, gradients: Tensor, inputs: Tensor, **options: Any
+    accumulate: Any, groups: RowGroups, total: Tensor, gradients: Tensor, inputs: Tensor, **options: object
 ) -> None:
     accumulate(total if total.dim() == 3 else total[None], gradients, inputs, groups, **options)

@@ -114,13 +114,13 @@ class QuantizedWeights(nn.Module, Generic[Pair]):
             self._quantized_weight(self._last_weight[0], rows=True, columns=True)
         return is_warm
 
-    def weight_rows(self, weight: Tensor) -> Any:
+    def weight_rows(self, weight: Tensor) -> object:
         """Returns the weight in fp8, [out, in]; stacked weights as [experts * out, in]."""
         rows = self._quantized_weight(weight, rows=True).rows
         assert rows is not None
         return rows
 
-    def weight_columns(self, weight: Tensor) -> Any:
+    def weight_columns(self, weight: Tensor) -> object:
         """Returns the transposed weight in fp8, [in, out]; stacked weights as [in, experts * padded out]."""
         columns = self._quantized_weight(weight, columns=True).columns
         assert columns is not None

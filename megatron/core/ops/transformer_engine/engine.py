@@ -126,7 +126,7 @@ def fp8_rows(engine: Engine, recipe: Any) -> int:
     return 128 if isinstance(recipe, engine.recipes.Float8BlockScaling) else 16
 
 
-def recipe_of(engine: Engine, settings: Fp8Settings | None) -> Any:
+def recipe_of(engine: Engine, settings: Fp8Settings | None) -> object:
     """Returns the recipe for fp8 settings; equal settings give the same object. None: no fp8.
 
     Scales of delayed scaling are not reduced over ranks: each rank's products use its own, which need not be equal.
@@ -146,7 +146,7 @@ def recipe_of(engine: Engine, settings: Fp8Settings | None) -> Any:
 @functools.cache
 def _recipe(
     engine: Engine, name: str, form: str, margin: int = 0, history_len: int = 1, algo: str = "most_recent"
-) -> Any:
+) -> object:
     recipes, fp8_format = engine.recipes, getattr(engine.recipes.Format, form)
     if name == "tensorwise":
         return recipes.Float8CurrentScaling(fp8_format=fp8_format)
@@ -161,7 +161,7 @@ def _recipe(
     )
 
 
-_surrounding: list[Any] = []
+_surrounding: list[object] = []
 """Recipes of the forward passes that are running, the innermost last."""
 _awaits_first = False
 """True until the first product of the running forward pass is computed."""

@@ -91,7 +91,7 @@ class EngineLinear:
             for parameter, gradient in zip(standing, self._matrices(accumulator.gradient), strict=True):
                 parameter.main_grad = gradient
 
-    def _build(self, weight: Tensor, bias: Tensor | None) -> Any:
+    def _build(self, weight: Tensor, bias: Tensor | None) -> object:
         out, width = weight.shape[-2:]
         return self.engine.pytorch.Linear(
             width,
@@ -125,7 +125,7 @@ class EngineLinear:
     def _fewest_rows(self) -> int:
         return self.multiple
 
-    def _fewest(self, more: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _fewest(self, more: tuple[object, ...]) -> tuple[Any, ...]:
         return more
 
     def take_gradients(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -174,7 +174,7 @@ class EngineGroupedLinear(EngineLinear):
         whole: Tensor = self.engine.pytorch.Fp8Unpadding(number, align_size=self.multiple)(output, sizes)
         return whole
 
-    def _build(self, weight: Tensor, bias: Tensor | None) -> Any:
+    def _build(self, weight: Tensor, bias: Tensor | None) -> object:
         number, out, width = weight.shape
         return self.engine.pytorch.GroupedLinear(
             number,
@@ -195,7 +195,7 @@ class EngineGroupedLinear(EngineLinear):
     def _fewest_rows(self) -> int:
         return self.multiple * self._groups
 
-    def _fewest(self, more: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _fewest(self, more: tuple[object, ...]) -> tuple[Any, ...]:
         return ([self.multiple] * self._groups,)
 
     def _join(self, gradients: Sequence[Tensor]) -> Tensor:

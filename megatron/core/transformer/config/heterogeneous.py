@@ -124,7 +124,7 @@ def _layer(block: Any, place: str, hidden_size: int, num_heads: int) -> Describe
     return DescribedLayer(kinds["attention"], kinds["ffn"], sizes["attention"], sizes["ffn"])
 
 
-def _check_keys(values: Any, place: str, known: tuple[str, ...]) -> None:
+def _check_keys(values: object, place: str, known: tuple[str, ...]) -> None:
     if not isinstance(values, dict):
         raise UserError(f"{place} is {json.dumps(values)}; it must be an object with the keys {', '.join(known)}")
     unknown = sorted(set(values) - set(known))
@@ -132,7 +132,7 @@ def _check_keys(values: Any, place: str, known: tuple[str, ...]) -> None:
         raise UserError(f"{place}.{unknown[0]}: unknown key; the keys are {', '.join(known)}")
 
 
-def _kind(values: dict[str, Any], place: str, own: str) -> str | None:
+def _kind(values: dict[str, object], place: str, own: str) -> str | None:
     """Returns the kind of a part: `own` unless it is left out or replaced."""
     left_out, replaced = (values.get(key) for key in ("no_op", "replace_with_linear"))
     for key, value in (("no_op", left_out), ("replace_with_linear", replaced)):

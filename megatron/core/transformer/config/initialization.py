@@ -15,7 +15,7 @@ at a small width good at every width. With m = hidden_size / mup_base_hidden_siz
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 class InitializationConfig:
     """Distributions of initial weights."""
 
-    init_method: Callable[[Tensor], Any] | None = not_a_flag(None)
+    init_method: Callable[[Tensor], object] | None = not_a_flag(None)
     """Initializes a weight; None: Normal(init_method_std)."""
 
-    output_layer_init_method: Callable[[Tensor], Any] | None = not_a_flag(None)
+    output_layer_init_method: Callable[[Tensor], object] | None = not_a_flag(None)
     """Initializes the output projections of attention and MLP; None: Normal(init_method_std / sqrt(2 * layers))."""
 
     init_method_std: float = flag(0.02, only_with="init_method_xavier_uniform!=True")
     """Standard deviation of initial weights."""
 
-    embedding_init_method: Callable[[Tensor], Any] | None = not_a_flag(None)
+    embedding_init_method: Callable[[Tensor], object] | None = not_a_flag(None)
     """Initializes the embeddings; None: Normal(embedding_init_method_std)."""
 
     embedding_init_method_std: float | None = flag(None, only_with="init_method_xavier_uniform!=True")

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from megatron.core.declarations.config_fields import flag, not_a_flag, not_yet, too_small
 from megatron.core.transformer.layer_patterns import has_heads
@@ -95,7 +95,7 @@ class LowPrecisionConfig:
     disable_parameter_transpose_cache: bool = not_a_flag(False)
     """Recompute transposed fp8 weights each time instead of caching them."""
 
-    quant_recipe: Any = not_a_flag(None)
+    quant_recipe: object = not_a_flag(None)
     """Quantization formats by layer."""
 
 

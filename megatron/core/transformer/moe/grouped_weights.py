@@ -111,14 +111,14 @@ def _stacked(box: Box, experts: range) -> Box:
     return Box((experts.start, *box.start), (len(experts), *box.shape))
 
 
-def _take_apart(module: nn.Module, state: dict[str, Any], prefix: str, *unused: Any) -> None:
+def _take_apart(module: nn.Module, state: dict[str, Any], prefix: str, *unused: object) -> None:
     for name in ("weight", "bias"):
         stacked = state.pop(prefix + name, None)
         if stacked is not None:
             state.update({f"{prefix}{name}{number}": part for number, part in enumerate(stacked.unbind(0))})
 
 
-def _put_together(module: nn.Module, state: dict[str, Any], prefix: str, *unused: Any) -> None:
+def _put_together(module: nn.Module, state: dict[str, Any], prefix: str, *unused: object) -> None:
     if state.get(prefix + "_extra_state", 0) is None:  # Megatron-LM saves it, empty
         del state[prefix + "_extra_state"]
     for name in ("weight", "bias"):

@@ -4,7 +4,6 @@ They call megatron.core.ops.moe.routing, which the layers of this package use.
 """
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,7 +42,7 @@ def topk_routing_with_score_function(
     score_function: ScoreFunction = "softmax",
     expert_bias: Tensor | None = None,
     fused: bool = False,
-    router_replay: Any = None,
+    router_replay: object = None,
     dense_output: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Returns the weights [t, experts], zero for experts that a token is not sent to, and a bool map [t, experts]; with

@@ -1,6 +1,6 @@
 """Megatron-LM's function for users' own layers that rotates heads."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -17,7 +17,7 @@ def apply_rotary_pos_emb(
     config: "TransformerConfig",
     cu_seqlens: Tensor | None = None,
     mscale: float = 1.0,
-    cp_group: Any = None,
+    cp_group: object = None,
 ) -> Tensor:
     """Returns heads [s, b, heads, d] with their first r channels rotated by the angles [s, 1, 1, r] of
     `RotaryEmbedding`, which contain each angle twice. `mscale` multiplies cosines and sines. Raises UserError for
