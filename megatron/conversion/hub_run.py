@@ -28,7 +28,7 @@ from megatron.training.config.command_line import CommandLine
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.recorded_flags import words_of_spec
 from megatron.training.hooks.hook import Hook
-from megatron.training.inspection.run_description import architecture_differences, architecture_of, describe_run
+from megatron.training.inspection.run_description import architecture_differences, describe_run
 from megatron.training.providers import Context, Providers
 from megatron.training.state import weight_chunks
 from megatron.training.trained_model import config_for_one_process
@@ -123,8 +123,7 @@ def _check_model(config: PretrainConfig, hub: HubModel) -> None:
     if family != (config.model.model_family or "gpt"):
         raise UserError(f"--load-hf {hub.folder.path}: pretrain_{family}.py trains a {hub.family.architecture}")
     theirs, _ = hub.config_for_one_process()
-    described = {"architecture": architecture_of(theirs)}
-    differences = architecture_differences(config, described)
+    differences = architecture_differences(config, describe_run(theirs))
     if differences:
         raise UserError(f"--load-hf {hub.folder.path} is another model than the run's: {'; '.join(differences)}")
 
