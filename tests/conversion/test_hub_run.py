@@ -190,6 +190,7 @@ def test_what_cannot_be_exported_is_told_before_the_first_step(theirs: Path, tmp
 LENGTH, SAMPLES = 16, 8
 CLASSES = [name for name in ORACLES if name in MODELS]
 
+
 @pytest.mark.fast("llama 2")
 @pytest.mark.parametrize("name", CLASSES)
 def test_every_class_is_validated_trained_and_exported(name: str, tmp_path: Path) -> None:
@@ -233,7 +234,9 @@ def test_encoders_are_validated_trained_and_exported(name: str, tmp_path: Path) 
     tokenizer = f"--tokenizer-type BertWordPieceLowerCase --vocab-file {CORPUS}/bert/vocab.txt --vocab-size 550"
     base = BASE.replace("--mock-data", "").replace("--tokenizer-type NullTokenizer --vocab-size 98", tokenizer)
     words = open_hub_model(tmp_path / "theirs", tmp_path, (), FAMILIES, lambda text: None).flags
-    flags = f"{base} --fp64 {' '.join(words[: words.index('--tokenizer-type')])} --data-cache-path {tmp_path}/cache {more}"
+    flags = (
+        f"{base} --fp64 {' '.join(words[: words.index('--tokenizer-type')])} --data-cache-path {tmp_path}/cache {more}"
+    )
 
     def run(folder: Path, more: str) -> Any:
         return train(f"--load-hf {folder} {more}", providers, base=flags, defaults=script.DEFAULTS)
@@ -241,7 +244,9 @@ def test_encoders_are_validated_trained_and_exported(name: str, tmp_path: Path) 
     data = f"{CORPUS}/pp/bert_body_document"
     evaluation = f"--skip-train --full-validation --eval-iters 1 --valid-data-path {data}"
     (first,) = run(tmp_path / "theirs", evaluation).validations
-    save = f"--save {tmp_path}/run --save-interval 1 --save-hf-interval 1 --train-iters 1 --data-path {data} --split 9,1,0"
+    save = (
+        f"--save {tmp_path}/run --save-interval 1 --save-hf-interval 1 --train-iters 1 --data-path {data} --split 9,1,0"
+    )
     trained = run(tmp_path / "theirs", save)
     exported = tmp_path / "run/hf/iter_0000001"
     again = run(exported, f"--train-iters 1 --data-path {data} --split 9,1,0")
