@@ -89,6 +89,17 @@ def test_every_layout_begins_with_the_weights(theirs: Path, tmp_path: Path, layo
     assert_equal(weights(state_at_start(ranks)), weights(imported(theirs, tmp_path / "imported")))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["cohere with norms of heads", "nemotron h, tied", "qwen 3 moe", "gpt 2", "qwen 3 next"]
+)
+def test_tensor_parallel_ranks_begin_with_the_weights(name: str, tmp_path: Path) -> None:
+    theirs = save_model(make_model(name, torch.float32), tmp_path / "theirs")
+    flags = f"--load-hf {theirs} --tensor-model-parallel-size 2 --sequence-parallel --train-iters 1"
+    ranks = train_on_ranks(flags, 2, base=flags_of(theirs))
+    assert_equal(weights(state_at_start(ranks)), weights(imported(theirs, tmp_path / "imported")))
+
+
 def test_folders_beside_checkpoints_and_a_run_that_goes_on(theirs: Path, tmp_path: Path, capsys: Any) -> None:
     save = f"--save {tmp_path / 'run'} --load {tmp_path / 'run'} --save-interval 1 --save-hf-interval 2"
     first = train(f"--load-hf {theirs} {save}", base=flags_of(theirs))
