@@ -202,7 +202,7 @@ LENGTH, SAMPLES = 16, 8
 CLASSES = [name for name in ORACLES if name in MODELS]
 
 
-@pytest.mark.fast("llama 2")
+@pytest.mark.fast("llama 2", "gpt-oss")
 @pytest.mark.parametrize("name", CLASSES)
 def test_every_class_is_validated_trained_and_exported(name: str, tmp_path: Path) -> None:
     """The validation loss is that of transformers, and a run from the exported folder begins where the first ended."""
@@ -228,7 +228,7 @@ def test_every_class_is_validated_trained_and_exported(name: str, tmp_path: Path
     assert_equal(weights(state_at_start([again])), weights(state_at_end([trained])))
 
 
-@pytest.mark.fast("ModernBERT")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["BertForPreTraining", "ModernBERT", "T5", "mT5"])
 def test_encoders_are_validated_trained_and_exported(name: str, tmp_path: Path) -> None:
     script = pretrain_t5 if name in test_t5.MODELS else pretrain_bert
