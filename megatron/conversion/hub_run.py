@@ -52,9 +52,10 @@ def take_hub_args(line: CommandLine) -> None:
             nothing_taken(line, f"--load-hf: {problem}")
         return
     words = list(hub.flags)
-    if "NullTokenizer" in words and line.values["tokenizer_type"] not in (None, "NullTokenizer"):
+    given = line.values["tokenizer_type"] or line.values["vocab_file"] or line.values["tokenizer_model"]
+    if "NullTokenizer" in words and given not in (None, "NullTokenizer"):
         # The run's own tokenizer: --vocab-size counts all rows, where that of NullTokenizer leaves out its last id.
-        words[words.index("--vocab-size") + 1] = str(hub.vocab_size)
+        words[words.index("--tokenizer-type") :] = ["--vocab-size", str(hub.vocab_size)]
     take_model_flags(line, words, folder, "--load-hf")
 
 

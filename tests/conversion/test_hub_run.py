@@ -77,7 +77,8 @@ def test_a_run_begins_with_the_weights(theirs: Path, tmp_path: Path) -> None:
 
 def test_a_tokenizer_of_the_run_has_all_rows_of_a_folder_without_one(theirs: Path) -> None:
     rows = open_hub_model(theirs, theirs, (), FAMILIES, lambda text: None).vocab_size
-    for given, size in (([], rows - 1), (["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "x"], rows)):
+    own = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "x"]
+    for given, size in (([], rows - 1), (own, rows), (["--vocab-file", "x"], rows)):
         line = read_command_line(["--load-hf", str(theirs), *given])
         take_hub_args(line)
         assert line.values["vocab_size"] == size and not line.problems
