@@ -31,22 +31,6 @@ class BaichuanPositions(rules.Rule):
         return {_LENGTH: length} | ({} if values["alibi"] else {_POSITIONS: length})
 
 
-@dataclass(frozen=True)
-class PlainHeads(rules.Rule):
-    """Heads without groups."""
-
-    reads = ("num_attention_heads",)
-
-    def fields(self, config: Json) -> dict[str, object]:
-        """Returns number and width."""
-        heads = config["num_attention_heads"]
-        return {"num_attention_heads": heads, "kv_channels": config["hidden_size"] // heads}
-
-    def keys(self, values: rules.Values) -> dict[str, Json]:
-        """Returns the number."""
-        return {"num_attention_heads": values["num_attention_heads"]}
-
-
 BAICHUAN_FAMILY = Family(
     "BaichuanForCausalLM",
     "baichuan",
@@ -65,7 +49,7 @@ BAICHUAN_FAMILY = Family(
         rules.TiedEmbeddings(),
         *decoder.SWIGLU,
         decoder.EPSILON,
-        PlainHeads(),
+        rules.Copied("num_attention_heads", "num_attention_heads"),
         BaichuanPositions(),
         rules.Implied({"normalization": "RMSNorm", "add_bias_linear": False, "normalize_output_weight": True}),
         rules.Implied({"hidden_dropout": 0.0, "attention_dropout": 0.0}),

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from megatron.conversion import config_rules as rules
 from megatron.conversion.decoder import OURS, one_to_one, with_biases
 from megatron.conversion.family import Family
-from megatron.conversion.glm import QueryKeyValueBias
 from megatron.conversion.hub_defaults import Json
 from megatron.conversion.rope import whole_base
 from megatron.conversion.tensor_mapping import KEYS, QUERIES, VALUES, HubTensorPattern
@@ -82,7 +81,7 @@ CHATGLM_FAMILY = Family(
         rules.Copied("layernorm_epsilon", "layernorm_epsilon"),
         rules.TiedEmbeddings(),
         ChatGlmHeads(),
-        QueryKeyValueBias("add_qkv_bias"),
+        rules.Switch("add_qkv_bias", {"add_qkv_bias": True}),
         RopeRatio(),
         rules.Implied({"normalization": "RMSNorm", "add_bias_linear": False, "swiglu": True}),
         rules.Implied({"rotary_interleaved": True, "rotary_percent": 0.5}),

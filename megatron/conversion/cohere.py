@@ -28,21 +28,6 @@ def _with_head_norms(values: rules.Values) -> TensorMapping:
     return _TENSORS | {ours: (HubTensorPattern(hub, columns=width),) for ours, hub in norms.items()}
 
 
-@dataclass(frozen=True)
-class NormsOfHeads(rules.Rule):
-    """Norms of queries and keys, with weights of its own for each head."""
-
-    key: str = "use_qk_norm"
-
-    def fields(self, config: Json) -> dict[str, object]:
-        """Returns the norms, if there are any."""
-        return {"qk_layernorm": True, "qk_norm_scope": "per_head"} if config[self.key] else {}
-
-    def keys(self, values: rules.Values) -> dict[str, Json]:
-        """Returns whether there are norms."""
-        return {self.key: values["qk_layernorm"]}
-
-
 _RULES: tuple[rules.Rule, ...] = (
     *decoder.SIZES,
     *decoder.SWIGLU,
@@ -91,7 +76,7 @@ COHERE_FAMILIES = (
         "CohereForCausalLM",
         "cohere",
         _with_head_norms,
-        (*_RULES, NormsOfHeads()),
+        (*_RULES, rules.Switch("use_qk_norm", {"qk_layernorm": True, "qk_norm_scope": "per_head"})),
         defaults=_DEFAULTS | {"rope_theta": 500000.0, "use_qk_norm": False},
     ),
     Family(

@@ -60,6 +60,22 @@ class Copied(Rule):
 
 
 @dataclass(frozen=True)
+class Switch(Rule):
+    """A key that is true if fields have these values, and false if they have their defaults."""
+
+    key: str
+    values: Values
+
+    def fields(self, config: Json) -> dict[str, Any]:
+        """Returns the values if the key is true."""
+        return dict(self.values) if config[self.key] else {}
+
+    def keys(self, values: Values) -> dict[str, Json]:
+        """Returns whether all fields have these values."""
+        return {self.key: all(values[field] == value for field, value in self.values.items())}
+
+
+@dataclass(frozen=True)
 class Fixed(Rule):
     """A key of which only one value is supported."""
 

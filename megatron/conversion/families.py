@@ -54,8 +54,6 @@ FAMILIES: tuple[Family, ...] = (
     PHI3_FAMILY,
     FALCON_FAMILY,
     ARCEE_FAMILY,
-    BAICHUAN_FAMILY,
-    CHATGLM_FAMILY,
     *COHERE_FAMILIES,
     ERNIE_FAMILY,
     EXAONE4_FAMILY,
@@ -81,8 +79,10 @@ FAMILIES: tuple[Family, ...] = (
     *BERT_FAMILIES,
     MODERNBERT_FAMILY,
     *T5_FAMILIES,
+    BAICHUAN_FAMILY,
+    CHATGLM_FAMILY,
 )
-"""All families. An export takes the first that expresses the model."""
+"""All families. An export takes the first that expresses the model; those without a class in transformers come last."""
 
 
 def family_of(architecture: str, families: Sequence[Family] = FAMILIES) -> Family:

@@ -1,41 +1,18 @@
 """GLM-4: half of each head is rotated, in pairs of neighbouring channels; gate and up matrices are one tensor."""
 
-from dataclasses import dataclass
-
 from megatron.conversion import config_rules as rules
 from megatron.conversion import decoder, layer_rules
 from megatron.conversion.decoder import HUB, OURS, one_to_one
 from megatron.conversion.family import Family
-from megatron.conversion.hub_defaults import DECODER_DEFAULTS, Json
+from megatron.conversion.hub_defaults import DECODER_DEFAULTS
 from megatron.conversion.rope import RotaryPositions
-
-
-@dataclass(frozen=True)
-class QueryKeyValueBias(rules.Rule):
-    """A bias of queries, keys and values. The output projection has none."""
-
-    key: str = "attention_bias"
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """The key."""
-        return (self.key,)
-
-    def fields(self, config: Json) -> dict[str, object]:
-        """Returns the switch."""
-        return {"add_qkv_bias": True} if config[self.key] else {}
-
-    def keys(self, values: rules.Values) -> dict[str, Json]:
-        """Returns the switch."""
-        return {self.key: bool(values["add_qkv_bias"])}
-
 
 _RULES: tuple[rules.Rule, ...] = (
     *decoder.SIZES,
     *decoder.SWIGLU,
     decoder.EPSILON,
     layer_rules.AttentionHeads(),
-    QueryKeyValueBias(),
+    rules.Switch("attention_bias", {"add_qkv_bias": True}),
     RotaryPositions(rotated_part=0.5),
     rules.Implied({"rotary_interleaved": True}),
 )

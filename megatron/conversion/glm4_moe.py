@@ -4,7 +4,6 @@ from megatron.conversion import config_rules as rules
 from megatron.conversion import decoder, deepseek, layer_rules
 from megatron.conversion.decoder import HUB, OURS, experts, gated, one_to_one
 from megatron.conversion.family import Family
-from megatron.conversion.glm import QueryKeyValueBias
 from megatron.conversion.hub_defaults import DECODER_DEFAULTS
 from megatron.conversion.rope import RotaryPositions
 
@@ -26,7 +25,7 @@ GLM4_MOE_FAMILY = Family(
         *decoder.SWIGLU,
         decoder.EPSILON,
         layer_rules.AttentionHeads(),
-        QueryKeyValueBias(),
+        rules.Switch("attention_bias", {"add_qkv_bias": True}),
         RotaryPositions(rotated_part=0.5),
         rules.Copied("use_qk_norm", "qk_layernorm"),
         deepseek.ExpertsAfterDense(),

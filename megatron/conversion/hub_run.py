@@ -28,7 +28,7 @@ from megatron.training.config.command_line import CommandLine
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.recorded_flags import words_of_spec
 from megatron.training.hooks.hook import Hook
-from megatron.training.inspection.run_description import architecture_differences, architecture_of, describe_run
+from megatron.training.inspection.run_description import architecture_differences, describe_run
 from megatron.training.providers import Context, Providers
 from megatron.training.state import weight_chunks
 from megatron.training.trained_model import config_for_one_process
@@ -52,9 +52,10 @@ def take_hub_args(line: CommandLine) -> None:
             nothing_taken(line, f"--load-hf: {problem}")
         return
     words = list(hub.flags)
-    if "NullTokenizer" in words and line.values["tokenizer_type"] not in (None, "NullTokenizer"):
+    given = line.values["tokenizer_type"] or line.values["vocab_file"] or line.values["tokenizer_model"]
+    if "NullTokenizer" in words and given not in (None, "NullTokenizer"):
         # The run's own tokenizer: --vocab-size counts all rows, where that of NullTokenizer leaves out its last id.
-        words[words.index("--vocab-size") + 1] = str(hub.vocab_size)
+        words[words.index("--tokenizer-type") :] = ["--vocab-size", str(hub.vocab_size)]
     take_model_flags(line, words, folder, "--load-hf")
 
 
@@ -123,8 +124,7 @@ def _check_model(config: PretrainConfig, hub: HubModel) -> None:
     if family != (config.model.model_family or "gpt"):
         raise UserError(f"--load-hf {hub.folder.path}: pretrain_{family}.py trains a {hub.family.architecture}")
     theirs, _ = hub.config_for_one_process()
-    described = {"architecture": architecture_of(theirs)}
-    differences = architecture_differences(config, described)
+    differences = architecture_differences(config, describe_run(theirs))
     if differences:
         raise UserError(f"--load-hf {hub.folder.path} is another model than the run's: {'; '.join(differences)}")
 

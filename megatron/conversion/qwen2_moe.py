@@ -4,7 +4,6 @@ from megatron.conversion import config_rules as rules
 from megatron.conversion import decoder, layer_rules
 from megatron.conversion.decoder import HUB, OURS, experts, gated
 from megatron.conversion.family import Family
-from megatron.conversion.glm import QueryKeyValueBias
 from megatron.conversion.hub_defaults import HUB_DEFAULTS
 
 _MLP = ("gate_proj", "up_proj", "down_proj")
@@ -21,7 +20,7 @@ QWEN2_MOE_FAMILY = Family(
     | decoder.SHARED_EXPERT_GATE,
     (
         *decoder.DECODER,
-        QueryKeyValueBias("qkv_bias"),
+        rules.Switch("qkv_bias", {"add_qkv_bias": True}),
         layer_rules.SlidingWindows(by_layer=True, alternate=True),
         rules.Copied("num_experts", "num_moe_experts"),
         rules.Copied("moe_intermediate_size", "moe_ffn_hidden_size"),

@@ -4,7 +4,17 @@ from typing import Any
 
 import pytest
 
-from megatron.conversion.config_rules import Copied, Fixed, Implied, Inverse, Rule, TiedEmbeddings, Unused, Written
+from megatron.conversion.config_rules import (
+    Copied,
+    Fixed,
+    Implied,
+    Inverse,
+    Rule,
+    Switch,
+    TiedEmbeddings,
+    Unused,
+    Written,
+)
 from megatron.conversion.layer_rules import (
     AttentionHeads,
     ExpertLayers,
@@ -61,6 +71,8 @@ CASES: list[tuple[Rule, dict[str, Any], dict[str, Any]]] = [
     (ScoreScale("attention_multiplier"), {"attention_multiplier": 0.25}, {"softmax_scale": 0.25}),
     (ScoreScale("query_pre_attn_scalar", query_scalar=True), {"query_pre_attn_scalar": 64}, {"softmax_scale": 0.125}),
     (SwitchedWindows(), {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 48}, {}),
+    (Switch("bias", {"add_qkv_bias": True}), {"bias": True}, {"add_qkv_bias": True}),
+    (Switch("bias", {"add_qkv_bias": True}), {"bias": False}, {}),
     (SwitchedWindows(), WINDOWS, {"window_size": (7, 0), "window_attn_skip_freq": None}),
     (
         SlidingWindows(by_layer=True, alternate=True),

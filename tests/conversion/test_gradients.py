@@ -31,13 +31,15 @@ def decoder(name: str, folder: Path) -> Any:
     return model
 
 
+def encoder(name: str, folder: Path) -> Any:
+    architecture, settings = test_bert.MODELS[name]
+    return test_bert.save_random(architecture, folder, **settings)
+
+
 ORACLES: dict[str, Callable[[Path], Any]] = {
     **{name: partial(decoder, name) for name in reversed(_OF_FAMILIES)},
-    **{name: lambda folder, model=model: test_t5.save_random(folder, *model) for name, model in test_t5.MODELS.items()},
-    **{
-        name: lambda folder, model=model: test_bert.save_random(model[0], folder, **model[1])
-        for name, model in test_bert.MODELS.items()
-    },
+    **{name: partial(test_t5.save_random, kind=kind, settings=more) for name, (kind, more) in test_t5.MODELS.items()},
+    **{name: partial(encoder, name) for name in test_bert.MODELS},
 }
 """By name: the function that saves a model of transformers in float64 with random weights, and returns it."""
 

@@ -6,20 +6,30 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from conversion.oracles import make_model, save_model
+from conversion import test_bert, test_t5
+from conversion.oracles import MODELS, logits_of, make_model, save_model
+from conversion.test_gradients import ORACLES
 from safetensors.torch import load_file, save_file
-from support.runs import state_at_start, train, train_on_ranks
+from support.runs import state_at_end, state_at_start, train, train_on_ranks
+from torch.nn.functional import cross_entropy
 
+import pretrain_bert
+import pretrain_t5
 from megatron.conversion.families import FAMILIES
 from megatron.conversion.hub_run import check_rows, take_hub_args
 from megatron.conversion.importing import import_model, open_hub_model
 from megatron.core.exceptions import UserError
+from megatron.data.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.training.arguments import configure
 from megatron.training.config.command_line import read_command_line
 from megatron.training.config.resolution import ConfigurationError
+from megatron.training.providers import Providers
 from pretrain_gpt import build_model
+
+CORPUS = Path(__file__).parents[1] / "data/golden/corpus"
 
 BASE = (
     "--micro-batch-size 1 --global-batch-size 4 --lr 1e-2 --num-workers 0 --log-interval 100 --seq-length 16 "
@@ -67,7 +77,8 @@ def test_a_run_begins_with_the_weights(theirs: Path, tmp_path: Path) -> None:
 
 def test_a_tokenizer_of_the_run_has_all_rows_of_a_folder_without_one(theirs: Path) -> None:
     rows = open_hub_model(theirs, theirs, (), FAMILIES, lambda text: None).vocab_size
-    for given, size in (([], rows - 1), (["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "x"], rows)):
+    own = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "x"]
+    for given, size in (([], rows - 1), (own, rows), (["--vocab-file", "x"], rows)):
         line = read_command_line(["--load-hf", str(theirs), *given])
         take_hub_args(line)
         assert line.values["vocab_size"] == size and not line.problems
@@ -76,6 +87,17 @@ def test_a_tokenizer_of_the_run_has_all_rows_of_a_folder_without_one(theirs: Pat
 @pytest.mark.parametrize("layout", ["--tensor-model-parallel-size 2", "--use-distributed-optimizer"])
 def test_every_layout_begins_with_the_weights(theirs: Path, tmp_path: Path, layout: str) -> None:
     ranks = train_on_ranks(f"--load-hf {theirs} {layout} --train-iters 1", 2, base=flags_of(theirs))
+    assert_equal(weights(state_at_start(ranks)), weights(imported(theirs, tmp_path / "imported")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["cohere with norms of heads", "nemotron h, tied", "qwen 3 moe", "gpt 2", "qwen 3 next"]
+)
+def test_tensor_parallel_ranks_begin_with_the_weights(name: str, tmp_path: Path) -> None:
+    theirs = save_model(make_model(name, torch.float32), tmp_path / "theirs")
+    flags = f"--load-hf {theirs} --tensor-model-parallel-size 2 --sequence-parallel --train-iters 1"
+    ranks = train_on_ranks(flags, 2, base=flags_of(theirs))
     assert_equal(weights(state_at_start(ranks)), weights(imported(theirs, tmp_path / "imported")))
 
 
@@ -175,3 +197,71 @@ def test_what_cannot_be_exported_is_told_before_the_first_step(theirs: Path, tmp
         train(f"{save} --clip-qkv 3", base=flags_of(theirs))
     with pytest.raises(UserError, match=r"--save-hf-interval 3: give a multiple of --save-interval"):
         train(f"--save {tmp_path} --save-interval 2 --save-hf-interval 3", base=flags_of(theirs))
+
+
+LENGTH, SAMPLES = 16, 8
+CLASSES = [name for name in ORACLES if name in MODELS]
+
+
+@pytest.mark.fast("llama 2", "gpt-oss")
+@pytest.mark.parametrize("name", CLASSES)
+def test_every_class_is_validated_trained_and_exported(name: str, tmp_path: Path) -> None:
+    """The validation loss is that of transformers, and a run from the exported folder begins where the first ended."""
+    oracle = make_model(name)
+    theirs = save_model(oracle, tmp_path / "theirs")
+    text = torch.randint(98, (LENGTH * SAMPLES + 1,), generator=torch.Generator().manual_seed(2))
+    with IndexedDatasetBuilder(f"{tmp_path}/text.bin", dtype=np.uint16) as builder:
+        builder.add_document(text.numpy(), [len(text)])
+        builder.finalize(f"{tmp_path}/text.idx")
+    flags = flags_of(theirs).replace("--mock-data", "") + " --fp64"
+    data = f"--eval-iters 1 --valid-data-path {tmp_path}/text --data-cache-path {tmp_path}/cache"
+    run = train(f"--load-hf {theirs} --skip-train --full-validation {data}", base=flags)
+    rows = text[:-1].view(SAMPLES, LENGTH)
+    expected = cross_entropy(logits_of(oracle, rows).flatten(0, 1), text[1:])
+    (found,) = (record.losses["lm loss"] for record in run.validations if record.split == "validation")
+    assert abs(found - expected) < 1e-9
+
+    save = f"--save {tmp_path}/run --save-interval 1 --save-hf-interval 1 --mock-data --train-iters 1"
+    trained = train(f"--load-hf {theirs} {save}", base=flags)
+    assert len(trained.losses) == 1
+    exported = tmp_path / "run/hf/iter_0000001"
+    again = train(f"--load-hf {exported} --train-iters 1 --mock-data", base=flags)
+    assert_equal(weights(state_at_start([again])), weights(state_at_end([trained])))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["BertForPreTraining", "ModernBERT", "T5", "mT5"])
+def test_encoders_are_validated_trained_and_exported(name: str, tmp_path: Path) -> None:
+    script = pretrain_t5 if name in test_t5.MODELS else pretrain_bert
+    rows = {"vocab_size": 550}  # as many as the tokenizer needs
+    if name in test_t5.MODELS:
+        kind, settings = test_t5.MODELS[name]
+        test_t5.save_random(tmp_path / "theirs", kind, settings | rows)
+        more = "--decoder-seq-length 16 --vocab-extra-ids 20"
+    else:
+        kind, settings = test_bert.MODELS[name]
+        test_bert.save_random(kind, tmp_path / "theirs", **settings | rows)
+        more = ""
+    providers = Providers(script.build_model, script.build_datasets, script.build_forward_step)
+    tokenizer = f"--tokenizer-type BertWordPieceLowerCase --vocab-file {CORPUS}/bert/vocab.txt --vocab-size 550"
+    base = BASE.replace("--mock-data", "").replace("--tokenizer-type NullTokenizer --vocab-size 98", tokenizer)
+    words = open_hub_model(tmp_path / "theirs", tmp_path, (), FAMILIES, lambda text: None).flags
+    flags = (
+        f"{base} --fp64 {' '.join(words[: words.index('--tokenizer-type')])} --data-cache-path {tmp_path}/cache {more}"
+    )
+
+    def run(folder: Path, more: str) -> Any:
+        return train(f"--load-hf {folder} {more}", providers, base=flags, defaults=script.DEFAULTS)
+
+    data = f"{CORPUS}/pp/bert_body_document"
+    evaluation = f"--skip-train --full-validation --eval-iters 1 --valid-data-path {data}"
+    (first,) = run(tmp_path / "theirs", evaluation).validations
+    save = (
+        f"--save {tmp_path}/run --save-interval 1 --save-hf-interval 1 --train-iters 1 --data-path {data} --split 9,1,0"
+    )
+    trained = run(tmp_path / "theirs", save)
+    exported = tmp_path / "run/hf/iter_0000001"
+    again = run(exported, f"--train-iters 1 --data-path {data} --split 9,1,0")
+    assert_equal(weights(state_at_start([again])), weights(state_at_end([trained])))
+    (second,) = run(exported, evaluation).validations
+    assert first.losses.keys() == second.losses.keys() and first.losses != second.losses

@@ -72,7 +72,7 @@ def test_a_folder_without_config_json_is_told_what_it_should_have(folder, tmp_pa
 
 
 def test_an_unknown_architecture_comes_before_what_else_is_wrong(folder, tmp_path):
-    change_config(folder, architectures=["FooForCausalLM"], model_type="foo", hidden_act="gelu")
+    change_config(folder, architectures=["FooForCausalLM"], model_type="foo", hidden_act="relu")
     (folder / "model.safetensors").unlink()
     refused(
         folder,
@@ -95,7 +95,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "theirs/config.json: architectures is MistralForCausalLM, which has model_type 'mistral', but model_type is 'lla": {
         "architectures": ["MistralForCausalLM"]
     },
-    "theirs/config.json: hidden_act is 'gelu'; silu, swish, gelu_py": {"hidden_act": "gelu"},
+    "theirs/config.json: hidden_act is 'relu'; silu, swish, gelu, gelu_py": {"hidden_act": "relu"},
     "theirs/config.json: num_attention_heads is 0; it must be at least 1": {"num_attention_heads": 0},
     "theirs/config.json: rms_norm_eps is nan, but must be a number": {"rms_norm_eps": float("nan")},
     "theirs/config.json: num_hidden_layers is '3', but must be an integer": {"num_hidden_layers": "3"},
@@ -120,8 +120,8 @@ def test_a_config_that_cannot_be_had(said, folder, tmp_path):
 
 
 def test_everything_that_is_wrong_is_said_at_once(folder, tmp_path):
-    change_config(folder, hidden_act="gelu", strange_key=3)
-    refused(folder, tmp_path, r"strange_key is not known for LlamaForCausalLM\n.*hidden_act is 'gelu'; silu, ")
+    change_config(folder, hidden_act="relu", strange_key=3)
+    refused(folder, tmp_path, r"strange_key is not known for LlamaForCausalLM\n.*hidden_act is 'relu'; silu, ")
 
 
 def test_an_unknown_key_may_be_ignored(folder, tmp_path):

@@ -46,7 +46,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def save_random(folder: Path, kind: str, settings: dict[str, Any]) -> Any:
     """Saves a T5, a T5 1.1 or an mT5 in float64 with random weights; returns it."""
-    config = getattr(transformers, f"{kind}Config")(**SIZES, **BUCKETS, **settings)
+    config = getattr(transformers, f"{kind}Config")(**SIZES | BUCKETS | settings)
     model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).double().eval()
     if not settings.get("tie_word_embeddings", True):  # transformers 5 ties them in spite of the config
         model.lm_head.weight = nn.Parameter(torch.empty_like(model.lm_head.weight))

@@ -7,6 +7,8 @@ import pytest
 from conversion.saved_models import LLAMA, save_checkpoint
 from conversion.test_against_transformers import quiet
 from conversion.test_importing import TOKENIZER
+from support.huggingface_folders import byte_level_json, write_folder
+from tokenizers import AddedToken
 
 from megatron.conversion.exporting import export_model
 from megatron.conversion.importing import import_model
@@ -183,3 +185,50 @@ def test_a_t5_names_the_token_that_begins_the_decoders_text(tmp_path: Path) -> N
     ids = special_ids(config, None, 8, quiet)
     assert ids == {"bos_token_id": 6, "eos_token_id": 7, "pad_token_id": 0, "decoder_start_token_id": 6}
     assert special_ids(config, None, 7, quiet)["eos_token_id"] is None  # beyond the rows of the model
+
+
+TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+OTHER = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}{{ eos_token }}{% endfor %}"
+CHAT = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Yes"}]
+
+
+def test_everything_about_text_travels(tmp_path: Path) -> None:
+    """Settings of generation, chat template, ends, added tokens and padding of a folder, there and back."""
+    transformers = pytest.importorskip("transformers")
+    made = byte_level_json(added=[AddedToken("<own>", normalized=False)])
+    made.add_special_tokens([AddedToken(text, special=True) for text in ("<|im_start|>", "<|im_end|>", "<pad>")])
+    vocab = made.get_vocab()
+    end, pad, bos = vocab["<|im_end|>"], vocab["<pad>"], vocab["<own>"]
+    flags = f"{LLAMA} --tokenizer-type NullTokenizer --vocab-size {len(vocab) - 1}"
+    root = save_checkpoint(flags, tmp_path / "run", vocab_size=len(vocab))
+    theirs, back = tmp_path / "theirs", tmp_path / "back"
+    export_model(root, theirs, build_model, log=quiet)
+    write_folder(theirs, made, pad_token="<pad>", model_max_length=77)
+    (theirs / "chat_template.jinja").write_text(TEMPLATE)
+    settings = {"eos_token_id": [end, vocab["<|endoftext|>"]], "temperature": 0.7, "top_p": 0.8, "do_sample": True}
+    (theirs / "generation_config.json").write_text(json.dumps(settings))
+    config = json.loads((theirs / "config.json").read_text()) | {"pad_token_id": pad, "bos_token_id": bos}
+    (theirs / "config.json").write_text(json.dumps(config))
+
+    import_model(theirs, tmp_path / "ours", build_model, log=quiet)
+    export_model(tmp_path / "ours", back, build_model, log=quiet)
+    known = settings | {"pad_token_id": pad, "bos_token_id": bos}
+    assert json.loads((back / "generation_config.json").read_text()) == known
+    exported = json.loads((back / "config.json").read_text())
+    assert (exported["pad_token_id"], exported["bos_token_id"]) == (pad, bos)
+    assert sorted(exported["eos_token_id"]) == sorted(settings["eos_token_id"])
+    before, after = (transformers.AutoTokenizer.from_pretrained(folder) for folder in (theirs, back))
+    assert after.get_vocab() == before.get_vocab() == vocab and after.pad_token_id == pad
+    assert after.model_max_length == 77 and after("a<own>b").input_ids == before("a<own>b").input_ids
+    shown = before.apply_chat_template(CHAT, tokenize=False)
+    assert "<|im_start|>user\nHello" in shown and after.apply_chat_template(CHAT, tokenize=False) == shown
+
+    (tmp_path / "other.jinja").write_text(OTHER)
+    flags = TokenizerConfig(
+        tokenizer_type="SFTTokenizer", tokenizer_model=str(back), chat_template=str(tmp_path / "other.jinja")
+    )
+    (tmp_path / "tuned").mkdir()
+    writer_of_tokenizer(flags, None, quiet)(tmp_path / "tuned")
+    (tmp_path / "tuned/config.json").write_text((back / "config.json").read_text())
+    tuned = transformers.AutoTokenizer.from_pretrained(tmp_path / "tuned")
+    assert tuned.apply_chat_template(CHAT, tokenize=False) == "[user] Hello<|endoftext|>[assistant] Yes<|endoftext|>"

@@ -7,6 +7,7 @@ import torch
 
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.ops.activation import gelu_erf
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.kernels_in_use import attention_of_layer
@@ -52,6 +53,18 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "attention_output_gate": True,
             "rope_scaling_type": "dynamic",
             "rope_scaling_original_length": 8,
+        },
+        ROPE,
+    ),
+    "norms with weights for each head, rows of length 1": (
+        {
+            "norm_bias": False,
+            "first_input_norm": False,
+            "qk_layernorm": True,
+            "qk_norm_scope": "per_head",
+            "normalize_output_weight": True,
+            "gated_linear_unit": True,
+            "activation_func": gelu_erf,
         },
         ROPE,
     ),
