@@ -26,12 +26,13 @@ from megatron.training.data.loaders import WorkerCrashed, WorkerStopped, error_o
 from megatron.training.data.splits import Splits, ValidationSet
 from megatron.training.data.step_data import StepData
 from megatron.training.evaluate import EvaluationResult, evaluate, full_pass
+from megatron.training.evaluation.tasks import EvaluationTasks
 from megatron.training.hooks.exit import ExitAgreement, ExitDecision, ExitReason
 from megatron.training.hooks.hook import Hooks
 from megatron.training.launch.environment import Environment
 from megatron.training.launch.errors import write_launcher_error_file
 from megatron.training.logging.finite import GradientProbe
-from megatron.training.logging.records import StepResult, ValidationRecord
+from megatron.training.logging.records import StepResult, TaskRecord, ValidationRecord
 from megatron.training.logging.training_log import TrainingLog
 from megatron.training.loss_spikes import LossSpikes
 from megatron.training.providers import ForwardStep, NonLossFunctions
@@ -73,6 +74,8 @@ class Trainer:
 
     non_loss: NonLossFunctions | None = None
     """A script's functions for data of evaluations other than losses."""
+    tasks: EvaluationTasks | None = None
+    """The tasks that every evaluation of the validation set scores (--eval-tasks)."""
 
     def __post_init__(self) -> None:
         self.phase = "training"
@@ -155,15 +158,18 @@ class Trainer:
         interval = self.config.evaluation.eval_interval
         first = self.config.evaluation.start_eval_at_iter or 0
         due = interval and self.state.iteration % interval == 0 and self.state.iteration >= first
-        return bool(due and self.splits.valid is not None)
+        return bool(due and (self.splits.valid is not None or self.tasks is not None))
 
     def evaluate(self, split: str, *, at_end: bool = False) -> None:
         """Runs --eval-iters global batches of a split (`valid` or `test`) through the model, or with --full-validation
         the whole validation set, and logs the mean loss over their tokens. With --multiple-validation-sets it does so
-        for each set; `consumed_valid_samples` counts the samples of one of them, since all advance together. `at_end`:
-        the log names the split in the words for the end of a run."""
+        for each set; `consumed_valid_samples` counts the samples of one of them, since all advance together. The tasks
+        of --eval-tasks follow the validation set. `at_end`: the log names the split in the words for the end of a
+        run."""
         data: StepData | None = getattr(self.splits, split)
-        if data is None or self.config.evaluation.eval_iters == 0:
+        data = data if self.config.evaluation.eval_iters else None
+        tasks = self.tasks if split == "valid" else None
+        if data is None and tasks is None:
             return
         if split == "valid":
             self._last_validated = self.state.iteration
@@ -171,12 +177,14 @@ class Trainer:
         with self.log.paused(), self.in_phase("evaluation"):
             self.hooks.before_evaluate(self.state.iteration)
             results = []
-            for each in sets or [ValidationSet(lambda: data)]:
+            for each in sets or ([] if data is None else [ValidationSet(lambda: data)]):
                 results.append((each.name, self._evaluate_set(each)))
                 if results[-1][1].interrupted:
                     break
-            if split == "valid":
+            if split == "valid" and results:
                 self.state.consumed_valid_samples += results[0][1].samples
+            if tasks is not None and not any(result.interrupted for _, result in results):
+                self._score_tasks(tasks)
             self.hooks.after_evaluate(self.state.iteration)
             for name, result in results:
                 self._log_evaluation(result, {"valid": "validation"}.get(split, split), at_end, name)
@@ -210,6 +218,12 @@ class Trainer:
         if result.interrupted and self.environment.logs:
             print(f"evaluation stopped after {result.iterations} of {iterations} iterations", flush=True)
         return result
+
+    def _score_tasks(self, tasks: EvaluationTasks) -> None:
+        """Scores the tasks of --eval-tasks and logs each when it is done."""
+        for found in tasks.scores(lambda: self.exit.poll() is not None):
+            iteration, consumed = self.state.iteration, self.state.consumed_train_samples
+            self.log.task(TaskRecord(iteration, found.task, found.pairs, found.documents, consumed))
 
     def _process_non_loss_data(self, result: EvaluationResult) -> None:
         """Passes an evaluation's data other than losses to the script's function, with the writer of --tensorboard-dir,

@@ -391,6 +391,7 @@ RULES: tuple[Rule, ...] = (
     _upcycling,
     file_checks.paths_are_not_empty,
     file_checks.files_exist,
+    file_checks.evaluation_tasks,
     file_checks.settings_of_communicators,
     file_checks.data_in_object_stores,
     file_checks.folders_are_folders,

@@ -34,6 +34,7 @@ from megatron.training.logging.records import (
     Speed,
     StepRecord,
     StepResult,
+    TaskRecord,
     ValidationRecord,
 )
 from megatron.training.logging.throughput import StepClock, speed
@@ -186,6 +187,11 @@ class TrainingLog:
         """Writes the result of an evaluation."""
         for writer in self.writers:
             writer.validation(record)
+
+    def task(self, record: TaskRecord) -> None:
+        """Writes the scores of an evaluation task."""
+        for writer in self.writers:
+            writer.task(record)
 
     def event(self, name: str, iteration: int, **facts: Any) -> None:
         """Writes an event; `facts` are JSON values."""

@@ -26,6 +26,7 @@ OURS = {
     "--keep-last",
     "--max-consecutive-skips",
     "--eval-fresh-samples",
+    "--eval-tasks",
     "--metrics-path",
     "--nonfinite-action",
     "--nonfinite-dump-dir",
