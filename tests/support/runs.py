@@ -26,7 +26,15 @@ from megatron.training.checkpoint_contents import weight_chunks
 from megatron.training.config.settings import LaunchEnvironment
 from megatron.training.hooks.exit import ExitDecision
 from megatron.training.hooks.hook import Hook, Hooks
-from megatron.training.logging.records import Event, LogRecord, LogWriter, Speed, StepRecord, TaskRecord, ValidationRecord
+from megatron.training.logging.records import (
+    Event,
+    LogRecord,
+    LogWriter,
+    Speed,
+    StepRecord,
+    TaskRecord,
+    ValidationRecord,
+)
 from megatron.training.providers import Providers
 from megatron.training.trainer import Trainer
 

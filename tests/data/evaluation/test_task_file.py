@@ -13,7 +13,11 @@ from megatron.data.tokenizer.null import NullTokenizer
 
 CLOZE = {"task": "cloze", "output_type": "loglikelihood", "data": "d.jsonl", "doc_to_text": "1", "doc_to_target": "a"}
 CHOICES = {
-    "task": "mc", "output_type": "multiple_choice", "data": "d.jsonl", "doc_to_text": "q", "doc_to_target": "a",
+    "task": "mc",
+    "output_type": "multiple_choice",
+    "data": "d.jsonl",
+    "doc_to_text": "q",
+    "doc_to_target": "a",
     "doc_to_choice": "c",
 }
 LINES: list[Any] = [{"q": "5 6", "c": ["7", "8 9"], "a": 1}, {"q": "1", "c": ["2", "3"], "a": "2"}]
