@@ -64,6 +64,9 @@ class EvaluateConfig:
     max_length: int | None = None
     """Number of tokens that the model reads. Default: that of the model."""
 
+    ema: bool = flag(False, only_with="load")
+    """Evaluate the moving average of the weights (--ema-decay of the run)."""
+
     vocab_file: str | None = flag(None, only_with="load")
     """Vocabulary file, if it has moved since the run."""
 
@@ -125,7 +128,8 @@ def open_model(config: EvaluateConfig) -> tuple[Predictor, Tokenizer, str]:
     moved = {name: getattr(config, name) for name in ("vocab_file", "merge_file", "tokenizer_model")}
     places = [(f"--{name.replace('_', '-')}", place) for name, place in moved.items() if place is not None]
     words = [word for name, place in places for word in Occurrence(name, (place,)).as_words()]
-    trained = load_trained_model(build_model, config.load or "", config.ckpt_step, words + words_of_spec(config.spec))
+    words += words_of_spec(config.spec)
+    trained = load_trained_model(build_model, config.load or "", config.ckpt_step, words, average=config.ema)
     family = trained.config.model.model_family
     if family in ("bert", "t5"):
         raise UserError(f"--load {config.load}: a {family.upper()} does not predict the next token of a text")

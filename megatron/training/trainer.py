@@ -39,6 +39,13 @@ from megatron.training.providers import ForwardStep, NonLossFunctions
 from megatron.training.skipped_updates import SkippedUpdates
 from megatron.training.state import TrainState
 
+OF_AVERAGE = "-ema"
+"""End of the names of splits and tasks that the moving average of the weights was evaluated on (--ema-decay)."""
+
+
+def _was_interrupted(results: Sequence[tuple[str | None, EvaluationResult]]) -> bool:
+    return any(result.interrupted for _, result in results)
+
 
 @dataclass
 class Trainer:
@@ -174,21 +181,37 @@ class Trainer:
         if split == "valid":
             self._last_validated = self.state.iteration
         sets = self.splits.valid_sets if split == "valid" else ()
+        sets = sets or (() if data is None else (ValidationSet(lambda: data),))
         with self.log.paused(), self.in_phase("evaluation"):
             self.hooks.before_evaluate(self.state.iteration)
-            results = []
-            for each in sets or ([] if data is None else [ValidationSet(lambda: data)]):
-                results.append((each.name, self._evaluate_set(each)))
-                if results[-1][1].interrupted:
-                    break
+            results = self._evaluate_model(sets, tasks)
             if split == "valid" and results:
                 self.state.consumed_valid_samples += results[0][1].samples
-            if tasks is not None and not any(result.interrupted for _, result in results):
-                self._score_tasks(tasks)
+            averaged = []
+            if self.optimizer.average is not None and not _was_interrupted(results):
+                with self.optimizer.average.in_place_of_weights():
+                    averaged = self._evaluate_model(sets, tasks, of=OF_AVERAGE)
             self.hooks.after_evaluate(self.state.iteration)
+            name_of_split = {"valid": "validation"}.get(split, split)
             for name, result in results:
-                self._log_evaluation(result, {"valid": "validation"}.get(split, split), at_end, name)
+                self._log_evaluation(result, name_of_split, at_end, name)
                 self._process_non_loss_data(result)
+            for name, result in averaged:
+                self._log_evaluation(result, name_of_split, at_end, "ema" if name is None else f"{name}-ema")
+
+    def _evaluate_model(
+        self, sets: Sequence[ValidationSet], tasks: EvaluationTasks | None, of: str = ""
+    ) -> list[tuple[str | None, EvaluationResult]]:
+        """Evaluates the model as it is on data sets, and scores and logs tasks, whose names get the end `of`. Returns
+        name and result of each set."""
+        results = []
+        for each in sets:
+            results.append((each.name, self._evaluate_set(each)))
+            if results[-1][1].interrupted:
+                return results
+        if tasks is not None:
+            self._score_tasks(tasks, of)
+        return results
 
     def _evaluate_set(self, valid_set: ValidationSet) -> EvaluationResult:
         """Runs one evaluation's part of a data set through the model."""
@@ -219,11 +242,11 @@ class Trainer:
             print(f"evaluation stopped after {result.iterations} of {iterations} iterations", flush=True)
         return result
 
-    def _score_tasks(self, tasks: EvaluationTasks) -> None:
+    def _score_tasks(self, tasks: EvaluationTasks, of: str) -> None:
         """Scores the tasks of --eval-tasks and logs each when it is done."""
         for found in tasks.scores(lambda: self.exit.poll() is not None):
             iteration, consumed = self.state.iteration, self.state.consumed_train_samples
-            self.log.task(TaskRecord(iteration, found.task, found.pairs, found.documents, consumed))
+            self.log.task(TaskRecord(iteration, found.task + of, found.pairs, found.documents, consumed))
 
     def _process_non_loss_data(self, result: EvaluationResult) -> None:
         """Passes an evaluation's data other than losses to the script's function, with the writer of --tensorboard-dir,

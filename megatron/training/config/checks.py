@@ -303,6 +303,16 @@ def _external_data(s: Settings) -> Iterator[str]:
         yield "{full_validation:name} needs data sets, whose length is known; {dataloader_type} has iterables"
 
 
+def _weight_average(s: Settings) -> Iterator[str]:
+    """--ema-decay goes with the other flags."""
+    if s.ema_decay is None:
+        return
+    if s.fp8_param_gather:
+        yield "{ema_decay}: an evaluation puts the average in place of weights that {fp8_param_gather} keeps in fp8"
+    if s.eval_fresh_samples:
+        yield "{ema_decay} evaluates weights and average on the same samples: leave out {eval_fresh_samples:name}"
+
+
 def _rewinds(s: Settings) -> Iterator[str]:
     """--loss-spike-action rewind has whole checkpoints to go back to."""
     if s.loss_spike_action != "rewind":
@@ -404,5 +414,6 @@ RULES: tuple[Rule, ...] = (
     exact_checks.exact_sums,
     _external_data,
     _rewinds,
+    _weight_average,
     _numbers_are_finite,
 )

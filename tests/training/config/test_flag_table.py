@@ -27,6 +27,7 @@ OURS = {
     "--max-consecutive-skips",
     "--eval-fresh-samples",
     "--eval-tasks",
+    "--ema-decay",
     "--metrics-path",
     "--nonfinite-action",
     "--nonfinite-dump-dir",
