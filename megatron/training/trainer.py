@@ -3,7 +3,7 @@
 import contextlib
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from megatron.training.data.loaders import WorkerCrashed, WorkerStopped, error_o
 from megatron.training.data.splits import Splits, ValidationSet
 from megatron.training.data.step_data import StepData
 from megatron.training.evaluate import EvaluationResult, evaluate, full_pass
+from megatron.training.evaluation.predictor import LayoutPredictor
 from megatron.training.evaluation.tasks import EvaluationTasks
 from megatron.training.hooks.exit import ExitAgreement, ExitDecision, ExitReason
 from megatron.training.hooks.hook import Hooks
@@ -41,10 +42,6 @@ from megatron.training.state import TrainState
 
 OF_AVERAGE = "-ema"
 """End of the names of splits and tasks that the moving average of the weights was evaluated on (--ema-decay)."""
-
-
-def _was_interrupted(results: Sequence[tuple[str | None, EvaluationResult]]) -> bool:
-    return any(result.interrupted for _, result in results)
 
 
 @dataclass
@@ -86,6 +83,9 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.phase = "training"
+        self.last_step: StepResult | None = None
+        self.evaluations: dict[str, Mapping[str, float]] = {}
+        self.hooks.attach(self)
         self._last_validated: int | None = None
 
     @property
@@ -129,6 +129,7 @@ class Trainer:
 
     def record_step(self, result: StepResult) -> None:
         """Counts what a step consumed, and whether its update was skipped. Passes its results to the log."""
+        self.last_step = result
         samples = result.global_batch_size
         self.state.add_step(
             samples,
@@ -158,6 +159,12 @@ class Trainer:
         if self.environment.logs:
             print(f"iteration {self.state.iteration} is skipped ({why})", flush=True)
 
+    def full_logits(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        """Returns the logits after each token of some rows; see `LayoutPredictor.full_logits`. Collective."""
+        size, length = self.config.evaluation.micro_batch_size(self.config.training), self.config.data.seq_length or 0
+        predictor = LayoutPredictor(self.model, self.environment.groups, self.device, size, length)
+        return predictor.full_logits(rows)
+
     # Evaluation ------------------------------------------------------------------------------------------------------
 
     def evaluation_is_due(self) -> bool:
@@ -184,30 +191,34 @@ class Trainer:
         sets = sets or (() if data is None else (ValidationSet(lambda: data),))
         with self.log.paused(), self.in_phase("evaluation"):
             self.hooks.before_evaluate(self.state.iteration)
+            self.evaluations = {}
             results = self._evaluate_model(sets, tasks)
             if split == "valid" and results:
-                self.state.consumed_valid_samples += results[0][1].samples
+                self.state.consumed_valid_samples += results[0].samples
             averaged = []
-            if self.optimizer.average is not None and not _was_interrupted(results):
+            if self.optimizer.average is not None and not any(result.interrupted for result in results):
                 with self.optimizer.average.in_place_of_weights():
                     averaged = self._evaluate_model(sets, tasks, of=OF_AVERAGE)
+            name = {"valid": "validation"}.get(split, split)
+            names = [name if each.name is None else f"{name}-{each.name}" for each in sets]
+            found = [*zip(names, results, strict=False)]
+            found += [(f"{name}{OF_AVERAGE}", result) for name, result in zip(names, averaged, strict=False)]
+            self.evaluations |= {name: result.losses for name, result in found if result.losses}
             self.hooks.after_evaluate(self.state.iteration)
-            name_of_split = {"valid": "validation"}.get(split, split)
-            for name, result in results:
-                self._log_evaluation(result, name_of_split, at_end, name)
-                self._process_non_loss_data(result)
-            for name, result in averaged:
-                self._log_evaluation(result, name_of_split, at_end, "ema" if name is None else f"{name}-ema")
+            for number, (title, result) in enumerate(found):
+                self._log_evaluation(result, title, at_end, is_named=title != name)
+                if number < len(results):
+                    self._process_non_loss_data(result)
 
     def _evaluate_model(
         self, sets: Sequence[ValidationSet], tasks: EvaluationTasks | None, of: str = ""
-    ) -> list[tuple[str | None, EvaluationResult]]:
+    ) -> list[EvaluationResult]:
         """Evaluates the model as it is on data sets, and scores and logs tasks, whose names get the end `of`. Returns
-        name and result of each set."""
+        the result of each set, the last one perhaps interrupted."""
         results = []
         for each in sets:
-            results.append((each.name, self._evaluate_set(each)))
-            if results[-1][1].interrupted:
+            results.append(self._evaluate_set(each))
+            if results[-1].interrupted:
                 return results
         if tasks is not None:
             self._score_tasks(tasks, of)
@@ -246,6 +257,7 @@ class Trainer:
         """Scores the tasks of --eval-tasks and logs each when it is done."""
         for found in tasks.scores(lambda: self.exit.poll() is not None):
             iteration, consumed = self.state.iteration, self.state.consumed_train_samples
+            self.evaluations[found.task + of] = {metric: score.value for metric, score in found.scores.items()}
             self.log.task(TaskRecord(iteration, found.task + of, found.pairs, found.documents, consumed))
 
     def _process_non_loss_data(self, result: EvaluationResult) -> None:
@@ -256,12 +268,11 @@ class Trainer:
             return
         self.non_loss.process(result.non_loss_data, self.state.iteration, writer)
 
-    def _log_evaluation(self, result: EvaluationResult, split: str, at_end: bool, name: str | None) -> None:
+    def _log_evaluation(self, result: EvaluationResult, split: str, at_end: bool, *, is_named: bool) -> None:
         if not result.losses:
             return
         where = f"iteration {self.state.iteration} on {split} set" if at_end else None
-        if name is not None:
-            split = f"{split}-{name}"
+        if is_named:
             where = f"iteration {self.state.iteration} on {split}"
         record = ValidationRecord(
             self.state.iteration,

@@ -1,13 +1,14 @@
 """What a model predicts for rows of tokens, in every layout: the same numbers on every rank."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from megatron.core.communication.collectives import Group, all_reduce, gather_rows, group_rank, group_size
+from megatron.core.communication.collectives import Group, all_gather, all_reduce, gather_rows, group_rank, group_size
 from megatron.core.context_parallel import sequence_part
 from megatron.core.exceptions import UserError
 from megatron.core.groups.process_groups_config import ProcessGroupCollection
@@ -17,6 +18,8 @@ from megatron.core.tokens import Tokens, row_index
 from megatron.core.utils.keywords import Keywords
 from megatron.training.data.batch import Batch
 from megatron.training.evaluate import eval_mode
+
+ReportOf = Callable[[Tensor, Tensor, Group], Tensor]
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,7 @@ class LayoutPredictor:
         inner: Any = self.model[0]
         while isinstance(getattr(inner, "module", None), nn.Module):
             inner = inner.module
+        self._vocab_size = getattr(inner, "vocab_size", 0)
         if "tokens" not in Keywords.of_forward(type(inner)):
             raise UserError(
                 f"--eval-tasks: {type(inner).__name__}.forward does not take position_ids and tokens as "
@@ -70,30 +74,55 @@ class LayoutPredictor:
         """Returns the predictions for each row. Collective."""
         found: dict[int, Prediction] = {}
         order = sorted(range(len(rows)), key=lambda number: -len(rows[number]))
-        per_call = self.micro_batch_size * self.groups.size("dp") * self._num_microbatches
+        per_call = self._rows_of_call
         with eval_mode(self.model):
             for first in range(0, len(order), per_call):
                 numbers = order[first : first + per_call]
-                table = self._predict([rows[number] for number in numbers], per_call).cpu()
+                chosen = [rows[number] for number in numbers]
+                table = self._table(chosen, per_call, predictions, 2, torch.float64).cpu()
                 for number, (log_probs, likeliest) in zip(numbers, table.unbind(1), strict=False):
                     stop = len(rows[number]) - 1
                     found[number] = Prediction(log_probs[:stop], likeliest[:stop].long())
         return [found[number] for number in range(len(rows))]
 
     @property
-    def _num_microbatches(self) -> int:
-        """Micro-batches of a call: enough to fill a pipeline a few times."""
-        stages = self.groups.size("pp")
-        config = config_of(self.model[0])
-        return 4 * (getattr(config, "microbatch_group_size_per_vp_stage", None) or stages) if stages > 1 else 1
+    def _rows_of_call(self) -> int:
+        """Rows of a call of the schedule: micro-batches that fill a pipeline a few times."""
+        stages, config = self.groups.size("pp"), config_of(self.model[0])
+        group = getattr(config, "microbatch_group_size_per_vp_stage", None) or stages
+        return self.micro_batch_size * self.groups.size("dp") * (4 * group if stages > 1 else 1)
 
     def _length(self, longest: int) -> int:
         """Returns the length of the rows of a call, which every split of a row divides."""
         multiple = 32 * self.groups.size("cp") * self.groups.size("tp")
         return min(-(-longest // multiple) * multiple, self.max_length)
 
-    def _predict(self, given: Sequence[Sequence[int]], count: int) -> Tensor:
-        """Returns log-probabilities and likeliest tokens, float64 [2, count, length], of rows filled up to `count`."""
+    @torch.no_grad()
+    def full_logits(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        """Returns the logits after each token of the rows: [rows, longest row, vocabulary], in float32 at least, on the
+        device, the same on every rank. Logits beyond the end of a row have no meaning. Collective."""
+        wide = torch.promote_types(config_of(self.model[0]).params_dtype, torch.float32)
+        per_call, longest = self._rows_of_call, max(map(len, rows))
+        found = []
+        with eval_mode(self.model):
+            for first in range(0, len(rows), per_call):
+                chosen = [[*row, 0] for row in rows[first : first + per_call]]
+                table = self._table(chosen, per_call, self._gathered, self._vocab_size, wide)
+                found.append(table[:, : len(chosen)])
+        width = max(table.shape[2] for table in found)
+        padded = [nn.functional.pad(table, (0, width - table.shape[2])) for table in found]
+        return torch.cat(padded, 1)[:, :, :longest].permute(1, 2, 0)
+
+    def _gathered(self, logits: Tensor, labels: Tensor, group: Group) -> Tensor:
+        """Returns the logits of the whole vocabulary [vocabulary, b, s]."""
+        return torch.cat(all_gather(logits, group), -1)[..., : self._vocab_size].permute(2, 0, 1)
+
+    def _table(
+        self, given: Sequence[Sequence[int]], count: int, report_of: ReportOf, values: int, dtype: torch.dtype
+    ) -> Tensor:
+        """Returns `values` numbers for each position of rows filled up to `count`: [values, count, length]. `report_of`
+        computes them for a micro-batch, from (logits [b, s, part of the vocabulary], labels [b, s], the group of the
+        parts)."""
         length = self._length(max(map(len, given)) - 1)
         ids = torch.zeros(count, length + 1, dtype=torch.int64)
         real = torch.zeros(count, length)
@@ -111,7 +140,7 @@ class LayoutPredictor:
         ]
         iterators = [iter(batches) for _ in self.model]
         reports = get_forward_backward_func(self.groups.size("pp"), len(self.model))(
-            forward_step_func=self._forward_step,
+            forward_step_func=partial(self._forward_step, report_of),
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self.model,
             num_microbatches=len(batches),
@@ -120,10 +149,10 @@ class LayoutPredictor:
             forward_only=True,
             collect_non_loss_data=True,
         )
-        table = torch.zeros(2, count, length, dtype=torch.float64, device=self.device)
+        table = torch.zeros(values, count, length, dtype=dtype, device=self.device)
         places = row_index(self._tokens(batches[0]), self.device)
         for start, report in zip(starts, reports, strict=bool(reports)):
-            table[:, start : start + size, places] = report
+            table[:, start : start + size, places] = report.to(dtype)
         for name in ("dp_cp", "pp"):  # each element is known to one rank of these; the others have 0
             if self.groups.size(name) > 1:
                 all_reduce(table, getattr(self.groups, name))
@@ -133,7 +162,9 @@ class LayoutPredictor:
         rows, length = batch.tokens.shape
         return Tokens(length, rows, sequence_part(self.groups), batch.position_ids)
 
-    def _forward_step(self, data: Iterator[Batch], model: nn.Module) -> tuple[Tensor, Any]:
+    def _forward_step(
+        self, report_of: ReportOf, data: Iterator[Batch], model: nn.Module
+    ) -> tuple[Tensor, Callable[..., Tensor]]:
         batch = next(data)
         config = config_of(model)
         # Padding must not take the places of tokens among those that an expert can hold.
@@ -141,7 +172,7 @@ class LayoutPredictor:
         padding = {"padding_mask": batch.loss_mask == 0} if masks else {}
         output = model(batch.tokens, batch.position_ids, None, tokens=self._tokens(batch), **padding)
         group = self.groups.tp if self.groups.size("tp") > 1 else None
-        return output, lambda logits, non_loss_data: predictions(logits, batch.labels, group)
+        return output, lambda logits, non_loss_data: report_of(logits, batch.labels, group)
 
 
 def predictions(logits: Tensor, labels: Tensor, group: Group) -> Tensor:
