@@ -94,7 +94,7 @@ def read_tasks(path: str | Path) -> list[EvaluationTask]:
 def read_documents(path: str | Path, limit: int | None = None) -> list[Document]:
     """Returns the objects of a JSONL file; at most `limit`. Raises UserError, naming file and line, for a file that has
     none or cannot be read."""
-    documents = []
+    documents: list[Document] = []
     try:
         with open(path, encoding="utf-8") as file:
             for number, line in enumerate(file, 1):

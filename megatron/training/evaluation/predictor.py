@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -59,11 +59,9 @@ class LayoutPredictor:
     ) -> None:
         self.model, self.groups, self.device = list(model), groups, device
         self.micro_batch_size, self.max_length = micro_batch_size, max_length
-        inner: Any = self.model[0]
-        while isinstance(getattr(inner, "module", None), nn.Module):
-            inner = inner.module
+        inner = _unwrapped(self.model[0])
         self._vocab_size = getattr(inner, "vocab_size", 0)
-        if "tokens" not in Keywords.of_forward(type(inner)):
+        if "tokens" not in Keywords.of(inner.forward):
             raise UserError(
                 f"--eval-tasks: {type(inner).__name__}.forward does not take position_ids and tokens as "
                 "GPTModel does, so rows of tokens cannot be scored; leave the flag out"
@@ -173,6 +171,12 @@ class LayoutPredictor:
         output = model(batch.tokens, batch.position_ids, None, tokens=self._tokens(batch), **padding)
         group = self.groups.tp if self.groups.size("tp") > 1 else None
         return output, lambda logits, non_loss_data: report_of(logits, batch.labels, group)
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    while isinstance(getattr(model, "module", None), nn.Module):
+        model = cast(nn.Module, model.module)
+    return model
 
 
 def predictions(logits: Tensor, labels: Tensor, group: Group) -> Tensor:

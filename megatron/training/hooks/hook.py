@@ -19,16 +19,20 @@ class RunOfHook(Protocol):
     """This rank, its device and its process groups."""
     state: TrainState
     """Counts of the run, such as consumed samples."""
-    model: Sequence[nn.Module]
-    """This rank's model chunks."""
     optimizer: MegatronOptimizer
     log: Any
     """The `TrainingLog`: `event(name, iteration, **facts)`, and `task(TaskRecord(...))` for scores."""
     last_step: Any
     """The `StepResult` of the last step: `reports` (losses of each micro-batch, on the device; empty on ranks without
     the loss), `update` (gradient norm) and `sample_ids`. None before the first step."""
-    evaluations: Mapping[str, Mapping[str, float]]
-    """Results of the last evaluation by split or task, then by name. Ranks without the loss have only tasks."""
+
+    @property
+    def model(self) -> Sequence[nn.Module]:
+        """This rank's model chunks."""
+
+    @property
+    def evaluations(self) -> Mapping[str, Mapping[str, float]]:
+        """Results of the last evaluation by split or task, then by name. Ranks without the loss have only tasks."""
 
     def full_logits(self, rows: Sequence[Sequence[int]]) -> Tensor:
         """Returns the logits after each token of some rows: [rows, longest row, vocabulary], the same on every rank, in
