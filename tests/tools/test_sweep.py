@@ -1,6 +1,5 @@
 """tools/sweep.py: commands, runs, arrays, results; and the picture of a sweep."""
 
-import json
 import shlex
 import sys
 from pathlib import Path
@@ -10,7 +9,7 @@ import yaml
 from support.programs import python
 
 from megatron.core.exceptions import UserError
-from megatron.training.logging.plot_sweep import INDEX, last_loss, plot_sweep
+from megatron.training.logging.plot_sweep import last_loss, plot_sweep
 from tools import sweep as tool
 
 ROOT = Path(__file__).parents[2]
@@ -61,34 +60,6 @@ def test_runs_are_run_compared_and_drawn(tmp_path: Path, capsys: pytest.CaptureF
     assert plot_sweep(tmp_path / "runs", tmp_path / "sweep.png").stat().st_size > 1000  # against the width
     with pytest.raises(UserError, match="none of lr is a number in each run of this sweep"):
         plot_sweep(tmp_path / "runs", tmp_path / "sweep.png", against="lr")
-
-
-def test_the_picture_has_a_line_for_each_combination_of_the_other_values(tmp_path: Path) -> None:
-    matplotlib = pytest.importorskip("matplotlib.axes")
-    runs = [
-        {"name": f"{width}-{rate}", "values": {"width": width, "lr": rate}} for width in "ab" for rate in ("1", "10")
-    ]
-    for number, run in enumerate(runs):
-        (tmp_path / run["name"]).mkdir()
-        line = {"iteration": 1, "split": "validation", "lm loss": number + 0.5}
-        (tmp_path / run["name"] / "metrics.jsonl").write_text(json.dumps(line) + "\n")
-    (tmp_path / INDEX).write_text(json.dumps(runs))
-    drawn: list[tuple[object, ...]] = []
-    plot = matplotlib.Axes.plot
-
-    def recorded(axis: object, *values: object, **more: object) -> object:
-        drawn.append(values)
-        return plot(axis, *values, **more)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            matplotlib.Axes, "plot", lambda self, *values, **more: drawn.append(values) or plot(self, *values, **more)
-        )
-        plot_sweep(tmp_path, tmp_path / "picture.png")
-    assert [values[:2] for values in drawn] == [
-        *(((1.0, 10.0), (0.5, 1.5)), (1.0, 0.5)),
-        *(((1.0, 10.0), (2.5, 3.5)), (1.0, 2.5)),
-    ]
 
 
 def test_the_script_for_slurm_runs_one_task_per_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,25 +29,6 @@ def run(root: Path, *words: str) -> int:
     return tool.main(["--load", str(root), *words])
 
 
-@pytest.mark.parametrize(
-    ("words", "shares"),
-    [
-        (("--last", "2"), (0.0, 0.5, 0.5)),
-        (("--iterations", "2", "6", "4", "--method", "ema", "--decay", "0.75"), (0.5625, 0.1875, 0.25)),
-    ],
-)
-def test_an_average_is_the_sum_of_its_shares(
-    checkpoints: Path, tmp_path: Path, words: tuple[str, ...], shares: tuple[float, ...]
-) -> None:
-    assert run(checkpoints, *words, "--save", str(tmp_path / "mean")) == 0
-    parts = [weights(checkpoints, f"--ckpt-step {step} --load") for step in (2, 4, 6)]
-    found = weights(tmp_path / "mean", "--pretrained-checkpoint")
-    assert found.keys() == parts[0].keys()
-    for name, value in found.items():
-        expected = sum(share * part[name] for share, part in zip(shares, parts, strict=True))
-        torch.testing.assert_close(value, expected, rtol=1e-14, atol=1e-16)
-
-
 def test_a_greedy_average_is_at_least_as_good_as_each_checkpoint(
     checkpoints: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -80,3 +61,22 @@ def test_what_cannot_be_averaged_is_one_sentence(
     printed = capsys.readouterr().err
     assert message.format(root=checkpoints) in printed and printed.count("\n") == 1
     assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "shares"),
+    [
+        (("--last", "2"), (0.0, 0.5, 0.5)),
+        (("--iterations", "2", "6", "4", "--method", "ema", "--decay", "0.75"), (0.5625, 0.1875, 0.25)),
+    ],
+)
+def test_an_average_is_the_sum_of_its_shares(
+    checkpoints: Path, tmp_path: Path, words: tuple[str, ...], shares: tuple[float, ...]
+) -> None:
+    assert run(checkpoints, *words, "--save", str(tmp_path / "mean")) == 0
+    parts = [weights(checkpoints, f"--ckpt-step {step} --load") for step in (2, 4, 6)]
+    found = weights(tmp_path / "mean", "--pretrained-checkpoint")
+    assert found.keys() == parts[0].keys()
+    for name, value in found.items():
+        expected = sum(share * part[name] for share, part in zip(shares, parts, strict=True))
+        torch.testing.assert_close(value, expected, rtol=1e-14, atol=1e-16)

@@ -7,7 +7,7 @@ import torch
 from megatron.data.evaluation.requests import PreparedTask, Question, Row
 from megatron.data.evaluation.task_file import EvaluationTask
 from megatron.data.tokenizer.null import NullTokenizer
-from megatron.training.evaluation.predictor import Prediction, likeliest_tokens
+from megatron.training.evaluation.predictor import Prediction
 from megatron.training.evaluation.scoring import continuations, mean, ratio, score_task
 
 TASK = EvaluationTask("t", "generate_until", "d.jsonl", generation_kwargs={"until": [" 7"], "max_gen_toks": 4})
@@ -59,7 +59,3 @@ def test_choices_are_compared_by_sum_by_bytes_and_by_tokens() -> None:
     }
     right = {metric: [answer for answer in range(3) if scores[answer][metric][0]] for metric in scores[0]}
     assert right == {"acc": [0], "acc_norm": [2], "acc_norm_tokens": [1]}
-
-
-def test_the_likeliest_of_equal_logits_is_the_first() -> None:
-    assert likeliest_tokens(torch.tensor([[[1.0, 3.0, 3.0, 0.0]]]), None).tolist() == [[1]]

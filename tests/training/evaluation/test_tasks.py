@@ -5,14 +5,10 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 from support.processes import run_on_ranks
 from support.runs import Outcome, logger_of, train, train_on_ranks
-from torch import nn
 
 from megatron.core.exceptions import UserError
-from megatron.core.groups.process_groups_config import ProcessGroupCollection
-from megatron.training.evaluation.predictor import LayoutPredictor
 from megatron.training.logging.jsonl import read_metrics
 
 LINES = [
@@ -141,8 +137,3 @@ def test_a_bad_document_ends_the_run_before_its_model_is_built(
     assert "this process holds" not in capsys.readouterr().out
     with pytest.raises(UserError, match=r"--eval-tasks: .*tasks.json: task 1: 'texts' is not a mapping"):
         train(f"{RUN} --eval-tasks {write_tasks(tmp_path, ['texts'])}")
-
-
-def test_a_model_of_a_script_that_takes_no_rows_of_tokens_is_refused() -> None:
-    with pytest.raises(UserError, match=r"--eval-tasks: Linear.forward does not take position_ids and tokens"):
-        LayoutPredictor([nn.Linear(1, 1)], ProcessGroupCollection(), torch.device("cpu"), 1, 8)

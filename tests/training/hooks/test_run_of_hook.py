@@ -8,7 +8,6 @@ import pytest
 import torch
 from support.processes import run_on_ranks
 from support.runs import GPT, Outcome, logger_of, train
-from torch import Tensor
 
 from megatron.training.hooks.hook import Hook
 from megatron.training.providers import Providers
@@ -67,18 +66,3 @@ def test_a_benchmark_of_the_page_scores_alike_under_tensor_and_pipeline_parallel
         for results, those_alone in zip(seen["evaluations"], alone["evaluations"], strict=True):
             assert ([*results] == [*those_alone]) if has_loss else not results
     assert [[*results] for results in alone["evaluations"]] == [["validation"], ["test"]]
-
-
-def test_full_logits_are_those_of_the_model() -> None:
-    found: dict[str, Tensor] = {}
-
-    def keep(run: Any) -> None:
-        chunk = run.model[0]
-        run.hooks.hooks[-1].on_start = lambda iteration: found.update(
-            {"ours": run.full_logits(ROWS), "model": [chunk.eval()(torch.tensor([row]), None, None)[0] for row in ROWS]}
-        )
-
-    train(RUN, before=keep)
-    for number, row in enumerate(ROWS):
-        assert torch.equal(found["ours"][number, : len(row)].argmax(-1), found["model"][number].argmax(-1))
-        torch.testing.assert_close(found["ours"][number, : len(row)], found["model"][number])
