@@ -28,7 +28,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.data.datasets.bert_dataset import BERTMaskedWordPieceDataset
 from megatron.data.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.training import pretrain
-from megatron.training.data.bert_data import BertBatch, bert_dataset_config
+from megatron.training.data.masked_data import BertBatch, bert_dataset_config
 from megatron.training.data.step_data import StepData
 from megatron.training.providers import Context, ForwardStep, LossFunction, Providers, SampleCounts, Stage
 
@@ -61,6 +61,8 @@ def build_model(context: Context, stage: Stage) -> BertModel:
         rotary_base=model.rotary_base,
         seq_len_interpolation_factor=model.rotary_seq_len_interpolation_factor,
         add_binary_head=model.bert_binary_head,
+        head_activation=model.bert_head_activation,
+        head_bias=model.bert_head_bias,
         vocab_padding_multiple=model.make_vocab_size_divisible_by * model.transformer.tensor_model_parallel_size,
         pg_collection=groups,
         vp_stage=stage.virtual,

@@ -28,8 +28,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.data.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.training import pretrain
 from megatron.training.data.batch import Batch
-from megatron.training.data.gpt_data import gpt_dataset_config, gpt_dataset_kind
-from megatron.training.data.source_losses import source_names, with_source_losses
+from megatron.training.data.sources import gpt_dataset_config, gpt_dataset_kind, source_names, with_source_losses
 from megatron.training.data.step_data import StepData
 from megatron.training.providers import Context, ForwardStep, LossFunction, Providers, SampleCounts, Stage
 

@@ -28,8 +28,8 @@ from megatron.core.transformer.layer_inputs import key_padding_mask
 from megatron.data.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.data.datasets.t5_dataset import T5MaskedWordPieceDataset
 from megatron.training import pretrain
+from megatron.training.data.masked_data import T5Batch, t5_dataset_config
 from megatron.training.data.step_data import StepData
-from megatron.training.data.t5_data import T5Batch, t5_dataset_config
 from megatron.training.providers import Context, ForwardStep, LossFunction, Providers, SampleCounts, Stage
 from pretrain_gpt import loss_func
 

@@ -29,7 +29,7 @@ def read_anchor(log: str) -> dict[str, Any]:
     speeds = [(float(ms), float(tflops)) for ms, tflops in _SPEED.findall(log)][1:]
     if not speeds:
         raise SystemExit("the anchor's log has no line of speed after its first")
-    speeds = speeds[(len(speeds) - 1) // 2 :]
+    speeds = speeds[len(speeds) // 2 :]
     losses, memory = _LOSS.findall(log), _MEMORY.findall(log)
     return {
         "milliseconds": statistics.median(ms for ms, _ in speeds),

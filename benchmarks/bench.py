@@ -48,11 +48,11 @@ from megatron.data.datasets.gpt_dataset import MockGPTDataset, MockGPTLowLevelDa
 from megatron.facades.pretrain import pretrain_config
 from megatron.training.arguments import configure
 from megatron.training.config.resolution import ConfigurationError
-from megatron.training.data.gpt_data import gpt_dataset_config
+from megatron.training.data.sources import gpt_dataset_config
 from megatron.training.hooks.hook import Hook
 from megatron.training.launch.errors import exit_with_problems
-from megatron.training.logging.device_peaks import peak_tflops
-from megatron.training.logging.timeline import StepTimes
+from megatron.training.log.throughput import peak_tflops
+from megatron.training.log.timeline import StepTimes
 from megatron.training.providers import Context, ForwardStep, Providers, SampleCounts
 
 

@@ -13,7 +13,7 @@ from torch.autograd import DeviceType
 
 from megatron.core.dist_checkpointing.coordination import RankCoordinator
 from megatron.core.utils.torch_private import profiler_config_of_all_threads
-from megatron.training.logging.timeline import StepTimes, TimeShare, read_step_times
+from megatron.training.log.timeline import StepTimes, TimeShare, read_step_times
 from tools.show_timeline import report
 
 _KINDS = {
@@ -24,13 +24,13 @@ _KINDS = {
     r"|^_(state|pair|query|key|decay)_gradients",
     "norms": r"_norm_|layer_norm",
     "activations": r"_activation_",
-    "rotary positions, packed gradients": r"_rope|_join",
-    "dropout": r"^_apply_kernel|_keep_",
+    "rotary positions, packed gradients": r"_rope|_join|CatArray",
+    "dropout, biases, residuals": r"^_apply_kernel|_keep_",
     "loss": r"_statistics|_gradient_kernel",
     "update and gradient norm": r"_adam|_weights_kernel|_momentum_kernel|LpNorm|lpnorm|FusedAdam|multi_tensor_apply",
     "fp8 casts and scales": r"_cast_(kernel|both|groups|tiles)|_largest|_(lines|squares)_kernel|_transpose_kernel",
-    "routing and dispatch": r"^_(rows|spread|tokens|place)_|_count_|_best_|_balance_|_choice_|scatter|[sS]ort",
-    "sums, biases, residuals": r"CUDAFunctor_add|^_add_|_sum_rows",
+    "routing and dispatch": r"^_(rows|spread|tokens|place)_|_count_|_best_|_choice_|scatter|[sS]ort",
+    "sums": r"CUDAFunctor_add|^_add_|_sum_rows",
 }
 """Kinds of kernels, by their names; the first that fits counts."""
 _PARTS = ("step", "computing", "exposed_communication", "exposed_copies", "idle", "communicating")

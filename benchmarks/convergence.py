@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.core.exceptions import UserError
-from megatron.training.logging.jsonl import read_metrics
+from megatron.training.log.jsonl import read_metrics
 
 ENDINGS = (".py", ".pyi", ".md", ".rst", ".txt", ".h", ".hpp", ".cuh")
 LONGEST_FILE = 400_000

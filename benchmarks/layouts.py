@@ -93,7 +93,7 @@ def _chunked(gpus: int, **more: Any) -> dict[str, Layout]:
 LAYOUTS: Mapping[str, Layout] = {
     "graphs": Layout(
         1,
-        f"{_GRAPHS} --optimizer-cuda-graph",
+        _GRAPHS,
         f"{_GRAPHS} --te-rng-tracker --no-check-for-nan-in-loss-and-grad",
     ),
     **{f"dp{gpus}": _data_parallel(gpus) for gpus in (2, 4)},

@@ -42,9 +42,9 @@ from megatron.core.dist_checkpointing.reading import load
 from megatron.core.exceptions import UserError
 from megatron.core.utils.rendezvous import start_torch_distributed
 from megatron.training.arguments import configure
-from megatron.training.checkpoint_contents import optimizer_chunks_to_load, weight_chunks
 from megatron.training.launch.errors import exit_with_problems
 from megatron.training.providers import Providers
+from megatron.training.state import optimizer_chunks_to_load, weight_chunks
 from megatron.training.trainer import Trainer
 
 PROVIDERS = Providers(pretrain_gpt.build_model, build_datasets, pretrain_gpt.build_forward_step)

@@ -20,14 +20,14 @@ if __name__ == "__main__":  # before the imports that take seconds
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from benchmarks.measuring import Operation, Operations, parser_of, print_comparison
 from megatron.core.backends import Backend
 from megatron.core.ops.activation import Activation, gelu_tanh
 from megatron.core.ops.rope import Rotation
-from megatron.core.optimizer.segments import FlatSegments, StepInputs
-from megatron.core.optimizer.update_rules import Adam
+from megatron.core.optimizer.segments import StateSegment, StepInputs
+from megatron.core.optimizer.state_storage import Plain
+from megatron.core.optimizer.update_rules import Adam, update_segment
 from megatron.core.utils.torch_private import foreach_norm
 
 
@@ -92,16 +92,23 @@ class Kernels(Operations):
         """Adds AdamW of float32 weights with bfloat16 copies, in segments of the size of a layer."""
         count = max(1, self.args.weights // 4)
         rule, scalar = Adam(0.9, 0.95, 1e-8, decoupled=True), partial(torch.tensor, device=self.device)
-        weights, gradients, first, second = (
-            [torch.rand(count, device=self.device) for _ in range(4)] for _ in range(4)
-        )
-        copies: list[Tensor | None] = [weight.bfloat16() for weight in weights]
-        segments = FlatSegments(weights, gradients, {"exp_avg": first, "exp_avg_sq": second}, copies)
+        segments = []
+        for _ in range(4):
+            weight, gradient, *moments = (torch.rand(count, device=self.device) for _ in range(4))
+            stored = {name: Plain(moment, torch.float32) for name, moment in zip(rule.moments, moments, strict=True)}
+            segments.append(StateSegment(Plain(weight, torch.float32), gradient, stored, weight.bfloat16(), True))
         step = StepInputs(scalar(3.0), scalar(1.0, dtype=torch.float64), scalar(False))
         lr = scalar(1e-3, dtype=torch.float64)
+
+        def adamw() -> None:
+            for segment in segments:
+                update_segment(rule, segment, step, lr, 0.1)
+
         self.found += [
-            Operation("AdamW", lambda: rule.update(segments, step, lr, 0.1), nbytes=30.0 * count * 4),
-            Operation("norm of gradients", lambda: foreach_norm(gradients), nbytes=4.0 * count * 4),
+            Operation("AdamW", adamw, nbytes=30.0 * count * 4),
+            Operation(
+                "norm of gradients", lambda: foreach_norm([each.gradient for each in segments]), nbytes=4.0 * count * 4
+            ),
         ]
 
 

@@ -47,7 +47,7 @@ from megatron.diagnosis.layout_check.run_comparison import (
 from megatron.training.arguments import configure
 from megatron.training.config.settings import LaunchEnvironment
 from megatron.training.launch.errors import exit_with_problems
-from megatron.training.logging.jsonl import read_metrics
+from megatron.training.log.jsonl import read_metrics
 from tools.verify_layout import PRETRAIN_GPT, load_script, run
 
 _SHOWN = 8

@@ -25,7 +25,7 @@ from megatron.diagnosis.planning.budget import Rates, budget, budget_lines
 from megatron.diagnosis.planning.gpus import gpu_named
 from megatron.diagnosis.planning.scaling_laws import CORRECTED, PUBLISHED
 from megatron.training.config.recipes.catalogue import recipe_named
-from megatron.training.config.tool_parser import ToolParser, number, whole_number
+from megatron.training.config.tool_flags import ToolParser, number, whole_number
 
 LAWS = {"besiroglu2024": CORRECTED, "hoffmann2022": PUBLISHED}
 

@@ -18,8 +18,8 @@ if __name__ == "__main__":  # before the imports that take seconds
     exit_quietly()
 
 from megatron.core.exceptions import UserError
+from megatron.data.cleaning.config import DedupConfig
 from megatron.data.cleaning.dedup import deduplicate
-from megatron.data.cleaning.dedup_config import DedupConfig
 from megatron.training.config.tool_flags import Section, read_tool_flags
 
 USAGE = "python tools/dedup.py --input FILE ... --output DIR [flags]"

@@ -29,7 +29,7 @@ from megatron.core.exceptions import UserError
 from megatron.core.utils.world_store import StartFailed
 from megatron.diagnosis.doctor.examination import examine
 from megatron.diagnosis.doctor.report import report_lines
-from megatron.training.config.tool_parser import ToolParser, number
+from megatron.training.config.tool_flags import ToolParser, number
 from megatron.training.launch.errors import exit_with_problems, write_launcher_error_file
 
 

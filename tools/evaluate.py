@@ -31,7 +31,7 @@ from megatron.training.config.tool_flags import Section, read_tool_flags
 from megatron.training.evaluation.predictor import LayoutPredictor, Predictor
 from megatron.training.evaluation.scoring import TaskScores
 from megatron.training.evaluation.tasks import EvaluationTasks, prepare_tasks
-from megatron.training.logging.console_line import format_scores
+from megatron.training.log.console_line import format_scores
 from megatron.training.trained_model import load_trained_model
 from tools.entry_scripts import build_model
 

@@ -18,7 +18,7 @@ if __name__ == "__main__":  # before the imports that take seconds
     exit_quietly()
 
 from megatron.core.exceptions import UserError
-from megatron.data.cleaning.filter_config import FilterConfig
+from megatron.data.cleaning.config import FilterConfig
 from megatron.data.cleaning.filtering import filter_rows
 from megatron.training.config.tool_flags import Section, read_tool_flags
 

@@ -23,8 +23,8 @@ if __name__ == "__main__":  # before the imports that take seconds
     exit_quietly()
 
 from megatron.core.exceptions import UserError
-from megatron.training.logging.plot import PANELS, plot_metrics
-from megatron.training.logging.plot_sweep import plot_sweep
+from megatron.training.log.plot import PANELS, plot_metrics
+from megatron.training.log.plot_sweep import plot_sweep
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -21,7 +21,7 @@ if __name__ == "__main__":  # before the imports that take seconds
 
 from megatron.core.exceptions import UserError
 from megatron.training.config.recipes.catalogue import Recipe, recipe_named, recipes
-from megatron.training.config.tool_parser import ToolParser
+from megatron.training.config.tool_flags import ToolParser
 from megatron.training.inspection.print_config import lines_of_words
 
 

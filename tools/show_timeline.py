@@ -20,7 +20,7 @@ if __name__ == "__main__":  # before the imports that take seconds
     exit_quietly()
 
 from megatron.core.exceptions import UserError
-from megatron.training.logging.timeline import StepTimes, TimeShare, read_step_times
+from megatron.training.log.timeline import StepTimes, TimeShare, read_step_times
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -37,7 +37,7 @@ if __name__ == "__main__":  # before the imports that take seconds
     exit_quietly()
 
 from megatron.core.exceptions import UserError
-from megatron.training.logging.plot_sweep import INDEX, last_loss
+from megatron.training.log.plot_sweep import INDEX, last_loss
 
 KEYS = ("save", "flags", "vary", "script", "launch")
 

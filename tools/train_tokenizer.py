@@ -29,8 +29,8 @@ from megatron.core.exceptions import UserError
 from megatron.core.utils.files import write_atomically
 from megatron.data.preparation.blocks import LineReader
 from megatron.data.preparation.inputs import InputFile, find_inputs
+from megatron.data.preparation.json_lines import BadLine, texts_of_line
 from megatron.data.preparation.readers import open_groups
-from megatron.data.preparation.records import BadLine, texts_of_line
 from megatron.data.tokenizer.base import load_library
 from megatron.data.tokenizer.bert_wordpiece import cut_words
 from megatron.data.tokenizer.gpt2_bpe import END_OF_TEXT

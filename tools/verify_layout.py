@@ -47,7 +47,7 @@ from megatron.core.exceptions import UserError
 from megatron.diagnosis.layout_check.differences import differences, report
 from megatron.diagnosis.layout_check.layout_trace import FORWARD, LayoutTrace, record_layout_trace
 from megatron.diagnosis.layout_check.shrink_run import flags_of_script, flags_that_matter, shrink_run
-from megatron.facades.published_run import published
+from megatron.facades.global_vars import published
 from megatron.training.arguments import configure
 from megatron.training.config.command_line import ExtraArgsProvider, read_command_line
 from megatron.training.config.pretrain_config import PretrainConfig

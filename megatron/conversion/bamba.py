@@ -122,7 +122,6 @@ BAMBA_FAMILY = Family(
         rules.Copied("mamba_d_conv", "mamba_conv_kernel_dim"),
         rules.Fixed("mamba_conv_bias", True),
         rules.Fixed("mamba_proj_bias", False),
-        rules.Written({"pad_token_id": None}),  # the default of transformers may be outside of the vocabulary
         rules.Unused(("mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient", "attn_rotary_emb")),
         rules.Unused(("layers_block_type", "layer_types", "use_mamba_kernels")),
     ),

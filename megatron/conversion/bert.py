@@ -6,6 +6,7 @@ from typing import Any
 
 from megatron.conversion import config_rules as rules
 from megatron.conversion.family import Family
+from megatron.conversion.gpt2 import UngatedActivation
 from megatron.conversion.hub_defaults import Json
 from megatron.conversion.spellings import num_tokentypes
 from megatron.conversion.tensor_mapping import KEYS, QUERIES, VALUES, HubTensorPattern
@@ -41,6 +42,7 @@ _COMMON: _Mapping = {
     **_linear("lm_head.layer_norm", "cls.predictions.transform.LayerNorm"),
     "output_layer.bias": (HubTensorPattern("cls.predictions.bias"),),
 }
+_OWN_OUTPUT_LAYER = _linear("output_layer", "cls.predictions.decoder")
 _NORMS_AFTER: _Mapping = {
     **_linear("embedding.norm", "bert.embeddings.LayerNorm"),
     **_linear(f"{_OURS}.post_attention_layernorm", f"{_HUB}.attention.output.LayerNorm"),
@@ -75,6 +77,23 @@ class TokenTypes(rules.Rule):
         return {"type_vocab_size": num_tokentypes(values)}
 
 
+@dataclass(frozen=True)
+class BertActivation(UngatedActivation):
+    """Activation of the MLP, and of the dense layer before the output layer."""
+
+    def fields(self, config: Json) -> dict[str, Any]:
+        """Returns both. Raises UserError for an activation that the head does not have."""
+        fields = super().fields(config)
+        switch = next((field for field in _HEAD_ACTIVATIONS if field in fields), None)
+        if switch is None:
+            known = "gelu, gelu_new, gelu_pytorch_tanh, relu"
+            raise UserError(f"{self.key} is {config[self.key]!r}; {known} are supported")
+        return fields | {"bert_head_activation": _HEAD_ACTIVATIONS[switch]}
+
+
+_HEAD_ACTIVATIONS = {"bias_gelu_fusion": "gelu", "openai_gelu": "gelu_tanh", "relu": "relu"}
+"""By the switch of the MLP's activation."""
+
 _RULES: tuple[rules.Rule, ...] = (
     rules.Copied("num_hidden_layers", "num_layers"),
     rules.Copied("hidden_size", "hidden_size"),
@@ -86,27 +105,29 @@ _RULES: tuple[rules.Rule, ...] = (
     rules.Copied("attention_probs_dropout_prob", "attention_dropout"),
     rules.Copied("initializer_range", "init_method_std"),
     TokenTypes(),
-    rules.Fixed("hidden_act", "gelu"),
-    rules.Implied({"bias_gelu_fusion": False}),
-    rules.Fixed("tie_word_embeddings", True),
+    BertActivation("hidden_act"),
+    rules.TiedEmbeddings(),
     rules.Fixed("position_embedding_type", "absolute", write=False),
     rules.Fixed("is_decoder", False),
     rules.Fixed("add_cross_attention", False),
     rules.Unused(("classifier_dropout", "gradient_checkpointing", "chunk_size_feed_forward")),
 )
 _AFTER = rules.Implied({"norm_placement": "post_residual", "embedding_norm": True})
+_BIAS_OF_TIED = r"cls\.predictions\.bias"
+"""An output layer with a weight of its own has its bias too; transformers writes this one and does not read it."""
 _POSITIONS = r"bert\.embeddings\.position_ids"
 _OTHER_HEAD = r"bert\.pooler\.dense\.(weight|bias)|cls\.seq_relationship\.(weight|bias)"
 
 
 def _family(architecture: str, model_type: str, norms: _Mapping, *own: rules.Rule) -> Family:
     has_binary_head = architecture.endswith("PreTraining")
+    tensors = _COMMON | norms | (_BINARY_HEAD if has_binary_head else {})
     return Family(
         architecture,
         model_type,
-        _COMMON | norms | (_BINARY_HEAD if has_binary_head else {}),
+        lambda values: tensors | (_OWN_OUTPUT_LAYER if values["untie_embeddings_and_output_weights"] else {}),
         (*_RULES, *own, rules.Implied({"bert_binary_head": has_binary_head})),
-        constants=(_POSITIONS,) if has_binary_head else (_POSITIONS, _OTHER_HEAD),
+        constants=(_POSITIONS, _BIAS_OF_TIED) if has_binary_head else (_POSITIONS, _BIAS_OF_TIED, _OTHER_HEAD),
         model_family="bert",
         copies={"cls.predictions.decoder.weight": _WORDS, "cls.predictions.decoder.bias": "cls.predictions.bias"},
         old_names=((r"\.gamma$", ".weight"), (r"\.beta$", ".bias")),

@@ -10,8 +10,9 @@ from megatron.conversion.family import Family
 from megatron.conversion.hub_defaults import DECODER_DEFAULTS, Json
 from megatron.conversion.layer_types import WindowsByLayerType
 from megatron.conversion.rope import RotaryPositions
+from megatron.conversion.tensor_mapping import HubTensorPattern, TensorMapping
 
-_TENSORS = (
+_TENSORS: decoder.Mapping = (
     decoder.ENDS
     | one_to_one({f"{OURS}.input_layernorm.weight": f"{HUB}.input_layernorm.weight"})
     | decoder.ATTENTION
@@ -19,6 +20,30 @@ _TENSORS = (
     | decoder.OUTPUT_BIAS
     | decoder.MLP
 )
+
+
+def _with_head_norms(values: rules.Values) -> TensorMapping:
+    """Returns the tensors of Cohere 1, whose norms of queries and keys have a row of weights for each head."""
+    norms = {f"{OURS}.self_attention.{name}_layernorm.weight": f"{HUB}.self_attn.{name}_norm.weight" for name in "qk"}
+    width = values["kv_channels"]
+    return _TENSORS | {ours: (HubTensorPattern(hub, columns=width),) for ours, hub in norms.items()}
+
+
+@dataclass(frozen=True)
+class NormsOfHeads(rules.Rule):
+    """Norms of queries and keys, with weights of its own for each head."""
+
+    key: str = "use_qk_norm"
+
+    def fields(self, config: Json) -> dict[str, Any]:
+        """Returns the norms, if there are any."""
+        return {"qk_layernorm": True, "qk_norm_scope": "per_head"} if config[self.key] else {}
+
+    def keys(self, values: rules.Values) -> dict[str, Json]:
+        """Returns whether there are norms."""
+        return {self.key: values["qk_layernorm"]}
+
+
 _RULES: tuple[rules.Rule, ...] = (
     *decoder.SIZES,
     *decoder.SWIGLU,
@@ -66,8 +91,8 @@ COHERE_FAMILIES = (
     Family(
         "CohereForCausalLM",
         "cohere",
-        _TENSORS,
-        (*_RULES, rules.Fixed("use_qk_norm", False)),
+        _with_head_norms,
+        (*_RULES, NormsOfHeads()),
         defaults=_DEFAULTS | {"rope_theta": 500000.0, "use_qk_norm": False},
     ),
     Family(

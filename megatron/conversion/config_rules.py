@@ -33,6 +33,10 @@ class Rule:
         """Returns the keys that express these values, as far as the family can express them."""
         return {}
 
+    def note(self, config: Json) -> str | None:
+        """Returns a sentence if config.json has a value without effect; an import prints it."""
+        return None
+
 
 @dataclass(frozen=True)
 class Copied(Rule):

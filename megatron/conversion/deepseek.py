@@ -3,7 +3,6 @@
 import dataclasses
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 from megatron.conversion import config_rules as rules
@@ -12,6 +11,7 @@ from megatron.conversion.decoder import HUB, OURS, experts, gated, one_to_one
 from megatron.conversion.family import PREDICTION_LAYERS, Family
 from megatron.conversion.hub_defaults import Json
 from megatron.conversion.rope import whole_base
+from megatron.conversion.spellings import run_of
 from megatron.conversion.tensor_mapping import HubTensorPattern, TensorMapping
 from megatron.core.exceptions import UserError
 from megatron.core.transformer.layer_patterns import has_experts
@@ -202,7 +202,7 @@ class ExpertsAfterDense(rules.Rule):
 
     def keys(self, values: rules.Values) -> dict[str, Json]:
         """Returns all three keys. Layers in another order are left out."""
-        config = SimpleNamespace(**values)
+        config = run_of(values)
         dense = [not has_experts(config, layer + 1) for layer in range(values["num_layers"])]
         width = values["moe_ffn_hidden_size"] or values["ffn_hidden_size"]
         return {

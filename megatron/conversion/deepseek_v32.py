@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 from megatron.conversion import config_rules as rules
@@ -17,6 +16,7 @@ from megatron.conversion.deepseek import (
 )
 from megatron.conversion.family import Family
 from megatron.conversion.hub_defaults import Json
+from megatron.conversion.spellings import run_of
 from megatron.core.exceptions import UserError
 from megatron.core.transformer.layer_patterns import has_experts
 
@@ -90,7 +90,7 @@ class ExpertsByLayer(rules.Rule):
 
     def keys(self, values: rules.Values) -> dict[str, Json]:
         """Returns all keys."""
-        config = SimpleNamespace(**values)
+        config = run_of(values)
         kinds = [_KINDS[has_experts(config, layer + 1)] for layer in range(values["num_layers"])]
         return ExpertsAfterDense().keys(values) | {"mlp_layer_types": kinds}
 

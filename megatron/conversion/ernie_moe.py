@@ -1,7 +1,6 @@
 """ERNIE 4.5 with experts, which softmax scores with a correction choose, beside shared experts."""
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 from megatron.conversion import config_rules as rules
@@ -10,7 +9,7 @@ from megatron.conversion.decoder import HUB, OURS, experts, gated
 from megatron.conversion.ernie import ERNIE_FAMILY
 from megatron.conversion.family import Family
 from megatron.conversion.hub_defaults import Json
-from megatron.conversion.spellings import bias_places
+from megatron.conversion.spellings import bias_places, run_of
 from megatron.conversion.tensor_mapping import HubTensorPattern
 from megatron.core.exceptions import UserError
 from megatron.core.transformer.layer_patterns import has_experts
@@ -49,7 +48,7 @@ class LayersOfExperts(rules.Rule):
 
     def keys(self, values: rules.Values) -> dict[str, Json]:
         """Returns the three numbers; layers in an irregular order are left out."""
-        config = SimpleNamespace(**values)
+        config = run_of(values)
         layers = [layer for layer in range(values["num_layers"]) if has_experts(config, layer + 1)]
         interval = layers[1] - layers[0] if len(layers) > 1 else 1
         return dict(zip(self.reads, (layers[0], layers[-1], interval) if layers else (0, 0, 1), strict=True))

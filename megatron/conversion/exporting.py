@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron.conversion.families import FAMILIES
 from megatron.conversion.family import Family
 from megatron.conversion.family_choice import choose_family
+from megatron.conversion.hub_defaults import ALIASES
 from megatron.conversion.model import BuildModel, canonical_shapes, vocab_size_of
 from megatron.conversion.model_folder import CONFIG, INDEX, ONE_FILE, index_of
 from megatron.conversion.tensor_mapping import HubTensor, hub_tensors, split_into_files
@@ -117,6 +118,8 @@ def export_model(
     tensors = hub_tensors(family.tensors_of(config.flat()), shapes)
     dtypes = {name: dtype or chunk.dtype for name, chunk in stored.items()}
     keys = family.config_of(config.flat()) | {"vocab_size": vocab_size, "torch_dtype": _main_dtype(dtypes)}
+    aliases = ALIASES.get(family.model_type, {})  # a class without vocab_size in its config reads the second name
+    keys |= dict.fromkeys((alias for alias, key in aliases.items() if key == "vocab_size"), vocab_size)
     keys |= special_ids(config, tokenizer, vocab_size, log)
     write_tokenizer = writer_of_tokenizer(config.tokenizer, tokenizer, log)
     stored_as = checkpoint.averages() if average else {}

@@ -66,6 +66,33 @@ class FalconLayers(rules.Rule):
 
 
 @dataclass(frozen=True)
+class FalconPositions(RotaryPositions):
+    """ALiBi, whose slopes are divided by the root of a head's width as the scores are, or rotary positions."""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The keys."""
+        return ("alibi", *super().reads)
+
+    def fields(self, config: Json) -> dict[str, Any]:
+        """Returns the positions."""
+        if not config["alibi"]:
+            return super().fields(config)
+        width = config["hidden_size"] / config["num_attention_heads"]
+        return {"position_embedding_type": "none", "alibi": True, "alibi_factor": width**-0.5}
+
+    def keys(self, values: rules.Values) -> dict[str, Json]:
+        """Returns the keys of one or the other."""
+        return {"alibi": True} if values["alibi"] else {"alibi": False, **super().keys(values)}
+
+    def note(self, config: Json) -> str | None:
+        """Returns a sentence for ALiBi of so many heads that some slopes are no powers of 2."""
+        if not config["alibi"] or config["num_attention_heads"] <= 8:
+            return None
+        return "alibi is True: transformers rounds its slopes to bfloat16; here they are exact, so logits differ a bit"
+
+
+@dataclass(frozen=True)
 class AllBiases(rules.Rule):
     """One key for the biases of all linear layers."""
 
@@ -125,9 +152,8 @@ FALCON_FAMILY = Family(
         UngatedActivation("activation"),
         FalconLayers(),
         AllBiases(),
-        RotaryPositions(),
+        FalconPositions(),
         rules.Implied({"normalization": "LayerNorm"}),
-        rules.Fixed("alibi", False),
         rules.Fixed("apply_residual_connection_post_layernorm", False, write=False),
     ),
     copies={HEAD: "transformer.word_embeddings.weight"},

@@ -4,8 +4,10 @@ import difflib
 from collections.abc import Sequence
 
 from megatron.conversion.arcee import ARCEE_FAMILY
+from megatron.conversion.baichuan import BAICHUAN_FAMILY
 from megatron.conversion.bamba import BAMBA_FAMILY
 from megatron.conversion.bert import BERT_FAMILIES
+from megatron.conversion.chatglm import CHATGLM_FAMILY
 from megatron.conversion.cohere import COHERE_FAMILIES
 from megatron.conversion.deepseek import DEEPSEEK_FAMILIES
 from megatron.conversion.deepseek_v32 import DEEPSEEK_V32_FAMILY
@@ -26,6 +28,7 @@ from megatron.conversion.llama import LLAMA_FAMILIES
 from megatron.conversion.llama4 import LLAMA4_FAMILY
 from megatron.conversion.mamba import MAMBA2_FAMILY
 from megatron.conversion.minimax_m2 import MINIMAX_M2_FAMILY
+from megatron.conversion.modernbert import MODERNBERT_FAMILY
 from megatron.conversion.nemotron import NEMOTRON_FAMILY
 from megatron.conversion.nemotron_h import NEMOTRON_H_FAMILY
 from megatron.conversion.olmo import OLMO_FAMILIES
@@ -51,6 +54,8 @@ FAMILIES: tuple[Family, ...] = (
     PHI3_FAMILY,
     FALCON_FAMILY,
     ARCEE_FAMILY,
+    BAICHUAN_FAMILY,
+    CHATGLM_FAMILY,
     *COHERE_FAMILIES,
     ERNIE_FAMILY,
     EXAONE4_FAMILY,
@@ -74,6 +79,7 @@ FAMILIES: tuple[Family, ...] = (
     NEMOTRON_H_FAMILY,
     BAMBA_FAMILY,
     *BERT_FAMILIES,
+    MODERNBERT_FAMILY,
     *T5_FAMILIES,
 )
 """All families. An export takes the first that expresses the model."""

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.conversion.config_json import with_defaults
-from megatron.conversion.config_rules import NotApplied, Rule, Values
+from megatron.conversion.config_rules import Rule, Values
 from megatron.conversion.hub_defaults import HUB_DEFAULTS, Json
 from megatron.conversion.tensor_mapping import TensorMapping
 from megatron.core.exceptions import UserError
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+TIE = "tie_word_embeddings"
 PREDICTION_LAYERS = "num_mtp_layers"
 """Key with the number of layers of multi-token prediction."""
 
@@ -44,6 +45,8 @@ class Family:
     """Our model family, which determines the entry script."""
     copies: Mapping[str, str] = dataclasses.field(default_factory=lambda: {HEAD: EMBEDDING})
     """Hub tensors that may be in a file although they are tied to another one, and the names of those."""
+    unties: bool = False
+    """Whether the class of transformers ignores `tie_word_embeddings` and reads the weights of `copies` from files."""
     other_model_types: tuple[str, ...] = ()
     """Values of `model_type` of the same form, in files whose code is beside them; the class must be this one."""
     old_names: tuple[tuple[str, str], ...] = ()
@@ -104,8 +107,7 @@ class Family:
 
     def notes(self, config: Json) -> list[str]:
         """Returns a sentence for each key of config.json, completed, that has a value without effect."""
-        rules = [rule for rule in self.rules if isinstance(rule, NotApplied)]
-        return [note for rule in rules if (note := rule.note(config)) is not None]
+        return [note for rule in self.rules if (note := rule.note(config)) is not None]
 
     def config_of(self, values: Values) -> dict[str, Json]:
         """Returns the keys of config.json for all values of a run, as far as the family can express these."""

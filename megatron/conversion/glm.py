@@ -39,7 +39,6 @@ _RULES: tuple[rules.Rule, ...] = (
     QueryKeyValueBias(),
     RotaryPositions(rotated_part=0.5),
     rules.Implied({"rotary_interleaved": True}),
-    rules.Written({"pad_token_id": None}),  # the default of transformers may be outside of the vocabulary
 )
 _REST = decoder.ATTENTION | decoder.QKV_BIAS | decoder.FUSED_MLP
 _SANDWICH = {

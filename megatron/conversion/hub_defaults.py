@@ -421,6 +421,7 @@ HUB_DEFAULTS: dict[str, dict[str, Json]] = {
 """By `model_type`, then by key. `rope_theta` is the config class's `default_theta`."""
 
 ALIASES = {
+    "chatglm": {"padded_vocab_size": "vocab_size"},
     "mixtral": {"num_experts": "num_local_experts"},
     "qwen3_moe": {"num_local_experts": "num_experts"},
     "gpt_oss": {"num_experts": "num_local_experts"},

@@ -24,13 +24,13 @@ from megatron.core.exceptions import UserError
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.parameters import Box
 from megatron.training.checkpoint_args import nothing_taken, take_model_flags
-from megatron.training.checkpoint_contents import weight_chunks
 from megatron.training.config.command_line import CommandLine
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.recorded_flags import words_of_spec
 from megatron.training.hooks.hook import Hook
 from megatron.training.inspection.run_description import architecture_differences, architecture_of, describe_run
 from megatron.training.providers import Context, Providers
+from megatron.training.state import weight_chunks
 from megatron.training.trained_model import config_for_one_process
 
 FOLDER = "hf"

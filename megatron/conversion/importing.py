@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.conversion.families import FAMILIES, family_of
-from megatron.conversion.family import PREDICTION_LAYERS, Family
+from megatron.conversion.family import PREDICTION_LAYERS, TIE, Family
 from megatron.conversion.hub_defaults import Json
 from megatron.conversion.model import BuildModel, canonical_shapes
 from megatron.conversion.model_folder import CONFIG, ModelFolder, open_folder, read_config
@@ -162,6 +162,9 @@ def open_hub_model(
     if family.lacks_prediction_layers(keys, tensors):
         log(f"{source} has no layers of multi-token prediction ({PREDICTION_LAYERS}): imported without them")
         keys[PREDICTION_LAYERS] = 0
+    if family.unties and keys[TIE] and _differing(family.copies, tensors):
+        log(f"{file}: {TIE} is True, which transformers does not apply: imported with the output layer of the files")
+        keys[TIE] = False
     fields = family.fields_of(keys, ignored_keys, file)
     for note in family.notes(keys):
         log(f"{file}: {note}")
@@ -234,12 +237,18 @@ def _copies(folder: ModelFolder, copies: Mapping[str, str], names: Container[str
         places = folder.tensors.get(copy), folder.tensors.get(original)
         if copy in names or places[0] is None or places[1] is None:
             continue
-        if not torch.equal(read_tensor(places[0]), read_tensor(places[1])):
-            tied = "tie_word_embeddings in config.json says they are one"
+        if _differing({copy: original}, folder.tensors):
+            tied = f"{TIE} in config.json says they are one"
             reason = "multi-token prediction has no weight of its own there" if ".layers." in copy else tied
             raise UserError(f"{folder.path}: {copy} and {original} differ, but {reason}")
         found.add(copy)
     return found
+
+
+def _differing(copies: Mapping[str, str], tensors: Mapping[str, TensorInFile]) -> bool:
+    """Whether any two tensors of a file that may be one, by name, differ."""
+    pairs = [(tensors[copy], tensors[name]) for copy, name in copies.items() if copy in tensors and name in tensors]
+    return not all(torch.equal(read_tensor(copy), read_tensor(original)) for copy, original in pairs)
 
 
 def _files(

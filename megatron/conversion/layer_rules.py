@@ -1,12 +1,11 @@
 """Rules for attention, biases of linear layers, and experts in config.json (see config_rules.py)."""
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 from megatron.conversion.config_rules import Rule, Values
 from megatron.conversion.hub_defaults import Json
-from megatron.conversion.spellings import bias_places, router_weights_sum_to_one, score_scale
+from megatron.conversion.spellings import bias_places, router_weights_sum_to_one, run_of, score_scale
 from megatron.core.exceptions import UserError
 from megatron.core.transformer.layer_patterns import has_experts, is_windowed
 
@@ -89,23 +88,31 @@ class LinearBiases(Rule):
 
 @dataclass(frozen=True)
 class GatedActivation(Rule):
-    """Activation of a gated MLP: SiLU, or GELU's tanh approximation."""
+    """Activation of a gated MLP: SiLU, GELU, or GELU's tanh approximation."""
 
-    reads = ("hidden_act",)
+    key: str = "hidden_act"
 
     def fields(self, config: Json) -> dict[str, Any]:
-        """Returns the switch. Raises UserError for others, of which exact GELU is one."""
-        word = config["hidden_act"]
+        """Returns the switch."""
+        word = config[self.key]
         if word not in _GATED:
-            raise UserError(f"hidden_act is {word!r}; {', '.join(_GATED)} are supported")
+            raise UserError(f"{self.key} is {word!r}; {', '.join(_GATED)} are supported")
         return {_GATED[word]: True}
 
     def keys(self, values: Values) -> dict[str, Json]:
         """Returns the word; others are left out."""
-        return {"hidden_act": "gelu_pytorch_tanh" if values["geglu"] else "silu"}
+        return {self.key: next((word for word, field in _GATED.items() if values[field]), "silu")}
 
 
-_GATED = {"silu": "swiglu", "swish": "swiglu", "gelu_pytorch_tanh": "geglu", "gelu_new": "geglu"}
+_GATED = {
+    "silu": "swiglu",
+    "swish": "swiglu",
+    "gelu": "exact_geglu",
+    "gelu_pytorch_tanh": "geglu",
+    "gelu_new": "geglu",
+    "gelu_tanh": "geglu",
+}
+"""Words of activations in config.json, and our switches. The first word of a switch is written."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +123,9 @@ class SlidingWindows(Rule):
     """
 
     by_layer: bool = False
+    alternate: bool = False
+    """Without `layer_types`: every other of the first `max_window_layers` layers has a window, beginning with the first
+    one, instead of all behind them."""
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -141,6 +151,8 @@ class SlidingWindows(Rule):
         kinds = config.get("layer_types")
         if kinds is None:
             first = config.get("max_window_layers", 0)
+            if self.alternate:
+                return [int(is_on and layer % 2 == 0 and layer < first) for layer in range(count)]
             return [int(is_on and layer >= first) for layer in range(count)]
         unknown = [kind for kind in kinds if kind not in ("sliding_attention", "full_attention")]
         if unknown:
@@ -158,7 +170,7 @@ class SlidingWindows(Rule):
             return {"sliding_window": None, **({"use_sliding_window": False} if self.by_layer else {})}
         if not self.by_layer:
             return {"sliding_window": window[0] + 1}
-        config = SimpleNamespace(**values)
+        config = run_of(values)
         pattern = [is_windowed(config, layer) for layer in range(1, count + 1)]
         return {
             "sliding_window": window[0] + 1,
@@ -169,21 +181,31 @@ class SlidingWindows(Rule):
 
 
 @dataclass(frozen=True)
-class NoWindows(Rule):
-    """Attention without sliding windows, of a family in which releases of transformers differ in the layers that have
-    them."""
+class SwitchedWindows(Rule):
+    """Sliding windows in all layers, or in none (`use_sliding_window`). Releases of transformers before 5 had none in
+    the first `max_window_layers` layers, which later ones do not apply."""
 
     reads = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
 
     def fields(self, config: Json) -> dict[str, Any]:
-        """Returns nothing. Raises UserError if windows are switched on; otherwise the other keys have no meaning."""
-        if config["use_sliding_window"]:
-            raise UserError("use_sliding_window is True; only False is supported")
-        return {}
+        """Returns the window; nothing if windows are switched off, where the other keys have no meaning."""
+        return SlidingWindows().fields(config) if config["use_sliding_window"] else {}
 
     def keys(self, values: Values) -> dict[str, Json]:
-        """Returns the keys that switch windows off."""
-        return {"sliding_window": None, "use_sliding_window": False}
+        """Returns the window and the switch."""
+        width = SlidingWindows().keys(values)["sliding_window"]
+        return {
+            "sliding_window": width,
+            "use_sliding_window": width is not None,
+            **({} if width is None else {"max_window_layers": 0}),
+        }
+
+    def note(self, config: Json) -> str | None:
+        """Returns a sentence if layers without a window are asked for."""
+        first = config.get("max_window_layers")
+        if not config["use_sliding_window"] or not first:
+            return None
+        return f"max_window_layers is {first}, which transformers does not apply: all layers have a window"
 
 
 @dataclass(frozen=True)
@@ -233,6 +255,6 @@ class ExpertLayers(Rule):
 
     def keys(self, values: Values) -> dict[str, Json]:
         """Returns both keys; all exceptions are in `mlp_only_layers`."""
-        config = SimpleNamespace(**values)
+        config = run_of(values)
         dense = [layer for layer in range(config.num_layers) if not has_experts(config, layer + 1)]
         return {"decoder_sparse_step": 1, "mlp_only_layers": dense}

@@ -85,7 +85,7 @@ LLAMA_FAMILIES = (
             *decoder.DECODER,
             layer_rules.LinearBiases(mlp=False),
             rules.Implied({"qk_layernorm": True}),
-            layer_rules.NoWindows(),
+            layer_rules.SwitchedWindows(),
             rules.Copied("num_experts", "num_moe_experts", also="num_local_experts"),
             rules.Copied("moe_intermediate_size", "moe_ffn_hidden_size"),
             layer_rules.ExpertLayers(),

@@ -2,7 +2,6 @@
 inputs are weighted."""
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 from megatron.conversion import config_rules as rules
@@ -12,6 +11,7 @@ from megatron.conversion.family import Family
 from megatron.conversion.hub_defaults import DECODER_DEFAULTS, Json
 from megatron.conversion.rope import RotaryPositions
 from megatron.conversion.smollm3 import LayersWithoutPositions
+from megatron.conversion.spellings import run_of
 from megatron.conversion.tensor_mapping import HubTensorPattern
 from megatron.core.exceptions import UserError
 from megatron.core.transformer.layer_patterns import has_experts, is_chunked
@@ -47,7 +47,7 @@ class Chunks(rules.Rule):
 
     def keys(self, values: rules.Values) -> dict[str, Json]:
         """Returns both keys."""
-        config = SimpleNamespace(**values)
+        config = run_of(values)
         kinds = [_CHUNKED if is_chunked(config, layer) else _FULL for layer in range(1, values["num_layers"] + 1)]
         return {"attention_chunk_size": values["attention_chunk_size"], "layer_types": kinds}
 
@@ -116,7 +116,7 @@ class OneExpert(rules.Rule):
 
     def keys(self, values: rules.Values) -> dict[str, Json]:
         """Returns the number of experts of a token and the layers."""
-        config = SimpleNamespace(**values)
+        config = run_of(values)
         layers = [layer for layer in range(values["num_layers"]) if has_experts(config, layer + 1)]
         return {"num_experts_per_tok": values["moe_router_topk"], "moe_layers": layers}
 

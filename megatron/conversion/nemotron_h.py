@@ -8,9 +8,9 @@ from megatron.conversion import config_rules as rules
 from megatron.conversion import decoder, layer_rules
 from megatron.conversion.decoder import OURS, one_to_one
 from megatron.conversion.deepseek import ExpertGroups, NormedProbs
-from megatron.conversion.family import Family
+from megatron.conversion.family import HEAD, Family
 from megatron.conversion.hub_defaults import Json
-from megatron.conversion.mamba import AROUND, MAMBA_RULES, MIXER, MambaHeads, mamba_layer
+from megatron.conversion.mamba import AROUND, EMBEDDING, MAMBA_RULES, MIXER, MambaHeads, mamba_layer
 from megatron.conversion.spellings import run_of
 from megatron.conversion.tensor_mapping import KEYS, QUERIES, VALUES, HubTensorPattern, TensorMapping
 from megatron.core.exceptions import UserError
@@ -27,7 +27,14 @@ def _tensors(values: rules.Values) -> TensorMapping:
         return {}
     tables = [mamba_layer(values)] if "M" in letters else []
     tables += [table for letter, table in _LAYERS.items() if letter in letters]
+    tables += [] if values["untie_embeddings_and_output_weights"] else [_TIED]
     return AROUND | {name: patterns for table in tables for name, patterns in table.items()}
+
+
+_TIED: decoder.Mapping = {
+    "embedding.word_embeddings.weight": (HubTensorPattern(EMBEDDING), HubTensorPattern(HEAD, is_copy=True)),
+}
+"""transformers does not tie the two, so its output layer needs the weight too."""
 
 
 def _both(ours: str, hub: str) -> dict[str, str]:
@@ -180,8 +187,8 @@ NEMOTRON_H_FAMILY = Family(
                 rules.Implied({"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}),
             )
         ),
-        rules.Implied({"squared_relu": True, "untie_embeddings_and_output_weights": True}),
-        rules.Fixed("tie_word_embeddings", False),
+        rules.Implied({"squared_relu": True}),
+        rules.TiedEmbeddings(),
         rules.Fixed("attention_bias", False),
         rules.Fixed("sliding_window", None),
         rules.Fixed("mamba_proj_bias", False),
@@ -192,4 +199,6 @@ NEMOTRON_H_FAMILY = Family(
     ),
     constants=(r"mtp\..*",),  # layers of multi-token prediction, which transformers leaves out too
     old_names=((r"^model\.", "backbone."),),
+    copies={HEAD: EMBEDDING},
+    unties=True,
 )

@@ -85,7 +85,6 @@ PHI3_FAMILY = Family(
         layer_rules.AttentionHeads(),
         layer_rules.SlidingWindows(),
         LongRope(),
-        rules.Written({"pad_token_id": None}),  # the default of transformers may be outside of the vocabulary
         rules.Fixed("resid_pdrop", 0.0),
         rules.Fixed("embd_pdrop", 0.0),
         rules.Fixed("attention_bias", False, write=False),

@@ -22,7 +22,7 @@ QWEN2_MOE_FAMILY = Family(
     (
         *decoder.DECODER,
         QueryKeyValueBias("qkv_bias"),
-        layer_rules.NoWindows(),
+        layer_rules.SlidingWindows(by_layer=True, alternate=True),
         rules.Copied("num_experts", "num_moe_experts"),
         rules.Copied("moe_intermediate_size", "moe_ffn_hidden_size"),
         rules.Copied("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", unset=0),

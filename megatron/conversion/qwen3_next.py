@@ -1,7 +1,6 @@
 """Qwen3-Next: gated delta nets between layers of gated attention, experts, and a shared expert with a gate."""
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 from megatron.conversion import config_rules as rules
@@ -10,6 +9,7 @@ from megatron.conversion.decoder import HUB, OURS, experts, gated, one_to_one
 from megatron.conversion.family import Family
 from megatron.conversion.hub_defaults import Json
 from megatron.conversion.rope import RotaryPositions
+from megatron.conversion.spellings import run_of
 from megatron.conversion.tensor_mapping import ALL, KEYS, VALUES, HubTensorPattern, TensorMapping
 from megatron.core.exceptions import UserError
 from megatron.core.transformer.layer_patterns import layer_parts
@@ -97,7 +97,7 @@ class LinearAttentionLayers(rules.Rule):
 
     def keys(self, values: rules.Values) -> dict[str, Json]:
         """Returns the type of each layer."""
-        config = SimpleNamespace(**values)
+        config = run_of(values)
         mixers = [layer_parts(config, layer + 1).token_mixer for layer in range(values["num_layers"])]
         return {"layer_types": [_KINDS[mixer == "gated_delta_net"] for mixer in mixers]}
 

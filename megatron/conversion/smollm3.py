@@ -1,13 +1,13 @@
 """SmolLM3: a decoder like Llama in which some layers have no positions."""
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 from megatron.conversion import decoder, layer_rules
-from megatron.conversion.config_rules import Rule, Values, Written
+from megatron.conversion.config_rules import Rule, Values
 from megatron.conversion.family import Family
 from megatron.conversion.hub_defaults import DECODER_DEFAULTS, Json
+from megatron.conversion.spellings import run_of
 from megatron.core.exceptions import UserError
 from megatron.core.transformer.layer_patterns import has_rope
 
@@ -30,7 +30,7 @@ class LayersWithoutPositions(Rule):
 
     def keys(self, values: Values) -> dict[str, Json]:
         """Returns the list."""
-        config = SimpleNamespace(**values)
+        config = run_of(values)
         return {"no_rope_layers": [int(has_rope(config, layer)) for layer in range(1, values["num_layers"] + 1)]}
 
 
@@ -43,7 +43,6 @@ SMOLLM3_FAMILY = Family(
         layer_rules.LinearBiases(),
         layer_rules.SlidingWindows(by_layer=True),
         LayersWithoutPositions(),
-        Written({"pad_token_id": None}),  # the default of transformers may be outside of the vocabulary
     ),
     defaults=DECODER_DEFAULTS
     | {

@@ -6,7 +6,7 @@ for the same function, the read-back fields get the run's spelling first, so tha
 
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from megatron.core.transformer.config.hybrid import mamba_heads
 from megatron.core.transformer.layer_patterns import (
@@ -17,6 +17,7 @@ from megatron.core.transformer.layer_patterns import (
     is_windowed,
     layer_parts,
 )
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.flag_table import flag_table
 from megatron.training.config.model import ACTIVATIONS
 
@@ -26,9 +27,9 @@ _DENSE_BIASES = ("attention_output_bias", "mlp_bias")
 _EXPERT_BIASES = ("moe_router_bias", "moe_expert_mlp_bias")
 
 
-def run_of(values: Values) -> Any:
+def run_of(values: Values) -> TransformerConfig:
     """Returns an object with the values of a run as attributes, as functions of a config want them."""
-    return SimpleNamespace(**values)
+    return cast(TransformerConfig, SimpleNamespace(**values))
 
 
 def bias_places(values: Values) -> dict[str, bool]:
@@ -202,7 +203,7 @@ _OF_HYBRIDS = ("hybrid_layer_pattern", "is_hybrid_model", "hybrid_attention_rati
 
 
 def _layers(values: Values, holds: Callable[[Any, int], bool]) -> list[bool]:
-    config = SimpleNamespace(**values)
+    config = run_of(values)
     return [holds(config, layer) for layer in range(1, values["num_layers"] + 1)]
 
 
@@ -227,6 +228,7 @@ _SPELLINGS: tuple[tuple[tuple[str, ...], Callable[[Values], Any]], ...] = (
     (("ffn_hidden_size", "moe_ffn_hidden_size"), _mlp_widths),
     (("moe_router_num_groups", "moe_router_group_topk", "moe_router_group_score_topk"), _router_groups),
     (("moe_router_topk_scaling_factor",), lambda values: values["moe_router_topk_scaling_factor"] or 1.0),
+    (("alibi_factor",), lambda values: _rounded(values["alibi_factor"])),
     (("softmax_scale",), lambda values: _rounded(score_scale(values))),
     (("embedding_multiplier",), lambda values: _rounded(values["embedding_multiplier"])),
     (("logit_scale",), lambda values: _rounded(values["logit_scale"])),

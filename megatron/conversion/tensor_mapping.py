@@ -48,6 +48,8 @@ class HubTensorPattern:
     """For each dimension of the hub tensor the axes of the canonical tensor that it consists of, the slowest first:
     ((1,), (0,)) is a transposed matrix. Default: a weight has its last axis as columns and all others as rows; other
     tensors have one dimension."""
+    columns: int | None = None
+    """Number of columns of a hub tensor that is a matrix where the canonical tensor is a vector."""
     is_copy: bool = False
     """Whether the hub tensor repeats another one of the same canonical tensor. Exports write it; imports check it."""
 
@@ -71,12 +73,18 @@ class HubTensor:
     """Axes of the canonical tensor in each dimension, as in `HubTensorPattern`."""
     alternate_behind: int | None = None
     """Canonical axis behind which the boxes alternate, as in `HubTensorPattern`."""
+    columns: int | None = None
+    """Number of columns, as in `HubTensorPattern`."""
     is_copy: bool = False
     """Whether the hub tensor repeats another one."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape in the file."""
+        return self._shape if self.columns is None else (self.numel // self.columns, self.columns)
+
+    @property
+    def _shape(self) -> tuple[int, ...]:
         shapes = [self._shape_of(box) for box in self.boxes]
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
@@ -108,7 +116,7 @@ class HubTensor:
             return alternating.select(axis, self.boxes.index(box)).flatten()
         before = self.boxes[: self.boxes.index(box)]
         begin = sum(self._shape_of(other)[0] for other in before)
-        part = values.view(self.shape).narrow(0, begin, self._shape_of(box)[0])
+        part = values.view(self._shape).narrow(0, begin, self._shape_of(box)[0])
         order = self._order
         back = sorted(range(len(order)), key=order.__getitem__)
         return part.reshape([box.shape[axis] for axis in order]).permute(back).flatten()
@@ -151,7 +159,8 @@ def _tensors_of(mapping: TensorMapping, name: str, shape: tuple[int, ...]) -> It
         for pattern in patterns:
             boxes = tuple(_box(shape, (*of_expert, *part)) for part in (pattern.part, *pattern.fused))
             full_name = pattern.name.format(layer=layer, expert=expert)
-            yield HubTensor(full_name, name, shape, boxes, pattern.axes, pattern.alternate_behind, pattern.is_copy)
+            more = pattern.axes, pattern.alternate_behind, pattern.columns, pattern.is_copy
+            yield HubTensor(full_name, name, shape, boxes, *more)
 
 
 def _box(shape: tuple[int, ...], part: Slices) -> Box:

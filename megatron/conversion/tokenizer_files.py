@@ -2,9 +2,10 @@
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from megatron.conversion.model_folder import CONFIG, read_json
 from megatron.core.dist_checkpointing.checkpoint_selection import Log
@@ -25,6 +26,7 @@ _GPT2_CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast")
 _BERT_CLASSES = ("BertTokenizer", "BertTokenizerFast")
 """Classes of transformers for the file of BERT's tokenizer."""
 
+_CHAT_TEMPLATE = "chat_template.jinja"
 _TOKENIZER_FILES = (
     TOKENIZER,
     TOKENIZER_CONFIG,
@@ -34,9 +36,11 @@ _TOKENIZER_FILES = (
     MERGES,
     WORD_PIECES,
     "tokenizer.model",
-    "chat_template.jinja",
+    _CHAT_TEMPLATE,
 )
 GENERATION_CONFIG = "generation_config.json"
+_ONE_ID = ("bos_token_id", "pad_token_id", "decoder_start_token_id")
+"""Keys of config.json with a token id."""
 
 
 def names_of_files(folder: Path) -> list[str]:
@@ -44,10 +48,11 @@ def names_of_files(folder: Path) -> list[str]:
     return [name for name in _TOKENIZER_FILES if (folder / name).is_file()]
 
 
-def copy_tokenizer(source: Path, target: Path) -> list[str]:
+def copy_tokenizer(source: Path, target: Path, template: str | None = None) -> list[str]:
     """Copies the files of a tokenizer into a folder, which is created if there are any. Returns their names.
 
-    The settings of generation go with them, and get the ids that end a text if only the folder's config.json has them.
+    The settings of generation go with them, and get the ids that begin, end and pad a text if only the folder's
+    config.json has them. The file `template`, if it is given, replaces the chat template.
     """
     names = names_of_files(source)
     if not names or source.resolve() == target.resolve():
@@ -59,21 +64,36 @@ def copy_tokenizer(source: Path, target: Path) -> list[str]:
         shutil.copyfile(source / name, target / name)
     settings = read_json(source / GENERATION_CONFIG, with_nan=True) if has_settings else {}
     ends = listed_ends(source)
-    if ends and settings.get("eos_token_id") is None:
-        content = json.dumps(settings | {"eos_token_id": ends}, indent=2)
+    ids = {key: _id_in(source, key) for key in _ONE_ID} | {"eos_token_id": ends or None}
+    more = {key: found for key, found in ids.items() if found is not None and settings.get(key) is None}
+    if more:
+        content = json.dumps(settings | more, indent=2)
         (target / GENERATION_CONFIG).write_text(f"{content}\n", encoding="utf-8")
+    if template is not None:
+        shutil.copyfile(template, target / _CHAT_TEMPLATE)
     return names
+
+
+def _found_in(folder: Path, key: str) -> Iterator[tuple[Path, Any]]:
+    """Yields the values of a key in a folder's generation_config.json and in its config.json, where a multimodal model
+    may have it in `text_config`, and the files; those that are absent or null are left out."""
+    for file in (folder / GENERATION_CONFIG, folder / CONFIG):
+        content = read_json(file, with_nan=True) if file.is_file() else {}
+        found = content.get(key, (content.get("text_config") or {}).get(key))
+        if found is not None:
+            yield file, found
+
+
+def _id_in(folder: Path, key: str) -> int | None:
+    """Returns a token id in a folder, by its key; None if there is none."""
+    return next((found for _, found in _found_in(folder, key) if type(found) is int and found >= 0), None)
 
 
 def listed_ends(folder: Path) -> list[int]:
     """Returns the ids that end a text by `eos_token_id` in a folder's generation_config.json or, if that has none, in
     its config.json, where a multimodal model may have it in `text_config`; empty without either. Raises UserError for
     anything else than an id or a list of ids."""
-    for file in (folder / GENERATION_CONFIG, folder / CONFIG):
-        content = read_json(file, with_nan=True) if file.is_file() else {}
-        found = content.get("eos_token_id", (content.get("text_config") or {}).get("eos_token_id"))
-        if found is None:
-            continue
+    for file, found in _found_in(folder, "eos_token_id"):
         ids = found if isinstance(found, list) else [found]
         if not all(type(number) is int and number >= 0 for number in ids):
             raise UserError(f"{file}: eos_token_id is {found!r}; it must be a token id or a list of token ids")
@@ -84,12 +104,14 @@ def listed_ends(folder: Path) -> list[int]:
 def end_ids(flags: TokenizerConfig, tokenizer: Tokenizer) -> list[int]:
     """Returns all ids that end a generated text: that of the tokenizer, and those that the model's folder lists beside
     the tokenizer's files."""
+    own, folder = tokenizer.eod if tokenizer.eos is None else tokenizer.eos, _folder_of(flags)
+    return [own] if folder is None else list(dict.fromkeys([own, *listed_ends(folder)]))
+
+
+def _folder_of(flags: TokenizerConfig) -> Path | None:
+    """Returns the folder with the files of a tokenizer; None for one without files."""
     file = flags.tokenizer_model or flags.vocab_file
-    own = tokenizer.eod if tokenizer.eos is None else tokenizer.eos
-    if file is None:
-        return [own]
-    folder = Path(file) if Path(file).is_dir() else Path(file).parent
-    return list(dict.fromkeys([own, *listed_ends(folder)]))
+    return None if file is None else Path(file) if Path(file).is_dir() else Path(file).parent
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -148,17 +170,16 @@ def _check_words(folder: Path, lower_case: bool) -> None:
 def special_ids(
     config: PretrainConfig, folder: Path | None, vocab_size: int, log: Log
 ) -> dict[str, int | list[int] | None]:
-    """Returns the ids that begin and end a text, as keys of config.json, from the tokenizer's folder that was given, or
-    from the run's tokenizer.
+    """Returns the ids that begin, end and pad a text, as keys of config.json, from the tokenizer's folder that was
+    given, or from the run's tokenizer. Ids beside the tokenizer's files come before those of the tokenizer.
 
     Unknown ids are null: transformers gives absent keys the ids of a published model, at which a generated text would
     end. A NullTokenizer may stand in for any tokenizer, so its ids are unknown.
     """
     flags = config.tokenizer
-    ids: dict[str, int | list[int] | None] = {"bos_token_id": None, "eos_token_id": None}
+    ids: dict[str, int | list[int] | None] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     is_t5 = config.model.model_family == "t5"
-    if is_t5:
-        ids |= {"pad_token_id": None, "decoder_start_token_id": None}
+    ids |= {"decoder_start_token_id": None} if is_t5 else {}
     if folder is not None:
         flags = TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))
     if flags.family == "NullTokenizer" or (folder is not None and not (folder / TOKENIZER).is_file()):
@@ -168,15 +189,14 @@ def special_ids(
     except UserError as error:  # its files are gone, or it has no id that ends a text
         log(f"config.json names no tokens that begin and end a text: {error}")
         return ids
-    ids |= {"bos_token_id": _in_model(known.bos, vocab_size)}
     ends = [number for number in end_ids(flags, known) if number < vocab_size]
     ids |= {"eos_token_id": ends if len(ends) > 1 else next(iter(ends), None)}
-    if is_t5:
-        begin = known.pad if known.bos is None else known.bos
-        ids |= {
-            "pad_token_id": _in_model(known.pad, vocab_size),
-            "decoder_start_token_id": _in_model(begin, vocab_size),
-        }
+    own = {"bos_token_id": known.bos, "pad_token_id": known.pad}
+    own["decoder_start_token_id"] = known.pad if known.bos is None else known.bos
+    place = _folder_of(flags)
+    for key in [key for key in _ONE_ID if key in ids]:
+        given = None if place is None else _id_in(place, key)
+        ids[key] = _in_model(own[key] if given is None else given, vocab_size)
     return ids
 
 
@@ -199,7 +219,7 @@ def writer_of_tokenizer(flags: TokenizerConfig, folder: Path | None, log: Log) -
         path = Path(flags.tokenizer_model or "")
         folder = path if path.is_dir() else path.parent
         if names_of_files(folder):
-            return partial(copy_tokenizer, folder)
+            return partial(copy_tokenizer, folder, template=flags.chat_template)
     elif flags.family == "GPT2BPETokenizer":
         vocab, merges = Path(flags.vocab_file or ""), Path(flags.merge_file or "")
         if vocab.is_file() and merges.is_file():

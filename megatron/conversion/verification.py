@@ -103,8 +103,9 @@ def compare_logits(
 
 
 def _token_types(tokens: Tensor, model: ModelConfig) -> Tensor | None:
-    """Returns BERT's token types, two segments of equal length if the model tells segments apart; None for others."""
-    if model.model_family != "bert":
+    """Returns BERT's token types, two segments of equal length if the model tells segments apart; None for models
+    without token types."""
+    if model.model_family != "bert" or not model.num_tokentypes:
         return None
     segments = min(model.num_tokentypes, 2)
     return (torch.arange(tokens.shape[1]) * segments // tokens.shape[1]).expand_as(tokens)
@@ -114,7 +115,7 @@ def _our_logits(model: nn.Module, model_family: str | None, tokens: Tensor, type
     """Returns all outputs of a model; a BERT may have two. The decoder of a T5 reads the tokens in reverse order."""
     if model_family == "t5":
         return [model(tokens, tokens.flip(1))]
-    if types is None:
+    if model_family != "bert":
         return [model(tokens)]
     return [output for output in model(tokens, None, types) if output is not None]
 
@@ -157,11 +158,16 @@ def _logits_of_transformers(
     rounded_to: torch.dtype | None,
 ) -> list[Tensor]:
     try:
-        named = read_config(folder)["architectures"][0]
+        config = read_config(folder)
+        named = config["architectures"][0]
         is_causal = model_family in (None, "gpt") and (named not in TEXT_PARTS or TEXT_PARTS[named].is_causal)
         kind = "AutoModelForCausalLM" if is_causal else named
         model = getattr(transformers, kind).from_pretrained(
-            folder, attn_implementation="eager", dtype=torch.float32, local_files_only=True
+            folder,
+            # The eager attention of transformers adds Falcon's ALiBi twice.
+            attn_implementation="sdpa" if config.get("alibi") else "eager",
+            dtype=torch.float32,
+            local_files_only=True,
         )
     except Exception as error:  # of any kind: it is another program's
         raise UserError(f"transformers cannot read {folder}: {type(error).__name__}: {error}") from error
@@ -173,8 +179,8 @@ def _logits_of_transformers(
     model.eval()
     if model_family == "t5":
         return [model(tokens, decoder_input_ids=tokens.flip(1), use_cache=False).logits]
-    if types is None:
+    if model_family != "bert":
         return [model(tokens, use_cache=False).logits]
-    outputs = model(tokens, token_type_ids=types)
+    outputs = model(tokens) if types is None else model(tokens, token_type_ids=types)
     both = "seq_relationship_logits" in outputs
     return [outputs.prediction_logits, outputs.seq_relationship_logits] if both else [outputs.logits]

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 
@@ -14,6 +14,9 @@ from megatron.core.ops.attention.kernels import UNFUSED, AttentionKernel, BlockK
 from megatron.core.ops.attention.unfused import AttentionCall, AttentionVariant
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.utils.warn import warn_on_first_rank
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 _HALF = torch.bfloat16
 Kernel = TypeVar("Kernel", AttentionKernel, BlockKernel)
@@ -96,7 +99,7 @@ def _is(situation: Situation, device_type: str, training: bool, packed: bool) ->
     return (situation.device_type, situation.training, situation.packed) == (device_type, training, packed)
 
 
-def plan_attention(backend: Backend, variant: AttentionVariant, config: Any) -> AttentionPlan:
+def plan_attention(backend: Backend, variant: AttentionVariant, config: "TransformerConfig") -> AttentionPlan:
     """Chooses the kernels of an attention layer by the config's `params_dtype` and `attention_backend`.
 
     If the kernel of `attention_backend` flash or fused cannot compute a layer, the next one does. On a machine
@@ -105,12 +108,12 @@ def plan_attention(backend: Backend, variant: AttentionVariant, config: Any) -> 
     return _plan(backend.attention.kernels[config.attention_backend], variant, config)
 
 
-def plan_attention_blocks(backend: Backend, variant: AttentionVariant, config: Any) -> BlockPlan:
+def plan_attention_blocks(backend: Backend, variant: AttentionVariant, config: "TransformerConfig") -> BlockPlan:
     """Chooses the kernels for rows that are split over ranks; otherwise like `plan_attention`."""
     return _plan(backend.attention.block_kernels[config.attention_backend], variant, config)
 
 
-def _plan(candidates: Sequence[Kernel], variant: AttentionVariant, config: Any) -> KernelPlan[Kernel]:
+def _plan(candidates: Sequence[Kernel], variant: AttentionVariant, config: "TransformerConfig") -> KernelPlan[Kernel]:
     choices = {}
     for device_type, training, packed in itertools.product(("cpu", "cuda"), (True, False), (False, True)):
         situation = Situation(device_type, config.params_dtype, training, packed)
@@ -121,7 +124,7 @@ def _plan(candidates: Sequence[Kernel], variant: AttentionVariant, config: Any) 
     return KernelPlan(choices)
 
 
-def _tell_other_kernel(candidates: Sequence[Kernel], variant: AttentionVariant, config: Any) -> None:
+def _tell_other_kernel(candidates: Sequence[Kernel], variant: AttentionVariant, config: "TransformerConfig") -> None:
     """Warns if the kernel that `attention_backend` names does not compute training on a GPU."""
     asked = [kernel for kernel in candidates if not (isinstance(kernel, AttentionKernel) and kernel.is_preference)]
     choice = _choose_kernel(asked, variant, Situation("cuda", config.params_dtype, True, False))

@@ -24,8 +24,8 @@ from megatron.core.ops.attention.operations import AttentionOps
 from megatron.core.ops.dropout.operations import DropoutOps
 from megatron.core.ops.fp8.formats import FORMATS
 from megatron.core.ops.fp8.grouped_linear import Fp8ExpertLinear, Fp8GroupedLinear
-from megatron.core.ops.fp8.grouped_recipes import MicroBatches
 from megatron.core.ops.fp8.linear import Fp8Linear
+from megatron.core.ops.fp8.micro_batches import MicroBatches
 from megatron.core.ops.fp8.recipes import Fp8Kernels, Fp8Settings, LinearSplit
 from megatron.core.ops.moe.grouped_linear import grouped_linear
 from megatron.core.ops.moe.operations import ExpertOps

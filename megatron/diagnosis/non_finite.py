@@ -31,12 +31,11 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.utils.files import open_regular_file, parse_json
 from megatron.core.utils.json_schema import ListOf, MapOf, OneOf, Plain, Record
 from megatron.training.data.batch import Batch
-from megatron.training.data.bert_data import BertBatch
+from megatron.training.data.masked_data import BertBatch, T5Batch
 from megatron.training.data.recent_steps import RecentStep, fields_of
 from megatron.training.data.splits import step_data
-from megatron.training.data.t5_data import T5Batch
 from megatron.training.hooks.exit import ExitDecision, ExitReason
-from megatron.training.logging.non_finite_search import Finding, NonFiniteSearch, in_order
+from megatron.training.log.non_finite_search import Finding, NonFiniteSearch, in_order
 from megatron.training.loop import StepSizes, arguments_of_schedule
 from megatron.training.trainer import Trainer
 

@@ -20,7 +20,7 @@ from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.recipes.catalogue import Recipe
 from megatron.training.config.settings import LaunchEnvironment
 from megatron.training.inspection.run_description import command_line_of
-from megatron.training.pretraining import run_pretraining
+from megatron.training.loop import run_pretraining
 from megatron.training.providers import Providers
 
 TOLERANCE = 0.005

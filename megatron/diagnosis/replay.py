@@ -27,7 +27,7 @@ from megatron.training.config.settings import LaunchEnvironment
 from megatron.training.data.recent_steps import RecentStep
 from megatron.training.launch.environment import process_environment
 from megatron.training.launch.signals import SignalWatch
-from megatron.training.logging.non_finite_search import Finding
+from megatron.training.log.non_finite_search import Finding
 from megatron.training.providers import Providers
 from megatron.training.setup.set_up import set_up
 from megatron.training.trainer import Trainer
@@ -41,7 +41,7 @@ _KEPT |= {*_FORMATS, "seed", "deterministic_mode"}
 """Flags of groups that are otherwise left out."""
 _LEFT_OUT = {"global_batch_size", "rampup_batch_size", "decrease_batch_size_if_needed", "step_batch_size_schedule"}
 _LEFT_OUT |= {"iterations_to_skip", "exit_interval", "exit_duration_in_mins"}
-_LEFT_OUT |= {"manual_gc", "manual_gc_interval", "manual_gc_eval", "optimizer_cuda_graph", "layout_invariant"}
+_LEFT_OUT |= {"manual_gc", "manual_gc_interval", "manual_gc_eval", "layout_invariant"}
 _LEFT_OUT |= {"use_distributed_optimizer", "overlap_param_gather", "overlap_param_gather_with_optimizer_step"}
 _LEFT_OUT |= {"cp_comm_type", "recompute_activations", "optimizer_cpu_offload", "optimizer_offload_fraction"}
 _LEFT_OUT |= {"use_torch_optimizer_for_cpu_offload", "overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads", "pin_cpu_params"}

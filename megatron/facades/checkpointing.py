@@ -18,7 +18,6 @@ from megatron.facades.global_vars import current_run, shared_record
 from megatron.facades.utils import print_rank_0
 from megatron.training.arguments import Arguments
 from megatron.training.checkpoint_args import take_model_flags
-from megatron.training.checkpoint_contents import SavedParts
 from megatron.training.checkpoints import Checkpoints, print_on_first_rank
 from megatron.training.config.command_line import CommandLine
 from megatron.training.config.flag_table import spelling_of
@@ -26,6 +25,7 @@ from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.recorded_flags import read_recorded, recorded_words
 from megatron.training.providers import Context
 from megatron.training.rewind_record import RewindRecord
+from megatron.training.state import SavedParts
 
 
 def save_checkpoint(

@@ -5,26 +5,29 @@ takes its settings as arguments and does not call these functions.
 """
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron.core.declarations.config_fields import value_text
 from megatron.core.exceptions import UserError
-from megatron.core.pipeline_parallel.stages import decoder_stage
+from megatron.core.pipeline_parallel.stages import Pipeline, decoder_stage
 from megatron.core.timers import Timers
 from megatron.data.tokenizer.build import build_tokenizer as build_tokenizer_of_config
+from megatron.facades import parallel_state
 from megatron.facades.dist_signal_handler import DistributedSignalHandler
 from megatron.facades.num_microbatches_calculator import use_schedule
 from megatron.training.batch_schedule import BatchSchedule
 from megatron.training.config.flag_table import spelling_of
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.resolution import field_of_name
+from megatron.training.launch.environment import Publication
 from megatron.training.rewind_record import RewindRecord
 
 if TYPE_CHECKING:
     from megatron.data.tokenizer.base import Tokenizer
-    from megatron.training.providers import Context
+    from megatron.training.providers import Context, Providers
 
 _STATE_NAMES = {
     "curr_iteration": "iteration",
@@ -155,22 +158,55 @@ def set_current_run(context: "Context", **facts: Any) -> None:
     _current.record = None
 
 
-@contextlib.contextmanager
-def run_for_now(context: "Context", **facts: Any) -> Iterator[None]:
-    """Inside the context, this run is the current one. At the end the run before is, if there was one."""
-    before = dict(vars(_current))
-    set_current_run(context, **facts)
-    try:
-        yield
-    finally:
-        vars(_current).clear()
-        vars(_current).update(before)
+class PublishedRun(Publication):
+    """Keeps a run where Megatron-LM's functions for scripts look for it."""
+
+    @contextlib.contextmanager
+    def stages(self, pipeline: Pipeline) -> Iterator[None]:
+        """Inside the context, `parallel_state` knows these virtual stages."""
+        chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+        v_shaped = parallel_state.is_pipeline_v_shaped()
+        parallel_state.set_virtual_pipeline_model_parallel_world_size(
+            pipeline.chunks if pipeline.chunks > 1 else None, v_shaped=pipeline.v_shaped
+        )
+        try:
+            yield
+        finally:
+            parallel_state.set_virtual_pipeline_model_parallel_world_size(chunks, v_shaped=v_shaped)
+
+    @contextlib.contextmanager
+    def run_for_now(self, context: "Context", **facts: Any) -> Iterator[None]:
+        """Inside the context, this is the run of `get_args()`. At the end the run before is, if there was one."""
+        before = dict(vars(_current))
+        set_current_run(context, **facts)
+        try:
+            yield
+        finally:
+            vars(_current).clear()
+            vars(_current).update(before)
+
+    def begin(self, context: "Context", **facts: Any) -> None:
+        """Makes this the run of `get_args()`."""
+        set_current_run(context, **facts)
+
+    def set_schedule(self, schedule: BatchSchedule) -> None:
+        """Sets the schedule of `get_num_microbatches()`."""
+        use_schedule(schedule)
+
+    def set_writers(self, tensorboard: Any, wandb: Any) -> None:
+        """Sets the results of `get_tensorboard_writer()` and `get_wandb_writer()`."""
+        _current.tensorboard_writer, _current.wandb_writer = tensorboard, wandb
+
+
+def published(providers: "Providers") -> "Providers":
+    """Returns the providers of a run that Megatron-LM's functions for scripts act on."""
+    return dataclasses.replace(providers, publication=PublishedRun())
 
 
 def clear_current_run() -> None:
     """Forgets the current run."""
     _current.context = _current.arguments = _current.timers = _current.tokenizer = None
-    set_writers(None, None)
+    _current.tensorboard_writer = _current.wandb_writer = None
     set_signal_handler(None)
     let_script_count(False)
     _current.record = None
@@ -186,11 +222,6 @@ def shared_record(made: RewindRecord) -> RewindRecord:
 def let_script_count(allowed: bool) -> None:
     """Sets whether the script may write the state of training: `args.iteration`, `args.consumed_train_samples`."""
     _current.script_counts = allowed
-
-
-def set_writers(tensorboard: Any, wandb: Any) -> None:
-    """Sets the results of `get_tensorboard_writer()` and `get_wandb_writer()`."""
-    _current.tensorboard_writer, _current.wandb_writer = tensorboard, wandb
 
 
 def current_run() -> "Context":

@@ -19,8 +19,7 @@ import torch.distributed as dist
 
 from megatron.core.exceptions import UserError
 from megatron.facades.dist_signal_handler import DistributedSignalHandler
-from megatron.facades.global_vars import let_script_count, set_signal_handler
-from megatron.facades.published_run import PublishedRun
+from megatron.facades.global_vars import PublishedRun, let_script_count, set_signal_handler
 from megatron.training.arguments import Arguments, config_of_command_line, validate_args
 from megatron.training.data.sources import prefixes_of_run
 from megatron.training.launch.environment import process_environment

@@ -17,13 +17,13 @@ from megatron.diagnosis.dry_run.report import print_dry_run
 from megatron.diagnosis.non_finite import dump_and_search
 from megatron.diagnosis.planning.topology import topology_lines
 from megatron.facades.argument_utils import PretrainConfigContainer
-from megatron.facades.published_run import published
+from megatron.facades.global_vars import published
 from megatron.training.arguments import config_of_command_line
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.settings import LaunchEnvironment
 from megatron.training.hooks.exit import ExitDecision
 from megatron.training.launch.errors import exit_with_error_of_rank
-from megatron.training.pretraining import FailureHelp, run_pretraining
+from megatron.training.loop import FailureHelp, run_pretraining
 from megatron.training.providers import NonLossFunctions, Providers, providers_of_user_script, warn_unused
 
 

@@ -40,14 +40,13 @@ from megatron.facades.pretrain import pretrain as pretrain
 from megatron.facades.utils import print_rank_0, print_rank_last
 from megatron.training import loop
 from megatron.training.checkpoint_checks import check_before_build
-from megatron.training.checkpoint_contents import SavedParts
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.samplers import MegatronPretrainingRandomSampler, MegatronPretrainingSampler
 from megatron.training.data.splits import Splits, build_splits, step_data
 from megatron.training.data.step_data import StepData, step_data_of
 from megatron.training.evaluate import evaluate as run_evaluation
 from megatron.training.launch.signals import DEFAULT_SIGNALS, SignalWatch
-from megatron.training.logging.console_line import perplexity
+from megatron.training.log.console_line import perplexity
 from megatron.training.lr_schedule import build_scheduler
 from megatron.training.providers import (
     Context,
@@ -61,13 +60,14 @@ from megatron.training.providers import (
 from megatron.training.setup.model import build_model, build_optimizer, stops_on_nonfinite
 from megatron.training.setup.set_up import ScriptParts, build_trainer
 from megatron.training.setup.sizes import sample_counts
+from megatron.training.state import SavedParts
 
 
 def get_model(
     model_provider_func: Callable[..., nn.Module],
     model_type: ModelType = ModelType.encoder_or_decoder,
     wrap_with_ddp: bool = True,
-    config: Any = None,
+    config: object = None,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> list[nn.Module]:
     """Returns the model chunks of this rank, on its device and in the run's number format, wrapped in
@@ -196,7 +196,7 @@ def evaluate_and_print_results(
     model: Sequence[nn.Module],
     iteration: int,
     process_non_loss_data_func: Callable[..., Any] | None,
-    config: Any,
+    config: object,
     verbose: bool = False,
     write_to_tensorboard: bool = True,
     non_loss_data_func: Callable[..., Any] | None = None,
@@ -228,7 +228,7 @@ def train(
     train_data_iterator: Iterator[Any] | Sequence[Iterator[Any]] | None,
     valid_data_iterator: Iterator[Any] | Sequence[Iterator[Any]] | None,
     process_non_loss_data_func: Callable[..., Any] | None = None,
-    config: Any = None,
+    config: object = None,
     checkpointing_context: Any = None,
     non_loss_data_func: Callable[..., Any] | None = None,
 ) -> tuple[int, float]:
@@ -288,7 +288,7 @@ def train_step(
     model: Sequence[nn.Module],
     optimizer: MegatronOptimizer,
     opt_param_scheduler: OptimizerParamScheduler,
-    config: Any,
+    config: object,
     forward_backward_func: Callable[..., Any],
     iteration: int | None = None,
 ) -> tuple[dict[str, Tensor], int, bool, bool, int, float | None, int | None, float | None]:
@@ -354,7 +354,7 @@ def evaluate(
     data_iterator: Iterator[Any] | Sequence[Iterator[Any]] | None,
     model: Sequence[nn.Module],
     process_non_loss_data_func: Callable[..., Any] | None,
-    config: Any,
+    config: object,
     verbose: bool = False,
     non_loss_data_func: Callable[..., Any] | None = None,
     eval_iters: int | None = None,

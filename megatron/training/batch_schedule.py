@@ -3,9 +3,24 @@
 import itertools
 import re
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Protocol
 
 from megatron.core.exceptions import UserError
+
+
+class _BatchFlags(Protocol):
+    """The flags that determine the batch size: TrainingConfig, or settings before a config is made."""
+
+    @property
+    def global_batch_size(self) -> int | None: ...
+    @property
+    def micro_batch_size(self) -> int: ...
+    @property
+    def rampup_batch_size(self) -> list[int] | None: ...
+    @property
+    def step_batch_size_schedule(self) -> str | None: ...
+    @property
+    def decrease_batch_size_if_needed(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -81,9 +96,8 @@ class BatchSchedule:
         self.update(0)
 
     @classmethod
-    def from_config(cls, config: Any, data_parallel_size: int, seq_length: int) -> "BatchSchedule":
-        """Returns the schedule of a config with `global_batch_size` (None: one micro-batch on each data parallel rank),
-        `micro_batch_size`, `rampup_batch_size`, `step_batch_size_schedule` and `decrease_batch_size_if_needed`."""
+    def from_config(cls, config: _BatchFlags, data_parallel_size: int, seq_length: int) -> "BatchSchedule":
+        """Returns the schedule of these flags. Default batch size: a micro-batch on each data parallel rank."""
         size = config.global_batch_size or config.micro_batch_size * data_parallel_size
         growth: RampUp | BatchSteps | None = None
         if config.rampup_batch_size:

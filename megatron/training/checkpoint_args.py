@@ -8,9 +8,8 @@ from megatron.core.declarations.config_fields import value_text
 from megatron.core.dist_checkpointing.checkpoint_selection import find_checkpoint
 from megatron.core.exceptions import UserError
 from megatron.core.transformer.layer_patterns import without_stages
-from megatron.training.config.alternatives import SAME_THING
 from megatron.training.config.command_line import CommandLine, take_flag
-from megatron.training.config.flag_table import Flag, flag_table
+from megatron.training.config.flag_table import SAME_THING, Flag, flag_table
 from megatron.training.config.recorded_flags import check_spec, flags_of_model, is_of_run, recorded_words
 from megatron.training.inspection.run_description import ARCHITECTURE, MODEL_OPTIONS, value_words
 

@@ -28,23 +28,22 @@ from megatron.training.checkpoint_checks import (
     naming_of_damage,
     refuse_non_finite_weights,
 )
-from megatron.training.checkpoint_contents import (
-    SavedParts,
-    checkpoint_bytes,
-    optimizer_chunks_to_load,
-    weight_chunks,
-    weights_are_finite,
-)
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.data.data_order import order_differences
-from megatron.training.data.digests import data_differences
+from megatron.training.data.data_record import data_differences, order_differences
 from megatron.training.hooks.mix_report import Mix
 from megatron.training.inspection.gpt_spelling import Renaming
 from megatron.training.inspection.run_description import describe_run, names_of_this_run, setting_differences
 from megatron.training.lr_schedule import schedule_flag
 from megatron.training.rewind_record import Rewind, RewindRecord, temporary_folder
-from megatron.training.state import TrainState
+from megatron.training.state import (
+    SavedParts,
+    TrainState,
+    checkpoint_bytes,
+    optimizer_chunks_to_load,
+    weight_chunks,
+    weights_are_finite,
+)
 
 FORMAT = "safetensors"
 _LAST_CHANCE_SECONDS = 15.0

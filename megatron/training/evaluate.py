@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megatron.core.communication.collectives import Group, all_reduce
 from megatron.core.exceptions import UserError
 from megatron.training.data.step_data import is_end_of_data, step_data_of
-from megatron.training.logging.metrics import synchronization_allowed
+from megatron.training.log.metrics import synchronization_allowed
 from megatron.training.providers import NonLossFunctions
 
 

@@ -18,8 +18,7 @@ from megatron.core.timers import Timers
 from megatron.core.utils.keywords import Keywords
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.hooks.hook import Hook
-from megatron.training.launch.environment import Environment
-from megatron.training.publication import Publication
+from megatron.training.launch.environment import Environment, Publication
 from megatron.training.state import TrainState
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.logging.records import StepResult
+from megatron.training.log.records import StepResult
 
 
 class SkippedUpdates:

@@ -19,7 +19,6 @@ from megatron.core.schedule.optimizer_param_scheduler import OptimizerParamSched
 from megatron.core.timers import timed
 from megatron.core.utils.url_keys import hide_keys
 from megatron.training.batch_schedule import BatchSchedule
-from megatron.training.checkpoint_contents import SavedParts
 from megatron.training.checkpoints import Checkpoints
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.loaders import WorkerCrashed, WorkerStopped, error_of_worker
@@ -32,13 +31,13 @@ from megatron.training.hooks.exit import ExitAgreement, ExitDecision, ExitReason
 from megatron.training.hooks.hook import Hooks
 from megatron.training.launch.environment import Environment
 from megatron.training.launch.errors import write_launcher_error_file
-from megatron.training.logging.finite import GradientProbe
-from megatron.training.logging.records import StepResult, TaskRecord, ValidationRecord
-from megatron.training.logging.training_log import TrainingLog
+from megatron.training.log.finite import GradientProbe
+from megatron.training.log.records import StepResult, TaskRecord, ValidationRecord
+from megatron.training.log.training_log import TrainingLog
 from megatron.training.loss_spikes import LossSpikes
 from megatron.training.providers import ForwardStep, NonLossFunctions
 from megatron.training.skipped_updates import SkippedUpdates
-from megatron.training.state import TrainState
+from megatron.training.state import SavedParts, TrainState
 
 OF_AVERAGE = "-ema"
 """End of the names of splits and tasks that the moving average of the weights was evaluated on (--ema-decay)."""

@@ -146,7 +146,7 @@ def test_each_of_our_kernels_has_a_kind() -> None:
     assert kind_of("nccl_all_gather") == "communication" and kind_of("memset") == "other"
     assert kind_of("Memcpy PtoP (Device -> Device)") == "communication"
     assert kind_of("void at::native::multi_tensor_apply_kernel<LpNormFunctor>") == "update and gradient norm"
-    assert kind_of("_apply_kernel") == "dropout"
+    assert kind_of("_apply_kernel") == "dropout, biases, residuals"
 
 
 def test_a_row_without_an_anchor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -165,3 +165,11 @@ def test_a_row_without_an_anchor(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_an_anchor_that_did_not_end_gives_no_row() -> None:
     with pytest.raises(SystemExit, match="stopped after iteration 10 of 15: give it more time by LIMIT"):
         add_row.read_anchor(LOG.split(" iteration 15/")[0])
+
+
+def test_an_interval_in_which_the_anchor_compiled_does_not_count() -> None:
+    line = (
+        "iteration {}/ 10 | elapsed time per iteration (ms): {} | throughput per GPU (TFLOP/s/GPU): {} | lm loss: 1.0"
+    )
+    intervals = [(1, 28288.1, 25.0), (5, 6826.0, 103.8), (10, 1455.3, 486.7)]
+    assert add_row.read_anchor("\n".join(line.format(*each) for each in intervals))["milliseconds"] == 1455.3

@@ -48,6 +48,8 @@ _QWEN3_NEXT = {
 _PARTLY = {"rope_type": "default", "rope_theta": 3000.0, "partial_rotary_factor": 0.5}
 _SHARED_EXPERT = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
+_ALIBI = {"alibi": True, "attn_implementation": "sdpa"}  # their eager attention adds the slopes twice
+
 FAMILY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "arcee": ("Arcee", {"attention_bias": True, "mlp_bias": True, "head_dim": 12}),
     "arcee, exact gelu": ("Arcee", {"hidden_act": "gelu", "rope_parameters": _YARN}),
@@ -80,6 +82,7 @@ FAMILY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "cohere": ("Cohere", {"logit_scale": 0.3, "attention_bias": True, "layer_norm_eps": 1e-4}),
+    "cohere with norms of heads": ("Cohere", {"use_qk_norm": True, "logit_scale": 0.3}),
     "cohere 2": (
         "Cohere2",
         {"logit_scale": 0.3, "sliding_window": 6, "head_dim": 12, "num_hidden_layers": 5, "layer_types": None},
@@ -228,6 +231,10 @@ FAMILY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen 2 moe without biases": (
         "Qwen2Moe",
         _SHARED_EXPERT | {"qkv_bias": False, "norm_topk_prob": True, "decoder_sparse_step": 2},
+    ),
+    "qwen 2 moe with windows": (
+        "Qwen2Moe",
+        _SHARED_EXPERT | {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2},
     ),
     "seed oss": ("SeedOss", {"head_dim": 12, "attention_dropout": 0.0, "mlp_bias": True}),
     "seed oss, the other bias": (
@@ -422,11 +429,14 @@ FAMILY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "nemotron h without experts": ("NemotronH", _HYBRID | {"hybrid_override_pattern": "M-*", "mlp_bias": True}),
+    "nemotron h, tied": ("NemotronH", _HYBRID | {"hybrid_override_pattern": "M*-", "tie_word_embeddings": True}),
     "falcon": ("Falcon", {"bias": True}),
     "falcon, attention before the mlp": (
         "Falcon",
         {"multi_query": False, "parallel_attn": False, "ffn_hidden_size": 72},
     ),
+    "falcon with alibi": ("Falcon", _ALIBI | {"multi_query": False, "parallel_attn": False, "bias": True}),
+    "falcon with alibi, six heads": ("Falcon", _ALIBI | {"num_attention_heads": 6, "hidden_size": 48}),
     "falcon, two norms": ("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
     "falcon, one norm": (
         "Falcon",

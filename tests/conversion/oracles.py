@@ -1,5 +1,6 @@
 """Tiny models of transformers with random weights, and their logits."""
 
+import contextlib
 import os
 import random
 from pathlib import Path
@@ -50,6 +51,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.5}},
     ),
     "llama with gelu": ("Llama", {"hidden_act": "gelu_pytorch_tanh"}),
+    "llama with exact gelu": ("Llama", {"hidden_act": "gelu", "mlp_bias": True}),
+    "llama with swish": ("Llama", {"hidden_act": "swish"}),
     "llama, positions that grow with the row": (
         "Llama",
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 3000.0, "factor": 2.5}}
@@ -97,6 +100,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3",
         {"attention_bias": True, "head_dim": 12, "use_sliding_window": True, "sliding_window": 7}
         | {"max_window_layers": 1},
+    ),
+    "qwen 3 moe with windows": (
+        "Qwen3Moe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "sliding_window": 7}
+        | {"use_sliding_window": True, "attention_bias": True, "max_window_layers": 2},
     ),
     "qwen 3 moe with biases": (
         "Qwen3Moe",
@@ -218,11 +226,14 @@ class Widened(TorchFunctionMode):
 @torch.no_grad()
 def logits_of(model: Any, tokens: Tensor) -> Tensor:
     """Returns logits [b, s, vocabulary], computed in the model's type; experts are computed one by one."""
+    return outputs_of(model, input_ids=tokens).logits
+
+
+def outputs_of(model: Any, **arguments: Any) -> Any:
+    """Returns the outputs of a model for these arguments, as `logits_of`, with a graph for gradients."""
     model.set_experts_implementation("eager")
-    if model.dtype == torch.float64:
-        with Widened():
-            return model(tokens).logits
-    return model(tokens).logits
+    with Widened() if model.dtype == torch.float64 else contextlib.nullcontext():
+        return model(**arguments)
 
 
 def some_tokens(vocab_size: int = 99) -> Tensor:

@@ -86,7 +86,9 @@ def test_logits_and_files(name: str, tmp_path: Path) -> None:
     assert len(list((tmp_path / "back").glob("*.safetensors"))) > 1
     check_equal(tensors_of(tmp_path / "back"), tensors_of(tmp_path / "theirs"))
     before, after = (
-        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / folder, attn_implementation="eager")
+        transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / folder, attn_implementation=oracle.config._attn_implementation
+        )
         for folder in ("theirs", "back")
     )
     assert type(after) is type(oracle)

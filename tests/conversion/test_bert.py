@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from conversion.oracles import Widened
 from safetensors.torch import load_file, save_file
 
 from megatron.conversion.exporting import export_model
@@ -25,12 +26,34 @@ SIZES = {
     "intermediate_size": 48,
     "max_position_embeddings": 16,
 }
-ARCHITECTURES = (
-    "BertForPreTraining",
-    "BertForMaskedLM",
-    "MegatronBertForPreTraining",
-    "MegatronBertForMaskedLM",
-)
+MODERN = {"pad_token_id": 0, "attn_implementation": "eager"}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{
+        name: (name, {"type_vocab_size": 3})
+        for name in (
+            "BertForPreTraining",
+            "BertForMaskedLM",
+            "MegatronBertForPreTraining",
+            "MegatronBertForMaskedLM",
+        )
+    },
+    "untied, relu": ("BertForPreTraining", {"tie_word_embeddings": False, "hidden_act": "relu"}),
+    "untied, gelu_new": ("MegatronBertForMaskedLM", {"tie_word_embeddings": False, "hidden_act": "gelu_new"}),
+    "ModernBERT": ("ModernBertForMaskedLM", MODERN | {"local_attention": 6, "num_hidden_layers": 5}),
+    "ModernBERT with every bias": (
+        "ModernBertForMaskedLM",
+        MODERN
+        | {"attention_bias": True, "mlp_bias": True, "norm_bias": True, "classifier_bias": True, "local_attention": 4}
+        | {"layer_types": ["sliding_attention", "full_attention"], "tie_word_embeddings": False}
+        | {"classifier_activation": "relu", "hidden_activation": "gelu_pytorch_tanh", "norm_eps": 1e-3}
+        | {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 3000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            }
+        },
+    ),
+}
 
 
 def quiet(sentence: str) -> None:
@@ -39,7 +62,7 @@ def quiet(sentence: str) -> None:
 
 def save_random(architecture: str, folder: Path, **settings: Any) -> Any:
     """Saves a model of transformers in float64 whose weights, norms and biases too, are random; returns it."""
-    config = getattr(transformers, architecture.partition("For")[0] + "Config")(**SIZES, **settings)
+    config = getattr(transformers, architecture.partition("For")[0] + "Config")(**SIZES | settings)
     model = getattr(transformers, architecture)(config).double().eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -55,21 +78,24 @@ def imported(source: Path, root: Path, **options: Any) -> Imported:
     return import_model(source, root, build_model, **{"log": quiet, **options})
 
 
-@pytest.mark.fast("BertForPreTraining", "MegatronBertForMaskedLM")
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_logits_and_files(architecture: str, tmp_path: Path) -> None:
+@pytest.mark.fast("BertForPreTraining", "MegatronBertForMaskedLM", "untied, relu", "ModernBERT with every bias")
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_and_files(name: str, tmp_path: Path) -> None:
     """An imported model computes both heads as transformers does, in float64 with padding and in float32. Its export
     holds the same bits."""
-    oracle = save_random(architecture, tmp_path / "theirs", type_vocab_size=3)
+    architecture, settings = MODELS[name]
+    oracle = save_random(architecture, tmp_path / "theirs", **settings)
     done = imported(tmp_path / "theirs", tmp_path / "ours", verify=True)
     assert done.comparison is not None and done.comparison.difference < 1e-5 and done.model_family == "bert"
     trained = load_trained_model(build_model, tmp_path / "ours", changes=["--fp64"], log=quiet)
     tokens = torch.randint(61, (2, 16), generator=torch.Generator().manual_seed(2))
-    types, mask = torch.arange(16).expand(2, -1) * 3 // 16, torch.ones(2, 16, dtype=torch.long)
+    count, mask = settings.get("type_vocab_size", 0 if name.startswith("Modern") else 2), torch.ones_like(tokens)
     mask[1, 9:] = 0
+    types = torch.arange(16).expand(2, -1) * count // 16 if count else None
     with torch.no_grad():
         words, in_order = trained.model(tokens, mask, types)
-        expected = oracle(tokens, attention_mask=mask, token_type_ids=types)
+    with torch.no_grad(), Widened():
+        expected = oracle(tokens, attention_mask=mask, **({} if types is None else {"token_type_ids": types}))
     real = mask.bool()
     torch.testing.assert_close(words[real], expected[0][real], atol=1e-11, rtol=0)
     if architecture.endswith("PreTraining"):
@@ -77,6 +103,8 @@ def test_logits_and_files(architecture: str, tmp_path: Path) -> None:
     export_model(tmp_path / "ours", tmp_path / "back", build_model, verify=True, log=quiet)
     assert json.loads((tmp_path / "back" / "config.json").read_text())["architectures"] == [architecture]
     before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("theirs", "back"))
+    if not settings.get("tie_word_embeddings", True):
+        before.pop("cls.predictions.bias", None)  # transformers writes it and reads the output layer's own bias
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
 
@@ -111,10 +139,9 @@ def test_files_of_old_releases(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [
-        ("hidden_act", "gelu_new", "hidden_act is 'gelu_new'; only 'gelu' is supported"),
+        ("hidden_act", "relu2", "hidden_act is 'relu2'; gelu, gelu_new, gelu_pytorch_tanh, relu are supported"),
         ("position_embedding_type", "relative_key", "position_embedding_type is 'relative_key'"),
         ("is_decoder", True, "is_decoder is True"),
-        ("tie_word_embeddings", False, "tie_word_embeddings is False"),
         ("type_vocab_size", 0, "type_vocab_size is 0"),
         ("type_vocab_size", "2", "type_vocab_size is '2', but must be an integer"),
         ("num_key_value_heads", 2, "num_key_value_heads is not known for BertForPreTraining"),
@@ -126,6 +153,10 @@ def test_a_config_that_changes_the_function_is_refused(key: str, value: Any, sai
 
 
 EXACT = "--no-bias-gelu-fusion"
+MODERN_FLAGS = (
+    "--disable-bias-linear --exact-geglu --no-norm-bias --embedding-norm --no-first-input-norm --bert-no-head-bias "
+    "--bert-no-binary-head --position-embedding-type rope --window-size 4,4 --window-attn-skip-freq ([0]+[1])"
+)
 FIRST = f"{EXACT} --norm-placement post_residual --embedding-norm"
 
 
@@ -136,8 +167,12 @@ FIRST = f"{EXACT} --norm-placement post_residual --embedding-norm"
         (f"{FIRST} --bert-no-binary-head --bert-num-tokentypes 2", "BertForMaskedLM"),
         (f"{FIRST} --bert-num-tokentypes 4 --hidden-dropout 0.3", "BertForPreTraining"),
         (EXACT, "MegatronBertForPreTraining"),
-        (f"{EXACT} --untie-embeddings-and-output-weights", "--untie-embeddings-and-output-weights is False for Mega"),
-        ("", "BertForPreTraining is the nearest architecture, but: .* needs --no-bias-gelu-fusion"),
+        (f"{EXACT} --untie-embeddings-and-output-weights", "MegatronBertForPreTraining"),
+        ("--bert-head-activation gelu_tanh", "MegatronBertForPreTraining"),
+        ("--relu --bert-head-activation relu", "MegatronBertForPreTraining"),
+        ("", "MegatronBertForPreTraining is the nearest architecture, but: --bert-head-activation is gelu_tanh for"),
+        (MODERN_FLAGS, "ModernBertForMaskedLM"),
+        (f"{MODERN_FLAGS} --softmax-scale 0.3", "--softmax-scale"),
         (f"{FIRST} --bert-no-binary-head", "--bert-num-tokentypes"),
         (f"{EXACT} --swiglu", "the activation "),
         (f"{EXACT} --disable-bias-linear", "--disable-bias-linear is False for MegatronBertForPreTraining"),

@@ -9,10 +9,10 @@ from megatron.conversion.layer_rules import (
     AttentionHeads,
     ExpertLayers,
     LinearBiases,
-    NoWindows,
     RouterWeights,
     ScoreScale,
     SlidingWindows,
+    SwitchedWindows,
 )
 from megatron.core.exceptions import UserError
 from megatron.training.config.flag_table import flag_table
@@ -60,7 +60,13 @@ CASES: list[tuple[Rule, dict[str, Any], dict[str, Any]]] = [
     ),
     (ScoreScale("attention_multiplier"), {"attention_multiplier": 0.25}, {"softmax_scale": 0.25}),
     (ScoreScale("query_pre_attn_scalar", query_scalar=True), {"query_pre_attn_scalar": 64}, {"softmax_scale": 0.125}),
-    (NoWindows(), {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 48}, {}),
+    (SwitchedWindows(), {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 48}, {}),
+    (SwitchedWindows(), WINDOWS, {"window_size": (7, 0), "window_attn_skip_freq": None}),
+    (
+        SlidingWindows(by_layer=True, alternate=True),
+        WINDOWS | {"max_window_layers": 2},
+        {"window_size": (7, 0), "window_attn_skip_freq": [1, 0, 0]},
+    ),
     (
         RouterWeights(),
         {"num_experts_per_tok": 2, "norm_topk_prob": True},
@@ -130,7 +136,6 @@ def test_fields_and_back(rule: Rule, config: dict[str, Any], fields: dict[str, A
             WINDOWS | {"use_sliding_window": False, "layer_types": ["sliding_attention"] * 3},
             "layer_types has 'sliding_attention', but use_sliding_window or sliding_window is off",
         ),
-        (NoWindows(), {"use_sliding_window": True}, "use_sliding_window is True; only False is supported"),
         (
             ExpertLayers(),
             {"decoder_sparse_step": 0, "mlp_only_layers": []},

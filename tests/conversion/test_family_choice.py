@@ -214,7 +214,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "qk_clip_alpha": ("--qk-clip --qk-clip-alpha 0.25",),
     "qk_clip_threshold": ("--qk-clip --qk-clip-threshold 1",),
     "qk_l2_norm_epsilon": ("--qk-l2-norm --qk-l2-norm-epsilon 0.1",),
-    "qk_norm_scope": ("--qk-layernorm --qk-norm-scope full",),
+    "qk_norm_scope": (
+        "--qk-layernorm --qk-norm-scope full",
+        "--qk-layernorm --normalization LayerNorm --no-norm-bias --qk-norm-scope per_head",
+    ),
     "recompute_granularity": ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",),
     "recompute_method": ("--recompute-granularity full --recompute-method block --recompute-num-layers 1",),
     "recompute_modules": ("--recompute-granularity selective --recompute-modules core_attn",),
@@ -435,8 +438,8 @@ def test_sinkhorn_and_capacity_are_refused_for_every_architecture() -> None:
         ),
         (f"{LLAMA} --window-size 3,1", "--window-size is not set for .* and 3 1 in the checkpoint"),
         (
-            f"{MIXTRAL} --qk-layernorm --moe-layer-freq 2 --window-size 3,0",
-            "Qwen3MoeForCausalLM is the nearest.*--window-size is not set for .* and 3 0 in the checkpoint",
+            f"{MIXTRAL} --qk-layernorm --moe-layer-freq 2 --window-size 3,1",
+            "Qwen3MoeForCausalLM is the nearest.*--window-size is not set for .* and 3 1 in the checkpoint",
         ),
     ],
 )

@@ -18,7 +18,7 @@ from megatron.diagnosis.non_finite import read_batches
 from megatron.diagnosis.replay import read_dump, replay
 from megatron.training import pretrain
 from megatron.training.hooks.exit import ExitReason
-from megatron.training.logging.non_finite_search import FORWARD, in_order
+from megatron.training.log.non_finite_search import FORWARD, in_order
 from megatron.training.providers import Context, ForwardStep, Providers
 
 RUN = "--eval-iters 0"

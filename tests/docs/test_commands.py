@@ -16,8 +16,8 @@ import pytest
 from support.ports import free_port
 from support.programs import commands, python
 
-from megatron.training.logging.jsonl import read_metrics
-from megatron.training.logging.plot_sweep import last_loss
+from megatron.training.log.jsonl import read_metrics
+from megatron.training.log.plot_sweep import last_loss
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples/custom_model/README.md"

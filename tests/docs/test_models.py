@@ -12,7 +12,6 @@ from training.config.test_flag_table import MODEL_OPTIONS
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.flag_table import flags_by_spelling
-from megatron.training.config.recipes.catalogue import recipes
 from megatron.training.config.retired import RETIRED
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
@@ -55,12 +54,6 @@ def test_a_model_is_described_by_its_flags(name: str) -> None:
     config, lone = configured(flags), configured()
     notes = [note for note in config.notes if note not in lone.notes and " replaces " not in note]
     assert not notes, "a flag without effect"
-
-
-def test_the_table_of_recipes_is_complete() -> None:
-    listed = {title: re.findall("`([^`]+)`", names) for title, names in rows("Recipes: published models by name")}
-    titles = sorted({recipe.title for recipe in recipes().values()}, key=str.lower)
-    assert listed == {title: [one.name for one in recipes().values() if one.title == title] for title in titles}
 
 
 ORACLES = {

@@ -1,6 +1,7 @@
 """get_args() for user scripts: a live view that reads everything and cannot change used settings."""
 
 import ast
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,14 +10,19 @@ from typing import Any
 
 import pytest
 from support.command_lines import SMALL
+from support.runs import GPT, TINY
 
 from megatron.core.exceptions import UserError
 from megatron.core.timers import Timers
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.facades import global_vars
+from megatron.facades import global_vars, parallel_state
+from megatron.facades.global_vars import PublishedRun, published
 from megatron.facades.num_microbatches_calculator import get_current_global_batch_size
+from megatron.facades.pretrain import pretrain_config
 from megatron.training.arguments import configure, core_transformer_config_from_args, parse_args, validate_args
 from megatron.training.config.settings import LaunchEnvironment
+from megatron.training.launch.environment import Publication
+from megatron.training.loop import run_pretraining
 
 
 @dataclass
@@ -147,3 +153,28 @@ def test_our_own_code_never_asks_here() -> None:
         }
         asking += [path] if called & names else []
     assert asking == []
+
+
+def test_providers_are_published_once_they_are_asked_to_be() -> None:
+    assert type(GPT.publication) is Publication and isinstance(published(GPT).publication, PublishedRun)
+
+
+def test_a_run_that_publishes_nothing_leaves_the_functions_of_scripts_alone() -> None:
+    global_vars.clear_current_run()
+    config = configure(f"{TINY} --mock-data --eval-iters 0 --train-iters 1".split())
+    run_pretraining(config, GPT, time.monotonic())
+    with pytest.raises(UserError, match="works once the run is set up"):
+        global_vars.get_args()
+    pretrain_config(config, GPT, time.monotonic())
+    assert global_vars.get_args().train_iters == 1
+
+
+def test_virtual_stages_are_those_of_the_run_inside_it() -> None:
+    run = PublishedRun()
+    with run.stages(SimpleNamespace(chunks=3, v_shaped=False)):
+        assert parallel_state.get_virtual_pipeline_model_parallel_world_size() == 3
+        with run.stages(SimpleNamespace(chunks=2, v_shaped=True)):
+            assert parallel_state.get_virtual_pipeline_model_parallel_world_size() == 2
+            assert parallel_state.is_pipeline_v_shaped()
+        assert parallel_state.get_virtual_pipeline_model_parallel_world_size() == 3
+    assert parallel_state.get_virtual_pipeline_model_parallel_world_size() is None

@@ -1,9 +1,22 @@
 """What a test of a GPU changes in its process is undone, so that the tests may run in any order."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+
+def _share_gpus() -> None:
+    """Lets each of xdist's workers see this machine's GPUs in an order of its own, so that all are used."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+    present = torch.cuda.device_count()
+    if worker % max(present, 1) and "CUDA_VISIBLE_DEVICES" not in os.environ:
+        order = [str((worker + number) % present) for number in range(present)]
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(order)
+
+
+_share_gpus()
 
 
 @pytest.fixture(autouse=True)

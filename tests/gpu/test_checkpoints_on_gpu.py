@@ -11,7 +11,7 @@ from megatron.core.dist_checkpointing.writing import save
 from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.groups.rank_grid import RankGrid
 from megatron.core.parameters import Box
-from megatron.training.checkpoint_contents import weights_are_finite
+from megatron.training.state import weights_are_finite
 
 pytestmark = pytest.mark.gpu
 

@@ -37,7 +37,7 @@ def exact_float32() -> None:
 @pytest.mark.parametrize(
     "check",
     [
-        *("places", "choices", "weights_of_choices", "routers", "sums_of_scores", "counts"),
+        *("places", "choices", "weights_of_choices", "routers"),
         *("moves", "activations", "products", "accumulations", "linears", "biases"),
     ],
 )

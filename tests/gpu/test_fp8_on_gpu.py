@@ -42,7 +42,6 @@ GRAPHS = "--cuda-graph-warmup-steps 2 --no-check-for-nan-in-loss-and-grad"
         "",
         "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 256 --moe-grouped-gemm",
         f"--cuda-graph-impl local --cuda-graph-scope full_iteration {GRAPHS}",
-        f"--optimizer-cuda-graph {GRAPHS}",
     ],
 )
 def test_weights_only_in_fp8_change_no_bit(recipe: str, more: str) -> None:

@@ -13,7 +13,7 @@ from megatron.core.backends import LOCAL, Backend
 from megatron.core.ops.fp8.formats import FORMATS
 from megatron.core.ops.fp8.grouped_linear import Fp8GroupedLinear
 from megatron.core.ops.fp8.grouped_product_triton import Tile
-from megatron.core.ops.fp8.grouped_recipes import MicroBatches
+from megatron.core.ops.fp8.micro_batches import MicroBatches
 from megatron.core.ops.fp8.recipes import Fp8Settings, LinearSplit
 from megatron.core.ops.moe.grouped_linear import RowGroups
 

@@ -46,9 +46,9 @@ def test_triton_kernels_equal_their_definitions() -> None:
 @pytest.mark.parametrize(
     "check",
     [
-        *("sums", "norms", "norms_of_views", "norms_with_residual", "positions", "parts_of_heads", "biases"),
+        *("sums", "norms", "norms_of_views", "norms_with_residual", "positions", "biases"),
         "normed_positions",
-        *("rotated_parts_of_heads", "columns", "table_rows", "updates", "stored_updates"),
+        *("columns", "table_rows", "updates", "stored_updates"),
     ],
 )
 def test_elementwise_kernels_equal_their_definitions(check: str) -> None:

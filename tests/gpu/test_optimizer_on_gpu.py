@@ -13,8 +13,9 @@ from megatron.core.distributed.main_grad import BufferMainGrad, accumulate_produ
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.segments import FlatSegments, StepInputs
-from megatron.core.optimizer.update_rules import Adam, Sgd
+from megatron.core.optimizer.segments import StateSegment, StepInputs
+from megatron.core.optimizer.state_storage import Plain
+from megatron.core.optimizer.update_rules import Adam, Sgd, update_segment
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.schedule.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tokens import RngPosition, Tokens
@@ -67,15 +68,18 @@ def test_rows_are_summed_in_the_same_order_every_time() -> None:
     assert (seen[0].double() - expected).norm() < 1e-5 * expected.norm()
 
 
-def segments(rule: Any, dtype: torch.dtype, device: str) -> FlatSegments:
+def segment_of(rule: Any, dtype: torch.dtype, device: str) -> StateSegment:
     generator = torch.Generator().manual_seed(0)
 
-    def some() -> list[Tensor]:
-        return [torch.randn(n, generator=generator, dtype=torch.float64).to(device, dtype) for n in (1000, 64, 77)]
+    def some() -> Tensor:
+        return torch.randn(1077, generator=generator, dtype=torch.float64).to(device, dtype)
 
-    moments = {name: [value.abs() for value in some()] for name in rule.moments}
-    model_weights = [torch.zeros(1000, device=device, dtype=torch.bfloat16), None, None]
-    return FlatSegments(some(), some(), moments, model_weights)
+    moments = {name: Plain(some().abs(), dtype) for name in rule.moments}
+    return StateSegment(Plain(some(), dtype), some(), moments, torch.zeros_like(some(), dtype=torch.bfloat16), True)
+
+
+def numbers_of(segment: StateSegment) -> list[Tensor]:
+    return [state.decode().double().cpu() for state in (segment.weights, *segment.moments.values())]
 
 
 @pytest.mark.parametrize("decay_on_device", [False, True])
@@ -87,18 +91,17 @@ def test_update_rules_equal_those_on_the_cpu(
 ) -> None:
     rule, results = RULES[kind](), []
     for device, width in (("cpu", torch.float64), ("cuda", dtype)):
-        held = segments(rule, width, device)
+        held = segment_of(rule, width, device)
         decay = torch.tensor(0.1, dtype=torch.float64, device=device) if decay_on_device else 0.1
         step = StepInputs(
             torch.tensor(3.0, device=device),
             torch.tensor(1.7, dtype=torch.float64, device=device),
             torch.tensor(skip, device=device),
         )
-        rule.update(held, step, torch.tensor(0.03, dtype=torch.float64, device=device), decay)
-        assert (held.model_weights[0] == held.weights[0].bfloat16()).all() or (skip and device == "cuda")
-        results.append([t.double().cpu() for ts in (held.weights, *held.moments.values()) for t in ts])
-    untouched = segments(rule, dtype, "cpu")
-    before = [t.double() for ts in (untouched.weights, *untouched.moments.values()) for t in ts]
+        update_segment(rule, held, step, torch.tensor(0.03, dtype=torch.float64, device=device), decay)
+        assert skip or (held.model_weights == held.weights.decode().bfloat16()).all()
+        results.append(numbers_of(held))
+    before = numbers_of(segment_of(rule, dtype, "cpu"))
     for expected, got, old in zip(*results, before, strict=True):
         assert (got - expected).norm() < tolerance * expected.norm()
         assert torch.equal(got, old) == skip

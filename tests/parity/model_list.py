@@ -105,7 +105,8 @@ MODEL_OPTIONS = [
         tied=True,
         settings={"norm_placement": "parallel", "norm_bias": False, "add_bias_linear": False, "logit_scale": 0.4}
         | {"gated_linear_unit": True, "activation_func": nn.functional.silu, "rotary_interleaved": True}
-        | {"no_rope_freq": 4, "window_size": (5, 0), "window_attn_skip_freq": 4, "num_query_groups": 4},
+        | {"no_rope_freq": 4, "window_size": (5, 0), "window_attn_skip_freq": 4, "num_query_groups": 4}
+        | {"qk_layernorm": True, "qk_norm_scope": "per_head", "normalize_output_weight": True},
         packed=True,
         rows=2,
     ),
@@ -113,7 +114,7 @@ MODEL_OPTIONS = [
         "granite",
         settings={"norm_affine": False, "attention_output_bias": False, "mlp_bias": True, "residual_multiplier": 0.4}
         | {"clip_qkv": 0.8, "embedding_multiplier": 3.0, "logit_scale": 0.6, "softmax_scale": 0.5}
-        | {"attention_dropout": 0.15},
+        | {"attention_dropout": 0.15, "normalize_output_weight": True},
         rows=2,
     ),
     Model(
@@ -299,9 +300,17 @@ MIXERS = [
         | {"dsa_indexer_topk": 3, "dsa_indexer_loss_coeff": 0.5},
         rows=2,
     ),
+    Model(
+        "dsa-packed",
+        settings={**_LATENT, "experimental_attention_variant": "dsa", "dsa_indexer_n_heads": 4}
+        | {"dsa_indexer_head_dim": 6, "dsa_indexer_topk": 3, "dsa_indexer_loss_coeff": 0.5}
+        | {"dsa_indexer_use_sparse_loss": True},
+        packed=True,
+        rows=2,
+    ),
 ]
-"""Other token mixers beside attention: gated delta nets, of rows and of packed documents; sparse attention with an
-indexer and its loss."""
+"""Other token mixers beside attention: gated delta nets and sparse attention with an indexer, of rows and of packed
+documents; the indexer's loss over all keys and over the chosen ones."""
 
 BERT = [
     Model(
@@ -309,22 +318,25 @@ BERT = [
         kind="bert",
         tied=True,
         positions="learned_absolute",
-        settings=_DROPOUT,
-        options={"num_tokentypes": 2},
+        settings={**_DROPOUT, "first_input_norm": False},
+        options={"num_tokentypes": 2, "head_activation": "relu", "head_bias": False},
         losses=("default",),
         rows=2,
     ),
     Model(
         "bert-post",
         kind="bert",
-        positions="learned_absolute",
-        settings={"norm_placement": "post_residual", "embedding_norm": True, "hidden_dropout": 0.2},
+        positions="rope",
+        settings={"norm_placement": "post_residual", "embedding_norm": True, "hidden_dropout": 0.2}
+        | {"window_size": (5, 5), "window_attn_skip_freq": 2, "rotary_base_local": 50.0}
+        | {"normalize_output_weight": True},
         options={"num_tokentypes": 0, "add_binary_head": False},
         rows=2,
         vocabulary=64,
     ),
 ]
-"""Padded rows seen from both sides: two heads and one, token types and none, norms before and after each residual."""
+"""Padded rows seen from both sides: two heads and one, token types and none, learned and rotary positions, norms before
+and after each residual."""
 
 T5 = [
     Model(
@@ -345,8 +357,9 @@ T5 = [
         rows=2,
         vocabulary=64,
     ),
+    Model("t5-rope", kind="t5", settings={**_LLAMA, "num_encoder_layers": 4}, rows=2),
 ]
-"""An encoder of padded rows and a decoder: relative and learned positions, tied and not, biases and none."""
+"""An encoder of padded rows and a decoder: relative, learned and rotary positions, tied and not, biases and none."""
 
 HYBRIDS = [
     Model(
@@ -360,8 +373,16 @@ HYBRIDS = [
         packed=True,
         rows=2,
     ),
+    Model(
+        "hybrid-moe",
+        settings={**_EXPERTS, "hybrid_layer_pattern": "ME*E/*E", "mtp_num_layers": 1, "moe_grouped_gemm": True}
+        | {"mamba_head_dim": 8, "mamba_num_groups": 4, "mamba_state_dim": 3, "moe_router_topk": 2}
+        | {"moe_aux_loss_coeff": 0.1, "hidden_dropout": 0.2},
+        rows=2,
+    ),
 ]
-"""Layers of one branch: Mamba-2, attention, MLP, gated delta net. Packed documents, whose states begin anew."""
+"""Layers of one branch: Mamba-2, attention, MLP, gated delta net, experts; a depth of prediction. Packed documents,
+whose states begin anew."""
 
 _BLOCKS = [
     {"attention": {"num_query_groups": 1}, "ffn": {"intermediate_size": 24}},

@@ -1,6 +1,7 @@
 """The reference: one process, a bare model, a plain loop with torch's own gradients, clipping and AdamW.
 
-It shares only the model's forward with the product. tests/core/models/gpt checks this forward in one process.
+It shares only the model's forward with the product. tests/core/models/gpt checks this forward in one process. Results
+are kept in memory only: a file that is out of date would hide the bugs that the proof is for.
 """
 
 from collections.abc import Callable, Iterator

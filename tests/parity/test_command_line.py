@@ -14,7 +14,7 @@ import pytest
 from support.programs import commands
 from support.user_scripts import ROOT
 
-from megatron.training.logging.jsonl import read_metrics
+from megatron.training.log.jsonl import read_metrics
 
 CORPUS = ROOT / "tests/data/golden/corpus"
 

@@ -88,7 +88,7 @@ _NOT_QUICK = (
     "tests/conversion/test_family_choice.py",
     "tests/training/hooks/test_routing_trace.py",
     "tests/diagnosis/layout_check/test_run_comparison.py",
-    "tests/training/logging/test_plot.py",
+    "tests/training/log/test_plot.py",
     "tests/training/setup/test_model.py",
     "tests/diagnosis/test_replay.py",
     "tests/data/tokenizer/test_bert_wordpiece.py",

@@ -1,8 +1,9 @@
-"""Compares memory-bound kernels with their definitions in float64: norms, rotary positions, heads, biases, sums and
+"""Compares memory-bound kernels with their definitions in float64: norms, rotary positions, biases, sums and
 weight updates. Runs in Triton's interpreter or on a GPU."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -27,15 +28,13 @@ from megatron.core.ops.rope import Rotation, apply_rope
 from megatron.core.ops.rope_triton import apply_rope_triton
 from megatron.core.ops.split_columns import split_columns
 from megatron.core.ops.split_columns_triton import split_columns_triton
-from megatron.core.ops.split_heads import split_heads, split_rotated_heads
-from megatron.core.ops.split_heads_triton import split_heads_triton, split_rotated_heads_triton
 from megatron.core.ops.sum_rows_triton import sum_rows_triton
+from megatron.core.optimizer import update_rules
 from megatron.core.optimizer.adam_triton import adam_triton
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.segments import FlatSegments, StepInputs, StoredSegments
+from megatron.core.optimizer.segments import StateSegment, StepInputs
 from megatron.core.optimizer.state_storage import Plain, StateTensor, WithRemainder, new_moment, split_float32
-from megatron.core.optimizer.stored_adam_triton import stored_adam_triton
-from megatron.core.optimizer.update_rules import Adam, update_stored
+from megatron.core.optimizer.update_rules import Adam, update_segment
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 UNIT = {torch.float32: 2e-6, torch.float64: 1e-14, torch.float16: 2**-10, torch.bfloat16: 2**-7}
@@ -200,21 +199,6 @@ def normed_positions() -> None:
         agree(ours, exact, 4.0, "normed rope of many heads")
 
 
-def parts_of_heads() -> None:
-    """Checks gradients of queries, gates, keys and values with any strides, and of an unused one."""
-    for sizes, groups, dtype in (((3, 0, 1, 1), 2, torch.bfloat16), ((2, 2, 1, 1), 1, torch.float64)):
-        found = []
-        for function in (split_heads, split_heads_triton):
-            leaf = values(5, 3, groups, sum(sizes), 10, dtype=dtype).requires_grad_()
-            query, gate, key, value = function(leaf, sizes)
-            assert query.data_ptr() == leaf.data_ptr() and gate.shape == (5, 3, groups, sizes[1], 10)
-            heads = values(3, 5, groups, 10, sizes[0], dtype=dtype).permute(1, 0, 2, 4, 3)
-            total = (query * heads).sum() + (gate * 2).sum() + (key * values(5, 3, groups, 1, 10, dtype=dtype)).sum()
-            (total + value.sum() if groups == 1 else total).backward()
-            found.append(leaf.grad)
-        assert found[0] is not None and torch.equal(*found), sizes
-
-
 def columns() -> None:
     """Checks gradients of parts of columns with any strides, and of an unused one; a last program with few rows."""
     for widths, groups, dtype in (
@@ -235,39 +219,6 @@ def columns() -> None:
             found.append(leaf.grad)
         assert found[0] is not None and torch.equal(*found), widths
     assert len(split_columns_triton(values(2, 1, 1, 9), (1, 2, 3, 2, 1))) == 5
-
-
-def rotated_parts_of_heads() -> None:
-    """Checks heads that are split and rotated at once, and their gradients, against the two operations."""
-    for sizes, groups, dtype, interleaved, first, half, batch in (
-        ((3, 0, 1, 1), 2, torch.float32, False, 0, 5, 1),
-        ((2, 2, 1, 1), 1, torch.bfloat16, True, 2, 3, 2),
-        ((2, 0, 1, 1), 1, torch.float64, False, 0, 5, 1),
-    ):
-        angles = values(3, batch, 1, half)
-        rotation = Rotation(angles.cos(), angles.sin(), interleaved, first)
-        found = []
-        for at_once in (False, True):
-            leaf = values(3, 2, groups, sum(sizes), 10, dtype=dtype).requires_grad_()
-            if at_once:
-                query, gate, key, value = split_rotated_heads_triton(leaf, sizes, rotation)
-            else:
-                query, gate, key, value = split_heads_triton(leaf, sizes)
-                query, key = apply_rope_triton(query, rotation), apply_rope_triton(key, rotation)
-            heads = values(2, 3, groups, 10, sizes[0], dtype=dtype).permute(1, 0, 2, 4, 3)
-            total = (query * heads).sum() + (gate * 2).sum() + (key * values(3, 2, groups, 1, 10, dtype=dtype)).sum()
-            (total + value.sum()).backward()
-            found.append((query.detach(), gate.detach(), key.detach(), value.detach(), leaf.grad))
-        for expected, ours in zip(*found, strict=True):
-            assert ours.shape == expected.shape
-            if ours.numel():  # a GPU may fuse other multiplications and additions in another kernel
-                agree(ours, expected, 2.0, ("rotated parts", sizes))
-        with torch.no_grad():
-            plain = split_rotated_heads(leaf.detach(), sizes, rotation)
-            for expected, ours in zip(plain, split_rotated_heads_triton(leaf.detach(), sizes, rotation), strict=True):
-                assert expected.shape == ours.shape
-                if ours.numel():
-                    agree(ours, expected, 2.0, "rotated parts")
 
 
 def sums() -> None:
@@ -358,12 +309,13 @@ def updates() -> None:
         step = StepInputs(torch.tensor(3.0, device=DEVICE), wide(1.7), torch.tensor(skip, device=DEVICE))
         held = [values(2100), values(2100, seed=1), values(2100, seed=2), values(2100, seed=3).abs()]
         before, exact = [t.clone() for t in held], [t.double() for t in held]
-        moments = {"exp_avg": [exact[2]], "exp_avg_sq": [exact[3]]}
-        rule.update(FlatSegments([exact[0]], [exact[1]], moments, [None]), step, wide(0.03), decay)
+        rule.update(*exact[:2], exact[2:], step, wide(0.03), decay)
         copy = torch.zeros(2100, dtype=torch.bfloat16, device=DEVICE)
         for size in (2100, 0):
-            part = [t[:size] for t in (*held, copy)]
-            adam_triton(*part, step, wide(0.03), decay, betas=(0.9, 0.999), eps=1e-8, decoupled=decoupled)
+            w, g, m, v = (t[:size] for t in held)
+            plain = {"exp_avg": Plain(m, torch.float32), "exp_avg_sq": Plain(v, torch.float32)}
+            segment = StateSegment(Plain(w, torch.float32), g, plain, copy[:size], True)
+            adam_triton(rule, segment, step, wide(0.03), decay, rounds_away=False)
         for number in (0, 2, 3):
             assert torch.equal(held[number], before[number]) == skip
             assert (held[number].double() - exact[number]).norm() < 2e-7 * exact[number].norm()
@@ -403,10 +355,13 @@ def stored_updates() -> None:
                 moment.encode(values(2100, seed=2 + number).abs() * 1e-6)
             held.append((stored, *moments, model))
         (weight, m, v, model), (other_weight, other_m, other_v, other_model) = held
-        numbers = {"betas": (0.9, 0.95), "eps": 1e-8, "decoupled": True}
-        stored_adam_triton(weight, gradient, m, v, model, step, wide(0.03), 0.1, **numbers)
-        named = {"exp_avg": [other_m], "exp_avg_sq": [other_v]}
-        update_stored(rule, StoredSegments([other_weight], [gradient], named, [other_model]), step, wide(0.03), 0.1)
+        ours_of, theirs_of = (
+            StateSegment(own, gradient, {"exp_avg": first_moment, "exp_avg_sq": second_moment}, copy, True)
+            for own, first_moment, second_moment, copy in held
+        )
+        adam_triton(rule, ours_of, step, wide(0.03), 0.1, rounds_away=True)
+        with mock.patch.object(update_rules, "_adam_kernel", lambda: None):
+            update_segment(rule, theirs_of, step, wide(0.03), 0.1, rounds_away=True)
         main = f16 if weights == "float16" else f32
         for ours, theirs, dtype in ((weight, other_weight, main), (m, other_m, first), (v, other_v, second)):
             got, expected = ours.decode(), theirs.decode()

@@ -22,13 +22,8 @@ from megatron.core.ops.moe.grouped_linear_triton import (
 )
 from megatron.core.ops.moe.permute import ChoiceNumbers, permute, unpermute
 from megatron.core.ops.moe.permute_triton import ChoiceNumbersTriton, permute_triton, unpermute_triton
-from megatron.core.ops.moe.routing import RoutingRule, balance_sums, best, choose_experts, count_experts
-from megatron.core.ops.moe.routing_triton import (
-    balance_sums_triton,
-    best_triton,
-    choose_experts_triton,
-    count_experts_triton,
-)
+from megatron.core.ops.moe.routing import RoutingRule, best, choose_experts
+from megatron.core.ops.moe.routing_triton import best_triton, choose_experts_triton
 from megatron.core.ops.moe.weighted_activation_triton import keeps_only_arguments, weighted_activation_triton
 from megatron.core.tokens import Tokens
 from megatron.core.transformer.layer_inputs import LayerInputs
@@ -159,22 +154,14 @@ def weights_of_choices() -> None:
 
 
 def routers() -> None:
-    """Checks a router with the kernels against one without: experts, weights, counts and the weight's gradient. The
-    choices are counted once."""
+    """Checks a router with the kernels against one without: experts, weights, counts and the weight's gradient."""
     cases: list[dict[str, Any]] = [
         {"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"], "moe_aux_loss_coeff": [0.1, 0.2]},
         {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_aux_loss_coeff": 0.3},
         {"moe_expert_capacity_factor": 0.8, "moe_aux_loss_coeff": 0.0},
     ]
     for fields in cases:
-        calls: list[int] = []
-
-        def counted(*arguments: Any, calls: list[int] = calls) -> Tensor:
-            calls.append(1)
-            return count_experts_triton(*arguments)
-
-        kernels = {"best": best_triton, "choose_experts": choose_experts_triton, "balance_sums": balance_sums_triton}
-        with_kernels = LOCAL.with_operations(experts={"count_experts": counted, **kernels})
+        with_kernels = LOCAL.with_operations(experts={"best": best_triton, "choose_experts": choose_experts_triton})
         found = []
         for backend in (LOCAL, with_kernels):
             sizes: dict[str, Any] = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "num_moe_experts": 6}
@@ -190,39 +177,6 @@ def routers() -> None:
         assert torch.equal(own_experts, experts) and torch.equal(own_numbers, numbers), fields
         for ours, expected in zip(own, exact, strict=True):
             agree(ours, expected, 10.0, fields)
-        # The loss per sample counts other cells; a bias or dropped choices change what the balance counts.
-        assert len(calls) == (1 if "moe_expert_capacity_factor" in fields else 2), (fields, calls)
-
-
-def sums_of_scores() -> None:
-    for dtype, tokens, width in ((torch.bfloat16, 70, 64), (torch.float32, 300, 20), (torch.float64, 6, 5)):
-        mask = torch.rand(tokens, generator=torch.Generator().manual_seed(1)).to(DEVICE) < 0.7
-        for kind in ("softmax", "sigmoid"):
-            for real in (None, mask):
-                found = []
-                for function, wide in ((balance_sums, True), (balance_sums_triton, False)):
-                    logits = values(tokens, width, dtype=dtype, seed=3).requires_grad_()
-                    sums = function(logits.double() if wide else logits, kind, real)
-                    sums.backward(values(width, seed=4).to(sums.dtype))
-                    found.append((sums.detach(), logits.grad))
-                (exact, exact_gradient), (sums, gradient) = found
-                agree(sums, exact.to(sums.dtype), 4.0, (dtype, kind))
-                agree(gradient, exact_gradient, 4.0, (dtype, kind))
-                assert real is None or not gradient[~mask].any()
-
-
-def counts() -> None:
-    for tokens, k, number in ((300, 8, 64), (5, 1, 1), (40, 3, 200), (0, 2, 4), (7, 2, 3000)):
-        generator = torch.Generator().manual_seed(tokens)
-        experts = torch.randint(number, (tokens, k), generator=generator).to(DEVICE)
-        experts[: tokens // 2] = number // 2
-        kept = torch.rand(tokens, k, generator=generator).to(DEVICE) < 0.6
-        for mask in (None, kept, kept[:, 0], kept[:, :1].expand_as(kept)):
-            expected, ours = (f(experts, number, mask) for f in (count_experts, count_experts_triton))
-            assert ours.dtype is expected.dtype and torch.equal(ours, expected), (tokens, k, number)
-            assert int(expected.sum()) == (
-                tokens * k if mask is None else int(mask.expand_as(kept.t()).sum() if mask.dim() == 1 else mask.sum())
-            )
 
 
 def activations() -> None:

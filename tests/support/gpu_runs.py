@@ -81,10 +81,10 @@ GRAPH_RUNS = {
         *["--fp16", "--initial-loss-scale", "65536"],
     ],
 }
-"""Runs that are trained without graphs, with graphs of micro-batches, and with that of the optimizer's step too."""
+"""Runs that are trained without graphs and with graphs of micro-batches."""
 
 DETERMINISTIC = "--deterministic-mode"
-_WAYS = {"": [], "graphs of ": GRAPHS, "all graphs of ": [*GRAPHS, "--optimizer-cuda-graph"]}
+_WAYS = {"": [], "graphs of ": GRAPHS}
 RUNS = {
     "float32": FLAGS,
     "bf16": [*FLAGS, "--bf16"],

@@ -20,22 +20,14 @@ from megatron.core.initializers import Constant
 from megatron.core.parameters import Box, ParameterInfo, canonical_index
 from megatron.data.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.facades.pretrain import pretrain, pretrain_config
-from megatron.training import pretraining
+from megatron.training import loop
 from megatron.training.arguments import configure
-from megatron.training.checkpoint_contents import weight_chunks
 from megatron.training.config.settings import LaunchEnvironment
 from megatron.training.hooks.exit import ExitDecision
 from megatron.training.hooks.hook import Hook, Hooks
-from megatron.training.logging.records import (
-    Event,
-    LogRecord,
-    LogWriter,
-    Speed,
-    StepRecord,
-    TaskRecord,
-    ValidationRecord,
-)
+from megatron.training.log.records import Event, LogRecord, LogWriter, Speed, StepRecord, TaskRecord, ValidationRecord
 from megatron.training.providers import Providers
+from megatron.training.state import weight_chunks
 from megatron.training.trainer import Trainer
 
 torch.set_num_threads(1)  # the models are too small for several threads
@@ -218,7 +210,7 @@ def run_script(flags: str, *arguments: Any, base: str = TINY, **keywords: Any) -
 
 @contextlib.contextmanager
 def remembered(outcome: Outcome, before: Callable[[Trainer], None]) -> Iterator[None]:
-    set_up = pretraining.set_up
+    set_up = loop.set_up
 
     def watched(*arguments: Any) -> Trainer:
         run = set_up(*arguments)
@@ -228,7 +220,7 @@ def remembered(outcome: Outcome, before: Callable[[Trainer], None]) -> Iterator[
         before(run)
         return run
 
-    with mock.patch.object(pretraining, "set_up", watched):
+    with mock.patch.object(loop, "set_up", watched):
         yield
 
 

@@ -14,9 +14,8 @@ from megatron.core.groups.rank_grid import RankGrid
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.parameters import info_of
 from megatron.core.schedule.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.training.checkpoint_contents import SavedParts
 from megatron.training.checkpoints import Checkpoints
-from megatron.training.state import TrainState
+from megatron.training.state import SavedParts, TrainState
 
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp64": {"dtype": torch.float64, "settings": {}},

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.optimizer import StepUpdate
-from megatron.training.logging.records import StepResult
+from megatron.training.log.records import StepResult
 from megatron.training.state import TrainState
 
 

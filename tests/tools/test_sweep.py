@@ -9,7 +9,7 @@ import yaml
 from support.programs import python
 
 from megatron.core.exceptions import UserError
-from megatron.training.logging.plot_sweep import last_loss, plot_sweep
+from megatron.training.log.plot_sweep import last_loss, plot_sweep
 from tools import sweep as tool
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ from torch import nn
 
 from megatron.core.exceptions import UserError
 from megatron.training.evaluate import evaluate, full_pass
-from megatron.training.logging.jsonl import read_metrics
+from megatron.training.log.jsonl import read_metrics
 from megatron.training.providers import NonLossFunctions
 
 SEQ, MICRO, NMB = 6, 2, 3

@@ -15,8 +15,8 @@ from support.small_run import PRECISIONS, SmallRun
 from megatron.core.dist_checkpointing.manifest import MANIFEST
 from megatron.core.exceptions import UserError
 from megatron.training.checkpoint_checks import check_before_build
-from megatron.training.checkpoint_contents import SavedParts
 from megatron.training.loss_spikes import LossSpikes
+from megatron.training.state import SavedParts
 
 INDEX = "rank_00000.json"
 Place = tuple[str | int, ...]

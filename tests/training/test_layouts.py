@@ -10,7 +10,7 @@ from support.launch import launch
 from support.runs import TINY, Outcome, logger_of, state_at_end, state_at_start, stream, train, train_all_on_ranks
 from torch import Tensor
 
-from megatron.training.logging.jsonl import read_metrics
+from megatron.training.log.jsonl import read_metrics
 
 BASE = f"{TINY} --num-layers 4 --num-attention-heads 4"
 RUN = "--fp64 --train-iters 3 --eval-interval 2 --eval-iters 1 --lr-warmup-iters 1"

@@ -16,8 +16,8 @@ from megatron.core.exceptions import UserError
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.training.data.splits import Splits
-from megatron.training.logging.jsonl import read_metrics
-from megatron.training.logging.training_log import TrainingLog
+from megatron.training.log.jsonl import read_metrics
+from megatron.training.log.training_log import TrainingLog
 from megatron.training.rewind_record import RECORD, RewindRecord
 from megatron.training.trainer import Trainer
 

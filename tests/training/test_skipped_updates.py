@@ -3,7 +3,7 @@
 import torch
 
 from megatron.core.optimizer import StepUpdate
-from megatron.training.logging.records import StepResult
+from megatron.training.log.records import StepResult
 from megatron.training.loss_spikes import SpikeVerdict
 from megatron.training.skipped_updates import SkippedUpdates
 

@@ -4,10 +4,13 @@ or one per layer."""
 import enum
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megatron.core.exceptions import UserError
 from megatron.core.groups.rank_grid import divisors
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class CommType(enum.Enum):
@@ -26,7 +29,7 @@ class CommType(enum.Enum):
 _WORDS = {comm_type.value: comm_type for comm_type in CommType} | {"allgather": CommType.all_gather}
 
 
-def comm_type_of(config: Any, layer_number: int, word: str | None = None) -> CommType:
+def comm_type_of(config: "TransformerConfig", layer_number: int, word: str | None = None) -> CommType:
     """Returns the communication type of a layer (counted from 1 over the whole model): `word`, else the config's, else
     p2p.
 
@@ -34,15 +37,13 @@ def comm_type_of(config: Any, layer_number: int, word: str | None = None) -> Com
     """
     words = word or config.cp_comm_type or CommType.p2p.value
     if isinstance(words, list):
-        if len(words) not in (1, config.num_layers):
-            raise UserError(f"cp_comm_type has {len(words)} words for {config.num_layers} layers (num_layers)")
         words = words[0] if len(words) == 1 else words[layer_number - 1]
     if words not in _WORDS:
         raise UserError(f"cp_comm_type {words}: choose among {', '.join(kind.value for kind in CommType)}")
     return _WORDS[words]
 
 
-def comm_type_problems(config: Any, has_heads: bool = True) -> Iterator[str]:
+def comm_type_problems(config: "TransformerConfig", has_heads: bool = True) -> Iterator[str]:
     """Yields a sentence for each invalid value; `config` has the fields of TransformerConfig. `has_heads` is False for
     a model without attention."""
     size, sizes = config.context_parallel_size, config.hierarchical_context_parallel_sizes
@@ -69,7 +70,7 @@ def comm_type_problems(config: Any, has_heads: bool = True) -> Iterator[str]:
         yield from _head_problems(config, kinds)
 
 
-def _head_problems(config: Any, kinds: set[CommType]) -> Iterator[str]:
+def _head_problems(config: "TransformerConfig", kinds: set[CommType]) -> Iterator[str]:
     """Yields a sentence for each number of heads that a2a cannot split over its ranks."""
     size, sizes = config.context_parallel_size, config.hierarchical_context_parallel_sizes
     if not config.num_attention_heads or config.tensor_model_parallel_size < 1:

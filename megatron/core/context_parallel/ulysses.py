@@ -1,20 +1,18 @@
 """All-to-all between all heads of a part of each row and some heads of whole rows (Jacobs et al. 2023, "DeepSpeed
 Ulysses").
 
-One autograd operation starts an exchange and another one waits for it. Operations between the two overlap with the
-exchange, in forward and also in backward, which runs the operations in reverse order.
+Operations between the start of an exchange and its `wait` overlap with it, in forward and in backward.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from megatron.core.communication.collectives import Group, Pending, gather_rows, start_all_to_all_rows
+from megatron.core.communication.async_collective import AsyncCollective, all_to_all_route
+from megatron.core.communication.collectives import Group, gather_rows
 from megatron.core.context_parallel.splitting import in_natural_order, in_rank_order
 
 
@@ -41,7 +39,7 @@ def from_pieces(pieces: Sequence[Tensor], ranks: int) -> Tensor:
 class PendingHeads:
     """Heads of whole rows that are being sent to this rank."""
 
-    rows: "_AllToAll"
+    rows: AsyncCollective
     shapes: list[tuple[int, int, int]]
     """Shape of each tensor without its rows: [b, n, d]."""
     ranks: int
@@ -49,7 +47,7 @@ class PendingHeads:
     def wait(self) -> list[Tensor]:
         """Returns each tensor [ranks * s, b, n, d], rows in the order of the row."""
         widths = [math.prod(shape) for shape in self.shapes]
-        parts = in_natural_order(self.rows.wait(), self.ranks).split(widths, 1)
+        parts = in_natural_order(self.rows.finish()[0], self.ranks).split(widths, 1)
         return [part.unflatten(1, shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
 
@@ -57,25 +55,25 @@ def start_to_heads(tensors: Sequence[Tensor], group: Group, ranks: int) -> Pendi
     """Starts to exchange each tensor [s, b, ranks * n, d] for [ranks * s, b, n, d], all as one message."""
     pieces = [tensor.unflatten(2, (ranks, -1)).permute(2, 0, 1, 3, 4).flatten(2) for tensor in tensors]
     shapes = [(tensor.shape[1], tensor.shape[2] // ranks, tensor.shape[3]) for tensor in tensors]
-    return PendingHeads(_AllToAll(torch.cat(pieces, 2).flatten(0, 1), group), shapes, ranks)
+    return PendingHeads(_all_to_all(torch.cat(pieces, 2).flatten(0, 1), group), shapes, ranks)
 
 
 @dataclass(frozen=True)
 class PendingReturn:
     """All heads of this rank's part of the rows, being sent back."""
 
-    rows: "_AllToAll"
+    rows: AsyncCollective
     ranks: int
 
     def wait(self) -> Tensor:
         """Returns [s, b, ranks * n, d]."""
-        received = self.rows.wait().unflatten(0, (self.ranks, -1))  # [ranks, s, b, n, d]
+        received = self.rows.finish()[0].unflatten(0, (self.ranks, -1))  # [ranks, s, b, n, d]
         return received.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 
 def start_to_rows(heads: Tensor, group: Group, ranks: int) -> PendingReturn:
     """Starts to send heads [ranks * s, b, n, d] back to the ranks of their rows."""
-    return PendingReturn(_AllToAll(in_rank_order(heads, ranks), group), ranks)
+    return PendingReturn(_all_to_all(in_rank_order(heads, ranks), group), ranks)
 
 
 def whole_rows_of(mask: Tensor, group: Group, ranks: int) -> Tensor:
@@ -84,47 +82,5 @@ def whole_rows_of(mask: Tensor, group: Group, ranks: int) -> Tensor:
     return in_natural_order(gather_rows(rows.to(torch.uint8), group), ranks).permute(1, 2, 0, 3).bool()
 
 
-class _AllToAll:
-    """An all-to-all of rows in progress, and the all-to-all of its gradient."""
-
-    def __init__(self, rows: Tensor, group: Group) -> None:
-        self.group = group
-        self.forward: Pending | None = None
-        self.backward: Pending | None = None
-        self._rows: Tensor | None = _Start.apply(rows, self)
-
-    def wait(self) -> Tensor:
-        """Returns the parts of all ranks in rank order. Call it once."""
-        rows, self._rows = self._rows, None  # the graph refers to this object: avoids a reference cycle
-        return _Wait.apply(rows, self)
-
-
-class _Start(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, exchange: _AllToAll) -> Tensor:
-        ctx.exchange = exchange
-        exchange.forward = start_all_to_all_rows(rows, exchange.group)
-        return exchange.forward.tensor
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        # The gradient is still being received. Only `_Wait` can have passed it on.
-        pending, ctx.exchange.backward = ctx.exchange.backward, None
-        assert pending is not None and pending.tensor.data_ptr() == gradient.data_ptr()
-        return pending.wait(), None
-
-
-class _Wait(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, exchange: _AllToAll) -> Tensor:
-        ctx.exchange = exchange
-        assert exchange.forward is not None
-        received, exchange.forward = exchange.forward.wait(), None
-        return received.view_as(received)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.exchange.backward = start_all_to_all_rows(gradient, ctx.exchange.group)
-        return ctx.exchange.backward.tensor, None
+def _all_to_all(rows: Tensor, group: Group) -> AsyncCollective:
+    return AsyncCollective(all_to_all_route(group), None, rows)

@@ -24,10 +24,13 @@ import math
 import string
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.core.exceptions import UserError
 from megatron.core.utils.url_keys import hide_keys
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 _METADATA_KEY = "flag"
 
@@ -130,7 +133,7 @@ def declaration_of(field: "dataclasses.Field[Any]") -> FlagDeclaration:
 
 def describe_problem(
     problem: str,
-    config: Any,
+    config: object,
     spelling: Callable[[str], str] = str,
     text: Callable[[str, Any], str] = lambda field, value: value_text(value),
 ) -> str:
@@ -146,7 +149,7 @@ def describe_problem(
     return "".join(words)
 
 
-def too_small(config: Any, names: Iterable[str], least: int) -> Iterator[str]:
+def too_small(config: object, names: Iterable[str], least: int) -> Iterator[str]:
     """Yields a problem for each of these fields that is not None and not a finite number of at least `least`."""
     for name in names:
         value = getattr(config, name)
@@ -154,10 +157,10 @@ def too_small(config: Any, names: Iterable[str], least: int) -> Iterator[str]:
             yield f"{{{name}}} must be at least {least}"
 
 
-def pattern_problems(config: Any, name: str, chosen: str) -> Iterator[str]:
+def pattern_problems(config: object, name: str, chosen: str) -> Iterator[str]:
     """Yields a problem unless the field is None, a number of at least 1, or a list with a 0 or a 1 for each layer.
     `chosen` describes the layers with a 1, such as "with experts"."""
-    pattern, layers = getattr(config, name), config.num_layers
+    pattern, layers = (getattr(config, field) for field in (name, "num_layers"))
     if pattern is None or isinstance(pattern, int):
         yield from too_small(config, (name,), 1)
         return
@@ -181,7 +184,9 @@ def value_text(value: Any) -> str:
     return hide_keys(str(value).removeprefix("torch."))
 
 
-def unsupported_values(config: Any, fields: Iterable["dataclasses.Field[Any]"] | None = None) -> list[str]:
+def unsupported_values(
+    config: "DataclassInstance", fields: Iterable["dataclasses.Field[Any]"] | None = None
+) -> list[str]:
     """Returns a problem for each field with a value that is not supported yet."""
     problems = []
     for field in dataclasses.fields(config) if fields is None else fields:
@@ -196,7 +201,7 @@ def unsupported_values(config: Any, fields: Iterable["dataclasses.Field[Any]"] |
 class FieldError(UserError):
     """A UserError about the values of a config's fields. Its message spells them as attributes; `text` as flags."""
 
-    def __init__(self, problems: Sequence[str], config: Any) -> None:
+    def __init__(self, problems: Sequence[str], config: object) -> None:
         self.problems, self.config = list(problems), config
         super().__init__(self.text(str))
 
@@ -205,7 +210,7 @@ class FieldError(UserError):
         return hide_keys("; ".join(describe_problem(problem, self.config, spelling) for problem in self.problems))
 
 
-def refuse(problems: Iterable[str], config: Any) -> None:
+def refuse(problems: Iterable[str], config: object) -> None:
     """Raises one FieldError with all problems, if there are any."""
     found = list(problems)
     if found:

@@ -361,7 +361,7 @@ _SIZES = (
 )
 
 
-def validate(config: Any) -> Iterator[str]:
+def validate(config: ModelParallelConfig) -> Iterator[str]:
     """Yields a problem for each impossible value. `config` has the fields of ModelParallelConfig."""
     formats = [f"{{{name}}}" for name in ("fp16", "bf16", "fp64") if getattr(config, name)]
     if len(formats) > 1:

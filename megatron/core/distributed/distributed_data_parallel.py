@@ -4,7 +4,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,9 @@ from megatron.core.groups.defaults import groups_or_default
 from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.ops.fp8.linear import QuantizedWeights
 
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
 
 class DistributedDataParallel(nn.Module):
     """Wraps a model chunk: moves its weights into the flat buffers of units, and sums its gradients over ranks.
@@ -49,7 +52,7 @@ class DistributedDataParallel(nn.Module):
 
     def __init__(
         self,
-        config: Any,
+        config: "TransformerConfig",
         ddp_config: DistributedDataParallelConfig,
         module: nn.Module,
         disable_bucketing: bool = False,

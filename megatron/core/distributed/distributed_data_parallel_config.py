@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -141,7 +141,7 @@ class DistributedDataParallelConfig:
         refuse([*unsupported_values(self), *validate(self)], self)
 
 
-def validate(config: Any) -> Iterator[str]:
+def validate(config: DistributedDataParallelConfig) -> Iterator[str]:
     """Yields a problem for each impossible choice. `config` has the fields of DistributedDataParallelConfig."""
     if config.outer_dp_sharding_strategy == "optim" and config.num_distributed_optimizer_instances > 1:
         yield (

@@ -5,20 +5,19 @@ the index of the element, so units can be initialised one after the other. With 
 time is whole, so a model that does not fit on one rank can be built.
 """
 
-from typing import Any
-
 import torch
 from torch import nn
 
+from megatron.core.declarations.model_parallel_config import ModelParallelConfig
 from megatron.core.exceptions import UserError
 from megatron.core.parameters import has_initial_value, info_of, initialize_parameter
 
 
-def materialize(parameter: nn.Parameter, device: torch.device, config: Any) -> None:
+def materialize(parameter: nn.Parameter, device: torch.device, config: ModelParallelConfig) -> None:
     """Gives a parameter on the meta device memory and its initial value. Does nothing for a parameter with memory, and
     if `device` is the meta device too: then only sizes are counted.
 
-    `config` has `seed` and `perform_initialization`. Raises UserError if the descriptor has no initial value.
+    Raises UserError if the descriptor has no initial value.
     """
     if parameter.device.type != "meta" or device.type == "meta":
         return
@@ -35,7 +34,7 @@ def materialize(parameter: nn.Parameter, device: torch.device, config: Any) -> N
         initialize_parameter(parameter, config.seed)
 
 
-def materialize_rest(module: nn.Module, device: torch.device, config: Any) -> None:
+def materialize_rest(module: nn.Module, device: torch.device, config: ModelParallelConfig) -> None:
     """Materialises the parameters that belong to no unit. Raises UserError for a buffer on the meta device, which has
     lost its values."""
     for parameter in module.parameters():

@@ -9,7 +9,6 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from megatron.core.exceptions import UserError
 
@@ -261,7 +260,7 @@ def nearest_divisors(number: int, near: int) -> list[int]:
     return [d for d in known if d < near][-1:] + [d for d in known if d > near][:1]
 
 
-def parallel_sizes_near(sizes: Iterable[int], near: int, config: Any) -> str:
+def parallel_sizes_near(sizes: Iterable[int], near: int, config: object) -> str:
     """Returns the nearest of these sizes of a parallel dimension, below and above `near`, as `3 or 6`. Leaves out those
     that do not divide the number of ranks, if the config knows it (`fixed_world_size`)."""
     world = getattr(config, "fixed_world_size", None)

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron.core.ops.fp8.quantize import note_largest
 from megatron.core.ops.fp8.quantize_triton import bits_of_size, raise_largest
-from megatron.core.ops.norm import layer_norm, layer_norm_with_residual, rms_norm, rms_norm_with_residual
+from megatron.core.ops.norm import layer_norm_with_residual, rms_norm_with_residual
 from megatron.core.ops.sum_rows_triton import num_multiprocessors, sum_rows_triton
 from megatron.core.ops.tiles import cdiv, next_power_of_2
 
@@ -116,18 +116,14 @@ def _norm_backward_kernel(  # type: ignore[no-untyped-def]
 
 def rms_norm_triton(inputs: Tensor, weight: Tensor | None, epsilon: float, zero_centered: bool = False) -> Tensor:
     """Computes `norm.rms_norm` in one kernel. Float64 and rows of more than 16,384 channels use the reference."""
-    if not _takes(inputs, weight):
-        return rms_norm(inputs, weight, epsilon, zero_centered)
-    return _Norm.apply(inputs, weight, None, epsilon, zero_centered, False)
+    return rms_norm_with_residual_triton(inputs, weight, epsilon, zero_centered)[0]
 
 
 def layer_norm_triton(
     inputs: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float, zero_centered: bool = False
 ) -> Tensor:
     """Computes `norm.layer_norm` in one kernel. Float64 and rows of more than 16,384 channels use the reference."""
-    if not _takes(inputs, weight):
-        return layer_norm(inputs, weight, bias, epsilon, zero_centered)
-    return _Norm.apply(inputs, weight, bias, epsilon, zero_centered, True)
+    return layer_norm_with_residual_triton(inputs, weight, bias, epsilon, zero_centered)[0]
 
 
 def rms_norm_with_residual_triton(
@@ -138,7 +134,7 @@ def rms_norm_with_residual_triton(
     `notes_largest`: notes the largest absolute values of the norm's output and of the input's gradient for fp8."""
     if not _takes(inputs, weight):
         return rms_norm_with_residual(inputs, weight, epsilon, zero_centered)
-    return _NormWithResidual.apply(inputs, weight, None, epsilon, zero_centered, False, notes_largest)
+    return _Norm.apply(inputs, weight, None, epsilon, zero_centered, False, notes_largest)
 
 
 def layer_norm_with_residual_triton(
@@ -152,7 +148,7 @@ def layer_norm_with_residual_triton(
     """Computes `norm.layer_norm_with_residual`; see `rms_norm_with_residual_triton`."""
     if not _takes(inputs, weight):
         return layer_norm_with_residual(inputs, weight, bias, epsilon, zero_centered)
-    return _NormWithResidual.apply(inputs, weight, bias, epsilon, zero_centered, True, notes_largest)
+    return _Norm.apply(inputs, weight, bias, epsilon, zero_centered, True, notes_largest)
 
 
 def _takes(inputs: Tensor, weight: Tensor | None) -> bool:
@@ -161,25 +157,41 @@ def _takes(inputs: Tensor, weight: Tensor | None) -> bool:
 
 
 class _Norm(torch.autograd.Function):
-    """Computes the formulas of `norm._RMSNorm`. LayerNorm also subtracts dx's mean over the channels."""
+    """Computes the formulas of `norm._RMSNorm`, and returns the input too. LayerNorm also subtracts dx's mean over the
+    channels. Either result may be unused."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
-        return _forward(ctx, *inputs)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _backward(ctx, output_gradient, None)[:6]
-
-
-class _NormWithResidual(torch.autograd.Function):
-    """Returns the norm and its input. Either result may be unused."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any,
+        inputs: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        epsilon: float,
+        zero_centered: bool,
+        centered: bool,
+        notes_largest: bool,
+    ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        return _forward(ctx, *inputs), inputs[0]
+        width = inputs.shape[-1]
+        x = _as_rows(inputs, width)
+        output = torch.empty(inputs.shape, dtype=inputs.dtype if weight is None else weight.dtype, device=x.device)
+        inverses = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+        means = torch.empty_like(inverses) if centered else None
+        ctx.save_for_backward(inputs, means, inverses)
+        # Keeps the parameter instead of a saved tensor; `ops.linear._Linear` says why.
+        ctx.weight, ctx.zero_centered, ctx.centered = weight, zero_centered, centered
+        ctx.notes_largest = notes_largest
+        if output.numel():
+            tile = _tile(width)
+            largest = torch.zeros((), dtype=torch.int32, device=x.device) if notes_largest else None
+            _norm_forward_kernel[(cdiv(x.shape[0], tile["ROWS"]),)](
+                output, largest, means, inverses, x, weight, bias, x.shape[0], width, x.stride(0), epsilon,
+                CENTERED=centered, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
+                ZERO_CENTERED=zero_centered, NOTES=largest is not None, **tile,
+            )  # fmt: skip
+            if largest is not None:
+                note_largest(output, largest.view(torch.float32))
+        return output, inputs
 
     @staticmethod
     @once_differentiable
@@ -188,66 +200,30 @@ class _NormWithResidual(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         if output_gradient is None:
             return residual_gradient, None, None, None, None, None, None
-        return _backward(ctx, output_gradient, residual_gradient)
-
-
-def _forward(
-    ctx: Any,
-    inputs: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    epsilon: float,
-    zero_centered: bool,
-    centered: bool,
-    notes_largest: bool = False,
-) -> Tensor:
-    width = inputs.shape[-1]
-    x = _as_rows(inputs, width)
-    output = torch.empty(inputs.shape, dtype=inputs.dtype if weight is None else weight.dtype, device=x.device)
-    inverses = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
-    means = torch.empty_like(inverses) if centered else None
-    ctx.save_for_backward(inputs, means, inverses)
-    # Keeps the parameter instead of a saved tensor; `ops.linear._Linear` says why.
-    ctx.weight, ctx.zero_centered, ctx.centered = weight, zero_centered, centered
-    ctx.notes_largest = notes_largest
-    if output.numel():
-        tile = _tile(width)
-        largest = torch.zeros((), dtype=torch.int32, device=x.device) if notes_largest else None
-        _norm_forward_kernel[(cdiv(x.shape[0], tile["ROWS"]),)](
-            output, largest, means, inverses, x, weight, bias, x.shape[0], width, x.stride(0), epsilon,
-            CENTERED=centered, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
-            ZERO_CENTERED=zero_centered, NOTES=largest is not None, **tile,
+        (inputs, means, inverses), weight = ctx.saved_tensors, ctx.weight
+        _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        width = inputs.shape[-1]
+        x, dy = _as_rows(inputs, width), _as_rows(output_gradient, width)
+        residual = None if residual_gradient is None else _as_rows(residual_gradient, width)
+        inputs_gradient = torch.empty(inputs.shape, dtype=inputs.dtype, device=inputs.device)
+        read = [tensor for tensor in (x, dy, residual) if tensor is not None]
+        tile = _backward_tile(width, sum(tensor.element_size() for tensor in read))
+        programs = max(1, min(cdiv(x.shape[0], tile["ROWS"]), _PROGRAMS * num_multiprocessors(x.device)))
+        sums = [
+            torch.empty(programs, width, dtype=torch.float32, device=x.device) if needed else None
+            for needed in (needs_weight, needs_bias)
+        ]
+        largest = torch.zeros((), dtype=torch.int32, device=x.device) if ctx.notes_largest else None
+        _norm_backward_kernel[(programs,)](
+            inputs_gradient, largest, *sums, dy, residual, x, None if weight is None else weight.detach(), means,
+            inverses, x.shape[0], width, dy.stride(0), 0 if residual is None else residual.stride(0), x.stride(0),
+            CENTERED=ctx.centered, HAS_WEIGHT=weight is not None, SUMS_WEIGHT=needs_weight, SUMS_BIAS=needs_bias,
+            ADDS_RESIDUAL=residual is not None, ZERO_CENTERED=ctx.zero_centered, NOTES=largest is not None, **tile,
         )  # fmt: skip
         if largest is not None:
-            note_largest(output, largest.view(torch.float32))
-    return output
-
-
-def _backward(ctx: Any, output_gradient: Tensor, residual_gradient: Tensor | None) -> tuple[Tensor | None, ...]:
-    (inputs, means, inverses), weight = ctx.saved_tensors, ctx.weight
-    _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-    width = inputs.shape[-1]
-    x, dy = _as_rows(inputs, width), _as_rows(output_gradient, width)
-    residual = None if residual_gradient is None else _as_rows(residual_gradient, width)
-    inputs_gradient = torch.empty(inputs.shape, dtype=inputs.dtype, device=inputs.device)
-    read = [tensor for tensor in (x, dy, residual) if tensor is not None]
-    tile = _backward_tile(width, sum(tensor.element_size() for tensor in read))
-    programs = max(1, min(cdiv(x.shape[0], tile["ROWS"]), _PROGRAMS * num_multiprocessors(x.device)))
-    sums = [
-        torch.empty(programs, width, dtype=torch.float32, device=x.device) if needed else None
-        for needed in (needs_weight, needs_bias)
-    ]
-    largest = torch.zeros((), dtype=torch.int32, device=x.device) if ctx.notes_largest else None
-    _norm_backward_kernel[(programs,)](
-        inputs_gradient, largest, *sums, dy, residual, x, None if weight is None else weight.detach(), means, inverses,
-        x.shape[0], width, dy.stride(0), 0 if residual is None else residual.stride(0), x.stride(0),
-        CENTERED=ctx.centered, HAS_WEIGHT=weight is not None, SUMS_WEIGHT=needs_weight, SUMS_BIAS=needs_bias,
-        ADDS_RESIDUAL=residual is not None, ZERO_CENTERED=ctx.zero_centered, NOTES=largest is not None, **tile,
-    )  # fmt: skip
-    if largest is not None:
-        note_largest(inputs_gradient, largest.view(torch.float32))
-    weight_gradient, bias_gradient = (None if s is None else sum_rows_triton(s, weight.dtype) for s in sums)
-    return inputs_gradient, weight_gradient, bias_gradient, None, None, None, None
+            note_largest(inputs_gradient, largest.view(torch.float32))
+        weight_gradient, bias_gradient = (None if s is None else sum_rows_triton(s, weight.dtype) for s in sums)
+        return inputs_gradient, weight_gradient, bias_gradient, None, None, None, None
 
 
 def _as_rows(tensor: Tensor, width: int) -> Tensor:

@@ -17,7 +17,7 @@ from megatron.core.exceptions import UserError
 from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.optimizer.clip_grads import clip_divisor, count_zeros, counted_gradients, grad_norm
 from megatron.core.optimizer.grad_scaler import GradScaler, build_grad_scaler
-from megatron.core.optimizer.host_state import HostPiece, StateSegment, StateStream, choose_offloaded, in_host_memory
+from megatron.core.optimizer.host_state import HostPiece, StateStream, choose_offloaded, in_host_memory
 from megatron.core.optimizer.muon import Muon, MuonSegment
 from megatron.core.optimizer.muon_matrices import MOMENTUM
 from megatron.core.optimizer.optimizer import MegatronOptimizer, StepUpdate, true_on_all_ranks
@@ -30,7 +30,7 @@ from megatron.core.optimizer.param_groups import (
     parameter_ranges,
 )
 from megatron.core.optimizer.qk_clip import QKClip
-from megatron.core.optimizer.segments import FlatSegments, StepInputs, StoredSegments, with_main_gradients
+from megatron.core.optimizer.segments import StateSegment, StepInputs
 from megatron.core.optimizer.state_storage import (
     Plain,
     StateTensor,
@@ -41,7 +41,7 @@ from megatron.core.optimizer.state_storage import (
     new_weights,
     rounds_to_model_weights,
 )
-from megatron.core.optimizer.update_rules import Adam, UpdateRule, build_update_rule, update_stored
+from megatron.core.optimizer.update_rules import UpdateRule, build_update_rule, update_segment
 from megatron.core.optimizer.weight_average import WeightAverage
 
 
@@ -103,7 +103,7 @@ class UnitState:
 class UpdateRound:
     """Segments that are updated one after the other, each with the number of its parameter group."""
 
-    segments: Sequence[tuple[int, FlatSegments | StoredSegments | Muon]]
+    segments: Sequence[tuple[int, StateSegment | Muon]]
     finished: Unit | None = None
     """The unit whose weights have their final values after this round; None: no unit, or unknown."""
 
@@ -191,17 +191,15 @@ class FlatOptimizer(MegatronOptimizer):
             waits = clips or state.is_offloaded or state.unit.gathers_after_all_updates
             yield UpdateRound(segments, None if waits else state.unit)
 
-    def _segments_of(self, ranges: Sequence[ParameterRange]) -> list[FlatSegments | StoredSegments]:
-        """Returns the parts of a group's ranges in this rank's shards, as one list of tensors for each type."""
-        by_type: dict[torch.dtype, list[StateSegment]] = {}
+    def _segments_of(self, ranges: Sequence[ParameterRange]) -> Iterator[StateSegment]:
+        """Yields the parts of a group's ranges in this rank's shards."""
         for members in ranges:
             state = self.states[members.unit]
             if not state.is_offloaded:
                 first, end = state.unit.shard_range
                 start, stop = max(members.start, first) - first, min(members.stop, end) - first
                 if start < stop:
-                    by_type.setdefault(state.weights.main, []).append(state.segment(start, stop, self.rule))
-        return [self._as_segments(alike) for alike in by_type.values()]
+                    yield state.segment(start, stop, self.rule)
 
     def _pieces_on_host(self, groups: Sequence[Sequence[ParameterRange]]) -> Iterator[HostPiece]:
         """Yields the shards of offloaded units in pieces."""
@@ -215,16 +213,6 @@ class FlatOptimizer(MegatronOptimizer):
             ]
             if state.is_offloaded and first < end:
                 yield from HostPiece.of_shard(state.segment(0, end - first, self.rule), segments)
-
-    def _as_segments(self, alike: Sequence[StateSegment]) -> FlatSegments | StoredSegments:
-        """Returns segments of one type in the form that the update takes."""
-        gradients, weights = [segment.gradient for segment in alike], [segment.weights for segment in alike]
-        model_weights = [segment.model_weights for segment in alike]
-        moments = {name: [segment.moments[name] for segment in alike] for name in self.rule.moments}
-        if self.config.use_precision_aware_optimizer:
-            return StoredSegments(weights, gradients, moments, model_weights)
-        wide = {name: [moment.decode() for moment in parts] for name, parts in moments.items()}
-        return FlatSegments([weight.decode() for weight in weights], gradients, wide, model_weights)
 
     def _muon_segment(self, members: ParameterRange) -> MuonSegment:
         """Returns the part of a range in this rank's shard. It may be empty; the rank still takes part in the exchange
@@ -284,8 +272,8 @@ class FlatOptimizer(MegatronOptimizer):
         self.update_count.add_(applied)
         step = StepInputs(self.update_count, divisor, ~applied)
         for each in self._rounds:
-            for number, alike in each.segments:
-                self._update_segments(alike, step, number)
+            for number, segment in each.segments:
+                self._update_segment(segment, step, number)
             if each.finished is not None:
                 each.finished.mark_updated()
                 if not each.finished.shards_weights:
@@ -293,7 +281,7 @@ class FlatOptimizer(MegatronOptimizer):
         pieces = self._host_stream.each([piece.state for piece in self._host_pieces])
         for on_device, piece in zip(pieces, self._host_pieces, strict=True):
             for number, start, stop in piece.segments:
-                self._update_segments(self._as_segments([on_device.part(start, stop)]), step, number)
+                self._update_segment(on_device.part(start, stop), step, number)
         if self.qk_clip is not None:
             self.qk_clip.clip(self.states, applied, self.config.use_precision_aware_optimizer)
         if self.average is not None:
@@ -305,19 +293,15 @@ class FlatOptimizer(MegatronOptimizer):
         for chunk in self.chunks:
             chunk.start_param_sync()
 
-    def _update_segments(self, alike: FlatSegments | StoredSegments | Muon, step: StepInputs, number: int) -> None:
-        """Updates segments of a parameter group."""
+    def _update_segment(self, segment: StateSegment | Muon, step: StepInputs, number: int) -> None:
+        """Updates a segment of a parameter group, or all those that Muon updates."""
         rate, decay = self.param_groups[number]["lr"], self.param_groups[number]["weight_decay"]
         if not isinstance(rate, Tensor):  # a script has set a number
             rate = torch.full((), rate, dtype=torch.float64, device=self.device)
-        if isinstance(alike, Muon):
-            alike.update(step, rate, decay)
-        elif isinstance(alike, StoredSegments):
-            assert isinstance(self.rule, Adam)
-            update_stored(self.rule, alike, step, rate, decay)
+        if isinstance(segment, Muon):
+            segment.update(step, rate, decay)
         else:
-            for part in with_main_gradients(alike):
-                self.rule.update(part, step, rate, decay)
+            update_segment(self.rule, segment, step, rate, decay, self.config.use_precision_aware_optimizer)
 
     # Queries of the training loop ------------------------------------------------------------------------------------
 

@@ -8,8 +8,7 @@ memory.
 """
 
 import contextlib
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.optimizer.segments import StateSegment
 from megatron.core.optimizer.state_storage import StateTensor
 
 PIECE = 1 << 23
@@ -48,41 +48,6 @@ def in_host_memory(state: StateTensor, pinned: bool) -> StateTensor:
 
 
 @dataclass(frozen=True)
-class StateSegment:
-    """A range of a unit's shard: gradients, the model's weights if they are narrower than the main weights, and the
-    state, which may be in host memory."""
-
-    weights: StateTensor
-    gradient: Tensor
-    moments: Mapping[str, StateTensor]
-    model_weights: Tensor | None
-    has_main_weights: bool
-    """Whether there are main weights. Otherwise `weights` are the model's weights, which stay on the device."""
-
-    def part(self, start: int, stop: int) -> "StateSegment":
-        """Returns the elements [start, stop) in the same memory. `start` is a multiple of SCALE_BLOCK."""
-        return StateSegment(
-            self.weights.part(start, stop),
-            self.gradient[start:stop],
-            {name: moment.part(start, stop) for name, moment in self.moments.items()},
-            None if self.model_weights is None else self.model_weights[start:stop],
-            self.has_main_weights,
-        )
-
-    @property
-    def on_host(self) -> list[StateTensor]:
-        """The tensors of an offloaded segment that are in host memory."""
-        return [*([self.weights] if self.has_main_weights else []), *self.moments.values()]
-
-    def on_device(self, states: Sequence[StateTensor]) -> "StateSegment":
-        """Returns the segment with these tensors in place of `on_host`."""
-        rest = deque(states)
-        weights = rest.popleft() if self.has_main_weights else self.weights
-        moments = dict(zip(self.moments, rest, strict=True))
-        return StateSegment(weights, self.gradient, moments, self.model_weights, self.has_main_weights)
-
-
-@dataclass(frozen=True)
 class HostPiece:
     """A part of a unit's shard that is copied at once."""
 
@@ -111,8 +76,7 @@ class StateStream:
 
     def each(self, pieces: Sequence[StateSegment]) -> Iterator[StateSegment]:
         """Yields each piece with its state on the device. When the next piece is requested, the state is copied back to
-        host memory. The memory on the device is freed after the last piece. Without pieces no stream is used, because a
-        CUDA graph of the update must not wait for a stream outside the graph."""
+        host memory. The memory on the device is freed after the last piece."""
         if not pieces:
             return
         copies = [_DeviceCopy(piece) for piece in pieces]

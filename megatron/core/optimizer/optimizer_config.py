@@ -273,7 +273,7 @@ class OptimizerConfig:
         refuse([*unsupported_values(self), *validate(self)], self)
 
 
-def validate(config: Any) -> Iterator[str]:
+def validate(config: OptimizerConfig) -> Iterator[str]:
     """Yields a problem for each impossible value. `config` has the fields of OptimizerConfig."""
     for name in ("adam_beta1", "adam_beta2", "sgd_momentum", "muon_momentum", "lion_beta1", "lion_beta2"):
         if not 0.0 <= getattr(config, name) < 1.0:

@@ -2,7 +2,7 @@
 attention logits in this step were above a threshold."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +12,20 @@ from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.optimizer.state_storage import WithRemainder, split_float32
 from megatron.core.transformer.attention_logits import AttentionLogits
 
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
 
 class QKClip:
     """Measures the attention logits of a step and clips the weights, by the settings of the model's config."""
 
-    def __init__(self, config: Any, chunks: Sequence[nn.Module], groups: ProcessGroupCollection, device: torch.device):
+    def __init__(
+        self,
+        config: "TransformerConfig",
+        chunks: Sequence[nn.Module],
+        groups: ProcessGroupCollection,
+        device: torch.device,
+    ):
         self.config = config
         self.logits = AttentionLogits(chunks, groups, device)
 
@@ -25,7 +34,7 @@ class QKClip:
         """Returns the measurement if the model's config asks for it, otherwise None."""
         config = getattr(chunks[0], "config", None)
         wanted = getattr(config, "qk_clip", False) or getattr(config, "log_max_attention_logit", False)
-        return cls(config, chunks, groups, device) if wanted else None
+        return None if config is None or not wanted else cls(config, chunks, groups, device)
 
     @staticmethod
     def refuse(chunks: Sequence[nn.Module], optimizer: str) -> None:
@@ -37,7 +46,7 @@ class QKClip:
     @torch.no_grad()
     def clip(self, states: Sequence[Any], applied: Tensor, like_stored: bool) -> None:
         """Scales the rows of the query and key weights in the shards of these `UnitState`s, if `applied`, a bool scalar
-        on the device, is set. `like_stored`: bfloat16 weights are rounded as `update_stored` rounds them."""
+        on the device, is set. `like_stored`: bfloat16 weights are rounded as in `WithRemainder`."""
         if not self.config.qk_clip:
             return
         factors = dict(self.logits.row_factors(self.config.qk_clip_threshold, self.config.qk_clip_alpha))

@@ -1,6 +1,7 @@
-"""The arguments of an update rule: segments of flat buffers, and the inputs of one step."""
+"""The arguments of an update: segments of flat buffers, and the inputs of one step."""
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,30 +11,39 @@ from megatron.core.optimizer.state_storage import StateTensor
 
 
 @dataclass(frozen=True)
-class FlatSegments:
-    """Segments of one parameter group, with equal types and devices. The i-th entries of all lists belong together."""
+class StateSegment:
+    """A range of a unit's shard whose parameters are of one group: gradients, and the state, which may be in host
+    memory."""
 
-    weights: list[Tensor]
-    gradients: list[Tensor]
-    moments: dict[str, list[Tensor]]
-    model_weights: list[Tensor | None]
+    weights: StateTensor
+    gradient: Tensor
+    moments: Mapping[str, StateTensor]
+    model_weights: Tensor | None
     """The weights in the model's narrower type; None if the model computes with `weights` themselves."""
+    has_main_weights: bool
+    """Whether there are main weights. Otherwise `weights` are the model's weights, which stay on the device."""
+
+    def part(self, start: int, stop: int) -> "StateSegment":
+        """Returns the elements [start, stop) in the same memory. `start` is a multiple of SCALE_BLOCK."""
+        return StateSegment(
+            self.weights.part(start, stop),
+            self.gradient[start:stop],
+            {name: moment.part(start, stop) for name, moment in self.moments.items()},
+            None if self.model_weights is None else self.model_weights[start:stop],
+            self.has_main_weights,
+        )
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Type of the weights."""
-        return self.weights[0].dtype
+    def on_host(self) -> list[StateTensor]:
+        """The tensors of an offloaded segment that are in host memory."""
+        return [*([self.weights] if self.has_main_weights else []), *self.moments.values()]
 
-
-@dataclass(frozen=True)
-class StoredSegments:
-    """Segments of one parameter group whose state is stored in narrow types. The lists correspond to those of
-    `FlatSegments`."""
-
-    weights: list[StateTensor]
-    gradients: list[Tensor]
-    moments: dict[str, list[StateTensor]]
-    model_weights: list[Tensor | None]
+    def on_device(self, states: Sequence[StateTensor]) -> "StateSegment":
+        """Returns the segment with these tensors in place of `on_host`."""
+        rest = deque(states)
+        weights = rest.popleft() if self.has_main_weights else self.weights
+        moments = dict(zip(self.moments, rest, strict=True))
+        return StateSegment(weights, self.gradient, moments, self.model_weights, self.has_main_weights)
 
 
 @dataclass(frozen=True)
@@ -46,36 +56,6 @@ class StepInputs:
     """float64: loss scale times clipping; gradients are divided by it."""
     skip: Tensor
     """bool: whether the step must leave weights and moments unchanged."""
-
-
-def plain_segments(
-    segments: FlatSegments, moments: Sequence[str]
-) -> Iterator[tuple[Tensor, Tensor, tuple[Tensor, ...], Tensor | None]]:
-    """Yields weight, gradient, moments and the model's weight of each segment. `moments` names the moments in order."""
-    states = zip(*(segments.moments[name] for name in moments), strict=True)
-    yield from zip(segments.weights, segments.gradients, states, segments.model_weights, strict=True)
-
-
-def with_main_gradients(segments: FlatSegments) -> Iterator[FlatSegments]:
-    """Yields the segments unchanged. If gradients are narrower than the weights, yields the segments one by one with
-    gradients in the type of the weights."""
-    if all(gradient.dtype == segments.dtype for gradient in segments.gradients):
-        yield segments
-        return
-    for place, gradient in enumerate(segments.gradients):
-        yield FlatSegments(
-            [segments.weights[place]],
-            [gradient.to(segments.dtype)],
-            {name: [moments[place]] for name, moments in segments.moments.items()},
-            [segments.model_weights[place]],
-        )
-
-
-def round_into_model(segments: FlatSegments) -> None:
-    """Rounds the weights into the model's weights."""
-    for weight, model_weight in zip(segments.weights, segments.model_weights, strict=True):
-        if model_weight is not None:
-            model_weight.copy_(weight)
 
 
 def replace(skip: Tensor, *pairs: tuple[Tensor, Tensor]) -> None:

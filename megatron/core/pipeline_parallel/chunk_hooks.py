@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -13,9 +13,12 @@ from megatron.core.exceptions import UserError
 from megatron.core.micro_batch import MicroBatch
 from megatron.core.utils.keywords import Keywords
 
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
 
 def no_sync_contexts(
-    chunks: Sequence[nn.Module], config: Any
+    chunks: Sequence[nn.Module], config: "TransformerConfig"
 ) -> list[Callable[[], contextlib.AbstractContextManager[Any]]]:
     """Returns, for each chunk, the context manager that delays its gradient reductions: `config.no_sync_func` (one, or
     a list with one for each chunk), else the wrapper's own `no_sync`, else an empty context. A single hook for several

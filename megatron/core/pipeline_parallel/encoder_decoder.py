@@ -1,12 +1,15 @@
 """Checks a config that divides an encoder and a decoder into pipeline stages."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megatron.core.pipeline_parallel.stages import AUTO, counted_as_layers, decoder_stage, layout_of, num_encoder_layers
 
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
-def encoder_decoder_problems(config: Any) -> Iterator[str]:
+
+def encoder_decoder_problems(config: "TransformerConfig") -> Iterator[str]:
     """Yields a problem for each reason why an encoder and a decoder cannot be divided into pipeline stages."""
     if (config.virtual_pipeline_model_parallel_size or 1) > 1 or config.pipeline_schedule in ("interleaved", "zb-v"):
         several = "{virtual_pipeline_model_parallel_size}"
@@ -54,7 +57,7 @@ def encoder_decoder_problems(config: Any) -> Iterator[str]:
             )
 
 
-def _two_stack_layout_problems(config: Any) -> Iterator[str]:
+def _two_stack_layout_problems(config: "TransformerConfig") -> Iterator[str]:
     complaint = "{pipeline_model_parallel_layout}"
     try:
         stages = layout_of(config)

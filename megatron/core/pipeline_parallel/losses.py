@@ -1,7 +1,7 @@
 """Makes the loss of one micro-batch from the result of a loss function, scaled as a part of the step's loss."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -10,13 +10,16 @@ from megatron.core.communication.collectives import all_reduce
 from megatron.core.exceptions import UserError
 from megatron.core.groups.process_groups_config import ProcessGroupCollection
 
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
 
 class StepLosses:
     """Scales the losses of a step's micro-batches, and collects what the loss function reports."""
 
     def __init__(
         self,
-        config: Any,
+        config: "TransformerConfig",
         groups: ProcessGroupCollection,
         num_microbatches: int,
         collect_non_loss_data: bool,

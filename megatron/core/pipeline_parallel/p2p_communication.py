@@ -8,7 +8,7 @@ import dataclasses
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,9 @@ from megatron.core.communication.collectives import Group, Pending, start_receiv
 from megatron.core.exceptions import UserError
 from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.pipeline_parallel.stages import Pipeline, StatesIn, num_encoder_layers
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 ONE_STATE = StatesIn()
 """One hidden state per token."""
@@ -149,7 +152,7 @@ def _channels(groups: ProcessGroupCollection, pipeline: Pipeline) -> dict[tuple[
 
 
 def message_format_of(
-    config: Any,
+    config: "TransformerConfig",
     groups: ProcessGroupCollection,
     device: torch.device,
     seq_length: int | None,
@@ -181,4 +184,5 @@ def message_format_of(
     first, last = (lengths[name] // parts for name in ("seq_length", next(reversed(lengths))))
     shape = (last, micro_batch_size, config.hidden_size)
     encoder_length = first if num_encoder_layers(config) else 0
+    assert config.pipeline_dtype is not None
     return MessageFormat(shape, config.pipeline_dtype, device, config.variable_seq_lengths, encoder_length)

@@ -1,7 +1,7 @@
 """`get_forward_backward_func` runs the micro-batches of a step. It is the public interface of `orders` and `runner`."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,9 @@ from megatron.core.pipeline_parallel.task import ForwardStep, PipelineTask
 from megatron.core.timers import timed
 from megatron.core.tokens import RngPosition
 from megatron.core.utils.keywords import Keywords
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = None) -> Callable[..., list[Any]]:
@@ -159,7 +162,7 @@ def forward_backward_pipelining_with_interleaving(**arguments: Any) -> list[Any]
     return forward_backward_no_pipelining(**arguments)
 
 
-def pipeline_of_chunks(config: Any, groups: ProcessGroupCollection, chunks: int) -> Pipeline:
+def pipeline_of_chunks(config: "TransformerConfig", groups: ProcessGroupCollection, chunks: int) -> Pipeline:
     """Returns the assignment of stages to the ranks of these groups, with `chunks` model chunks on each rank. Raises
     UserError if the config describes another pipeline."""
     ranks = groups.size("pp")
@@ -176,7 +179,9 @@ def pipeline_of_chunks(config: Any, groups: ProcessGroupCollection, chunks: int)
     return pipeline
 
 
-def schedule_of(config: Any, pipeline: Pipeline, num_microbatches: int, forward_only: bool = False) -> Schedule:
+def schedule_of(
+    config: "TransformerConfig", pipeline: Pipeline, num_microbatches: int, forward_only: bool = False
+) -> Schedule:
     """Returns the schedule that a config asks for."""
     pairs = overlaps_expert_communication(config) and not forward_only
     if pipeline.num_stages == 1:
@@ -197,7 +202,7 @@ def schedule_of(config: Any, pipeline: Pipeline, num_microbatches: int, forward_
 
 def _finalize(
     function: Callable[..., Any],
-    config: Any,
+    config: "TransformerConfig",
     chunks: list[nn.Module],
     runner: Runner,
     pg_collection: ProcessGroupCollection | None,

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megatron.core.declarations.config_fields import refuse
 from megatron.core.declarations.flag_grammars import MOST_LAYERS
@@ -20,6 +20,9 @@ from megatron.core.pipeline_parallel.stages import (
     overlaps_expert_communication,
     pipeline_of,
 )
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ class StageMap(Pipeline):
         return self.stages[self.stage_index(pp_rank, chunk)]
 
 
-def stage_map(config: Any) -> StageMap:
+def stage_map(config: "TransformerConfig") -> StageMap:
     """Returns the stages of the model that a TransformerConfig describes.
 
     Raises UserError, naming fields and values that would work, if the layers cannot be cut as the config says. Raises
@@ -107,7 +110,7 @@ def stage_map(config: Any) -> StageMap:
 # Checks
 
 
-def stage_problems(config: Any) -> Iterator[str]:
+def stage_problems(config: "TransformerConfig") -> Iterator[str]:
     """Yields a problem for each reason why the layers cannot be cut as a TransformerConfig says."""
     if config.pipeline_model_parallel_size < 1 or not 1 <= (config.num_layers or 0) <= MOST_LAYERS:
         return  # reported by other checks
@@ -126,7 +129,7 @@ def stage_problems(config: Any) -> Iterator[str]:
         yield from _uneven_problems(config)
 
 
-def _schedule_problems(config: Any) -> Iterator[str]:
+def _schedule_problems(config: "TransformerConfig") -> Iterator[str]:
     schedule, chunks = config.pipeline_schedule, config.virtual_pipeline_model_parallel_size or 1
     if schedule == "zb-v" and chunks not in (1, 2):
         yield "{pipeline_schedule} has two chunks a rank; leave {virtual_pipeline_model_parallel_size} out"
@@ -147,7 +150,7 @@ def _schedule_problems(config: Any) -> Iterator[str]:
         yield from _pair_problems(config)
 
 
-def _pair_problems(config: Any) -> Iterator[str]:
+def _pair_problems(config: "TransformerConfig") -> Iterator[str]:
     """Forward and backward can take turns only in an interleaved pipeline: there every stage has a forward that does
     not depend on the backward beside it."""
     if config.pipeline_schedule in ("zb-h1", "zb-v"):
@@ -167,7 +170,7 @@ def _pair_problems(config: Any) -> Iterator[str]:
         )
 
 
-def _exclusive_with_layout(config: Any) -> Iterator[str]:
+def _exclusive_with_layout(config: "TransformerConfig") -> Iterator[str]:
     for name in (
         "num_layers_in_first_pipeline_stage",
         "num_layers_in_last_pipeline_stage",
@@ -178,7 +181,7 @@ def _exclusive_with_layout(config: Any) -> Iterator[str]:
             yield f"{{{name}}} does not go with {{pipeline_model_parallel_layout}}, which says all; give one of the two"
 
 
-def _layout_problems(config: Any) -> Iterator[str]:
+def _layout_problems(config: "TransformerConfig") -> Iterator[str]:
     try:
         stages = layout_of(config)
     except ValueError as error:
@@ -205,7 +208,7 @@ def _layout_problems(config: Any) -> Iterator[str]:
     yield from _prediction_problems(config, stages)
 
 
-def _prediction_problems(config: Any, stages: list[str]) -> Iterator[str]:
+def _prediction_problems(config: "TransformerConfig", stages: list[str]) -> Iterator[str]:
     """Multi-token prediction layers must be on one stage, behind all transformer layers."""
     wanted, letters, complaint = config.mtp_num_layers or 0, "".join(stages), "{pipeline_model_parallel_layout}"
     if letters.count("m") != wanted:
@@ -218,7 +221,7 @@ _UNEVEN_CUTS = "{num_layers_in_first_pipeline_stage:name}, {num_layers_in_last_p
 _UNEVEN_CUTS += "{pipeline_model_parallel_layout:name}"
 
 
-def _even_problems(config: Any) -> Iterator[str]:
+def _even_problems(config: "TransformerConfig") -> Iterator[str]:
     stages, extra = pipeline_of(config).num_stages, counted_as_layers(config)
     counted = config.num_layers + extra
     if counted % stages:
@@ -233,7 +236,7 @@ def _even_problems(config: Any) -> Iterator[str]:
         )
 
 
-def _uneven_problems(config: Any) -> Iterator[str]:
+def _uneven_problems(config: "TransformerConfig") -> Iterator[str]:
     if counted_as_layers(config):
         yield (
             "{account_for_embedding_in_pipeline_split:name} and {account_for_loss_in_pipeline_split:name} cut evenly; "

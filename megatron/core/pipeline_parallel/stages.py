@@ -13,9 +13,12 @@ import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.core.declarations.flag_grammars import pipeline_layout
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 AUTO = "auto"
 """Value of `pipeline_model_parallel_layout` that lets `layer_costs.stages_of_auto_layout` choose the stages."""
@@ -66,7 +69,7 @@ class Pipeline:
         return self.locate(self.num_stages - 1)[0]
 
 
-def pipeline_of(config: Any) -> Pipeline:
+def pipeline_of(config: "TransformerConfig") -> Pipeline:
     """Returns how the stages of a config are assigned to ranks."""
     size = config.pipeline_model_parallel_size
     if config.pipeline_schedule == "zb-v" and size > 1:
@@ -76,14 +79,14 @@ def pipeline_of(config: Any) -> Pipeline:
     return Pipeline(size, len(layout) // size if layout is not None else chunks)
 
 
-def virtual_stages(config: Any, layers_per_virtual_stage: int) -> int:
+def virtual_stages(config: "TransformerConfig", layers_per_virtual_stage: int) -> int:
     """Returns the number of chunks on each rank with which every chunk has this many layers: the even share of a rank
     divided by `layers_per_virtual_stage`, rounded up."""
     counted = config.num_layers + counted_as_layers(config)
     return max(1, -(-counted // (config.pipeline_model_parallel_size * layers_per_virtual_stage)))
 
 
-def overlaps_expert_communication(config: Any) -> bool:
+def overlaps_expert_communication(config: "TransformerConfig") -> bool:
     """Whether training runs the forward of one micro-batch and the backward of another in turns: the config asks for it
     and the model has experts, whose communication this hides."""
     asked = getattr(config, "overlap_moe_expert_parallel_comm", False)
@@ -95,7 +98,7 @@ def overlaps_expert_communication(config: Any) -> bool:
 # second E of an encoder-decoder model begins its decoder.
 
 
-def letters_of_stages(config: Any, pipeline: Pipeline) -> list[str]:
+def letters_of_stages(config: "TransformerConfig", pipeline: Pipeline) -> list[str]:
     """Returns the letters of each stage."""
     layout = layout_of(config)
     if layout is not None:
@@ -113,7 +116,7 @@ def letters_of_stages(config: Any, pipeline: Pipeline) -> list[str]:
     return stages
 
 
-def layout_of(config: Any) -> list[str] | None:
+def layout_of(config: "TransformerConfig") -> list[str] | None:
     """Returns the letters of each stage as `pipeline_model_parallel_layout` gives them; None if the number of layers
     decides. Raises ValueError for a layout that cannot be parsed."""
     layout = config.pipeline_model_parallel_layout
@@ -152,7 +155,7 @@ def _even_layers(layers: int, stages: int) -> list[int]:
     return [layers // stages] * stages
 
 
-def decoder_stage(config: Any) -> int | None:
+def decoder_stage(config: "TransformerConfig") -> int | None:
     """Returns the index of the stage on which the decoder of an encoder-decoder model begins; None for other models.
 
     A layout says which stage; otherwise `pipeline_model_parallel_split_rank` does. By default the two stacks have
@@ -171,12 +174,12 @@ def decoder_stage(config: Any) -> int | None:
     return min(size - 1, max(1, round(size * encoder / (encoder + config.num_layers))))
 
 
-def num_encoder_layers(config: Any) -> int:
+def num_encoder_layers(config: "TransformerConfig") -> int:
     """Returns the number of layers of the encoder of an encoder-decoder model; 0 for a model with one stack."""
     return getattr(config, "num_encoder_layers", None) or 0
 
 
-def _layers_of_stages(config: Any, pipeline: Pipeline) -> list[int]:
+def _layers_of_stages(config: "TransformerConfig", pipeline: Pipeline) -> list[int]:
     first, last = config.num_layers_in_first_pipeline_stage, config.num_layers_in_last_pipeline_stage
     if pipeline.num_stages == 1:
         return [config.num_layers]
@@ -193,12 +196,12 @@ def _layers_of_stages(config: Any, pipeline: Pipeline) -> list[int]:
     return [per_rank[pipeline.locate(stage)[0]] // pipeline.chunks for stage in range(pipeline.num_stages)]
 
 
-def counted_as_layers(config: Any) -> int:
+def counted_as_layers(config: "TransformerConfig") -> int:
     """Returns how many of the two, embedding and loss, count as a layer when layers are divided evenly."""
     return config.account_for_embedding_in_pipeline_split + config.account_for_loss_in_pipeline_split
 
 
-def middle_ranks(config: Any) -> int:
+def middle_ranks(config: "TransformerConfig") -> int:
     """Returns the number of ranks whose layer count no flag gives."""
     given = (config.num_layers_in_first_pipeline_stage, config.num_layers_in_last_pipeline_stage)
     return config.pipeline_model_parallel_size - sum(count is not None for count in given)
@@ -208,7 +211,7 @@ def middle_ranks(config: Any) -> int:
 # Questions about stages
 
 
-def prediction_stage(config: Any) -> int | None:
+def prediction_stage(config: "TransformerConfig") -> int | None:
     """Returns the index of the stage with the multi-token prediction layers; None if the model has none."""
     if not config.mtp_num_layers:
         return None
@@ -216,7 +219,7 @@ def prediction_stage(config: Any) -> int | None:
     return next(stage for stage, contents in enumerate(letters) if "m" in contents)
 
 
-def embedding_ranks(config: Any, shared_with_head: bool) -> list[int]:
+def embedding_ranks(config: "TransformerConfig", shared_with_head: bool) -> list[int]:
     """Returns the pipeline ranks that hold the word embedding, ascending: the rank of the first stage, of the stage
     with multi-token prediction, of the decoder's first stage, and, with `shared_with_head`, of the output head."""
     pipeline, predicts = pipeline_of(config), prediction_stage(config)
@@ -225,12 +228,12 @@ def embedding_ranks(config: Any, shared_with_head: bool) -> list[int]:
     return sorted({pipeline.locate(stage)[0] for stage in stages})
 
 
-def encoder_ranks(config: Any) -> list[int]:
+def encoder_ranks(config: "TransformerConfig") -> list[int]:
     """Returns the pipeline ranks with layers of the encoder of an encoder-decoder model, ascending."""
     return list(range(decoder_stage(config) or 1))
 
 
-def decoder_ranks(config: Any) -> list[int]:
+def decoder_ranks(config: "TransformerConfig") -> list[int]:
     """Returns the pipeline ranks with layers of the decoder, ascending: all ranks of a model without encoder."""
     return list(range(decoder_stage(config) or 0, config.pipeline_model_parallel_size))
 
@@ -245,7 +248,7 @@ class StatesIn:
     """Number per token of the encoder. They follow after those of the decoder."""
 
 
-def states_into_stages(config: Any, pipeline: Pipeline) -> tuple[StatesIn, ...]:
+def states_into_stages(config: "TransformerConfig", pipeline: Pipeline) -> tuple[StatesIn, ...]:
     """Returns what each stage receives from the stage before.
 
     This is one hidden state per token, except after the stage with multi-token prediction: there the hidden states of

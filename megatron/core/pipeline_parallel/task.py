@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -10,6 +10,9 @@ from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.pipeline_parallel.p2p_communication import ONE_STATE, PipelineP2P
 from megatron.core.pipeline_parallel.stages import Pipeline, StatesIn
 from megatron.core.tokens import RngPosition
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 ForwardStep = Callable[..., tuple[Tensor, Callable[..., Any] | None]]
 
@@ -24,7 +27,7 @@ class PipelineTask:
     """One for each chunk."""
     chunks: Sequence[nn.Module]
     """This rank's model chunks."""
-    config: Any
+    config: "TransformerConfig"
     """The TransformerConfig of the model."""
     groups: ProcessGroupCollection
     pipeline: Pipeline

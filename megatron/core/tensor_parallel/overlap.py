@@ -15,7 +15,7 @@ Sums over ranks are computed in float32 at least, in the order of ranks, and rou
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,6 +28,9 @@ from megatron.core.declarations.model_parallel_config import ModelParallelConfig
 from megatron.core.exceptions import UserError
 from megatron.core.ops.linear import SequenceShard, product
 from megatron.core.parameters import main_grad_accumulator
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,7 @@ class PendingTotal:
         return total
 
 
-def cuts_products(config: Any) -> bool:
+def cuts_products(config: "TransformerConfig") -> bool:
     """Returns whether the config asks for products in pieces and has several sequence parallel ranks."""
     return bool(config.tp_comm_overlap and config.sequence_parallel and config.tensor_model_parallel_size > 1)
 

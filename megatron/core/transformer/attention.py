@@ -22,7 +22,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.layer_inputs import LayerInputs, as_heads
 from megatron.core.transformer.layer_patterns import has_rope, is_windowed
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.query_key_norms import AllHeadsNorm, L2Norm
+from megatron.core.transformer.query_key_norms import NORMS_OF_HEADS, L2Norm
 from megatron.core.transformer.shared_key_values import SharedKeyValueLinear, separate_heads
 from megatron.core.transformer.spec_utils import Spec, build_module, get_module
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -97,8 +97,8 @@ class SelfAttention(MegatronModule):
         if spec is None or get_module(spec) is IdentityOp:
             return None
         kind = get_module(spec)
-        of_all_heads, wanted = kind is AllHeadsNorm, config.qk_norm_scope == "full"
-        if config.qk_layernorm and of_all_heads != wanted:
+        scope = next((scope for scope, norm in NORMS_OF_HEADS.items() if kind is norm), "head")
+        if config.qk_layernorm and scope != config.qk_norm_scope:
             raise UserError(
                 f"qk_norm_scope is {config.qk_norm_scope}, but the layer spec has {kind.__name__} as norm of queries "
                 f"and keys; give it qk_norm_scope={config.qk_norm_scope!r}"
@@ -108,10 +108,10 @@ class SelfAttention(MegatronModule):
             eps = config.qk_l2_norm_epsilon
             return build_module(spec, config, config.kv_channels, eps) if self.has_rope else None
         assert config.kv_channels is not None
-        size = config.kv_channels * (heads if of_all_heads else 1)
+        size = config.kv_channels * (1 if scope == "head" else heads)
         keywords = {"config": config, "hidden_size": size, "eps": config.layernorm_epsilon}
         norm: nn.Module = build_module(spec, **keywords, offer={"tp_group": tp_group, "backend": self.backend})
-        if group_size(tp_group) > 1 and not of_all_heads:  # each rank norms its own heads
+        if group_size(tp_group) > 1 and scope == "head":  # each rank norms its own heads
             add_partial_gradient_axis("tp", norm)
         return norm
 
@@ -136,7 +136,7 @@ class SelfAttention(MegatronModule):
         """Returns (output [t, h], bias of the output projection that the caller adds) for hidden states [t, h]. Under
         sequence parallelism both hold this rank's tokens; attention is computed for this rank's heads of all tokens."""
         rotation = ((self.is_windowed and inputs.local_rotation) or inputs.rotation) if self.has_rope else None
-        at_once = rotation if self.rotates_projection or self.rotates_normed_heads else None
+        at_once = rotation if self.rotates_normed_heads else None
         query, key, value, gate = self._project(hidden_states, inputs, at_once)
         if rotation is not None and at_once is None:
             query = self.backend.attention.apply_rope(query, rotation)
@@ -174,12 +174,6 @@ class SelfAttention(MegatronModule):
         return query.flatten(2, 3), key, value
 
     @property
-    def rotates_projection(self) -> bool:
-        """Whether heads can be rotated when they are taken from the projection: nothing else changes them before."""
-        normed = (self.q_layernorm or self.k_layernorm) is not None and not self.norms_after_rope
-        return self.backend.attention.split_rotated_heads is not None and self.config.clip_qkv is None and not normed
-
-    @property
     def rotates_normed_heads(self) -> bool:
         """Whether queries and keys can be normed and rotated in one operation."""
         norms = self.q_layernorm, self.k_layernorm
@@ -190,23 +184,18 @@ class SelfAttention(MegatronModule):
         self, hidden_states: Tensor, inputs: LayerInputs, rotation: Rotation | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Returns query [s, b, g, a / g, d], key, value, and the gate [s, b, a * d] of attention's output, if there is
-        one. They are views of the projection unless a norm or clamp changes them, or a rotation is given."""
+        one. They are views of the projection unless a norm or clamp changes them. `rotation`: of normed heads."""
         qkv, _ = self.linear_qkv(hidden_states)
         a, g, d, clip = self.num_heads, self.num_groups, self.head_size, self.config.clip_qkv
         has_gate = self.config.attention_output_gate
         sizes = [a // g, a // g if has_gate else 0, 1, 1]
         heads = as_heads(qkv, inputs.tokens, g).unflatten(-1, (sum(sizes), d))
-        norms_and_rotates = rotation is not None and self.rotates_normed_heads
-        if rotation is None or norms_and_rotates:
-            query, gates, key, value = self.backend.attention.split_heads(heads, sizes)
-        else:
-            assert self.backend.attention.split_rotated_heads is not None
-            query, gates, key, value = self.backend.attention.split_rotated_heads(heads, sizes, rotation)
+        query, gates, key, value = heads.split(sizes, -2)
         key, value = key.squeeze(-2), value.squeeze(-2)
         gate = gates.flatten(2) if has_gate else None
         if clip is not None:
             query, key, value = (heads.clamp(-clip, clip) for heads in (query, key, value))
-        if norms_and_rotates:
+        if rotation is not None:
             query = self.q_layernorm.rotated(query, rotation)  # type: ignore[union-attr, operator]
             key = self.k_layernorm.rotated(key, rotation)  # type: ignore[union-attr, operator]
         elif not self.norms_after_rope:

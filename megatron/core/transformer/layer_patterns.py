@@ -2,9 +2,12 @@
 layer."""
 
 import copy
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from megatron.core.transformer.config.heterogeneous import DescribedLayer, described_layers
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Parts of a layer
@@ -40,7 +43,7 @@ PREDICTION_BORDER = "/"
 """Begins the letters of a depth of multi-token prediction in a `hybrid_layer_pattern`."""
 
 
-def hybrid_letters(config: Any) -> str | None:
+def hybrid_letters(config: "TransformerConfig") -> str | None:
     """Returns the letter of each decoder layer of a hybrid model; None for other models."""
     pattern = config.hybrid_layer_pattern
     return None if pattern is None else pattern.partition(PREDICTION_BORDER)[0].replace(STAGE_BORDER, "")
@@ -51,7 +54,7 @@ def without_stages(pattern: str | None) -> str | None:
     return None if pattern is None else pattern.replace(STAGE_BORDER, "")
 
 
-def prediction_letters(config: Any) -> list[str]:
+def prediction_letters(config: "TransformerConfig") -> list[str]:
     """Returns the letters of each depth of multi-token prediction of a hybrid model, such as `*E`; empty for other
     models."""
     pattern = config.hybrid_layer_pattern
@@ -69,7 +72,7 @@ def parts_of_letters(letters: str) -> LayerParts | None:
     return None
 
 
-def has_mixer(config: Any, mixer: str) -> bool:
+def has_mixer(config: "TransformerConfig", mixer: str) -> bool:
     """Returns whether some layer may have this token mixer, by `experimental_attention_variant` or by its letter."""
     letters = hybrid_letters(config)
     if letters is None:
@@ -78,7 +81,7 @@ def has_mixer(config: Any, mixer: str) -> bool:
     return any(letter in HYBRID_LAYERS and HYBRID_LAYERS[letter].token_mixer == mixer for letter in letters)
 
 
-def has_heads(config: Any) -> bool:
+def has_heads(config: "TransformerConfig") -> bool:
     """Whether some layer has attention heads: all models but hybrid ones without attention."""
     letters = hybrid_letters(config)
     return letters is None or bool({"*", "D"} & set(letters + "".join(prediction_letters(config))))
@@ -109,7 +112,7 @@ def evenly_mixed(num_layers: int, attention_ratio: float, mlp_ratio: float) -> s
     return "".join(rest)
 
 
-def layer_parts(config: Any, layer_number: int) -> LayerParts:
+def layer_parts(config: "TransformerConfig", layer_number: int) -> LayerParts:
     """Returns the parts of a layer (counted from 1). Layers of multi-token prediction have the parts of the decoder's
     last layer; in a hybrid model they have their own letters."""
     letters, predictions = hybrid_letters(config), prediction_letters(config)
@@ -125,13 +128,13 @@ def layer_parts(config: Any, layer_number: int) -> LayerParts:
     return LayerParts(_token_mixer(config, layer_number), "moe" if has_experts(config, layer_number) else "mlp")
 
 
-def described_layer(config: Any, layer_number: int) -> DescribedLayer | None:
+def described_layer(config: "TransformerConfig", layer_number: int) -> DescribedLayer | None:
     """Returns the description of a layer (counted from 1) of a heterogeneous model; None for other models."""
     layers = described_layers(config)
     return None if layers is None else layers[as_decoder_layer(config, layer_number) - 1]
 
 
-def with_sizes_of(config: Any, layer: DescribedLayer | None) -> Any:
+def with_sizes_of(config: "TransformerConfig", layer: DescribedLayer | None) -> Any:
     """Returns the config with the sizes of a described layer; the config itself without a description."""
     if layer is None:
         return config
@@ -141,7 +144,7 @@ def with_sizes_of(config: Any, layer: DescribedLayer | None) -> Any:
     return own
 
 
-def _token_mixer(config: Any, layer_number: int) -> Literal["attention", "gated_delta_net", "dsa"]:
+def _token_mixer(config: "TransformerConfig", layer_number: int) -> Literal["attention", "gated_delta_net", "dsa"]:
     """Returns the token mixer of a layer that has one: dsa in all layers, or gated_delta_net in the layers of
     `linear_attention_freq` (all except every N-th, or those with a 1 in the list)."""
     if config.experimental_attention_variant == "gated_delta_net":
@@ -153,31 +156,31 @@ def _token_mixer(config: Any, layer_number: int) -> Literal["attention", "gated_
 # Patterns
 
 
-def as_decoder_layer(config: Any, layer_number: int) -> int:
+def as_decoder_layer(config: "TransformerConfig", layer_number: int) -> int:
     """Returns the number of the decoder layer whose settings a layer has. Layers of multi-token prediction are numbered
     after the decoder's last layer and have its settings."""
     return min(layer_number, config.num_layers)
 
 
-def is_windowed(config: Any, layer_number: int) -> bool:
+def is_windowed(config: "TransformerConfig", layer_number: int) -> bool:
     """Returns whether a layer (counted from 1) has a window: all layers, or with `window_attn_skip_freq` all except
     every N-th, or those with a 1 in the list."""
     return config.window_size is not None and _holds(config, layer_number, "window_attn_skip_freq")
 
 
-def is_chunked(config: Any, layer_number: int) -> bool:
+def is_chunked(config: "TransformerConfig", layer_number: int) -> bool:
     """Returns whether a layer (counted from 1) attends to chunks. `attention_chunk_skip_freq` selects layers like
     `window_attn_skip_freq` in `is_windowed`."""
     return config.attention_chunk_size is not None and _holds(config, layer_number, "attention_chunk_skip_freq")
 
 
-def has_rope(config: Any, layer_number: int) -> bool:
+def has_rope(config: "TransformerConfig", layer_number: int) -> bool:
     """Returns whether a layer (counted from 1) has rotary positions: with `no_rope_freq` all except every N-th, or
     those with a 0 in the list."""
     return _holds(config, layer_number, "no_rope_freq", entry=0)
 
 
-def _holds(config: Any, layer_number: int, name: str, entry: int = 1) -> bool:
+def _holds(config: "TransformerConfig", layer_number: int, name: str, entry: int = 1) -> bool:
     """Evaluates the pattern of this name. None: all layers; N: all except every N-th; a list: layers with this
     entry."""
     pattern = getattr(config, name)
@@ -189,7 +192,7 @@ def _holds(config: Any, layer_number: int, name: str, entry: int = 1) -> bool:
     return bool(pattern[layer_number - 1]) == bool(entry)
 
 
-def has_experts(config: Any, layer_number: int) -> bool:
+def has_experts(config: "TransformerConfig", layer_number: int) -> bool:
     """Returns whether a layer (counted from 1) has experts instead of one MLP: by `moe_layer_freq` the first layer and
     every N-th from there, or those with a 1 in the list; in a hybrid model those with the letter E."""
     if config.hybrid_layer_pattern is not None:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -131,7 +131,7 @@ class TransformerConfig(
             self.output_layer_init_method = Normal(std / math.sqrt(added))
 
 
-def transformer_problems(config: Any) -> Iterator[str]:
+def transformer_problems(config: TransformerConfig) -> Iterator[str]:
     """Yields a problem for each impossible value, or pair of values, of a transformer.
 
     `config` has the fields of TransformerConfig; the caller checks that the required sizes are given.
@@ -158,7 +158,7 @@ def transformer_problems(config: Any) -> Iterator[str]:
     yield from comm_type_problems(config, has_heads(config))
 
 
-def _split_problems(config: Any) -> Iterator[str]:
+def _split_problems(config: TransformerConfig) -> Iterator[str]:
     """Yields a problem unless tensor parallel ranks get equal numbers of heads and of the MLP's channels. Groups of
     keys and values are divided among the ranks; if there are fewer groups than ranks, equally many ranks hold each."""
     tensor, heads = config.tensor_model_parallel_size, config.num_attention_heads

@@ -74,7 +74,10 @@ class TransformerLayer(MegatronModule):
         self.backend = backend_of_layer(backend or choose_backend(config), config, layer_number, groups)
         norm = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
         offer = {"backend": self.backend}
-        self.input_layernorm = build_module(submodules.input_layernorm, **norm, offer=offer)
+        has_input_norm = config.first_input_norm or layer_number > 1
+        self.input_layernorm = build_module(
+            submodules.input_layernorm if has_input_norm else IdentityOp, **norm, offer=offer
+        )
         self.self_attention = build_module(
             submodules.self_attention, config=config, layer_number=layer_number, pg_collection=groups, offer=offer
         )

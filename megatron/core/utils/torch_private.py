@@ -27,7 +27,6 @@ foreach_copy_ = torch._foreach_copy_
 """Copies each tensor of a list to that of another list."""
 foreach_norm = torch._foreach_norm
 """Norms of a list of tensors."""
-foreach_mul_ = torch._foreach_mul_
 """Multiplies each tensor of a list in place."""
 foreach_zero_ = torch._foreach_zero_
 fused_adam_ = torch._fused_adam_

@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron.core.exceptions import UserError
 from megatron.core.utils.files import open_atomically, write_atomically
-from megatron.data.cleaning.dedup_config import DedupConfig
+from megatron.data.cleaning.config import DedupConfig
 from megatron.data.cleaning.near_duplicates import Bands, band_keys, choose_bands, decide, find_buckets
 from megatron.data.cleaning.rows import Block, count_lines, divide, read_rows, source_of, text_of, write_plain_lines
 from megatron.data.cleaning.running import REPORT, check_apart, finished_report, publish, run_tasks, working_folder

@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron.core.exceptions import UserError
 from megatron.core.utils.files import open_atomically, parse_json, write_atomically
-from megatron.data.cleaning.filter_config import FilterConfig
+from megatron.data.cleaning.config import FilterConfig
 from megatron.data.cleaning.quality import c4, compile_blocklist, gopher_quality, gopher_repetition, lengths
 from megatron.data.cleaning.rows import Block, count_lines, divide, read_rows, source_of, write_plain_lines
 from megatron.data.cleaning.running import REPORT, check_apart, finished_report, publish, run_tasks, working_folder

@@ -9,8 +9,8 @@ from megatron.core.exceptions import UserError
 from megatron.core.utils.files import open_atomically
 from megatron.data.preparation.blocks import LineReader
 from megatron.data.preparation.inputs import InputFile
+from megatron.data.preparation.json_lines import BadLine, texts_of_line
 from megatron.data.preparation.readers import open_groups
-from megatron.data.preparation.records import BadLine, texts_of_line
 
 LONGEST_LINE = 256 << 20
 """Bytes of the longest line that is accepted."""

@@ -158,7 +158,13 @@ class GPTDataset(MegatronDataset):
         )
 
     @classmethod
-    def is_empty(cls, low_level_dataset: Any, indices: Sequence[int] | np.ndarray, config: Any, split: Split) -> bool:
+    def is_empty(
+        cls,
+        low_level_dataset: Any,
+        indices: Sequence[int] | np.ndarray,
+        config: BlendedMegatronDatasetConfig,
+        split: Split,
+    ) -> bool:
         """Whether these sequences contain no tokens."""
         return _count_tokens(low_level_dataset, indices) == 0
 

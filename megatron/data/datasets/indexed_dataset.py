@@ -6,7 +6,7 @@ import shutil
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, overload
+from typing import Any, BinaryIO, Protocol, overload
 
 import numpy as np
 import torch
@@ -24,6 +24,12 @@ __all__ = ["DType", "IndexedDataset", "IndexedDatasetBuilder", "get_bin_path", "
 _CHECKED_AT_ONCE = 1 << 18
 _DIGEST_BLOCKS = 64
 _DIGEST_BLOCK_BYTES = 4096
+
+
+class IndexCache(Protocol):
+    """Megatron-LM's ObjectStorageConfig: where copies of index files are kept."""
+
+    path_to_idx_cache: str
 
 
 class IndexedDataset(torch.utils.data.Dataset):
@@ -52,8 +58,8 @@ class IndexedDataset(torch.utils.data.Dataset):
         path_prefix: str,
         multimodal: bool = False,
         mmap: bool = True,
-        object_storage_config: Any = None,
-        s3_config: Any = None,
+        object_storage_config: str | os.PathLike[str] | IndexCache | None = None,
+        s3_config: str | os.PathLike[str] | IndexCache | None = None,
         fast_cache_load: bool = False,
         sequences_per_dataset: tuple[int, int] | None = None,
         dtype_code: int | None = None,
@@ -69,7 +75,7 @@ class IndexedDataset(torch.utils.data.Dataset):
         path_prefix: str,
         multimodal: bool,
         mmap: bool,
-        object_storage_config: Any = None,
+        object_storage_config: str | os.PathLike[str] | IndexCache | None = None,
         fast_cache_load: bool = False,
         sequences_per_dataset: tuple[int, int] | None = None,
         dtype_code: int | None = None,
@@ -78,7 +84,10 @@ class IndexedDataset(torch.utils.data.Dataset):
         self.path_prefix = path_prefix
         self.multimodal = multimodal
         self.mmap = mmap
-        self._storage = getattr(object_storage_config, "path_to_idx_cache", object_storage_config)
+        storage = object_storage_config
+        self._storage = (
+            storage if storage is None or isinstance(storage, str | os.PathLike) else storage.path_to_idx_cache
+        )
         self._idx_path = get_idx_path(path_prefix)
         if is_url(path_prefix) and self._storage is not None:
             self._idx_path = local_copy(self._idx_path, self._storage)

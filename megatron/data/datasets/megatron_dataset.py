@@ -132,7 +132,13 @@ class MegatronDataset(ABC, torch.utils.data.Dataset):
         return get_idx_path(prefix), get_bin_path(prefix)
 
     @classmethod
-    def is_empty(cls, low_level_dataset: Any, indices: Sequence[int] | np.ndarray, config: Any, split: Split) -> bool:
+    def is_empty(
+        cls,
+        low_level_dataset: Any,
+        indices: Sequence[int] | np.ndarray,
+        config: BlendedMegatronDatasetConfig,
+        split: Split,
+    ) -> bool:
         """Whether a split of these elements contains no samples, even if it is repeated."""
         return len(indices) == 0
 

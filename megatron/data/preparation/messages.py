@@ -9,7 +9,7 @@ from typing import Any, Literal
 from numpy.typing import DTypeLike
 
 from megatron.data.preparation.blocks import Plan
-from megatron.data.preparation.records import Fault
+from megatron.data.preparation.json_lines import Fault
 from megatron.data.preparation.sentences import SentenceSplitter
 from megatron.data.preparation.shards import Checksums, StreamCounts, StreamName
 from megatron.data.tokenizer.base import Tokenizer

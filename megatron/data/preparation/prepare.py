@@ -21,13 +21,13 @@ from megatron.core.exceptions import UserError
 from megatron.core.utils.files import sha256_of_file, sync_directory
 from megatron.data.datasets.index_format import DType, get_bin_path, get_idx_path
 from megatron.data.preparation.blocks import plan_blocks
-from megatron.data.preparation.columns import resolve_keys
 from megatron.data.preparation.config import PreparationConfig
 from megatron.data.preparation.inputs import find_inputs
 from megatron.data.preparation.manifest import DataManifest, FileRecord, TokenizerRecord, get_manifest_path
 from megatron.data.preparation.merging import ShardMerger
 from megatron.data.preparation.messages import BlockReport, Failure, FileEnd, Job, Message, Shared, block_number
 from megatron.data.preparation.progress import Counts, ProgressDisplay
+from megatron.data.preparation.readers import resolve_keys
 from megatron.data.preparation.resuming import Journal, identity_of, lock_folder
 from megatron.data.preparation.sentences import build_splitter
 from megatron.data.preparation.worker import ENDING_SIGNALS, run_worker

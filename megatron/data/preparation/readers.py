@@ -1,10 +1,12 @@
-"""The reader of each kind of input file."""
+"""The reader of each kind of input file, and which column is read if the user names none."""
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
 from megatron.data.preparation.arrow import ArrowReader, read_arrow_schema
+from megatron.data.preparation.blocks import LineReader
 from megatron.data.preparation.inputs import InputFile
 from megatron.data.preparation.parquet import ParquetReader, read_parquet_schema
 from megatron.data.preparation.text_files import TextReader
@@ -33,3 +35,31 @@ def open_groups(
     if file.kind == "text":
         return TextReader(file.path, keys, longest, separator)
     return (ArrowReader if file.kind == "arrow" else ParquetReader)(file.path, keys, longest, all_columns)
+
+
+_DEFAULT, _OTHER = "text", "content"
+_LONGEST = 256 << 20
+
+
+def resolve_keys(keys: Sequence[str], files: Sequence[InputFile], warn: Callable[[str], None]) -> list[str]:
+    """Returns the keys to read. Looks at the first row of the first file if `keys` is the default. `warn` gets a line
+    if another column is taken."""
+    if list(keys) != [_DEFAULT] or not files or files[0].kind == "text":
+        return list(keys)
+    names, texts = string_columns(files[0]) if files[0].has_groups else _columns_of_lines(files[0])
+    if _DEFAULT in names or texts != [_OTHER]:
+        return list(keys)
+    warn(f"--json-keys: {files[0].path} has no key {_DEFAULT!r}; {_OTHER!r}, its only one with texts, is read")
+    return [_OTHER]
+
+
+def _columns_of_lines(file: InputFile) -> tuple[list[str], list[str]]:
+    with LineReader(file, _LONGEST) as lines:
+        first = next((line for line in lines.lines_before(file.size + _LONGEST) if line is None or line.strip()), None)
+    try:
+        record = json.loads(first or b"null")
+    except (ValueError, RecursionError):
+        return [], []
+    if not isinstance(record, dict):
+        return [], []
+    return list(record), [name for name, value in record.items() if isinstance(value, str)]

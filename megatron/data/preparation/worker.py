@@ -11,9 +11,9 @@ from megatron.core.exceptions import UserError
 from megatron.data.preparation.batches import DocumentBatch
 from megatron.data.preparation.blocks import LineReader, WorkItem
 from megatron.data.preparation.inputs import InputFile
+from megatron.data.preparation.json_lines import BadLine, texts_of_line
 from megatron.data.preparation.messages import BlockReport, Failure, FileEnd, Job, LineFault, Shared, block_number
 from megatron.data.preparation.readers import GroupReader, open_groups
-from megatron.data.preparation.records import BadLine, texts_of_line
 from megatron.data.preparation.shards import ShardPaths, StreamName, StreamWriter
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)

@@ -1,4 +1,5 @@
-"""The fast path for each tokenizer.json that is byte-level BPE: compiled kernels instead of the library."""
+"""The fast path for each tokenizer.json that is byte-level BPE: compiled kernels instead of the library, several times
+as fast. They merge by the merges file. tiktoken's way gives other ids where a prefix of a merge cannot be reached."""
 
 import re
 from collections.abc import Mapping, Sequence

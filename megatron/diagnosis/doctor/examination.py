@@ -27,7 +27,7 @@ from megatron.diagnosis.doctor.gpu_record import write_record
 from megatron.diagnosis.doctor.machine import examine_limits, examine_network, examine_storage
 from megatron.diagnosis.doctor.measurement import Rates, measure_collectives, measure_links, measure_rank
 from megatron.diagnosis.doctor.software import examine_software
-from megatron.training.config.host_ranks import ranks_of_host
+from megatron.training.config.settings import ranks_of_host
 from megatron.training.launch.launcher_variables import take_ranks_of_launcher
 from megatron.training.launch.process_state import machine_name
 

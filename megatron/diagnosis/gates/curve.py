@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from megatron.training.logging.jsonl import MetricsHistory
+from megatron.training.log.jsonl import MetricsHistory
 
 _NORMAL = 1.4826
 """Standard deviation of a normal distribution over its median absolute deviation."""

@@ -10,7 +10,7 @@ from megatron.core.dist_checkpointing.checkpoint_selection import find_checkpoin
 from megatron.core.exceptions import UserError
 from megatron.training.checkpoint_checks import command_line_in
 from megatron.training.config.recorded_flags import read_recorded
-from megatron.training.logging.jsonl import MetricsHistory, read_metrics
+from megatron.training.log.jsonl import MetricsHistory, read_metrics
 
 
 @dataclass(frozen=True)

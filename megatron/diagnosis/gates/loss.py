@@ -13,7 +13,7 @@ from megatron.diagnosis.gates.loss_curve import judge_loss
 from megatron.diagnosis.gates.unigram import DataFacts, facts_of_flags
 from megatron.diagnosis.gates.user_run import UserRun, run_part
 from megatron.diagnosis.gates.verdict import Outcome, Verdict
-from megatron.training.logging.plot import plot_metrics
+from megatron.training.log.plot import plot_metrics
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from itertools import groupby
 import numpy as np
 
 from megatron.diagnosis.gates.verdict import Figure, Outcome, Verdict
-from megatron.training.logging.jsonl import MetricsHistory
+from megatron.training.log.jsonl import MetricsHistory
 
 FEWEST_STEPS = 5
 """Steps after the warm-up that a verdict needs."""

@@ -12,7 +12,7 @@ from typing import Any
 from megatron.core.exceptions import UserError
 from megatron.training.config.command_line import read_command_line, split_words
 from megatron.training.config.flag_table import Flag, flags_by_spelling
-from megatron.training.logging.jsonl import MetricsHistory, read_metrics
+from megatron.training.log.jsonl import MetricsHistory, read_metrics
 
 _ROOT = Path(__file__).resolve().parents[3]
 """Folder of the package, for a run in another folder."""

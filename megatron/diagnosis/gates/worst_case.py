@@ -21,9 +21,12 @@ from torch import Tensor, nn
 
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay
-from megatron.training import pretraining
+from megatron.training import loop
+from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.hooks.hook import Hook, Hooks
-from megatron.training.logging.memory import memory_report
+from megatron.training.launch.environment import Environment
+from megatron.training.log.memory import memory_report
+from megatron.training.providers import Providers
 from megatron.training.trainer import Trainer
 
 
@@ -120,9 +123,9 @@ def _outside(device: torch.device, reserved: int | None) -> int:
 def main(folder: Path, uneven: bool) -> None:
     """Runs the script that sys.argv names, under the worst case."""
     found: list[torch.device] = []
-    original = pretraining.set_up
+    original = loop.set_up
 
-    def set_up(config: Any, providers: Any, environment: Any, *rest: Any) -> Trainer:
+    def set_up(config: PretrainConfig, providers: Providers, environment: Environment, *rest: Any) -> Trainer:
         found.append(environment.device)
         build = providers.build_datasets
 
@@ -135,7 +138,7 @@ def main(folder: Path, uneven: bool) -> None:
         return trainer
 
     # The script builds its run itself, so this is the one place where all parts of the run are at hand.
-    pretraining.set_up = set_up  # type: ignore[assignment]
+    loop.set_up = set_up  # type: ignore[assignment]
     sys.path.insert(0, str(Path(sys.argv[0]).parent))
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")

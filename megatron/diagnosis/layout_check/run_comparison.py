@@ -26,7 +26,7 @@ from megatron.training.checkpoint_checks import command_line_in
 from megatron.training.config.command_line import split_words
 from megatron.training.config.flag_table import flags_by_spelling
 from megatron.training.config.recorded_flags import check_spec, recorded_flags
-from megatron.training.logging.jsonl import MetricsHistory
+from megatron.training.log.jsonl import MetricsHistory
 
 _COMPARED = ("lm loss", "grad norm", "params norm", "learning rate", "loss scale", "global batch size")
 """Values of a step that are compared first; all other losses follow."""

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, UntypedStorage
@@ -10,6 +11,16 @@ from megatron.core.utils.torch_private import TorchDispatchMode, tree_leaves
 
 GRANULE = 512
 """torch's allocator on a GPU gives out multiples of this many bytes."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """A part of a forward or backward."""
+
+    live: int
+    """Bytes that exist at its end."""
+    peak: int
+    """The most during it."""
 
 
 class Allocations(TorchDispatchMode):
@@ -25,11 +36,18 @@ class Allocations(TorchDispatchMode):
         self.live = 0
         """Bytes that exist now."""
         self.peak = 0
-        """The largest value of `live` since `start_peak`."""
+        """The largest value of `live` since `start` or `end_span`."""
+        self.spans: list[Span] = []
+        """The parts since `start`."""
         self._seen: weakref.WeakKeyDictionary[UntypedStorage, None] = weakref.WeakKeyDictionary()
 
-    def start_peak(self) -> None:
-        """Forgets the largest value so far."""
+    def start(self) -> None:
+        """Forgets the largest value so far, and the spans."""
+        self.peak, self.spans = self.live, []
+
+    def end_span(self) -> None:
+        """Notes a span that began at the end of the one before."""
+        self.spans.append(Span(self.live, self.peak))
         self.peak = self.live
 
     def leave_out(self, tensors: Iterable[Tensor]) -> None:

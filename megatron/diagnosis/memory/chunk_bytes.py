@@ -1,7 +1,7 @@
 """The bytes that one micro-batch takes in one model chunk, from a forward and a backward on the meta device."""
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,8 @@ from megatron.core.pipeline_parallel.interleaving import MicroBatchTurn
 from megatron.core.pipeline_parallel.losses import StepLosses
 from megatron.core.pipeline_parallel.stage_map import StageModules
 from megatron.core.pipeline_parallel.stages import StatesIn, pipeline_of, states_into_stages
-from megatron.diagnosis.memory.allocations import Allocations
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.diagnosis.memory.allocations import Allocations, Span
 from megatron.diagnosis.memory.micro_batches import ShapeOnlyData
 from megatron.training.providers import Context, ForwardStep
 
@@ -48,6 +49,19 @@ class ChunkBytes:
     """The part of `kept` that the head and the loss made: logits, mostly."""
 
 
+@dataclass(frozen=True)
+class CountedChunk:
+    """The bytes of a chunk, and how they come about."""
+
+    total: ChunkBytes
+    forward: Sequence[Span]
+    """What is before the layers, then each unit (`layers_at_once` layers); the last one includes what is behind."""
+    backward: Sequence[Span]
+    """Each unit, from the last to the first, then what is before the layers; the first one includes the loss."""
+    defers: bool
+    """Whether the products of weight gradients are deferred."""
+
+
 class ChunkCounter:
     """Counts micro-batches of chunks of one run. Call it inside `as_on_gpu`."""
 
@@ -58,7 +72,7 @@ class ChunkCounter:
         self._scale = self._losses.auxiliary_scale(torch.device("meta"))
         self._states_in = states_into_stages(transformer, pipeline_of(transformer))
 
-    def count(self, chunk: nn.Module, stage: StageModules, defers: bool = False) -> ChunkBytes:
+    def count(self, chunk: nn.Module, stage: StageModules, defers: bool = False) -> CountedChunk:
         """Returns the bytes of a micro-batch. `defers`: the schedule defers the products of weight gradients. The
         chunk's parameters are on the meta device."""
         parameters = list(chunk.parameters())
@@ -68,18 +82,19 @@ class ChunkCounter:
         hidden_in = self._hidden_in(stage)
         allocations, delays = Allocations(), self._delays
         allocations.leave_out([*parameters, *gradients, *chunk.buffers(), *_of(hidden_in)])
-        with allocations, _start_of_head(chunk, allocations) as before_head:
+        with allocations, _start_of_head(chunk, allocations) as before_head, _spans_of_units(chunk, allocations):
             self._forward(chunk, stage, hidden_in, None)  # fills caches: rotary angles, weights in fp8
             first = allocations.live
-            allocations.start_peak()
+            allocations.start()
             turn = MicroBatchTurn() if delays else None
             result: Any = self._forward(chunk, stage, hidden_in, turn)
-            forward_peak, out, gradient = allocations.peak, 0, None
+            allocations.end_span()
+            forward, out, gradient = allocations.spans, 0, None
             if not stage.loss:
                 out, gradient = result.untyped_storage().nbytes(), torch.empty_like(result)
                 result = torch.autograd.graph.get_gradient_edge(result)
             kept = allocations.live - out
-            allocations.start_peak()
+            allocations.start()
             with contextlib.ExitStack() as stack:
                 if defers:
                     stack.enter_context(queue.defer(0))
@@ -89,20 +104,22 @@ class ChunkCounter:
             del result, gradient
             for tensor in _of(hidden_in):
                 tensor.grad = None
-            backward_peak, deferred = allocations.peak, allocations.live
-            allocations.start_peak()
+            allocations.end_span()
+            backward, deferred = allocations.spans, allocations.live
+            allocations.start()
             if defers:
                 queue.compute(0)
-        return ChunkBytes(
-            forward_peak=forward_peak - first,
+        total = ChunkBytes(
+            forward_peak=max(span.peak for span in forward) - first,
             kept=kept - first,
-            backward_peak=backward_peak - first,
+            backward_peak=max(span.peak for span in backward) - first,
             deferred=deferred - first,
             deferred_peak=allocations.peak - first,
             message_in=sum(tensor.untyped_storage().nbytes() for tensor in _of(hidden_in)),
             message_out=out,
             head=kept - before_head[-1] if stage.loss and before_head else 0,
         )
+        return CountedChunk(total, _above(first, forward), _above(first, backward), defers)
 
     @property
     def _delays(self) -> bool:
@@ -151,6 +168,41 @@ def _start_of_head(chunk: nn.Module, allocations: Allocations) -> Iterator[list[
         yield live
     finally:
         hook.remove()
+
+
+def only_block(chunk: nn.Module) -> TransformerBlock | None:
+    """Returns the stack of layers of a chunk; None if there are several or none."""
+    blocks = [module for module in chunk.modules() if isinstance(module, TransformerBlock)]
+    return blocks[0] if len(blocks) == 1 else None
+
+
+@contextlib.contextmanager
+def _spans_of_units(chunk: nn.Module, allocations: Allocations) -> Iterator[None]:
+    """Inside the context, ends a span before each unit's forward and behind its backward, if there is one stack."""
+    block = only_block(chunk)
+    if block is None:
+        yield
+        return
+    run, is_own = block.run_layers, "run_layers" in vars(block)
+
+    def noted(layers: Iterable[nn.Module], hidden: Tensor, inputs: Any) -> Tensor:
+        allocations.end_span()
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: allocations.end_span())
+        return run(layers, hidden, inputs)
+
+    block.run_layers = noted  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        if is_own:
+            block.run_layers = run  # type: ignore[method-assign]
+        else:
+            del block.run_layers
+
+
+def _above(first: int, spans: Iterable[Span]) -> list[Span]:
+    return [Span(span.live - first, span.peak - first) for span in spans]
 
 
 def _of(tensor: Tensor | None) -> list[Tensor]:

@@ -7,8 +7,7 @@ import torch
 from megatron.core.tokens import RngPosition
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.batch import Batch, BatchRecord
-from megatron.training.data.bert_data import BertBatch
-from megatron.training.data.t5_data import T5Batch
+from megatron.training.data.masked_data import BertBatch, T5Batch
 
 TOKENS_OF_DOCUMENT = 1024
 """Assumed mean length of a packed document. Only the boundaries depend on it, a few kilobytes."""

@@ -163,6 +163,7 @@ class _Peaks:
         batches = BatchSchedule.from_config(config.training, config.grid.data, length)
         self.imbalance = imbalance_of(config) if imbalance is None else imbalance
         self.num_microbatches = batches.final_num_microbatches
+        self._chunks: dict[Any, ChunkBytes] = {}
 
     def all(self, pipeline_ranks: Collection[int] | None = None) -> Iterator[RankPeak]:
         """Yields the peak of each pipeline rank, or of some."""
@@ -200,11 +201,10 @@ class _Peaks:
                 built.context, self.providers.build_forward_step(built.context), self.num_microbatches
             )
             with as_on_gpu(self._counts_on_host(built)):
-                chunks = [
-                    self._count_chunk(counter, chunk, part, defers)
-                    for chunk, part in zip(built.chunks, parts, strict=True)
-                ]
-        return memory, chunks
+                for chunk, part in zip(built.chunks, parts, strict=True):
+                    if self._kind(part) not in self._chunks:
+                        self._chunks[self._kind(part)] = self._count_chunk(counter, chunk, part, defers)
+        return memory, [self._chunks[self._kind(part)] for part in parts]
 
     def _count_chunk(self, counter: ChunkCounter, chunk: nn.Module, stage: StageModules, defers: bool) -> ChunkBytes:
         transformer = self.config.transformer

@@ -1,20 +1,15 @@
-"""Stacks of many layers, counted from a few: bytes grow linearly with the repetitions of a period of layers."""
+"""Stacks of many layers, counted from a few: layers of one kind take the same bytes."""
 
 import contextlib
 import dataclasses
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
 from megatron.core.transformer.layer_patterns import described_layer, has_rope, is_chunked, is_windowed, layer_parts
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.diagnosis.memory.chunk_bytes import ChunkBytes
-
-_COUNTED = 2, 3
-"""Repetitions of the period that are counted. From the first to the second, the growth is that of every further one."""
+from megatron.diagnosis.memory.chunk_bytes import ChunkBytes, CountedChunk, only_block
 
 
 def layer_kind(config: TransformerConfig, number: int) -> Hashable:
@@ -25,69 +20,55 @@ def layer_kind(config: TransformerConfig, number: int) -> Hashable:
     return layer_parts(config, number), described_layer(config, number), *patterns, in_bf16
 
 
-@dataclass(frozen=True)
-class Period:
-    """How a sequence repeats: `before` entries, `repetitions` times a period of `length`, and its beginning again."""
-
-    before: int
-    length: int
-    repetitions: int
-
-    def of_length(self, entries: Sequence[Any], repetitions: int) -> list[Any]:
-        """Returns the entries with another number of repetitions."""
-        cut = (self.repetitions - repetitions) * self.length
-        first = self.before + repetitions * self.length
-        return [*entries[:first], *entries[first + cut :]]
+def chosen_units(kinds: Sequence[Hashable]) -> list[int]:
+    """Returns the places of the first and the last two of each kind. A peak is in one of them: others of their kind
+    have fewer bytes before them."""
+    places: dict[Hashable, list[int]] = {}
+    for place, kind in enumerate(kinds):
+        places.setdefault(kind, []).append(place)
+    return sorted({place for found in places.values() for place in (found[0], *found[-2:])})
 
 
-def find_period(kinds: Sequence[Hashable], at_once: int = 1) -> Period | None:
-    """Returns the period with which fewest entries have to be counted; None if that are all of them. Its length is a
-    multiple of `at_once`, and so are the entries before it."""
-    most, best = len(kinds), None
-    for length in range(at_once, len(kinds) // (_COUNTED[1] + 1) + 1, at_once):
-        before = _unlike(kinds, length)
-        before = -(-before // at_once) * at_once
-        repetitions, rest = divmod(len(kinds) - before, length)
-        counted = before + _COUNTED[1] * length + rest
-        if repetitions > _COUNTED[1] and counted < most:
-            most, best = counted, Period(before, length, repetitions)
-    return best
-
-
-def _unlike(kinds: Sequence[Hashable], length: int) -> int:
-    """Returns the number of entries before the part that repeats with a period of this length."""
-    first = len(kinds) - length
-    while first > 0 and kinds[first - 1] == kinds[first - 1 + length]:
-        first -= 1
-    return first
-
-
-def count_repeated(chunk: nn.Module, config: TransformerConfig, count: Callable[[], ChunkBytes]) -> ChunkBytes:
-    """Returns the result of `count`, which computes a micro-batch of the chunk, from counts with fewer layers."""
-    blocks = [module for module in chunk.modules() if isinstance(module, TransformerBlock)]
-    if len(blocks) != 1 or config.fine_grained_activation_offloading or config.cpu_offloading_num_layers:
-        return count()
-    (block,) = blocks
+def count_repeated(chunk: nn.Module, config: TransformerConfig, count: Callable[[], CountedChunk]) -> ChunkBytes:
+    """Returns the bytes of a micro-batch of the chunk. `count` computes one, here with few layers of each kind."""
+    block = only_block(chunk)
+    if block is None or config.fine_grained_activation_offloading or config.cpu_offloading_num_layers:
+        return count().total
+    step, layers = block.layers_at_once, list(block.layers)
+    units = [layers[first : first + step] for first in range(0, len(layers), step)]
     recomputed = config.recompute_num_layers or 0 if config.recompute_method == "block" else 0
-    kinds = [
-        (layer_kind(config, layer.layer_number), place < recomputed)  # type: ignore[arg-type]
-        for place, layer in enumerate(block.layers)
+    kinds = [  # all those that are recomputed by their place stay
+        (place if place < recomputed else None, *(layer_kind(config, layer.layer_number) for layer in unit))  # type: ignore[arg-type]
+        for place, unit in enumerate(units)
     ]
-    period = find_period(kinds, block.layers_at_once)
-    if period is None:
-        return count()
-    few, more = (_counted(block, period, repetitions, count) for repetitions in _COUNTED)
-    further = period.repetitions - _COUNTED[0]
-    grown = {
-        field.name: getattr(few, field.name) + further * (getattr(more, field.name) - getattr(few, field.name))
-        for field in dataclasses.fields(few)
-    }
-    return ChunkBytes(**grown)
+    chosen = chosen_units(kinds)
+    with _with_layers(block, [layer for place in chosen for layer in units[place]]):
+        counted = count()
+    if len(chosen) == len(units):
+        return counted.total
+    return _with_all(counted, kinds, chosen) if len(counted.backward) > len(chosen) else count().total  # frozen ones
 
 
-def _counted(block: TransformerBlock, period: Period, repetitions: int, count: Callable[[], ChunkBytes]) -> ChunkBytes:
-    with _with_layers(block, period.of_length(list(block.layers), repetitions)):
-        return count()
+def _with_all(counted: CountedChunk, kinds: Sequence[Hashable], chosen: Sequence[int]) -> ChunkBytes:
+    """Returns the bytes with units of all these kinds from a count with the chosen ones."""
+    total, forward, backward = counted.total, counted.forward, counted.backward[::-1]
+    kept: dict[Hashable, int] = {}
+    deferred: dict[Hashable, int] = {}
+    for index, place in enumerate(chosen[:-1]):
+        kept[kinds[place]] = forward[index + 1].live - forward[index].live
+        further = kept[kinds[place]] + backward[index + 1].live - backward[index + 2].live
+        deferred[kinds[place]] = further if counted.defers else 0
+    left_out = sorted(set(range(len(kinds))) - set(chosen))
+    before = [0, *(sum(kept[kinds[place]] for place in left_out if place < other) for other in chosen)]
+    behind = [sum(deferred[kinds[place]] for place in left_out if place > other) for other in (-1, *chosen)]
+    return dataclasses.replace(
+        total,
+        forward_peak=max(span.peak + more for span, more in zip(forward, before, strict=True)),
+        kept=total.kept + before[-1],
+        backward_peak=max(span.peak + more + later for span, more, later in zip(backward, before, behind, strict=True)),
+        deferred=total.deferred + behind[0],
+        deferred_peak=total.deferred_peak + behind[0],
+    )
 
 
 @contextlib.contextmanager

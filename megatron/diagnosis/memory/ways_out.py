@@ -45,8 +45,11 @@ class _Candidate:
 def ways_out(config: PretrainConfig, peak_of: PeakOf, least: int = 0) -> list[WayOut]:
     """Returns the three cheapest ways that save at least `least` bytes; if there are fewer, other ways follow, those
     that save most first. `peak_of` computes the peak of a changed config."""
-    before, found = peak_of(config), []
-    for candidate in _candidates(config):
+    before, found = peak_of(config), list[WayOut]()
+    for candidate in sorted(_candidates(config), key=lambda candidate: candidate.price):
+        prices = [way.price for way in found if way.saved >= least]
+        if len(prices) >= 3 and candidate.price > prices[2]:
+            break  # each further one costs more
         try:
             saved = before - peak_of(_changed(config, candidate.changes))
         except UserError:  # the changed config is impossible

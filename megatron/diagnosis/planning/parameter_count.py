@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.declarations.flag_grammars import layer_pattern
+from megatron.training.config.model import ACTIVATIONS
 
 Flags = Mapping[str, Any]
 """Values of model flags by field, such as {"num_layers": 32, "swiglu": True}; others have their defaults."""
 
-_GATED = ("swiglu", "geglu", "quick_geglu")
+GATED = tuple(name for name, activation in ACTIVATIONS.items() if activation.gated)
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,8 @@ def expert_layers(flags: Flags) -> int:
 def _norm(flags: Flags, width: int) -> int:
     if not flags.get("norm_affine", True):
         return 0
-    return width if flags.get("normalization", "LayerNorm") == "RMSNorm" else 2 * width
+    has_bias = flags.get("normalization", "LayerNorm") == "LayerNorm" and flags.get("norm_bias", True)
+    return 2 * width if has_bias else width
 
 
 def _attention(flags: Flags, biases: bool) -> int:
@@ -115,7 +117,7 @@ def _attention(flags: Flags, biases: bool) -> int:
     if flags.get("softmax_type") == "learnable":
         count += heads
     if flags.get("qk_layernorm"):
-        whole = flags.get("qk_norm_scope", "head") == "full"
+        whole = flags.get("qk_norm_scope", "head") != "head"
         count += _norm(flags, queries) + _norm(flags, keys) if whole else 2 * _norm(flags, width)
     return int(count)
 
@@ -135,5 +137,5 @@ def _latent_attention(flags: Flags) -> int:
 
 
 def _mlp(flags: Flags, h: int, ffn: int, biases: bool | None) -> int:
-    gated = any(flags.get(name) for name in _GATED)
+    gated = any(flags.get(name) for name in GATED)
     return h * ffn * (3 if gated else 2) + ((2 if gated else 1) * ffn + h if biases else 0)

@@ -8,7 +8,7 @@ parallelism; time is products, attention, communication that nothing hides, and 
 from dataclasses import dataclass
 
 from megatron.diagnosis.planning.layouts import Layout, Space
-from megatron.diagnosis.planning.parameter_count import ParameterCount, parameter_count
+from megatron.diagnosis.planning.parameter_count import GATED, ParameterCount, parameter_count
 
 _WEIGHTS, _GRADIENTS, _STATE = 2, 4, 12
 """Bytes of a parameter: bfloat16, float32, and float32 main weight and two moments of Adam."""
@@ -41,7 +41,7 @@ class RoughCost:
         width = flags.get("kv_channels") or self._h // heads
         groups = flags.get("num_query_groups", 1) if flags.get("group_query_attention") else heads
         self._queries, self._keys = heads * width, groups * width
-        self._gated = any(flags.get(name) for name in ("swiglu", "geglu", "quick_geglu"))
+        self._gated = any(flags.get(name) for name in GATED)
         self._ffn = flags.get("ffn_hidden_size") or 4 * self._h
         self._expert_ffn = (flags.get("moe_ffn_hidden_size") or self._ffn) * flags.get("moe_router_topk", 2)
         self._expert_ffn += flags.get("moe_shared_expert_intermediate_size") or 0

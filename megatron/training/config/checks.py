@@ -8,32 +8,24 @@ it requires. All rules run, even after others have found problems, so they must 
 import math
 from collections.abc import Callable, Iterator
 from os.path import abspath
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from megatron.core.declarations import model_parallel_config
 from megatron.core.declarations.config_fields import fields_of_problem, literal_text
 from megatron.core.ops.transformer_engine.engine import uses_engine
-from megatron.core.optimizer import optimizer_config
+from megatron.core.optimizer import OptimizerConfig, optimizer_config
 from megatron.core.transformer.transformer_config import transformer_problems
 from megatron.data.tokenizer.config import TokenizerConfig
-from megatron.training.config import (
-    exact_checks,
-    file_checks,
-    graph_checks,
-    model_families,
-    parallel_checks,
-    schedule_checks,
-)
+from megatron.training.config import file_checks, graph_checks, model_families, parallel_checks, schedule_checks
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.data import DataConfig
 from megatron.training.config.hardware import HardwareConfig
-from megatron.training.config.logging import LoggingConfig
+from megatron.training.config.log import LoggingConfig, RecordsConfig
 from megatron.training.config.model import ACTIVATIONS, ModelConfig
 from megatron.training.config.parallel import ParallelConfig
-from megatron.training.config.records import FaultInjectorConfig, RecordsConfig
-from megatron.training.config.resilience import ResilienceConfig
+from megatron.training.config.resilience import FaultInjectorConfig, ResilienceConfig
 from megatron.training.config.schedule import ScheduleConfig
 from megatron.training.config.settings import Settings
 from megatron.training.config.training import EvaluationConfig, TrainingConfig
@@ -105,9 +97,9 @@ _CONFIG_CLASSES: tuple[type[Any], ...] = (
 
 def _library(s: Settings) -> Iterator[str]:
     """The library's dataclasses are valid."""
-    yield from model_parallel_config.validate(s)
-    yield from transformer_problems(s)
-    yield from optimizer_config.validate(s)
+    yield from model_parallel_config.validate(s.transformer)
+    yield from transformer_problems(s.transformer)
+    yield from optimizer_config.validate(cast(OptimizerConfig, s))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -269,7 +261,7 @@ def _layout_invariance(s: Settings) -> Iterator[str]:
             "{layout_invariant}: {fp8_recipe} cuts each rank's part of a tensor into blocks, which depend on "
             "{tensor_model_parallel_size} and {context_parallel_size}; tensorwise does not"
         )
-    if s.fp8 is not None and s.transformer_impl == "transformer_engine" and uses_engine(s):
+    if s.fp8 is not None and s.transformer_impl == "transformer_engine" and uses_engine(s.transformer):
         yield (
             "{layout_invariant}: with {fp8}, {transformer_impl} computes scales from each rank's values, which depend "
             "on the layout; --transformer-impl auto computes them from whole tensors"
@@ -409,9 +401,8 @@ RULES: tuple[Rule, ...] = (
     file_checks.checkpoint_folders_exist,
     file_checks.checkpoint_can_be_selected,
     graph_checks.micro_batch_graphs,
-    graph_checks.optimizer_graph,
     _layout_invariance,
-    exact_checks.exact_sums,
+    parallel_checks.exact_sums,
     _external_data,
     _rewinds,
     _weight_average,

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from megatron.core.exceptions import UserError
-from megatron.training.config.alternatives import SAME_THING
 from megatron.training.config.config_file import FileSetting, read_config_file
 from megatron.training.config.data import DATA_SOURCES
-from megatron.training.config.flag_table import GROUPS, Flag, flag_table, flags_by_spelling
+from megatron.training.config.flag_table import GROUPS, SAME_THING, Flag, flag_table, flags_by_spelling
 from megatron.training.config.help_text import help_about, help_text, help_topic
 from megatron.training.config.recipes.catalogue import fields_of_recipes, recipe_named
 from megatron.training.config.retired import REFUSED, RETIRED, Occurrence, is_flag, text_of, translate_all

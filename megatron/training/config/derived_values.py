@@ -24,10 +24,9 @@ from megatron.core.transformer.layer_patterns import (
 from megatron.data.datasets.utils import DEFAULT_SPLIT
 from megatron.training.batch_schedule import BatchSchedule
 from megatron.training.config import graph_checks
-from megatron.training.config.batch_steps import batch_steps
 from megatron.training.config.flag_table import spelling_of
 from megatron.training.config.measured_defaults import MEASURED_RULES
-from megatron.training.config.settings import Settings
+from megatron.training.config.settings import Settings, batch_steps
 
 
 def derive_values(settings: Settings) -> list[str]:
@@ -99,14 +98,14 @@ def _hybrid(s: Settings) -> str | None:
     elif s.hybrid_layer_pattern is not None and any(ratios):
         note = "--hybrid-attention-ratio and --hybrid-mlp-ratio: have no effect beside --hybrid-layer-pattern"
     predicting = s.mtp_hybrid_override_pattern
-    if predicting is not None and s.hybrid_layer_pattern is not None and not prediction_letters(s):
+    if predicting is not None and s.hybrid_layer_pattern is not None and not prediction_letters(s.transformer):
         depths = f"{PREDICTION_BORDER}{predicting}" * (s.mtp_num_layers or 1)
         s.set_derived("hybrid_layer_pattern", f"{s.hybrid_layer_pattern}{depths}")
-    letters = hybrid_letters(s)
+    letters = hybrid_letters(s.transformer)
     if letters is None:
         return note
-    if s.mtp_num_layers is None and prediction_letters(s):
-        s.set_derived("mtp_num_layers", len(prediction_letters(s)))
+    if s.mtp_num_layers is None and prediction_letters(s.transformer):
+        s.set_derived("mtp_num_layers", len(prediction_letters(s.transformer)))
     if not s.is_hybrid_model:
         s.set_derived("is_hybrid_model", True)
     if s.num_layers is None:
@@ -124,7 +123,7 @@ def _described_layers(s: Settings) -> str | None:
         return None
     with contextlib.suppress(UserError):
         encoded, path = HETEROGENEOUS
-        s.values[encoded] = encoded_layers(s)
+        s.values[encoded] = encoded_layers(s.transformer)
         s.provenance |= {encoded: "flag", path: "derived"}
     if len(given) == 1:
         return None
@@ -143,7 +142,7 @@ def _heads(s: Settings) -> str | None:
         mla = s.multi_latent_attention
         lack = "with --multi-latent-attention" if mla else "without --group-query-attention"
         note = f"--num-query-groups {s.num_query_groups}: has no effect {lack}"
-    if s.num_attention_heads is None and not has_heads(s):
+    if s.num_attention_heads is None and not has_heads(s.transformer):
         s.set_derived("num_attention_heads", 1)  # no layer reads it
     sizes_fit = bool(s.hidden_size and s.num_attention_heads) and s.hidden_size % s.num_attention_heads == 0
     if s.kv_channels is None and sizes_fit:
@@ -220,7 +219,7 @@ def _backend(s: Settings) -> str | None:
 
 def _parts_of_layers(s: Settings) -> str | None:
     """Reads graphs of parts of layers as graphs of whole micro-batches, which are as fast, where these can be made."""
-    if not graph_parts(s) or unknown_parts(s):
+    if not graph_parts(s.transformer) or unknown_parts(s.transformer):
         return None
     name = describe_problem("{external_cuda_graph}" if s.external_cuda_graph else "{cuda_graph_impl}", s, spelling_of)
     reason = next(graph_checks.why_no_graph(s), None)
@@ -240,7 +239,7 @@ def _virtual_stages(s: Settings) -> None:
     chunks, each = s.num_virtual_stages_per_pipeline_rank, s.num_layers_per_virtual_pipeline_stage
     several = s.pipeline_model_parallel_size > 1
     if chunks is None and several and (s.num_layers or 0) > 0 and (each or 0) > 0:
-        chunks = virtual_stages(s, each)
+        chunks = virtual_stages(s.transformer, each)
     s.set_derived("virtual_pipeline_model_parallel_size", chunks if several and (chunks or 0) > 1 else None)
 
 
@@ -333,11 +332,11 @@ def _kernels(s: Settings) -> str | None:
     if s.transformer_impl != "transformer_engine":
         return None
     found = find_engine()
-    reason = found if isinstance(found, str) else why_layers_stay_ours(s)
+    reason = found if isinstance(found, str) else why_layers_stay_ours(s.transformer)
     if reason is not None:
         return unused_line(reason)
     used = "--transformer-impl transformer_engine: Transformer Engine"
-    but = ", but not products in pieces (--tp-comm-overlap), which are ours" if cuts_products(s) else ""
+    but = ", but not products in pieces (--tp-comm-overlap), which are ours" if cuts_products(s.transformer) else ""
     compared = f"{used} computes{but}; our own layers (--transformer-impl auto) are"
     if s.num_moe_experts is not None:
         speed = "MOE64 took 819 ms with it and 632 without; in fp8 (tensorwise) 1121 and 590"
@@ -347,10 +346,9 @@ def _kernels(s: Settings) -> str | None:
 
 
 def _graphs(s: Settings) -> str | None:
-    if not captures_micro_batches(s) or "full_iteration" not in s.cuda_graph_scope:
+    if not captures_micro_batches(s.transformer) or "full_iteration" not in s.cuda_graph_scope:
         return None
-    update = "" if s.optimizer_cuda_graph else "; --optimizer-cuda-graph captures the update in another one"
-    return f"--cuda-graph-scope full_iteration: one graph is replayed for each micro-batch of an iteration{update}"
+    return "--cuda-graph-scope full_iteration: one graph is replayed for each micro-batch of an iteration"
 
 
 def _other_defaults(s: Settings) -> str | None:

@@ -33,11 +33,10 @@ from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.data import DataConfig
 from megatron.training.config.flag_words import Words, choice, takes_one_or_list, word_type
 from megatron.training.config.hardware import HardwareConfig
-from megatron.training.config.logging import LoggingConfig
-from megatron.training.config.model import ModelConfig
+from megatron.training.config.log import LoggingConfig, RecordsConfig
+from megatron.training.config.model import ACTIVATIONS, ModelConfig
 from megatron.training.config.parallel import ParallelConfig
-from megatron.training.config.records import FaultInjectorConfig, RecordsConfig
-from megatron.training.config.resilience import ResilienceConfig
+from megatron.training.config.resilience import FaultInjectorConfig, ResilienceConfig
 from megatron.training.config.schedule import ScheduleConfig
 from megatron.training.config.training import EvaluationConfig, TrainingConfig
 
@@ -279,3 +278,19 @@ def _switch(name: str, declaration: FlagDeclaration, default: bool) -> dict[str,
 
 def _dashed(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+SAME_THING: dict[str, tuple[str, ...]] = {
+    "seq_length": ("encoder_seq_length",),
+    "encoder_seq_length": ("seq_length",),
+    "num_layers": ("encoder_num_layers", "decoder_num_layers"),
+    "encoder_num_layers": ("num_layers",),
+    "hybrid_layer_pattern": ("hybrid_attention_ratio", "hybrid_mlp_ratio", "mtp_hybrid_override_pattern"),
+    "hybrid_attention_ratio": ("hybrid_layer_pattern",),
+    "hybrid_mlp_ratio": ("hybrid_layer_pattern",),
+    "heterogeneous_layers_config_path": ("heterogeneous_layers_config_encoded_json",),
+    "lr_warmup_iters": ("lr_warmup_fraction",),
+    "lr_warmup_samples": ("lr_warmup_fraction",),
+    **{name: tuple(other for other in ACTIVATIONS if other != name) for name in ACTIVATIONS},
+}
+"""Fields that are not taken if this one is given."""

@@ -6,7 +6,7 @@ python -m megatron.training.config.flags_page writes the page again.
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from megatron.training.config.flag_answers import Answer, Kind, answers
+from megatron.training.config.help_text import Answer, Kind, answers
 
 _INTRODUCTION = """# All flags
 

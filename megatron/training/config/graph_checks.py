@@ -8,13 +8,12 @@ from collections.abc import Iterator
 from megatron.core.pipeline_parallel.captured_micro_batch import MOST_GRAPHS
 from megatron.core.transformer.config.memory import captures_micro_batches
 from megatron.core.transformer.config.router import listed
-from megatron.training.config.batch_steps import batch_steps
-from megatron.training.config.settings import Settings
+from megatron.training.config.settings import Settings, batch_steps
 
 
 def micro_batch_graphs(s: Settings) -> Iterator[str]:
     """A graph of a micro-batch has no communication, fixed shapes and memory at fixed addresses."""
-    if captures_micro_batches(s):
+    if captures_micro_batches(s.transformer):
         name = "{enable_cuda_graph:name}" if s.enable_cuda_graph else "{cuda_graph_impl}"
         yield from (f"{name}: {problem}" for problem in why_no_graph(s))
 
@@ -72,23 +71,3 @@ def _experts(s: Settings) -> Iterator[str]:
             yield f"{{{field}:name}} reads on the host which experts take a token; leave it out"
     if "global_aux_loss" in listed(s.moe_router_load_balancing_type):
         yield "global_aux_loss counts micro-batches on the host; aux_loss and seq_aux_loss work"
-
-
-def optimizer_graph(s: Settings) -> Iterator[str]:
-    """A graph of the optimizer's step has no communication, and its numbers are constants or on the device."""
-    if not s.optimizer_cuda_graph:
-        return
-    if s.world_size > 1:
-        yield (
-            f"{{optimizer_cuda_graph:name}}: the update communicates between {s.world_size} ranks; leave it out, or "
-            "train on one"
-        )
-    if s.optimizer_cpu_offload:
-        yield "{optimizer_cuda_graph:name} keeps the state on the device; drop it or {optimizer_cpu_offload:name}"
-    if s.optimizer not in ("adam", "sgd"):
-        yield "{optimizer_cuda_graph:name}: {optimizer} is not captured; adam and sgd are"
-    if s.weight_decay_incr_style != "constant":
-        yield (
-            "{optimizer_cuda_graph:name}: weight decay is a constant of the graph, and {weight_decay_incr_style} "
-            "changes it; leave one out"
-        )

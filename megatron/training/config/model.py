@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import relu, silu
 
 from megatron.core.declarations.config_fields import flag, not_a_flag, not_yet, too_small
-from megatron.core.ops.activation import gelu_tanh, quick_gelu, squared_relu
+from megatron.core.ops.activation import gelu_erf, gelu_tanh, quick_gelu, squared_relu
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -22,6 +22,7 @@ class NamedActivation(NamedTuple):
 ACTIVATIONS: Mapping[str, NamedActivation] = {
     "swiglu": NamedActivation(silu, gated=True),
     "geglu": NamedActivation(gelu_tanh, gated=True),
+    "exact_geglu": NamedActivation(gelu_erf, gated=True),
     "quick_geglu": NamedActivation(quick_gelu, gated=True),
     "squared_relu": NamedActivation(squared_relu, gated=False),
     "relu": NamedActivation(relu, gated=False),
@@ -107,6 +108,9 @@ class ModelConfig:
     geglu: bool = False
     """Activation: gated MLP with GELU's tanh approximation."""
 
+    exact_geglu: bool = False
+    """Activation: gated MLP with exact GELU."""
+
     openai_gelu: bool = False
     """Activation: GELU's tanh approximation."""
 
@@ -165,6 +169,18 @@ class ModelConfig:
     bert_num_tokentypes: int | None = flag(None, families=["bert"])
     """BERT: number of segment types (token types) in the embedding. Default: 2 with the binary head, none without
     it."""
+
+    bert_head_activation: Literal["gelu", "gelu_tanh", "relu"] = flag("gelu", families=["bert"])
+    """BERT: activation between the dense layer and the norm before the output layer: exact GELU, its tanh
+    approximation, or ReLU."""
+
+    bert_head_bias: bool = flag(
+        True,
+        off="--bert-no-head-bias",
+        off_help="BERT: build the dense layer before the output layer without a bias, as ModernBERT has it.",
+        families=["bert"],
+    )
+    """BERT: the dense layer before the output layer has a bias."""
 
     t5_head_bias: bool = flag(
         True,

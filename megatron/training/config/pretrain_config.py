@@ -14,11 +14,10 @@ from megatron.data.tokenizer.config import TokenizerConfig
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.data import DataConfig
 from megatron.training.config.hardware import HardwareConfig
-from megatron.training.config.logging import LoggingConfig
+from megatron.training.config.log import LoggingConfig, RecordsConfig
 from megatron.training.config.model import ModelConfig
 from megatron.training.config.parallel import ParallelConfig
-from megatron.training.config.records import FaultInjectorConfig, RecordsConfig
-from megatron.training.config.resilience import ResilienceConfig
+from megatron.training.config.resilience import FaultInjectorConfig, ResilienceConfig
 from megatron.training.config.schedule import ScheduleConfig
 from megatron.training.config.settings import Source
 from megatron.training.config.training import EvaluationConfig, TrainingConfig

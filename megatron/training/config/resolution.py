@@ -29,13 +29,12 @@ from megatron.training.config.derived_values import derive_values
 from megatron.training.config.flag_table import flag_table, spelling_of, text_of
 from megatron.training.config.hardware import HardwareConfig
 from megatron.training.config.ineffective_flags import is_read, notes_on_ineffective_flags
-from megatron.training.config.logging import LoggingConfig
+from megatron.training.config.log import LoggingConfig, RecordsConfig
 from megatron.training.config.messages import message_of
 from megatron.training.config.model import ACTIVATIONS, ModelConfig
 from megatron.training.config.parallel import ParallelConfig
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.config.records import FaultInjectorConfig, RecordsConfig
-from megatron.training.config.resilience import ResilienceConfig
+from megatron.training.config.resilience import FaultInjectorConfig, ResilienceConfig
 from megatron.training.config.schedule import ScheduleConfig
 from megatron.training.config.settings import LaunchEnvironment, Settings
 from megatron.training.config.training import EvaluationConfig, TrainingConfig

@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator
 
-from megatron.training.config.batch_steps import batch_steps
-from megatron.training.config.settings import Settings
+from megatron.training.config.settings import Settings, batch_steps
 
 
 def global_batch(s: Settings) -> Iterator[str]:

@@ -2,14 +2,17 @@
 
 import dataclasses
 import os
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 
 from megatron.core.exceptions import UserError
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.batch_schedule import BatchSteps
 from megatron.training.config.command_line import CommandLine
-from megatron.training.config.host_ranks import ranks_of_host
 
 Source = Literal["default", "flag", "derived", "script", "recipe"]
 """Where a value comes from: the field's default, a flag, another value, the user's script, or --recipe."""
@@ -86,6 +89,11 @@ class Settings:
         except KeyError:
             raise AttributeError(field) from None
 
+    @property
+    def transformer(self) -> TransformerConfig:
+        """These values, for rules that read a TransformerConfig: its fields are among them. Values may be missing."""
+        return cast(TransformerConfig, self)
+
     def set_derived(self, field: str, value: Any) -> None:
         """Sets a value that follows from other values, and records this as its source."""
         self.values[field] = value
@@ -101,3 +109,32 @@ class Settings:
         assert dataclasses.is_dataclass(config_class)
         names = (field.name for field in dataclasses.fields(config_class))
         return config_class(**{name: self.values[name] for name in names if name in self.values} | fixed)
+
+
+def batch_steps(s: Settings) -> BatchSteps | None:
+    """Returns the value of --step-batch-size-schedule; None without the flag or if the value is impossible."""
+    if s.step_batch_size_schedule is None or not s.seq_length or s.seq_length < 1:
+        return None
+    try:
+        return BatchSteps.parse(s.step_batch_size_schedule, s.seq_length)
+    except UserError:  # the checks report it
+        return None
+
+
+def ranks_of_host(environ: Mapping[str, str]) -> int | None:
+    """Returns the number of ranks on this host, from the variables of torchrun, Open MPI, another MPI or SLURM; None if
+    they do not say. The job script of SLURM, which is one process, gets the number of tasks of its node."""
+    found = [environ.get(name) for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")]
+    tasks = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or ""
+    if "WORLD_SIZE" in environ and environ["WORLD_SIZE"] == environ.get("SLURM_NTASKS"):
+        found.append(tasks_of_node(tasks, environ.get("SLURM_NODEID", "0")))
+    return next((int(count) for count in found if count is not None and count.isdecimal() and int(count) > 0), None)
+
+
+def tasks_of_node(text: str, node: str) -> str | None:
+    """Returns the number of tasks of a node from SLURM's list of all nodes, such as 8(x3),4; None if it does not
+    say."""
+    counts: list[str] = []
+    for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        counts += [tasks] * int(times or 1)
+    return counts[int(node)] if node.isdecimal() and int(node) < len(counts) else None

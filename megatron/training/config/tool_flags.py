@@ -1,9 +1,11 @@
 """Command lines of the programs in tools/: flags from config dataclasses, as in the app."""
 
+import argparse
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron.core.declarations.config_fields import describe_problem, split_condition, unsupported_values
 from megatron.core.exceptions import UserError
@@ -12,6 +14,9 @@ from megatron.training.config.conditions import condition_holds
 from megatron.training.config.flag_table import Flag, flags_of
 from megatron.training.config.help_text import help_of_flags, help_topic
 from megatron.training.config.retired import Occurrence
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,9 @@ def _make(config_class: type, values: Mapping[str, Any]) -> Any:
     return config_class(**{field.name: values[field.name] for field in dataclasses.fields(config_class) if field.init})
 
 
-def _problems_of(section: Section, config: Any, line: CommandLine, flags: Mapping[str, Flag]) -> list[str]:
+def _problems_of(
+    section: Section, config: "DataclassInstance", line: CommandLine, flags: Mapping[str, Flag]
+) -> list[str]:
     problems = unsupported_values(config)
     validate = section.problems or getattr(section.config_class, "validate", None)
     if validate is not None:
@@ -101,3 +108,46 @@ def _without_effect(line: CommandLine, flags: Mapping[str, Flag]) -> list[str]:
                 wanted = " or ".join(words)
                 warnings.append(f"{spelling}: no effect without {flags[parent].spelling} {wanted}".rstrip())
     return warnings
+
+
+_UNITS = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+
+
+class ToolParser(argparse.ArgumentParser):
+    """Raises UserError for mistakes. Its help is the module docstring of the tool, as it is written."""
+
+    def __init__(self, **keywords: object) -> None:
+        keywords = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False, **keywords}
+        super().__init__(**keywords)  # type: ignore[arg-type]
+
+    def error(self, message: str) -> NoReturn:
+        """Raises UserError instead of printing the usage and exiting."""
+        raise UserError(message.removeprefix("argument "))
+
+
+def number(least: float, most: float, such: str) -> Callable[[str], float]:
+    """Returns a parser of numbers within these limits. They may have a unit: 8B is 8e9. `such` are examples for
+    messages."""
+
+    def parse(word: str) -> float:
+        unit = _UNITS.get(word[-1:].lower(), 1.0)
+        try:
+            value = float(word[:-1] if unit != 1.0 else word) * unit
+        except ValueError:
+            value = math.nan
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{word}: expected a number from {least:g} to {most:g}, such as {such}")
+        return value
+
+    return parse
+
+
+def whole_number(most: int, such: str) -> Callable[[str], int]:
+    """Returns a parser of whole numbers from 1 to `most`. `such` is an example for messages."""
+
+    def parse(word: str) -> int:
+        if not (word.isascii() and word.isdecimal()) or not 1 <= int(word) <= most:
+            raise argparse.ArgumentTypeError(f"{word}: expected a whole number from 1 to {most}, such as {such}")
+        return int(word)
+
+    return parse

@@ -70,8 +70,8 @@ class TrainingConfig:
     disable_jit_fuser: bool = flag(False, no_effect="nothing here is fused so")
     """Do not fuse operations with a just-in-time compiler."""
 
-    optimizer_cuda_graph: bool = False
-    """Replay the optimizer's step (gradient norm, clipping, update) as a CUDA graph. On one GPU."""
+    optimizer_cuda_graph: bool = flag(False, no_effect="the host launches the update while the GPU still computes")
+    """Replay the optimizer's step (gradient norm, clipping, update) as a CUDA graph."""
 
     enable_experimental: bool = flag(False, no_effect="each new feature has a flag of its own")
     """Allow experimental features."""

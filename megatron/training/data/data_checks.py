@@ -9,10 +9,8 @@ from megatron.data.preparation.checks import bytes_to_read, check_data, check_ma
 from megatron.data.preparation.manifest import get_manifest_path
 from megatron.data.tokenizer.base import Tokenizer
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.data.bert_data import bert_dataset_config
-from megatron.training.data.gpt_data import gpt_dataset_config
-from megatron.training.data.sources import prefixes_of_run
-from megatron.training.data.t5_data import t5_dataset_config
+from megatron.training.data.masked_data import bert_dataset_config, t5_dataset_config
+from megatron.training.data.sources import gpt_dataset_config, prefixes_of_run
 
 _DATASET_CONFIGS = {"gpt": gpt_dataset_config, "bert": bert_dataset_config, "t5": t5_dataset_config}
 """For each model family: the function that makes the config of its data sets, which checks the tokenizer."""

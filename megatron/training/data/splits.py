@@ -19,10 +19,9 @@ from megatron.data.datasets.t5_dataset import T5MaskedWordPieceDataset
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.training import EvaluationConfig
 from megatron.training.data.batch import collate_gpt
-from megatron.training.data.bert_data import collate_bert
 from megatron.training.data.loaders import build_data_iterator
+from megatron.training.data.masked_data import collate_bert, collate_t5
 from megatron.training.data.step_data import StepData
-from megatron.training.data.t5_data import collate_t5
 from megatron.training.launch.environment import Environment
 from megatron.training.state import TrainState
 

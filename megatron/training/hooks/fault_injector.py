@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from megatron.training.config.records import FaultInjectorConfig
+from megatron.training.config.resilience import FaultInjectorConfig
 from megatron.training.hooks.hook import Hook
 
 _SIGNALS = {

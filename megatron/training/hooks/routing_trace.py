@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megatron.core.exceptions import UserError
 from megatron.core.parameters import info_of
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.training.config.records import RecordsConfig
+from megatron.training.config.log import RecordsConfig
 from megatron.training.hooks.hook import Hook
 from megatron.training.hooks.step_tensors import routers_of
 

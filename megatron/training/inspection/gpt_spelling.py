@@ -7,7 +7,7 @@ same under other names, so that each of the two models loads the checkpoints of 
 import re
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from megatron.core.transformer.layer_patterns import (
     PREDICTION_BORDER,
@@ -17,6 +17,7 @@ from megatron.core.transformer.layer_patterns import (
     is_chunked,
     is_windowed,
 )
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 Values = Mapping[str, Any]
 Renaming = Callable[[str], str]
@@ -78,12 +79,13 @@ def as_gpt(architecture: Values) -> Values:
     for. Fields that choose layers by number become lists with an entry for each layer."""
     pattern = architecture.get(_PATTERN)
     known = {name: architecture.get(name) for name in (*_OF_ATTENTION, *_GIVEN_WITH.values(), "num_moe_experts")}
-    run = SimpleNamespace(
+    described = SimpleNamespace(
         **known,
         hybrid_layer_pattern=pattern,
         num_layers=architecture["num_layers"],
         moe_layer_freq=architecture.get("moe_layer_freq", 1),
     )
+    run = cast(TransformerConfig, described)
     step = 1 if pattern is None else 2
     firsts = range(1, run.num_layers + 1, step)
     values = {name: value for name, value in architecture.items() if not name.startswith(_OF_OTHER_MIXERS)}

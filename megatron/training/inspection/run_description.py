@@ -58,9 +58,10 @@ MODEL_OPTIONS = (
         "nope_temperature_scale",
         "nope_temperature_floor",
     ),
-    *("norm_placement", "embedding_norm", "norm_affine", "norm_bias"),
+    *("norm_placement", "first_input_norm", "embedding_norm", "norm_affine", "norm_bias"),
     *("attention_output_bias", "mlp_bias"),
-    *("embedding_multiplier", "residual_multiplier", "logit_scale", "final_logit_softcapping", "output_layer_bias"),
+    *("embedding_multiplier", "residual_multiplier", "logit_scale", "final_logit_softcapping"),
+    *("normalize_output_weight", "output_layer_bias"),
     *("rope_scaling_type", "rope_scaling_original_length"),
     *("rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor"),
     *("rope_scaling_beta_fast", "rope_scaling_beta_slow", "rope_scaling_truncate"),
@@ -68,7 +69,7 @@ MODEL_OPTIONS = (
     *("rotary_base_local", "latent_layernorm_epsilon"),
     *("moe_expert_mlp_bias", "moe_latent_size", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate"),
     *("moe_apply_probs_on_input", "moe_router_norm_topk_prob", "moe_router_bias", "moe_router_group_score_topk"),
-    *("bert_binary_head", "bert_num_tokentypes"),
+    *("bert_binary_head", "bert_num_tokentypes", "bert_head_activation", "bert_head_bias"),
     *("t5_head_bias", "relative_attention_num_buckets", "relative_attention_max_distance"),
 )
 """More such fields, which few models use. Only values other than the defaults are described, so a checkpoint from

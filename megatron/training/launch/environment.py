@@ -6,10 +6,12 @@ sizes.
 
 import contextlib
 import os
+import resource
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,17 +25,43 @@ from megatron.core.utils.rendezvous import local_device, start_torch_distributed
 from megatron.core.utils.world_store import StartFailed
 from megatron.launcher import end_with_launcher
 from megatron.siblings import notice_siblings, stop_noticing
+from megatron.training.batch_schedule import BatchSchedule
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.launch.errors import delay_errors_on_other_ranks, end_process_at_exit, write_launcher_error_file
 from megatron.training.launch.heartbeat import Heartbeat, Progress
-from megatron.training.launch.open_files import raise_open_file_limit
-from megatron.training.launch.same_flags import check_same_flags
+from megatron.training.launch.same_inputs import check_same_flags
 from megatron.training.launch.signals import leave_error_alone
 from megatron.training.launch.watch import Limits
-from megatron.training.publication import Publication
 
 _BEFORE_COLLECTIVES_TIME_OUT = 0.9
 """By default a run without progress ends after this fraction of the timeout of collectives."""
+_MOST_OPEN_FILES = 1 << 16
+"""Highest limit of open files that is asked for: some programs walk through all numbers up to the limit."""
+
+
+class Publication:
+    """Is told of a run, for code that the run does not hand its parts to: Megatron-LM's functions for scripts
+    (`get_args()`, `get_num_microbatches()`, `parallel_state`) act on the current run. This class tells nobody;
+    `megatron.facades.global_vars` has the one that keeps what it is told. A `context` is a `providers.Context`."""
+
+    @contextlib.contextmanager
+    def stages(self, pipeline: Pipeline) -> Iterator[None]:
+        """Inside the context, these are the pipeline stages of the current run."""
+        yield
+
+    @contextlib.contextmanager
+    def run_for_now(self, context: Any, **facts: Any) -> Iterator[None]:
+        """Inside the context, this is the current run. At the end the one before is, if there was one."""
+        yield
+
+    def begin(self, context: Any, **facts: Any) -> None:
+        """Makes this the current run. `facts` are further values that scripts may read."""
+
+    def set_schedule(self, schedule: BatchSchedule) -> None:
+        """Tells the batch sizes of the current run."""
+
+    def set_writers(self, tensorboard: Any, wandb: Any) -> None:
+        """Tells the writers of the log."""
 
 
 @dataclass(frozen=True)
@@ -237,3 +265,13 @@ def default_groups(
     them, and public constructors that are called without groups."""
     with default_for_now(groups), (publication or Publication()).stages(pipeline):
         yield
+
+
+def raise_open_file_limit() -> None:
+    """Raises this process's soft limit of open files (ulimit -n) to the hard one, up to 65536. Child processes inherit
+    it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # some containers and macOS refuse
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Mapping, MutableMapping
 
 from megatron.core.exceptions import UserError
-from megatron.training.config.host_ranks import tasks_of_node
+from megatron.training.config.settings import tasks_of_node
 
 _WAYS_OUT = (
     "start the run with torchrun on each node, or with examples/train.slurm, which sets these variables; to train with "

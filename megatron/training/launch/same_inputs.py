@@ -1,5 +1,5 @@
-"""Finds hosts that have other files than the others under the same path, before a run trains: data, files of the
-tokenizer, and code.
+"""Finds ranks that were started with different flags, and hosts that have other files than the others under the same
+path, before a run trains: data, files of the tokenizer, and code.
 
 One rank of each host reads them, and only if the run has several hosts. A small file is read whole. Of a large one its
 size, evenly spread blocks, and what a data set's manifest says about it are compared.
@@ -11,18 +11,21 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 import megatron
+from megatron.core.declarations.config_fields import value_text
 from megatron.core.dist_checkpointing.coordination import RankCoordinator
 from megatron.core.exceptions import UserError
 from megatron.core.utils.files import sha256_of_file
 from megatron.data.datasets.object_store import is_url
 from megatron.data.preparation.manifest import get_manifest_path
+from megatron.training.config.flag_table import flag_table
 from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.config.settings import CHOSEN
 from megatron.training.launch.process_state import machine_name
 
 _WHOLE_BYTES = 16 << 20
@@ -33,7 +36,7 @@ _BLOCKS, _BLOCKS_OF_DATA = 64, 4096
 """Blocks of a file, and of all data sets together: a blend may have thousands."""
 _TOKENIZER_FILES = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken"})
 """Files of a tokenizer's folder that are compared; it may have the weights of a model too."""
-_NAMED_FILES = 4
+_NAMED_FILES = _NAMED_RANKS = 4
 
 Digests = dict[str, str]
 """What a host has under each path: a digest and a size, or why it cannot be read."""
@@ -146,3 +149,57 @@ def digest_of_file(path: Path, whole: int = _WHOLE_BYTES, blocks: int = _BLOCKS)
         return f"{digest[:12]} ({size} bytes)"
     except OSError as error:
         return f"unreadable ({error.strerror})"
+
+
+_OF_ONE_MACHINE = frozenset({"local_rank", "data_cache_path", "metrics_path"})
+"""Fields that may differ between ranks: they do not change what is computed, and may name a disk of one machine."""
+
+
+def check_same_flags(config: PretrainConfig) -> None:
+    """Raises UserError on every rank if ranks have different values of a flag; it names the flags, the values and the
+    ranks. Collective over all ranks of torch.distributed.
+
+    Ranks compare a digest. Only if digests differ, one rank of each digest sends its values.
+    """
+    ranks = RankCoordinator()
+    values, given = {}, set()
+    for field, value in config.flat().items():
+        flag = flag_table().get(field)
+        if flag is not None and field not in _OF_ONE_MACHINE:
+            values[flag.spelling] = value_text(value)
+            if config.provenance.get(field) in CHOSEN:
+                given.add(flag.spelling)
+    digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+    digests = ranks.gather(digest)
+    if len(set(digests)) > 1:
+        speaks = digests.index(digest) == ranks.rank
+        told = [found for found in ranks.gather([values, sorted(given)] if speaks else None) if found is not None]
+        by_digest = dict(zip(dict.fromkeys(digests), told, strict=True))
+        named = {flag for _, flags in told for flag in flags}
+        raise UserError("; ".join(differences([by_digest[one][0] for one in digests], named)))
+
+
+def differences(values: Sequence[Mapping[str, str]], given: Collection[str]) -> list[str]:
+    """Returns a sentence for each flag that has several values, from the flags of each rank. `given` has the flags that
+    any rank was given; the values of the others follow from other flags and from the host."""
+    sentences = []
+    for flag in values[0]:
+        holders: dict[str, list[int]] = {}
+        for rank, own in enumerate(values):
+            holders.setdefault(own.get(flag, "None"), []).append(rank)
+        if len(holders) > 1:
+            told = " and ".join(f"{value} on {_named_ranks(ranks)}" for value, ranks in holders.items())
+            advice = (
+                "start every rank with the same flags"
+                if flag in given
+                else "no flag sets it, and hosts with other GPUs or numbers of ranks have another default; give the "
+                "flag, or its opposite, to every rank"
+            )
+            sentences.append(f"{flag} is {told}: {advice}")
+    return sentences
+
+
+def _named_ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) > _NAMED_RANKS:
+        return f"{len(ranks)} ranks ({', '.join(map(str, ranks[:_NAMED_RANKS]))}, ...)"
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

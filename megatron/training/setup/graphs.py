@@ -1,17 +1,15 @@
-"""Captures CUDA graphs of a run: micro-batches and the step of the optimizer."""
+"""Captures CUDA graphs of a run's micro-batches."""
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megatron.core.exceptions import UserError
 from megatron.core.health.rerun_state_machine import RerunStateMachine
 from megatron.core.ops.fp8.linear import QuantizedWeights
-from megatron.core.optimizer import MegatronOptimizer, StepUpdate
-from megatron.core.optimizer.captured_update import CapturedUpdate
 from megatron.core.pipeline_parallel.captured_micro_batch import MicroBatchGraphs
 from megatron.core.transformer.config.memory import captures_micro_batches
 from megatron.core.transformer.layer_metrics import layer_metrics_of
@@ -19,7 +17,7 @@ from megatron.core.transformer.moe.router import token_counts_of
 from megatron.core.utils.graph_capture import CudaGraphRecorder, GraphRecorder, TensorRecord
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.launch.environment import Environment
-from megatron.training.logging.finite import GradientProbe
+from megatron.training.log.finite import GradientProbe
 
 
 def graph_recorder(device: torch.device) -> GraphRecorder | None:
@@ -66,13 +64,3 @@ def refresh_quantized_weights(model: Sequence[nn.Module]) -> Callable[[], Hashab
     for layer in layers:
         layer.fix_storage()
     return lambda: tuple(layer.refresh() for layer in layers)
-
-
-def capture_update(
-    config: PretrainConfig, environment: Environment, optimizer: MegatronOptimizer
-) -> Callable[[Tensor], StepUpdate] | None:
-    """Returns the optimizer's step as a CUDA graph; None if the flags do not ask for it or the device has no graphs."""
-    recorder = graph_recorder(environment.device) if config.training.optimizer_cuda_graph else None
-    if recorder is None:
-        return None
-    return CapturedUpdate(optimizer, recorder, config.transformer.cuda_graph_warmup_steps)

@@ -7,17 +7,15 @@ import torch.distributed as dist
 
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel.stages import overlaps_expert_communication
+from megatron.training.config.log import KINDS
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.config.records import KINDS
 from megatron.training.hooks.fault_injector import FaultInjector
 from megatron.training.hooks.gc import ManualGarbageCollection
 from megatron.training.hooks.group_timeout import GroupTimeout
+from megatron.training.hooks.hardware import ReplicaCheck, RerunReport, StragglerReport
 from megatron.training.hooks.hook import Hook
-from megatron.training.hooks.memory_history import make_memory_history
-from megatron.training.hooks.profiler import make_profiler
+from megatron.training.hooks.profiler import make_memory_history, make_profiler
 from megatron.training.hooks.progress_file import ProgressFile
-from megatron.training.hooks.replicas import ReplicaCheck
-from megatron.training.hooks.reports import RerunReport, StragglerReport
 from megatron.training.hooks.routing_trace import RoutingTrace
 from megatron.training.hooks.sniff_test import SniffTest
 from megatron.training.hooks.step_tensors import StepTensors

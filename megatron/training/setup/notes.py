@@ -1,4 +1,4 @@
-"""Notes that a run prints before it starts: its kernels, and behaviour that a user may not expect."""
+"""Notes that a run prints before it starts: its kernels, its data, and behaviour that a user may not expect."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,7 +16,12 @@ from megatron.core.pipeline_parallel.stages import overlaps_expert_communication
 from megatron.core.transformer.config.memory import captures_micro_batches
 from megatron.core.transformer.kernels_in_use import AttentionInUse, BackendInUse, kernels_in_use
 from megatron.core.transformer.layer_patterns import has_mixer
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils.url_keys import hide_keys
 from megatron.data.datasets.bin_file import most_open_files
+from megatron.data.datasets.blended_dataset import BlendedDataset
+from megatron.data.datasets.megatron_dataset import MegatronDataset
+from megatron.data.datasets.staged_blend import StagedBlend
 from megatron.data.preparation.config import available_cores
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.sources import prefixes_of_run
@@ -54,7 +59,9 @@ def unused_package_notes(found: BackendInUse | AttentionInUse) -> Iterator[str]:
         )
 
 
-def holding_notes(model: Sequence[DistributedDataParallel], groups: ProcessGroupCollection, config: Any) -> list[str]:
+def holding_notes(
+    model: Sequence[DistributedDataParallel], groups: ProcessGroupCollection, config: TransformerConfig
+) -> list[str]:
     """Returns a line for each pipeline rank: the parts of the model on it, and the parameters of each of its ranks.
     Collective over all ranks."""
     stages = stage_map(config)
@@ -85,11 +92,8 @@ def run_notes(config: PretrainConfig, environment: Environment, splits: Splits) 
             "--overlap-moe-expert-parallel-comm: every rank has all experts whole, so there is no exchange to hide; "
             "micro-batches take turns all the same, and one more is held"
         )
-    if environment.device.type == "cpu":
-        graphs = {"--cuda-graph-impl local": captures_micro_batches(config.transformer)}
-        graphs["--optimizer-cuda-graph"] = config.training.optimizer_cuda_graph
-        for flag in (flag for flag, given in graphs.items() if given):
-            yield f"{flag}: has no effect on a CPU, which has no CUDA graphs; results are the same"
+    if environment.device.type == "cpu" and captures_micro_batches(config.transformer):
+        yield "--cuda-graph-impl local: has no effect on a CPU, which has no CUDA graphs; results are the same"
     if config.transformer.fp16 and environment.device.type == "cpu":
         yield "--fp16 on a CPU: products and sums are computed in float32 and rounded to float16"
     yield from _scan_notes(config, environment)
@@ -145,3 +149,45 @@ def _counted(number: int, noun: str) -> str:
     """Returns a number with its noun, such as `1 global batch` or `2 global batches`."""
     plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
     return f"{number:,} {noun if number == 1 else plural}"
+
+
+MOST_LINES = 64
+"""Largest number of data sets of a split that get a line each."""
+
+
+def data_plan(splits: Sequence[Any], wanted: Sequence[int | None], seq_length: int) -> Iterator[str]:
+    """Yields a line for each data set of the training, validation and test data.
+
+    `splits` are the three data sets, each None, a data set, a blend, or a list of validation sets; those of a script's
+    own kind are left out. `wanted` has the samples that the run takes from each split; None: all of them.
+    """
+    for name, split, samples in zip(("training", "validation", "test"), splits, wanted, strict=True):
+        for each in split if isinstance(split, list | tuple) else [split]:
+            found = list(_sources(each, samples))
+            for source, count in found[:MOST_LINES]:
+                yield f"{name} data: {_line(source, count, seq_length)}"
+            if len(found) > MOST_LINES:
+                rest = sum(count for _, count in found[MOST_LINES:])
+                yield f"{name} data: {rest:,} samples of {len(found) - MOST_LINES} more data sets"
+
+
+def _sources(split: Any, samples: int | None) -> Iterator[tuple[MegatronDataset, int]]:
+    """Yields the data sets of a split, and the samples that the run takes from each."""
+    if isinstance(split, StagedBlend):
+        drawn = split.order.before[-1].tolist()
+        yield from ((passes[0], count) for passes, count in zip(split.passes, drawn, strict=True) if passes)
+    elif isinstance(split, BlendedDataset):
+        whole = sum(map(len, split.datasets))
+        shares = split.weights or [len(dataset) / whole for dataset in split.datasets]
+        size = len(split) if samples is None else min(samples, len(split))
+        yield from ((dataset, round(share * size)) for dataset, share in zip(split.datasets, shares, strict=True))
+    elif isinstance(split, MegatronDataset):
+        yield split, len(split) if samples is None else samples
+
+
+def _line(dataset: MegatronDataset, samples: int, seq_length: int) -> str:
+    text = f"{samples:,} samples of {hide_keys(dataset.dataset_path or 'made-up data')}"
+    tokens = getattr(dataset, "tokens_per_epoch", None)
+    if not tokens or dataset.dataset_path is None:
+        return text
+    return f"{text}, {samples * seq_length:,} tokens, {samples * seq_length / tokens:.3g} epochs of its {tokens:,}"

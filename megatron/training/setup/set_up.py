@@ -21,15 +21,12 @@ from megatron.data.evaluation.requests import PreparedTask
 from megatron.data.tokenizer.build import build_tokenizer, padding_line
 from megatron.training.batch_schedule import BatchSchedule
 from megatron.training.checkpoint_checks import check_before_build, check_vocabulary
-from megatron.training.checkpoint_contents import SavedParts
 from megatron.training.checkpoints import Checkpoints
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.data_checks import check_data_of_run
 from megatron.training.data.data_contract import keep_data_contract
-from megatron.training.data.data_order import order_of
-from megatron.training.data.data_plan import data_plan
-from megatron.training.data.digests import data_digests
-from megatron.training.data.source_losses import source_keys, source_names
+from megatron.training.data.data_record import data_digests, order_of
+from megatron.training.data.sources import source_keys, source_names
 from megatron.training.data.splits import Splits, build_splits
 from megatron.training.evaluation.predictor import LayoutPredictor
 from megatron.training.evaluation.tasks import EvaluationTasks, prepare_tasks
@@ -41,13 +38,13 @@ from megatron.training.hooks.step_tensors import StepTensors
 from megatron.training.inspection.print_config import config_lines
 from megatron.training.launch.environment import Environment
 from megatron.training.launch.signals import SignalWatch
-from megatron.training.logging.build import build_log
+from megatron.training.log.build import build_log
 from megatron.training.lr_schedule import build_scheduler
 from megatron.training.providers import Context, ForwardStep, NonLossFunctions, Providers
-from megatron.training.setup.graphs import capture_micro_batches, capture_update
+from megatron.training.setup.graphs import capture_micro_batches
 from megatron.training.setup.hooks import build_hooks
 from megatron.training.setup.model import build_model, build_optimizer, explains_lack_of_host_memory, stops_on_nonfinite
-from megatron.training.setup.notes import holding_notes, kernel_notes, run_notes
+from megatron.training.setup.notes import data_plan, holding_notes, kernel_notes, run_notes
 from megatron.training.setup.sizes import (
     check_length,
     resolve_auto_layout,
@@ -63,7 +60,7 @@ from megatron.training.setup.watching import (
     timed_forward_step,
 )
 from megatron.training.skipped_updates import count_of_skipped_updates
-from megatron.training.state import TrainState
+from megatron.training.state import SavedParts, TrainState
 from megatron.training.trainer import Trainer
 
 
@@ -234,10 +231,10 @@ def build_trainer(
         return splits
 
     hooks = [*build_hooks(config, environment, state, model), *script.hooks]
-    update = capture_update(config, environment, optimizer)
+    update = None
     for hook in hooks:
         if isinstance(hook, StepTensors):
-            update = hook.around(update or optimizer.step_on_device)
+            update = hook.around(optimizer.step_on_device)
     splits = open_and_watch()
     return Trainer(
         config=config,

@@ -15,7 +15,7 @@ from megatron.core.models.common.embeddings.language_model_embedding import Lang
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.launch.environment import Environment
-from megatron.training.logging.finite import GradientProbe
+from megatron.training.log.finite import GradientProbe
 from megatron.training.loss_spikes import LossSpikes
 from megatron.training.providers import ForwardStep
 

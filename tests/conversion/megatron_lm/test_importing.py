@@ -159,6 +159,12 @@ def test_another_model_is_refused_by_name(more: str, message: str, tmp_path: Pat
     assert not (tmp_path / "ours").exists()
 
 
+def test_content_of_another_iteration_is_refused(tmp_path: Path) -> None:
+    source = with_arguments(tmp_path / "theirs", lambda common: common.update(iteration=7))
+    with pytest.raises(UserError, match="its folder says iteration 1, its content 7"):
+        import_run(source, tmp_path / "ours", build_model)
+
+
 def test_nothing_of_a_hostile_checkpoint_runs(tmp_path: Path) -> None:
     class Hostile:
         def __reduce__(self) -> Any:

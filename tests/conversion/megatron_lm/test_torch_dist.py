@@ -84,6 +84,11 @@ def test_hostile_metadata(tmp_path: Path) -> None:
         (lambda m: set_(m.state_dict_metadata[name].chunks[0], sizes=torch.Size([65])), "is outside of it"),
         (lambda m: m.state_dict_metadata[name].chunks.append(m.state_dict_metadata[name].chunks[0]), ""),
         (lambda m: m.state_dict_metadata.update({3: m.state_dict_metadata[name]}), "the name of a tensor is a int"),
+        (
+            lambda m: set_(m.state_dict_metadata[name].properties, dtype=torch.complex128),
+            "a tensor of type torch.complex1",
+        ),
+        (lambda m: set_(m.state_dict_metadata[name].properties, dtype=3), "a tensor of type 3"),
         (lambda m: m.storage_data.clear(), "not the metadata of torch.distributed.checkpoint"),
         (lambda m: set_(m, planner_data=Runs()), "it names posix.system"),
         (lambda m: set_(m, state_dict_metadata=None), "not the metadata of torch.distributed.checkpoint"),

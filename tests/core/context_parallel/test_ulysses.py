@@ -7,8 +7,7 @@ import torch
 from support.processes import run_on_ranks
 from torch import Tensor
 
-from megatron.core.communication import collectives
-from megatron.core.context_parallel import ulysses
+from megatron.core.communication import async_collective, collectives
 from megatron.core.context_parallel.ulysses import from_pieces, in_pieces, share_keys, start_to_heads, start_to_rows
 
 
@@ -41,7 +40,7 @@ def order_on_rank() -> tuple[list[str], bool]:
     start, group = collectives.start_all_to_all_rows, torch.distributed.group.WORLD
 
     class Logged:
-        def __init__(self, rows: Tensor, over: collectives.Group) -> None:
+        def __init__(self, rows: Tensor, over: collectives.Group, *sizes: None) -> None:
             log.append("start")
             self.pending = start(rows, over)
             self.tensor = self.pending.tensor
@@ -61,7 +60,7 @@ def order_on_rank() -> tuple[list[str], bool]:
             log.append("compute")
             return gradient * 2
 
-    ulysses.start_all_to_all_rows = Logged  # type: ignore[assignment]
+    async_collective.start_all_to_all_rows = Logged  # type: ignore[assignment]
     tensor = torch.randn(4, 1, 8, 3, requires_grad=True)
     gc.disable()
     arriving = [start_to_heads([piece], group, 2) for piece in in_pieces(tensor, 2, 2)]

@@ -23,10 +23,10 @@ ATTENTION = (
 )
 CHECKS = {
     "triton_agreement": "masks bias_dropout_residual losses merged_blocks largest_logits",
-    "elementwise_kernels": "norms norms_of_views norms_with_residual positions normed_positions parts_of_heads "
-    "rotated_parts_of_heads columns sums table_rows biases updates stored_updates",
-    "expert_kernels": "moves places choices weights_of_choices sums_of_scores counts "
-    "activations products specialized_products accumulations linears biases",
+    "elementwise_kernels": "norms norms_of_views norms_with_residual positions normed_positions "
+    "columns sums table_rows biases updates stored_updates",
+    "expert_kernels": "moves places choices weights_of_choices activations products "
+    "specialized_products accumulations linears biases",
     "delta_rule_kernels": "packed long_rows",
     "muon_kernels": "symmetric_products updates",
     "recurrent_kernels": "convolutions gated_norms rounded_scans",

@@ -1,5 +1,7 @@
 """ChainedOptimizer: two halves of a model step as one optimizer of the whole model does."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -56,3 +58,7 @@ def test_one_part_that_is_not_finite_stops_all() -> None:
 def test_other_optimizers_are_refused() -> None:
     with pytest.raises(UserError, match="it was given none"):
         ChainedOptimizer([])
+    part = chunk(1)
+    others: list[Any] = [get_megatron_optimizer(SETTINGS, [part]), torch.optim.SGD(part.parameters())]
+    with pytest.raises(UserError, match="it was given FlatOptimizer, SGD"):
+        ChainedOptimizer(others)

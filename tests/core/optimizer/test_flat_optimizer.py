@@ -383,19 +383,19 @@ def order_of_updates_and_gathers(optimizer_name: str) -> list[str]:
             gather()
 
         unit.start_all_gather = started  # type: ignore[method-assign]
-    update = optimizer._update_segments
+    update = optimizer._update_segment
 
     def unit_of(gradient: Tensor) -> int:
         shards = [unit.gradient_shard for unit in ddp.units]
         ends = [shard.data_ptr() + shard.nbytes for shard in shards]
         return next(n for n, shard in enumerate(shards) if shard.data_ptr() <= gradient.data_ptr() < ends[n])
 
-    def updated(alike: Any, *arguments: Any) -> None:
-        if not isinstance(alike, Muon):
-            seen.append(f"update {unit_of(alike.gradients[0])}")
-        update(alike, *arguments)
+    def updated(segment: Any, *arguments: Any) -> None:
+        if not isinstance(segment, Muon):
+            seen.append(f"update {unit_of(segment.gradient)}")
+        update(segment, *arguments)
 
-    optimizer._update_segments = updated  # type: ignore[method-assign]
+    optimizer._update_segment = updated  # type: ignore[method-assign]
     for step in range(2):
         seen.clear()
         ddp.zero_grad_buffer()

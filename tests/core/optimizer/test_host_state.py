@@ -9,9 +9,7 @@ from support.sharding import STRATEGIES, backward, groups_of, small_model
 from torch import Tensor
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.exceptions import UserError
 from megatron.core.optimizer import FlatOptimizer, OptimizerConfig, get_megatron_optimizer, host_state
-from megatron.core.optimizer.captured_update import CapturedUpdate
 from megatron.core.optimizer.host_state import choose_offloaded
 
 BF16, F16, F32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.uint8
@@ -100,7 +98,7 @@ def test_even_choice() -> None:
     assert choose_offloaded([100, 1, 1], 0.9) == [False, True, True]
 
 
-def test_state_and_reload_and_graphs() -> None:
+def test_state_and_reload() -> None:
     _, optimizer = built(1.0, use_precision_aware_optimizer=True)
     before = {name: m.shape for moments in optimizer.state.values() for name, m in moments.items()}
     assert set(before) == {"exp_avg", "exp_avg_sq"}
@@ -109,23 +107,3 @@ def test_state_and_reload_and_graphs() -> None:
             unit.weight_shard.fill_(0.5)
     optimizer.reload_model_params()
     assert all((state.weights.decode() == 0.5).all() for state in optimizer.states)
-    with pytest.raises(UserError, match="keeps the state on the device"):
-        CapturedUpdate(optimizer, None, 1)  # type: ignore[arg-type]
-
-
-class UncapturedStream:
-    """Fails as CUDA does when a graph under capture waits for a stream outside it."""
-
-    def wait_stream(self, stream: object) -> None:
-        raise RuntimeError("dependency created on uncaptured work in another stream")
-
-
-def test_an_update_without_state_on_the_host_waits_for_no_other_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    ddp, optimizer = built(None)
-    for name in ("_coming", "_going"):
-        monkeypatch.setattr(optimizer._host_stream, name, UncapturedStream())
-    backward(ddp, 0, 1)
-    ddp.finish_grad_sync()
-    before = optimizer.units[0].weight_shard.clone()
-    optimizer.step_on_device(torch.tensor(True))
-    assert not torch.equal(optimizer.units[0].weight_shard, before)

@@ -1,5 +1,6 @@
 """One update of flat segments against the formulas, number by number; whole optimizers are in test_flat_optimizer."""
 
+import dataclasses
 import math
 
 import pytest
@@ -7,8 +8,9 @@ import torch
 from torch import Tensor
 
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.segments import FlatSegments, StepInputs, with_main_gradients
-from megatron.core.optimizer.update_rules import Adam, Lion, Sgd, UpdateRule, build_update_rule
+from megatron.core.optimizer.segments import StateSegment, StepInputs
+from megatron.core.optimizer.state_storage import Plain
+from megatron.core.optimizer.update_rules import Adam, Lion, Sgd, UpdateRule, build_update_rule, update_segment
 
 LR, DECAY, DIVISOR, COUNT = 0.05, 0.1, 8.0, 3
 RULES: dict[str, UpdateRule] = {
@@ -26,24 +28,38 @@ def numbers(seed: int, dtype: torch.dtype) -> list[Tensor]:
     return [torch.randn(size, generator=generator, dtype=torch.float64).to(dtype) for size in (5, 3)]
 
 
-def segments_of(rule: UpdateRule, dtype: torch.dtype) -> FlatSegments:
-    moments = {name: [t.abs() for t in numbers(10 + i, dtype)] for i, name in enumerate(rule.moments)}
+def numbers_of(segment: StateSegment) -> list[Tensor]:
+    """Weights and moments."""
+    return [state.decode() for state in (segment.weights, *segment.moments.values())]
+
+
+def segments_of(rule: UpdateRule, dtype: torch.dtype) -> list[StateSegment]:
+    """Two segments, one with narrower weights of the model."""
+    moments = [[t.abs() for t in numbers(10 + i, dtype)] for i, _ in enumerate(rule.moments)]
     model_weights = [torch.zeros(5, dtype=torch.bfloat16), None]
-    return FlatSegments(numbers(1, dtype), [t * DIVISOR for t in numbers(2, dtype)], moments, model_weights)
+    made = []
+    for weight, gradient, model_weight, *states in zip(
+        numbers(1, dtype), numbers(2, dtype), model_weights, *moments, strict=True
+    ):
+        stored = {name: Plain(state, dtype) for name, state in zip(rule.moments, states, strict=True)}
+        has_main = model_weight is not None
+        made.append(StateSegment(Plain(weight, dtype), gradient * DIVISOR, stored, model_weight, has_main))
+    return made
 
 
-def update(rule: UpdateRule, segments: FlatSegments, decay: float | Tensor, skip: bool = False) -> None:
+def update(rule: UpdateRule, segments: list[StateSegment], decay: float | Tensor, skip: bool = False) -> None:
     step = StepInputs(torch.tensor(float(COUNT)), torch.tensor(DIVISOR, dtype=torch.float64), torch.tensor(skip))
-    rule.update(segments, step, torch.tensor(LR, dtype=torch.float64), decay)
+    for segment in segments:
+        update_segment(rule, segment, step, torch.tensor(LR, dtype=torch.float64), decay)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_sgd_without_momentum(dtype: torch.dtype) -> None:
-    segments = segments_of(Sgd(0.0), dtype)
-    before = [weight.clone() for weight in segments.weights]
+    segments, before = (segments_of(Sgd(0.0), dtype) for _ in range(2))
     update(Sgd(0.0), segments, DECAY)
-    for weight, w, g in zip(segments.weights, before, numbers(2, dtype), strict=True):
-        torch.testing.assert_close(weight, w - LR * (g + DECAY * w))
+    for segment, old, g in zip(segments, before, numbers(2, dtype), strict=True):
+        w = old.weights.decode()
+        torch.testing.assert_close(segment.weights.decode(), w - LR * (g + DECAY * w))
 
 
 def expected(name: str, w: float, g: float, state: tuple[float, ...]) -> tuple[float, ...]:
@@ -70,14 +86,14 @@ def test_numbers_follow_the_formulas(name: str, dtype: torch.dtype, tolerance: f
     rule, segments = RULES[name], segments_of(RULES[name], dtype)
     before = segments_of(rule, dtype)
     update(rule, segments, decay)
-    for i, weights in enumerate(before.weights):
-        columns = [weights, before.gradients[i] / DIVISOR, *(before.moments[kind][i] for kind in rule.moments)]
+    for segment, old in zip(segments, before, strict=True):
+        weights, *moments = numbers_of(old)
+        columns = [weights, old.gradient / DIVISOR, *moments]
         rows = zip(*(column.tolist() for column in columns), strict=True)
         wanted = torch.tensor([expected(name, w, g, tuple(state)) for w, g, *state in rows], dtype=dtype).t()
-        got = torch.stack([segments.weights[i], *(segments.moments[kind][i] for kind in rule.moments)])
-        torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
-    model = segments.model_weights[0]
-    assert model is not None and torch.equal(model, segments.weights[0].bfloat16())
+        torch.testing.assert_close(torch.stack(numbers_of(segment)), wanted, rtol=tolerance, atol=tolerance)
+    model = segments[0].model_weights
+    assert model is not None and torch.equal(model, segments[0].weights.decode().bfloat16())
 
 
 @pytest.mark.parametrize("decay", [DECAY, torch.tensor(DECAY, dtype=torch.float64)], ids=["number", "tensor"])
@@ -87,12 +103,11 @@ def test_a_skipped_step_changes_no_bit_even_if_gradients_are_nan(
     name: str, dtype: torch.dtype, decay: float | Tensor
 ) -> None:
     rule, segments = RULES[name], segments_of(RULES[name], dtype)
-    segments.gradients[0].fill_(float("nan"))
+    segments[0].gradient.fill_(float("nan"))
     before = segments_of(rule, dtype)
     update(rule, segments, decay, skip=True)
-    for kind in rule.moments:
-        assert all(map(torch.equal, segments.moments[kind], before.moments[kind]))
-    assert all(map(torch.equal, segments.weights, before.weights))
+    for segment, old in zip(segments, before, strict=True):
+        assert all(map(torch.equal, numbers_of(segment), numbers_of(old)))
 
 
 def test_a_config_names_its_rule() -> None:
@@ -107,18 +122,10 @@ def test_a_config_names_its_rule() -> None:
     assert isinstance(sgd, Sgd) and sgd.momentum == 0.3
 
 
-def test_narrow_gradients_are_widened_segment_by_segment() -> None:
+def test_narrow_gradients_are_widened() -> None:
     """--main-grads-dtype bf16: the update is that of the same numbers in float32."""
-    rule, segments, wide = RULES["adamw"], *(segments_of(RULES["adamw"], torch.float32) for _ in range(2))
-    narrow = FlatSegments(
-        segments.weights, [g.bfloat16() for g in segments.gradients], segments.moments, segments.model_weights
-    )
-    wide.gradients[:] = [g.float() for g in narrow.gradients]
-    assert list(with_main_gradients(wide)) == [wide]
-    parts = list(with_main_gradients(narrow))
-    assert [len(part.weights) for part in parts] == [1, 1]
-    for part in parts:
-        update(rule, part, DECAY)
-    update(rule, wide, DECAY)
-    assert all(map(torch.equal, segments.weights, wide.weights))
-    assert all(map(torch.equal, segments.moments["exp_avg_sq"], wide.moments["exp_avg_sq"]))
+    rule, (segment, _), (wide, _) = RULES["adamw"], *(segments_of(RULES["adamw"], torch.float32) for _ in range(2))
+    narrow = dataclasses.replace(segment, gradient=segment.gradient.bfloat16())
+    wide.gradient.copy_(narrow.gradient)
+    update(rule, [narrow, wide], DECAY)
+    assert all(map(torch.equal, numbers_of(narrow), numbers_of(wide)))

@@ -13,7 +13,6 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.ops.dropout.dropout import dropout_tokens
 from megatron.core.ops.normed_rope import normed_rope
 from megatron.core.ops.rope import rotation_of_angles
-from megatron.core.ops.split_heads import split_rotated_heads
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tokens import RngPosition, Tokens
 from megatron.core.transformer.attention import CrossAttention, CrossAttentionSubmodules, SelfAttention, groups_of_rank
@@ -41,31 +40,6 @@ def test_rows_of_the_projection_lie_by_group() -> None:
     assert torch.equal(query, rows[..., :2, :].flatten(2, 3)) or torch.allclose(query, rows[..., :2, :].flatten(2, 3))
     torch.testing.assert_close(key, rows[..., 2, :])
     torch.testing.assert_close(value, rows[..., 3, :])
-
-
-@pytest.mark.parametrize(
-    ("fields", "at_once"), [({}, True), ({"attention_output_gate": True}, True), ({"qk_layernorm": True}, False)]
-)
-def test_heads_rotated_in_one_operation_give_the_same_bits(fields: dict[str, Any], at_once: bool) -> None:
-    calls, found = [], []
-
-    def rotated(*arguments: Any) -> Any:
-        calls.append(1)
-        return split_rotated_heads(*arguments)
-
-    angles = torch.randn(3, 1, 1, 4, dtype=torch.float64)
-    inputs = dataclasses.replace(INPUTS, rotation=rotation_of_angles(angles, interleaved=False))
-    hidden = torch.randn(6, 16, dtype=torch.float64)
-    spec = get_gpt_layer_local_spec(qk_layernorm="qk_layernorm" in fields).submodules.self_attention
-    for one in (None, rotated):
-        backend = LOCAL.with_operations(attention={"split_rotated_heads": one})
-        torch.manual_seed(1)
-        made = attention(spec, backend, **fields)
-        output, _ = made(hidden, inputs)
-        output.square().sum().backward()
-        found.append([output, *(parameter.grad for parameter in made.parameters())])
-    assert all(torch.equal(*pair) for pair in zip(*found, strict=True) if pair[0] is not None)
-    assert len(calls) == at_once
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,8 @@ MODEL_OPTIONS = {field.name for cls in (PositionConfig,) for field in dataclasse
     "output_layer_bias",
     "exact_gradient_sums",
     "qk_l2_norm_epsilon",
+    "first_input_norm",
+    "normalize_output_weight",
     "norm_bias",
     "qk_norm_scope",
     "clip_qkv",

@@ -29,7 +29,6 @@ def test_it_was_tried_with_these_releases() -> None:
         "_C._cuda_endAllocateToPool",
         "_C.DisableTorchFunctionSubclass",
         "_foreach_copy_",
-        "_foreach_mul_",
         "_foreach_norm",
         "_foreach_zero_",
         "_fused_adam_",

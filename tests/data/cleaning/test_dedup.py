@@ -14,8 +14,8 @@ import pytest
 from megatron.core.exceptions import UserError
 from megatron.data.cleaning import dedup as module
 from megatron.data.cleaning import rows
+from megatron.data.cleaning.config import DedupConfig
 from megatron.data.cleaning.dedup import deduplicate, without_paragraphs
-from megatron.data.cleaning.dedup_config import DedupConfig
 
 ROOT = Path(__file__).parents[3]
 

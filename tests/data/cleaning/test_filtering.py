@@ -9,7 +9,7 @@ import pytest
 from megatron.core.exceptions import UserError
 from megatron.data.cleaning import filtering as module
 from megatron.data.cleaning import rows
-from megatron.data.cleaning.filter_config import FilterConfig
+from megatron.data.cleaning.config import FilterConfig
 from megatron.data.cleaning.filtering import filter_rows, plain_words
 
 ROOT = Path(__file__).parents[3]

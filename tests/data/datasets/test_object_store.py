@@ -94,6 +94,13 @@ def test_what_is_missing_or_broken_is_named(local: str, monkeypatch: pytest.Monk
         IndexedDataset(URL)
 
 
+def test_tokens_that_a_store_lost_while_they_were_read(local: str) -> None:
+    dataset, store = IndexedDataset(URL), fsspec.filesystem("memory")
+    store.pipe_file("/bucket/corpus.bin", store.cat_file("/bucket/corpus.bin")[:-2])
+    with pytest.raises(UserError, match=r"corpus.bin: was shortened while it was read"):
+        dataset[3]
+
+
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def needs(scheme: str, **options: object) -> None:
         raise ImportError("Install s3fs to access S3")

@@ -1,5 +1,6 @@
 """megatron/data/preparation/readers.py: text, Arrow and Parquet give the same documents as JSON lines."""
 
+import gzip
 import json
 
 import numpy as np
@@ -12,7 +13,7 @@ from megatron.core.exceptions import UserError
 from megatron.data.preparation.config import PreparationConfig
 from megatron.data.preparation.inputs import find_inputs
 from megatron.data.preparation.prepare import prepare
-from megatron.data.preparation.readers import open_groups, string_columns
+from megatron.data.preparation.readers import open_groups, resolve_keys, string_columns
 from megatron.data.tokenizer.null import NullTokenizer
 
 TEXTS = ["1 2 3", "4", "5 6"]
@@ -79,3 +80,31 @@ def test_json_lines_under_the_name_of_a_text_are_told(tmp_path):
     warnings: list[str] = []
     assert find_inputs([str(tmp_path / "a.txt")], warnings.append)[0].kind == "text"
     assert "read as text, by its name; if it contains JSON lines, rename it to .jsonl" in warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("record", "keys"),
+    [
+        ({"content": "x", "id": 3}, ["content"]),
+        ({"content": "x", "url": "y"}, ["text"]),
+        ({"content": "x", "text": None}, ["text"]),
+        ({"body": "x"}, ["text"]),
+    ],
+)
+def test_the_only_column_of_texts(tmp_path, record, keys):
+    line = json.dumps(record).encode() + b"\n"
+    (tmp_path / "a.jsonl").write_bytes(b"\n" + line)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(line))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([record]), tmp_path / "c.parquet")
+    for name in ("a.jsonl", "b.jsonl.gz", "c.parquet"):
+        warnings: list[str] = []
+        files = find_inputs([str(tmp_path / name)])
+        assert resolve_keys(["text"], files, warnings.append) == keys
+        assert len(warnings) == (keys == ["content"])
+        assert resolve_keys(["body"], files, warnings.append) == ["body"]
+
+
+@pytest.mark.parametrize("content", [b"", b"no json\n", b"[1]\n"])
+def test_other_lines_are_left_to_their_reader(tmp_path, content):
+    (tmp_path / "a.jsonl").write_bytes(content)
+    assert resolve_keys(["text"], find_inputs([str(tmp_path)]), print) == ["text"]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from megatron.diagnosis.gates.curve import curve_of, excursions, local_noise, log_slope, named_steps, running_median
-from megatron.training.logging.jsonl import MetricsHistory
+from megatron.training.log.jsonl import MetricsHistory
 
 
 @pytest.mark.parametrize("count", [3, 5, 40])

@@ -12,7 +12,7 @@ from support.loss_curves import BAD, draw_curve
 from megatron.diagnosis.gates.curve import LossCurve, curve_of
 from megatron.diagnosis.gates.loss_curve import judge_loss
 from megatron.diagnosis.gates.verdict import Outcome
-from megatron.training.logging.jsonl import read_metrics
+from megatron.training.log.jsonl import read_metrics
 
 CURVES = Path(__file__).resolve().parents[2] / "data/loss_curves"
 FACTS = json.loads((CURVES / "data.json").read_text())

@@ -8,7 +8,7 @@ from megatron.core.exceptions import UserError
 from megatron.diagnosis.gates.finished_run import FinishedRun
 from megatron.diagnosis.gates.memory import GIB, PeakOfRank, judge_memory_of, judge_peaks
 from megatron.diagnosis.gates.verdict import Outcome
-from megatron.training.logging.jsonl import MetricsHistory
+from megatron.training.log.jsonl import MetricsHistory
 
 
 def gpu(rank: int, peak: float, outside: float = 0.0) -> PeakOfRank:

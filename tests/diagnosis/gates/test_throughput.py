@@ -4,7 +4,7 @@ import pytest
 
 from megatron.diagnosis.gates.throughput import judge_throughput, speeds
 from megatron.diagnosis.gates.verdict import Outcome
-from megatron.training.logging.jsonl import MetricsHistory
+from megatron.training.log.jsonl import MetricsHistory
 
 
 def history(*intervals: tuple[int, float]) -> MetricsHistory:

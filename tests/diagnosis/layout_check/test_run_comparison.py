@@ -15,8 +15,8 @@ from megatron.diagnosis.layout_check.run_comparison import (
     open_run,
     rerun_of,
 )
-from megatron.training.checkpoint_contents import weight_chunks
-from megatron.training.logging.jsonl import read_metrics
+from megatron.training.log.jsonl import read_metrics
+from megatron.training.state import weight_chunks
 from megatron.training.trainer import Trainer
 
 FLAGS = "--mock-data --train-iters 8 --eval-iters 0 --save-interval 2 --optimizer sgd --sgd-momentum 0"

@@ -18,6 +18,6 @@ def test_live_bytes_and_their_peak() -> None:
         assert (allocations.live, allocations.peak) == (512 + 1024, 512 + 1024)
         del second
         assert (allocations.live, allocations.peak) == (512, 512 + 1024)
-        allocations.start_peak()
+        allocations.start()
         del view
     assert (allocations.live, allocations.peak, host.numel()) == (0, 512, 1000)

@@ -111,7 +111,7 @@ def counted(config: PretrainConfig, device: str) -> Counted:
         stack.enter_context(allocations)
         step(data, model)  # fills caches
         first = allocations.live
-        allocations.start_peak()
+        allocations.start()
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             losses, loss_func = step(data, model)
             loss = loss_func(losses)[0]
@@ -119,7 +119,7 @@ def counted(config: PretrainConfig, device: str) -> Counted:
         forward_peak, kept = allocations.peak - first, allocations.live - first
         total = sum(size for _, size in saved.values())
         saved.clear()
-        allocations.start_peak()
+        allocations.start()
         torch.autograd.backward(loss)
     return Counted(total, kept, forward_peak, allocations.peak - first)
 

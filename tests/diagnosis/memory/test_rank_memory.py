@@ -35,8 +35,8 @@ from megatron.diagnosis.memory.rank_memory import (
     rank_memory,
 )
 from megatron.facades import parallel_state
-from megatron.facades.published_run import published
-from megatron.training import get_args, pretraining
+from megatron.facades.global_vars import published
+from megatron.training import get_args, loop
 from megatron.training.arguments import configure, core_transformer_config_from_args
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.resolution import ConfigurationError
@@ -239,7 +239,7 @@ def _bytes_that_pass(config: PretrainConfig) -> int:
         mock.patch.object(Unit, "start_all_gather", watched(gather, "weights", "param_buffer")),
         mock.patch.object(TransientGradients, "open", watched(opening, "gradients", "whole")),
     ):
-        pretraining.run_pretraining(config, GPT, time.monotonic())
+        loop.run_pretraining(config, GPT, time.monotonic())
     return most["weights"] * sharded + most["gradients"]
 
 

@@ -8,7 +8,7 @@ import torch
 from megatron.core.exceptions import UserError
 from megatron.diagnosis.planning import gpus
 from megatron.diagnosis.planning.gpus import gpu_named, known_gpus
-from megatron.training.logging.device_peaks import peak_of_device_name
+from megatron.training.log.throughput import peak_of_device_name
 
 FIGURE = '{value = 1e12, error = 0.1, source = "a test"}'
 FILE = "[mine]\ntitle = 'Mine'\nmultiprocessors = 10\n" + "".join(

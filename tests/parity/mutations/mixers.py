@@ -42,7 +42,7 @@ MIXERS = [
         "core/transformer/sparse_latent_attention.py",
         "places = row_index(inputs.tokens, device)[None]",
         "places = row_index(inputs.tokens, device, 0)[None]",
-        "dsa/cp2-p2p/per-token",
+        "dsa-packed/cp2-p2p/per-token",
     ),
     Mutation(
         "indexer-keys-of-other-ranks",

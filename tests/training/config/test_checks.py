@@ -40,6 +40,8 @@ RULES = [
     ("--hidden-size 66", "--hidden-size 66 is not divisible by --num-attention-heads 4; use 64 or 68, or set"),
     ("--group-query-attention --num-query-groups 3", "--num-query-groups 3 does not divide --num-attention-heads 4"),
     ("--max-position-embeddings 100", "--seq-length 128 is longer than --max-position-embeddings 100"),
+    ("--encoder-seq-length 64", "--encoder-seq-length 64 and --seq-length 128 mean the same and differ; give one"),
+    ("--encoder-num-layers 7", "--encoder-num-layers 7 and --num-layers"),
     ("--position-embedding-type rope --rotary-percent 1.5", "--rotary-percent 1.5 must be larger than 0 and at most 1"),
     (
         "--position-embedding-type rope --rotary-percent 0.2",
@@ -52,7 +54,7 @@ RULES = [
     ("--swiglu --squared-relu", "--swiglu and --squared-relu choose different activations; give one"),
     (
         "--glu-linear-offset 1",
-        "--glu-linear-offset 1.0 is for an MLP with a gate; add --swiglu, --geglu or --quick-geglu",
+        "--glu-linear-offset 1.0 is for an MLP with a gate; add --swiglu, --geglu, --exact-geglu or --quick-geglu",
     ),
     ("--activation-func-clamp-value 7", "--activation-func-clamp-value 7.0 is for an MLP with a gate"),
     ("--hidden-dropout 1", "--hidden-dropout 1.0 must be at least 0 and less than 1"),

@@ -11,7 +11,7 @@ import torch
 
 from megatron.core.declarations.config_fields import value_text
 from megatron.training.config.conditions import is_inert, is_to_come, needs_of, ways_of
-from megatron.training.config.flag_table import Flag, flag_table, flags_by_spelling
+from megatron.training.config.flag_table import SAME_THING, Flag, flag_table, flags_by_spelling
 from megatron.training.config.flag_words import number, whole_number
 from megatron.training.config.retired import RETIRED
 
@@ -148,6 +148,11 @@ MODEL_OPTIONS = {
     "--output-layer-bias",
     "--final-logit-softcapping", "--attn-logit-softcapping", "--softmax-scale", "--clip-qkv", "--qk-norm-scope",
     "--qk-l2-norm-epsilon",
+    "--no-first-input-norm",
+    "--normalize-output-weight",
+    "--exact-geglu",
+    "--bert-head-activation",
+    "--bert-no-head-bias",
     "--attention-chunk-size", "--attention-chunk-skip-freq", "--alibi", "--alibi-factor", "--nope-temperature-scale",
     "--nope-temperature-floor", "--geglu",
     "--moe-router-norm-topk-prob", "--no-moe-router-norm-topk-prob", "--moe-router-bias", "--no-moe-router-bias",
@@ -253,7 +258,7 @@ def test_every_flag_works_or_is_inert_or_to_come() -> None:
 def test_every_flag_that_works_is_read_by_somebody() -> None:
     """A value that nothing reads is not honoured, even if its help says so."""
     config_files = {"dry_run.py", "print_config.py", "arguments.py", "transformer_config.py", "optimizer_config.py"}
-    sources = [ROOT / "pretrain_gpt.py", ROOT / "pretrain_t5.py", *(ROOT / "megatron").rglob("*.py")]
+    sources = [*ROOT.glob("pretrain_*.py"), *(ROOT / "megatron").rglob("*.py")]
     sources.remove(ROOT / "megatron/data/tokenizer/config.py")
     text = "\n".join(
         path.read_text() for path in sources if "config" not in path.parts and path.name not in config_files
@@ -268,7 +273,8 @@ def test_every_flag_that_works_is_read_by_somebody() -> None:
 
 
 READ_WHEN_CONFIGS_ARE_MADE = {
-    "--group-query-attention", "--swiglu", "--squared-relu", "--quick-geglu", "--geglu", "--openai-gelu",
+    "--group-query-attention", "--swiglu", "--squared-relu", "--quick-geglu", "--geglu", "--exact-geglu",
+    "--openai-gelu",
     "--no-bias-gelu-fusion",
     "--init-method-xavier-uniform", "--encoder-num-layers", "--encoder-seq-length", "--init-method-std",
     "--mup-base-hidden-size", "--mup-base-head-dim", "--mup-output-mult", "--mup-embedding-mult",
@@ -326,3 +332,10 @@ def test_what_may_come_from_a_checkpoint():
     assert {flag.field for flag in table if not flag.is_free_text and not flag.from_checkpoint} == ACTING
     never = ("spec", "config_file", "save", "load", "load_hf", "tensorboard_dir", "metrics_path", "data_cache_path")
     assert not any(flag_table()[field].from_checkpoint for field in never)
+
+
+def test_they_are_fields_and_others() -> None:
+    named = {*SAME_THING, *(other for others in SAME_THING.values() for other in others)}
+    assert named <= flag_table().keys()
+    assert not [field for field, others in SAME_THING.items() if field in others]
+    assert "geglu" in SAME_THING["swiglu"] and "swiglu" in SAME_THING["geglu"]

@@ -12,8 +12,8 @@ from support.command_lines import SMALL
 
 from megatron.training.config.command_line import read_command_line
 from megatron.training.config.conditions import is_to_come
-from megatron.training.config.flag_answers import answers
 from megatron.training.config.flag_table import flags_by_spelling
+from megatron.training.config.help_text import answers
 
 DATA = Path(__file__).parents[2] / "data/flags/megatron_lm_flags_019.jsonl"
 OPTIONS: list[dict[str, Any]] = [json.loads(line) for line in DATA.read_text("utf-8").splitlines()]

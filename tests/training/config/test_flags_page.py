@@ -3,9 +3,8 @@
 import re
 from pathlib import Path
 
-from megatron.training.config.flag_answers import answers
 from megatron.training.config.flags_page import page
-from megatron.training.config.help_text import help_about
+from megatron.training.config.help_text import answers, help_about
 
 PAGE = (Path(__file__).parents[3] / "docs/flags.md").read_text("utf-8")
 

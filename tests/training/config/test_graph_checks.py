@@ -51,23 +51,6 @@ def test_the_message_names_the_flag_that_was_given() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "ranks", "problem"),
-    [
-        ("", 2, "--optimizer-cuda-graph: the update communicates between 2 ranks; leave it out, or train on one"),
-        ("--optimizer muon", 1, "--optimizer-cuda-graph: --optimizer muon is not captured; adam and sgd are"),
-        (
-            "--start-weight-decay 0.01 --end-weight-decay 0.1 --weight-decay-incr-style linear",
-            1,
-            "weight decay is a constant of the graph, and --weight-decay-incr-style linear changes it; leave one out",
-        ),
-    ],
-)
-def test_what_is_no_part_of_an_optimizer_graph(flags: str, ranks: int, problem: str) -> None:
-    found = problems_of(f"{flags} --optimizer-cuda-graph", ranks=ranks)
-    assert any(problem in line for line in found), found
-
-
-@pytest.mark.parametrize(
     ("flags", "ranks", "note"),
     [
         ("--cuda-graph-impl transformer_engine", 1, f"--cuda-graph-impl transformer_engine: {WHOLE}"),
@@ -104,8 +87,7 @@ def test_what_a_graph_of_an_iteration_holds_is_said() -> None:
         return [note for note in configured(f"{GRAPHS} {flags}").notes if note.startswith("--cuda-graph-scope full_it")]
 
     (plain,) = said("--cuda-graph-scope full_iteration")
-    assert "replayed for each micro-batch" in plain and "--optimizer-cuda-graph captures the update" in plain
-    assert "captures the update" not in said("--cuda-graph-scope full_iteration --optimizer-cuda-graph")[0]
+    assert "replayed for each micro-batch" in plain
     assert not said("") and not said("--cuda-graph-scope attn")
 
 

@@ -8,10 +8,10 @@ from support.command_lines import problems_of_config
 from megatron.data.tokenizer.config import TokenizerConfig
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.data import DataConfig
-from megatron.training.config.logging import LoggingConfig
+from megatron.training.config.log import KINDS, LoggingConfig, RecordsConfig
 from megatron.training.config.model import ModelConfig
 from megatron.training.config.parallel import ParallelConfig
-from megatron.training.config.resilience import ResilienceConfig
+from megatron.training.config.resilience import FaultInjectorConfig, ResilienceConfig
 from megatron.training.config.schedule import ScheduleConfig
 from megatron.training.config.training import EvaluationConfig, TrainingConfig
 
@@ -25,6 +25,8 @@ GOOD: dict[type, dict[str, object]] = {
     ScheduleConfig: {},
     TrainingConfig: {"micro_batch_size": 2, "global_batch_size": 16, "train_iters": 3},
     EvaluationConfig: {},
+    FaultInjectorConfig: {},
+    RecordsConfig: {},
     TokenizerConfig: {"tokenizer_type": "NullTokenizer", "vocab_size": 10},
 }
 """Values without a problem."""
@@ -166,3 +168,33 @@ def test_possible_values_are_no_problem(part: type) -> None:
 def test_the_paths_of_single_splits_are_one_source() -> None:
     config = DataConfig(seq_length=8, train_data_path=["a"], valid_data_path=["b"])
     assert config.sources() == ["train_data_path"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_intervals(kind: str) -> None:
+    flag = f"--save-{kind.replace('_', '-')}-interval"
+    field = f"save_{kind}_interval"
+    assert problems_of_config(RecordsConfig, **{field: 0}) == [f"{flag} 0 must be at least 1"]
+    assert RecordsConfig(**{field: 3}).interval(kind) == 3 and RecordsConfig().interval(kind) is None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"types": "hang,melt"}, "--fault-injector-fault-types hang,melt: melt is none of exception, hang"),
+        ({"fault_delay": None}, "--fault-injector-fault-types hang: give --fault-injector-fault-delay or"),
+        ({"mtti_seconds": 1.0}, "--fault-injector-fault-types hang: give --fault-injector-fault-delay or"),
+        ({"num_ranks": 0}, "--fault-injector-num-ranks 0 must be at least 1"),
+        ({"ranks": "1", "num_ranks": 1}, "--fault-injector-ranks 1 and --fault-injector-num-ranks 1 both say"),
+        ({"ranks": "1,x"}, "--fault-injector-ranks 1,x: not whole numbers"),
+        ({"ranks": "-1"}, "--fault-injector-ranks -1: ranks count from 0"),
+        ({"fault_probabilities": "a"}, "--fault-injector-fault-probabilities a: not numbers"),
+        ({"fault_probabilities": "1,2"}, "--fault-injector-fault-probabilities 1,2: give one weight for each"),
+        ({"fault_probabilities": "0"}, "--fault-injector-fault-probabilities 0: give one weight for each"),
+    ],
+)
+def test_impossible_faults_are_named(values: dict[str, object], problem: str) -> None:
+    given = {"types": "hang", "fault_delay": 1.0, **values}
+    types = {"fault_injector_fault_types": given.pop("types")}
+    found = problems_of_config(FaultInjectorConfig, **types, **{f"fault_injector_{k}": v for k, v in given.items()})
+    assert len(found) == 1 and found[0].startswith(problem), found

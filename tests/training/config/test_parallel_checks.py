@@ -259,3 +259,31 @@ def test_sizes_that_are_suggested_divide_the_ranks_that_there_are() -> None:
     free = LaunchEnvironment(1, False, world_size_is_given=False)
     with pytest.raises(ConfigurationError, match=r"does not divide --num-experts 3; use 1 or 3"):
         configure(f"{SMALL} {experts} --dry-run".split(), launch_environment=free)
+
+
+GIVEN = "--exact-data-parallel-sums --deterministic-mode --global-batch-size 8"
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ("--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2"),
+        ("--fp16", "--fp16"),
+        ("--bf16 --fp8-format hybrid", "--fp8-format hybrid"),
+        ("--bf16 --grad-reduce-in-bf16", "--grad-reduce-in-bf16"),
+        ("--optimizer muon", "--optimizer muon"),
+        ("--num-experts 4", "--num-experts"),
+        ("--global-batch-size 65536", "at most 4096 micro-batches of --micro-batch-size"),
+    ],
+)
+def test_others_are_refused(flags: str, problem: str) -> None:
+    found = [each for each in problems_of(f"{GIVEN} {flags}") if each.startswith("--exact-data-parallel-sums")]
+    assert len(found) == 1 and problem in found[0]
+
+
+def test_it_needs_repeatable_kernels_and_a_batch() -> None:
+    assert problems_of(GIVEN) == [] and problems_of(f"{GIVEN} --bf16 --use-distributed-optimizer") == []
+    (found,) = problems_of("--exact-data-parallel-sums --global-batch-size 8")
+    assert found.startswith("--exact-data-parallel-sums needs --deterministic-mode")
+    (found,) = problems_of("--exact-data-parallel-sums --deterministic-mode")
+    assert "needs --global-batch-size" in found

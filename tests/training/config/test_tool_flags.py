@@ -7,7 +7,7 @@ import pytest
 
 from megatron.core.declarations.config_fields import flag, not_yet
 from megatron.core.exceptions import UserError
-from megatron.training.config.tool_flags import Section, read_tool_flags
+from megatron.training.config.tool_flags import Section, ToolParser, number, read_tool_flags, whole_number
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -103,3 +103,26 @@ def test_a_flag_that_gathers_adds_and_others_start_again() -> None:
     words = ["--all", "a", "b", "--last", "a", "b", "--all", "c", "--last", "c"]
     (config,) = read_tool_flags(words, [Section("both", Both)], "tool", "about").configs
     assert (config.all, config.last) == (["a", "b", "c"], ["c"])
+
+
+def parser() -> ToolParser:
+    made = ToolParser(prog="tool.py", description="One.\n\n    two\n")
+    made.add_argument("--size", type=number(1, 1e12, "8B"))
+    made.add_argument("--count", type=whole_number(9, "3"))
+    return made
+
+
+def test_numbers_and_units() -> None:
+    assert parser().parse_args(["--size", "1.5b", "--count", "9"]).size == 1.5e9
+    assert parser().parse_args(["--size", "2e3"]).size == 2000
+    assert "    two" in parser().format_help()
+
+
+@pytest.mark.parametrize(
+    "words", ["--size 0", "--size inf", "--size B", "--count 0", "--count 10", "--count \u0663", "--cou 1"]
+)
+def test_mistakes(words: str) -> None:
+    with pytest.raises(
+        UserError, match=r"^(--size: .*such as 8B|--count: .*such as 3|unrecognized arguments: --cou 1)$"
+    ):
+        parser().parse_args(words.split())

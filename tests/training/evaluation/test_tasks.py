@@ -9,7 +9,7 @@ from support.processes import run_on_ranks
 from support.runs import Outcome, logger_of, train, train_on_ranks
 
 from megatron.core.exceptions import UserError
-from megatron.training.logging.jsonl import read_metrics
+from megatron.training.log.jsonl import read_metrics
 
 LINES = [
     {

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.command_lines import configured
 
-from megatron.training.config.records import FaultInjectorConfig
+from megatron.training.config.resilience import FaultInjectorConfig
 from megatron.training.hooks import fault_injector
 from megatron.training.hooks.fault_injector import FaultInjector
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from support.runs import train
 
 from megatron.core.exceptions import UserError
-from megatron.training.config.records import RecordsConfig
+from megatron.training.config.log import RecordsConfig
 from megatron.training.hooks.routing_trace import RoutingTrace
 
 FLAGS = (

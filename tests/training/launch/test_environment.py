@@ -1,5 +1,7 @@
 """Who does what among the processes of a run, by numbers alone."""
 
+import resource
+
 import pytest
 import torch
 from support.runs import TINY
@@ -8,7 +10,7 @@ from megatron.core.pipeline_parallel.stages import pipeline_of
 from megatron.training.arguments import configure
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.settings import LaunchEnvironment
-from megatron.training.launch.environment import Environment, groups_of_rank
+from megatron.training.launch.environment import Environment, groups_of_rank, raise_open_file_limit
 from megatron.training.providers import stages_of_rank
 
 FLAGS = f"{TINY} --num-layers 8 --mock-data --train-iters 1"
@@ -77,3 +79,17 @@ def test_the_chunks_of_a_rank(flags, expected):
         assert ["E" * stage.pre_process + "L" * stage.post_process for stage in stages] == parts
         assert [stage.virtual for stage in stages] == (list(range(len(parts))) if len(parts) > 1 else [None])
         assert each.has_loss == any(stage.post_process for stage in stages)
+
+
+def test_the_limit_of_open_files_is_raised_to_what_the_system_allows() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+        raise_open_file_limit()
+        most = 1 << 16 if hard == resource.RLIM_INFINITY else min(hard, 1 << 16)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        raise_open_file_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

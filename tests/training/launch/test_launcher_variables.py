@@ -10,7 +10,7 @@ from support.runs import GPT
 
 from megatron.core.exceptions import UserError
 from megatron.training import pretrain
-from megatron.training.config.host_ranks import tasks_of_node
+from megatron.training.config.settings import tasks_of_node
 from megatron.training.launch.launcher_variables import first_host, take_ranks_of_launcher
 
 STEP = {

@@ -16,7 +16,7 @@ from support.nodes import Nodes
 from support.ports import free_port
 from support.runs import TINY
 
-from megatron.training.logging.jsonl import read_metrics
+from megatron.training.log.jsonl import read_metrics
 from tools.launch import newest_checkpoint
 
 pytestmark = pytest.mark.slow

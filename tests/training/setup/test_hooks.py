@@ -11,9 +11,9 @@ from megatron.training.arguments import configure
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.settings import LaunchEnvironment
 from megatron.training.hooks.gc import ManualGarbageCollection
+from megatron.training.hooks.hardware import ReplicaCheck
 from megatron.training.hooks.profiler import TorchProfiler
 from megatron.training.hooks.progress_file import ProgressFile
-from megatron.training.hooks.replicas import ReplicaCheck
 from megatron.training.setup.hooks import build_hooks
 from megatron.training.state import TrainState
 

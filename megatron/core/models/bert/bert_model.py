@@ -31,8 +31,9 @@ class BertModel(LanguageModule):
 
     `num_tokentypes` is the number of token types (segments) of the embedding, or 0. With `add_binary_head` a second
     output predicts whether the segments of a row are in order. The output layer has a bias even if it shares the
-    embedding's weight. `vocab_size`, `parallel_output`, `fp16_lm_cross_entropy` and our own keywords have the same
-    meaning as in `GPTModel`.
+    embedding's weight. `head_activation` (gelu, gelu_tanh, relu) and `head_bias` describe the dense layer before it.
+    `vocab_size`, `parallel_output`, `fp16_lm_cross_entropy` and our other keywords have the same meaning as in
+    `GPTModel`.
 
     With `return_embeddings` the last stage returns one embedding per row, [b, h], instead of predictions: the mean of
     the hidden states of its tokens without the first token, [CLS], and the last one, [SEP], in float32 at least.
@@ -62,6 +63,8 @@ class BertModel(LanguageModule):
         *,
         rotary_base: float = 10000,
         vocab_padding_multiple: int | None = None,
+        head_activation: str = "gelu",
+        head_bias: bool = True,
     ) -> None:
         super().__init__(config, pg_collection)
         if position_embedding_type not in ("learned_absolute", "rope", "none"):
@@ -99,7 +102,7 @@ class BertModel(LanguageModule):
             vp_stage=vp_stage,
         )
         if post_process:
-            self.lm_head = BertLMHead(config.hidden_size, config)
+            self.lm_head = BertLMHead(config.hidden_size, config, activation=head_activation, bias=head_bias)
             self.output_layer = build_head(
                 config,
                 vocabulary,

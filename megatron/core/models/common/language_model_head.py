@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import normalize
 
 from megatron.core.communication.collectives import Group, group_size
 from megatron.core.ops.attention.soft_cap import soft_cap
@@ -35,7 +36,8 @@ class Vocabulary:
 
 class LanguageModelHead(ColumnParallelLinear):
     """Computes hidden W^T with W [vocabulary, h] split by rows over the tensor parallel ranks; see
-    `ColumnParallelLinear`. With the config's `logit_scale` s and `final_logit_softcapping` c, the logits become c
+    `ColumnParallelLinear`. With `normalize_output_weight` the rows of W have length 1 in the product, whose
+    parameter may have any. With the config's `logit_scale` s and `final_logit_softcapping` c, the logits become c
     tanh(s logits / c).
 
     `output_size` is the vocabulary without padding. Softmaxes leave out padding: gathered logits have none, and in a
@@ -65,6 +67,8 @@ class LanguageModelHead(ColumnParallelLinear):
         and `loss_chunk_size` the number of tokens whose logits exist at a time if there are labels."""
         if weight is None:
             weight = next(iter(self.borrowed_parameters), self.weight)
+        if self.config.normalize_output_weight:
+            weight = normalize(weight)
         if self.config.logit_scale != 1.0:
             input_ = input_ * self.config.logit_scale
         cap = self.config.final_logit_softcapping

@@ -27,7 +27,7 @@ from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionLayer,
     MultiTokenPredictionLayerSubmodules,
 )
-from megatron.core.transformer.query_key_norms import AllHeadsNorm, L2Norm
+from megatron.core.transformer.query_key_norms import NORMS_OF_HEADS, L2Norm
 from megatron.core.transformer.sparse_latent_attention import SparseLatentAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -137,7 +137,7 @@ def say_layers_are_ours() -> None:
 
 def _query_key_norm(qk_layernorm: bool | None, qk_l2_norm: bool | None, scope: str) -> type:
     if qk_layernorm:
-        return AllHeadsNorm if scope == "full" else WrappedTorchNorm
+        return NORMS_OF_HEADS.get(scope, WrappedTorchNorm)
     return L2Norm if qk_l2_norm else IdentityOp
 
 

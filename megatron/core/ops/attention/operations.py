@@ -21,7 +21,6 @@ from megatron.core.ops.attention.max_logits import max_attention_logits
 from megatron.core.ops.normed_rope import normed_rope
 from megatron.core.ops.records import Ops, on_gpus, operation
 from megatron.core.ops.rope import apply_rope
-from megatron.core.ops.split_heads import split_heads, split_rotated_heads
 from megatron.core.transformer.enums import AttnBackend
 
 
@@ -30,9 +29,6 @@ class AttentionOps(Ops):
     """What attention layers compute between their products."""
 
     apply_rope: Callable[..., Tensor] = operation(apply_rope, "rotary positions")
-    split_heads: Callable[..., tuple[Tensor, ...]] = operation(split_heads, "attention")
-    split_rotated_heads: Callable[..., tuple[Tensor, ...]] | None = None
-    """`split_heads` and `apply_rope` as one operation; None: they are two."""
     normed_rope: Callable[..., Tensor] | None = None
     """`rms_norm` of heads and `apply_rope` as one operation; None: they are two."""
     merge_block: Callable[..., None] = operation(merge_block, "attention")
@@ -46,7 +42,7 @@ class AttentionOps(Ops):
     @classmethod
     def by_triton(cls) -> Self:
         """Returns the record with our kernels for GPUs."""
-        from megatron.core.ops import normed_rope_triton, rope_triton, split_heads_triton
+        from megatron.core.ops import normed_rope_triton, rope_triton
         from megatron.core.ops.attention import flash_triton, max_logits_triton, merge_triton
 
         own_flash = OwnFlash(flash_triton.has_specialized_warps)
@@ -57,10 +53,9 @@ class AttentionOps(Ops):
             flash_triton.flash_block_attention_backward_triton,
         )
         plain = cls(
-            split_rotated_heads=split_rotated_heads,
             normed_rope=normed_rope,
             kernels=with_own_flash(CANDIDATES, whole_rows, own_flash),
             block_kernels=before_unfused(BLOCK_CANDIDATES, blocks),
         )
-        modules = normed_rope_triton, rope_triton, split_heads_triton, max_logits_triton, merge_triton
+        modules = normed_rope_triton, rope_triton, max_logits_triton, merge_triton
         return on_gpus(plain, *modules)

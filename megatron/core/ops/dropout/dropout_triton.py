@@ -11,7 +11,6 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.core.ops.bias_add_triton import bias_add_triton
 from megatron.core.ops.dropout.dropout import Draw, DropoutRngPosition, bias_dropout_add
 from megatron.core.ops.dropout.keep_bits_triton import keep_columns
 from megatron.core.ops.sum_rows_triton import sum_rows_triton
@@ -88,18 +87,19 @@ def keep_rows_triton(draw: Draw, row: Tensor, extra: Tensor, first: Tensor, coun
 @triton.jit
 def _apply_kernel(  # type: ignore[no-untyped-def]
     output, inputs, bias, residual, token, iteration, width, seed, threshold, scale,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCKS: tl.constexpr,
+    DROPS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0).to(tl.int64)
-    position = tl.load(token + i)
-    number = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
-    words = _words(seed, position, number, tl.load(iteration), position >> 32)
     channel = tl.program_id(1) * BLOCKS * 4 + tl.arange(0, BLOCKS * 4)
     inside = channel < width
     value = tl.load(inputs + i * width + channel, mask=inside).to(tl.float32)
     if HAS_BIAS:
         value += tl.load(bias + channel, mask=inside).to(tl.float32)
-    value = tl.where(words.to(tl.int64) >= threshold, value * scale, 0.0)
+    if DROPS:
+        position = tl.load(token + i)
+        number = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+        words = _words(seed, position, number, tl.load(iteration), position >> 32)
+        value = tl.where(words.to(tl.int64) >= threshold, value * scale, 0.0)
     if HAS_RESIDUAL:
         value += tl.load(residual + i * width + channel, mask=inside).to(tl.float32)
     tl.store(output + i * width + channel, value.to(output.dtype.element_ty), mask=inside)
@@ -115,11 +115,10 @@ def bias_dropout_add_triton(
     """Computes `dropout.bias_dropout_add` in one kernel. Float64, and sums without a bias that drop nothing, use the
     reference."""
     drops = position is not None and probability > 0.0
-    if bias is not None and not drops and torch.float64 not in (inputs.dtype, getattr(residual, "dtype", None)):
-        return bias_add_triton(inputs, bias, residual)
-    if position is None or not drops or inputs.dtype is torch.float64:
+    exact = torch.float64 in (inputs.dtype, None if residual is None else residual.dtype)
+    if inputs.dtype is torch.float64 or (not drops and (exact or bias is None)):
         return bias_dropout_add(inputs, bias, residual, probability, position)
-    return _BiasDropoutAdd.apply(inputs, bias, residual, probability, position)
+    return _BiasDropoutAdd.apply(inputs, bias, residual, probability, position if drops else None)
 
 
 class _BiasDropoutAdd(torch.autograd.Function):
@@ -130,38 +129,46 @@ class _BiasDropoutAdd(torch.autograd.Function):
         bias: Tensor | None,
         residual: Tensor | None,
         probability: float,
-        position: DropoutRngPosition,
+        position: DropoutRngPosition | None,
     ) -> Tensor:
-        ctx.position, ctx.probability, ctx.input_type = position, probability, inputs.dtype
+        ctx.position, ctx.probability = position, probability
+        ctx.types = tuple(None if tensor is None else tensor.dtype for tensor in (inputs, bias, residual))
         output_type = inputs.dtype if residual is None else torch.promote_types(inputs.dtype, residual.dtype)
         return _apply(inputs, bias, residual, position, probability, output_type)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, output_gradient: Tensor) -> tuple[Any, ...]:
-        inputs_gradient = _apply(output_gradient, None, None, ctx.position, ctx.probability, ctx.input_type)
-        bias_gradient = sum_rows_triton(inputs_gradient) if ctx.needs_input_grad[1] else None
-        residual_gradient = output_gradient if ctx.needs_input_grad[2] else None
-        return inputs_gradient, bias_gradient, residual_gradient, None, None
+        inputs_type, bias_type, residual_type = ctx.types
+        inputs_gradient = output_gradient
+        if ctx.position is not None:
+            inputs_gradient = _apply(output_gradient, None, None, ctx.position, ctx.probability, inputs_type)
+        bias_gradient = sum_rows_triton(inputs_gradient, bias_type) if ctx.needs_input_grad[1] else None
+        residual_gradient = output_gradient.to(residual_type) if ctx.needs_input_grad[2] else None
+        return inputs_gradient.to(inputs_type), bias_gradient, residual_gradient, None, None
 
 
 def _apply(
     inputs: Tensor,
     bias: Tensor | None,
     residual: Tensor | None,
-    position: DropoutRngPosition,
+    position: DropoutRngPosition | None,
     probability: float,
     output_type: torch.dtype,
 ) -> Tensor:
+    """Returns the sum, [t, h]. Without a position nothing is dropped."""
     rows, width = inputs.shape
     output = torch.empty((rows, width), dtype=output_type, device=inputs.device)
-    draw = position.draw(probability)
     blocks = min(_BLOCKS, next_power_of_2(cdiv(width, 4)))
-    _apply_kernel[(rows, cdiv(width, 4 * blocks))](
-        output, inputs.contiguous(), bias, None if residual is None else residual.contiguous(), position.tokens.index,
-        draw.iteration, width, _seed(draw), draw.threshold, draw.scale,
-        HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, BLOCKS=blocks,
-    )  # fmt: skip
+    drawn: tuple[Any, ...] = (None, None, width, 0, 0, 1.0)
+    if position is not None:
+        draw = position.draw(probability)
+        drawn = position.tokens.index, draw.iteration, width, _seed(draw), draw.threshold, draw.scale
+    if output.numel():
+        _apply_kernel[(rows, cdiv(width, 4 * blocks))](
+            output, inputs.contiguous(), bias, None if residual is None else residual.contiguous(), *drawn,
+            DROPS=position is not None, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, BLOCKS=blocks,
+        )  # fmt: skip
     return output
 
 

@@ -13,9 +13,9 @@ from torch.autograd.function import once_differentiable
 
 from megatron.core.ops.fp8.formats import BLOCK
 from megatron.core.ops.fp8.grouped import QuantizedGroups, QuantizedGroupsPair, Segments
-from megatron.core.ops.fp8.grouped_recipes import AnyGroupScaling, MicroBatches, build_group_scaling
 from megatron.core.ops.fp8.linear import QuantizedWeights
-from megatron.core.ops.fp8.recipes import Fp8Settings, LinearSplit, Role
+from megatron.core.ops.fp8.micro_batches import MicroBatches
+from megatron.core.ops.fp8.recipes import Fp8Settings, LinearSplit, Role, Scaling, build_scaling
 from megatron.core.ops.moe.grouped_linear import RowGroups
 from megatron.core.parameters import main_grad_accumulator
 
@@ -24,7 +24,7 @@ class Fp8GroupedLinear(QuantizedWeights[QuantizedGroupsPair]):
     """The products of one linear layer of all experts of a rank, with its scales and its quantised weights. Called like
     `ops.moe.grouped_linear.grouped_linear`."""
 
-    scaling: AnyGroupScaling
+    scaling: Scaling
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class Fp8GroupedLinear(QuantizedWeights[QuantizedGroupsPair]):
         split: LinearSplit,
         weight: Tensor,
         micro_batches: MicroBatches | None = None,
-        scaling: AnyGroupScaling | None = None,
+        scaling: Scaling | None = None,
     ) -> None:
         """`weight` [experts, out, in], or that of one expert [out, in], gives the sizes and the device. `scaling`:
         shared with the layers of other experts.
@@ -40,7 +40,7 @@ class Fp8GroupedLinear(QuantizedWeights[QuantizedGroupsPair]):
         Raises UserError for sizes that do not divide by 16.
         """
         super().__init__(settings, weight)
-        self.scaling = scaling or build_group_scaling(settings, split, micro_batches or MicroBatches(), weight.device)
+        self.scaling = scaling or build_scaling(settings, split, weight.device, micro_batches)
 
     def forward(self, inputs: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
         """Returns inputs [n, in] times the transposed weight of each row's group [groups, out, in]: [n, out]."""
@@ -50,7 +50,7 @@ class Fp8GroupedLinear(QuantizedWeights[QuantizedGroupsPair]):
         stacked = weight.detach() if weight.dim() == 3 else weight.detach()[None]
         segments = Segments.of_weight(stacked)
         matrix = stacked.reshape(-1, stacked.shape[-1])
-        return self.scaling.quantize_groups(matrix, segments, Role.WEIGHTS, rows=rows, columns=columns, records=True)
+        return self.scaling.quantize(matrix, Role.WEIGHTS, segments, rows=rows, columns=columns, records=True)
 
     def _pair_of(self, codes: Tensor, scales: Tensor, columns: bool) -> QuantizedGroupsPair:
         stacked = codes if codes.dim() == 3 else codes[None]
@@ -93,9 +93,7 @@ class _Fp8GroupedLinear(torch.autograd.Function):
     ) -> Tensor:
         segments = Segments.of_rows(groups, inputs.shape[0])
         keeps_fp8 = records and ctx.needs_input_grad[1] and layer.settings.wgrad
-        quantized = layer.scaling.quantize_groups(
-            inputs, segments, Role.INPUTS, rows=True, columns=keeps_fp8, records=records
-        )
+        quantized = layer.scaling.quantize(inputs, Role.INPUTS, segments, rows=True, columns=keeps_fp8, records=records)
         multiply = layer.settings.kernels.grouped.product
         output: Tensor = multiply(
             quantized.rows, layer.weight_rows(weight), segments, inputs.dtype, transposed=False, precise=False
@@ -116,8 +114,8 @@ class _Fp8GroupedLinear(torch.autograd.Function):
         gradient = gradient.contiguous()
         quantized = QuantizedGroupsPair(None, None)
         if needs_inputs or ctx.scope is not None:
-            quantized = layer.scaling.quantize_groups(
-                gradient, segments, Role.GRADIENTS, rows=needs_inputs, columns=ctx.scope is not None, records=True
+            quantized = layer.scaling.quantize(
+                gradient, Role.GRADIENTS, segments, rows=needs_inputs, columns=ctx.scope is not None, records=True
             )
         inputs_gradient = weight_gradient = None
         if needs_inputs:

@@ -9,6 +9,14 @@ The scope of a scale, that is, the values that it depends on, does not depend on
 | blockwise | a block of 128 elements, or of 128 x 128 weights, on one rank |
 
 So the blocks are equal under every layout that cuts weights and tokens at multiples of 128.
+
+The rows and weights of experts are quantised in segments (`grouped.Segments`):
+
+| recipe | a scale of experts depends on |
+|---|---|
+| tensorwise | the rows of one expert of a micro-batch; the weight of one expert |
+| delayed | the tensors of all experts of a layer in earlier global batches; in the first step as tensorwise |
+| blockwise | a block of 128 elements of the rows that a rank sends to an expert; 128 x 128 weights on a rank |
 """
 
 from collections.abc import Callable, Sequence
@@ -23,13 +31,15 @@ from torch import Tensor, nn
 from megatron.core.communication.collectives import Group, all_reduce
 from megatron.core.initializers import Constant
 from megatron.core.ops.fp8.formats import BLOCK, Fp8Formats, scale_for
-from megatron.core.ops.fp8.grouped import GroupedKernels
+from megatron.core.ops.fp8.grouped import GroupedKernels, Segments, pair_of_segments
+from megatron.core.ops.fp8.micro_batches import MicroBatches
 from megatron.core.ops.fp8.product import accumulate_product, emulated_product
 from megatron.core.ops.fp8.quantize import (
     QuantizedPair,
     cast_scaled,
     largest_value,
     noted_largest,
+    noted_largest_of_rows,
     quantize_blocks,
     quantize_by_largest,
     whole_pair,
@@ -106,26 +116,37 @@ class LinearSplit:
 
 
 class Scaling(nn.Module):
-    """Quantises the matrices of one linear layer."""
+    """Quantises the matrices of one linear layer, or of one linear layer of all experts of a rank."""
 
     weight_block: tuple[int, int]
     """Rows and columns of the blocks of a weight that have one scale each, 0 for all rows or columns."""
 
-    def __init__(self, settings: Fp8Settings, split: LinearSplit) -> None:
+    def __init__(self, settings: Fp8Settings, split: LinearSplit, micro_batches: MicroBatches | None = None) -> None:
         super().__init__()
         self.settings, self.split, self.kernels = settings, split, settings.kernels
+        self.micro_batches = micro_batches or MicroBatches()
         self.gradient_share = 1.0
         """The factor of this rank's gradients in the gradients of the global batch, which a data parallel wrapper
         applies after backward."""
 
-    def quantize(self, matrix: Tensor, role: Role, *, rows: bool, columns: bool, records: bool) -> QuantizedPair:
-        """Returns a matrix in fp8, as it is (`rows`) and transposed (`columns`). `records`: the matrix belongs to the
-        training step."""
+    def quantize(
+        self,
+        matrix: Tensor,
+        role: Role,
+        segments: Segments | None = None,
+        *,
+        rows: bool,
+        columns: bool,
+        records: bool,
+    ) -> Any:
+        """Returns a matrix in fp8, as it is (`rows`) and transposed (`columns`): a QuantizedPair, or a
+        QuantizedGroupsPair for `segments`, in which weights are [experts * out, in]. `records`: the matrix belongs to
+        the training step."""
         raise NotImplementedError
 
     def weight_groups(self) -> Sequence[Group]:
         """Returns the groups of ranks over which the largest values of a weight's blocks are taken."""
-        return ()
+        return dividing_groups(self.split, Role.WEIGHTS) if self.weight_block == (0, 0) else ()
 
     def weight_scales(self, amax: Tensor) -> Tensor:
         """Returns the scales of a weight from the largest values of its blocks over all ranks: of the same shape, or a
@@ -141,22 +162,33 @@ class Scaling(nn.Module):
 
 
 class TensorwiseScaling(Scaling):
-    """One scale for a tensor, from its own largest value ("current scaling")."""
+    """One scale for a tensor or a segment, from its own largest value ("current scaling")."""
 
     weight_block = (0, 0)
 
-    def weight_groups(self) -> Sequence[Group]:
-        """Returns the groups that divide the weight."""
-        return dividing_groups(self.split, Role.WEIGHTS)
-
-    def quantize(self, matrix: Tensor, role: Role, *, rows: bool, columns: bool, records: bool) -> QuantizedPair:
-        """Casts by the scale of the largest value of the whole matrix, over the ranks that divide it."""
-        amax = noted_largest(matrix)
-        if amax is None:
-            amax = self.kernels.largest_value(matrix)
-        amax = largest_over(amax, dividing_groups(self.split, role))
+    def quantize(
+        self,
+        matrix: Tensor,
+        role: Role,
+        segments: Segments | None = None,
+        *,
+        rows: bool,
+        columns: bool,
+        records: bool,
+    ) -> Any:
+        """Casts by the scale of the largest value of the whole matrix, or of each segment's expert and micro-batch,
+        over the ranks that divide it."""
         dtype, margin = self.settings.dtype(role), self.settings.margin
-        return self.kernels.quantize_by_largest(matrix, dtype, margin, amax, rows=rows, columns=columns)
+        groups = dividing_groups(self.split, role)
+        if segments is None:
+            amax = noted_largest(matrix)
+            amax = largest_over(self.kernels.largest_value(matrix) if amax is None else amax, groups)
+            return self.kernels.quantize_by_largest(matrix, dtype, margin, amax, rows=rows, columns=columns)
+        of_rows, kernels = noted_largest_of_rows(matrix), self.kernels.grouped
+        amax = largest_over(kernels.largest(matrix if of_rows is None else of_rows[:, None], segments), groups)
+        if role is not Role.WEIGHTS:
+            amax = self.micro_batches.largest(amax)
+        return kernels.quantize_by_largest(matrix, dtype, segments, margin, amax, rows=rows, columns=columns)
 
 
 _ALIGNED = 4
@@ -164,7 +196,8 @@ _ALIGNED = 4
 
 
 class DelayedScaling(Scaling):
-    """One scale for a tensor, from its largest values in earlier steps, so that one pass quantises it.
+    """One scale for a tensor, of all experts together, from its largest values in earlier steps, so that one pass
+    quantises it.
 
     `amax_history` [3, steps] has the largest absolute values of inputs, weights and gradients over all micro-batches
     and ranks of a step, the latest step first, and zeros before the first step. Gradients count as shares of the global
@@ -174,8 +207,14 @@ class DelayedScaling(Scaling):
 
     weight_block = (0, 0)
 
-    def __init__(self, settings: Fp8Settings, split: LinearSplit, device: torch.device) -> None:
-        super().__init__(settings, split)
+    def __init__(
+        self,
+        settings: Fp8Settings,
+        split: LinearSplit,
+        device: torch.device,
+        micro_batches: MicroBatches | None = None,
+    ) -> None:
+        super().__init__(settings, split, micro_batches)
         history = torch.zeros(len(Role), settings.history_len, dtype=torch.float32, device=device)
         self.amax_history = declare(nn.Parameter(history, requires_grad=False), Constant(0.0))
         self._seen: Tensor | None = None
@@ -188,23 +227,31 @@ class DelayedScaling(Scaling):
         """Whether scales and factors follow from the present history."""
         self._is_cold: bool | None = None
         """Whether the history is empty; None: not known on the host."""
-        self._first = TensorwiseScaling(settings, split)
+        self._first = TensorwiseScaling(settings, split, micro_batches)
 
-    def quantize(self, matrix: Tensor, role: Role, *, rows: bool, columns: bool, records: bool) -> QuantizedPair:
+    def quantize(
+        self,
+        matrix: Tensor,
+        role: Role,
+        segments: Segments | None = None,
+        *,
+        rows: bool,
+        columns: bool,
+        records: bool,
+    ) -> Any:
         """Casts by the scales of earlier steps, and keeps the largest value for later ones."""
         dtype, scale = self.settings.dtype(role), self.scale_of(role)
         seen = self.seen_of(role) if records or role is Role.WEIGHTS else None
         if scale is None:
             if seen is not None:
                 seen.copy_(torch.maximum(seen, self.kernels.largest_value(matrix)))
-            return self._first.quantize(matrix, role, rows=rows, columns=columns, records=records)
+            return self._first.quantize(matrix, role, segments, rows=rows, columns=columns, records=records)
         scales = scale if rows else None, scale if columns else None
+        if segments is not None:
+            cast = self.kernels.grouped.cast(matrix, dtype, segments, *scales, seen)
+            return pair_of_segments(*cast, self.factor_of(role))
         values, transposed = self.kernels.cast_scaled(matrix, dtype, *scales, seen)
         return whole_pair(values, transposed, self.factor_of(role))
-
-    def weight_groups(self) -> Sequence[Group]:
-        """Returns the groups that divide the weight."""
-        return dividing_groups(self.split, Role.WEIGHTS)
 
     def weight_scales(self, amax: Tensor) -> Tensor:
         """Returns the scale of earlier steps, or those of the largest values before the first step; keeps the largest
@@ -368,24 +415,33 @@ class BlockwiseScaling(Scaling):
 
     weight_block = (BLOCK, BLOCK)
 
-    def quantize(self, matrix: Tensor, role: Role, *, rows: bool, columns: bool, records: bool) -> QuantizedPair:
+    def quantize(
+        self,
+        matrix: Tensor,
+        role: Role,
+        segments: Segments | None = None,
+        *,
+        rows: bool,
+        columns: bool,
+        records: bool,
+    ) -> Any:
         """Casts each block by the scale of its own largest value."""
-        return self.kernels.quantize_blocks(
-            matrix,
-            self.settings.dtype(role),
-            self.settings.margin,
-            square=role is Role.WEIGHTS,
-            rows=rows,
-            columns=columns,
-        )
+        wanted = {"square": role is Role.WEIGHTS, "rows": rows, "columns": columns}
+        dtype, margin = self.settings.dtype(role), self.settings.margin
+        if segments is None:
+            return self.kernels.quantize_blocks(matrix, dtype, margin, **wanted)
+        return self.kernels.grouped.quantize_blocks(matrix, dtype, segments, margin, **wanted)
 
 
-def build_scaling(settings: Fp8Settings, split: LinearSplit, device: torch.device) -> Scaling:
-    """Returns the scaling of a linear layer's matrices that the recipe asks for; state is on `device`."""
+def build_scaling(
+    settings: Fp8Settings, split: LinearSplit, device: torch.device, micro_batches: MicroBatches | None = None
+) -> Scaling:
+    """Returns the scaling of a linear layer's matrices that the recipe asks for; state is on `device`.
+    `micro_batches`: those of a layer of experts."""
     if settings.recipe == "delayed":
-        return DelayedScaling(settings, split, device)
+        return DelayedScaling(settings, split, device, micro_batches)
     kinds = {"tensorwise": TensorwiseScaling, "blockwise": BlockwiseScaling}
-    return kinds[settings.recipe](settings, split)
+    return kinds[settings.recipe](settings, split, micro_batches)
 
 
 def dividing_groups(split: LinearSplit, role: Role) -> Sequence[Group]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron.core.ops.activation import weighted_activation
 from megatron.core.ops.moe.grouped_linear import grouped_bias, grouped_linear
 from megatron.core.ops.moe.permute import ChoiceNumbers, permute, unpermute
-from megatron.core.ops.moe.routing import balance_sums, best, choose_experts, count_experts
+from megatron.core.ops.moe.routing import best, choose_experts
 from megatron.core.ops.records import Ops, on_gpus, operation
 
 
@@ -21,8 +21,6 @@ class ExpertOps(Ops):
     grouped_bias: Callable[..., Tensor] = operation(grouped_bias, "experts")
     best: Callable[[Tensor, int], Tensor] = operation(best, "experts")
     choose_experts: Callable[..., tuple[Tensor, Tensor]] = operation(choose_experts, "experts")
-    count_experts: Callable[..., Tensor] = operation(count_experts, "experts")
-    balance_sums: Callable[..., Tensor] = operation(balance_sums, "experts")
     number_choices: Callable[[Tensor, int], ChoiceNumbers] = operation(ChoiceNumbers, "experts")
     permute: Callable[..., Tensor] = operation(permute, "experts")
     unpermute: Callable[..., Tensor] = operation(unpermute, "experts")

@@ -1,5 +1,4 @@
-"""Choice of experts on a GPU: the best scores of each token, their weights, the number of tokens of each expert, and
-the sums of scores for losses of balance."""
+"""Choice of experts on a GPU: the best scores of each token and their weights."""
 
 from typing import Any
 
@@ -9,23 +8,11 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.core.ops.moe.routing import (
-    TINY,
-    RoutingRule,
-    ScoreFunction,
-    balance_sums,
-    best,
-    choose_experts,
-    count_experts,
-)
+from megatron.core.ops.moe.routing import RoutingRule, best, choose_experts
 from megatron.core.ops.tiles import cdiv, next_power_of_2
 
 _SCORES = 2048
 """Scores that one program compares."""
-_CHOICES = 256
-"""Choices that one program counts."""
-_COUNTED = 32
-"""Experts that a choice is compared with at once."""
 _MOST_EXPERTS = 2048
 """More scores of a token are sorted by torch."""
 
@@ -148,115 +135,3 @@ def _best(scores: Tensor, count: int, factor: float | None) -> tuple[Tensor, Ten
             WIDE=wide, KEY=key, MAGNITUDE=2 ** (bits - 1) - 1, LOWEST=-(2 ** (bits - 1)), WEIGHS=factor is not None,
         )  # fmt: skip
     return experts, weights
-
-
-@triton.jit
-def _count_experts_kernel(  # type: ignore[no-untyped-def]
-    counts, experts, kept, number, k, num_experts,
-    PER_TOKEN: tl.constexpr, HAS_KEPT: tl.constexpr, CHOICES: tl.constexpr, COUNTED: tl.constexpr,
-):  # fmt: skip
-    i = tl.program_id(0).to(tl.int64) * CHOICES + tl.arange(0, CHOICES)
-    expert = tl.load(experts + i, mask=i < number, other=-1).to(tl.int32)
-    if HAS_KEPT:
-        at = i // k if PER_TOKEN else i
-        expert = tl.where(tl.load(kept + at, mask=i < number, other=0) != 0, expert, -1)
-    for first in range(0, num_experts, COUNTED):
-        candidate = first + tl.arange(0, COUNTED)
-        count = tl.sum((expert[:, None] == candidate[None, :]).to(tl.int32), 0).to(tl.int64)
-        # Sums of whole numbers are the same in any order.
-        tl.atomic_add(counts + candidate, count, mask=(candidate < num_experts) & (count > 0), sem="relaxed")
-
-
-def count_experts_triton(experts: Tensor, num_experts: int, kept: Tensor | None = None) -> Tensor:
-    """Computes `routing.count_experts`."""
-    if num_experts > _MOST_EXPERTS:
-        return count_experts(experts, num_experts, kept)
-    experts, number = experts.contiguous(), experts.numel()
-    counts = torch.zeros(num_experts, dtype=torch.int64, device=experts.device)
-    if number:
-        mask = experts if kept is None else kept.contiguous().view(torch.uint8)
-        _count_experts_kernel[(cdiv(number, _CHOICES),)](
-            counts, experts, mask, number, experts.shape[-1], num_experts,
-            PER_TOKEN=kept is not None and kept.dim() < experts.dim(), HAS_KEPT=kept is not None,
-            CHOICES=_CHOICES, COUNTED=_COUNTED,
-        )  # fmt: skip
-    return counts
-
-
-@triton.jit
-def _scores_of(logits, real, token, expert, tokens, width, SIGMOID: tl.constexpr, HAS_REAL: tl.constexpr, LEAST):  # type: ignore[no-untyped-def]
-    """Returns the scores of `balance_scores`, 0 for padding, and for a sigmoid also its values and their sums."""
-    valid = (token < tokens)[:, None] & (expert < width)[None, :]
-    logit = tl.load(logits + token[:, None] * width + expert[None, :], mask=valid, other=0.0).to(tl.float32)
-    if SIGMOID:
-        power = tl.where(valid, tl.sigmoid(logit), 0.0)
-        total = tl.sum(power, 1) + LEAST
-    else:
-        most = tl.max(tl.where(valid, logit, float("-inf")), 1)
-        power = tl.where(valid, tl.exp(logit - most[:, None]), 0.0)
-        total = tl.sum(power, 1)
-    counts = token < tokens
-    if HAS_REAL:
-        counts = counts & (tl.load(real + token, mask=token < tokens, other=0) != 0)
-    score = tl.where(counts[:, None], power / total[:, None], 0.0)
-    return score, power, total, valid
-
-
-@triton.jit
-def _balance_kernel(  # type: ignore[no-untyped-def]
-    sums, logits, real, tokens, width, least,
-    SIGMOID: tl.constexpr, HAS_REAL: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    block = tl.program_id(0).to(tl.int64)
-    token = block * TOKENS + tl.arange(0, TOKENS)
-    expert = tl.arange(0, WIDTH)
-    score, _, _, _ = _scores_of(logits, real, token, expert, tokens, width, SIGMOID, HAS_REAL, least)
-    tl.store(sums + block * width + expert, tl.sum(score, 0), mask=expert < width)
-
-
-@triton.jit
-def _balance_backward_kernel(  # type: ignore[no-untyped-def]
-    gradient, sums_gradient, logits, real, tokens, width, least,
-    SIGMOID: tl.constexpr, HAS_REAL: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    expert = tl.arange(0, WIDTH)
-    score, power, total, valid = _scores_of(logits, real, token, expert, tokens, width, SIGMOID, HAS_REAL, least)
-    wanted = tl.load(sums_gradient + expert, mask=expert < width, other=0.0)[None, :]
-    change = wanted - tl.sum(score * wanted, 1)[:, None]
-    if SIGMOID:
-        change = tl.where(score > 0.0, change * power * (1.0 - power) / total[:, None], 0.0)
-    else:
-        change = score * change
-    at = gradient + token[:, None] * width + expert[None, :]
-    tl.store(at, change.to(gradient.dtype.element_ty), mask=valid)
-
-
-def balance_sums_triton(logits: Tensor, score_function: ScoreFunction, real: Tensor | None = None) -> Tensor:
-    """Computes `routing.balance_sums`; torch computes float64."""
-    if logits.dtype is torch.float64 or logits.shape[1] > _MOST_EXPERTS or not logits.shape[0]:
-        return balance_sums(logits, score_function, real)
-    return _BalanceSums.apply(logits, None if real is None else real.contiguous().view(torch.uint8), score_function)
-
-
-class _BalanceSums(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, real: Tensor | None, score_function: ScoreFunction) -> Tensor:
-        logits = logits.contiguous()
-        ctx.save_for_backward(logits, real)
-        ctx.kind = {"SIGMOID": score_function == "sigmoid", "HAS_REAL": real is not None}
-        grid, tile = _tiles(*logits.shape)
-        sums = torch.empty(*grid, logits.shape[1], dtype=torch.float32, device=logits.device)
-        _balance_kernel[grid](sums, logits, real, *logits.shape, TINY, **ctx.kind, **tile)
-        return sums.sum(0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, sums_gradient: Tensor) -> tuple[Tensor, None, None]:
-        logits, real = ctx.saved_tensors
-        gradient = torch.empty_like(logits)
-        grid, tile = _tiles(*logits.shape)
-        _balance_backward_kernel[grid](
-            gradient, sums_gradient.contiguous(), logits, real, *logits.shape, TINY, **ctx.kind, **tile
-        )
-        return gradient, None, None

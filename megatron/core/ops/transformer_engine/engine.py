@@ -6,13 +6,16 @@ import importlib
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from megatron.core.exceptions import UserError
 from megatron.core.ops.fp8.recipes import Fp8Settings
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ def _version() -> str:
     return str(getattr(module, "__version__", "of an unknown version"))
 
 
-def uses_engine(config: Any) -> bool:
+def uses_engine(config: "TransformerConfig") -> bool:
     """Returns whether Transformer Engine would compute the layers of a config that asks for it, on this machine."""
     return not isinstance(find_engine(), str) and why_layers_stay_ours(config) is None
 
@@ -74,7 +77,7 @@ def unused_line(reason: str) -> str:
     )
 
 
-def why_layers_stay_ours(config: Any) -> str | None:
+def why_layers_stay_ours(config: "TransformerConfig") -> str | None:
     """Returns why our own layers compute although `config.transformer_impl` asks for Transformer Engine's: its layers
     lack a feature that other flags ask for. None if they lack nothing."""
     if config.fp8 is not None and config.fp8_recipe == "delayed" and _recomputes_products(config):
@@ -94,12 +97,12 @@ _WITHOUT_PRODUCTS = {"core_attn", "layernorm", "mlp_act", "moe_act"}
 """Values of `recompute_modules` that recompute no linear layer."""
 
 
-def _recomputes_products(config: Any) -> bool:
+def _recomputes_products(config: "TransformerConfig") -> bool:
     selected = set(config.recompute_modules or ()) if config.recompute_granularity == "selective" else set()
     return bool(config.recompute_granularity == "full" or config.moe_layer_recompute or selected - _WITHOUT_PRODUCTS)
 
 
-def _why_no_recipe(recipe: str, margin: int, wgrad: bool) -> str | None:
+def _why_no_recipe(recipe: str | None, margin: int, wgrad: bool) -> str | None:
     """Returns why Transformer Engine has no recipe for these fp8 settings; None if it has one."""
     if recipe not in ("tensorwise", "delayed", "blockwise"):
         return f"it has no --fp8-recipe {recipe}, only tensorwise, delayed and blockwise"

@@ -3,13 +3,16 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from megatron.core.declarations.config_fields import flag, not_a_flag, too_small
 from megatron.core.declarations.flag_grammars import MOST_LAYERS
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 @dataclass(kw_only=True)
@@ -43,6 +46,11 @@ class ArchitectureConfig:
     added to the residual stream (post_residual, as in the first Transformer and BERT; the last layer then ends with a
     norm, and the model has no further one), before and after (sandwich), or before with attention and MLP side by side,
     sharing one norm (parallel) or with one each (parallel_two_norms)."""
+
+    first_input_norm: bool = flag(
+        True, off="--no-first-input-norm", off_help="Build the first layer without a norm before attention."
+    )
+    """The first layer has a norm before attention. ModernBERT has none there, behind the norm of the embedding."""
 
     embedding_norm: bool = False
     """Norm the embedding's output before dropout, as the first BERT did."""
@@ -106,6 +114,9 @@ class ArchitectureConfig:
     final_logit_softcapping: float | None = None
     """Soft bound c of the logits: c tanh(logits / c)."""
 
+    normalize_output_weight: bool = False
+    """Divide each row of the output layer's weight by its length before the product (Baichuan 2's NormHead)."""
+
     output_layer_bias: bool = flag(False, families=["gpt"])
     """Give the output layer a bias (that of a BERT always has one)."""
 
@@ -125,7 +136,7 @@ class ArchitectureConfig:
     """Losses of multi-token prediction train its layers only: decoder, embedding and head get no gradient from them."""
 
 
-def validate(config: Any) -> Iterator[str]:
+def validate(config: "TransformerConfig") -> Iterator[str]:
     """Yields a problem for each impossible value of `ArchitectureConfig`; `config` has the fields of
     TransformerConfig."""
     yield from too_small(config, ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size"), 1)
@@ -146,9 +157,11 @@ def validate(config: Any) -> Iterator[str]:
         yield "{mtp_loss_scaling_factor} must be at least 0"
 
 
-def _norm_problems(config: Any) -> Iterator[str]:
+def _norm_problems(config: "TransformerConfig") -> Iterator[str]:
     if not config.norm_affine and config.layernorm_zero_centered_gamma:
         yield "{layernorm_zero_centered_gamma}: with {norm_affine} norms have no weights"
+    if not config.first_input_norm and config.norm_placement in ("post", "post_residual"):
+        yield "{first_input_norm}: {norm_placement} has no norm before attention"
     if config.norm_placement == "post_residual" and config.fp32_residual_connection:
         yield "{fp32_residual_connection}: with {norm_placement} the residual stream is a norm's output, in its type"
     if config.norm_placement in ("post", "post_residual") and config.apply_residual_connection_post_layernorm:

@@ -3,13 +3,16 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from megatron.core.declarations.config_fields import flag, not_yet, pattern_problems, too_small
 from megatron.core.declarations.flag_grammars import layer_pattern, window
 from megatron.core.groups.rank_grid import divisors
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.layer_patterns import has_heads
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 @dataclass(kw_only=True)
@@ -78,8 +81,9 @@ class AttentionConfig:
     qk_layernorm: bool = False
     """Norm queries and keys, with the same kind of norm as the layers."""
 
-    qk_norm_scope: Literal["head", "full"] = flag("head", only_with="qk_layernorm")
-    """With --qk-layernorm: norm each head by itself (head), or all heads of a token together (full)."""
+    qk_norm_scope: Literal["head", "per_head", "full"] = flag("head", only_with="qk_layernorm")
+    """With --qk-layernorm: norm each head by itself, with one weight for all heads (head) or with weights of its own
+    (per_head), or norm all heads of a token together (full)."""
 
     qk_l2_norm: bool = flag(False, only_with="position_embedding_type=rope", or_with="multi_latent_attention")
     """Scale each query and key head to a root mean square of 1, without weights, in layers with rotary positions."""
@@ -124,7 +128,7 @@ class AttentionConfig:
     layers or one per layer."""
 
 
-def validate(config: Any) -> Iterator[str]:
+def validate(config: "TransformerConfig") -> Iterator[str]:
     """Yields a problem for each impossible value of `AttentionConfig`; `config` has the fields of TransformerConfig."""
     yield from too_small(config, ("kv_channels", "num_query_groups", "attention_chunk_size"), 1)
     if not 0.0 <= config.attention_dropout < 1.0:
@@ -150,7 +154,7 @@ def validate(config: Any) -> Iterator[str]:
     yield from _query_key_problems(config)
 
 
-def _head_problems(config: Any) -> Iterator[str]:
+def _head_problems(config: "TransformerConfig") -> Iterator[str]:
     heads, groups = config.num_attention_heads, config.num_query_groups
     if config.kv_channels is None and config.hidden_size % heads and not config.multi_latent_attention:
         below = config.hidden_size - config.hidden_size % heads
@@ -161,7 +165,7 @@ def _head_problems(config: Any) -> Iterator[str]:
         yield f"{{num_query_groups}} does not divide {{num_attention_heads}}; use {nearest}"
 
 
-def _query_key_problems(config: Any) -> Iterator[str]:
+def _query_key_problems(config: "TransformerConfig") -> Iterator[str]:
     if config.qk_layernorm and config.qk_l2_norm:
         yield "{qk_layernorm} and {qk_l2_norm} are two norms of queries and keys; give one"
     if not 0.0 <= config.qk_clip_alpha <= 1.0:
@@ -173,3 +177,6 @@ def _query_key_problems(config: Any) -> Iterator[str]:
         yield f"{{qk_clip}} scales weights, and {{{norm}}} removes their scale again; give one of them"
     if config.qk_layernorm and config.qk_norm_scope == "full" and config.normalization != "RMSNorm":
         yield "{qk_norm_scope} is an RMSNorm; it does not go with {normalization}"
+    has_bias = config.normalization == "LayerNorm" and config.norm_affine and config.norm_bias
+    if config.qk_layernorm and config.qk_norm_scope == "per_head" and has_bias:
+        yield "{qk_norm_scope} is a norm without a bias; add --no-norm-bias"

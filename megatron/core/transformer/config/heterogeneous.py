@@ -12,10 +12,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from megatron.core.declarations.config_fields import flag, literal_text
 from megatron.core.exceptions import UserError
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 HETEROGENEOUS = ("heterogeneous_layers_config_encoded_json", "heterogeneous_layers_config_path")
 """Fields that can hold the description; the first one that is given is used."""
@@ -44,26 +47,25 @@ class DescribedLayer(NamedTuple):
     """None: that of the model."""
 
 
-def described_layers(config: Any) -> tuple[DescribedLayer, ...] | None:
+def described_layers(config: "TransformerConfig") -> tuple[DescribedLayer, ...] | None:
     """Returns the description of each layer; None for a model without descriptions. Raises UserError that names the key
     of a wrong value."""
-    text = config.heterogeneous_layers_config_encoded_json
-    if text is None and config.heterogeneous_layers_config_path is None:
-        return None
-    if text is None:
-        text = _text_of(config.heterogeneous_layers_config_path)
-    return _read(text, config.num_layers, config.hidden_size, config.num_attention_heads)
+    text = _text(config)
+    return None if text is None else _read(text, config.num_layers, config.hidden_size, config.num_attention_heads)
 
 
-def encoded_layers(config: Any) -> str | None:
+def encoded_layers(config: "TransformerConfig") -> str | None:
     """Returns the description of the layers as JSON of `block_configs` alone; None for a model without one."""
-    if described_layers(config) is None:
+    text = _text(config)
+    if text is None or described_layers(config) is None:
         return None
-    text = config.heterogeneous_layers_config_encoded_json or _text_of(config.heterogeneous_layers_config_path)
     return json.dumps({"block_configs": json.loads(text)["block_configs"]}, separators=(",", ":"))
 
 
-def _text_of(path: str) -> str:
+def _text(config: "TransformerConfig") -> str | None:
+    given, path = config.heterogeneous_layers_config_encoded_json, config.heterogeneous_layers_config_path
+    if given is not None or path is None:
+        return given
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -172,7 +174,7 @@ def _width(multiple: float, hidden_size: int) -> int:
 # Checks
 
 
-def validate(config: Any) -> Iterator[str]:
+def validate(config: "TransformerConfig") -> Iterator[str]:
     """Yields a problem for a description that is wrong, or cannot be combined with other fields; `config` has the
     fields of TransformerConfig."""
     encoded, path = (getattr(config, name) for name in HETEROGENEOUS)
@@ -205,7 +207,7 @@ _ALONE = (
 """Fields that describe the layers in another way, or that need equal layers."""
 
 
-def _split_problems(config: Any, layer: DescribedLayer) -> Iterator[str]:
+def _split_problems(config: "TransformerConfig", layer: DescribedLayer) -> Iterator[str]:
     """Yields a problem unless tensor parallel ranks can divide the layer's query groups and the MLP's channels."""
     ranks, groups, width = config.tensor_model_parallel_size, layer.num_query_groups, layer.ffn_hidden_size
     if groups and groups % ranks and ranks % groups:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from megatron.core.declarations.config_fields import flag, literal_text, too_small
 from megatron.core.groups.rank_grid import divisors
@@ -15,6 +15,9 @@ from megatron.core.transformer.layer_patterns import (
     prediction_letters,
     stages_of_pattern,
 )
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 _HYBRID = "hybrid_layer_pattern"
 
@@ -66,12 +69,12 @@ class HybridConfig:
     """Compute Mamba-2 layers in one fused kernel."""
 
 
-def mamba_heads(config: Any) -> int:
+def mamba_heads(config: "TransformerConfig") -> int:
     """Returns the number of heads of a Mamba-2 layer."""
     return int(config.mamba_num_heads or 2 * config.hidden_size // config.mamba_head_dim)
 
 
-def validate(config: Any) -> Iterator[str]:
+def validate(config: "TransformerConfig") -> Iterator[str]:
     """Yields a problem for each impossible value of `HybridConfig`; `config` has the fields of TransformerConfig."""
     letters = hybrid_letters(config)
     if letters is None:
@@ -105,7 +108,7 @@ def validate(config: Any) -> Iterator[str]:
         yield from _mamba_problems(config)
 
 
-def _prediction_problems(config: Any) -> Iterator[str]:
+def _prediction_problems(config: "TransformerConfig") -> Iterator[str]:
     """Yields a problem unless the depths of multi-token prediction are equal, have one layer each, and match
     `mtp_num_layers`."""
     depths = prediction_letters(config)
@@ -126,7 +129,7 @@ def _unknown(letter: str) -> str:
     return f"{letter!r} is no layer; the letters are {known}, and {STAGE_BORDER} between pipeline stages"
 
 
-def _expert_problems(config: Any, letters: str) -> Iterator[str]:
+def _expert_problems(config: "TransformerConfig", letters: str) -> Iterator[str]:
     experts = config.num_moe_experts is not None
     if "E" in letters and not experts:
         yield "{hybrid_layer_pattern} has layers of experts (E); {num_moe_experts:name} says how many experts they have"
@@ -136,7 +139,7 @@ def _expert_problems(config: Any, letters: str) -> Iterator[str]:
         yield "{moe_layer_freq} does not go with {hybrid_layer_pattern:name}, whose letters E are the layers of experts"
 
 
-def _mamba_problems(config: Any) -> Iterator[str]:
+def _mamba_problems(config: "TransformerConfig") -> Iterator[str]:
     """Yields a problem unless the heads of a Mamba-2 layer divide into its groups, and these over the ranks."""
     sizes = ("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads", "mamba_conv_kernel_dim")
     problems = [*too_small(config, sizes, 1), *too_small(config, ("mamba_min_time_step",), 0)]

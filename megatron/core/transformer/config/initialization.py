@@ -15,11 +15,14 @@ at a small width good at every width. With m = hidden_size / mup_base_hidden_siz
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from megatron.core.declarations.config_fields import flag, not_a_flag, too_small
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 @dataclass(kw_only=True)
@@ -69,7 +72,7 @@ class InitializationConfig:
     models that are too large for one rank."""
 
 
-def validate(config: Any) -> Iterator[str]:
+def validate(config: "TransformerConfig") -> Iterator[str]:
     """Yields a problem for each impossible value of `InitializationConfig`."""
     yield from too_small(config, ("init_method_std", "embedding_init_method_std"), 0)
     yield from too_small(config, ("mup_base_hidden_size",), 1)
@@ -82,10 +85,11 @@ def validate(config: Any) -> Iterator[str]:
         yield "{use_mup}: not yet with {multi_latent_attention}"
 
 
-def scale_with_width(config: Any) -> None:
+def scale_with_width(config: "TransformerConfig") -> None:
     """Writes muP's values into a complete TransformerConfig: the width factor, and the scales of embedding, logits and
     scores."""
     config.mup_width_mult = config.hidden_size / (config.mup_base_hidden_size or config.hidden_size)
     config.embedding_multiplier = config.mup_embedding_mult
     config.logit_scale = config.mup_output_mult if config.mup_output_mult != 1.0 else 1.0 / config.mup_width_mult
+    assert config.kv_channels is not None
     config.softmax_scale = math.sqrt(config.mup_base_head_dim or 1.0) / config.kv_channels**config.mup_attn_scale_power

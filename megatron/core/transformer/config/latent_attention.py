@@ -3,9 +3,12 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 from megatron.core.declarations.config_fields import flag, not_a_flag, too_small
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 _YARN = "rope_type=yarn"
 _SIZES = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
@@ -75,7 +78,7 @@ class LatentAttentionConfig:
     """Cache latents instead of keys and values during decoding."""
 
 
-def validate(config: Any) -> Iterator[str]:
+def validate(config: "TransformerConfig") -> Iterator[str]:
     """Yields a problem for each value that does not go with `multi_latent_attention`; `config` has the fields of
     MLATransformerConfig, or without latent attention those of TransformerConfig."""
     if not config.multi_latent_attention:
@@ -83,6 +86,10 @@ def validate(config: Any) -> Iterator[str]:
     if not hasattr(config, "kv_lora_rank"):
         yield "{multi_latent_attention:name} needs an MLATransformerConfig, which has its sizes"
         return
+    yield from _latent_problems(cast("MLATransformerConfig", config))
+
+
+def _latent_problems(config: "MLATransformerConfig") -> Iterator[str]:
     yield from too_small(config, _SIZES, 1)
     for name in _POSITIVE:
         if not getattr(config, name) > 0:
@@ -104,7 +111,7 @@ def validate(config: Any) -> Iterator[str]:
             yield f"{{{name}}} does not go with {{multi_latent_attention:name}}: {instead}"
 
 
-def _position_problems(config: Any) -> Iterator[str]:
+def _position_problems(config: "MLATransformerConfig") -> Iterator[str]:
     if config.rope_type not in ("rope", "yarn"):
         yield "{rope_type}: choose among rope, yarn"
     if not config.rotary_base > 1:

@@ -2,10 +2,13 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from megatron.core.declarations.config_fields import flag, not_a_flag, not_yet, too_small
 from megatron.core.transformer.layer_patterns import has_heads
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 @dataclass(kw_only=True)
@@ -106,7 +109,7 @@ _UNSUPPORTED = {
 }
 
 
-def validate(config: Any) -> Iterator[str]:
+def validate(config: "TransformerConfig") -> Iterator[str]:
     """Yields a problem for each value, or pair of values, that fp8 does not support; `config` has the fields of
     TransformerConfig."""
     if config.fp8 is None:

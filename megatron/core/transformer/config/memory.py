@@ -2,9 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from megatron.core.declarations.config_fields import flag, not_a_flag, too_small
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "mlp_act", "mla_up_proj", "moe", "moe_act", "shared_experts")
 """Parts of a layer that can be recomputed separately."""
@@ -91,7 +94,7 @@ class MemoryConfig:
     """Other spelling of --cuda-graph-scope for parts of layers."""
 
     cuda_graph_warmup_steps: int = 3
-    """With --cuda-graph-impl or --optimizer-cuda-graph: number of steps before the capture, at least 1."""
+    """With --cuda-graph-impl: number of steps before the capture, at least 1."""
 
     cuda_graph_use_single_mempool: bool = not_a_flag(False)
     """All graphs share one memory pool."""
@@ -100,7 +103,7 @@ class MemoryConfig:
     """Keep the autograd graph while a backward graph is captured."""
 
 
-def validate(config: Any) -> Iterator[str]:
+def validate(config: "TransformerConfig") -> Iterator[str]:
     """Yields a problem for each impossible value of `MemoryConfig`; `config` has the fields of TransformerConfig."""
     yield from too_small(config, ("recompute_num_layers", "loss_chunk_size", "cuda_graph_warmup_steps"), 1)
     for part in unknown_parts(config) if graph_parts(config) else ():
@@ -128,29 +131,29 @@ def validate(config: Any) -> Iterator[str]:
             yield "{distribute_saved_activations}: {sequence_parallel:name} has spread them already; drop one"
 
 
-def captures_micro_batches(config: Any) -> bool:
+def captures_micro_batches(config: "TransformerConfig") -> bool:
     """Whether whole micro-batches are replayed as CUDA graphs."""
     return config.enable_cuda_graph or config.cuda_graph_impl == "local"
 
 
-def graph_parts(config: Any) -> bool:
+def graph_parts(config: "TransformerConfig") -> bool:
     """Whether the flags ask for graphs of parts of layers or of whole iterations."""
     if config.external_cuda_graph or config.cuda_graph_impl in ("transformer_engine", "full_iteration"):
         return True
     return captures_micro_batches(config) and not set(_graph_scope(config)) <= {"full", "full_iteration"}
 
 
-def unknown_parts(config: Any) -> list[str]:
+def unknown_parts(config: "TransformerConfig") -> list[str]:
     """Returns the words of --cuda-graph-scope and --cuda-graph-modules that Megatron-LM does not have."""
     return [part for part in _graph_scope(config) if part not in ("full", "full_iteration", *GRAPH_PARTS)]
 
 
-def _graph_scope(config: Any) -> list[str]:
+def _graph_scope(config: "TransformerConfig") -> list[str]:
     scope = [config.cuda_graph_scope] if isinstance(config.cuda_graph_scope, str) else config.cuda_graph_scope
     return [*(scope or ()), *(config.cuda_graph_modules or ())]
 
 
-def _offloading_problems(config: Any) -> Iterator[str]:
+def _offloading_problems(config: "TransformerConfig") -> Iterator[str]:
     amounts = ("min_offloaded_tensor_size", "delta_offload_bytes_across_pp_ranks")
     yield from too_small(config, (*amounts, "fine_grained_offloading_max_inflight_offloads"), 0)
     yield from too_small(config, ("cpu_offloading_num_layers",), 0)
@@ -176,7 +179,7 @@ def _offloading_problems(config: Any) -> Iterator[str]:
             yield f"{{offload_modules}}: {name} {reason}"
 
 
-def _why_not_offloaded(config: Any, module: str) -> str | None:
+def _why_not_offloaded(config: "TransformerConfig", module: str) -> str | None:
     """Returns why no layer keeps inputs of this part; None if some layers do."""
     if module not in OFFLOAD_MODULES:
         return f"is no such part of a layer; {', '.join(OFFLOAD_MODULES)} are"
@@ -190,7 +193,7 @@ def _why_not_offloaded(config: Any, module: str) -> str | None:
     return None
 
 
-def _module_problems(config: Any) -> Iterator[str]:
+def _module_problems(config: "TransformerConfig") -> Iterator[str]:
     for name in config.recompute_modules or ():
         if name not in RECOMPUTE_MODULES:
             yield f"{{recompute_modules}}: {name} is no part of a layer; {', '.join(RECOMPUTE_MODULES)} are"
@@ -200,7 +203,7 @@ def _module_problems(config: Any) -> Iterator[str]:
             yield f"{{recompute_modules}}: {name} {reason}"
 
 
-def _what_is_missing(config: Any, module: str) -> str | None:
+def _what_is_missing(config: "TransformerConfig", module: str) -> str | None:
     """Returns why no layer has this part; None if some layers have it."""
     if module == "mla_up_proj" and not config.multi_latent_attention:
         return "is a part of {multi_latent_attention:name}, which is not set"

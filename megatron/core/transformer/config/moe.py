@@ -2,11 +2,14 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from megatron.core.declarations.config_fields import flag, pattern_problems, too_small
 from megatron.core.declarations.flag_grammars import layer_pattern
 from megatron.core.groups.rank_grid import divisors, parallel_sizes_near
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 _MOE = "num_moe_experts"
 _SHARED = "moe_shared_expert_intermediate_size"
@@ -98,7 +101,7 @@ class MoEConfig:
     """Log auxiliary losses and expert loads for each layer too (to files, not the console)."""
 
 
-def validate(config: Any) -> Iterator[str]:
+def validate(config: "TransformerConfig") -> Iterator[str]:
     """Yields a problem for each impossible value, or pair of values, of layers of experts; `config` has the fields of
     TransformerConfig."""
     if config.num_moe_experts is None:
@@ -119,7 +122,7 @@ def validate(config: Any) -> Iterator[str]:
         )
 
 
-def _upcycling_problems(config: Any) -> Iterator[str]:
+def _upcycling_problems(config: "TransformerConfig") -> Iterator[str]:
     parts = config.moe_upcycling_granularity
     if parts < 1:
         yield "{moe_upcycling_granularity} must be at least 1"
@@ -127,10 +130,10 @@ def _upcycling_problems(config: Any) -> Iterator[str]:
     for name in ("num_moe_experts", "moe_router_topk"):
         if getattr(config, name) % parts:
             yield f"{{moe_upcycling_granularity}} does not divide {{{name}}}"
-    groups = config.moe_router_num_groups
-    if groups and not config.num_moe_experts % groups and config.num_moe_experts // groups % parts:
+    experts, groups = config.num_moe_experts or 0, config.moe_router_num_groups
+    if groups and not experts % groups and experts // groups % parts:
         yield (
-            f"{{moe_upcycling_granularity}} does not divide the {config.num_moe_experts // groups} experts of a group "
+            f"{{moe_upcycling_granularity}} does not divide the {experts // groups} experts of a group "
             "({moe_router_num_groups}), so the parts of one MLP would lie in two groups"
         )
     dense = config.ffn_hidden_size or 4 * (config.hidden_size or 0)
@@ -144,10 +147,10 @@ def _upcycling_problems(config: Any) -> Iterator[str]:
             yield f"{{{name}}} does not go with {{moe_use_upcycling:name}}: a dense model has no such part"
 
 
-def _shares(config: Any) -> Iterator[str]:
+def _shares(config: "TransformerConfig") -> Iterator[str]:
     """Yields a problem unless every expert parallel rank gets whole experts, and the ranks that share an expert equal
     numbers of channels."""
-    experts, expert = config.num_moe_experts, config.expert_model_parallel_size
+    experts, expert = config.num_moe_experts or 0, config.expert_model_parallel_size
     if experts >= 1 and expert >= 1 and experts % expert:
         near = parallel_sizes_near(divisors(experts), expert, config)
         yield f"{{expert_model_parallel_size}} does not divide {{num_moe_experts}}; use {near}"

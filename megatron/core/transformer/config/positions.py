@@ -2,9 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from megatron.core.declarations.config_fields import flag, not_a_flag
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 @dataclass(kw_only=True)
@@ -77,7 +80,7 @@ class PositionConfig:
     """With --nope-temperature-scale: number of tokens over which the factor stays the same."""
 
 
-def validate(config: Any) -> Iterator[str]:
+def validate(config: "TransformerConfig") -> Iterator[str]:
     """Yields a problem for each impossible value of `PositionConfig`; `config` has the fields of TransformerConfig."""
     for name in ("original_length", "low_freq_factor", "beta_fast", "beta_slow"):
         if not getattr(config, f"rope_scaling_{name}") > 0:
@@ -99,7 +102,7 @@ def validate(config: Any) -> Iterator[str]:
     yield from _longrope_problems(config)
 
 
-def _longrope_problems(config: Any) -> Iterator[str]:
+def _longrope_problems(config: "TransformerConfig") -> Iterator[str]:
     short, long = config.rope_scaling_short_factor, config.rope_scaling_long_factor
     if config.rope_scaling_type != "longrope":
         return

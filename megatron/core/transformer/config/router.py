@@ -3,10 +3,13 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from megatron.core.declarations.config_fields import flag, not_a_flag, too_small
 from megatron.core.groups.rank_grid import divisors
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 _MOE = "num_moe_experts"
 BALANCE_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
@@ -133,7 +136,7 @@ class RouterConfig:
     """Unused since older releases."""
 
 
-def validate(config: Any) -> Iterator[str]:
+def validate(config: "TransformerConfig") -> Iterator[str]:
     """Yields a problem for each impossible value, or pair of values, of routers; `config` has the fields of
     TransformerConfig."""
     experts, k = config.num_moe_experts, config.moe_router_topk
@@ -166,7 +169,7 @@ def validate(config: Any) -> Iterator[str]:
     yield from _capacity_problems(config)
 
 
-def _group_problems(config: Any, experts: int, k: int) -> Iterator[str]:
+def _group_problems(config: "TransformerConfig", experts: int, k: int) -> Iterator[str]:
     if getattr(config, "moe_router_topk_limited_devices", None) is not None:
         yield (
             "{moe_router_topk_limited_devices} would make a token's experts depend on the number of expert parallel "
@@ -206,7 +209,7 @@ def _group_problems(config: Any, experts: int, k: int) -> Iterator[str]:
             yield f"{{moe_router_group_score_topk}}: a group has {size} experts; {works}"
 
 
-def _balance_problems(config: Any, sinkhorn: bool) -> Iterator[str]:
+def _balance_problems(config: "TransformerConfig", sinkhorn: bool) -> Iterator[str]:
     kinds, weights = listed(config.moe_router_load_balancing_type), listed(config.moe_aux_loss_coeff)
     if len(weights) not in (1, len(kinds)):
         yield "{moe_aux_loss_coeff} must be one number for each of {moe_router_load_balancing_type}"
@@ -232,7 +235,7 @@ def _balance_problems(config: Any, sinkhorn: bool) -> Iterator[str]:
         )
 
 
-def _capacity_problems(config: Any) -> Iterator[str]:
+def _capacity_problems(config: "TransformerConfig") -> Iterator[str]:
     factor = config.moe_expert_capacity_factor
     if factor is not None and not (0.0 != factor < math.inf):
         yield "{moe_expert_capacity_factor} must be more than 0; 1.0 is an even share; unset, no token is dropped"

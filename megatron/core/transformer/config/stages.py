@@ -2,10 +2,13 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megatron.core.declarations.config_fields import flag, not_a_flag
 from megatron.core.pipeline_parallel.stages import layout_of
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 _PIPELINE = "pipeline_model_parallel_size"
 
@@ -51,7 +54,7 @@ class StageConfig:
     """Checkpoints of such models store layers separately. (The name is spelled as in Megatron-LM.)"""
 
 
-def validate(config: Any) -> Iterator[str]:
+def validate(config: "TransformerConfig") -> Iterator[str]:
     """Yields a problem for `mtp_standalone` without a layout that has such a stage; `config` has the fields of
     TransformerConfig. `pipeline_parallel.stage_map.stage_problems` finds all other problems of stages."""
     if config.mtp_standalone and not has_prediction_stage(config):
@@ -61,7 +64,7 @@ def validate(config: Any) -> Iterator[str]:
         )
 
 
-def has_prediction_stage(config: Any) -> bool:
+def has_prediction_stage(config: "TransformerConfig") -> bool:
     """Whether the layers of multi-token prediction have their own pipeline stage, which only a layout can specify."""
     try:
         stages = layout_of(config)

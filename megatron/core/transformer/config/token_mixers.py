@@ -2,12 +2,15 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 from megatron.core.declarations.config_fields import flag, not_yet, pattern_problems, too_small
 from megatron.core.declarations.flag_grammars import layer_pattern
 from megatron.core.groups.rank_grid import divisors, parallel_sizes_near
 from megatron.core.transformer.layer_patterns import has_mixer
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 _DELTA = "experimental_attention_variant=gated_delta_net"
 _DSA = "experimental_attention_variant=dsa"
@@ -100,7 +103,7 @@ _DELTA_SIZES = (
 )
 
 
-def validate(config: Any) -> Iterator[str]:
+def validate(config: "TransformerConfig") -> Iterator[str]:
     """Yields a problem for each impossible value, or pair of values, of token mixers; `config` has the fields of
     TransformerConfig."""
     if has_mixer(config, "gated_delta_net"):
@@ -109,7 +112,7 @@ def validate(config: Any) -> Iterator[str]:
         yield from _sparse_problems(config)
 
 
-def _sparse_problems(config: Any) -> Iterator[str]:
+def _sparse_problems(config: "TransformerConfig") -> Iterator[str]:
     if not config.multi_latent_attention:
         yield "dsa needs {multi_latent_attention:name}, whose keys its indexer selects"
         return
@@ -118,7 +121,8 @@ def _sparse_problems(config: Any) -> Iterator[str]:
             yield f"dsa needs {{{name}:name}}"
     yield from too_small(config, _DSA_SIZES, 1)
     yield from too_small(config, ("dsa_indexer_loss_coeff",), 0)
-    width, rotary_dim = config.dsa_indexer_head_dim, int(config.qk_pos_emb_head_dim * config.rotary_percent)
+    latent = cast("MLATransformerConfig", config)
+    width, rotary_dim = config.dsa_indexer_head_dim, int(latent.qk_pos_emb_head_dim * latent.rotary_percent)
     if width is not None and width < rotary_dim:
         yield (
             f"{{dsa_indexer_head_dim}} is less than the {rotary_dim} rotary channels of {{qk_pos_emb_head_dim}}, which "
@@ -129,7 +133,7 @@ def _sparse_problems(config: Any) -> Iterator[str]:
             yield f"{{{name}}} does not go with dsa; leave it out"
 
 
-def _delta_problems(config: Any) -> Iterator[str]:
+def _delta_problems(config: "TransformerConfig") -> Iterator[str]:
     sizes = {name: getattr(config, name) for name in _DELTA_SIZES}
     missing = [name for name, size in sizes.items() if size is None]
     yield from (f"a gated delta net needs {{{name}:name}}" for name in missing)
@@ -137,7 +141,8 @@ def _delta_problems(config: Any) -> Iterator[str]:
     yield from pattern_problems(config, "linear_attention_freq", "with linear attention")
     if missing or min(sizes.values()) < 1:
         return
-    keys, values, tensor = config.linear_num_key_heads, config.linear_num_value_heads, config.tensor_model_parallel_size
+    keys, values = sizes["linear_num_key_heads"], sizes["linear_num_value_heads"]
+    tensor = config.tensor_model_parallel_size
     if values % keys:
         below = values - values % keys
         works = f"{below} or {below + keys}" if below else f"{keys}"

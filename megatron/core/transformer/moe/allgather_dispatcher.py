@@ -6,10 +6,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megatron.core.communication.async_collective import AsyncCollective, gather_route
 from megatron.core.communication.collectives import HostCopy
 from megatron.core.micro_batch import CooperativeTurn
 from megatron.core.ops.moe.grouped_linear import RowGroups
-from megatron.core.transformer.moe.async_collective import AsyncCollective, gather_route
+from megatron.core.ops.moe.routing import count_experts
 from megatron.core.transformer.moe.dispatch import DispatchCombine, ExpertRows, TokenDispatcher, first_rows
 from megatron.core.transformer.moe.routing import Routing
 from megatron.core.utils.recompute_cache import run_once_under_recompute
@@ -96,7 +97,7 @@ class _AllGatherDispatchCombine(DispatchCombine):
         numbers = self.numbers.view(ranks, -1, self.numbers.shape[1]).to(torch.int64)
         first = torch.arange(0, ranks * experts, experts, device=numbers.device)[:, None, None]
         by_rank = (numbers.clamp(min=0) + first).flatten(0, 1)
-        counts = at.backend.experts.count_experts(by_rank, ranks * experts, self.numbers >= 0)
+        counts = count_experts(by_rank, ranks * experts, self.numbers >= 0)
         return counts.view(ranks, experts)[:, self._own_experts()].t()
 
     def _own_experts(self) -> slice:

@@ -2,11 +2,11 @@
 
 from torch import Tensor
 
+from megatron.core.communication.async_collective import AsyncCollective, Route, all_to_all_route, uneven_gather_route
 from megatron.core.communication.collectives import HostCopy
 from megatron.core.micro_batch import CooperativeTurn
 from megatron.core.ops.moe.grouped_linear import RowGroups
 from megatron.core.ops.moe.permute import Copies
-from megatron.core.transformer.moe.async_collective import AsyncCollective, Route, all_to_all_route, uneven_gather_route
 from megatron.core.transformer.moe.dispatch import DispatchCombine, ExpertRows, TokenDispatcher
 from megatron.core.transformer.moe.routing import Routing
 from megatron.core.utils.recompute_cache import run_once_under_recompute

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megatron.core.backends import Backend, choose_backend
+from megatron.core.communication.async_collective import AsyncCollective
 from megatron.core.communication.collectives import gather_rows, group_rank, group_size
 from megatron.core.exceptions import UserError
 from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.micro_batch import CooperativeTurn
 from megatron.core.ops.moe.grouped_linear import RowGroups
 from megatron.core.ops.moe.permute import Copies
-from megatron.core.transformer.moe.async_collective import AsyncCollective
 from megatron.core.transformer.moe.routing import Routing
 from megatron.core.transformer.transformer_config import TransformerConfig
 

@@ -9,11 +9,11 @@ sums their results. So a sum over experts is rounded once on each receiving rank
 import torch
 from torch import Tensor
 
+from megatron.core.communication.async_collective import AsyncCollective, all_to_all_route, uneven_gather_route
 from megatron.core.communication.collectives import HostCopy
 from megatron.core.micro_batch import CooperativeTurn
 from megatron.core.ops.moe.grouped_linear import RowGroups
 from megatron.core.transformer.moe.alltoall_dispatcher import AlltoAllDispatchCombine, MoEAlltoAllTokenDispatcher
-from megatron.core.transformer.moe.async_collective import AsyncCollective, all_to_all_route, uneven_gather_route
 from megatron.core.transformer.moe.dispatch import DispatchCombine, ExpertRows, first_rows
 from megatron.core.transformer.moe.routing import Routing
 from megatron.core.utils.recompute_cache import run_once_under_recompute

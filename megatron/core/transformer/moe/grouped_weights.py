@@ -10,7 +10,7 @@ from megatron.core.backends import Backend
 from megatron.core.communication.collectives import Group, group_rank
 from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.initializers import Constant, Initializer, each_of
-from megatron.core.ops.fp8.grouped_recipes import MicroBatches
+from megatron.core.ops.fp8.micro_batches import MicroBatches
 from megatron.core.ops.fp8.recipes import LinearSplit
 from megatron.core.ops.moe.grouped_linear import RowGroups
 from megatron.core.parameters import Box

@@ -15,6 +15,7 @@ from megatron.core.ops.attached_loss import attach_loss
 from megatron.core.ops.moe.routing import (
     RoutingRule,
     balance_scores,
+    balance_sums,
     choose_experts,
     sinkhorn,
     straight_through,
@@ -110,7 +111,7 @@ class TopKRouter(Router):
         if self.observers and torch.is_grad_enabled():
             noted = self, hidden, logits, experts, weights
             run_once_under_recompute((self, "observers"), lambda: [observe(*noted) for observe in self.observers])
-        count = CountedOnce(self.backend.experts.count_experts)
+        count = CountedOnce()
         if self._adds_losses and self.balance:
             weights = self._balanced(experts, weights, logits, share, scale, count)
         routing = self._within_capacity(experts, weights, share)
@@ -252,7 +253,7 @@ class TopKRouter(Router):
         function = self.rule.score_function
         if kind == "seq_aux_loss":
             return sequence_loss(balance_scores(logits, function), experts, share, count)
-        sums = self.backend.experts.balance_sums(logits, function, share.real)
+        sums = balance_sums(logits, function, share.real)
         if kind == "global_aux_loss":
             return self.global_balance.loss(sums, experts, share, self.groups.tp_dp_cp, count)
         return micro_batch_loss(sums, experts, share, count)

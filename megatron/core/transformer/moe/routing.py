@@ -1,6 +1,5 @@
 """The result of a router: the record that dispatcher and experts read."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -49,8 +48,7 @@ class Routing:
 class CountedOnce:
     """Computes `count_experts` and keeps the results, which the losses, metrics and dispatcher of a layer share."""
 
-    def __init__(self, count: Callable[[Tensor, int, Tensor | None], Tensor]) -> None:
-        self.count = count
+    def __init__(self) -> None:
         self._known: list[tuple[Tensor, int, Tensor | None, Tensor]] = []
         """Arguments and results of the calls."""
 
@@ -59,6 +57,6 @@ class CountedOnce:
         for others, number, mask, counts in self._known:
             if others is experts and number == num_experts and mask is kept:
                 return counts
-        counts = self.count(experts, num_experts, kept)
+        counts = count_experts(experts, num_experts, kept)
         self._known.append((experts, num_experts, kept, counts))
         return counts

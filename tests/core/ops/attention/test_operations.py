@@ -11,7 +11,7 @@ def test_every_operation_has_a_kernel_for_gpus() -> None:
         *("noting", "kernels", "block_kernels")
     }
     plain = AttentionOps()
-    assert plain.split_rotated_heads is plain.normed_rope is None
+    assert plain.normed_rope is None
 
 
 def test_our_flash_attention_is_a_candidate() -> None:

@@ -10,7 +10,7 @@ from megatron.core.distributed.main_grad import attach_main_grad
 from megatron.core.exceptions import UserError
 from megatron.core.ops.fp8.formats import FORMATS
 from megatron.core.ops.fp8.grouped_linear import Fp8ExpertLinear, Fp8GroupedLinear
-from megatron.core.ops.fp8.grouped_recipes import MicroBatches
+from megatron.core.ops.fp8.micro_batches import MicroBatches
 from megatron.core.ops.fp8.recipes import Fp8Settings, LinearSplit
 from megatron.core.ops.moe.grouped_linear import RowGroups, grouped_linear
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron.core.ops.fp8 import recipes
 from megatron.core.ops.fp8.formats import FORMATS, scale_for
 from megatron.core.ops.fp8.grouped import Segments
-from megatron.core.ops.fp8.grouped_recipes import DelayedGroupScaling, MicroBatches, build_group_scaling
+from megatron.core.ops.fp8.micro_batches import MicroBatches
 from megatron.core.ops.fp8.quantize import note_largest, noted_largest
 from megatron.core.ops.fp8.recipes import DelayedScaling, Fp8Settings, LinearSplit, Role, build_scaling, finish_step
 from megatron.core.utils.torch_private import TorchDispatchMode
@@ -122,7 +122,7 @@ def layers_of(kinds: list[Any]) -> list[DelayedScaling]:
     for formats, margin, length, algo, share in kinds:
         settings = Fp8Settings("delayed", FORMATS[formats], margin, length, algo)
         layers.append(build_scaling(settings, LinearSplit(), CPU))
-        layers.append(build_group_scaling(settings, LinearSplit(), MicroBatches(), CPU))
+        layers.append(build_scaling(settings, LinearSplit(), CPU, MicroBatches((0, 1))))
         for layer in layers[-2:]:
             layer.gradient_share = share
     return layers[::2] + layers[1::2]
@@ -221,15 +221,10 @@ def test_layers_that_are_copied_or_loaded_take_their_own_steps() -> None:
 
 
 def test_a_quantised_weight_keeps_its_factor() -> None:
-    for layer in layers_of(KINDS[:1]):
+    one, weights = torch.ones(16, 16), Role.WEIGHTS
+    for layer, segments in zip(layers_of(KINDS[:1]), (None, Segments.of_weight(one[None])), strict=True):
         layer.add_step(torch.full((3,), 448.0))
-        one, weights = torch.ones(16, 16), Role.WEIGHTS
-        if isinstance(layer, DelayedGroupScaling):
-            kept: Any = layer.quantize_groups(
-                one, Segments.of_weight(one[None]), weights, rows=True, columns=True, records=True
-            )
-        else:
-            kept = layer.quantize(one, weights, rows=True, columns=True, records=True)
+        kept = layer.quantize(one, weights, segments, rows=True, columns=True, records=True)
         layer.add_step(torch.full((3,), 2 * 448.0))
         assert layer.factor_of(weights) == 2.0 and kept.rows.factors == kept.columns.factors == 1.0
 

@@ -41,6 +41,11 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"window_size": (3, 0), "window_attn_skip_freq": -2}, "window_attn_skip_freq -2 must be at least 1"),
     ({"window_attn_skip_freq": [1]}, "window_attn_skip_freq has 1 entries for num_layers 2; give one for each"),
     ({"attention_chunk_skip_freq": [1, 2]}, "attention_chunk_skip_freq 1 2 has a 1 for a layer with chunks"),
+    ({"qk_layernorm": True, "qk_norm_scope": "per_head"}, "qk_norm_scope per_head is a norm without a bias; add"),
+    (
+        {"first_input_norm": False, "norm_placement": "post"},
+        "first_input_norm: norm_placement post has no norm before attention",
+    ),
     ({"qk_layernorm": True, "qk_norm_scope": "full"}, "qk_norm_scope full is an RMSNorm; it does not go with"),
     # initialization.py
     ({"init_method_std": float("nan")}, "init_method_std nan must be at least 0"),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.core.backends import LOCAL
-from megatron.core.communication import collectives
+from megatron.core.communication import async_collective, collectives
 from megatron.core.communication.collectives import HostCopy
 from megatron.core.exceptions import UserError
 from megatron.core.groups.process_groups_config import ProcessGroupCollection
@@ -26,7 +26,7 @@ from megatron.core.parameters import info_of, initialize_parameters, name_parame
 from megatron.core.tokens import Tokens
 from megatron.core.transformer.layer_inputs import LayerInputs
 from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.moe import allgather_dispatcher, alltoall_dispatcher, async_collective
+from megatron.core.transformer.moe import allgather_dispatcher, alltoall_dispatcher
 from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -216,7 +216,7 @@ def test_shared_experts_are_computed_and_turns_are_handed_over_while_rows_are_un
 
 def lives_of_rows(kind: str) -> list[str]:
     """What of the rows that travel still has memory where it is not needed any more."""
-    from megatron.core.transformer.moe import async_collective
+    from megatron.core.communication import async_collective
 
     groups = ProcessGroupCollection.from_grid(RankGrid(2, expert=2), dist.get_rank())
     layer = build(groups, moe_token_dispatcher_type=kind, add_bias_linear=False)

@@ -1,17 +1,20 @@
 """Megatron-LM's function for users' own layers that rotates heads."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from megatron.core.exceptions import UserError
 from megatron.core.ops.rope import apply_rope, rotation_of_angles
 
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
 
 def apply_rotary_pos_emb(
     t: Tensor,
     freqs: Tensor,
-    config: Any,
+    config: "TransformerConfig",
     cu_seqlens: Tensor | None = None,
     mscale: float = 1.0,
     cp_group: Any = None,

@@ -1,7 +1,7 @@
 """Positions of tokens in attention: rotary embeddings by the model's settings, and scales of queries."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from megatron.core.ops.rope_frequencies import (
 )
 from megatron.core.tokens import Tokens, row_lengths
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class RotaryEmbedding(nn.Module):
@@ -86,7 +89,7 @@ class RotaryEmbedding(nn.Module):
         inference_context: Any,
         transformer: Any,
         transformer_input: Tensor | None,
-        transformer_config: Any,
+        transformer_config: "TransformerConfig",
         packed_seq_params: Any = None,
         inference_params: Any = None,
     ) -> int:
@@ -139,7 +142,7 @@ class RotaryEmbedding(nn.Module):
             )
 
 
-def rope_scaling_of(config: Any, factor: float, llama3: bool = False) -> RopeScaling | None:
+def rope_scaling_of(config: "TransformerConfig", factor: float, llama3: bool = False) -> RopeScaling | None:
     """Returns the rotary scaling of a TransformerConfig. `llama3` is Megatron-LM's argument that selects Llama 3's
     scaling."""
     kind = config.rope_scaling_type
@@ -231,7 +234,7 @@ def latent_rotary_embedding(config: MLATransformerConfig) -> RotaryEmbedding:
     )
 
 
-def query_scale(config: Any, positions: Tensor) -> Tensor | None:
+def query_scale(config: "TransformerConfig", positions: Tensor) -> Tensor | None:
     """Returns the factor of queries in layers without rotary positions, by the config's `nope_temperature_scale`:
     positions int64 [b or 1, s] -> float32 [s, b or 1, 1, 1]. None: 1."""
     scale = config.nope_temperature_scale

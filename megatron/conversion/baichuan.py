@@ -1,0 +1,87 @@
+"""Baichuan 2, which has no class in transformers. 7B has rotary positions, 13B has ALiBi; the head norms its weight."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.conversion import config_rules as rules
+from megatron.conversion import decoder
+from megatron.conversion.decoder import HUB, OURS, one_to_one
+from megatron.conversion.family import Family
+from megatron.conversion.hub_defaults import Json
+from megatron.conversion.tensor_mapping import KEYS, QUERIES, VALUES, HubTensorPattern
+
+_POSITIONS, _LENGTH = "max_position_embeddings", "model_max_length"
+
+
+@dataclass(frozen=True)
+class BaichuanPositions(rules.Rule):
+    """Rotary positions if there is `max_position_embeddings`, otherwise ALiBi, with `model_max_length` tokens."""
+
+    reads = (_POSITIONS, _LENGTH)
+
+    def fields(self, config: Json) -> dict[str, Any]:
+        """Returns kind and number of positions."""
+        rotated = config.get(_POSITIONS)
+        if rotated is None:
+            return {_POSITIONS: config[_LENGTH], "position_embedding_type": "none", "alibi": True}
+        return {_POSITIONS: rotated, "position_embedding_type": "rope"}
+
+    def keys(self, values: rules.Values) -> dict[str, Json]:
+        """Returns the number, with ALiBi under one name alone."""
+        length = values[_POSITIONS]
+        return {_LENGTH: length} | ({} if values["alibi"] else {_POSITIONS: length})
+
+
+@dataclass(frozen=True)
+class PlainHeads(rules.Rule):
+    """Heads without groups."""
+
+    reads = ("num_attention_heads",)
+
+    def fields(self, config: Json) -> dict[str, Any]:
+        """Returns number and width."""
+        heads = config["num_attention_heads"]
+        return {"num_attention_heads": heads, "kv_channels": config["hidden_size"] // heads}
+
+    def keys(self, values: rules.Values) -> dict[str, Json]:
+        """Returns the number."""
+        return {"num_attention_heads": values["num_attention_heads"]}
+
+
+BAICHUAN_FAMILY = Family(
+    "BaichuanForCausalLM",
+    "baichuan",
+    decoder.AROUND
+    | decoder.MLP
+    | one_to_one({f"{OURS}.self_attention.linear_proj.weight": f"{HUB}.self_attn.o_proj.weight"})
+    | {
+        f"{OURS}.self_attention.linear_qkv.weight": (
+            HubTensorPattern(f"{HUB}.self_attn.W_pack.weight", QUERIES, fused=(KEYS, VALUES)),
+        )
+    },
+    (
+        rules.Copied("num_hidden_layers", "num_layers"),
+        rules.Copied("hidden_size", "hidden_size"),
+        rules.Copied("initializer_range", "init_method_std"),
+        rules.TiedEmbeddings(),
+        *decoder.SWIGLU,
+        decoder.EPSILON,
+        PlainHeads(),
+        BaichuanPositions(),
+        rules.Implied({"normalization": "RMSNorm", "add_bias_linear": False, "normalize_output_weight": True}),
+        rules.Implied({"hidden_dropout": 0.0, "attention_dropout": 0.0}),
+        rules.Unused(("gradient_checkpointing", "_from_model_config", "tokenizer_class", "z_loss_weight")),
+    ),
+    defaults={
+        "vocab_size": 125696,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "hidden_act": "silu",
+        "model_max_length": 4096,
+        "initializer_range": 0.02,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+    },
+)

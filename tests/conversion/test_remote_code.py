@@ -1,0 +1,119 @@
+"""Baichuan 2 and ChatGLM 3, whose classes are not in transformers: its Llama and GLM compute the same from renamed
+weights."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conversion.oracles import SIZES, Widened, make_model_of, some_tokens
+from conversion.test_against_transformers import check_equal, quiet, tensors_of
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron.conversion.exporting import export_model
+from megatron.conversion.importing import import_model
+from megatron.core.ops.attention.alibi import alibi_slopes
+from megatron.training.trained_model import load_trained_model
+from pretrain_gpt import build_model
+
+HEADS = 6
+PLAIN = {**SIZES, "hidden_size": 48, "num_attention_heads": HEADS, "num_key_value_heads": HEADS}
+BAICHUAN = {
+    **{key: PLAIN[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")},
+    "architectures": ["BaichuanForCausalLM"],
+    "model_type": "baichuan",
+    "vocab_size": 99,
+    "rms_norm_eps": 1e-4,
+    "model_max_length": 64,
+    "tie_word_embeddings": False,
+}
+CHATGLM = {
+    "architectures": ["ChatGLMModel"],
+    "model_type": "chatglm",
+    "num_layers": 3,
+    "hidden_size": 64,
+    "ffn_hidden_size": 96,
+    "kv_channels": 16,
+    "num_attention_heads": 4,
+    "multi_query_attention": True,
+    "multi_query_group_num": 2,
+    "add_qkv_bias": True,
+    "layernorm_epsilon": 1e-4,
+    "seq_length": 64,
+    "rope_ratio": 0.5,
+    "padded_vocab_size": 99,
+    "apply_query_key_layer_scaling": True,
+    "attention_softmax_in_fp32": True,
+}
+"""Keys as in the published config.json."""
+
+
+def joined(tensors: dict[str, Tensor], name: str, kind: str) -> Tensor:
+    return torch.cat([tensors.pop(f"{name}.{part}_proj.{kind}") for part in "qkv"])
+
+
+def baichuan(rotated: bool) -> tuple[Any, dict[str, Tensor], dict[str, Any]]:
+    """An oracle, the same model's tensors as Baichuan names them, and its config."""
+    oracle = make_model_of("Llama", PLAIN | {"rms_norm_eps": 1e-4}, torch.float64, 3)
+    tensors = {name: tensor.clone() for name, tensor in oracle.state_dict().items()}
+    for layer in range(3):
+        attention = f"model.layers.{layer}.self_attn"
+        tensors[f"{attention}.W_pack.weight"] = joined(tensors, attention, "weight")
+    tensors["lm_head.weight"] *= 3.0  # the class uses rows of length 1
+    oracle.lm_head.weight.data = tensors["lm_head.weight"] / tensors["lm_head.weight"].norm(dim=1, keepdim=True)
+    return oracle, tensors, BAICHUAN | ({"max_position_embeddings": 64} if rotated else {})
+
+
+def chatglm() -> tuple[Any, dict[str, Tensor], dict[str, Any]]:
+    rope = {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5}
+    settings = {**SIZES, "head_dim": 16, "pad_token_id": 0, "attention_bias": True, "rms_norm_eps": 1e-4}
+    oracle = make_model_of("Glm", settings | {"rope_parameters": rope}, torch.float64, 4)
+    theirs = {name: tensor.clone() for name, tensor in oracle.state_dict().items()}
+    ours = {
+        "transformer.embedding.word_embeddings.weight": theirs.pop("model.embed_tokens.weight"),
+        "transformer.encoder.final_layernorm.weight": theirs.pop("model.norm.weight"),
+        "transformer.output_layer.weight": theirs.pop("lm_head.weight"),
+        "transformer.rotary_pos_emb.inv_freq": torch.ones(4),
+    }
+    for layer in range(3):
+        hub, glm = f"transformer.encoder.layers.{layer}", f"model.layers.{layer}"
+        for kind in ("weight", "bias"):
+            ours[f"{hub}.self_attention.query_key_value.{kind}"] = joined(theirs, f"{glm}.self_attn", kind)
+        ours[f"{hub}.self_attention.dense.weight"] = theirs.pop(f"{glm}.self_attn.o_proj.weight")
+        ours[f"{hub}.mlp.dense_h_to_4h.weight"] = theirs.pop(f"{glm}.mlp.gate_up_proj.weight")
+        ours[f"{hub}.mlp.dense_4h_to_h.weight"] = theirs.pop(f"{glm}.mlp.down_proj.weight")
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            ours[f"{hub}.{norm}.weight"] = theirs.pop(f"{glm}.{norm}.weight")
+    assert not theirs
+    return oracle, ours, CHATGLM
+
+
+def alibi_mask(length: int) -> dict[str, Tensor]:
+    """Arguments of the oracle: no rotation, and scores that fall with the distance, each head at its own rate."""
+    distance = torch.arange(length).view(-1, 1) - torch.arange(length)
+    slopes = torch.tensor(alibi_slopes(HEADS), dtype=torch.float64).view(-1, 1, 1)
+    mask = torch.where(distance >= 0, -slopes * distance, -torch.inf)
+    return {"position_ids": torch.zeros(1, length, dtype=torch.long), "attention_mask": mask.expand(2, -1, -1, -1)}
+
+
+@pytest.mark.parametrize("name", ["baichuan 7b", "baichuan 13b", "chatglm"])
+def test_logits_and_files(name: str, tmp_path: Path) -> None:
+    oracle, tensors, config = chatglm() if name == "chatglm" else baichuan(name == "baichuan 7b")
+    theirs, tokens = tmp_path / "theirs", some_tokens()
+    theirs.mkdir()
+    (theirs / "config.json").write_text(json.dumps(config))
+    save_file(tensors, theirs / "model.safetensors")
+    with torch.no_grad(), Widened():
+        expected = oracle(tokens, **(alibi_mask(17) if name == "baichuan 13b" else {})).logits
+    import_model(theirs, tmp_path / "ours", build_model, log=quiet)
+    ours = load_trained_model(build_model, tmp_path / "ours", changes=["--fp64"], log=quiet)
+    with torch.no_grad():
+        torch.testing.assert_close(ours.model(tokens), expected, atol=1e-10, rtol=1e-10)
+    export_model(tmp_path / "ours", tmp_path / "back", build_model, log=quiet)
+    back = json.loads((tmp_path / "back/config.json").read_text())
+    without_effect = ("apply_query_key_layer_scaling", "attention_softmax_in_fp32")
+    assert back.items() >= {key: value for key, value in config.items() if key not in without_effect}.items()
+    tensors.pop("transformer.rotary_pos_emb.inv_freq", None)
+    check_equal(tensors_of(tmp_path / "back"), tensors)
