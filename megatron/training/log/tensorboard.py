@@ -87,7 +87,7 @@ class ScalarLog(LogWriter):
         for metric, pair in record.scores.items():
             for tag, value in zip((metric, f"{metric} stderr"), pair, strict=True):
                 if value is not None:
-                    self._both(f"{record.task}/{tag}", value, record.iteration, record.consumed_samples)
+                    self._both(f"eval/{record.task}/{tag}", value, record.iteration, record.consumed_samples)
 
     def line(self, record: LogRecord) -> None:
         """Writes nothing, because `steps` writes every iteration."""
