@@ -80,6 +80,9 @@ class GenerationConfig:
     batch_size: int = 16
     """Number of prompts that are continued at once. It does not change the continuations."""
 
+    ema: bool = False
+    """Use the moving average of the weights (--ema-decay of the run)."""
+
     vocab_file: str | None = None
     """Vocabulary file, if it has moved since the run."""
 
@@ -136,7 +139,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def write(config: GenerationConfig) -> None:
     """Loads the model, continues the prompts batch by batch, and prints each batch when it is done."""
     sampling, texts = config.sampling(), read_prompts(config)
-    trained = load_trained_model(build_model, config.load or "", config.ckpt_step, given_again(config), log=note)
+    words = given_again(config)
+    trained = load_trained_model(build_model, config.load or "", config.ckpt_step, words, log=note, average=config.ema)
     note(f"{config.load}: iteration {trained.iteration}, on {trained.device}")
     if trained.config.model.model_family == "bert":
         return write_filled(trained, texts, config)

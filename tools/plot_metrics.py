@@ -5,7 +5,9 @@ python tools/plot_metrics.py runs/quickstart/metrics.jsonl --output loss.png
 python tools/plot_metrics.py runs/a runs/b --labels "batch 256" "batch 512" --smooth 50 --panels throughput memory \
     --against tokens --output compared.png
 
-A run is named by its metrics.jsonl or by its folder.
+python tools/plot_metrics.py --sweep runs/rates --output rates.png
+
+A run is named by its metrics.jsonl or by its folder. --sweep draws the last loss of each run of tools/sweep.py.
 """
 
 import argparse
@@ -22,6 +24,7 @@ if __name__ == "__main__":  # before the imports that take seconds
 
 from megatron.core.exceptions import UserError
 from megatron.training.log.plot import PANELS, plot_metrics
+from megatron.training.log.plot_sweep import plot_sweep
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,7 +32,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("metrics", type=Path, nargs="+", help="metrics.jsonl of each run, or the folder that has it")
+    parser.add_argument("metrics", type=Path, nargs="*", help="metrics.jsonl of each run, or the folder that has it")
+    parser.add_argument("--sweep", type=Path, metavar="DIR", help="folder of a sweep, in place of single runs")
+    parser.add_argument(
+        "--value", metavar="NAME", help="with --sweep: value to draw losses against (default: the first)"
+    )
     parser.add_argument("--output", type=Path, help="image file to write (default: loss.png beside the first metrics)")
     parser.add_argument("--loss", default="lm loss", help="name of the loss to plot (default: %(default)s)")
     parser.add_argument("--title", help="title of the plot (default: name of the folder)")
@@ -45,6 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="what the horizontal axis counts (default: %(default)s)",
     )
     args = parser.parse_args(argv)
+    if bool(args.metrics) == (args.sweep is not None):
+        parser.error("give the metrics of runs, or --sweep DIR")
+    if args.sweep is not None:
+        return draw_sweep(args.sweep, args.output or args.sweep / "sweep.png", args.value)
     first = args.metrics[0]
     beside = first / "loss.png" if first.is_dir() else first.with_name("loss.png")
     try:
@@ -64,6 +75,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(picture)
+    return 0
+
+
+def draw_sweep(folder: Path, picture: Path, value: str | None) -> int:
+    """Draws the last losses of a sweep and returns the exit code."""
+    try:
+        print(plot_sweep(folder, picture, against=value))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

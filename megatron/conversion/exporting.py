@@ -4,7 +4,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,7 @@ def export_model(
     tokenizer: Path | None = None,
     verify: bool | None = False,
     spec: Sequence[str] | None = None,
+    average: bool = False,
     families: Sequence[Family] = FAMILIES,
     log: Log = print,
 ) -> Exported:
@@ -82,6 +83,7 @@ def export_model(
     tensor. The tokenizer's files are copied from the folder `tokenizer`, or from the run's. With `verify`, the logits
     of the checkpoint are compared with those that transformers computes from the written files, before the folder gets
     its name. None verifies where that is possible, and logs why it is not.
+    With `average` the moving average of the weights (--ema-decay) takes their place; nothing is verified.
     `spec` are module and name of the layers, for a model that was trained with --spec.
 
     Without `build_model` the checkpoint's tensors are taken as those of the model, and nothing is verified: a run
@@ -105,6 +107,9 @@ def export_model(
     else:
         shapes = canonical_shapes(config, build_model, vocab_size)
     _check_names(checkpoint, shapes, stored)
+    if average:
+        log("the moving average is exported; its logits are not compared, since the checkpoint's model has the weights")
+        verify = False
     if verify is None and build_model is not None:
         reason = why_not_verified(family.architecture, sum(map(math.prod, shapes.values())))
         if reason is not None:
@@ -117,7 +122,8 @@ def export_model(
     keys |= dict.fromkeys((alias for alias, key in aliases.items() if key == "vocab_size"), vocab_size)
     keys |= special_ids(config, tokenizer, vocab_size, log)
     write_tokenizer = writer_of_tokenizer(config.tokenizer, tokenizer, log)
-    writer = _Writer(checkpoint, build_model, tensors, dtypes, shard_bytes, bool(verify), spec)
+    stored_as = checkpoint.averages() if average else {}
+    writer = _Writer(checkpoint, build_model, tensors, dtypes, shard_bytes, bool(verify), spec, stored_as)
     return writer.write(target, keys, write_tokenizer)
 
 
@@ -155,8 +161,14 @@ def _check_names(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]], 
 class _Reader:
     """Reads tensors in the order in which they are written, several at a time."""
 
-    def __init__(self, checkpoint: Checkpoint, order: Sequence[HubTensor], dtypes: Mapping[str, torch.dtype]) -> None:
-        self.checkpoint, self.dtypes = checkpoint, dtypes
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        order: Sequence[HubTensor],
+        dtypes: Mapping[str, torch.dtype],
+        stored_as: Mapping[str, str],
+    ) -> None:
+        self.checkpoint, self.dtypes, self.stored_as = checkpoint, dtypes, stored_as
         self.order = iter(order)
         self.ready: dict[str, Tensor] = {}
 
@@ -181,7 +193,8 @@ class _Reader:
 
     def _empty(self, tensor: HubTensor, box: Box) -> Chunk:
         values = torch.empty(box.shape, dtype=self.dtypes[tensor.canonical_name])
-        return Chunk(tensor.canonical_name, tensor.global_shape, box, None, values)
+        name = self.stored_as.get(tensor.canonical_name, tensor.canonical_name)
+        return Chunk(name, tensor.global_shape, box, None, values)
 
 
 @dataclass(frozen=True)
@@ -197,6 +210,8 @@ class _Writer:
     verify: bool
     spec: Sequence[str] | None = None
     """Module and name of the layers."""
+    stored_as: Mapping[str, str] = field(default_factory=dict)
+    """Names in the checkpoint of the tensors to write, by canonical name, where the two differ."""
 
     def write(self, target: Path, keys: Mapping[str, Any], write_tokenizer: Callable[[Path], object]) -> Exported:
         """Writes all files into a temporary folder beside `target`, and renames that at the end."""
@@ -226,7 +241,7 @@ class _Writer:
         """Returns the names of the files and the size of all tensors."""
         files = split_into_files(self.tensors, self._dtype, self.shard_bytes)
         shards = [sorted(file, key=lambda tensor: -self._dtype(tensor).itemsize) for file in files]  # wide types first
-        reader = _Reader(self.checkpoint, [tensor for shard in shards for tensor in shard], self.dtypes)
+        reader = _Reader(self.checkpoint, [tensor for shard in shards for tensor in shard], self.dtypes, self.stored_as)
         names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
         names = names if len(shards) > 1 else [ONE_FILE]
         for name, shard in zip(names, shards, strict=True):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron.core.dist_checkpointing.checkpoint import open_checkpoint
 from megatron.core.dist_checkpointing.checkpoint_selection import select_folders
-from megatron.core.dist_checkpointing.chunk import SCALING_STATE, optimizer_state_name
+from megatron.core.dist_checkpointing.chunk import AVERAGE, SCALING_STATE, optimizer_state_name
 from megatron.core.dist_checkpointing.coordination import RankCoordinator
 from megatron.core.dist_checkpointing.folders import folder_name
 from megatron.core.dist_checkpointing.manifest import (
@@ -33,6 +33,8 @@ from megatron.training.rewind_record import temporary_folder
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 _ALL_OPTIMIZER_STATE = optimizer_state_name("*", "*")
+_AVERAGES = optimizer_state_name(AVERAGE, "*")
+"""A run may begin or end to average its weights at any checkpoint."""
 
 
 def check_before_build(config: PretrainConfig, schedule_of_flags: bool = True) -> None:
@@ -182,4 +184,4 @@ def mismatch_policy(flags: CheckpointConfig, with_optimizer: bool) -> MismatchPo
     allow, and those of the optimizer if its state is not loaded."""
     goes_on = flags.dist_ckpt_strictness in ("ignore_all", "log_all", "log_unexpected")
     left = () if with_optimizer else (_ALL_OPTIMIZER_STATE,)
-    return MismatchPolicy(goes_on, goes_on, (*(flags.ckpt_waive_keys or ()), SCALING_STATE), left)
+    return MismatchPolicy(goes_on, goes_on, (*(flags.ckpt_waive_keys or ()), SCALING_STATE, _AVERAGES), left)

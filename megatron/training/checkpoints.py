@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.async_saving import PendingSave, StagingMemory, begin_save
 from megatron.core.dist_checkpointing.checkpoint_selection import find_checkpoint, newest_iteration
-from megatron.core.dist_checkpointing.chunk import Chunk
+from megatron.core.dist_checkpointing.chunk import AVERAGE, Chunk, optimizer_state_name
 from megatron.core.dist_checkpointing.coordination import RankCoordinator
 from megatron.core.dist_checkpointing.disk import check_room
 from megatron.core.dist_checkpointing.manifest import MANIFEST, Manifest
@@ -323,8 +323,10 @@ class Checkpoints:
         `dense`: the checkpoint is that of a dense model, whose MLPs become experts."""
         refuse_unasked = self._refusing_unasked(root, None if weights_only else self.flags.save, step)
         with_optimizer = not (weights_only or self.flags.no_load_optim or self.config.evaluation.skip_train)
+        with_average = with_optimizer or (self.config.evaluation.skip_train and not weights_only)
         wanted: Iterable[Chunk] = chain(
-            weight_chunks(parts.model, self.groups), optimizer_chunks_to_load(parts.optimizer, with_optimizer)
+            weight_chunks(parts.model, self.groups),
+            optimizer_chunks_to_load(parts.optimizer, with_optimizer, with_average),
         )
         own, granularity = list[Chunk](), self.config.transformer.moe_upcycling_granularity
         if dense:
@@ -349,6 +351,10 @@ class Checkpoints:
             if dense:
                 enlarge_second_products(own, granularity)
             parts.optimizer.after_load()
+            average = parts.optimizer.average
+            if average is not None and not (with_average and _has_average(loaded)):
+                average.restart()
+                self._say("--ema-decay: the average begins with the loaded weights")
             iteration = loaded.manifest.iteration
             what = "" if with_optimizer else " (weights only)" if weights_only else " (without optimizer state)"
             self._say(f"loaded checkpoint of iteration {iteration:7d} from {loaded.folder} {self._place()}{what}")
@@ -422,6 +428,13 @@ class Checkpoints:
 
     def _say(self, *sentences: str) -> None:
         print_on_first_rank(self.groups, *sentences)
+
+
+def _has_average(loaded: LoadResult) -> bool:
+    """Whether the checkpoint has the moving average of the weights."""
+    prefix = optimizer_state_name(AVERAGE, "")
+    mine = not any(name.startswith(prefix) for name in loaded.missing)
+    return all(RankCoordinator().gather(mine))
 
 
 def print_on_first_rank(groups: ProcessGroupCollection, *sentences: str) -> None:

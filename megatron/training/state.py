@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.core.dist_checkpointing.chunk import MASTER, Chunk, model_chunks, optimizer_state_name
+from megatron.core.dist_checkpointing.chunk import AVERAGE, MASTER, Chunk, model_chunks, optimizer_state_name
 from megatron.core.dist_checkpointing.coordination import RankCoordinator
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.sharding_strategy import replica_ranks
@@ -116,8 +116,12 @@ def checkpoint_bytes(parts: SavedParts, groups: ProcessGroupCollection, with_opt
     return sum(weights) + sum(chunk.tensor.nbytes / max(len(chunk.holders), 1) for chunk in states)
 
 
-def optimizer_chunks_to_load(optimizer: MegatronOptimizer, with_optimizer: bool) -> Iterator[Chunk]:
+def optimizer_chunks_to_load(
+    optimizer: MegatronOptimizer, with_optimizer: bool, with_average: bool = False
+) -> Iterator[Chunk]:
     """Yields the optimizer's chunks that a load fills: all of them, or only the main weights if optimizer state is not
-    loaded. Main weights are always loaded together with the weights."""
-    masters = optimizer_state_name(MASTER, "")
-    return (chunk for chunk in optimizer.state_chunks() if with_optimizer or chunk.name.startswith(masters))
+    loaded, and the moving average of the weights `with_average`. Main weights are always loaded together with the
+    weights."""
+    kinds = (MASTER, AVERAGE) if with_average else (MASTER,)
+    prefixes = tuple(optimizer_state_name(kind, "") for kind in kinds)
+    return (chunk for chunk in optimizer.state_chunks() if with_optimizer or chunk.name.startswith(prefixes))

@@ -1,6 +1,7 @@
 """Loads the model of a checkpoint for use outside its run: generation, measurements."""
 
-from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import torch
 from torch import nn
 
 from megatron.core.dist_checkpointing.checkpoint_selection import Log, open_newest
-from megatron.core.dist_checkpointing.chunk import SCALING_STATE, model_chunks, optimizer_state_name
+from megatron.core.dist_checkpointing.chunk import SCALING_STATE, Chunk, model_chunks, optimizer_state_name
 from megatron.core.dist_checkpointing.planning import MismatchPolicy
 from megatron.core.dist_checkpointing.reading import load
 from megatron.core.exceptions import UserError
@@ -55,13 +56,16 @@ def load_trained_model(
     step: int | None = None,
     changes: Sequence[str] = (),
     log: Log = print,
+    *,
+    average: bool = False,
 ) -> TrainedModel:
     """Returns the model of the newest complete checkpoint under `root`, or of iteration `step`, on this process's
     device.
 
     `build_model` is the model builder of the script that trained it. The flags are those that the checkpoint was
     written with, followed by `changes` (words of a command line, such as the tokenizer's new path). On a CPU the
-    weights of a half-precision run are held in float32.
+    weights of a half-precision run are held in float32. With `average` the weights are their moving average
+    (--ema-decay).
 
     Raises UserError if there is no complete checkpoint, or if its flags, files or tensors do not make a model.
     """
@@ -73,7 +77,11 @@ def load_trained_model(
     with process_environment(config) as environment:
         model = build_model(Context(config, environment, tokenizer, TrainState()), Stage()).to(environment.device)
         state_of_training = MismatchPolicy(patterns=(optimizer_state_name("*", "*"), SCALING_STATE))
-        chunks = model_chunks(model, lambda info: ())
+        chunks: Iterable[Chunk] = model_chunks(model, lambda info: ())
+        if average:
+            names = checkpoint.averages()
+            chunks = [dataclasses.replace(chunk, name=names.get(chunk.name, chunk.name)) for chunk in chunks]
+            state_of_training = MismatchPolicy(unused=True)
         loaded = load(Path(root), chunks, step=step, policy=state_of_training, log=lambda sentence: None)
     assert loaded is not None
     return TrainedModel(model.eval(), tokenizer, config, loaded.manifest.iteration, environment.device)

@@ -3,7 +3,7 @@
 import contextlib
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,17 +25,22 @@ from megatron.training.data.loaders import WorkerCrashed, WorkerStopped, error_o
 from megatron.training.data.splits import Splits, ValidationSet
 from megatron.training.data.step_data import StepData
 from megatron.training.evaluate import EvaluationResult, evaluate, full_pass
+from megatron.training.evaluation.predictor import LayoutPredictor
+from megatron.training.evaluation.tasks import EvaluationTasks
 from megatron.training.hooks.exit import ExitAgreement, ExitDecision, ExitReason
 from megatron.training.hooks.hook import Hooks
 from megatron.training.launch.environment import Environment
 from megatron.training.launch.errors import write_launcher_error_file
 from megatron.training.log.finite import GradientProbe
-from megatron.training.log.records import StepResult, ValidationRecord
+from megatron.training.log.records import StepResult, TaskRecord, ValidationRecord
 from megatron.training.log.training_log import TrainingLog
 from megatron.training.loss_spikes import LossSpikes
 from megatron.training.providers import ForwardStep, NonLossFunctions
 from megatron.training.skipped_updates import SkippedUpdates
 from megatron.training.state import SavedParts, TrainState
+
+OF_AVERAGE = "-ema"
+"""End of the names of splits and tasks that the moving average of the weights was evaluated on (--ema-decay)."""
 
 
 @dataclass
@@ -72,9 +77,14 @@ class Trainer:
 
     non_loss: NonLossFunctions | None = None
     """A script's functions for data of evaluations other than losses."""
+    tasks: EvaluationTasks | None = None
+    """The tasks that every evaluation of the validation set scores (--eval-tasks)."""
 
     def __post_init__(self) -> None:
         self.phase = "training"
+        self.last_step: StepResult | None = None
+        self.evaluations: dict[str, Mapping[str, float]] = {}
+        self.hooks.attach(self)
         self._last_validated: int | None = None
 
     @property
@@ -118,6 +128,7 @@ class Trainer:
 
     def record_step(self, result: StepResult) -> None:
         """Counts what a step consumed, and whether its update was skipped. Passes its results to the log."""
+        self.last_step = result
         samples = result.global_batch_size
         self.state.add_step(
             samples,
@@ -147,6 +158,12 @@ class Trainer:
         if self.environment.logs:
             print(f"iteration {self.state.iteration} is skipped ({why})", flush=True)
 
+    def full_logits(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        """Returns the logits after each token of some rows; see `LayoutPredictor.full_logits`. Collective."""
+        size, length = self.config.evaluation.micro_batch_size(self.config.training), self.config.data.seq_length or 0
+        predictor = LayoutPredictor(self.model, self.environment.groups, self.device, size, length)
+        return predictor.full_logits(rows)
+
     # Evaluation ------------------------------------------------------------------------------------------------------
 
     def evaluation_is_due(self) -> bool:
@@ -154,32 +171,57 @@ class Trainer:
         interval = self.config.evaluation.eval_interval
         first = self.config.evaluation.start_eval_at_iter or 0
         due = interval and self.state.iteration % interval == 0 and self.state.iteration >= first
-        return bool(due and self.splits.valid is not None)
+        return bool(due and (self.splits.valid is not None or self.tasks is not None))
 
     def evaluate(self, split: str, *, at_end: bool = False) -> None:
         """Runs --eval-iters global batches of a split (`valid` or `test`) through the model, or with --full-validation
         the whole validation set, and logs the mean loss over their tokens. With --multiple-validation-sets it does so
-        for each set; `consumed_valid_samples` counts the samples of one of them, since all advance together. `at_end`:
-        the log names the split in the words for the end of a run."""
+        for each set; `consumed_valid_samples` counts the samples of one of them, since all advance together. The tasks
+        of --eval-tasks follow the validation set. `at_end`: the log names the split in the words for the end of a
+        run."""
         data: StepData | None = getattr(self.splits, split)
-        if data is None or self.config.evaluation.eval_iters == 0:
+        data = data if self.config.evaluation.eval_iters else None
+        tasks = self.tasks if split == "valid" else None
+        if data is None and tasks is None:
             return
         if split == "valid":
             self._last_validated = self.state.iteration
         sets = self.splits.valid_sets if split == "valid" else ()
+        sets = sets or (() if data is None else (ValidationSet(lambda: data),))
         with self.log.paused(), self.in_phase("evaluation"):
             self.hooks.before_evaluate(self.state.iteration)
-            results = []
-            for each in sets or [ValidationSet(lambda: data)]:
-                results.append((each.name, self._evaluate_set(each)))
-                if results[-1][1].interrupted:
-                    break
-            if split == "valid":
-                self.state.consumed_valid_samples += results[0][1].samples
+            self.evaluations = {}
+            results = self._evaluate_model(sets, tasks)
+            if split == "valid" and results:
+                self.state.consumed_valid_samples += results[0].samples
+            averaged = []
+            if self.optimizer.average is not None and not any(result.interrupted for result in results):
+                with self.optimizer.average.in_place_of_weights():
+                    averaged = self._evaluate_model(sets, tasks, of=OF_AVERAGE)
+            name = {"valid": "validation"}.get(split, split)
+            names = [name if each.name is None else f"{name}-{each.name}" for each in sets]
+            found = [*zip(names, results, strict=False)]
+            found += [(f"{name}{OF_AVERAGE}", result) for name, result in zip(names, averaged, strict=False)]
+            self.evaluations |= {name: result.losses for name, result in found if result.losses}
             self.hooks.after_evaluate(self.state.iteration)
-            for name, result in results:
-                self._log_evaluation(result, {"valid": "validation"}.get(split, split), at_end, name)
-                self._process_non_loss_data(result)
+            for number, (title, result) in enumerate(found):
+                self._log_evaluation(result, title, at_end, is_named=title != name)
+                if number < len(results):
+                    self._process_non_loss_data(result)
+
+    def _evaluate_model(
+        self, sets: Sequence[ValidationSet], tasks: EvaluationTasks | None, of: str = ""
+    ) -> list[EvaluationResult]:
+        """Evaluates the model as it is on data sets, and scores and logs tasks, whose names get the end `of`. Returns
+        the result of each set, the last one perhaps interrupted."""
+        results = []
+        for each in sets:
+            results.append(self._evaluate_set(each))
+            if results[-1].interrupted:
+                return results
+        if tasks is not None:
+            self._score_tasks(tasks, of)
+        return results
 
     def _evaluate_set(self, valid_set: ValidationSet) -> EvaluationResult:
         """Runs one evaluation's part of a data set through the model."""
@@ -210,6 +252,13 @@ class Trainer:
             print(f"evaluation stopped after {result.iterations} of {iterations} iterations", flush=True)
         return result
 
+    def _score_tasks(self, tasks: EvaluationTasks, of: str) -> None:
+        """Scores the tasks of --eval-tasks and logs each when it is done."""
+        for found in tasks.scores(lambda: self.exit.poll() is not None):
+            iteration, consumed = self.state.iteration, self.state.consumed_train_samples
+            self.evaluations[found.task + of] = {metric: score.value for metric, score in found.scores.items()}
+            self.log.task(TaskRecord(iteration, found.task + of, found.pairs, found.documents, consumed))
+
     def _process_non_loss_data(self, result: EvaluationResult) -> None:
         """Passes an evaluation's data other than losses to the script's function, with the writer of --tensorboard-dir,
         on the rank that logs. Without that flag it calls nothing, as in Megatron-LM."""
@@ -218,12 +267,11 @@ class Trainer:
             return
         self.non_loss.process(result.non_loss_data, self.state.iteration, writer)
 
-    def _log_evaluation(self, result: EvaluationResult, split: str, at_end: bool, name: str | None) -> None:
+    def _log_evaluation(self, result: EvaluationResult, split: str, at_end: bool, *, is_named: bool) -> None:
         if not result.losses:
             return
         where = f"iteration {self.state.iteration} on {split} set" if at_end else None
-        if name is not None:
-            split = f"{split}-{name}"
+        if is_named:
             where = f"iteration {self.state.iteration} on {split}"
         record = ValidationRecord(
             self.state.iteration,

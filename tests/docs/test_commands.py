@@ -16,6 +16,9 @@ import pytest
 from support.ports import free_port
 from support.programs import commands, python
 
+from megatron.training.log.jsonl import read_metrics
+from megatron.training.log.plot_sweep import last_loss
+
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples/custom_model/README.md"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), EXAMPLE]
@@ -68,9 +71,12 @@ def name_of(page: Path) -> str:
     return "README.md" if page.parent == ROOT else f"{page.parent.name}/{page.name}"
 
 
+RECIPES = ROOT / "docs/recipes.md"
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("page", PAGES_WITH_COMMANDS, ids=name_of)
+@pytest.mark.parametrize("page", [page for page in PAGES_WITH_COMMANDS if page != RECIPES], ids=name_of)
 def test_commands_of_page_run(page: Path, checkout: Path) -> None:
     run_blocks(page, bash_blocks(page), checkout)
 
@@ -107,6 +113,28 @@ def run_blocks(page: Path, blocks: list[str], checkout: Path) -> None:
             ["bash", "-euo", "pipefail", "-c", block], cwd=checkout, env=variables, capture_output=True, text=True
         )
         assert done.returncode == 0, f"{page.name}:\n{block}\n\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+
+
+@pytest.mark.slow
+def test_recipes_do_what_their_page_says(checkout: Path) -> None:
+    run_blocks(RECIPES, bash_blocks(RECIPES), checkout)
+    runs = {name: read_metrics(checkout / f"runs/{name}/metrics.jsonl") for name in ("trunk", "annealed", "rewarmed")}
+    rates = {name: dict(zip(*run.series("learning rate"), strict=True)) for name, run in runs.items()}
+    losses = {name: dict(zip(*run.series("lm loss"), strict=True)) for name, run in runs.items()}
+    assert [*rates["trunk"]] == [*range(1, 61)], "the trunk was extended"
+    assert {rates["trunk"][iteration] for iteration in range(6, 61)} == {1e-2}
+    assert [*rates["annealed"]] == [*range(21, 41)]
+    assert losses["annealed"][21] == losses["trunk"][21], "the branch continues the trunk, on its data"
+    fall = [rates["annealed"][iteration] for iteration in range(21, 41)]
+    assert fall == sorted(fall, reverse=True) and fall[0] > 9e-3 and fall[-1] < 1e-3
+    assert losses["annealed"][40] != losses["trunk"][40]
+    assert [*rates["rewarmed"]] == [*range(1, 31)]
+    assert rates["rewarmed"][1] < rates["rewarmed"][5] < rates["rewarmed"][11] == max(rates["rewarmed"].values())
+    assert losses["rewarmed"][1] < losses["trunk"][1], "it starts from trained weights"
+    swept = json.loads((checkout / "runs/rates/sweep.json").read_text())
+    assert len(swept) == 6 and all(last_loss(checkout / "runs/rates" / run["name"]) for run in swept)
+    for picture in ("annealed.png", "rewarmed.png", "rates.png"):
+        assert (checkout / picture).read_bytes()[:4] == b"\x89PNG", picture
 
 
 @pytest.mark.slow

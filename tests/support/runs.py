@@ -25,7 +25,7 @@ from megatron.training.arguments import configure
 from megatron.training.config.settings import LaunchEnvironment
 from megatron.training.hooks.exit import ExitDecision
 from megatron.training.hooks.hook import Hook, Hooks
-from megatron.training.log.records import Event, LogRecord, LogWriter, Speed, StepRecord, ValidationRecord
+from megatron.training.log.records import Event, LogRecord, LogWriter, Speed, StepRecord, TaskRecord, ValidationRecord
 from megatron.training.providers import Providers
 from megatron.training.state import weight_chunks
 from megatron.training.trainer import Trainer
@@ -67,6 +67,7 @@ class Outcome:
     steps: list[StepRecord] = field(default_factory=list)
     lines: list[LogRecord] = field(default_factory=list)
     validations: list[ValidationRecord] = field(default_factory=list)
+    tasks: list[TaskRecord] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     sample_ids: list[list[list[int]]] = field(default_factory=list)
     """Sample ids by iteration and micro-batch."""
@@ -117,6 +118,9 @@ class _Recorder(Hook, LogWriter):
 
     def validation(self, record: ValidationRecord) -> None:
         self.outcome.validations.append(record)
+
+    def task(self, record: TaskRecord) -> None:
+        self.outcome.tasks.append(record)
 
     def event(self, event: Event) -> None:
         self.outcome.events.append(event)

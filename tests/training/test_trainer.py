@@ -60,7 +60,7 @@ def trainer(
         state=SimpleNamespace(iteration=iteration),  # type: ignore[arg-type]
         splits=SimpleNamespace(valid=valid, close=lambda: noted.append("data.close")),  # type: ignore[arg-type]
         log=log,  # type: ignore[arg-type]
-        hooks=SimpleNamespace(on_exit=lambda iteration: noted.append("on_exit")),  # type: ignore[arg-type]
+        hooks=SimpleNamespace(attach=lambda run: None, on_exit=lambda iteration: noted.append("on_exit")),  # type: ignore[arg-type]
         exit=exit,  # type: ignore[arg-type]
         checkpoints=SimpleNamespace(  # type: ignore[arg-type]
             last_saved=None,

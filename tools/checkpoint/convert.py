@@ -113,6 +113,9 @@ class ExportConfig:
     max_shard_size: int = flag(5 * 10**9, parse=size_in_bytes)
     """Largest size of a safetensors file. Default: 5GB."""
 
+    ema: bool = False
+    """Export the moving average of the weights (--ema-decay of the run) in their place."""
+
     tokenizer_model: str | None = None
     """Folder to copy the tokenizer's files from. Default: the run's tokenizer."""
 
@@ -322,6 +325,7 @@ def run_export(config: ExportConfig) -> None:
         tokenizer=Path(config.tokenizer_model) if config.tokenizer_model else None,
         verify=config.verify,
         spec=config.spec,
+        average=config.ema,
     )
     print(f"{target}: {done.architecture}, {done.nbytes / 1e6:.1f} MB in {len(done.files)} files")
     print_comparison(done.comparison)

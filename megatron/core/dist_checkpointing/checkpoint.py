@@ -7,6 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from megatron.core.dist_checkpointing.chunk import AVERAGE, optimizer_state_name
 from megatron.core.dist_checkpointing.data_file import BlockReader, read_header_crc32
 from megatron.core.dist_checkpointing.manifest import (
     BrokenCheckpoint,
@@ -17,6 +18,7 @@ from megatron.core.dist_checkpointing.manifest import (
     read_manifest,
 )
 from megatron.core.dist_checkpointing.planning import Catalogue, check_complete, make_catalogue
+from megatron.core.exceptions import UserError
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,15 @@ class Checkpoint:
     def nbytes(self) -> int:
         """Bytes of all data files together."""
         return sum(index.data_size for index in self.indexes)
+
+    def averages(self) -> dict[str, str]:
+        """Returns the name of the moving average (--ema-decay) of each weight that has one. Raises UserError if none
+        has."""
+        prefix = optimizer_state_name(AVERAGE, "")
+        found = {name.removeprefix(prefix): name for name in self.catalogue if name.startswith(prefix)}
+        if not found:
+            raise UserError(f"{self.folder} has no moving average of the weights: its run had no --ema-decay")
+        return found
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:

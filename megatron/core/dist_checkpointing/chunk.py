@@ -14,6 +14,9 @@ from megatron.core.parameters import Box, ParameterInfo, canonical_names, info_o
 MASTER = "param"
 """Kind of the optimizer state that is the full-precision copy of the weight (main weight)."""
 
+AVERAGE = "ema"
+"""Kind of the optimizer state that is the moving average of the weight (--ema-decay)."""
+
 SCALING_STATE = "*.scaling.amax_history"
 """Pattern of names: the largest values that delayed scaling of fp8 has recorded. A run may switch fp8 on or off at any
 checkpoint: a missing record starts empty, and a record that no rank reads is ignored."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.dist_checkpointing.chunk import MASTER, Chunk, optimizer_state_chunk
+from megatron.core.dist_checkpointing.chunk import AVERAGE, MASTER, Chunk, optimizer_state_chunk
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.flat_buffer import Unit
 from megatron.core.distributed.fp8_unit import Fp8Unit
@@ -42,6 +42,7 @@ from megatron.core.optimizer.state_storage import (
     rounds_to_model_weights,
 )
 from megatron.core.optimizer.update_rules import UpdateRule, build_update_rule, update_segment
+from megatron.core.optimizer.weight_average import WeightAverage
 
 
 @dataclass
@@ -137,6 +138,8 @@ class FlatOptimizer(MegatronOptimizer):
             UnitState.begin(unit, self.rule, config, is_offloaded)
             for unit, is_offloaded in zip(self.units, offloaded, strict=True)
         ]
+        if config.ema_decay is not None:
+            self.average = WeightAverage(self.states, self.chunks, config.ema_decay)
         self.device = self.chunks[0].device
         self.grad_scaler: GradScaler | None = build_grad_scaler(config, self.device)
         self._no_scale = torch.ones((), dtype=torch.float32, device=self.device)
@@ -281,6 +284,8 @@ class FlatOptimizer(MegatronOptimizer):
                 self._update_segment(on_device.part(start, stop), step, number)
         if self.qk_clip is not None:
             self.qk_clip.clip(self.states, applied, self.config.use_precision_aware_optimizer)
+        if self.average is not None:
+            self.average.update(applied, self.update_count)
         finished = {each.finished for each in self._rounds}
         for state in self.states:
             if state.unit not in finished:
@@ -361,6 +366,8 @@ class FlatOptimizer(MegatronOptimizer):
         self._host_stream.finish()
         for state in self.states:
             state.reload()
+        if self.average is not None:
+            self.average.restart()
 
     @torch.no_grad()
     def after_load(self) -> None:
@@ -376,13 +383,15 @@ class FlatOptimizer(MegatronOptimizer):
         """Yields this rank's main weights and moments as chunks that share their memory. Waits for copies to host
         memory."""
         self._host_stream.finish()
-        for state in self.states:
+        for number, state in enumerate(self.states):
             for parameter_slice in state.unit.parameter_slices:
                 holders = replica_ranks(parameter_slice.info, self.groups, state.unit.sharding)
                 place = parameter_slice.start, parameter_slice.stop
                 kinds = {name: state.moment(name, *place) for name in self._moments_of(parameter_slice.slot)}
                 if state.unit.plan.needs_main_weights:
                     kinds[MASTER] = state.weights.part(*place)
+                if self.average is not None:
+                    kinds[AVERAGE] = self.average.values[number].part(*place)
                 for kind, stored in kinds.items():
                     # Numbers in one tensor are saved as they are, others in the main type.
                     encoded = None if isinstance(stored, Plain) else stored

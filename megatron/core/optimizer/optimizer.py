@@ -4,7 +4,7 @@ import abc
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,9 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.exceptions import UserError
 from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer.weight_average import WeightAverage
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,8 @@ class MegatronOptimizer(abc.ABC):
 
     config: OptimizerConfig
     param_groups: list[dict[str, Any]]
+    average: "WeightAverage | None" = None
+    """The moving average of the weights; None without --ema-decay."""
 
     @abc.abstractmethod
     def step_on_device(self, loss_is_finite: Tensor | None = None) -> StepUpdate:

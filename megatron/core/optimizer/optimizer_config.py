@@ -210,6 +210,10 @@ class OptimizerConfig:
     )
     """All-gather updated weights while other weights are still being updated."""
 
+    ema_decay: float | None = None
+    """Decay of a moving average of the weights, such as 0.999: sharded like the optimizer's state, saved, and evaluated
+    beside the weights. It needs the memory of main weights. tools/checkpoint/convert.py export --ema exports it."""
+
     optimizer_cpu_offload: bool = False
     """Keep main weights and moments in host memory. The update copies them to the device and back, piece by piece,
     while other pieces are updated. It sends 24 bytes per weight over PCIe, half in each direction."""
@@ -290,6 +294,10 @@ def validate(config: OptimizerConfig) -> Iterator[str]:
         yield "{muon_num_ns_steps} must be larger than 0"
     if not 0.0 <= config.optimizer_offload_fraction <= 1.0:
         yield "{optimizer_offload_fraction} must be from 0 to 1"
+    if config.ema_decay is not None and not 0.0 < config.ema_decay < 1.0:
+        yield "{ema_decay} must be larger than 0 and less than 1"
+    if config.ema_decay is not None and config.optimizer_cpu_offload:
+        yield "{ema_decay}: the average stays on the device, beside its weights; leave out {optimizer_cpu_offload:name}"
     if config.optimizer_cpu_offload and config.optimizer in ("muon", "dist_muon"):
         yield (
             "{optimizer_cpu_offload}: {optimizer} orthogonalises whole matrices, whose momentum stays on the device; "

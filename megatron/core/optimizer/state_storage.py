@@ -311,4 +311,6 @@ def state_bytes(plan: UnitPlan, shard_range: tuple[int, int], moments: tuple[str
     kept = [new_moment(name, stop - start, config, plan.main_dtype, meta) for name, (start, stop) in ranges.items()]
     memory = [tensor for state in kept for tensor in state.memory]
     memory += [tensor for tensor in new_weights(plan, model, config).memory if tensor is not model]
+    if config.ema_decay is not None:
+        memory.append(torch.empty(numel, dtype=plan.main_dtype, device=meta))
     return sum(tensor.nbytes for tensor in memory)

@@ -113,7 +113,7 @@ def _of_state(config: PretrainConfig) -> Iterator[_Candidate]:
         named = "" if sharded else "--use-distributed-optimizer "
         on = {"use_distributed_optimizer": True}
         yield _Candidate(f"{named}--use-precision-aware-optimizer", 0.0, {"ddp": on, "optimizer": on | aware})
-    if not optimizer.optimizer_cpu_offload and optimizer.optimizer == "adam":
+    if not optimizer.optimizer_cpu_offload and optimizer.optimizer == "adam" and optimizer.ema_decay is None:
         moved = 6 * weights / (grid.data * grid.context if sharded else 1)
         yield _Candidate(
             "--optimizer-cpu-offload --optimizer-offload-fraction 1.0",

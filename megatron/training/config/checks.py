@@ -295,6 +295,16 @@ def _external_data(s: Settings) -> Iterator[str]:
         yield "{full_validation:name} needs data sets, whose length is known; {dataloader_type} has iterables"
 
 
+def _weight_average(s: Settings) -> Iterator[str]:
+    """--ema-decay goes with the other flags."""
+    if s.ema_decay is None:
+        return
+    if s.fp8_param_gather:
+        yield "{ema_decay}: an evaluation puts the average in place of weights that {fp8_param_gather} keeps in fp8"
+    if s.eval_fresh_samples:
+        yield "{ema_decay} evaluates weights and average on the same samples: leave out {eval_fresh_samples:name}"
+
+
 def _rewinds(s: Settings) -> Iterator[str]:
     """--loss-spike-action rewind has whole checkpoints to go back to."""
     if s.loss_spike_action != "rewind":
@@ -383,6 +393,7 @@ RULES: tuple[Rule, ...] = (
     _upcycling,
     file_checks.paths_are_not_empty,
     file_checks.files_exist,
+    file_checks.evaluation_tasks,
     file_checks.settings_of_communicators,
     file_checks.data_in_object_stores,
     file_checks.folders_are_folders,
@@ -394,5 +405,6 @@ RULES: tuple[Rule, ...] = (
     parallel_checks.exact_sums,
     _external_data,
     _rewinds,
+    _weight_average,
     _numbers_are_finite,
 )

@@ -27,6 +27,7 @@ from megatron.data.datasets.utils import (
     read_blend_file,
     read_blend_per_split_file,
 )
+from megatron.data.evaluation.task_file import read_tasks
 from megatron.data.tokenizer.config import TokenizerConfig
 from megatron.training.config.settings import Settings
 
@@ -90,6 +91,15 @@ def _prefixes_of_words(words: list[str] | None, spelling: str) -> list[str]:
 
 def _prefixes(blends: Sequence[Blend | None]) -> list[str]:
     return list(dict.fromkeys(prefix for blend in blends if blend is not None for prefix in blend[0]))
+
+
+def evaluation_tasks(s: Settings) -> Iterator[str]:
+    """The file of --eval-tasks describes tasks, and their data files exist."""
+    if s.eval_tasks and s.launch_environment.looks_at_files:  # "" is the problem of `paths_are_not_empty`
+        try:
+            read_tasks(s.eval_tasks)
+        except UserError as error:
+            yield "{eval_tasks:name}: " + literal_text(str(error))
 
 
 def settings_of_communicators(s: Settings) -> Iterator[str]:

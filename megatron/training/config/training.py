@@ -149,7 +149,7 @@ class TrainingConfig:
 class EvaluationConfig:
     """Validation during training, and validation and test after the last step."""
 
-    eval_interval: int | None = flag(None, only_with="eval_iters!=0")
+    eval_interval: int | None = flag(None, only_with="eval_iters!=0", or_with="eval_tasks")
     """Steps between two validations. Without it, validation runs once, after training."""
 
     eval_iters: int = 100
@@ -157,6 +157,10 @@ class EvaluationConfig:
 
     skip_train: bool = False
     """Evaluate once and exit without training."""
+
+    eval_tasks: str | None = flag(None, families=["gpt"])
+    """YAML or JSON file of tasks that each evaluation scores: perplexity of texts, multiple choice, cloze, exact match
+    (docs/evaluation.md)."""
 
     start_eval_at_iter: int | None = flag(None, only_with="eval_interval")
     """With --eval-interval: first iteration after which validation may run."""
@@ -181,7 +185,7 @@ class EvaluationConfig:
     eval_global_batch_size: int | None = flag(None, only_with="eval_iters!=0")
     """Global batch size of evaluation; --global-batch-size when not given."""
 
-    eval_micro_batch_size: int | None = flag(None, only_with="eval_iters!=0")
+    eval_micro_batch_size: int | None = flag(None, only_with="eval_iters!=0", or_with="eval_tasks")
     """Micro-batch size of evaluation; --micro-batch-size when not given."""
 
     def global_batch_size(self, training: TrainingConfig) -> int:
@@ -201,7 +205,7 @@ class EvaluationConfig:
         sizes = ("eval_global_batch_size", "eval_micro_batch_size")
         yield from too_small(self, ("eval_interval", "start_eval_at_iter", *sizes), 1)
         yield from too_small(self, ("eval_iters",), 0)
-        if self.skip_train and self.eval_iters == 0:
+        if self.skip_train and self.eval_iters == 0 and self.eval_tasks is None:
             yield "{skip_train} with {eval_iters} leaves nothing to do"
         names = self.validation_set_names or []
         if len(set(names)) < len(names):

@@ -86,7 +86,8 @@ def build_log(
 def _only_evaluates(config: PretrainConfig, state: TrainState) -> bool:
     """Whether the run evaluates a checkpoint and does not train on."""
     finished = state.iteration >= (config.training.train_iters or 0)
-    return config.evaluation.eval_iters > 0 and (finished or config.evaluation.skip_train)
+    evaluation = config.evaluation
+    return (evaluation.eval_iters > 0 or evaluation.eval_tasks is not None) and (finished or evaluation.skip_train)
 
 
 def _writers(config: PretrainConfig, environment: Environment, state: TrainState) -> list[LogWriter]:

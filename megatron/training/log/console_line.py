@@ -1,8 +1,9 @@
 """The lines that a run prints, in the exact format that tools for Megatron-LM's logs expect."""
 
 import math
+from collections.abc import Mapping
 
-from megatron.training.log.records import LogRecord, ValidationRecord
+from megatron.training.log.records import LogRecord, TaskRecord, ValidationRecord
 
 
 def format_line(record: LogRecord) -> str:
@@ -89,6 +90,20 @@ def format_short_validation(record: ValidationRecord) -> str:
     where = record.where or f"step {record.iteration}"
     losses = " | ".join(f"{name} {_short(loss, 4)}, PPL {perplexity(loss):.2f}" for name, loss in record.losses.items())
     return f"validation at {where} | {losses}"
+
+
+def format_task(record: TaskRecord) -> str:
+    """Returns the line of an evaluation task."""
+    return f" task {record.task} at iteration {record.iteration} | {format_scores(record.scores, record.documents)} |"
+
+
+def format_scores(scores: Mapping[str, tuple[float, float | None]], documents: int) -> str:
+    """Returns the scores of a task, each with its standard error if it has one."""
+    texts = [
+        f"{metric}: {value:.6g}" + ("" if error is None else f" ± {error:.2g}")
+        for metric, (value, error) in scores.items()
+    ]
+    return " | ".join([*texts, f"documents: {documents}"])
 
 
 def format_duration(seconds: float) -> str:

@@ -18,9 +18,10 @@ from megatron.training.log.console_line import (
     format_line,
     format_short_line,
     format_short_validation,
+    format_task,
     format_validation,
 )
-from megatron.training.log.records import Event, LogRecord, LogWriter, Speed, StepRecord, ValidationRecord
+from megatron.training.log.records import Event, LogRecord, LogWriter, Speed, StepRecord, TaskRecord, ValidationRecord
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,10 @@ class PlainDisplay(LogWriter):
     def validation(self, record: ValidationRecord) -> None:
         """Prints the result of an evaluation."""
         self._print(self._style.validation(record))
+
+    def task(self, record: TaskRecord) -> None:
+        """Prints the scores of an evaluation task."""
+        self._print(format_task(record))
 
     def _print(self, text: str) -> None:
         print(text, file=self._stream or sys.stdout, flush=True)
@@ -113,6 +118,10 @@ class LiveDisplay(LogWriter):
         """Prints the result of an evaluation and redraws the panel."""
         self._state.validation = record
         self._print(self._style.validation(record))
+
+    def task(self, record: TaskRecord) -> None:
+        """Prints the scores of an evaluation task."""
+        self._print(format_task(record))
 
     def event(self, event: Event) -> None:
         """Shows the iteration of the last checkpoint."""

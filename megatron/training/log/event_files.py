@@ -15,7 +15,7 @@ from pathlib import Path
 
 VS_SAMPLES = " vs samples"
 _LENGTH = struct.Struct("<Q")
-_OF_EVALUATION = re.compile(r" (validation(-.*)?|test)( ppl)?$")
+_OF_EVALUATION = re.compile(r" (validation(-.*)?|test(-.*)?)( ppl)?$|^eval/")
 
 
 def supersede_events(folder: Path, iteration: int, samples: int, evaluates_again: bool = False) -> Iterator[str]:

@@ -5,6 +5,7 @@ Kinds of lines, recognised by their keys:
     {"iteration": 7, "consumed samples": 56, "tokens": 57344, "lm loss": 4.1, "grad norm": 0.9, "learning rate": 0.001,
      "loss scale": 1.0, "global batch size": 8, "ms per iteration": 81.2, "tokens per second": 100912.3, ...}
     {"iteration": 10, "split": "validation", "lm loss": 4.0, "lm loss PPL": 54.6, "evaluated tokens": 8192, ...}
+    {"iteration": 10, "task": "capitals", "acc": 0.5, "acc stderr": 0.1, "documents": 26, ...}
     {"iteration": 10, "event": "save", ...}
 
 Every iteration has a training line with its own values. Three kinds of values are means over the interval between two
@@ -35,7 +36,7 @@ from megatron.core.exceptions import UserError
 from megatron.training.data.sources import SOURCE
 from megatron.training.log.console_line import perplexity
 from megatron.training.log.memory import MemoryReport
-from megatron.training.log.records import Event, LogRecord, LogWriter, Speed, StepRecord, ValidationRecord
+from megatron.training.log.records import Event, LogRecord, LogWriter, Speed, StepRecord, TaskRecord, ValidationRecord
 
 
 class JsonlLog(LogWriter):
@@ -91,6 +92,10 @@ class JsonlLog(LogWriter):
     def validation(self, record: ValidationRecord) -> None:
         """Writes a line for an evaluation."""
         self._write([validation_line(record)])
+
+    def task(self, record: TaskRecord) -> None:
+        """Writes a line for an evaluation task."""
+        self._write([task_line(record)])
 
     def event(self, event: Event) -> None:
         """Writes a line for an event."""
@@ -176,6 +181,14 @@ def _memory(report: MemoryReport) -> dict[str, float | None]:
         "device memory used (MB)": report.device_used,
     }
     return {name: None if count is None else round(count / 2**20, 1) for name, count in found.items()}
+
+
+def task_line(record: TaskRecord) -> dict[str, Any]:
+    """Returns the line of an evaluation task."""
+    line: dict[str, Any] = {"iteration": record.iteration, "task": record.task}
+    for metric, (value, error) in record.scores.items():
+        line |= {metric: value} if error is None else {metric: value, f"{metric} stderr": error}
+    return line | {"documents": record.documents, "consumed samples": record.consumed_samples}
 
 
 def validation_line(record: ValidationRecord) -> dict[str, object]:
@@ -271,7 +284,7 @@ def _is_superseded(
     if line is None and not raw.endswith(b"\n"):
         return True
     iteration = _iteration_of(line)
-    of_evaluation = evaluates_again and line is not None and "split" in line
+    of_evaluation = evaluates_again and line is not None and ("split" in line or "task" in line)
     return iteration >= resumed_iteration if of_evaluation else iteration > resumed_iteration
 
 
@@ -308,6 +321,8 @@ class MetricsHistory:
     training: list[dict[str, Any]] = field(default_factory=list)
     validation: list[dict[str, Any]] = field(default_factory=list)
     """Evaluations of every split."""
+    tasks: list[dict[str, Any]] = field(default_factory=list)
+    """Scores of evaluation tasks."""
     events: list[dict[str, object]] = field(default_factory=list)
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
@@ -329,6 +344,8 @@ def read_metrics(path: str | os.PathLike[str]) -> MetricsHistory:
                 torn += 1
             elif "event" in line:
                 history.events.append(line)
+            elif "task" in line:
+                history.tasks.append(line)
             elif "split" in line:
                 history.validation.append(line)
             else:

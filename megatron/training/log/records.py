@@ -152,6 +152,18 @@ class ValidationRecord:
 
 
 @dataclass(frozen=True)
+class TaskRecord:
+    """The scores of one evaluation task."""
+
+    iteration: int
+    task: str
+    scores: Mapping[str, tuple[float, float | None]]
+    """By metric: the score, and its standard error, which a single document does not have."""
+    documents: int
+    consumed_samples: int = 0
+
+
+@dataclass(frozen=True)
 class Event:
     """Something that happens once: a save, a resume, an exit, a non-finite loss."""
 
@@ -177,6 +189,9 @@ class LogWriter:
 
     def validation(self, record: ValidationRecord) -> None:
         """An evaluation ended."""
+
+    def task(self, record: TaskRecord) -> None:
+        """An evaluation task was scored."""
 
     def event(self, event: Event) -> None:
         """An event happened."""

@@ -13,7 +13,7 @@ from megatron.core.utils.files import open_atomically
 from megatron.training.log.console_line import perplexity
 from megatron.training.log.event_files import VS_SAMPLES, supersede_events
 from megatron.training.log.memory import memory_report
-from megatron.training.log.records import Event, LogRecord, LogWriter, Speed, StepRecord, ValidationRecord
+from megatron.training.log.records import Event, LogRecord, LogWriter, Speed, StepRecord, TaskRecord, ValidationRecord
 from megatron.training.state import TrainState
 
 
@@ -81,6 +81,13 @@ class ScalarLog(LogWriter):
             self._both(tag, loss, record.iteration, record.consumed_samples)
             if self._choices.log_validation_ppl_to_tensorboard:
                 self._both(f"{tag} ppl", perplexity(loss), record.iteration, record.consumed_samples)
+
+    def task(self, record: TaskRecord) -> None:
+        """Writes the scores of a task, and their standard errors."""
+        for metric, pair in record.scores.items():
+            for tag, value in zip((metric, f"{metric} stderr"), pair, strict=True):
+                if value is not None:
+                    self._both(f"eval/{record.task}/{tag}", value, record.iteration, record.consumed_samples)
 
     def line(self, record: LogRecord) -> None:
         """Writes nothing, because `steps` writes every iteration."""

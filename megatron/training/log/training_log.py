@@ -27,7 +27,16 @@ from megatron.training.log.finite import NonFinite
 from megatron.training.log.layer_reports import LayerReports
 from megatron.training.log.memory import MemoryReport, memory_report
 from megatron.training.log.metrics import MetricsInterval, StepMetrics
-from megatron.training.log.records import Event, LogRecord, LogWriter, Speed, StepRecord, StepResult, ValidationRecord
+from megatron.training.log.records import (
+    Event,
+    LogRecord,
+    LogWriter,
+    Speed,
+    StepRecord,
+    StepResult,
+    TaskRecord,
+    ValidationRecord,
+)
 from megatron.training.log.throughput import StepClock, speed
 from megatron.training.state import TrainState
 
@@ -178,6 +187,11 @@ class TrainingLog:
         """Writes the result of an evaluation."""
         for writer in self.writers:
             writer.validation(record)
+
+    def task(self, record: TaskRecord) -> None:
+        """Writes the scores of an evaluation task."""
+        for writer in self.writers:
+            writer.task(record)
 
     def event(self, name: str, iteration: int, **facts: object) -> None:
         """Writes an event; `facts` are JSON values."""

@@ -84,6 +84,8 @@ def build_optimizer(
             dump_param_to_param_group_map=config.schedule.dump_param_to_param_group_map,
             stop_on_nonfinite=stops_on_nonfinite(config),
         )
+    if config.optimizer.ema_decay is not None:
+        raise UserError("--ema-decay: the script's own optimizer keeps no average of the weights; leave the flag out")
     own = build_own(context, model)
     return own if isinstance(own, MegatronOptimizer) else ExternalOptimizer(config.optimizer, own, model)
 

@@ -104,12 +104,13 @@ def run_notes(config: PretrainConfig, environment: Environment, splits: Splits) 
             f"machine gives it {cores} cores; --num-workers {cores} or less reads as fast"
         )
     yield from _open_file_notes(config)
-    if evaluation.skip_train and splits.valid is None and splits.test is None:
+    if evaluation.skip_train and splits.valid is None and splits.test is None and evaluation.eval_tasks is None:
         raise UserError(
             "--skip-train: there is no validation and no test data to evaluate; give each a share in --split, or files"
         )
     if evaluation.eval_iters == 0:
-        yield "--eval-iters 0: nothing is evaluated, neither in between nor at the end"
+        if evaluation.eval_tasks is None:
+            yield "--eval-iters 0: nothing is evaluated, neither in between nor at the end"
         return
     missing = [name for name, data in (("validation", splits.valid), ("test", splits.test)) if data is None]
     if missing:

@@ -16,6 +16,7 @@ from megatron.core.utils.warn import leave_out
 from megatron.data.datasets.blended_dataset import BlendedDataset
 from megatron.data.datasets.megatron_dataset import MegatronDataset
 from megatron.data.datasets.staged_blend import StagedBlend
+from megatron.data.evaluation.requests import PreparedTask
 from megatron.data.tokenizer.build import build_tokenizer, padding_line
 from megatron.training.batch_schedule import BatchSchedule
 from megatron.training.checkpoint_checks import check_before_build, check_vocabulary
@@ -26,6 +27,8 @@ from megatron.training.data.data_contract import keep_data_contract
 from megatron.training.data.data_record import data_digests, order_of
 from megatron.training.data.sources import source_keys, source_names
 from megatron.training.data.splits import Splits, build_splits
+from megatron.training.evaluation.predictor import LayoutPredictor
+from megatron.training.evaluation.tasks import EvaluationTasks, prepare_tasks
 from megatron.training.hooks.exit import ExitAgreement, agreement_group
 from megatron.training.hooks.hook import Hook, Hooks
 from megatron.training.hooks.mix_report import Mix, MixReport
@@ -78,6 +81,7 @@ def set_up(
     check_vocabulary(config, (context.vocab_size, vocabulary_rows(config, context.tokenizer)))
     check_data_of_run(config, context.tokenizer)
     keep_data_contract(config, context.tokenizer)
+    tasks = prepare_tasks(config.evaluation.eval_tasks, context.tokenizer, config.data.seq_length or 0)
     with timed(timers, "model-and-optimizer-setup", 0, barrier=True), explains_lack_of_host_memory():
         model = build_model(context, providers.build_model)
         parts_by_rank = holding_notes(model, environment.groups, config.transformer)
@@ -122,6 +126,7 @@ def set_up(
         hooks=hooks_of_script,
         mix=mix,
         non_loss=providers.non_loss,
+        tasks=tasks,
     )
     trainer = build_trainer(context, parts, checkpoints, script, signals, started)
     timers.log(["model-and-optimizer-setup", "train/valid/test-data-iterators-setup"])
@@ -182,6 +187,8 @@ class ScriptParts:
     """Computes the share of each data set of a blend, for log lines."""
     non_loss: NonLossFunctions | None = None
     """The script's functions for data of evaluations other than losses."""
+    tasks: Sequence[PreparedTask] = ()
+    """The tasks of --eval-tasks."""
 
 
 def build_trainer(
@@ -250,7 +257,20 @@ def build_trainer(
         skips=skips,
         open_data=open_and_watch,
         non_loss=script.non_loss,
+        tasks=tasks_of_run(context, model, script.tasks),
     )
+
+
+def tasks_of_run(
+    context: Context, model: Sequence[torch.nn.Module], prepared: Sequence[PreparedTask]
+) -> EvaluationTasks | None:
+    """Returns the tasks with the model that answers them; None without tasks."""
+    if not prepared:
+        return None
+    config, environment = context.config, context.environment
+    size, length = config.evaluation.micro_batch_size(config.training), config.data.seq_length or 0
+    predictor = LayoutPredictor(model, environment.groups, environment.device, size, length)
+    return EvaluationTasks(prepared, predictor, context.tokenizer)
 
 
 def set_torch(config: PretrainConfig) -> None:

@@ -94,7 +94,7 @@ def kept(entry: RankMemory) -> int:
     "flags",
     [
         "--hidden-size 128 --vocab-size 5000",
-        "--hidden-size 128 --vocab-size 5000 --bf16",
+        "--hidden-size 128 --vocab-size 5000 --bf16 --ema-decay 0.99",
         "--hidden-size 128 --vocab-size 5000 --bf16 --deterministic-mode --exact-data-parallel-sums "
         "--global-batch-size 8",
         "--hidden-size 128 --vocab-size 5000 --bf16 --optimizer sgd --untie-embeddings-and-output-weights",

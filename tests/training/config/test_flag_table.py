@@ -26,6 +26,8 @@ OURS = {
     "--keep-last",
     "--max-consecutive-skips",
     "--eval-fresh-samples",
+    "--eval-tasks",
+    "--ema-decay",
     "--metrics-path",
     "--nonfinite-action",
     "--nonfinite-dump-dir",

@@ -9,11 +9,12 @@ from megatron.training.log.console_line import (
     format_line,
     format_short_line,
     format_short_validation,
+    format_task,
     format_validation,
     perplexity,
 )
 from megatron.training.log.memory import MemoryReport
-from megatron.training.log.records import LogRecord, Speed, ValidationRecord
+from megatron.training.log.records import LogRecord, Speed, TaskRecord, ValidationRecord
 
 RECORD = LogRecord(
     time=datetime(2026, 1, 2, 3, 4, 5, 678),
@@ -75,6 +76,12 @@ def test_common_scripts_find_the_values():
     found = re.search(r"iteration\s+(\d+)/\s*(\d+) \|.*lm loss: ([\d.E+-]+) \|", format_line(RECORD))
     assert found is not None
     assert found.groups() == ("100", "500000", "9.876543E+00")
+
+
+def test_scores_of_a_task():
+    record = TaskRecord(10, "capitals", {"acc": (0.5, 0.0987), "perplexity": (1234.5678, None)}, 26)
+    expected = " task capitals at iteration 10 | acc: 0.5 ± 0.099 | perplexity: 1234.57 | documents: 26 |"
+    assert format_task(record) == expected
 
 
 def test_validation_block():

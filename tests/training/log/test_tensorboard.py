@@ -10,7 +10,7 @@ import pytest
 from support.programs import python
 
 from megatron.core.exceptions import UserError
-from megatron.training.log.records import Speed, StepRecord, ValidationRecord
+from megatron.training.log.records import Speed, StepRecord, TaskRecord, ValidationRecord
 from megatron.training.log.tensorboard import ScalarLog, TagChoices, tensorboard_log, wandb_log
 from megatron.training.state import TrainState
 
@@ -34,6 +34,7 @@ def record(log):
     ]
     log.steps(steps, speed)
     log.validation(ValidationRecord(4, {"lm loss": 0.0}, consumed_samples=16))
+    log.task(TaskRecord(4, "capitals", {"acc": (0.5, 0.1), "perplexity": (9.0, None)}, 26, consumed_samples=16))
     log.close()
 
 
@@ -51,7 +52,11 @@ def test_megatron_lm_tags_and_values():
         "lm loss validation",
         "throughput",
         "mfu",
+        "eval/capitals/acc",
+        "eval/capitals/acc stderr",
+        "eval/capitals/perplexity",
     }
+    assert found["eval/capitals/acc stderr"] == [(4, 0.1)]
     assert found["lm loss"] == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)]
     assert found["lm loss vs samples"] == [(4, 1.0), (8, 2.0), (12, 3.0), (16, 4.0)]
     assert found["lm loss validation"] == [(4, 0.0)]
@@ -126,8 +131,9 @@ def test_a_run_that_goes_back_or_evaluates_again_has_each_step_once(tmp_path):
     state.iteration, state.consumed_train_samples = 4, 16
     tensorboard_log(tmp_path, TagChoices(), state=state, evaluates_again=True).close()
     assert [step for step, _ in points_of(tmp_path, "lm loss")] == [1, 2, 3, 1, 2, 3, 4]
-    with pytest.raises(KeyError):
-        points_of(tmp_path, "lm loss validation")
+    for tag in ("lm loss validation", "eval/capitals/acc"):
+        with pytest.raises(KeyError):
+            points_of(tmp_path, tag)
 
 
 def test_a_full_disk_drops_points_but_not_the_run(tmp_path, monkeypatch, capsys):
