@@ -110,7 +110,9 @@ def _parser() -> ToolParser:
     one.add_argument("--tolerance", type=_positive, help="relative, of other layouts (default: 1e-4; bf16, fp8: 2e-2)")
 
     one = gate("memory", "Peak memory with the longest rows and the most uneven routing.")
-    one.add_argument("--max-utilization", type=number(1, 100, "85"), default=85.0, metavar="PERCENT", help="default: 85")
+    one.add_argument(
+        "--max-utilization", type=number(1, 100, "85"), default=85.0, metavar="PERCENT", help="default: 85"
+    )
     one.add_argument("--steps", type=_count, default=3, metavar="N", help="steps to run (default: 3)")
     one.add_argument("--memory-gib", type=_positive, metavar="GIB", help="memory to compare with (default: the GPU's)")
     one.add_argument("--keep-routing", action="store_true", help="let routers choose experts as the model does")

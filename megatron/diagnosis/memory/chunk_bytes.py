@@ -119,7 +119,7 @@ class ChunkCounter:
             message_out=out,
             head=kept - before_head[-1] if stage.loss and before_head else 0,
         )
-        return CountedChunk(total, *(_above(first, spans) for spans in (forward, backward)), defers)
+        return CountedChunk(total, _above(first, forward), _above(first, backward), defers)
 
     @property
     def _delays(self) -> bool:

@@ -200,7 +200,9 @@ def _does_not_fit(spec: Specification, shape: ModelShape, ranking: Ranking, limi
     if not ranking.considered:
         sizes = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel", "data_parallel")
         given = any(getattr(spec, size) is not None for size in sizes)
-        way = "leave one of the sizes to the planner (derive)" if given else "fewer GPUs, or a larger --global-batch-size"
+        way = (
+            "leave one of the sizes to the planner (derive)" if given else "fewer GPUs, or a larger --global-batch-size"
+        )
         return (
             f"no layout of {spec.gpus} GPUs has {'the given parallel sizes, ' if given else ''}"
             f"{shape.flags['num_layers']} layers and a batch that data parallel ranks divide; nearest: {way}"
