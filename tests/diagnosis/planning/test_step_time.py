@@ -31,8 +31,6 @@ PLAIN = (
 def newest_rows() -> list[Any]:
     newest = {}
     for row in ROWS:
-        if "--optimizer muon" in row["flags"]:  # the time of its products is refused
-            continue
         kind = "delayed" if "delayed" in row["flags"] else ""
         newest[row["cell"], row["layout"], row["precision"], kind, bool(row.get("documents"))] = row
     return [pytest.param(row, id="-".join(map(str, key))) for key, row in newest.items()]
