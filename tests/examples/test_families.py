@@ -46,7 +46,7 @@ PARAMETERS = {
     (QWEN, "30b-a3b"): published("qwen3-30b-a3b"),
     (QWEN_NEXT, "80b-a3b"): published("qwen3-next-80b-a3b"),
     (NEMOTRON, "8b"): published("nemotron-h-8b"),
-    (NEMOTRON, "30b-a3b"): published("nemotron3-nano-30b-a3b"),
+    (NEMOTRON, "30b-a3b"): recipe_named("nemotron3-nano-30b-a3b").published,  # without the biases of its experts
 }
 """Number of parameters, as in the recipes, in the paper or in transformers. DeepSeek-V3 includes its prediction layer,
 without the copies of embedding and head that the hub adds."""

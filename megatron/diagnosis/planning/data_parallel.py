@@ -1,6 +1,6 @@
 """The part of a step that belongs to whole steps: gradients over data parallel ranks, the update, gathered weights."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +9,7 @@ from megatron.core.distributed.sharding_strategy import ShardingStrategy, shardi
 from megatron.diagnosis.planning.cluster import Cluster
 from megatron.diagnosis.planning.exposed import slowed_by
 from megatron.diagnosis.planning.figures import Figure, total
+from megatron.diagnosis.planning.gpus import Gpu
 from megatron.diagnosis.planning.kernel_time import elementwise_rate
 from megatron.training.config.pretrain_config import PretrainConfig
 
@@ -56,12 +57,28 @@ def step_end(
     return StepEnd(exposed, elementwise_rate(cluster.gpu).per(own * bytes_of_update(run)))
 
 
+_MUON = Figure(0.95, "two rows with muon in benchmarks/results/h200.json", 0.2)
+"""Part of a GPU's peak at which Muon's products take place, counted as if symmetric ones were computed whole."""
+
+
+def muon_products(run: PretrainConfig, gpu: Gpu, matrices: Mapping[tuple[int, int], int], rank: int) -> Figure:
+    """Returns the time in which Muon orthogonalises the updates of a rank's matrices [rows, columns], by number."""
+    flops = 0.0
+    for (rows, columns), count in matrices.items():
+        small, large = sorted((rows, columns))
+        flops += count * run.optimizer.muon_num_ns_steps * (4.0 * small**2 * large + 2.0 * small**3)
+    strategy = sharding_strategy_of(run.ddp)
+    shards = len(run.grid.named_group("dp_cp", rank)) if strategy.shards_state else 1
+    seconds = flops / shards / (_MUON.value * gpu.bf16_peak.value)
+    return Figure(seconds, f"{_MUON.source}; {gpu.bf16_peak.source}", _MUON.error + gpu.bf16_peak.error)
+
+
 def bytes_of_update(run: PretrainConfig) -> int:
     """Returns the bytes that the norm of the gradients and the update move for each weight: both read the gradient, the
     update reads and writes its state and writes the weight."""
     optimizer = run.optimizer
     weight, gradient = optimizer.params_dtype.itemsize, run.ddp.main_grads_dtype.itemsize
-    moments = 1 if optimizer.optimizer == "sgd" else 2
+    moments = 2 if optimizer.optimizer == "adam" else 1
     if optimizer.use_precision_aware_optimizer:
         kept = optimizer.exp_avg_dtype.itemsize + (optimizer.exp_avg_sq_dtype.itemsize if moments == 2 else 0)
         remainders = optimizer.main_params_dtype == torch.float32 and weight == 2

@@ -74,8 +74,11 @@ def check_is_known(run: PretrainConfig) -> None:
     transformer = run.transformer
     if transformer.num_encoder_layers:
         raise UserError("the time of an encoder-decoder model is not predicted: its work is not counted yet")
-    if run.optimizer.optimizer not in ("adam", "sgd"):
-        raise UserError(f"--optimizer {run.optimizer.optimizer}: the time of its products is not predicted; adam is")
+    if "muon" in run.optimizer.optimizer and run.grid.tensor * run.grid.expert > 1:
+        raise UserError(
+            f"--optimizer {run.optimizer.optimizer}: the time of its products is not predicted with tensor or expert "
+            "parallelism, of which no measurement exists; that of adam is"
+        )
     numbers = range(1, transformer.num_layers + (transformer.mtp_num_layers or 0) + 1)
     mixers = {layer_parts(transformer, number).token_mixer for number in numbers}
     if "dsa" in mixers:

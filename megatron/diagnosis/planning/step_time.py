@@ -6,6 +6,7 @@ pipeline schedules finds how long ranks wait. No model is built and nothing comm
 """
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +21,7 @@ from megatron.core.transformer.layer_costs import training_flops
 from megatron.core.transformer.layer_patterns import described_layer, layer_parts
 from megatron.data.tokenizer.build import padded_vocab_size
 from megatron.diagnosis.planning.cluster import Cluster
-from megatron.diagnosis.planning.data_parallel import RankWeights, step_end
+from megatron.diagnosis.planning.data_parallel import RankWeights, muon_products, step_end
 from megatron.diagnosis.planning.exposed import Exposed, exposed_of
 from megatron.diagnosis.planning.figures import Figure, total
 from megatron.diagnosis.planning.gpus import Gpu
@@ -38,6 +39,7 @@ _LAUNCHES_OF_EXPERTS, _LAUNCHES_OF_FP8 = 2.1, 2.3
 """Time in which a host starts the kernels of a layer, in terms of that of a dense layer in bf16."""
 _UNEVEN = Figure(1.2, "experts' work of the busiest of two expert parallel ranks, bench.py MOE64/ep2-allgather", 0.15)
 HOST, BUBBLE, OPTIMIZER, DATA, STEP = "waiting for the host", "bubble", "optimizer", "data parallel", "between steps"
+MUON = "products of Muon"
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,8 @@ class StepTime:
 
     parts: Mapping[str, Figure]
     """By name: products, attention, scans, memory-bound operations, casts to fp8, waiting for the host, exposed
-    communication by kind (tensor, context, expert, data parallel), bubble, optimizer, between steps."""
+    communication by kind (tensor, context, expert, data parallel), bubble, optimizer, products of Muon, between
+    steps."""
     bubble: float
     """The fraction of all ranks' time in the schedule in which they wait."""
     tokens: int
@@ -329,7 +332,7 @@ def _end_parts(
     rows: int,
 ) -> dict[str, Figure]:
     """Returns what a step adds to its micro-batches on the ranks that hold the most weights."""
-    most, end = -1.0, None
+    most, end, muon = -1.0, None, Figure(0.0, "no such products")
     embedding = rows // config.transformer.tensor_model_parallel_size * config.transformer.hidden_size
     for place in {0, stages.pipeline_size - 1, rank}:
         own = [found[index] for index in _of_rank(stages, place)]
@@ -346,8 +349,21 @@ def _end_parts(
         ranks = config.grid.group(0, ("pp",))
         weights = RankWeights(dense, experts, largest)
         end = step_end(config, cluster, weights, ranks[place], last, first, batches)
+        if "muon" in config.optimizer.optimizer:
+            muon = muon_products(config, cluster.gpu, _matrices(own, rows), ranks[place])
     assert end is not None
-    return {DATA: end.exposed, OPTIMIZER: end.update, STEP: _STEP}
+    return {DATA: end.exposed, OPTIMIZER: end.update, MUON: muon, STEP: _STEP}
+
+
+def _matrices(found: Sequence[_Stage], vocab_rows: int) -> Counter[tuple[int, int]]:
+    """Returns the number of weights of each shape [outputs, inputs] in layers."""
+    matrices: Counter[tuple[int, int]] = Counter()
+    for stage in found:
+        for product, count in stage.work.products.items():
+            if product.outputs != vocab_rows:  # Adam updates the head
+                shape = product.outputs, product.inputs
+                matrices[shape] += count * (product.weights if product.experts else 1)
+    return matrices
 
 
 def _weight_casts(found: Sequence[_Stage], gpu: Gpu) -> Figure:

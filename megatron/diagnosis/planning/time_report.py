@@ -56,7 +56,7 @@ def _step_lines(time: StepTime) -> Iterator[str]:
         f"{time.tflops.value:.0f} TFLOP/s on each GPU, {mfu}"
     )
     if time.part(HOST).value > 0.05 * time.seconds.value:
-        yield "            the GPU waits for its host: such steps were 15% shorter to 34% longer than predicted"
+        yield "            the GPU waits for its host: such steps took 15% less to 34% more than predicted"
 
 
 def _run_lines(time: StepTime, parameters: int) -> Iterator[str]:

@@ -113,10 +113,13 @@ def test_documents_that_are_kept_apart_have_fewer_pairs() -> None:
     )
 
 
-@pytest.mark.parametrize(("flags", "message"), [("--optimizer muon", "--optimizer muon: the time of its products")])
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [("--optimizer muon --tensor-model-parallel-size 2", "--optimizer muon: the time of its products")],
+)
 def test_unknown_work_is_refused(flags: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        check_is_known(configured(f"{TINY} {LLAMA} {flags}"))
+        check_is_known(configured(f"{TINY} {LLAMA} {flags}", ranks=2))
 
 
 def test_products_know_their_type() -> None:

@@ -36,7 +36,7 @@ def test_every_figure_has_an_error_and_a_source() -> None:
 
 
 def test_a_run_that_waits_for_its_host_says_how_far_such_predictions_were_off() -> None:
-    note = "            the GPU waits for its host: such steps were 15% shorter to 34% longer than predicted"
+    note = "            the GPU waits for its host: such steps took 15% less to 34% more than predicted"
     assert report()[2] == note
     assert note not in report("--cuda-graph-impl local --hidden-size 4096 --seq-length 4096")
 
