@@ -85,7 +85,7 @@ def test_a_module_without_a_test_is_found(tmp_path: Path, tests: list[str], miss
     assert untested(tmp_path, {"core/c.py"}) == missing
 
 
-LINES_WITH_ANY = 1316
+LINES_WITH_ANY = 1313
 """Lines of megatron/ that name `Any`. Lower it when there are fewer; a new value has a type, or is `object`."""
 
 
