@@ -1,11 +1,12 @@
 """Rotary position embedding (Su et al. 2021): rotates pairs of channels by an angle proportional to the position."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from megatron.core.utils.autograd_context import AutogradContext
 
 
 @dataclass(frozen=True)
@@ -42,14 +43,14 @@ def apply_rope(heads: Tensor, rotation: Rotation) -> Tensor:
 
 class _Rope(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, first: int) -> Tensor:
+    def forward(ctx: AutogradContext, heads: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, first: int) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.interleaved, ctx.first = interleaved, first
         return _rotate(heads, cos, sin, interleaved, first)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: AutogradContext, output_gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
         cos, sin = ctx.saved_tensors
         return _rotate(output_gradient, cos, -sin, ctx.interleaved, ctx.first), None, None, None, None
 

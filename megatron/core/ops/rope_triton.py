@@ -1,7 +1,6 @@
 """Rotary positions on a GPU: one kernel per direction. They read heads in place inside a packed projection."""
 
 import math
-from typing import Any
 
 import torch
 import triton
@@ -11,6 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron.core.ops.rope import Rotation, apply_rope
 from megatron.core.ops.tiles import cdiv, next_power_of_2
+from megatron.core.utils.autograd_context import AutogradContext
 
 _TILE = 2048
 """Pairs of channels that a program rotates at once."""
@@ -59,14 +59,14 @@ def apply_rope_triton(heads: Tensor, rotation: Rotation) -> Tensor:
 
 class _Rope(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, heads: Tensor, rotation: Rotation) -> Tensor:
+    def forward(ctx: AutogradContext, heads: Tensor, rotation: Rotation) -> Tensor:
         ctx.save_for_backward(rotation.cos, rotation.sin)
         ctx.interleaved, ctx.first = rotation.interleaved, rotation.first
         return rotate_triton(heads, rotation.cos, rotation.sin, rotation.interleaved, rotation.first, inverse=False)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: AutogradContext, output_gradient: Tensor) -> tuple[Tensor, None]:
         cos, sin = ctx.saved_tensors
         return rotate_triton(output_gradient, cos, sin, ctx.interleaved, ctx.first, inverse=True), None
 

@@ -15,7 +15,7 @@ Sums over ranks are computed in float32 at least, in the order of ranks, and rou
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from megatron.core.declarations.model_parallel_config import ModelParallelConfig
 from megatron.core.exceptions import UserError
 from megatron.core.ops.linear import SequenceShard, product
 from megatron.core.parameters import main_grad_accumulator
+from megatron.core.utils.autograd_context import AutogradContext
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -142,7 +143,9 @@ def products_in_pieces(config: ModelParallelConfig, group: Group, backend: Backe
 
 class _ColumnParallelLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, pieces: ProductsInPieces) -> Tensor:
+    def forward(
+        ctx: AutogradContext, inputs: Tensor, weight: Tensor, bias: Tensor | None, pieces: ProductsInPieces
+    ) -> Tensor:
         ctx.save_for_backward(inputs)
         # Keeps the parameter, not a saved tensor: see ops/linear.py.
         ctx.weight, ctx.pieces = weight, pieces
@@ -157,7 +160,7 @@ class _ColumnParallelLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
         (inputs,), weight, pieces = ctx.saved_tensors, ctx.weight, ctx.pieces
         needs_inputs, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         rows = output_gradient.reshape(-1, weight.shape[0])  # [t, out]
@@ -179,7 +182,7 @@ class _ColumnParallelLinear(torch.autograd.Function):
 
 class _RowParallelLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Tensor, pieces: ProductsInPieces) -> Tensor:
+    def forward(ctx: AutogradContext, inputs: Tensor, weight: Tensor, pieces: ProductsInPieces) -> Tensor:
         ctx.save_for_backward(inputs)
         ctx.weight, ctx.pieces = weight, pieces
         rows = inputs.reshape(-1, weight.shape[1])  # [t, in]
@@ -191,7 +194,7 @@ class _RowParallelLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
         (inputs,), weight, pieces = ctx.saved_tensors, ctx.weight, ctx.pieces
         needs_inputs, needs_weight, *_ = ctx.needs_input_grad
         own = output_gradient.reshape(-1, weight.shape[0]).contiguous()  # [t / ranks, out]
