@@ -49,6 +49,7 @@ def test_a_name_without_a_meaning_is_refused_when_it_is_used() -> None:
         GPTModel(None, num_tokentypes=0)
     with pytest.raises(UserError, match=r"X\.make: do that"):
         NotHere("do that").stand_in("X").make()
+    assert not hasattr(NotHere("do that").stand_in("X"), "__wrapped__")  # inspect and pickle ask for such names
 
 
 def test_what_is_not_in_the_table_does_not_exist() -> None:

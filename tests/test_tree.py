@@ -12,6 +12,7 @@ NOTHING_TO_TEST = {
     "core/exceptions.py": "an exception without code",
     "core/micro_batch.py": "a record and a protocol, without code",
     "core/packed_seq_params.py": "Megatron-LM's record, without code",
+    "core/utils/autograd_context.py": "the type of an argument, without code",
     "core/transformer/config/inference.py": "fields without code; test_transformer_config checks names and defaults",
     "core/transformer/enums.py": "enums",
 }
@@ -87,7 +88,7 @@ def test_a_module_without_a_test_is_found(tmp_path: Path, tests: list[str], miss
     assert untested(tmp_path, {"core/c.py"}) == missing
 
 
-LINES_WITH_ANY = 1316
+LINES_WITH_ANY = 1210
 """Lines of megatron/ that name `Any`. Lower it when there are fewer; a new value has a type, or is `object`."""
 
 

@@ -7,7 +7,7 @@ Only the two nodes of an exchange handle a tensor whose data has not arrived yet
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from megatron.core.communication.collectives import (
     start_reduce_scatter_rows,
 )
 from megatron.core.micro_batch import CooperativeTurn
+from megatron.core.utils.autograd_context import AutogradContext
 
 
 class PendingResult(Protocol):
@@ -143,7 +144,7 @@ class AsyncCollective:
 
 class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, exchange: _PendingCollective, *rows: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: AutogradContext, exchange: _PendingCollective, *rows: Tensor) -> tuple[Tensor, ...]:
         ctx.exchange = exchange
         exchange.wanted = [tensor.requires_grad for tensor in rows]
         exchange.pending = [exchange.route.go(tensor) for tensor in rows]
@@ -151,7 +152,7 @@ class _Start(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *unused: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, *unused: Tensor) -> tuple[Tensor | None, ...]:
         ctx.exchange.yield_turn()
         returning, ctx.exchange.returning = ctx.exchange.returning, []
         return None, *(None if pending is None else pending.wait() for pending in returning)
@@ -159,7 +160,7 @@ class _Start(torch.autograd.Function):
 
 class _Finish(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, exchange: _PendingCollective, *rows: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: AutogradContext, exchange: _PendingCollective, *rows: Tensor) -> tuple[Tensor, ...]:
         ctx.exchange, ctx.shapes = exchange, [tensor.shape for tensor in rows]
         if not exchange.has_yielded:
             exchange.yield_turn()
@@ -168,7 +169,7 @@ class _Finish(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         exchange = ctx.exchange
         exchange.returning = [
             exchange.route.come_back(gradient.contiguous()) if wanted else None

@@ -1,7 +1,5 @@
 """Gathers whole rows from all ranks' parts, with a gradient."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -9,6 +7,7 @@ from torch.autograd.function import once_differentiable
 from megatron.core.communication.collectives import Group, all_to_all_rows, gather_rows
 from megatron.core.context_parallel.kv_exchange import sum_of_parts
 from megatron.core.context_parallel.splitting import in_natural_order, in_rank_order
+from megatron.core.utils.autograd_context import AutogradContext
 
 
 def gather_whole_rows(part: Tensor, group: Group, ranks: int) -> Tensor:
@@ -19,12 +18,12 @@ def gather_whole_rows(part: Tensor, group: Group, ranks: int) -> Tensor:
 
 class _GatherWholeRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, group: Group, ranks: int) -> Tensor:
+    def forward(ctx: AutogradContext, part: Tensor, group: Group, ranks: int) -> Tensor:
         ctx.group, ctx.ranks = group, ranks
         return in_natural_order(gather_rows(part, group), ranks)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: AutogradContext, gradient: Tensor) -> tuple[Tensor, None, None]:
         rows = all_to_all_rows(in_rank_order(gradient, ctx.ranks), ctx.group)
         return sum_of_parts(rows, ctx.ranks).to(gradient.dtype), None, None

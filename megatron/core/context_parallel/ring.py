@@ -14,6 +14,7 @@ from megatron.core.ops.attention.blocks import BlockCall
 from megatron.core.ops.attention.kernels import BlockKernel
 from megatron.core.ops.attention.unfused import AttentionVariant
 from megatron.core.ops.precision import at_least_float32, widened
+from megatron.core.utils.autograd_context import AutogradContext
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,9 @@ def ring_attention(query: Tensor, key: Tensor, value: Tensor, sink: Tensor | Non
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, ring: RingCall) -> Tensor:
+    def forward(
+        ctx: AutogradContext, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, ring: RingCall
+    ) -> Tensor:
         s, b, a, _ = query.shape
         wide = at_least_float32(query.dtype)
         total = query.new_zeros(s, b, a, value.shape[3], dtype=wide)
@@ -63,7 +66,7 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: AutogradContext, gradient: Tensor) -> tuple[Any, ...]:
         query, key, value, sink, output, lse = ctx.saved_tensors
         ring: RingCall = ctx.ring
         gradient = gradient.contiguous()  # GPU kernels need contiguous channels

@@ -99,7 +99,7 @@ class ModelParallelConfig:
     finalize_model_grads_func: Callable[..., object] | None = not_a_flag(None)
     """Called with (model chunks, number of tokens) after all micro-batches of a step."""
 
-    grad_scale_func: Callable[..., object] | None = not_a_flag(None)
+    grad_scale_func: Callable[[torch.Tensor], torch.Tensor] | None = not_a_flag(None)
     """Multiplies the loss by the loss scale."""
 
     no_sync_func: NoSync | list[NoSync] | None = not_a_flag(None)

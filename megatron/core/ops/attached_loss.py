@@ -4,11 +4,11 @@ Backward starts from the model's output alone. When it reaches the tensor, it al
 auxiliary loss can be computed anywhere: in a recomputed layer, on a pipeline stage without a loss, in a user's loop.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from megatron.core.utils.autograd_context import AutogradContext
 
 
 def attach_loss(carrier: Tensor, loss: Tensor, scale: Tensor | None = None) -> Tensor:
@@ -18,13 +18,13 @@ def attach_loss(carrier: Tensor, loss: Tensor, scale: Tensor | None = None) -> T
 
 class _AttachedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, carrier: Tensor, loss: Tensor, scale: Tensor | None) -> Tensor:
+    def forward(ctx: AutogradContext, carrier: Tensor, loss: Tensor, scale: Tensor | None) -> Tensor:
         assert loss.dim() == 0, tuple(loss.shape)
         ctx.save_for_backward(torch.ones_like(loss) if scale is None else scale.to(loss.dtype))
         return carrier.view_as(carrier)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: AutogradContext, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         (scale,) = ctx.saved_tensors
         return gradient, scale, None

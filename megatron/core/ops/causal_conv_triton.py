@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from megatron.core.ops.causal_conv import causal_conv
 from megatron.core.ops.sum_rows_triton import sum_rows_triton
 from megatron.core.ops.tiles import cdiv, next_power_of_2
+from megatron.core.utils.autograd_context import AutogradContext
 from megatron.core.utils.warn import warn_on_first_rank
 
 _TAPS = 4
@@ -204,7 +205,7 @@ def causal_conv_triton(
 class _CausalConv(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, document: Tensor | None, silu: bool
+        ctx: AutogradContext, inputs: Tensor, weight: Tensor, bias: Tensor | None, document: Tensor | None, silu: bool
     ) -> Tensor:
         ctx.save_for_backward(inputs, document)
         # Keeps the parameters instead of saved tensors; `ops.linear._Linear` says why.
@@ -218,7 +219,7 @@ class _CausalConv(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
         (inputs, document), weight = ctx.saved_tensors, ctx.weight.detach().contiguous()
         inputs_gradient = torch.empty(inputs.shape, dtype=inputs.dtype, device=inputs.device)
         x, dy = _in_groups(inputs), _in_groups(output_gradient)
@@ -253,7 +254,7 @@ def _channels(width: int) -> int:
     return min(_CHANNELS, next_power_of_2(width))
 
 
-def _settings(ctx: Any, x: Tensor) -> dict[str, Any]:
+def _settings(ctx: AutogradContext, x: Tensor) -> dict[str, Any]:
     return {
         "K": ctx.weight.shape[1],
         "HAS_BIAS": ctx.bias is not None,

@@ -6,7 +6,6 @@ numbers per token over the group; backward communicates nothing.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron.core.communication.collectives import Group, gather_rows, group_rank, group_size
 from megatron.core.ops.precision import at_least_float32
+from megatron.core.utils.autograd_context import AutogradContext
 
 _LOGITS_AT_ONCE = {"cpu": 1 << 22, "cuda": 1 << 27}
 """Number of logits converted to the wider type at once: few on a CPU, to stay in its caches; many on a GPU, to launch
@@ -102,7 +102,7 @@ def combine(
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: AutogradContext,
         logits: Tensor,
         labels: Tensor,
         part: VocabularyPart,
@@ -127,7 +127,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, loss_gradient: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+    def backward(ctx: AutogradContext, loss_gradient: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         if ctx.spent:
             raise RuntimeError(SPENT)
         (logits, labels, log_sum), part = ctx.saved_tensors, ctx.part

@@ -1,7 +1,5 @@
 """Cross entropy on a GPU: one kernel reads the logits for the loss, one writes the gradient over them."""
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -11,6 +9,7 @@ from torch.autograd.function import once_differentiable
 from megatron.core.communication.collectives import Group
 from megatron.core.ops.cross_entropy import SPENT, VocabularyPart, combine, cross_entropy, vocabulary_part
 from megatron.core.ops.tiles import cdiv
+from megatron.core.utils.autograd_context import AutogradContext
 
 _COLUMNS = 4096
 """Logits of one row that a program reads at once."""
@@ -83,7 +82,7 @@ def cross_entropy_triton(
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, part: VocabularyPart, overwrite: bool, group: Group
+        ctx: AutogradContext, logits: Tensor, labels: Tensor, part: VocabularyPart, overwrite: bool, group: Group
     ) -> Tensor:
         logits, labels = logits.contiguous(), labels.contiguous()
         rows, columns = logits.shape
@@ -100,7 +99,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, loss_gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: AutogradContext, loss_gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
         if ctx.spent:
             raise RuntimeError(SPENT)
         logits, labels, log_sum = ctx.saved_tensors

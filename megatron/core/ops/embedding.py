@@ -1,7 +1,6 @@
 """Embedding lookup. The gradient is accumulated row by row into the table's main gradient, never as a dense table."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron.core.communication.collectives import Group, group_rank, group_size
 from megatron.core.parameters import main_grad_accumulator
+from megatron.core.utils.autograd_context import AutogradContext
 
 AccumulateRows = Callable[[Tensor, Tensor, Tensor], None]
 """A function with the signature and result of `accumulate_rows`."""
@@ -48,7 +48,11 @@ def accumulate_rows(table: Tensor, index: Tensor, rows: Tensor) -> None:
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, index: Tensor, table: Tensor, on_other_rank: Tensor | None, accumulate: AccumulateRows | None
+        ctx: AutogradContext,
+        index: Tensor,
+        table: Tensor,
+        on_other_rank: Tensor | None,
+        accumulate: AccumulateRows | None,
     ) -> Tensor:
         ctx.save_for_backward(index, on_other_rank)
         ctx.table, ctx.accumulate = table, accumulate
@@ -57,7 +61,7 @@ class _Embedding(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, output_gradient: Tensor) -> tuple[None, Tensor | None, None, None]:
+    def backward(ctx: AutogradContext, output_gradient: Tensor) -> tuple[None, Tensor | None, None, None]:
         (index, on_other_rank), table = ctx.saved_tensors, ctx.table
         if not ctx.needs_input_grad[1]:
             return None, None, None, None

@@ -5,8 +5,6 @@ Backward keeps nothing but the inputs. Each of its programs sums its rows' part 
 and writes it once; a second kernel sums these parts.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -16,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from megatron.core.ops.gated_norm import gated_rms_norm
 from megatron.core.ops.sum_rows_triton import num_multiprocessors, sum_rows_triton
 from megatron.core.ops.tiles import cdiv, next_power_of_2
+from megatron.core.utils.autograd_context import AutogradContext
 
 _WIDEST = 16384
 """Channels of a row that fit into one program's registers."""
@@ -108,7 +107,9 @@ class _GatedNorm(torch.autograd.Function):
     dn n."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, gate: Tensor, weight: Tensor, epsilon: float, gate_first: bool) -> Tensor:
+    def forward(
+        ctx: AutogradContext, inputs: Tensor, gate: Tensor, weight: Tensor, epsilon: float, gate_first: bool
+    ) -> Tensor:
         ctx.save_for_backward(inputs, gate)
         # Keeps the parameter instead of a saved tensor; `ops.linear._Linear` says why.
         ctx.weight, ctx.epsilon, ctx.gate_first = weight, epsilon, gate_first
@@ -122,7 +123,7 @@ class _GatedNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
         (inputs, gate), weight = ctx.saved_tensors, ctx.weight.detach().contiguous()
         inputs_gradient, gate_gradient = (
             torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in (inputs, gate)

@@ -14,6 +14,7 @@ from megatron.core.ops.attention.soft_cap import soft_cap
 from megatron.core.ops.cross_entropy import cross_entropy
 from megatron.core.ops.linear import linear
 from megatron.core.parameters import main_grad_accumulator
+from megatron.core.utils.autograd_context import AutogradContext
 
 
 def head_loss(
@@ -70,7 +71,7 @@ class _InChunks(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: AutogradContext,
         compute: Callable[..., Tensor],
         hidden: Tensor,
         weight: Tensor,
@@ -92,7 +93,7 @@ class _InChunks(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, loss_gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, loss_gradient: Tensor) -> tuple[Tensor | None, ...]:
         hidden, labels = ctx.saved_tensors
         _, needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         needs = (needs_hidden, needs_weight, needs_bias)

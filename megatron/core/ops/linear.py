@@ -11,7 +11,6 @@ parts. Backward gathers them again for dW while it computes dx, so only the rank
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +26,7 @@ from megatron.core.communication.collectives import (
     start_reduce_scatter_rows,
 )
 from megatron.core.parameters import main_grad_accumulator
+from megatron.core.utils.autograd_context import AutogradContext
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def linear(
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: AutogradContext,
         inputs: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -93,7 +93,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
         (inputs,), weight = ctx.saved_tensors, ctx.weight
         needs_inputs, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         needs_weight = needs_weight and ctx.trains_weight

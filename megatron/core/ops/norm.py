@@ -5,14 +5,13 @@ type, so after a float32 residual stream the next product computes in the weight
 the input's type. Inputs are [..., h], weight and bias [h].
 """
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.ops.precision import at_least_float32, widened
+from megatron.core.utils.autograd_context import AutogradContext
 
 
 def layer_norm(
@@ -57,7 +56,9 @@ class _RMSNorm(torch.autograd.Function):
     dx = r (g - n mean(g n)), dw = sum over rows of dy n."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Tensor | None, epsilon: float, zero_centered: bool) -> Tensor:
+    def forward(
+        ctx: AutogradContext, inputs: Tensor, weight: Tensor | None, epsilon: float, zero_centered: bool
+    ) -> Tensor:
         x = widened(inputs)
         inverse_rms = torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon)
         ctx.save_for_backward(inputs, inverse_rms)
@@ -69,7 +70,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: AutogradContext, output_gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         (inputs, inverse_rms), weight = ctx.saved_tensors, None if ctx.weight is None else ctx.weight.detach()
         dy = output_gradient.to(inverse_rms.dtype)
         normalized = inputs.to(inverse_rms.dtype) * inverse_rms

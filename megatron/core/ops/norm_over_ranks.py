@@ -1,13 +1,12 @@
 """RMSNorm of vectors whose elements are split over a group of ranks."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.communication.collectives import Group, all_reduce, group_size
 from megatron.core.ops.precision import at_least_float32, widened
+from megatron.core.utils.autograd_context import AutogradContext
 
 
 def rms_norm_over_ranks(
@@ -27,7 +26,13 @@ class _NormOverRanks(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, inputs: Tensor, weight: Tensor, epsilon: float, zero_centered: bool, group: Group, first: int
+        ctx: AutogradContext,
+        inputs: Tensor,
+        weight: Tensor,
+        epsilon: float,
+        zero_centered: bool,
+        group: Group,
+        first: int,
     ) -> Tensor:
         x = widened(inputs)
         count = x.shape[-1] * group_size(group)
@@ -40,7 +45,7 @@ class _NormOverRanks(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+    def backward(ctx: AutogradContext, output_gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
         (inputs, inverse_rms), weight = ctx.saved_tensors, ctx.weight.detach()
         width = inputs.shape[-1]
         dy = output_gradient.to(inverse_rms.dtype)

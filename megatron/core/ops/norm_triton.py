@@ -4,8 +4,6 @@ Forward keeps the input and one or two float32 numbers for each row. In backward
 the gradients of weight and bias in registers and writes it once; a second kernel sums these parts.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -17,6 +15,7 @@ from megatron.core.ops.fp8.quantize_triton import bits_of_size, raise_largest
 from megatron.core.ops.norm import layer_norm_with_residual, rms_norm_with_residual
 from megatron.core.ops.sum_rows_triton import num_multiprocessors, sum_rows_triton
 from megatron.core.ops.tiles import cdiv, next_power_of_2
+from megatron.core.utils.autograd_context import AutogradContext
 
 _WIDEST = 16384
 """Channels of a row that fit into one program's registers."""
@@ -162,7 +161,7 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: AutogradContext,
         inputs: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
@@ -196,7 +195,7 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, output_gradient: Tensor | None, residual_gradient: Tensor | None
+        ctx: AutogradContext, output_gradient: Tensor | None, residual_gradient: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         if output_gradient is None:
             return residual_gradient, None, None, None, None, None, None

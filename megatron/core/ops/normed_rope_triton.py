@@ -15,6 +15,7 @@ from megatron.core.ops.rope import Rotation
 from megatron.core.ops.rope_triton import last_contiguous, strides_of_angles, strides_of_heads
 from megatron.core.ops.sum_rows_triton import num_multiprocessors, sum_rows_triton
 from megatron.core.ops.tiles import cdiv, next_power_of_2
+from megatron.core.utils.autograd_context import AutogradContext
 
 _TILE = 4096
 """Elements of a program's tile."""
@@ -156,7 +157,7 @@ def normed_rope_triton(
 class _NormedRope(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: AutogradContext,
         heads: Tensor,
         weight: Tensor,
         cos: Tensor,
@@ -191,7 +192,7 @@ class _NormedRope(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, gradient: Tensor) -> tuple[Tensor | None, ...]:
         heads, cos, sin = ctx.saved_tensors
         gradient = gradient if gradient.stride(-1) == 1 else gradient.contiguous()
         s, b, *counts, width = heads.shape

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from megatron.core.utils.autograd_context import AutogradContext
 
 
 @dataclass(frozen=True)
@@ -44,14 +45,14 @@ def apply_rope(heads: Tensor, rotation: Rotation, rotate: Rotate | None = None) 
 
 class _Rope(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, heads: Tensor, rotation: Rotation, rotate: Rotate) -> Tensor:
+    def forward(ctx: AutogradContext, heads: Tensor, rotation: Rotation, rotate: Rotate) -> Tensor:
         ctx.save_for_backward(rotation.cos, rotation.sin)
         ctx.interleaved, ctx.first, ctx.rotate = rotation.interleaved, rotation.first, rotate
         return rotate(heads, rotation, False)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: AutogradContext, output_gradient: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
         return ctx.rotate(output_gradient, Rotation(cos, sin, ctx.interleaved, ctx.first), True), None, None
 

@@ -2,7 +2,6 @@
 strides, into the gradient of the packed columns."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
@@ -12,6 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron.core.ops.split_columns import split_columns
 from megatron.core.ops.tiles import cdiv, next_power_of_2
+from megatron.core.utils.autograd_context import AutogradContext
 
 _PARTS = 4
 _ELEMENTS = 4096
@@ -50,13 +50,13 @@ def split_columns_triton(packed: Tensor, widths: Sequence[int]) -> tuple[Tensor,
 
 class _SplitColumns(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, packed: Tensor, widths: tuple[int, ...]) -> tuple[Tensor, ...]:
+    def forward(ctx: AutogradContext, packed: Tensor, widths: tuple[int, ...]) -> tuple[Tensor, ...]:
         ctx.widths = widths
         return packed.split(list(widths), -1)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: AutogradContext, *gradients: Tensor) -> tuple[Tensor, None]:
         parts = [g if g.stride(-1) == 1 else g.contiguous() for g in gradients]
         s, b, groups, _ = parts[0].shape
         parts += parts[-1:] * (_PARTS - len(parts))  # of width 0: never read

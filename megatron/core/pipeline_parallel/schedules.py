@@ -234,7 +234,7 @@ def _one_per_chunk(iterators: object, chunks: int) -> list[object]:
     return list(iterators)
 
 
-def config_of(model: nn.Module) -> Any:
+def config_of(model: nn.Module) -> "TransformerConfig":
     """Returns the `config` of the model or of the module that it wraps. Raises UserError if there is none."""
     inner: Any = model
     while not hasattr(inner, "config"):

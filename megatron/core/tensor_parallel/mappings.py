@@ -2,7 +2,6 @@
 one rank every function is the identity."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from megatron.core.communication.collectives import (
 )
 from megatron.core.exceptions import UserError
 from megatron.core.groups.defaults import tp_group_or_default
+from megatron.core.utils.autograd_context import AutogradContext
 
 Move = Callable[[Tensor], Tensor]
 
@@ -126,24 +126,24 @@ def reduce_in_place(partial: Tensor, group: Group) -> Tensor:
 
 class _Moved(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, move: Move, move_gradient: Move) -> Tensor:
+    def forward(ctx: AutogradContext, tensor: Tensor, move: Move, move_gradient: Move) -> Tensor:
         ctx.move_gradient = move_gradient
         return move(tensor)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: AutogradContext, gradient: Tensor) -> tuple[Tensor, None, None]:
         return ctx.move_gradient(gradient), None, None
 
 
 class _ReduceInPlace(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, partial: Tensor, group: Group) -> Tensor:
+    def forward(ctx: AutogradContext, partial: Tensor, group: Group) -> Tensor:
         ctx.mark_dirty(partial)
         return all_reduce(partial, group)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: AutogradContext, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
 
 

@@ -15,7 +15,7 @@ Sums over ranks are computed in float32 at least, in the order of ranks, and rou
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from megatron.core.communication.piece_exchange import PieceExchange, Transport,
 from megatron.core.declarations.model_parallel_config import ModelParallelConfig
 from megatron.core.exceptions import UserError
 from megatron.core.ops.linear import SequenceShard, add_weight_gradient, defers_weight_grad, product
+from megatron.core.utils.autograd_context import AutogradContext
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -141,7 +142,9 @@ def products_in_pieces(config: ModelParallelConfig, group: Group, backend: Backe
 
 class _ColumnParallelLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, pieces: ProductsInPieces) -> Tensor:
+    def forward(
+        ctx: AutogradContext, inputs: Tensor, weight: Tensor, bias: Tensor | None, pieces: ProductsInPieces
+    ) -> Tensor:
         ctx.save_for_backward(inputs)
         # Keeps the parameter, not a saved tensor: see ops/linear.py.
         ctx.weight, ctx.pieces = weight, pieces
@@ -156,7 +159,7 @@ class _ColumnParallelLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
         (inputs,), weight, pieces = ctx.saved_tensors, ctx.weight, ctx.pieces
         needs_inputs, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         rows = output_gradient.reshape(-1, weight.shape[0])  # [t, out]
@@ -178,7 +181,7 @@ class _ColumnParallelLinear(torch.autograd.Function):
 
 class _RowParallelLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Tensor, pieces: ProductsInPieces) -> Tensor:
+    def forward(ctx: AutogradContext, inputs: Tensor, weight: Tensor, pieces: ProductsInPieces) -> Tensor:
         ctx.save_for_backward(inputs)
         ctx.weight, ctx.pieces = weight, pieces
         rows = inputs.reshape(-1, weight.shape[1])  # [t, in]
@@ -190,7 +193,7 @@ class _RowParallelLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
         (inputs,), weight, pieces = ctx.saved_tensors, ctx.weight, ctx.pieces
         needs_inputs, needs_weight, *_ = ctx.needs_input_grad
         own = output_gradient.reshape(-1, weight.shape[0]).contiguous()  # [t / ranks, out]

@@ -2,7 +2,7 @@
 layer."""
 
 import copy
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from megatron.core.transformer.config.heterogeneous import DescribedLayer, described_layers
 
@@ -134,7 +134,7 @@ def described_layer(config: "TransformerConfig", layer_number: int) -> Described
     return None if layers is None else layers[as_decoder_layer(config, layer_number) - 1]
 
 
-def with_sizes_of(config: "TransformerConfig", layer: DescribedLayer | None) -> Any:
+def with_sizes_of(config: "TransformerConfig", layer: DescribedLayer | None) -> "TransformerConfig":
     """Returns the config with the sizes of a described layer; the config itself without a description."""
     if layer is None:
         return config

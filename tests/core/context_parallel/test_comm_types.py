@@ -4,11 +4,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron.core.context_parallel.comm_types import CommType, comm_type_of
 from megatron.core.exceptions import UserError
 from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.groups.rank_grid import RankGrid
+from megatron.core.ops.attention.kernels import Situation
+from megatron.core.ops.attention.unfused import AttentionCall
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -55,6 +58,9 @@ def test_a_layer_that_only_its_groups_tell() -> None:
     arguments = (1, AttnMaskType.causal, "self")
     layer = DotProductAttention(config(), *arguments, pg_collection=groups)  # planned groups: nobody communicates
     assert layer.context is not None and layer.context.part.rank == 1
+    one, three = torch.zeros(1, 1, 6, 4), torch.zeros(3, 1, 6, 4)
+    with pytest.raises(UserError, match="decoding with a cache: not yet with context_parallel_size 4; use 1"):
+        layer.context(one, three, three, AttentionCall(), Situation("cpu", torch.float32, False, False))
     with pytest.raises(UserError, match="a2a shares the 6 heads"):
         DotProductAttention(config(), *arguments, cp_comm_type="a2a", pg_collection=groups)
     with pytest.raises(UserError, match=r"needs two hierarchical_context_parallel_sizes.*there are \[4\]"):

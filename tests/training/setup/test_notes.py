@@ -160,6 +160,15 @@ def test_each_data_set_of_each_split_has_a_line(tmp_path: Path, capsys: pytest.C
     assert re.search(r"validation data: .*, (1|0\.9\d*) epochs of", printed)
 
 
+def test_many_data_sets_share_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(setup_notes, "MOST_LINES", 1)
+    first, second = (write_documents(tmp_path / name) for name in "ab")
+    train(f"--train-iters 2 --eval-iters 0 --data-path 30 {first} 70 {second}")
+    assert "training data: 6 samples of 1 more data sets\n" in capsys.readouterr().out
+
+
 def test_made_up_data_and_that_of_a_script(capsys: pytest.CaptureFixture[str]) -> None:
     train("--mock-data --train-iters 1 --eval-iters 0")
     assert "training data: 4 samples of made-up data\n" in capsys.readouterr().out

@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +24,7 @@ from megatron.core.transformer.layer_metrics import LayerMetrics
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils.autograd_context import AutogradContext
 
 Head = Callable[..., Tensor]
 """(hidden states [s, b, h], labels [b, s], trains_weight=True) -> loss of each token [s, b]."""
@@ -119,11 +119,11 @@ def without_gradient(tensor: Tensor) -> Tensor:
 
 class _WithoutGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+    def forward(ctx: AutogradContext, tensor: Tensor) -> Tensor:
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+    def backward(ctx: AutogradContext, gradient: Tensor) -> Tensor:
         return torch.zeros_like(gradient)
 
 

@@ -24,6 +24,7 @@ from megatron.core.ops.attention.flash_forward_triton import (
 from megatron.core.ops.attention.unfused import AttentionCall, AttentionVariant, document_of
 from megatron.core.ops.dropout.keep_bits_triton import BLOCK, KeepBits, SeenKeys, keep_bits_triton
 from megatron.core.ops.gluon import gluon_kernel
+from megatron.core.utils.autograd_context import AutogradContext
 
 _LARGEST_BITS = 1 << 29
 """Bytes of dropout bits that forward keeps for backward. A call with more computes some heads at a time, and backward
@@ -92,7 +93,7 @@ def flash_attention_triton(
 class _FlashAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: AutogradContext,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -118,7 +119,7 @@ class _FlashAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: AutogradContext, gradient: Tensor) -> tuple[Any, ...]:
         query, key, value, sink, bias, output, lse, kept = ctx.saved_tensors
         if kept is not None:
             bits: KeepBits | None = KeepBits(None, kept) if ctx.by_key else KeepBits(kept, None)

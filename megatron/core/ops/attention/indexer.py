@@ -5,7 +5,6 @@ Queries are processed in blocks, so no [b, heads, s, sk] tensor is ever kept.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from megatron.core.communication.collectives import Group, all_reduce
 from megatron.core.ops.attention.unfused import SCORES_AT_ONCE
 from megatron.core.ops.precision import widened
+from megatron.core.utils.autograd_context import AutogradContext
 
 HiddenKeys = Callable[[int, int], Tensor]
 """(first query, number of queries) -> which keys they do not see: bool that broadcasts to [b, queries, sk]."""
@@ -65,7 +65,7 @@ def indexer_loss(
 class _IndexerLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: AutogradContext,
         query: Tensor,
         key: Tensor,
         weight: Tensor,
@@ -100,7 +100,7 @@ class _IndexerLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, gradient: Tensor) -> tuple[Tensor | None, ...]:
         found = (saved * gradient.to(saved.dtype) for saved in ctx.saved_tensors)
         return *found, None, None, None, None, None, None
 

@@ -1,12 +1,11 @@
 """The soft cap c tanh(x / c)."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.ops.precision import at_least_float32
+from megatron.core.utils.autograd_context import AutogradContext
 
 _NUMBERS_AT_ONCE = 1 << 25
 
@@ -21,7 +20,7 @@ class _SoftCap(torch.autograd.Function):
     """d/dx = 1 - (y / cap)^2."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cap: float) -> Tensor:
+    def forward(ctx: AutogradContext, x: Tensor, cap: float) -> Tensor:
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
         for rows in _row_blocks(x):
             y[rows] = torch.tanh(x[rows].to(at_least_float32(x.dtype)) / cap).mul_(cap).to(x.dtype)
@@ -31,7 +30,7 @@ class _SoftCap(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: AutogradContext, gradient: Tensor) -> tuple[Tensor, None]:
         (y,) = ctx.saved_tensors
         result = torch.empty_like(y)
         for rows in _row_blocks(y):

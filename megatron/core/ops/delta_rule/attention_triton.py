@@ -1,7 +1,6 @@
 """The gated delta rule of a layer on a GPU, in chunks of 64 tokens, forward and backward."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from megatron.core.ops.delta_rule.gradients_triton import (
 )
 from megatron.core.ops.delta_rule.scans_triton import _state_gradients_kernel, _states_kernel
 from megatron.core.ops.tiles import cdiv, next_power_of_2
+from megatron.core.utils.autograd_context import AutogradContext
 
 _WIDEST = 256
 """Most channels of a head. The state of a wider one does not fit beside the tiles of a program."""
@@ -45,7 +45,7 @@ class _DeltaRule(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: AutogradContext,
         mixed: Tensor,
         fading: Tensor,
         strength: Tensor,
@@ -64,7 +64,7 @@ class _DeltaRule(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
         mixed, fading, strength, document = ctx.saved_tensors
         call = _Call(mixed, fading, strength, ctx.log_rate.detach(), ctx.bias.detach(), document, *ctx.widths)
         gradient = output_gradient if output_gradient.stride(-1) == 1 else output_gradient.contiguous()

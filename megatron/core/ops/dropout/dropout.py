@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 from megatron.core.counter_rng import philox, stream_key
 from megatron.core.ops.precision import widened
 from megatron.core.tokens import Tokens, row_index
+from megatron.core.utils.autograd_context import AutogradContext
 
 Keep = Callable[["Draw", Tensor, Tensor, Tensor, int], Tensor]
 
@@ -189,7 +190,7 @@ def bias_dropout_add(
 class _BiasDropoutAdd(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: AutogradContext,
         inputs: Tensor,
         bias: Tensor | None,
         residual: Tensor | None,
@@ -206,7 +207,7 @@ class _BiasDropoutAdd(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: AutogradContext, output_gradient: Tensor) -> tuple[Any, ...]:
         (mask,) = ctx.saved_tensors
         inputs_gradient = (widened(output_gradient) * mask * ctx.scale).to(ctx.input_type)
         bias_gradient = inputs_gradient.sum(0) if ctx.needs_input_grad[1] else None

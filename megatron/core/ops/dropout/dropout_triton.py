@@ -15,6 +15,7 @@ from megatron.core.ops.dropout.dropout import Draw, DropoutRngPosition, bias_dro
 from megatron.core.ops.dropout.keep_bits_triton import keep_columns
 from megatron.core.ops.sum_rows_triton import sum_rows_triton
 from megatron.core.ops.tiles import cdiv, next_power_of_2
+from megatron.core.utils.autograd_context import AutogradContext
 
 _BLOCKS = 256
 """Philox blocks, of four elements each, that one program draws."""
@@ -124,7 +125,7 @@ def bias_dropout_add_triton(
 class _BiasDropoutAdd(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: AutogradContext,
         inputs: Tensor,
         bias: Tensor | None,
         residual: Tensor | None,
@@ -138,7 +139,7 @@ class _BiasDropoutAdd(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: AutogradContext, output_gradient: Tensor) -> tuple[Any, ...]:
         inputs_type, bias_type, residual_type = ctx.types
         inputs_gradient = output_gradient
         if ctx.position is not None:

@@ -17,6 +17,7 @@ from megatron.core.ops.fp8.linear import QuantizedWeights
 from megatron.core.ops.fp8.micro_batches import MicroBatches
 from megatron.core.ops.fp8.recipes import Fp8Settings, LinearSplit, Role, Scaling, build_scaling
 from megatron.core.ops.moe.grouped_linear import RowGroups, add_grouped_product
+from megatron.core.utils.autograd_context import AutogradContext
 
 
 class Fp8GroupedLinear(QuantizedWeights[QuantizedGroupsPair]):
@@ -88,7 +89,7 @@ class Fp8ExpertLinear(Fp8GroupedLinear):
 class _Fp8GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, inputs: Tensor, weight: Tensor, groups: RowGroups, layer: Fp8GroupedLinear, records: bool
+        ctx: AutogradContext, inputs: Tensor, weight: Tensor, groups: RowGroups, layer: Fp8GroupedLinear, records: bool
     ) -> Tensor:
         segments = Segments.of_rows(groups, inputs.shape[0])
         keeps_fp8 = records and ctx.needs_input_grad[1] and layer.settings.wgrad
@@ -106,7 +107,7 @@ class _Fp8GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, gradient: Tensor) -> tuple[Tensor | None, ...]:
         layer, weight, segments = ctx.layer, ctx.weight, ctx.segments
         kernels = layer.settings.kernels.grouped
         needs_inputs, needs_weight, *_ = ctx.needs_input_grad

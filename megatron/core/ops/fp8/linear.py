@@ -27,6 +27,7 @@ from megatron.core.ops.fp8.recipes import Fp8Settings, LinearSplit, Role, build_
 from megatron.core.ops.fp8.weight_blocks import WeightBlocks
 from megatron.core.ops.linear import SequenceShard, add_weight_gradient, defers_weight_grad, sum_rows
 from megatron.core.parameters import main_grad_accumulator
+from megatron.core.utils.autograd_context import AutogradContext
 from megatron.core.utils.graph_capture import fill_nested
 
 _MULTIPLE = 16
@@ -222,7 +223,7 @@ class Fp8Linear(QuantizedWeights[QuantizedPair]):
 class _Fp8Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: AutogradContext,
         inputs: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -250,7 +251,7 @@ class _Fp8Linear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, rows: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, rows: Tensor) -> tuple[Tensor | None, ...]:
         layer, weight, group, saved = ctx.layer, ctx.weight, ctx.group, ctx.saved_tensors
         settings, multiply = layer.settings, layer.settings.kernels.product
         needs_inputs, needs_weight, needs_bias, *_ = ctx.needs_input_grad

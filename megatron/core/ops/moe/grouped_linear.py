@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron.core.ops.linear import product
 from megatron.core.parameters import main_grad_accumulator
+from megatron.core.utils.autograd_context import AutogradContext
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,9 @@ def grouped_linear(
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Tensor, groups: RowGroups, products: GroupedProducts) -> Tensor:
+    def forward(
+        ctx: AutogradContext, inputs: Tensor, weight: Tensor, groups: RowGroups, products: GroupedProducts
+    ) -> Tensor:
         # Keeps the parameter, not a saved tensor: full sharding frees its storage and gathers it again before backward.
         ctx.weight, ctx.groups, ctx.products = weight, groups, products
         output = products.rows(inputs, weight, groups, True)
@@ -135,7 +138,7 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: AutogradContext, output_gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         (inputs,), weight = ctx.saved_tensors, ctx.weight
         needs_inputs, needs_weight, *_ = ctx.needs_input_grad
         output_gradient = output_gradient.contiguous()
@@ -169,13 +172,13 @@ def grouped_bias(bias: Tensor, groups: RowGroups, rows: int, products: GroupedPr
 
 class _GroupedBias(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, bias: Tensor, groups: RowGroups, rows: int, products: GroupedProducts) -> Tensor:
+    def forward(ctx: AutogradContext, bias: Tensor, groups: RowGroups, rows: int, products: GroupedProducts) -> Tensor:
         ctx.groups, ctx.products, ctx.number = groups, products, bias.shape[0]
         return bias.index_select(0, groups.of_rows(rows))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: AutogradContext, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         # A product with ones, because torch's index_add sums rows in no fixed order on a GPU.
         wide = torch.promote_types(gradient.dtype, torch.float32)
         total = gradient.new_zeros(ctx.number, gradient.shape[1], 1, dtype=wide)

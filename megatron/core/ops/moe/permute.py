@@ -6,12 +6,13 @@ additions, so results are bit-equal in every run.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from megatron.core.utils.autograd_context import AutogradContext
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def unpermute(rows: Tensor, copies: Copies, moves: Moves = PLAIN_MOVES) -> Tenso
 class _Moved(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: AutogradContext,
         inputs: Tensor,
         copies: Copies,
         move: Callable[[Tensor, Copies], Tensor],
@@ -80,7 +81,7 @@ class _Moved(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: AutogradContext, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         return ctx.move_gradient(gradient.contiguous(), ctx.copies), None, None, None
 
 

@@ -7,7 +7,7 @@ in half precision, where logits are often equal.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron.core.ops.precision import widened
 from megatron.core.parameters import main_grad_accumulator
+from megatron.core.utils.autograd_context import AutogradContext
 
 ScoreFunction = Literal["softmax", "sigmoid"]
 
@@ -36,7 +37,9 @@ def router_logits(inputs: Tensor, weight: Tensor, bias: Tensor | None, dtype: to
 
 class _RouterLogits(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def forward(
+        ctx: AutogradContext, inputs: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
         ctx.save_for_backward(inputs)
         ctx.weight, ctx.dtype = weight, dtype  # the parameter, not a saved tensor: see ops/linear.py
         ctx.in_parts = _multiplies_in_parts(inputs, weight, dtype)
@@ -48,7 +51,7 @@ class _RouterLogits(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(ctx: AutogradContext, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         (inputs,), weight = ctx.saved_tensors, ctx.weight
         needs_inputs, needs_weight, needs_bias, _ = ctx.needs_input_grad
         inputs_gradient = weight_gradient = bias_gradient = None
@@ -275,10 +278,10 @@ def straight_through(tensor: Tensor, numbers: Tensor) -> Tensor:
 
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, numbers: Tensor) -> Tensor:
+    def forward(ctx: AutogradContext, tensor: Tensor, numbers: Tensor) -> Tensor:
         return numbers
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: AutogradContext, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None

@@ -1,7 +1,5 @@
 """Choice of experts on a GPU: the best scores of each token and their weights."""
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -10,6 +8,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron.core.ops.moe.routing import RoutingRule, best, choose_experts
 from megatron.core.ops.tiles import cdiv, next_power_of_2
+from megatron.core.utils.autograd_context import AutogradContext
 
 _SCORES = 2048
 """Scores that one program compares."""
@@ -83,7 +82,7 @@ def choose_experts_triton(
 
 class _Choice(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, count: int, factor: float) -> tuple[Tensor, Tensor]:
+    def forward(ctx: AutogradContext, logits: Tensor, count: int, factor: float) -> tuple[Tensor, Tensor]:
         experts, weights = _best(logits, count, factor)
         ctx.save_for_backward(experts, weights)
         ctx.mark_non_differentiable(experts)
@@ -93,7 +92,9 @@ class _Choice(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, unused: None, weights_gradient: Tensor | None) -> tuple[Tensor | None, None, None]:
+    def backward(
+        ctx: AutogradContext, unused: None, weights_gradient: Tensor | None
+    ) -> tuple[Tensor | None, None, None]:
         if weights_gradient is None:
             return None, None, None
         experts, weights = ctx.saved_tensors

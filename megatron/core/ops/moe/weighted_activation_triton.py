@@ -18,6 +18,7 @@ from megatron.core.ops.fp8.quantize import note_largest
 from megatron.core.ops.fp8.quantize_triton import bits_of_size, raise_largest
 from megatron.core.ops.sum_rows_triton import num_multiprocessors, sum_rows_triton
 from megatron.core.ops.tiles import cdiv, next_power_of_2
+from megatron.core.utils.autograd_context import AutogradContext
 
 _KINDS = {F.silu: 0, gelu_tanh: 1, gelu_erf: 2, F.gelu: 2, quick_gelu: 3, squared_relu: 4, F.relu: 5}
 _BLOCK = 1024
@@ -216,7 +217,7 @@ weighted_activation_triton.keeps_only_arguments = keeps_only_arguments  # type: 
 class _WeightedActivation(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, product: Tensor, weights: Tensor | None, activation: Activation, notes_largest: bool
+        ctx: AutogradContext, product: Tensor, weights: Tensor | None, activation: Activation, notes_largest: bool
     ) -> Tensor:
         product = product.contiguous()
         weights = None if weights is None else weights.contiguous()
@@ -226,7 +227,7 @@ class _WeightedActivation(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+    def backward(ctx: AutogradContext, gradient: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         product, weights = ctx.saved_tensors
         product_gradient = torch.empty_like(product)
         weights_gradient = None if weights is None else torch.empty_like(weights)
@@ -245,7 +246,7 @@ class _WeightedActivation(torch.autograd.Function):
 
 class _BiasedActivation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, product: Tensor, bias: Tensor, activation: Activation) -> Tensor:
+    def forward(ctx: AutogradContext, product: Tensor, bias: Tensor, activation: Activation) -> Tensor:
         product = product.contiguous()
         ctx.save_for_backward(product)
         # The parameter, not a saved tensor: see ops/linear.py.
@@ -254,7 +255,7 @@ class _BiasedActivation(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: AutogradContext, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         (product,), bias, ffn = ctx.saved_tensors, ctx.bias.detach(), gradient.shape[-1]
         product_gradient = torch.empty_like(product)
         rows, blocks = gradient.numel() // ffn, cdiv(ffn, _COLUMNS)

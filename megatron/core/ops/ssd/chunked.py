@@ -1,7 +1,5 @@
 """The state space recurrence of Mamba-2 in chunks, as matrix products (Dao and Gu 2024, arXiv:2405.21060, 6)."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,6 +7,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron.core.ops.decays import sums_between
 from megatron.core.ops.precision import widened
+from megatron.core.utils.autograd_context import AutogradContext
 
 CHUNK = 128
 """Tokens of a chunk. It changes the order of sums, not the function."""
@@ -78,7 +77,7 @@ class _ReadRoundedStates(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, c: Tensor, kept: Tensor, added: Tensor, carried: Tensor, dtype: torch.dtype
+        ctx: AutogradContext, c: Tensor, kept: Tensor, added: Tensor, carried: Tensor, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         before = torch.empty(added.shape, dtype=dtype, device=added.device)
         for index in range(added.shape[0]):
@@ -89,7 +88,7 @@ class _ReadRoundedStates(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, read: Tensor, carried: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, read: Tensor, carried: Tensor) -> tuple[Tensor | None, ...]:
         c, kept, before = ctx.saved_tensors
         of_kept, of_added = torch.empty_like(kept), carried.new_empty(before.shape)
         for index in reversed(range(before.shape[0])):

@@ -18,6 +18,7 @@ from megatron.core.ops.ssd.scan import mamba_scan
 from megatron.core.ops.ssd.scan_backward_triton import scan_gradients
 from megatron.core.ops.ssd.states_triton import Sizes, gradients_after_chunks, precision_of, states_before_chunks
 from megatron.core.ops.ssd.steps_triton import gradients_of_steps, sizes_and_sums
+from megatron.core.utils.autograd_context import AutogradContext
 from megatron.core.utils.warn import warn_on_first_rank
 
 _MOST_STATES = 256
@@ -106,7 +107,7 @@ def scan_in_kernels(*arguments: Any) -> Tensor:
 class _Scan(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: AutogradContext,
         mixed: Tensor,
         step: Tensor,
         step_bias: Tensor,
@@ -130,7 +131,7 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
         mixed, step, document, steps, sums = ctx.saved_tensors
         head_dim, state_dim, min_step = ctx.sizes
         mixed, step, dy = _last_contiguous(mixed), _last_contiguous(step), _last_contiguous(output_gradient)

@@ -28,6 +28,7 @@ from megatron.core.ops.transformer_engine.engine import (
     updates_gradient_scales,
 )
 from megatron.core.parameters import info_of, main_grad_accumulator
+from megatron.core.utils.autograd_context import AutogradContext
 
 
 class EngineLinear:
@@ -208,7 +209,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: AutogradContext,
         inputs: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -221,7 +222,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, gradient: Tensor) -> tuple[Tensor | None, ...]:
         weight_gradient, bias_gradient = ctx.layer.take_gradients(ctx.weight, ctx.bias)
         summed = None
         if ctx.needs_input_grad[0]:
