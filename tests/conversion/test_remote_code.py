@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron.conversion.exporting import export_model
+from megatron.conversion.families import family_of
 from megatron.conversion.importing import import_model
 from megatron.core.ops.attention.alibi import alibi_slopes
 from megatron.training.trained_model import load_trained_model
@@ -118,3 +119,9 @@ def test_logits_and_files(name: str, tmp_path: Path) -> None:
     assert back.items() >= {key: value for key, value in config.items() if key not in without_effect}.items()
     tensors.pop("transformer.rotary_pos_emb.inv_freq", None)
     check_equal(tensors_of(tmp_path / "back"), tensors)
+
+
+def test_baichuan_1_has_a_plain_output_layer() -> None:
+    family = family_of("BaichuanForCausalLM")
+    assert family.fields_of(BAICHUAN)["normalize_output_weight"]
+    assert not family.fields_of(BAICHUAN | {"vocab_size": 64000})["normalize_output_weight"]
