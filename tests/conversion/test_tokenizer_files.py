@@ -205,6 +205,8 @@ def test_everything_about_text_travels(tmp_path: Path) -> None:
     export_model(root, theirs, build_model, log=quiet)
     write_folder(theirs, made, pad_token="<pad>", model_max_length=77)
     (theirs / "chat_template.jinja").write_text(TEMPLATE)
+    (theirs / "additional_chat_templates").mkdir()
+    (theirs / "additional_chat_templates/brief.jinja").write_text(OTHER)
     settings = {"eos_token_id": [end, vocab["<|endoftext|>"]], "temperature": 0.7, "top_p": 0.8, "do_sample": True}
     (theirs / "generation_config.json").write_text(json.dumps(settings))
     config = json.loads((theirs / "config.json").read_text()) | {"pad_token_id": pad, "bos_token_id": bos}
@@ -221,6 +223,7 @@ def test_everything_about_text_travels(tmp_path: Path) -> None:
     assert after.get_vocab() == before.get_vocab() == vocab and after.pad_token_id == pad
     assert after.model_max_length == 77 and after("a<own>b").input_ids == before("a<own>b").input_ids
     shown = before.apply_chat_template(CHAT, tokenize=False)
+    assert after.chat_template == before.chat_template == {"default": TEMPLATE, "brief": OTHER}
     assert "<|im_start|>user\nHello" in shown and after.apply_chat_template(CHAT, tokenize=False) == shown
 
     (tmp_path / "other.jinja").write_text(OTHER)

@@ -77,7 +77,8 @@ def test_every_architecture_value_is_a_setting():
         ("--hidden-size 128", "--hidden-size is 128 in this run and 64 in the checkpoint"),
         (
             "--swiglu --ffn-hidden-size 256",
-            "the activation (--swiglu, --geglu, --exact-geglu, --quick-geglu, --squared-relu, --relu, --openai-gelu or none) is silu "
+            "the activation (--swiglu, --geglu, --exact-geglu, --quick-geglu, --squared-relu, --relu, --openai-gelu or "
+            "none) is silu "
             "in this run and gelu in the checkpoint",
         ),
         ("--disable-bias-linear", "--disable-bias-linear is True in this run and False in the checkpoint"),
