@@ -28,7 +28,7 @@ place, or a wrong setting, give differences of about 1.
 """
 
 _TOLERANCE_OF_ALIBI = 0.1
-"""The same for Falcon with ALiBi: transformers rounds slopes and their products with positions to bfloat16, which is
+"""Tolerance for Falcon with ALiBi: transformers rounds slopes and their products with positions to bfloat16, which is
 not exact for more than 8 heads. Differences of equal models are about 0.02."""
 
 _ROWS, _SHORTEST, _BEYOND_WINDOW = 2, 64, 32
