@@ -9,6 +9,7 @@ from megatron.conversion.family import Family
 from megatron.conversion.hub_defaults import Json
 from megatron.conversion.tensor_mapping import KEYS, QUERIES, VALUES, HubTensorPattern
 
+_ROWS_OF_BAICHUAN_1 = 64000
 _POSITIONS, _LENGTH = "max_position_embeddings", "model_max_length"
 
 
@@ -31,6 +32,17 @@ class BaichuanPositions(rules.Rule):
         return {_LENGTH: length} | ({} if values["alibi"] else {_POSITIONS: length})
 
 
+@dataclass(frozen=True)
+class NormedHead(rules.Rule):
+    """The output layer's rows have length 1 in the product, except in Baichuan 1, which has another vocabulary."""
+
+    reads = ("vocab_size",)
+
+    def fields(self, config: Json) -> dict[str, Any]:
+        """Returns whether they have."""
+        return {"normalize_output_weight": config["vocab_size"] != _ROWS_OF_BAICHUAN_1}
+
+
 BAICHUAN_FAMILY = Family(
     "BaichuanForCausalLM",
     "baichuan",
@@ -51,7 +63,8 @@ BAICHUAN_FAMILY = Family(
         decoder.EPSILON,
         rules.Copied("num_attention_heads", "num_attention_heads"),
         BaichuanPositions(),
-        rules.Implied({"normalization": "RMSNorm", "add_bias_linear": False, "normalize_output_weight": True}),
+        NormedHead(),
+        rules.Implied({"normalization": "RMSNorm", "add_bias_linear": False}),
         rules.Implied({"hidden_dropout": 0.0, "attention_dropout": 0.0}),
         rules.Unused(("gradient_checkpointing", "_from_model_config", "tokenizer_class", "z_loss_weight")),
     ),

@@ -88,7 +88,9 @@ class FalconPositions(RotaryPositions):
         """Returns a sentence for ALiBi of so many heads that some slopes are no powers of 2."""
         if not config["alibi"] or config["num_attention_heads"] <= 8:
             return None
-        return "alibi is True: transformers rounds its slopes to bfloat16; here they are exact, so logits differ a bit"
+        return (
+            "alibi is True: transformers rounds slopes to bfloat16; here they are exact, so logits differ by about 0.01"
+        )
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The architectures of transformers that can be converted, as data."""
 
 import difflib
+import re
 from collections.abc import Sequence
 
 from megatron.conversion.arcee import ARCEE_FAMILY
@@ -85,6 +86,10 @@ FAMILIES: tuple[Family, ...] = (
 """All families. An export takes the first that expresses the model; those without a class in transformers come last."""
 
 
+_TASK = re.compile(r"(For[A-Z]\w*|LMHeadModel|Model)$")
+"""The end of a class's name, which says what it is for."""
+
+
 def family_of(architecture: str, families: Sequence[Family] = FAMILIES) -> Family:
     """Returns the family of a class of transformers. Raises UserError with the nearest class and all known ones."""
     for family in families:
@@ -93,8 +98,9 @@ def family_of(architecture: str, families: Sequence[Family] = FAMILIES) -> Famil
     if "hyena" in architecture.lower():
         raise UserError(f"{architecture} is unsupported: this project has no layer with Hyena's long convolutions")
     known = [family.architecture for family in families]
-    near = difflib.get_close_matches(architecture, known, n=1, cutoff=0.0)
-    nearest = f" (the nearest is {near[0]})" if near else ""
+    stems = {_TASK.sub("", name): name for name in reversed(known)}
+    near = difflib.get_close_matches(_TASK.sub("", architecture), stems, n=1, cutoff=0.0)
+    nearest = f" (the nearest is {stems[near[0]]})" if near else ""
     raise UserError(
         f"{architecture} is unknown; docs/extending.md says how to add it; these are known{nearest}: {', '.join(known)}"
     )

@@ -27,6 +27,8 @@ _BERT_CLASSES = ("BertTokenizer", "BertTokenizerFast")
 """Classes of transformers for the file of BERT's tokenizer."""
 
 _CHAT_TEMPLATE = "chat_template.jinja"
+_MORE_TEMPLATES = "additional_chat_templates"
+"""Folder of chat templates with names, such as for tools."""
 _TOKENIZER_FILES = (
     TOKENIZER,
     TOKENIZER_CONFIG,
@@ -69,6 +71,8 @@ def copy_tokenizer(source: Path, target: Path, template: str | None = None) -> l
     if more:
         content = json.dumps(settings | more, indent=2)
         (target / GENERATION_CONFIG).write_text(f"{content}\n", encoding="utf-8")
+    if (source / _MORE_TEMPLATES).is_dir():
+        shutil.copytree(source / _MORE_TEMPLATES, target / _MORE_TEMPLATES, dirs_exist_ok=True)
     if template is not None:
         shutil.copyfile(template, target / _CHAT_TEMPLATE)
     return names

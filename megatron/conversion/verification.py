@@ -27,6 +27,10 @@ Both programs compute in float32, where the differences of equal models are abou
 place, or a wrong setting, give differences of about 1.
 """
 
+_TOLERANCE_OF_ALIBI = 0.1
+"""Tolerance for Falcon with ALiBi: transformers rounds slopes and their products with positions to bfloat16, which is
+not exact for more than 8 heads. Differences of equal models are about 0.02."""
+
 _ROWS, _SHORTEST, _BEYOND_WINDOW = 2, 64, 32
 
 
@@ -39,14 +43,16 @@ class Comparison:
     """Tokens of a row."""
     difference: float
     """Largest difference of two logits, in standard deviations of all logits; NaN if any logit is NaN."""
+    tolerance: float = TOLERANCE
+    """Largest accepted difference."""
 
     def check(self, subject: str) -> None:
         """Raises UserError naming `subject` unless the difference is within rounding."""
-        if not self.difference <= TOLERANCE:
+        if not self.difference <= self.tolerance:
             raise UserError(
                 f"{subject}: transformers computes other logits than this model, for {self.rows} rows of {self.length} "
                 f"random tokens: the largest difference is {self.difference:.3g} standard deviations of the logits, "
-                f"{TOLERANCE:g} is allowed"
+                f"{self.tolerance:g} is allowed"
             )
 
 
@@ -99,7 +105,8 @@ def compare_logits(
     del model
     theirs = _logits_of_transformers(transformers, folder, config.model.model_family, tokens, types, imported_as)
     differences = [(one - other).abs().max() / other.std() for one, other in zip(ours, theirs, strict=True)]
-    return Comparison(tokens.shape[0], tokens.shape[1], float(torch.stack(differences).max()))
+    tolerance = _TOLERANCE_OF_ALIBI if read_config(folder).get("alibi") else TOLERANCE
+    return Comparison(tokens.shape[0], tokens.shape[1], float(torch.stack(differences).max()), tolerance)
 
 
 def _token_types(tokens: Tensor, model: ModelConfig) -> Tensor | None:

@@ -108,6 +108,13 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
     )
     with pytest.raises(UserError, match=said):
         family_of("Llama3ForCausalLM")
+    for name, nearest in (
+        ("Qwen2VLForConditionalGeneration", "Qwen2ForCausalLM"),
+        ("LlamaForSequenceClassification", "LlamaForCausalLM"),
+        ("GPT3LMHeadModel", "GPT2LMHeadModel"),
+    ):
+        with pytest.raises(UserError, match=rf"the nearest is {nearest}\)"):
+            family_of(name)
     with pytest.raises(UserError, match=r"^StripedHyenaModelForCausalLM is unsupported: this project has no"):
         family_of("StripedHyenaModelForCausalLM")
 

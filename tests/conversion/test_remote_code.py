@@ -2,6 +2,7 @@
 weights."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,16 @@ import torch
 from conversion.oracles import SIZES, Widened, make_model_of, some_tokens
 from conversion.test_against_transformers import check_equal, quiet, tensors_of
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.conversion.exporting import export_model
+from megatron.conversion.families import family_of
 from megatron.conversion.importing import import_model
 from megatron.core.ops.attention.alibi import alibi_slopes
 from megatron.training.trained_model import load_trained_model
 from pretrain_gpt import build_model
 
+Rename = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 HEADS = 6
 PLAIN = {**SIZES, "hidden_size": 48, "num_attention_heads": HEADS, "num_key_value_heads": HEADS}
 BAICHUAN = {
@@ -54,40 +57,69 @@ def joined(tensors: dict[str, Tensor], name: str, kind: str) -> Tensor:
     return torch.cat([tensors.pop(f"{name}.{part}_proj.{kind}") for part in "qkv"])
 
 
-def baichuan(rotated: bool) -> tuple[Any, dict[str, Tensor], dict[str, Any]]:
-    """An oracle, the same model's tensors as Baichuan names them, and its config."""
-    oracle = make_model_of("Llama", PLAIN | {"rms_norm_eps": 1e-4}, torch.float64, 3)
-    tensors = {name: tensor.clone() for name, tensor in oracle.state_dict().items()}
+def as_baichuan(llama: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of a Llama by the names of Baichuan."""
+    tensors = dict(llama)
     for layer in range(3):
         attention = f"model.layers.{layer}.self_attn"
         tensors[f"{attention}.W_pack.weight"] = joined(tensors, attention, "weight")
-    tensors["lm_head.weight"] *= 3.0  # the class uses rows of length 1
-    oracle.lm_head.weight.data = tensors["lm_head.weight"] / tensors["lm_head.weight"].norm(dim=1, keepdim=True)
-    return oracle, tensors, BAICHUAN | ({"max_position_embeddings": 64} if rotated else {})
+    return tensors
 
 
-def chatglm() -> tuple[Any, dict[str, Tensor], dict[str, Any]]:
-    rope = {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5}
-    settings = {**SIZES, "head_dim": 16, "pad_token_id": 0, "attention_bias": True, "rms_norm_eps": 1e-4}
-    oracle = make_model_of("Glm", settings | {"rope_parameters": rope}, torch.float64, 4)
-    theirs = {name: tensor.clone() for name, tensor in oracle.state_dict().items()}
+def as_chatglm(glm: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of a GLM by the names of ChatGLM."""
+    theirs = dict(glm)
     ours = {
         "transformer.embedding.word_embeddings.weight": theirs.pop("model.embed_tokens.weight"),
         "transformer.encoder.final_layernorm.weight": theirs.pop("model.norm.weight"),
         "transformer.output_layer.weight": theirs.pop("lm_head.weight"),
-        "transformer.rotary_pos_emb.inv_freq": torch.ones(4),
     }
     for layer in range(3):
-        hub, glm = f"transformer.encoder.layers.{layer}", f"model.layers.{layer}"
+        hub, block = f"transformer.encoder.layers.{layer}", f"model.layers.{layer}"
         for kind in ("weight", "bias"):
-            ours[f"{hub}.self_attention.query_key_value.{kind}"] = joined(theirs, f"{glm}.self_attn", kind)
-        ours[f"{hub}.self_attention.dense.weight"] = theirs.pop(f"{glm}.self_attn.o_proj.weight")
-        ours[f"{hub}.mlp.dense_h_to_4h.weight"] = theirs.pop(f"{glm}.mlp.gate_up_proj.weight")
-        ours[f"{hub}.mlp.dense_4h_to_h.weight"] = theirs.pop(f"{glm}.mlp.down_proj.weight")
+            ours[f"{hub}.self_attention.query_key_value.{kind}"] = joined(theirs, f"{block}.self_attn", kind)
+        ours[f"{hub}.self_attention.dense.weight"] = theirs.pop(f"{block}.self_attn.o_proj.weight")
+        ours[f"{hub}.mlp.dense_h_to_4h.weight"] = theirs.pop(f"{block}.mlp.gate_up_proj.weight")
+        ours[f"{hub}.mlp.dense_4h_to_h.weight"] = theirs.pop(f"{block}.mlp.down_proj.weight")
         for norm in ("input_layernorm", "post_attention_layernorm"):
-            ours[f"{hub}.{norm}.weight"] = theirs.pop(f"{glm}.{norm}.weight")
+            ours[f"{hub}.{norm}.weight"] = theirs.pop(f"{block}.{norm}.weight")
     assert not theirs
-    return oracle, ours, CHATGLM
+    return ours
+
+
+class NormedHead(nn.Module):
+    """Baichuan's output layer: the rows of its weight have length 1 in the product."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight * 3.0)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden @ (self.weight / self.weight.norm(dim=1, keepdim=True)).t()
+
+
+def oracle_of(name: str) -> tuple[Any, Rename, dict[str, Any]]:
+    """A model of transformers, the function that renames its tensors, and the config of the class it stands for."""
+    if name == "chatglm":
+        rope = {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5}
+        settings = {**SIZES, "head_dim": 16, "pad_token_id": 0, "attention_bias": True, "rms_norm_eps": 1e-4}
+        return make_model_of("Glm", settings | {"rope_parameters": rope}, torch.float64, 4), as_chatglm, CHATGLM
+    oracle = make_model_of("Llama", PLAIN | {"rms_norm_eps": 1e-4}, torch.float64, 3)
+    oracle.lm_head = NormedHead(oracle.lm_head.weight.detach())
+    return oracle, as_baichuan, BAICHUAN | ({"max_position_embeddings": 64} if name == "baichuan 7b" else {})
+
+
+def write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    return folder
+
+
+def imported(folder: Path, root: Path) -> nn.Module:
+    import_model(folder, root, build_model, log=quiet)
+    model: nn.Module = load_trained_model(build_model, root, changes=["--fp64"], log=quiet).model
+    return model
 
 
 def alibi_mask(length: int) -> dict[str, Tensor]:
@@ -99,22 +131,33 @@ def alibi_mask(length: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", ["baichuan 7b", "baichuan 13b", "chatglm"])
-def test_logits_and_files(name: str, tmp_path: Path) -> None:
-    oracle, tensors, config = chatglm() if name == "chatglm" else baichuan(name == "baichuan 7b")
-    theirs, tokens = tmp_path / "theirs", some_tokens()
-    theirs.mkdir()
-    (theirs / "config.json").write_text(json.dumps(config))
-    save_file(tensors, theirs / "model.safetensors")
-    with torch.no_grad(), Widened():
+def test_logits_gradients_and_files(name: str, tmp_path: Path) -> None:
+    oracle, rename, config = oracle_of(name)
+    tensors = rename({key: weight.detach().clone() for key, weight in oracle.named_parameters()})
+    constants = {"transformer.rotary_pos_emb.inv_freq": torch.ones(4)} if name == "chatglm" else {}
+    ours = imported(write(tmp_path / "theirs", config, tensors | constants), tmp_path / "ours")
+    tokens = some_tokens()
+    with Widened():
         expected = oracle(tokens, **(alibi_mask(17) if name == "baichuan 13b" else {})).logits
-    import_model(theirs, tmp_path / "ours", build_model, log=quiet)
-    ours = load_trained_model(build_model, tmp_path / "ours", changes=["--fp64"], log=quiet)
-    with torch.no_grad():
-        torch.testing.assert_close(ours.model(tokens), expected, atol=1e-10, rtol=1e-10)
+    logits = ours(tokens)
+    torch.testing.assert_close(logits, expected, atol=1e-10, rtol=1e-10)
+
+    for outputs in (logits, expected):
+        outputs.square().mean().backward()
+    wanted = rename({key: weight.grad for key, weight in oracle.named_parameters()})
+    gradients = dict(imported(write(tmp_path / "wanted", config, wanted), tmp_path / "gradients").named_parameters())
+    for key, weight in ours.named_parameters():
+        torch.testing.assert_close(weight.grad, gradients[key].detach(), atol=1e-10, rtol=1e-9, msg=key)
+
     named = config["architectures"][0]
     export_model(tmp_path / "ours", tmp_path / "back", build_model, architecture=named, log=quiet)
     back = json.loads((tmp_path / "back/config.json").read_text())
     without_effect = ("apply_query_key_layer_scaling", "attention_softmax_in_fp32")
     assert back.items() >= {key: value for key, value in config.items() if key not in without_effect}.items()
-    tensors.pop("transformer.rotary_pos_emb.inv_freq", None)
     check_equal(tensors_of(tmp_path / "back"), tensors)
+
+
+def test_baichuan_1_has_a_plain_output_layer() -> None:
+    family = family_of("BaichuanForCausalLM")
+    assert family.fields_of(BAICHUAN)["normalize_output_weight"]
+    assert not family.fields_of(BAICHUAN | {"vocab_size": 64000})["normalize_output_weight"]

@@ -205,7 +205,10 @@ def test_everything_about_text_travels(tmp_path: Path) -> None:
     export_model(root, theirs, build_model, log=quiet)
     write_folder(theirs, made, pad_token="<pad>", model_max_length=77)
     (theirs / "chat_template.jinja").write_text(TEMPLATE)
-    settings = {"eos_token_id": [end, vocab["<|endoftext|>"]], "temperature": 0.7, "top_p": 0.8, "do_sample": True}
+    (theirs / "additional_chat_templates").mkdir()
+    (theirs / "additional_chat_templates/brief.jinja").write_text(OTHER)
+    ends = [end, vocab["<|endoftext|>"]]
+    settings = {"eos_token_id": ends, "temperature": 0.7, "top_p": 0.8, "do_sample": True}
     (theirs / "generation_config.json").write_text(json.dumps(settings))
     config = json.loads((theirs / "config.json").read_text()) | {"pad_token_id": pad, "bos_token_id": bos}
     (theirs / "config.json").write_text(json.dumps(config))
@@ -216,19 +219,20 @@ def test_everything_about_text_travels(tmp_path: Path) -> None:
     assert json.loads((back / "generation_config.json").read_text()) == known
     exported = json.loads((back / "config.json").read_text())
     assert (exported["pad_token_id"], exported["bos_token_id"]) == (pad, bos)
-    assert sorted(exported["eos_token_id"]) == sorted(settings["eos_token_id"])
+    assert sorted(exported["eos_token_id"]) == sorted(ends)
     before, after = (transformers.AutoTokenizer.from_pretrained(folder) for folder in (theirs, back))
     assert after.get_vocab() == before.get_vocab() == vocab and after.pad_token_id == pad
     assert after.model_max_length == 77 and after("a<own>b").input_ids == before("a<own>b").input_ids
     shown = before.apply_chat_template(CHAT, tokenize=False)
+    assert after.chat_template == before.chat_template == {"default": TEMPLATE, "brief": OTHER}
     assert "<|im_start|>user\nHello" in shown and after.apply_chat_template(CHAT, tokenize=False) == shown
 
     (tmp_path / "other.jinja").write_text(OTHER)
-    flags = TokenizerConfig(
+    tuning = TokenizerConfig(
         tokenizer_type="SFTTokenizer", tokenizer_model=str(back), chat_template=str(tmp_path / "other.jinja")
     )
     (tmp_path / "tuned").mkdir()
-    writer_of_tokenizer(flags, None, quiet)(tmp_path / "tuned")
+    writer_of_tokenizer(tuning, None, quiet)(tmp_path / "tuned")
     (tmp_path / "tuned/config.json").write_text((back / "config.json").read_text())
     tuned = transformers.AutoTokenizer.from_pretrained(tmp_path / "tuned")
     assert tuned.apply_chat_template(CHAT, tokenize=False) == "[user] Hello<|endoftext|>[assistant] Yes<|endoftext|>"

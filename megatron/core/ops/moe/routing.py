@@ -91,7 +91,7 @@ def _parts(numbers: Tensor, count: int) -> list[Tensor]:
     return parts
 
 
-def _inputs_gradient(gradient: Tensor, weight: Tensor, ctx: Any) -> Tensor:
+def _inputs_gradient(gradient: Tensor, weight: Tensor, ctx: AutogradContext) -> Tensor:
     if not ctx.in_parts:
         return gradient @ weight.to(ctx.dtype)
     return torch.cat(_parts(gradient, 2), 1) @ weight.repeat(2, 1)  # rounded to bfloat16, so two parts are enough

@@ -18,9 +18,6 @@ PUBLISHED: dict[str, dict[str, Any]] = json.loads(
 )
 """The keys of config.json on the hub that say what a model computes."""
 WITHOUT = {
-    "BaichuanForCausalLM",
-    "ChatGLMModel",
-    "ModernBertForMaskedLM",
     "BertForMaskedLM",  # BERT's recipes are those of its class with both heads
     "MegatronBertForPreTraining",
     "MegatronBertForMaskedLM",
