@@ -4,8 +4,11 @@ python tools/checkpoint/convert.py import --hf-dir Qwen3-8B --save converted
 python tools/checkpoint/convert.py export --load checkpoints --hf-dir my-model
 python tools/checkpoint/convert.py import-megatron --load their-checkpoints --save converted [-- FLAGS OF THE RUN]
 python tools/checkpoint/convert.py export-megatron --load checkpoints --save for-megatron-lm
+python tools/checkpoint/convert.py --from their-checkpoints --to-hf my-model [-- FLAGS OF THE RUN]
+python tools/checkpoint/convert.py --from-hf Qwen3-8B --to for-megatron-lm
 
-No action needs a layout: any layout loads an imported checkpoint, and an export reads checkpoints of any layout.
+The last two go from Megatron-LM to the hub and back in one command. No action needs a layout: any layout loads an
+imported checkpoint, and an export reads checkpoints of any layout.
 docs/checkpoints.md has examples, and lists the architectures that can be converted.
 """
 
@@ -18,6 +21,7 @@ sys.path[:] = [os.path.dirname(os.path.dirname(_HERE)), *(path for path in sys.p
 
 import re  # noqa: E402
 import shlex  # noqa: E402
+import tempfile  # noqa: E402
 from collections.abc import Sequence  # noqa: E402
 from dataclasses import dataclass  # noqa: E402
 from pathlib import Path  # noqa: E402
@@ -44,9 +48,11 @@ from tools.entry_scripts import build_model  # noqa: E402
 PROGRAM = "python tools/checkpoint/convert.py"
 KNOWN = ", ".join(family.architecture for family in FAMILIES)
 ABOUT = f"Converts models between the Hugging Face hub's format and ours, bit for bit. Architectures: {KNOWN}."
+ABOUT_DIRECT = "Converts a checkpoint of Megatron-LM to a folder of the Hugging Face hub, or such a folder to one."
 ABOUT_MEGATRON = "Converts runs of Megatron-LM to checkpoints and back, bit for bit, without running their pickles."
 
 Dtype = Literal["fp32", "bf16", "fp16", "fp64"]
+Implementation = Literal["transformer_engine", "local"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 ACTIONS = ("import", "export", "import-megatron", "export-megatron")
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
@@ -141,6 +147,41 @@ class ImportMegatronConfig:
 
 
 @dataclass(kw_only=True, frozen=True)
+class DirectConfig:
+    """Flags of a conversion from Megatron-LM to the hub, or back. Flags of the run, after `--`, replace those in
+    Megatron-LM's checkpoint."""
+
+    from_megatron: str | None = flag(None, on="--from")
+    """Folder of Megatron-LM's checkpoints, as in its --save. With --to-hf."""
+
+    to_hf: str | None = None
+    """Folder of the hub to write; it must be empty or not exist. With --from."""
+
+    from_hf: str | None = None
+    """Folder of the hub, with config.json and safetensors files. With --to."""
+
+    to_megatron: str | None = flag(None, on="--to")
+    """Folder of Megatron-LM to write, with a tracker file; it must be empty or not exist. With --from-hf."""
+
+    ckpt_step: int | None = None
+    """Iteration of the checkpoint of --from. Default: the one that the tracker file names."""
+
+    architecture: str | None = None
+    """Class of transformers to export as. Default: the first that supports the model."""
+
+    dtype: Dtype | None = None
+    """Type of the weights. Default: weights keep their type."""
+
+    transformer_impl: Implementation = "transformer_engine"
+    """Layers of Megatron-LM that load the result of --to; local: without Transformer Engine."""
+
+    verify: bool | None = flag(None, off="--no-verify")
+    """Compare the logits of transformers with those of the weights, in float32 on the CPU. If they differ, nothing is
+    written. Default: --to-hf compares where transformers is installed and half of the free memory is enough, --from-hf
+    does not."""
+
+
+@dataclass(kw_only=True, frozen=True)
 class ExportMegatronConfig:
     """Flags of an export to Megatron-LM."""
 
@@ -155,6 +196,9 @@ class ExportMegatronConfig:
 
     spec: list[str] | None = flag(None, nargs="*")
     """Module and name of the layers, for a model that was trained with --spec."""
+
+    transformer_impl: Implementation = "transformer_engine"
+    """Layers of Megatron-LM that load the result; local: without Transformer Engine. The names of some norms differ."""
 
 
 AnyConfig = ImportConfig | ExportConfig | ImportMegatronConfig | ExportMegatronConfig
@@ -185,16 +229,64 @@ def main(argv: Sequence[str] | None = None) -> int:
             exporting = Section("export-megatron", ExportMegatronConfig, lambda config: missing(config, "load", "save"))
             usage = f"{PROGRAM} export-megatron [flags]"
             run_export_megatron(read_tool_flags(words[1:], [exporting], usage, ABOUT_MEGATRON).configs[0])
+        elif words and words[0].startswith(("--from", "--to")):
+            cut = words.index("--") if "--" in words else len(words)
+            direct = Section("convert", DirectConfig, unpaired)
+            own = read_tool_flags(words[:cut], [direct], f"{PROGRAM} [flags] [-- flags of the run]", ABOUT_DIRECT)
+            run_direct(own.configs[0], words[cut + 1 :])
         elif words[:1] in (["--help"], ["-h"]):
             actions = "|".join(ACTIONS)
-            print(f"usage: {PROGRAM} {actions} [flags]\n\n{ABOUT}\n{ABOUT_MEGATRON}\n\nACTION --help lists its flags")
+            print(
+                f"usage: {PROGRAM} {actions} [flags]\n       {PROGRAM} --from DIR --to-hf DIR [flags]\n"
+                f"       {PROGRAM} --from-hf DIR --to DIR [flags]\n\n{ABOUT}\n{ABOUT_MEGATRON}\n\n"
+                "ACTION --help lists its flags"
+            )
         else:
-            raise UserError(f"the first word must be one of {', '.join(ACTIONS)}{f', not {words[0]}' if words else ''}")
+            other = f", not {words[0]}" if words else ""
+            raise UserError(f"the first word must be one of {', '.join(ACTIONS)}, --from, --from-hf{other}")
     except UserError as error:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
         return 2
     return 0
+
+
+def unpaired(config: DirectConfig) -> list[str]:
+    """Returns a problem unless the flags name one way with both of its ends."""
+    ends = [config.from_megatron, config.to_hf, config.from_hf, config.to_megatron]
+    given = [end is not None for end in ends]
+    pairs = "{from_megatron:name} with {to_hf:name}, or {from_hf:name} with {to_megatron:name}"
+    return [] if given in ([True, True, False, False], [False, False, True, True]) else [f"give {pairs}"]
+
+
+def run_direct(config: DirectConfig, flags: Sequence[str]) -> None:
+    """Converts through a checkpoint of ours, in a temporary folder beside the result."""
+    target = Path(config.to_hf or config.to_megatron or "")
+    if not target.absolute().parent.is_dir():
+        raise UserError(f"{target}: there is no folder {target.parent}")
+    with tempfile.TemporaryDirectory(dir=target.absolute().parent, prefix=f".{target.name}-") as name:
+        between = Path(name) / "checkpoint"
+        if config.from_hf is not None:
+            hub, dtype = Path(config.from_hf), DTYPES[config.dtype] if config.dtype else None
+            print_comparison(
+                import_model(hub, between, build_model, dtype=dtype, verify=bool(config.verify)).comparison
+            )
+            written = ExportMegatronConfig(
+                load=str(between), save=str(target), transformer_impl=config.transformer_impl
+            )
+            run_export_megatron(written)
+            return
+        widens = config.dtype is not None  # a wider type takes the main weights
+        source, step = Path(config.from_megatron or ""), config.ckpt_step
+        import_run(source, between, build_model, step=step, flags=flags, with_optimizer=widens)
+        exported = ExportConfig(
+            load=str(between),
+            hf_dir=str(target),
+            architecture=config.architecture,
+            dtype=config.dtype,
+            verify=config.verify,
+        )
+        run_export(exported)
 
 
 def run_import(config: ImportConfig) -> None:
@@ -259,7 +351,9 @@ def run_import_megatron(config: ImportMegatronConfig, flags: Sequence[str]) -> N
 
 def run_export_megatron(config: ExportMegatronConfig) -> None:
     """Exports a run to Megatron-LM."""
-    done = export_run(Path(config.load or ""), Path(config.save or ""), step=config.ckpt_step, spec=config.spec)
+    is_local = config.transformer_impl == "local"
+    target = Path(config.save or "")
+    done = export_run(Path(config.load or ""), target, step=config.ckpt_step, spec=config.spec, is_local=is_local)
     what = "with optimizer state" if done.with_optimizer else "weights only"
     print(f"{done.folder}: {done.nbytes / 1e6:.1f} MB, {what}, in the format torch_dist")
 

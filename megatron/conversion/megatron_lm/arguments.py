@@ -37,6 +37,8 @@ _LEFT = frozenset(
     " optimizer_offload_fraction use_precision_aware_optimizer".split()
 )
 """Fields of these groups that say how a run computes, not what."""
+_RENAMED = {"hybrid_override_pattern": "hybrid_layer_pattern"}
+"""Names in the arguments of older releases."""
 
 
 def flags_of_arguments(arguments: Any) -> list[str]:
@@ -48,7 +50,7 @@ def flags_of_arguments(arguments: Any) -> list[str]:
     given = attributes(arguments)
     values: dict[str, Any] = {}
     for name, value in given.items():
-        field = field_of_name(name)
+        field = field_of_name(_RENAMED.get(name, name))
         if field is not None and (field == name or field not in values) and _is_plain(value):
             values[field] = value
     _count_newer_null_tokenizer(values)
@@ -71,15 +73,12 @@ def _count_newer_null_tokenizer(values: dict[str, Any]) -> None:
         values["vocab_size"] = size - 1
 
 
-def check_token_mixers(config: PretrainConfig, action: str) -> None:
-    """Raises UserError for layers whose names in Megatron-LM, or whose order of rows there, are not known."""
+def check_layers(config: PretrainConfig, action: str) -> None:
+    """Raises UserError for layers whose names in Megatron-LM are not known."""
     flat = config.flat()
-    for field in ("hybrid_layer_pattern", "experimental_attention_variant", *HETEROGENEOUS):
+    for field in HETEROGENEOUS:
         if flat[field] is not None:
-            raise UserError(
-                f"{action}: not yet for {spelling_of(field)}: the names of these layers in Megatron-LM, and the order "
-                "of their rows, are not known"
-            )
+            raise UserError(f"{action}: not yet for {spelling_of(field)}: the names of these layers are not known")
 
 
 def attributes(arguments: Any) -> Mapping[str, Any]:

@@ -9,6 +9,7 @@ import argparse
 import json
 import math
 import pickle
+import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.conversion.megatron_lm.arguments import check_token_mixers
-from megatron.conversion.megatron_lm.names import exported_location, exported_shape
+from megatron.conversion.megatron_lm.arguments import check_layers
+from megatron.conversion.megatron_lm.mixer_rows import RowOrder, row_orders
+from megatron.conversion.megatron_lm.names import ExportedNames, exported_shape
 from megatron.core.dist_checkpointing.checkpoint import Checkpoint
 from megatron.core.dist_checkpointing.checkpoint_selection import Log, open_newest
 from megatron.core.dist_checkpointing.chunk import MASTER, Chunk, is_optimizer_state, is_weight, optimizer_state_name
@@ -51,15 +53,22 @@ class ExportedRun:
 
 
 def export_run(
-    root: Path, target: Path, *, step: Step | None = None, spec: Sequence[str] | None = None, log: Log = print
+    root: Path,
+    target: Path,
+    *,
+    step: Step | None = None,
+    spec: Sequence[str] | None = None,
+    is_local: bool = False,
+    log: Log = print,
 ) -> ExportedRun:
     """Writes a checkpoint under `root` (the newest whole one, or that of `step`) into the folder `target`, in
     Megatron-LM's torch_dist format, with its tracker file.
 
     The rows of the vocabulary are padded with zeros as --make-vocab-size-divisible-by says. Only Adam's optimizer state
     is exported; a line says so if there is another. `spec` are module and name of the layers of a model with --spec.
-    Raises UserError if `target` is not empty, for models whose names
-    or order of rows in Megatron-LM cannot be known, and for model options that Megatron-LM lacks.
+    Norms have the names of Transformer Engine's layers, with `is_local` those of Megatron-LM's own layers.
+    Raises UserError if `target` is not empty, for layers whose names in Megatron-LM are not known, and for model
+    options that Megatron-LM lacks.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} is not empty; name a folder that is empty or does not exist")
@@ -73,7 +82,7 @@ def export_run(
     try:
         folder = aside / folder_name(found)
         disk.make_directory(folder)
-        nbytes, with_optimizer = _write(checkpoint, config, folder, log)
+        nbytes, with_optimizer = _write(checkpoint, config, folder, is_local, log)
         write_tracker(disk, aside, found)
         disk.sync_directory(aside)
         disk.rename(aside, target)
@@ -88,10 +97,7 @@ def export_run(
 def _check_model(config: PretrainConfig) -> None:
     if config.flat()["model_family"] not in (None, "gpt"):
         raise UserError("export-megatron: only GPT models so far")
-    for field, flag in (("multi_latent_attention", "--multi-latent-attention"), ("mtp_num_layers", "--mtp-num-layers")):
-        if config.flat()[field]:
-            raise UserError(f"export-megatron: not yet for {flag}: their names depend on Megatron-LM's kernels")
-    check_token_mixers(config, "export-megatron")
+    check_layers(config, "export-megatron")
     own = ", ".join(spelling_of(name) for name in _own_options(config))
     if own:
         raise UserError(f"export-megatron: the model has {own}, without which Megatron-LM computes another function")
@@ -116,27 +122,29 @@ def _own_options(config: PretrainConfig) -> list[str]:
     return [name for name in own if not (values["use_mup"] and name in _BY_WIDTH)]
 
 
-def _write(checkpoint: Checkpoint, config: PretrainConfig, folder: Path, log: Log) -> tuple[int, bool]:
+def _write(checkpoint: Checkpoint, config: PretrainConfig, folder: Path, is_local: bool, log: Log) -> tuple[int, bool]:
     """Writes all files of the folder; returns the bytes of the tensors, and whether there is optimizer state."""
     weights = [name for name in checkpoint.catalogue if is_weight(name)]
+    names = ExportedNames(weights, config.flat()["hybrid_layer_pattern"] is not None, is_local)
+    shapes = {name: checkpoint.catalogue[name][0].chunk.global_shape for name in weights}
+    orders = row_orders(shapes)
     with_optimizer = _has_adam(checkpoint, weights, log)
     divisor = config.flat()["make_vocab_size_divisible_by"]
     plan = [item for kind in ("", MASTER, *_MOMENTS) if with_optimizer or not kind for item in _plan(checkpoint, kind)]
-    layers = _layers(weights)
-    stacked = len({tuple(sorted(names)) for names in layers.values()}) == 1
     writer, nbytes = DistFolderWriter(_DATA), 0
     with open(folder / _DATA, "wb") as file:
         for prefix, source, weight, dtype in plan:
-            shape = checkpoint.catalogue[weight][0].chunk.global_shape
-            location = exported_location(weight, stacked)
-            theirs = exported_shape(weight, shape, divisor)
-            values = _read(checkpoint, source, shape, dtype, theirs)
-            lead = () if location.layer is None else (len(layers),)
-            offset = () if location.layer is None else (location.layer,)
-            whole, start = (*lead, *theirs), (*offset, *(0 for _ in theirs))
-            writer.add_tensor(file, prefix + location.name, whole, start, values.view((*(1 for _ in lead), *theirs)))
+            whole = exported_shape(weight, shapes[weight], divisor)
+            values = _read(checkpoint, source, shapes[weight], dtype, whole)
             nbytes += values.nbytes
-        for name in _extra_states(weights, stacked, len(layers), checkpoint):
+            for name, shape, part in _parts_of(weight, whole, values, orders.get(weight)):
+                location = names.location(name)
+                lead = () if location.layer is None else (names.num_layers,)
+                offset = () if location.layer is None else (location.layer,)
+                start = (*offset, *(0 for _ in shape))
+                part = part.view((*(1 for _ in lead), *shape))
+                writer.add_tensor(file, prefix + location.name, (*lead, *shape), start, part)
+        for name in _extra_states(names, shapes):
             writer.add_object(file, name, [None])
     (folder / ".metadata").write_bytes(pickle.dumps(writer.metadata()))
     torch.save(_common(checkpoint, config, with_optimizer), folder / "common.pt")
@@ -179,24 +187,30 @@ def _read(checkpoint: Checkpoint, name: str, shape: Sequence[int], dtype: torch.
     return values
 
 
-def _layers(weights: Sequence[str]) -> dict[str, set[str]]:
-    """Returns the names inside each layer."""
-    layers: dict[str, set[str]] = {}
-    for name in weights:
-        if name.startswith("decoder.layers."):
-            number, rest = name.removeprefix("decoder.layers.").split(".", 1)
-            layers.setdefault(number, set()).add(rest)
-    return layers
+def _parts_of(
+    weight: str, shape: tuple[int, ...], values: Tensor, order: RowOrder | None
+) -> Iterator[tuple[str, tuple[int, ...], Tensor]]:
+    """Yields name, shape and elements of a tensor, or of each of its parts if its rows have another order there."""
+    if order is None:
+        yield weight, shape, values
+        return
+    for (name, own), part in zip(order.part_shapes(weight).items(), order.split(values), strict=True):
+        is_convolution = weight.endswith("conv1d.weight")  # [channels, 1, taps], as torch has it
+        yield name, (own[0], 1, own[1]) if is_convolution else own, part
 
 
-def _extra_states(weights: Sequence[str], stacked: bool, layers: int, checkpoint: Checkpoint) -> Iterator[str]:
-    """Yields the names of the empty entries that Megatron-LM expects for each linear layer."""
-    for weight in weights:
+_LINEAR = re.compile(r"(?:.*\.)?(?:linear_\w+|in_proj|out_proj|eh_proj|output_layer)")
+"""Modules that have an extra state in Transformer Engine."""
+
+
+def _extra_states(names: ExportedNames, shapes: Mapping[str, Sequence[int]]) -> Iterator[str]:
+    """Yields the names of the entries for extra states of linear layers."""
+    for weight, shape in shapes.items():
         module = weight.removesuffix(".weight")
-        if not weight.endswith(".weight") or ".linear_" not in module:
+        if not weight.endswith(".weight") or not _LINEAR.fullmatch(module):
             continue
-        location = exported_location(weight, stacked)
-        experts = checkpoint.catalogue[weight][0].chunk.global_shape[0] if ".experts.linear_" in weight else 1
+        location, layers = names.location(weight), names.num_layers
+        experts = shape[0] if ".experts.linear_" in weight else 1
         stem = location.name.removesuffix(".weight")
         for expert in range(experts):
             index = [*([location.layer] if location.layer is not None else []), *([expert] if experts > 1 else [])]

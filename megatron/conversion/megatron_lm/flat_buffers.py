@@ -15,7 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron.conversion.megatron_lm.names import Found
+from megatron.conversion.megatron_lm.mixer_rows import RowOrder, row_orders
+from megatron.conversion.megatron_lm.names import Found, SourceTensor
 from megatron.conversion.megatron_lm.torch_dist import DistFolder, DistTensor
 from megatron.core.dist_checkpointing.chunk import MASTER, is_weight, optimizer_state_name
 from megatron.core.dist_checkpointing.planning import describe_names
@@ -90,8 +91,10 @@ def find_flat_state(
 def place_flat_state(buckets: Sequence[Bucket], shapes: Mapping[str, Sequence[int]], found: Found, source: str) -> None:
     """Finds the parameters of `shapes`, whose weights are in `found`, in flat buffers, and adds their main weights and
     moments. `source` names the checkpoint in errors. Raises UserError if a parameter is in no buffer."""
-    parts = _parts(shapes, found)
-    index = _Index(parts, found)
+    orders = row_orders(shapes)
+    weights = {name: _as_in_module(tensor, orders.get(name)) for name, tensor in found.tensors.items()}
+    parts = _parts(shapes)
+    index = _Index(parts, weights)
     places: dict[_TheirParameter, _Range] = {}
     for bucket in buckets:
         places |= index.place_all(bucket)
@@ -113,11 +116,16 @@ def place_flat_state(buckets: Sequence[Bucket], shapes: Mapping[str, Sequence[in
     for name, ranges in by_name.items():
         for kind in (MASTER, "exp_avg", "exp_avg_sq"):
             dtype = ranges[0].bucket[kind].dtype
-            found.add(optimizer_state_name(kind, name), dtype, partial(_joined, ranges, kind))
+            found.add(optimizer_state_name(kind, name), dtype, partial(_joined, ranges, kind, orders.get(name)))
 
 
-def _joined(ranges: Sequence[_Range], kind: str) -> Tensor:
-    return torch.cat([place.read(kind) for place in ranges]) if len(ranges) > 1 else ranges[0].read(kind)
+def _as_in_module(tensor: SourceTensor, order: RowOrder | None) -> SourceTensor:
+    return tensor if order is None else SourceTensor(tensor.dtype, lambda: order.to_module(tensor.read()))
+
+
+def _joined(ranges: Sequence[_Range], kind: str, order: RowOrder | None) -> Tensor:
+    values = torch.cat([place.read(kind) for place in ranges]) if len(ranges) > 1 else ranges[0].read(kind)
+    return values if order is None else order.from_module(values)
 
 
 def _buckets(folder: DistFolder, tensors: Mapping[str, DistTensor]) -> list[Bucket]:
@@ -139,7 +147,7 @@ def _buckets(folder: DistFolder, tensors: Mapping[str, DistTensor]) -> list[Buck
     return [grouped[key] for key in sorted(grouped)]
 
 
-def _parts(shapes: Mapping[str, Sequence[int]], found: Found) -> list[_TheirParameter]:
+def _parts(shapes: Mapping[str, Sequence[int]]) -> list[_TheirParameter]:
     """Returns the parameters in the order of the model; experts one by one."""
     parts = []
     for name, shape in shapes.items():
@@ -155,8 +163,8 @@ class _Index:
     """Finds parameters by their first elements. Parameters of equal content are found from the last
     to the first, the order in which buffers hold them."""
 
-    def __init__(self, parts: Sequence[_TheirParameter], found: Found) -> None:
-        self.found = found
+    def __init__(self, parts: Sequence[_TheirParameter], weights: Mapping[str, SourceTensor]) -> None:
+        self.weights = weights
         self.ambiguous: set[str] = set()
         self.by_signature: dict[bytes, list[_TheirParameter]] = defaultdict(list)
         self.dtypes: set[torch.dtype] = set()
@@ -201,7 +209,7 @@ class _Index:
         return _bytes(bucket["param"].read(Box((at,), (part.numel,))).to(weight.dtype)) == _bytes(weight)
 
     def _weight(self, part: _TheirParameter) -> Tensor:
-        return self.found.tensors[part.name].read()[part.begin : part.begin + part.numel]
+        return self.weights[part.name].read()[part.begin : part.begin + part.numel]
 
 
 def _bytes(values: Tensor) -> bytes:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.conversion.importing import write_flags
-from megatron.conversion.megatron_lm.arguments import attributes, check_token_mixers, flags_of_arguments
+from megatron.conversion.megatron_lm.arguments import attributes, check_layers, flags_of_arguments
 from megatron.conversion.megatron_lm.inert_pickle import shown
 from megatron.conversion.megatron_lm.legacy_layout import FILE, ModelLayout, TensorsOf
 from megatron.conversion.megatron_lm.legacy_source import LegacySource
@@ -89,7 +89,7 @@ def import_run(
     checkpoint = open_source(folder, tensors_of)
     common = checkpoint.common()
     config, words = _config(common, flags, folder)
-    check_token_mixers(config, "import-megatron")
+    check_layers(config, "import-megatron")
     vocab_size = config.tokenizer.model_vocab_size(build_tokenizer(config.tokenizer).vocab_size)
     shapes = canonical_shapes(config, build_model, vocab_size)
     found = checkpoint.find(shapes, with_optimizer)

@@ -31,6 +31,7 @@ from megatron.conversion.megatron_lm.legacy_optimizer import (
     flat_buckets,
     plain_states,
 )
+from megatron.conversion.megatron_lm.mixer_rows import RowOrder, row_orders
 from megatron.conversion.megatron_lm.names import VOCABULARY, Found, SourceTensor, merges_into, spellings
 from megatron.conversion.megatron_lm.torch_archive import StoredTensor, TorchArchive
 from megatron.conversion.model import RankTensor
@@ -155,8 +156,10 @@ class _RankFile:
         order: list[tuple[int, int, RankParameter]] = []  # of the parameters in their model
         local = Found()
         shapes: dict[str, tuple[int, ...]] = {}
+        orders: dict[str, RowOrder] = {}
         for number, (tensors, state) in enumerate(zip(self._described, chunks, strict=True)):
             used: set[str] = set()
+            of_chunk = row_orders({tensor.local_name: tensor.box.shape for tensor in tensors})
             for tensor in tensors:
                 names = _stored_names(tensor, state)
                 if not names:
@@ -168,6 +171,9 @@ class _RankFile:
                 for name in names:
                     one = SourceTensor(values.dtype, state[name].read)
                     order.append((number, list(state).index(name), RankParameter(key, tensor, one, part)))
+                if tensor.local_name in of_chunk:
+                    orders[key] = of_chunk[tensor.local_name]
+                    values = _in_our_order(values, orders[key])
                 weights[key] = (tensor, box, values)
                 local.tensors[key] = values
             left = {name for name in state if name not in used and "_extra_state" not in name}
@@ -177,7 +183,7 @@ class _RankFile:
         for key in weights:
             yield weights[key][0].name, _part(*weights[key][1:])
         if with_optimizer:
-            for key, kind, values in self._states(local, shapes, weights, order):
+            for key, kind, values in self._states(local, shapes, weights, order, orders):
                 tensor, box, _ = weights[key]
                 yield optimizer_state_name(kind, tensor.name), _part(box, values)
 
@@ -205,6 +211,7 @@ class _RankFile:
         shapes: Mapping[str, tuple[int, ...]],
         weights: Mapping[str, tuple[RankTensor, Box, SourceTensor]],
         order: Sequence[tuple[int, int, RankParameter]],
+        orders: Mapping[str, RowOrder],
     ) -> Iterator[tuple[str, str, SourceTensor]]:
         """Yields the optimizer state of the rank: name of the weight in `local`, kind, and all elements."""
         if (self.path / FLAT_FILE).exists():
@@ -220,7 +227,12 @@ class _RankFile:
             return
         ordered = [parameter for _, _, parameter in sorted(order, key=lambda item: item[:2])]
         trained = [parameter for parameter in ordered if _is_trained(parameter.tensor.name)]
-        yield from plain_states(self._content.get("optimizer"), trained, self.path / FILE)
+        for key, kind, values in plain_states(self._content.get("optimizer"), trained, self.path / FILE):
+            yield key, kind, _in_our_order(values, orders[key]) if key in orders else values
+
+
+def _in_our_order(values: SourceTensor, order: RowOrder) -> SourceTensor:
+    return SourceTensor(values.dtype, lambda: order.from_module(values.read()))
 
 
 def _is_trained(name: str) -> bool:

@@ -1,15 +1,17 @@
 """Names and shapes of Megatron-LM's checkpoints for the canonical tensors of a model.
 
 Their torch_dist format stacks the tensors of all layers along a leading axis, under a name without the layer's number,
-if all layers have the same tensors. Norms have the names of Transformer Engine's fused layers, where these exist. Their
-shapes are ours with some neighbouring axes merged (the heads of `linear_qkv`, the gate and up halves of `linear_fc1`),
-so the elements have the same order; the vocabulary is padded.
+if all layers have the same tensors, but never those of hybrid models. Norms have the names of Transformer Engine's
+fused layers, where these exist. Their shapes are ours with some neighbouring axes merged (the heads of `linear_qkv`,
+the gate and up halves of `linear_fc1`), so the elements have the same order; the vocabulary is padded. Tensors whose
+rows have another order are those of `mixer_rows`.
 """
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -21,15 +23,34 @@ VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight", "output
 """Canonical tensors with a row per token id."""
 
 _LAYER = re.compile(r"(?P<stack>.*?\blayers)\.(?P<layer>\d+)\.(?P<rest>.*)")
+_NORM = re.compile(
+    r"(?P<layer>.*\.)(?P<norm>input_layernorm|pre_mlp_layernorm|self_attention\.(?:q|kv)_layernorm)\.(?P<kind>\w+)"
+)
 _FUSED = (
     (r"(^|\.)input_layernorm\.(\w+)$", r"\1self_attention.linear_qkv.layer_norm_\2"),
+    (r"(^|\.)input_layernorm\.(\w+)$", r"\1self_attention.in_proj.layer_norm_\2"),
+    (r"(^|\.)input_layernorm\.(\w+)$", r"\1mixer.in_proj.layer_norm_\2"),
+    (r"(^|\.)input_layernorm\.(\w+)$", r"\1norm.\2"),  # Mamba-2, not fused
     (r"(^|\.)pre_mlp_layernorm\.(\w+)$", r"\1mlp.linear_fc1.layer_norm_\2"),
     (r"(^|\.)q_layernorm\.(\w+)$", r"\1linear_q_up_proj.layer_norm_\2"),
     (r"(^|\.)kv_layernorm\.(\w+)$", r"\1linear_kv_up_proj.layer_norm_\2"),
 )
 """Norms that Transformer Engine computes together with the linear layer behind them."""
+_EXPERTS = (r"\bmlp\.experts\.(?=linear_)", "mlp.experts.experts.")
+_INDEXER = (r"\bself_attention\.indexer\.", "self_attention.core_attention.indexer.")
+_MAMBA = (
+    (r"\bself_attention\.norm_weight$", "self_attention.norm.weight"),
+    (r"\bself_attention\.(?=(norm|A_log|D|dt_bias|in_proj|conv1d|out_proj)\b)", "mixer."),
+)
+_HYBRID = (
+    (r"^decoder\.final_layernorm\.", "decoder.final_norm."),
+    (r"\.transformer_layer\.(?=self_attention|input_layernorm|mixer)", ".mtp_model_layer.layers.0."),
+)
+_SECOND_OF_DEPTH = (r"\.transformer_layer\.(?=mlp|pre_mlp_layernorm)", ".mtp_model_layer.layers.1.")
+_ONLY_OF_DEPTH = (r"\.transformer_layer\.(?=mlp|pre_mlp_layernorm)", ".mtp_model_layer.layers.0.")
+"""A depth of multi-token prediction of a hybrid model has a layer for each letter."""
 _ALIASES = (
-    (r"\bmlp\.experts\.(?=linear_)", "mlp.experts.experts."),
+    *(_EXPERTS, _INDEXER, *_MAMBA, *_HYBRID, _SECOND_OF_DEPTH, _ONLY_OF_DEPTH),
     (r"\.transformer_layer\.", ".mtp_model_layer."),
 )
 
@@ -126,14 +147,73 @@ def merges_into(ours: tuple[int, ...], theirs: tuple[int, ...]) -> bool:
     return all(size == 1 for size in ours[at:]) and math.prod(ours) == math.prod(theirs)
 
 
-def exported_location(name: str, stacked: bool) -> Location:
-    """Returns the location that a canonical tensor of a GPT model gets in an export, with or without stacked layers."""
-    for pattern, replacement in (*_ALIASES[:1], *_FUSED[:2]):
-        name = re.sub(pattern, replacement, name)
-    found = _LAYER.fullmatch(name)
-    if found is None or not stacked:
-        return Location(name, None)
-    return Location(f"{found['stack']}.{found['rest']}", int(found["layer"]))
+@dataclass(frozen=True)
+class ExportedNames:
+    """The names that the tensors of a model get in an export."""
+
+    names: Collection[str]
+    """All canonical names of the model."""
+    is_hybrid: bool = False
+    is_local: bool = False
+    """Whether Megatron-LM's own layers load the export (`--transformer-impl local`), not those of Transformer
+    Engine."""
+
+    @cached_property
+    def num_layers(self) -> int:
+        """Layers of the decoder."""
+        return len(self._layers)
+
+    @cached_property
+    def is_stacked(self) -> bool:
+        """Whether the tensors of all layers are one."""
+        return not self.is_hybrid and len({frozenset(names) for names in self._layers.values()}) == 1
+
+    @cached_property
+    def _layers(self) -> dict[str, set[str]]:
+        """Names inside each layer of the decoder."""
+        layers: dict[str, set[str]] = {}
+        for name in self.names:
+            found = _LAYER.fullmatch(name)
+            if found is not None and found["stack"] == "decoder.layers":
+                layers.setdefault(found["layer"], set()).add(found["rest"])
+        return layers
+
+    def location(self, name: str) -> Location:
+        """Returns the location of a canonical tensor, or of a part of it (`mixer_rows`)."""
+        norm = _NORM.fullmatch(name)
+        linear = None if norm is None else self._fused_into(norm["layer"], norm["norm"])
+        if norm is not None and linear is not None:
+            name = f"{norm['layer']}{linear}.layer_norm_{norm['kind']}"
+        for pattern, replacement in self._aliases(name):
+            name = re.sub(pattern, replacement, name)
+        found = _LAYER.fullmatch(name)
+        if found is None or not self.is_stacked or found["stack"] != "decoder.layers":
+            return Location(name, None)
+        return Location(f"{found['stack']}.{found['rest']}", int(found["layer"]))
+
+    def _fused_into(self, layer: str, norm: str) -> str | None:
+        """Returns the linear layer that a norm belongs to; None if the norm is a module of its own."""
+        latent = self._has(layer, "linear_kv_up_proj")
+        if norm == "input_layernorm":
+            mixer = next((name for name in ("linear_qkv", "in_proj") if self._has(layer, name)), None)
+            return mixer and f"self_attention.{mixer}"
+        if norm == "pre_mlp_layernorm":
+            is_fused = not latent if self.is_local else f"{layer}mlp.router.weight" not in self.names
+            return "mlp.linear_fc1" if is_fused else None
+        is_fused = latent and not self.is_local and not self._has(layer, "indexer.linear_wk")
+        return norm.replace("_layernorm", "_up_proj").replace(".", ".linear_") if is_fused else None
+
+    def _has(self, layer: str, linear: str) -> bool:
+        return f"{layer}self_attention.{linear}.weight" in self.names
+
+    def _aliases(self, name: str) -> Iterator[tuple[str, str]]:
+        yield from (_EXPERTS, _INDEXER)
+        if f"{name.partition('self_attention.')[0]}self_attention.D" in self.names:
+            yield from _MAMBA
+        if self.is_hybrid:
+            yield from _HYBRID
+            depth = name.partition("mlp.")[0]
+            yield _SECOND_OF_DEPTH if f"{depth}input_layernorm.weight" in self.names else _ONLY_OF_DEPTH
 
 
 def exported_shape(name: str, shape: Sequence[int], divisor: int) -> tuple[int, ...]:

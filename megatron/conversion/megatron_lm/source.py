@@ -2,11 +2,14 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from megatron.conversion.megatron_lm.flat_buffers import find_flat_state, is_flat_state
+from megatron.conversion.megatron_lm.mixer_rows import RowOrder, row_orders
 from megatron.conversion.megatron_lm.names import Found, box_in, location_of
 from megatron.conversion.megatron_lm.torch_archive import StoredTensor
 from megatron.conversion.megatron_lm.torch_dist import COMMON_OBJECT, DistFolder, DistTensor
@@ -86,16 +89,23 @@ class DistSource:
         theirs = {name: tensor.shape for name, tensor in table.items()}
         used: dict[str, int] = Counter()
         missing = []
+        orders = row_orders(shapes)
         for name, shape in shapes.items():
-            location = location_of(name, theirs)
-            if location is None:
-                missing.append(name)
+            order = orders.get(name)
+            parts = {name: tuple(shape)} if order is None else order.part_shapes(name)
+            locations = {part: location_of(part, theirs) for part in parts}
+            reads = []
+            for part, location in locations.items():
+                if location is None:
+                    missing.append(part)
+                    continue
+                tensor = table[location.name]
+                reads.append(partial(tensor.read, box_in(location, tensor.shape, part, parts[part])))
+                used[tensor.name] += 1 if location.layer is not None else 0
+            if len(reads) < len(parts):
                 continue
-            tensor = table[location.name]
-            box = box_in(location, tensor.shape, name, shape)
             ours = optimizer_state_name(kind, name) if kind else name
-            found.add(ours, tensor.dtype, partial(tensor.read, box))
-            used[tensor.name] += 1 if location.layer is not None else 0
+            found.add(ours, tensor.dtype, reads[0] if order is None else partial(_joined, order, reads))
         if missing and not kind:
             raise UserError(f"{self.folder.path} has no {describe_names(missing)}, which the flags of the model need")
         if missing and kind:
@@ -107,6 +117,10 @@ class DistSource:
                     f"{self.folder.path}: {name} holds {stored[0]} layers, the model of these flags has {layers}"
                 )
         return set(used)
+
+
+def _joined(order: RowOrder, reads: Sequence[Callable[[], Tensor]]) -> Tensor:
+    return order.join([read() for read in reads])
 
 
 def numbers_called(value: Any, names: Sequence[str], depth: int = 8, seen: set[int] | None = None) -> Iterator[float]:

@@ -5,13 +5,7 @@ from typing import Any
 
 import pytest
 
-from megatron.conversion.megatron_lm.arguments import (
-    _FIELDS,
-    _GROUPS,
-    attributes,
-    check_token_mixers,
-    flags_of_arguments,
-)
+from megatron.conversion.megatron_lm.arguments import _FIELDS, _GROUPS, attributes, check_layers, flags_of_arguments
 from megatron.conversion.megatron_lm.inert_pickle import Inert, Name
 from megatron.core.exceptions import UserError
 from megatron.core.transformer.config.heterogeneous import HETEROGENEOUS
@@ -116,21 +110,14 @@ def test_shared_lists_take_no_exponential_time() -> None:
     assert "--moe-layer-freq" not in flags_of_arguments({**ARGUMENTS, "num_experts": 4, "moe_layer_freq": value})
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("hybrid_layer_pattern", "M-"),
-        ("experimental_attention_variant", "x"),
-        ("heterogeneous_layers_config_encoded_json", "{}"),
-    ],
-)
-def test_other_token_mixers_are_refused(field: str, value: str) -> None:
-    values = dict.fromkeys(("hybrid_layer_pattern", "experimental_attention_variant", *HETEROGENEOUS))
+def test_layers_of_different_sizes_are_refused() -> None:
+    field = "heterogeneous_layers_config_encoded_json"
+    values = dict.fromkeys(HETEROGENEOUS)
     plain: Any = SimpleNamespace(flat=lambda: values)
-    other: Any = SimpleNamespace(flat=lambda: {**values, field: value})
-    check_token_mixers(plain, "import-megatron")
-    with pytest.raises(UserError, match=f"import-megatron: not yet for --{field.replace('_', '-')}: the names"):
-        check_token_mixers(other, "import-megatron")
+    other: Any = SimpleNamespace(flat=lambda: {**values, field: "{}"})
+    check_layers(plain, "import-megatron")
+    with pytest.raises(UserError, match="import-megatron: not yet for --heterogeneous-layers-config-encoded-json: the"):
+        check_layers(other, "import-megatron")
 
 
 def test_no_arguments_no_flags() -> None:

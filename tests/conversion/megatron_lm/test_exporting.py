@@ -35,7 +35,8 @@ def imported(name: str, root: Path) -> ImportedRun:
 def test_there_and_back(name: str, iteration: int, tmp_path: Path) -> None:
     """An import that is exported has the names, shapes and values that Megatron-LM wrote, but for padded rows."""
     ours = imported(name, tmp_path / "ours")
-    done = export_run(tmp_path / "ours", tmp_path / "theirs", log=quiet)
+    # The MoE has Megatron-LM's own layers, which name norms before experts otherwise than Transformer Engine's.
+    done = export_run(tmp_path / "ours", tmp_path / "theirs", is_local=name.startswith("moe"), log=quiet)
     assert done.folder == tmp_path / "theirs" / f"iter_{iteration:07d}" and done.with_optimizer
     golden, made = read_by_torch(GOLDEN / name / done.folder.name), read_by_torch(done.folder)
     missing = {key for key in made.keys() - golden.keys() if not key.startswith("optimizer.state.param.")}
@@ -88,21 +89,12 @@ def test_what_is_refused(tmp_path: Path) -> None:
         export_run(tmp_path, tmp_path / "full")
     with pytest.raises(UserError, match=r"--load .*none: no such folder"):
         export_run(tmp_path / "none", tmp_path / "theirs")
-    save_checkpoint("--mtp-num-layers 1", tmp_path / "mtp")
-    with pytest.raises(UserError, match="not yet for --mtp-num-layers"):
-        export_run(tmp_path / "mtp", tmp_path / "theirs", log=quiet)
     assert not (tmp_path / "theirs").exists()
-
-
-HYBRID = "--hybrid-layer-pattern M- --mamba-head-dim 16 --mamba-num-groups 2"
-DELTA = "--experimental-attention-variant gated_delta_net --linear-num-key-heads 2 --linear-num-value-heads 2"
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (HYBRID, "not yet for --hybrid-layer-pattern"),
-        (DELTA, "not yet for --experimental-attention-variant"),
         ("--norm-placement sandwich", "the model has --norm-placement, without which"),
         ("--relu --logit-scale 2", "the model has --logit-scale, --relu, without which"),
         ("--softmax-scale 0.5", "the model has --softmax-scale, without which"),

@@ -217,11 +217,3 @@ def test_the_folder_that_is_meant(tmp_path: Path) -> None:
         import_run(golden, tmp_path / "ours", build_model, flags=GPT2.split())
     with pytest.raises(UserError, match="is a checkpoint of this program already"):
         import_run(tmp_path / "ours", tmp_path / "again", build_model, flags=LLAMA.split())
-
-
-def test_other_token_mixers_are_refused(tmp_path: Path) -> None:
-    """Their names and shapes could be ours, with the rows in another order."""
-    flags = "--experimental-attention-variant gated_delta_net"
-    with pytest.raises(UserError, match="import-megatron: not yet for --experimental-attention-variant"):
-        imported("llamastyle_distopt_fully_reshardable", tmp_path, flags)
-    assert not list(tmp_path.iterdir())

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from conversion.megatron_lm.test_torch_dist import read_by_torch
+from conversion.megatron_runs import FLAGS, GOLDEN, same_bits
 from conversion.oracles import make_model, save_model
 from conversion.saved_models import LLAMA, save_checkpoint
 from support.programs import python
@@ -15,7 +17,7 @@ from megatron.training.trained_model import load_trained_model
 from pretrain_gpt import build_model
 from tools.checkpoint.convert import main, size_in_bytes
 
-FIRST = "the first word must be one of import, export, import-megatron, export-megatron"
+FIRST = "the first word must be one of import, export, import-megatron, export-megatron, --from, --from-hf"
 SCRIPT = Path(__file__).resolve().parents[3] / "tools" / "checkpoint" / "convert.py"
 
 
@@ -43,6 +45,27 @@ def test_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     out = capsys.readouterr().out
     assert out.startswith(f"{tmp_path / 'back'}: Qwen2ForCausalLM, ")
     assert json.loads((tmp_path / "back" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_from_megatron_to_the_hub_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One command each way. transformers computes the logits of the weights; the second way gives the same names and
+    weights as the checkpoint that the first began with."""
+    source, flags = GOLDEN / "llamastyle_distopt_fully_reshardable", FLAGS["llamastyle_distopt_fully_reshardable"]
+    hub, back = tmp_path / "hub", tmp_path / "back"
+    assert main(["--from", str(source), "--to-hf", str(hub), "--", *flags.split()]) == 0
+    out = capsys.readouterr().out
+    assert f"{hub}: LlamaForCausalLM, " in out and "verified: transformers computes the same logits" in out
+    assert main(["--from-hf", str(hub), "--to", str(back)]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "hub"]
+    theirs, ours = read_by_torch(source / "iter_0000001"), read_by_torch(back / "release")
+    assert ours.keys() == {name for name in theirs if not name.startswith("optimizer.")}
+    for name, tensor in ours.items():
+        assert same_bits(tensor[: len(theirs[name])], theirs[name]), name
+
+
+def test_a_way_needs_both_of_its_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--from", str(tmp_path), "--to", str(tmp_path / "x")]) == 2
+    assert capsys.readouterr().err == "error: give --from with --to-hf, or --from-hf with --to\n"
 
 
 def test_a_run_with_the_printed_flags_starts_from_the_imported_weights(
@@ -76,7 +99,7 @@ def test_wrong_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ([], f"error: {FIRST}\n"),
         (
             ["convert"],
-            "error: the first word must be one of import, export, import-megatron, export-megatron, not convert\n",
+            f"error: {FIRST}, not convert\n",
         ),
         (["import", "--save", "x"], "error: --hf-dir is required\n"),
         (["export", "--load", "x", "--hf-dir", "y", "--max-shard-size", "5XB"], "5XB: not a size, such as 5GB"),
