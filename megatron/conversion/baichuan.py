@@ -38,7 +38,7 @@ class NormedHead(rules.Rule):
 
     reads = ("vocab_size",)
 
-    def fields(self, config: Json) -> dict[str, Any]:
+    def fields(self, config: Json) -> dict[str, object]:
         """Returns whether they have."""
         return {"normalize_output_weight": config["vocab_size"] != _ROWS_OF_BAICHUAN_1}
 

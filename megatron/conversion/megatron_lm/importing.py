@@ -19,6 +19,7 @@ from megatron.conversion.megatron_lm.inert_pickle import shown
 from megatron.conversion.megatron_lm.legacy_layout import FILE, ModelLayout, TensorsOf
 from megatron.conversion.megatron_lm.legacy_source import LegacySource
 from megatron.conversion.megatron_lm.names import Found, SourceTensor
+from megatron.conversion.megatron_lm.plain_folder import PlainSource, is_plain
 from megatron.conversion.megatron_lm.source import DistSource, Source, numbers_called
 from megatron.conversion.megatron_lm.torch_dist import METADATA, DistFolder
 from megatron.conversion.model import BuildModel, RankTensor, canonical_shapes, tensors_of_rank
@@ -129,16 +130,18 @@ def find_folder(source: Path, step: Step | None) -> tuple[Path, Step]:
 
 
 def open_source(folder: Path, tensors_of: TensorsOf) -> Source:
-    """Returns the checkpoint in a folder. `tensors_of` describes the tensors of a rank, which the legacy format needs.
+    """Returns the checkpoint in a folder. `tensors_of` describes the tensors of a rank, which formats need that hold
+    state dicts of modules.
 
-    Raises UserError if it is neither in the format torch_dist nor in the legacy one."""
+    Raises UserError if it is in none of the formats torch_dist, torch_dcp, fsdp_dtensor and torch (the legacy one)."""
     if (folder / MANIFEST).exists():
         raise UserError(f"{folder} is a checkpoint of this program already; load it as it is")
     if (folder / METADATA).exists():
-        return DistSource(DistFolder(folder))
+        stored = DistFolder(folder)
+        return PlainSource(stored, tensors_of) if is_plain(stored) else DistSource(stored)
     if any(folder.glob(f"mp_rank_*/{FILE}")):
         return LegacySource(folder, tensors_of)
-    raise UserError(f"{folder} has no {METADATA} and no mp_rank_*/{FILE}: it is in neither of the known formats")
+    raise UserError(f"{folder} has no {METADATA} and no mp_rank_*/{FILE}: it is in none of the known formats")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

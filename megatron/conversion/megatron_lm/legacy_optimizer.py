@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron.conversion.megatron_lm.flat_buffers import Bucket
 from megatron.conversion.megatron_lm.legacy_layout import EXPERTS
 from megatron.conversion.megatron_lm.names import SourceTensor, merges_into
+from megatron.conversion.megatron_lm.state_dict import concatenated
 from megatron.conversion.megatron_lm.torch_archive import StoredTensor, TorchArchive
 from megatron.conversion.model import RankTensor
 from megatron.core.dist_checkpointing.chunk import MASTER
@@ -138,11 +139,6 @@ def _joined(
             )
         stored = [by_place[place] for place in places]
         yield key, kind, SourceTensor(stored[0].dtype, partial(concatenated, stored))
-
-
-def concatenated(stored: Sequence[StoredTensor]) -> Tensor:
-    """Returns the elements of several tensors, one after the other."""
-    return stored[0].read() if len(stored) == 1 else torch.cat([one.read() for one in stored])
 
 
 def _parameters_of_group(

@@ -16,11 +16,15 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from megatron.core.dist_checkpointing.chunk import MASTER
 from megatron.core.exceptions import UserError
 from megatron.core.parameters import Box
 
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")
 """Canonical tensors with a row per token id."""
+
+KINDS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "param": MASTER, "fp32_param": MASTER}
+"""Kinds of optimizer state in their names, and ours."""
 
 _LAYER = re.compile(r"(?P<stack>.*?\blayers)\.(?P<layer>\d+)\.(?P<rest>.*)")
 _NORM = re.compile(
@@ -52,6 +56,7 @@ _ONLY_OF_DEPTH = (r"\.transformer_layer\.(?=mlp|pre_mlp_layernorm)", ".mtp_model
 _ALIASES = (
     *(_EXPERTS, _INDEXER, *_MAMBA, *_HYBRID, _SECOND_OF_DEPTH, _ONLY_OF_DEPTH),
     (r"\.transformer_layer\.", ".mtp_model_layer."),
+    (r"\.mixer\.conv1d\.(weight|bias)$", r".mixer.conv1d_\1"),  # of a module since 0.19
 )
 
 

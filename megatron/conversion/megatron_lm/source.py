@@ -10,15 +10,12 @@ from torch import Tensor
 
 from megatron.conversion.megatron_lm.flat_buffers import find_flat_state, is_flat_state
 from megatron.conversion.megatron_lm.mixer_rows import RowOrder, row_orders
-from megatron.conversion.megatron_lm.names import Found, box_in, location_of
+from megatron.conversion.megatron_lm.names import KINDS, Found, box_in, location_of
 from megatron.conversion.megatron_lm.torch_archive import StoredTensor
 from megatron.conversion.megatron_lm.torch_dist import COMMON_OBJECT, DistFolder, DistTensor
-from megatron.core.dist_checkpointing.chunk import MASTER, optimizer_state_name
+from megatron.core.dist_checkpointing.chunk import optimizer_state_name
 from megatron.core.dist_checkpointing.planning import describe_names
 from megatron.core.exceptions import UserError
-
-KINDS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "param": MASTER, "fp32_param": MASTER}
-"""Kinds of optimizer state in their names, and ours."""
 
 _STATE = re.compile(rf"(?:chained_\d+\.)?optimizer\.state\.(?P<kind>{'|'.join(KINDS)})\.(?P<name>.*)")
 _GROUPS = re.compile(r".*\.dp_group_idx_\d+\.optimizer/shard_.*")
@@ -123,9 +120,7 @@ def _joined(order: RowOrder, reads: Sequence[Callable[[], Tensor]]) -> Tensor:
     return order.join([read() for read in reads])
 
 
-def numbers_called(
-    value: object, names: Sequence[str], depth: int = 8, seen: set[int] | None = None
-) -> Iterator[float]:
+def numbers_called(value: Any, names: Sequence[str], depth: int = 8, seen: set[int] | None = None) -> Iterator[float]:
     """Yields the numbers under one of these keys anywhere in nested dicts and lists. Visits shared objects once."""
     seen = set() if seen is None else seen
     if depth == 0 or id(value) in seen:

@@ -110,6 +110,12 @@ def test_shared_lists_take_no_exponential_time() -> None:
     assert "--moe-layer-freq" not in flags_of_arguments({**ARGUMENTS, "num_experts": 4, "moe_layer_freq": value})
 
 
+def test_the_older_name_of_a_pattern() -> None:
+    for name in ("hybrid_override_pattern", "hybrid_layer_pattern"):
+        words = " ".join(flags_of_arguments({**ARGUMENTS, name: "M*"}))
+        assert "--hybrid-layer-pattern M*" in words, name
+
+
 def test_layers_of_different_sizes_are_refused() -> None:
     field = "heterogeneous_layers_config_encoded_json"
     values = dict.fromkeys(HETEROGENEOUS)

@@ -47,6 +47,22 @@ def test_any_order_and_padding(tmp_path: Path) -> None:
     assert not found.notes
 
 
+def test_rows_that_a_module_holds_in_another_order(tmp_path: Path) -> None:
+    """A gated delta net of two key heads with 4 channels, and 2 value heads of 8 channels each."""
+    torch.manual_seed(1)
+    shapes = {"in_proj.weight": (2, 44, 3), "conv1d.weight": (2, 24, 4), "A_log": (4,), "out_norm.weight": (8,)}
+    masters = {f"mixer.{name}": torch.randn(shape) for name, shape in shapes.items()}
+    rows = masters["mixer.in_proj.weight"]
+    parts = [rows[:, begin:end].flatten() for begin, end in ((0, 4), (4, 8), (8, 24), (24, 40), (40, 42), (42, 44))]
+    rows = masters["mixer.conv1d.weight"]
+    parts += [rows[:, begin:end].flatten() for begin, end in ((0, 4), (4, 8), (8, 24))]
+    bucket = torch.cat([*parts, masters["mixer.A_log"], masters["mixer.out_norm.weight"]])
+    weights = {name: master.bfloat16() for name, master in masters.items()}
+    found = found_in(tmp_path, {f"{GROUP}.bucket_idx_0": bucket}, weights)
+    for name, master in masters.items():
+        assert found.tensors[f"optimizer.exp_avg.{name}"].read().equal(master.flatten() * 10), name
+
+
 def test_equal_weights_are_told_apart_by_their_order_and_this_is_said(tmp_path: Path) -> None:
     """Norms whose main weights differ from 1 by less than bfloat16 can say. Buffers hold the last layer first."""
     first, last = torch.full((64,), 1.0001), torch.full((64,), 1.0002)

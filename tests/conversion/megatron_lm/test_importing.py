@@ -208,7 +208,7 @@ def test_the_folder_that_is_meant(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no latest_checkpointed_iteration.txt"):
         find_folder(tmp_path, None)
     (tmp_path / "iter_0000003").mkdir()
-    with pytest.raises(UserError, match="it is in neither of the known formats"):
+    with pytest.raises(UserError, match="it is in none of the known formats"):
         import_run(tmp_path / "iter_0000003", tmp_path / "ours", build_model, flags=GPT2.split())
     with pytest.raises(UserError, match="give the flags of the model behind --"):
         import_run(golden, tmp_path / "ours", build_model)

@@ -50,10 +50,20 @@ def flags_of(name: str) -> list[str]:
     return words[2:] if name == "hybrid" else words
 
 
+_PARTS = ("z", "x", "B", "C", "dt"), ("query", "key", "value", "z", "beta", "alpha")
+"""The parts of rows in the order of a module, of Mamba-2 and of gated delta nets. Safetensors files sort names."""
+
+
 def golden(name: str) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     """Tensors of their checkpoint, tokens, and their logits."""
     found = load_file(LAYERS / f"{name}.safetensors")
-    return found, found.pop("io.tokens"), found.pop("io.logits")
+    tokens, logits = found.pop("io.tokens"), found.pop("io.logits")
+
+    def place(key: str) -> int:
+        end, parts = key.rpartition(".")[2], _PARTS[".mixer." not in key]
+        return parts.index(end) if end in parts else -1
+
+    return {key: found[key] for key in sorted(found, key=place)}, tokens, logits
 
 
 def write_folder(root: Path, tensors: dict[str, Tensor]) -> None:
@@ -117,10 +127,6 @@ def state_of_rank(tensors: dict[str, Tensor], rank: int, ranks: int) -> dict[str
 def test_rows_of_mixers_in_the_legacy_format(ranks: int, tmp_path: Path) -> None:
     """Weights and moments are those of the torch_dist folder. A module holds the rows of its rank part by part."""
     tensors = {name: tensor.bfloat16() for name, tensor in golden("gdn")[0].items()}
-    order = ("query", "key", "value", "z", "beta", "alpha")  # safetensors sorts names
-    tensors = dict(
-        sorted(tensors.items(), key=lambda item: order.index(end) if (end := item[0].split(".")[-1]) in order else -1)
-    )
     write_folder(tmp_path / "theirs", tensors)
     states = {f"mp_rank_{rank:02d}": state_of_rank(tensors, rank, ranks) for rank in range(ranks)}
     legacy = write_legacy(tmp_path / "legacy", states)
