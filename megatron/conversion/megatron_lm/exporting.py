@@ -22,7 +22,14 @@ from megatron.conversion.megatron_lm.arguments import check_token_mixers
 from megatron.conversion.megatron_lm.names import exported_location, exported_shape
 from megatron.core.dist_checkpointing.checkpoint import Checkpoint
 from megatron.core.dist_checkpointing.checkpoint_selection import Log, open_newest
-from megatron.core.dist_checkpointing.chunk import AVERAGE, MASTER, Chunk, is_optimizer_state, is_weight, optimizer_state_name
+from megatron.core.dist_checkpointing.chunk import (
+    AVERAGE,
+    MASTER,
+    Chunk,
+    is_optimizer_state,
+    is_weight,
+    optimizer_state_name,
+)
 from megatron.core.dist_checkpointing.disk import Disk
 from megatron.core.dist_checkpointing.folders import RELEASE, Step, folder_name, sibling_name, write_tracker
 from megatron.core.dist_checkpointing.planning import describe_names, match
