@@ -24,7 +24,14 @@ from megatron.conversion.megatron_lm.mixer_rows import RowOrder, row_orders
 from megatron.conversion.megatron_lm.names import ExportedNames, exported_shape
 from megatron.core.dist_checkpointing.checkpoint import Checkpoint
 from megatron.core.dist_checkpointing.checkpoint_selection import Log, open_newest
-from megatron.core.dist_checkpointing.chunk import MASTER, Chunk, is_optimizer_state, is_weight, optimizer_state_name
+from megatron.core.dist_checkpointing.chunk import (
+    AVERAGE,
+    MASTER,
+    Chunk,
+    is_optimizer_state,
+    is_weight,
+    optimizer_state_name,
+)
 from megatron.core.dist_checkpointing.disk import Disk
 from megatron.core.dist_checkpointing.folders import RELEASE, Step, folder_name, sibling_name, write_tracker
 from megatron.core.dist_checkpointing.planning import describe_names, match
@@ -157,7 +164,9 @@ def _write(checkpoint: Checkpoint, config: PretrainConfig, folder: Path, is_loca
 
 def _has_adam(checkpoint: Checkpoint, weights: Sequence[str], log: Log) -> bool:
     """Whether the checkpoint holds the state of Adam, and of no other optimizer."""
-    ours = {optimizer_state_name(kind, name) for kind in (MASTER, *_MOMENTS) for name in weights}
+    ours = {optimizer_state_name(kind, name) for kind in (MASTER, *_MOMENTS, AVERAGE) for name in weights}
+    if any(optimizer_state_name(AVERAGE, name) in checkpoint.catalogue for name in weights):
+        log("left behind: the moving average of the weights (--ema-decay), for which its format has no place")
     other = [name for name in checkpoint.catalogue if is_optimizer_state(name) and name not in ours]
     if other:
         log(

@@ -67,7 +67,7 @@ def _whole(checkpoint: Checkpoint) -> dict[str, Chunk]:
         if is_weight(name):
             shape = tuple(stored[0].chunk.global_shape)
             tensor = torch.empty(shape, dtype=stored[0].chunk.dtype, device="meta")
-            found[name] = Chunk(name, shape, Box((0,) * len(shape), shape), None, tensor)
+            found[name] = Chunk(name, shape, Box.whole(shape), None, tensor)
     return found
 
 

@@ -301,6 +301,8 @@ def _weight_average(s: Settings) -> Iterator[str]:
         return
     if s.fp8_param_gather:
         yield "{ema_decay}: an evaluation puts the average in place of weights that {fp8_param_gather} keeps in fp8"
+    if s.save is not None and s.no_save_optim:
+        yield "{ema_decay}: checkpoints keep the average with the optimizer's state: leave out {no_save_optim:name}"
     if s.eval_fresh_samples:
         yield "{ema_decay} evaluates weights and average on the same samples: leave out {eval_fresh_samples:name}"
 

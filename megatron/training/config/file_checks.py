@@ -94,8 +94,10 @@ def _prefixes(blends: Sequence[Blend | None]) -> list[str]:
 
 
 def evaluation_tasks(s: Settings) -> Iterator[str]:
-    """The file of --eval-tasks describes tasks, and their data files exist."""
-    if s.eval_tasks and s.launch_environment.looks_at_files:  # "" is the problem of `paths_are_not_empty`
+    """The file of --eval-tasks describes tasks, and their data files exist. The model predicts the next token."""
+    if s.eval_tasks and s.model_family in ("bert", "t5"):
+        yield f"{{eval_tasks:name}}: a {s.model_family.upper()} does not predict the next token of a text; leave it out"
+    elif s.eval_tasks and s.launch_environment.looks_at_files:  # "" is the problem of `paths_are_not_empty`
         try:
             read_tasks(s.eval_tasks)
         except UserError as error:

@@ -158,7 +158,7 @@ class EvaluationConfig:
     skip_train: bool = False
     """Evaluate once and exit without training."""
 
-    eval_tasks: str | None = flag(None, families=["gpt"])
+    eval_tasks: str | None = None
     """YAML or JSON file of tasks that each evaluation scores: perplexity of texts, multiple choice, cloze, exact match
     (docs/evaluation.md)."""
 

@@ -98,6 +98,8 @@ def set_up(
         loaded = checkpoints.load(parts)
         if not loaded and providers.load_first_weights is not None:
             providers.load_first_weights(context, model, optimizer)
+            if optimizer.average is not None:
+                optimizer.average.restart()
         check_length(config, context.state)
         if environment.is_first and note_on_length:
             print(note_on_length, flush=True)

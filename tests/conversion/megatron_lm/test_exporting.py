@@ -8,6 +8,7 @@ import torch
 from conversion.megatron_lm.test_torch_dist import read_by_torch
 from conversion.megatron_runs import FLAGS, GOLDEN, same_bits, tensors_in
 from conversion.saved_models import build_random, config_of, save_checkpoint
+from support.runs import train
 
 from megatron.conversion.megatron_lm.exporting import export_run
 from megatron.conversion.megatron_lm.importing import ImportedRun, import_run
@@ -81,6 +82,16 @@ def test_state_of_another_optimizer_is_left_behind_and_a_line_says_so(tmp_path: 
     done = export_run(tmp_path / "ours", tmp_path / "theirs", log=said.append)
     assert not done.with_optimizer and not [name for name in DistFolder(done.folder).tensors if "optimizer" in name]
     assert len(said) == 1 and "there is optimizer.momentum_buffer.decoder.layers.0" in said[0], said
+
+
+def test_a_moving_average_is_left_behind_and_the_state_of_adam_is_not(tmp_path: Path) -> None:
+    train(f"--mock-data --train-iters 1 --ema-decay 0.9 --save {tmp_path / 'ours'}")
+    said: list[str] = []
+    done = export_run(tmp_path / "ours", tmp_path / "theirs", log=said.append)
+    names = DistFolder(done.folder).tensors
+    assert done.with_optimizer and [name for name in names if "exp_avg" in name]
+    assert not [name for name in names if "ema" in name]
+    assert any(line.startswith("left behind: the moving average of the weights (--ema-decay)") for line in said)
 
 
 def test_what_is_refused(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from megatron.core.parameters import Box
 
 def chunk(name: str, tensor: torch.Tensor) -> Chunk:
     shape = tuple(tensor.shape)
-    return Chunk(name, shape, Box((0,) * len(shape), shape), None, tensor)
+    return Chunk(name, shape, Box.whole(shape), None, tensor)
 
 
 def saved(root: Path, step: int, **tensors: torch.Tensor) -> Checkpoint:

@@ -1,10 +1,11 @@
 """--ema-decay: its formula, exact on resume and in every layout; evaluated and exported, with the weights untouched."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
-from support.runs import Outcome, differences, logger_of, state_at_end, state_at_start, train, train_on_ranks
+from support.runs import GPT, Outcome, differences, logger_of, state_at_end, state_at_start, train, train_on_ranks
 from torch import Tensor
 
 from megatron.conversion.exporting import export_model
@@ -71,8 +72,9 @@ def test_the_average_is_what_an_evaluation_of_its_export_measures(tmp_path: Path
     for chunk in model_chunks(model, lambda info: ()):
         assert torch.equal(chunk.values(), own[chunk.name].flatten()), chunk.name
     export_model(tmp_path / "a", tmp_path / "hf", build_model, average=True)
-    hub = train(f"{run} --load-hf {tmp_path / 'hf'} --skip-train".replace("--ema-decay 0.4", ""))
+    hub = train(f"{run} --load-hf {tmp_path / 'hf'} --skip-train")
     assert losses(hub)["validation"] == pytest.approx(losses(first)["validation-ema"], rel=1e-12)
+    assert losses(hub)["validation-ema"] == losses(hub)["validation"], "a new average begins with the loaded weights"
     again = train(f"{run} --load {tmp_path / 'a'} --skip-train")
     assert losses(again) == losses(first)
 
@@ -91,7 +93,23 @@ def test_a_run_may_begin_and_end_to_average(tmp_path: Path, capsys: pytest.Captu
     assert not averages(state_at_end([train(f"{plain} --train-iters 1 --load {tmp_path / 'b'}")]))
 
 
-@pytest.mark.parametrize("more", ["--ema-decay 1.0", "--optimizer-cpu-offload --use-precision-aware-optimizer"])
-def test_values_that_cannot_work_are_refused(more: str) -> None:
-    with pytest.raises(UserError, match="--ema-decay"):
-        train(f"{RUN} --train-iters 1 {more}")
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("--ema-decay 1.0", "--ema-decay 1.0 must be larger than 0 and less than 1"),
+        ("--optimizer-cpu-offload --optimizer-offload-fraction 1.0", "leave out --optimizer-cpu-offload"),
+        ("--eval-iters 1 --eval-fresh-samples", "leave out --eval-fresh-samples"),
+        ("--save saved --no-save-optim", "leave out --no-save-optim"),
+        ("--bf16 --fp8-format e4m3 --fp8-param-gather", "keeps in fp8"),
+    ],
+)
+def test_values_that_cannot_work_are_refused(more: str, message: str) -> None:
+    run = RUN.replace("--fp64", "") if "bf16" in more else RUN
+    with pytest.raises(UserError, match=message):
+        train(f"{run} --train-iters 1 {more}")
+
+
+def test_an_optimizer_of_the_script_keeps_no_average() -> None:
+    providers = dataclasses.replace(GPT, build_optimizer=lambda context, model: None)
+    with pytest.raises(UserError, match="--ema-decay: the script's own optimizer keeps no average of the weights"):
+        train(f"{RUN} --train-iters 1", providers)

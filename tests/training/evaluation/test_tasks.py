@@ -135,5 +135,7 @@ def test_a_bad_document_ends_the_run_before_its_model_is_built(
     ):
         train(f"{RUN} --eval-tasks {path} --save {tmp_path / 'saved'}")
     assert "this process holds" not in capsys.readouterr().out
+    with pytest.raises(UserError, match="--eval-tasks: a BERT does not predict the next token of a text; leave it out"):
+        train(f"{RUN} --eval-tasks {path}", defaults={"model_family": "bert"})
     with pytest.raises(UserError, match=r"--eval-tasks: .*tasks.json: task 1: 'texts' is not a mapping"):
         train(f"{RUN} --eval-tasks {write_tasks(tmp_path, ['texts'])}")
