@@ -25,7 +25,8 @@ _LAUNCH = 3e-6
 """Seconds between two kernels in which the GPU is not full."""
 _GROUPED, _GROUPED_FP8 = 0.87, 0.75
 """Speed of the products of experts, as part of that of one product of the same FLOPs (measure_experts.py: 88%; in fp8
-from the row MOE64 in fp8 of benchmarks/results/h200.json)."""
+from the row MOE64 in fp8 of benchmarks/results/h200.json). Weight gradients in bfloat16 take the time of one product and
+that of adding them to their totals."""
 _DIAGONAL = 12.9
 """Attention computes, beyond the pairs that count, as many keys for a query as half of this times the channels."""
 _STATES = {"mamba": 6.0e12, "gated_delta_net": 3.2e12}
@@ -108,14 +109,16 @@ def product_seconds(each: Product, shape: tuple[int, int, int], gpu: Gpu, gradie
     item = 1 if each.fp8 else each.dtype.itemsize
     value = rate.value / (1 if item < 4 else 2 * item)  # float32 products use TF32 or no tensor cores at all
     flops = 2.0 * rows * columns * (inner + _TILE_ENDS * (2 if each.fp8 else 1))
+    weights = each.weights if each.experts else 1
+    read = item * inner * (rows + columns * weights) if not gradient else item * inner * (rows + columns)
+    written = 8 * rows * columns * weights if gradient else 2 * rows * columns
+    if gradient and each.experts and not each.fp8:  # a finished tile is added to its gradient before the next begins
+        return Figure(flops / value + written / gpu.copy.value + _LAUNCH, rate.source, rate.error)
     if each.experts:
         compute = flops / (_GROUPED_FP8 if each.fp8 else _GROUPED) / value
     else:
         tiles = min(_tiles(rows, columns), _tiles(columns, rows)) * max(1, inner // _SPLIT)
         compute = flops * math.ceil(tiles / gpu.multiprocessors) * gpu.multiprocessors / tiles / value
-    weights = each.weights if each.experts else 1
-    read = item * inner * (rows + columns * weights) if not gradient else item * inner * (rows + columns)
-    written = 8 * rows * columns * weights if gradient else 2 * rows * columns
     return Figure(max(compute, (read + written) / gpu.copy.value) + _LAUNCH, rate.source, rate.error)
 
 
