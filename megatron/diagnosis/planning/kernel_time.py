@@ -25,8 +25,8 @@ _LAUNCH = 3e-6
 """Seconds between two kernels in which the GPU is not full."""
 _GROUPED, _GROUPED_FP8 = 0.87, 0.75
 """Speed of the products of experts, as part of that of one product of the same FLOPs (measure_experts.py: 88%; in fp8
-from the row MOE64 in fp8 of benchmarks/results/h200.json). Weight gradients in bfloat16 take the time of one product and
-that of adding them to their totals."""
+from the row MOE64 in fp8 of benchmarks/results/h200.json). Weight gradients in bfloat16 take the time of one product
+and that of adding them to their totals."""
 _DIAGONAL = 12.9
 """Attention computes, beyond the pairs that count, as many keys for a query as half of this times the channels."""
 _STATES = {"mamba": 6.0e12, "gated_delta_net": 3.2e12}

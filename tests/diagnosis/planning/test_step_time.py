@@ -31,7 +31,7 @@ PLAIN = (
 def newest_rows() -> list[Any]:
     newest = {}
     for row in ROWS:
-        if "--optimizer muon" in row["flags"]:  # the time of its products is refused
+        if "--optimizer muon" in row["flags"] or "attention-variant dsa" in row["flags"]:  # their time is refused
             continue
         kind = "delayed" if "delayed" in row["flags"] else ""
         newest[row["cell"], row["layout"], row["precision"], kind, bool(row.get("documents"))] = row
