@@ -18,7 +18,8 @@ from tools.show_timeline import report
 
 _KINDS = {
     "products": r"nvjet|gemm|cu(tlass|blas)|_accumulate_kernel|_product_(specialized_)?kernel|_weight_kernel|_of_block",
-    "attention": r"sdpa|flash|fmha|cudnn|_merge|^_(for|back)ward_(specialized_)?kernel|_round_kernel|_max_logits",
+    "attention": r"sdpa|flash|fmha|cudnn|_merge|^_(for|back)ward_(specialized_)?kernel|_round_kernel|_max_logits"
+    r"|_index_scores|^_(query|key)_gradient_kernel",
     "communication": r"nccl|Memcpy PtoP",
     "state space layers": r"_causal_conv|_chunk_factors|^_(scan|states?|queries|keys|steps)_"
     r"|^_(state|pair|query|key|decay)_gradients",

@@ -105,7 +105,8 @@ def plan_attention(backend: Backend, variant: AttentionVariant, config: "Transfo
     If the kernel of `attention_backend` flash or fused cannot compute a layer, the next one does. On a machine
     with a GPU a warning says so if this concerns training on unpacked rows.
     """
-    return _plan(backend.attention.kernels[config.attention_backend], variant, config)
+    kernels = backend.attention.kernels[config.attention_backend]
+    return _plan([each for each in kernels if variant.selects or not each.for_selected_keys], variant, config)
 
 
 def plan_attention_blocks(backend: Backend, variant: AttentionVariant, config: "TransformerConfig") -> BlockPlan:

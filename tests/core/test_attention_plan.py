@@ -30,7 +30,8 @@ WITHOUT_DROPOUT = kernel(
 def plan(kernels: list[AttentionKernel], variant: AttentionVariant, asked: AttnBackend = AttnBackend.auto) -> Any:
     backend = LOCAL.with_operations(attention={name: {asked: tuple(kernels)} for name in ("kernels", "block_kernels")})
     config = SimpleNamespace(params_dtype=torch.float32, attention_backend=asked, attention_dropout=variant.dropout)
-    assert plan_attention_blocks(backend, variant, config) == plan_attention(backend, variant, config)
+    if not any(each.for_selected_keys for each in kernels):
+        assert plan_attention_blocks(backend, variant, config) == plan_attention(backend, variant, config)
     return plan_attention(backend, variant, config)
 
 
@@ -92,3 +93,13 @@ def test_a_kernel_is_no_reason_for_its_own_use() -> None:
         "training: flash, because exact has no dropout (--attention-dropout 0 is faster); "
         "evaluation: exact, because flash is faster than another from Hopper on only"
     )
+
+
+def test_layers_that_select_keys_have_a_kernel_for_their_masks() -> None:
+    selected = kernel("selected", for_selected_keys=True)
+    assert plan([selected, FAST, UNFUSED], AttentionVariant(1.0, True)).describe("cuda") == "fast"
+    choices = plan([selected, FAST, UNFUSED], AttentionVariant(1.0, True, selects=True))
+    situation = Situation("cuda", torch.float32, True, False)
+    for shape, chosen in (((2, 1, 5, 9), selected), ((2, 1, 1, 9), FAST), ((2, 3, 5, 9), FAST), (None, FAST)):
+        mask = None if shape is None else torch.zeros(shape, dtype=torch.bool)
+        assert choices.kernel_of(situation, AttentionCall(mask=mask), 5) is chosen

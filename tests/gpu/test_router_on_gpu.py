@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.core.ops.moe.routing import router_logits
 from megatron.core.tokens import RngPosition, Tokens
 from megatron.core.transformer.layer_inputs import LayerInputs
 from megatron.core.transformer.moe.router import TopKRouter
@@ -65,3 +66,28 @@ def test_it_routes_as_a_cpu_does_and_waits_for_nothing(kind: str) -> None:
     torch.testing.assert_close(gradient_found, gradient, rtol=1e-9, atol=1e-10)
     if expected.kept is not None:
         assert torch.equal(found.kept.cpu(), expected.kept) and not expected.kept.all()
+
+
+def test_float32_products_of_bfloat16_numbers_are_exact_on_tensor_cores() -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    hidden, weight = (torch.randn(rows, 512, device="cuda", generator=generator).bfloat16() for rows in (700, 96))
+    upstream = torch.randn(700, 96, device="cuda", generator=generator)
+    hidden.requires_grad_()
+    parameter = torch.nn.Parameter(weight)
+    totals = torch.zeros(96, 512, device="cuda")
+
+    class Total:
+        def add_grouped_product(self, left: torch.Tensor, right: torch.Tensor, accumulate: Any) -> None:
+            accumulate(totals, left, right)
+
+    parameter.main_grad_accumulator = Total()  # type: ignore[attr-defined]
+    logits = router_logits(hidden, parameter, None, torch.float32)
+    logits.backward(upstream)
+    assert hidden.grad is not None
+    exact = hidden.double(), weight.double(), upstream.double()
+    for found, expected, limit in (
+        (logits, exact[0] @ exact[1].t(), 5e-6),
+        (totals, exact[2].t() @ exact[0], 5e-6),
+        (hidden.grad, exact[2] @ exact[1], 4e-3),  # rounded to bfloat16
+    ):
+        assert (found.double() - expected).norm() <= limit * expected.norm()

@@ -61,7 +61,7 @@ _PARTS, _PART_BLOCK = 512, 4096
 
 
 @triton.jit
-def _squares_kernel(sums, matrices, size, PARTS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _squared_momentum_kernel(sums, matrices, size, PARTS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     part, n = tl.program_id(0), tl.program_id(1).to(tl.int64)
     total = tl.zeros((BLOCK,), tl.float32)
     for begin in range(part * BLOCK, size, PARTS * BLOCK):
@@ -72,7 +72,7 @@ def _squares_kernel(sums, matrices, size, PARTS: tl.constexpr, BLOCK: tl.constex
 
 
 @triton.jit
-def _round_kernel(  # type: ignore[no-untyped-def]
+def _rounded_momentum_kernel(  # type: ignore[no-untyped-def]
     output, matrices, sums, size, scale, margin, eps, PARTS: tl.constexpr, BLOCK: tl.constexpr
 ):
     n = tl.program_id(1).to(tl.int64)
@@ -89,8 +89,8 @@ def round_normalized(matrices: Tensor, output: Tensor, scale: float, margin: flo
     n, size = len(matrices), matrices[0].numel()
     matrices = matrices.contiguous()
     sums = matrices.new_empty(n, _PARTS)
-    _squares_kernel[(_PARTS, n)](sums, matrices, size, PARTS=_PARTS, BLOCK=_PART_BLOCK, num_warps=8)
-    _round_kernel[(cdiv(size, _PART_BLOCK), n)](
+    _squared_momentum_kernel[(_PARTS, n)](sums, matrices, size, PARTS=_PARTS, BLOCK=_PART_BLOCK, num_warps=8)
+    _rounded_momentum_kernel[(cdiv(size, _PART_BLOCK), n)](
         output, matrices, sums, size, scale, margin, EPS, PARTS=_PARTS, BLOCK=_PART_BLOCK, num_warps=8
     )
 

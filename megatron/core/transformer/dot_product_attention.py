@@ -1,5 +1,6 @@
 """Scaled dot-product attention: the part between the QKV projection and the output projection."""
 
+import dataclasses
 import math
 
 import torch
@@ -174,6 +175,11 @@ class DotProductAttention(MegatronModule):
         # On a CPU: `attention` of megatron/core/ops/attention/unfused.py, the definition.
         compute = self.plan.kernel_of(situation, call, query.shape[0]).compute
         return compute(query, key, value, self.variant, call).flatten(2)  # [s, b, a * d]
+
+    def expect_selected_keys(self) -> None:
+        """From now on calls have masks that select keys for each query, the same for all heads."""
+        self.variant = dataclasses.replace(self.variant, selects=True)
+        self.plan = plan_attention(self.backend, self.variant, self.config)
 
     @torch.no_grad()
     def _measure_logits(self, query: Tensor, key: Tensor, call: AttentionCall) -> None:

@@ -23,6 +23,7 @@ from megatron.core.parameters import Constant
 from megatron.core.tensor_parallel.replicated import ReplicatedLinear
 from megatron.core.tensor_parallel.storage import new_parameter
 from megatron.core.tokens import row_index
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.layer_inputs import LayerInputs, as_heads
 from megatron.core.transformer.layer_metrics import LayerMetrics
@@ -132,6 +133,8 @@ class SparseLatentAttention(MLASelfAttention):
             config, submodules, layer_number, attn_mask_type, cp_comm_type, pg_collection=groups, backend=backend
         )
         self.indexer = DSAIndexer(config, groups.tp, backend)
+        if isinstance(self.core_attention, DotProductAttention):
+            self.core_attention.expect_selected_keys()
         self.metrics = LayerMetrics(layer_number)
         self.score_scale = score_scale(config)
         self.cp_group, self.cp_size = groups.cp, groups.size("cp")
@@ -169,7 +172,7 @@ class SparseLatentAttention(MLASelfAttention):
         assert topk
         if index.key.shape[0] <= topk:
             return inputs.attention_mask
-        return unselected_keys(*index, hidden, topk, relu)
+        return unselected_keys(*index, hidden, topk, relu, self.backend.attention.index_scores)
 
     def _with_loss(
         self,

@@ -29,6 +29,7 @@ CHECKS = {
     "specialized_products accumulations linears biases",
     "delta_rule_kernels": "packed long_rows",
     "muon_kernels": "symmetric_products matrices_of_several_shapes updates",
+    "selected_keys": "scores masks",
     "recurrent_kernels": "convolutions gated_norms rounded_scans",
     "fp8_kernels": "largest_values noted_values noted_rows casts by_largest blocks",
     "fp8_grouped_kernels": "largest_values casts by_largest blocks products weight_gradients",

@@ -9,10 +9,13 @@ from support import (
     fp8_grouped_kernels,
     muon_kernels,
     recurrent_kernels,
+    selected_keys,
     triton_agreement,
 )
 
 CHECKS: dict[str, tuple[ModuleType, list[str]]] = {
+    "ops/attention/indexer_triton.py": (selected_keys, ["scores"]),
+    "ops/attention/masked_triton.py": (selected_keys, ["masks"]),
     "ops/attention/merge_triton.py": (triton_agreement, ["merged_blocks"]),
     "ops/dropout/dropout_triton.py": (triton_agreement, ["masks", "bias_dropout_residual"]),
     "ops/fp8/grouped_quantize_triton.py": (fp8_grouped_kernels, ["largest_values", "casts", "by_largest", "blocks"]),

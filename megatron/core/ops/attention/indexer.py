@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from megatron.core.communication.collectives import Group, all_reduce
 from megatron.core.ops.attention.unfused import SCORES_AT_ONCE
 from megatron.core.ops.precision import widened
+from megatron.core.ops.records import ByDevice
 from megatron.core.utils.autograd_context import AutogradContext
 
 HiddenKeys = Callable[[int, int], Tensor]
@@ -30,19 +31,33 @@ def index_scores(query: Tensor, key: Tensor, weight: Tensor, relu: bool = True) 
 
 @torch.no_grad()
 def unselected_keys(
-    query: Tensor, key: Tensor, weight: Tensor, hidden: HiddenKeys, topk: int, relu: bool = True
+    query: Tensor,
+    key: Tensor,
+    weight: Tensor,
+    hidden: HiddenKeys,
+    topk: int,
+    relu: bool = True,
+    scores_of: Callable[..., Tensor] = index_scores,
 ) -> Tensor:
     """Returns which keys attention leaves out: bool [b, 1, s, sk]. Each query keeps the `topk` keys with the largest
-    scores of those it sees, or all if it sees fewer. Of keys with equal scores it keeps the earlier ones."""
+    scores of those it sees, or all if it sees fewer. Of keys with equal scores it keeps the earlier ones. `scores_of`
+    computes `index_scores`."""
+    compute = scores_of.chosen_for(query) if isinstance(scores_of, ByDevice) else scores_of
     blocks = []
-    for first, rows in _blocks(query, key, query.shape[2]):
+    for first, rows in _blocks(query, key, query.shape[2] if compute is index_scores else 1):
         block = slice(first, first + rows)
-        scores = index_scores(query[block], key, weight[block], relu)
+        scores = compute(query[block], key, weight[block], relu)
         unseen = hidden(first, rows).expand(scores.shape)
-        scores = scores.masked_fill(unseen, -torch.inf)
-        best = scores.sort(dim=-1, descending=True, stable=True).indices[..., :topk]
-        blocks.append(torch.ones_like(unseen).scatter_(-1, best, False) | unseen)
+        blocks.append(~_best(scores.masked_fill_(unseen, -torch.inf), topk) | unseen)
     return torch.cat(blocks, 1)[:, None]
+
+
+def _best(scores: Tensor, count: int) -> Tensor:
+    """Returns which scores [..., sk] are the `count` largest of their row, of equal ones the earlier."""
+    least = scores.topk(count, dim=-1, sorted=False).values.amin(-1, keepdim=True)
+    above, equal = ~(scores <= least), scores == least
+    room = count - above.sum(-1, keepdim=True)
+    return above | (equal & (equal.cumsum(-1, dtype=torch.int32) <= room))
 
 
 def indexer_loss(

@@ -67,6 +67,9 @@ class AttentionKernel:
     queries. It accepts such masks with packed documents too."""
     takes_no_mask: bool = False
     """Whether the kernel accepts neither masks nor positions of the queries."""
+    for_selected_keys: bool = False
+    """Whether the kernel is meant for layers that select keys, and accepts only calls with their masks, [b or 1, 1, sq,
+    sk]."""
     is_preference: bool = False
     """True if `attention_backend` does not ask for this kernel. The next kernel may then compute the calls that this
     one cannot."""
@@ -78,6 +81,8 @@ class AttentionKernel:
         """Whether the kernel computes a call with so many queries in a row, of a layer that it serves."""
         if queries < self.least_queries:
             return False
+        if self.for_selected_keys:
+            return call.mask is not None and call.mask.shape[1] == 1 and call.mask.shape[2] == queries > 1
         if self.takes_no_mask:
             return call.query_positions is None and call.mask is None
         if self.masks_keys_only:
@@ -353,6 +358,16 @@ def with_own_flash(
         AttnBackend.auto: (for_documents, for_long_rows, *auto[:-1], SDPA_CUDA, auto[-1]),
         AttnBackend.flash: (*flash, kernel, *others),
     }
+
+
+def with_masked(
+    candidates: Mapping[AttnBackend, tuple[AttentionKernel, ...]], compute: Compute
+) -> dict[AttnBackend, tuple[AttentionKernel, ...]]:
+    """Returns the candidates with the kernels of `masked_triton` as the first choice of layers that select keys."""
+    kernel = AttentionKernel(
+        "our attention to selected keys", compute, _on_any_cuda, _varlen_refusal, for_selected_keys=True
+    )
+    return {asked: (kernel, *kernels) if len(kernels) > 1 else kernels for asked, kernels in candidates.items()}
 
 
 def with_flash3(

@@ -7,6 +7,7 @@ from typing import Self
 from torch import Tensor
 
 from megatron.core.ops.attention.blocks import merge_block
+from megatron.core.ops.attention.indexer import index_scores
 from megatron.core.ops.attention.kernels import (
     BLOCK_CANDIDATES,
     CANDIDATES,
@@ -15,6 +16,7 @@ from megatron.core.ops.attention.kernels import (
     OwnFlash,
     before_unfused,
     own_flash_kernels,
+    with_masked,
     with_own_flash,
 )
 from megatron.core.ops.attention.max_logits import max_attention_logits
@@ -33,6 +35,8 @@ class AttentionOps(Ops):
     """`rms_norm` of heads and `apply_rope` as one operation; None: they are two."""
     merge_block: Callable[..., None] = operation(merge_block, "attention")
     max_attention_logits: Callable[..., Tensor] = operation(max_attention_logits, "attention")
+    index_scores: Callable[..., Tensor] = operation(index_scores, "attention")
+    """Its kernel computes no gradients."""
     kernels: Mapping[AttnBackend, tuple[AttentionKernel, ...]] = field(default_factory=lambda: CANDIDATES)
     """Attention kernels for each value of `attention_backend`, in order of preference. A layer uses the first kernel
     that supports it."""
@@ -43,7 +47,13 @@ class AttentionOps(Ops):
     def by_triton(cls) -> Self:
         """Returns the record with our kernels for GPUs."""
         from megatron.core.ops import normed_rope_triton, rope_triton
-        from megatron.core.ops.attention import flash_triton, max_logits_triton, merge_triton
+        from megatron.core.ops.attention import (
+            flash_triton,
+            indexer_triton,
+            masked_triton,
+            max_logits_triton,
+            merge_triton,
+        )
 
         own_flash = OwnFlash(flash_triton.has_specialized_warps)
         whole_rows, blocks = own_flash_kernels(
@@ -54,8 +64,10 @@ class AttentionOps(Ops):
         )
         plain = cls(
             normed_rope=normed_rope,
-            kernels=with_own_flash(CANDIDATES, whole_rows, own_flash),
+            kernels=with_masked(
+                with_own_flash(CANDIDATES, whole_rows, own_flash), masked_triton.masked_attention_triton
+            ),
             block_kernels=before_unfused(BLOCK_CANDIDATES, blocks),
         )
-        modules = normed_rope_triton, rope_triton, max_logits_triton, merge_triton
+        modules = normed_rope_triton, rope_triton, max_logits_triton, merge_triton, indexer_triton
         return on_gpus(plain, *modules)

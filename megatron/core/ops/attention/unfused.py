@@ -44,6 +44,8 @@ class AttentionVariant:
     boundaries, like those of documents."""
     adds_bias: bool = False
     """The call's `bias` is added to the scores."""
+    selects: bool = False
+    """Calls have masks that select keys for each query, the same for all heads."""
 
     @property
     def reach(self) -> tuple[int | None, int | None]:
