@@ -71,8 +71,8 @@ class TokenizerConfig:
     tokenizer_type: TokenizerType | None = flag(None, supported=[None, *WORKING_TYPES])
     """Family of the tokenizer: GPT2BPETokenizer (--vocab-file, --merge-file; the default); HuggingFaceTokenizer and
     SFTTokenizer (--tokenizer-model: a folder or tokenizer.json); TikTokenizer (a .json or .model file);
-    SentencePieceTokenizer, GPTSentencePieceTokenizer and Llama2Tokenizer (a .model file); BertWordPieceLowerCase and BertWordPieceCase
-    (--vocab-file); NullTokenizer (text consists of ids)."""
+    SentencePieceTokenizer, GPTSentencePieceTokenizer and Llama2Tokenizer (a .model file); BertWordPieceLowerCase
+    and BertWordPieceCase (--vocab-file); NullTokenizer (text consists of ids)."""
 
     vocab_file: str | None = flag(None, from_checkpoint=True)
     """Vocabulary file: a vocab.json for GPT2BPETokenizer, a vocab.txt for BertWordPieceLowerCase and
