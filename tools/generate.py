@@ -4,12 +4,14 @@ python tools/generate.py --load runs/quickstart/checkpoints --prompt "def " --ma
 python tools/generate.py --load runs/bert --prompt "the loss of the [MASK] is printed"
 python tools/generate.py --load runs/t5 --prompt "the <extra_id_0> of the run is printed"
 
+python tools/generate.py --load runs/tuned --chat
+
 The checkpoint describes the model and the tokenizer. See docs/quickstart.md.
 """
 
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +30,7 @@ from megatron.core.inference.generation import generate
 from megatron.core.inference.mask_filling import fill_masks
 from megatron.core.inference.sampling import GREEDY, SamplingParams
 from megatron.data.tokenizer.base import Tokenizer
+from megatron.data.tokenizer.sft import SFTTokenizer
 from megatron.training.config.recorded_flags import words_of_spec
 from megatron.training.config.retired import Occurrence
 from megatron.training.config.tool_flags import Section, read_tool_flags
@@ -39,7 +42,7 @@ ABOUT = (
     "Continues prompts with a trained model. Without --top-k, --top-p and --temperature, it always takes the most "
     "likely token. The continuation of a prompt depends on the model, the flags, and the index of the prompt. A BERT "
     "fills each [MASK] of a prompt with the most likely token instead. The encoder of a T5 reads the prompt, and its "
-    "decoder writes the text."
+    "decoder writes the text. With --chat, prompts are the user's turns of a conversation."
 )
 MASK = "[MASK]"
 """Stands for a masked token in a prompt."""
@@ -60,6 +63,16 @@ class GenerationConfig:
 
     prompts_file: str | None = None
     """File with one text to continue on each line, after those of --prompt."""
+
+    chat: bool = False
+    """Answer as the assistant, by the chat template of the tokenizer. The prompts are the turns of the user in one
+    conversation; without prompts they are lines of the standard input."""
+
+    system: str | None = None
+    """With --chat: the system's message, which begins the conversation."""
+
+    chat_template: str | None = None
+    """With --chat: file with a Jinja template. Default: that of the run, or of the tokenizer's folder."""
 
     max_new_tokens: int = 100
     """Largest number of tokens to add to a prompt. A continuation ends earlier where the model ends the document."""
@@ -115,8 +128,11 @@ def problems_of(config: GenerationConfig) -> Iterator[str]:
     """Yields a problem for each flag that is missing or impossible."""
     if config.load is None:
         yield "{load:name} is required"
-    if not config.prompt and config.prompts_file is None:
+    if not config.prompt and config.prompts_file is None and not config.chat:
         yield "{prompt:name} or {prompts_file:name} is required"
+    for name in ("system", "chat_template"):
+        if getattr(config, name) is not None and not config.chat:
+            yield f"{{{name}:name}} needs {{chat:name}}"
     for name in ("max_new_tokens", "batch_size"):
         if getattr(config, name) < 1:
             yield f"{{{name}}} must be at least 1"
@@ -142,6 +158,8 @@ def write(config: GenerationConfig) -> None:
     words = given_again(config)
     trained = load_trained_model(build_model, config.load or "", config.ckpt_step, words, log=note, average=config.ema)
     note(f"{config.load}: iteration {trained.iteration}, on {trained.device}")
+    if config.chat:
+        return write_answers(trained, texts or map(str.rstrip, sys.stdin), config)
     if trained.config.model.model_family == "bert":
         return write_filled(trained, texts, config)
     if trained.config.model.model_family == "t5":
@@ -163,6 +181,29 @@ def write(config: GenerationConfig) -> None:
         for text, prompt, ids in zip(texts[batch], prompts[batch], written, strict=True):
             text_after = continuation(trained.tokenizer, prompt if text else [], ids)
             print((text if config.echo else "") + text_after, flush=True)
+
+
+def write_answers(trained: TrainedModel, turns: Iterable[str], config: GenerationConfig) -> None:
+    """Prints the assistant's answer to each turn of the user, in one conversation. Raises UserError for a model or a
+    tokenizer that does not chat."""
+    flags = trained.config.tokenizer
+    if trained.config.model.model_family not in ("gpt", "hybrid"):
+        raise UserError(f"--chat: a {trained.config.model.model_family} does not continue conversations")
+    if flags.family not in ("SFTTokenizer", "HuggingFaceTokenizer"):
+        raise UserError(f"--chat: a {flags.family} has no chat template; only a Hugging Face tokenizer may have one")
+    template = config.chat_template or flags.chat_template
+    tokenizer = SFTTokenizer(flags.tokenizer_model or "", flags.sft_tokenizer_prompt_format, template)
+    ends = [*end_ids(flags, tokenizer), *([] if (end := tokenizer.turn_end()) is None else [end])]
+    messages = [] if config.system is None else [{"role": "system", "content": config.system}]
+    for number, turn in enumerate(turns):
+        messages.append({"role": "user", "content": turn})
+        prompt = check_length(trained, tokenizer.encode_prompt(messages), config.max_new_tokens)
+        (ids,) = generate(
+            trained.model, [prompt], config.max_new_tokens, config.sampling(), ends=ends, first_sequence=number
+        )
+        answer = tokenizer.detokenize(ids)
+        messages.append({"role": "assistant", "content": answer})
+        print(answer, flush=True)
 
 
 def write_decoded(trained: TrainedModel, texts: Sequence[str], config: GenerationConfig) -> None:
@@ -249,6 +290,11 @@ def encode(trained: TrainedModel, text: str, max_new_tokens: int) -> list[int]:
         ids = trained.tokenizer.tokenize(text) or [trained.tokenizer.eod]
     except UserError as error:
         raise UserError(f"prompt {text!r}: {error}") from error
+    return check_length(trained, ids, max_new_tokens)
+
+
+def check_length(trained: TrainedModel, ids: list[int], max_new_tokens: int) -> list[int]:
+    """Returns the ids of a prompt. Raises UserError if the model has too few positions for them and the new tokens."""
     longest = trained.max_sequence_length
     if trained.config.model.position_embedding_type == "learned_absolute" and len(ids) + max_new_tokens > longest:
         raise UserError(

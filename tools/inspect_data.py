@@ -3,6 +3,11 @@
 python tools/inspect_data.py --data-path corpus_text_document --documents 3 --tokenizer-type GPT2BPETokenizer \
     --vocab-file vocab.json --merge-file merges.txt
 
+python tools/inspect_data.py --data-path talks.jsonl --documents 3 --tokenizer-type SFTTokenizer \
+    --tokenizer-model FOLDER
+
+With an SFTTokenizer a file of conversations is verified, and what is learned is shown in colour.
+
 The exit code is 1 if a dataset has a fault. docs/data.md describes the faults.
 """
 
@@ -19,14 +24,17 @@ if __name__ == "__main__":  # before the imports that take seconds
     exit_quietly()
 
 import numpy as np
+from rich.console import Console
+from rich.text import Text
 
 from megatron.core.exceptions import UserError
 from megatron.data.datasets.indexed_dataset import IndexedDataset
-from megatron.data.preparation.inspection import decoded_documents, find_faults
+from megatron.data.preparation.inspection import decoded_documents, find_faults, inspected_conversations
 from megatron.data.preparation.manifest import read_manifest
 from megatron.data.tokenizer.base import Tokenizer
 from megatron.data.tokenizer.build import build_tokenizer
 from megatron.data.tokenizer.config import TokenizerConfig
+from megatron.data.tokenizer.sft import SFTTokenizer
 from megatron.training.config.tool_flags import Section, read_tool_flags
 
 USAGE = "python tools/inspect_data.py --data-path PREFIX ... [flags]"
@@ -41,7 +49,7 @@ class InspectionConfig:
     """What to verify and to show."""
 
     data_path: list[str] | None = None
-    """Prefixes of the data sets, without .bin. Required."""
+    """Prefixes of the data sets, without .bin; with an SFTTokenizer, files of conversations. Required."""
 
     documents: int = 0
     """Number of documents whose text is shown. Needs the tokenizer's flags."""
@@ -92,6 +100,8 @@ def _no_problems(_: TokenizerConfig) -> tuple[str, ...]:
 
 def _inspect(prefix: str, config: InspectionConfig, tokenizer: Tokenizer | None) -> list[str]:
     """Verifies a dataset and prints the results. Returns its faults."""
+    if isinstance(tokenizer, SFTTokenizer):
+        return _inspect_conversations(prefix, config, tokenizer)
     faults = list(dict.fromkeys(find_faults(prefix, tokenizer)))
     for fault in faults:
         print(f"FAULT: {fault}")
@@ -106,6 +116,32 @@ def _inspect(prefix: str, config: InspectionConfig, tokenizer: Tokenizer | None)
         except UserError:
             if not faults:
                 raise
+    return faults
+
+
+def _inspect_conversations(path: str, config: InspectionConfig, tokenizer: SFTTokenizer) -> list[str]:
+    """Verifies a file of conversations and prints the results, with learned parts in green, or in angle quotes where
+    there are no colours. Returns its faults."""
+    console = Console(soft_wrap=True, highlight=False)
+    faults, count, tokens, learned = [], 0, 0, 0
+    last = config.first_document + config.documents
+    for number, talk in enumerate(inspected_conversations(path, tokenizer, config.tokens)):
+        if talk.fault is not None:
+            faults.append(talk.fault)
+            print(f"FAULT: {talk.fault}")
+            continue
+        count, tokens, learned = count + 1, tokens + talk.tokens, learned + talk.learned
+        if config.first_document <= number < last:
+            cut = f", the first {config.tokens}" if talk.tokens > config.tokens else ""
+            print(f"--- {talk.place}: {talk.tokens} tokens, {talk.learned} of them learned{cut}", flush=True)
+            styled = [
+                (text, "bold green" if learns else "") if console.is_terminal else f"«{text}»" if learns else text
+                for text, learns in talk.parts
+            ]
+            console.print(Text.assemble(*styled))
+    if not count and not faults:
+        raise UserError(f"--data-path {path}: contains no conversations")
+    print(f"{path}: {count:,} conversations, {tokens:,} tokens, {learned:,} of them learned; {len(faults)} faults")
     return faults
 
 

@@ -21,6 +21,7 @@ from megatron.core.parameters import info_of
 from megatron.data.tokenizer.build import build_tokenizer
 from megatron.data.tokenizer.config import TokenizerConfig
 from megatron.data.tokenizer.null import NullTokenizer
+from megatron.data.tokenizer.sft import SFTTokenizer
 from megatron.training.arguments import configure
 from megatron.training.config.settings import LaunchEnvironment
 from megatron.training.inspection.run_description import describe_run
@@ -224,3 +225,40 @@ def test_as_a_program(checkpoints: Path) -> None:
     words = ["--load", str(checkpoints), "--prompt", "The ", "--max-new-tokens", "3", "--no-echo"]
     done = subprocess.run([python(), str(ROOT / "tools/generate.py"), *words], capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.strip() and not done.stdout.startswith("The ")
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|endoftext|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_chat_continues_the_conversation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """Each prompt is what the template makes of all turns so far, the model's answers among them."""
+    folder = ROOT / "tests/data/golden/corpus/hf"
+    (tmp_path / "chat.jinja").write_text(CHATML)
+    flags = TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))
+    model = SimpleNamespace(model_family="gpt", position_embedding_type="rope")
+    config = SimpleNamespace(tokenizer=flags, model=model)
+    tokenizer = SFTTokenizer(str(folder), chat_template=str(tmp_path / "chat.jinja"))
+    trained = SimpleNamespace(config=config, model=None, iteration=3, device="cpu", max_sequence_length=99)
+    asked = []
+
+    def answer(model, prompts, max_new_tokens, sampling, *, ends, first_sequence):
+        assert tokenizer.turn_end() in ends
+        asked.append(tokenizer.detokenize(prompts[0]))
+        return [tokenizer.tokenize(f"answer {first_sequence}")]
+
+    monkeypatch.setattr(GENERATE, "generate", answer)
+    monkeypatch.setattr(GENERATE, "load_trained_model", lambda *_, **__: trained)
+    words = ["--load", "x", "--chat", "--chat-template", str(tmp_path / "chat.jinja"), "--system", "Be kind."]
+    assert run(capsys, *words, "--prompt", "Hi", "--prompt", "And?")[:2] == (0, "answer 0\nanswer 1\n")
+    begin = "<|im_start|>system\nBe kind.<|endoftext|><|im_start|>user\nHi<|endoftext|><|im_start|>assistant\n"
+    more = "answer 0<|endoftext|><|im_start|>user\nAnd?<|endoftext|><|im_start|>assistant\n"
+    assert asked == [begin, begin + more]
+    monkeypatch.setattr(sys, "stdin", ["Hi\n"])
+    assert run(capsys, *words)[:2] == (0, "answer 0\n") and asked[-1] == begin
+    assert "has no chat template; give --chat-template FILE" in run(capsys, *words[:3])[2]
+    config.tokenizer = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=9)
+    assert "--chat: a NullTokenizer has no chat template" in run(capsys, *words)[2]
+    assert "--system needs --chat" in run(capsys, "--load", "x", "--prompt", "a", "--system", "b")[2]

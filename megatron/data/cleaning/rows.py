@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megatron.core.exceptions import UserError
 from megatron.core.utils.files import open_atomically
+from megatron.data.datasets.object_store import is_url
 from megatron.data.preparation.blocks import LineReader
 from megatron.data.preparation.inputs import InputFile
 from megatron.data.preparation.json_lines import BadLine, texts_of_line
@@ -60,8 +61,11 @@ class Row:
 
 
 def source_of(file: InputFile, folder: Path) -> Source:
-    """Returns the source of a file. The plain lines of a compressed, Parquet, Arrow or text file go to `folder`."""
-    plain = file.path if file.kind == "plain" else str(folder / f"plain-{file.index:05d}.jsonl")
+    """Returns the source of a file. The plain lines of a compressed, Parquet, Arrow or text file, or of an object in a
+    store, go to `folder`."""
+    plain = (
+        file.path if file.kind == "plain" and not is_url(file.path) else str(folder / f"plain-{file.index:05d}.jsonl")
+    )
     return Source(file, plain)
 
 

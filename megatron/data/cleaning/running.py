@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron.core.exceptions import UserError
 from megatron.core.utils.files import parse_json, sync_directory
+from megatron.data.datasets.object_store import is_url
 from megatron.data.preparation.inputs import InputFile
 from megatron.data.preparation.resuming import lock_folder
 
@@ -45,7 +46,7 @@ def check_apart(output: Path, files: Sequence[InputFile], inputs: Sequence[str])
         if os.path.isdir(name) and place.is_relative_to(Path(name).resolve()):
             raise UserError(f"--output {output}: inside --input {name}; name a folder outside of it")
     for file in files:
-        if Path(file.path).resolve().is_relative_to(place):
+        if not is_url(file.path) and Path(file.path).resolve().is_relative_to(place):
             raise UserError(f"--output {output}: contains the input {file.path}; name another folder")
 
 

@@ -6,6 +6,7 @@ sample is repeated within a pass. Everything is a function of the sample's numbe
 """
 
 import json
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from megatron.data.datasets.blending import BlendOrder
 from megatron.data.datasets.utils import Blend, check_weights, get_blend_from_list, normalize
 
 _KEYS = {"from_sample", "data_path"}
+_RULES = {"cap", "temperature"}
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,8 @@ class BlendStage:
 
 def read_stages_file(path: str) -> list[BlendStage]:
     """Reads the stages from a JSON file: a list of objects with `from_sample` and `data_path`, the words of
-    --data-path in a list or a text. Raises UserError that names the file and the stage."""
+    --data-path in a list or a text, and optionally the rules of `mixed_weights`. Raises UserError that names the file
+    and the stage."""
     try:
         content = parse_json(read_regular_file(path))
     except OSError as error:
@@ -55,8 +58,11 @@ def read_stages_file(path: str) -> list[BlendStage]:
 
 
 def _stage(entry: object) -> BlendStage:
-    if not isinstance(entry, dict) or entry.keys() != _KEYS:
-        raise UserError(f"expected an object with the keys {', '.join(sorted(_KEYS))}, not {json.dumps(entry)[:80]}")
+    if not isinstance(entry, dict) or not _KEYS <= entry.keys() <= _KEYS | _RULES:
+        raise UserError(
+            f"expected an object with the keys {', '.join(sorted(_KEYS))} (also: {', '.join(sorted(_RULES))}), not "
+            + json.dumps(entry)[:80]
+        )
     first, words = entry["from_sample"], entry["data_path"]
     if not isinstance(first, int) or isinstance(first, bool) or first < 0:
         raise UserError(f"from_sample is {json.dumps(first)}, not a number of samples")
@@ -68,8 +74,22 @@ def _stage(entry: object) -> BlendStage:
         raise UserError("a prefix is named twice")
     if weights is None and len(prefixes) > 1:
         raise UserError("data_path needs a weight before each prefix")
-    found = [1.0] if weights is None else normalize(check_weights(weights))
+    rules: dict[str, float] = {}
+    for name in sorted(_RULES & entry.keys()):
+        value = entry[name]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise UserError(f"{name} is {json.dumps(value)}, not a number above 0")
+        rules[name] = value
+    if rules and weights is None:
+        raise UserError(f"{', '.join(rules)} changes weights, and data_path has none")
+    found = [1.0] if weights is None else normalize(check_weights(mixed_weights(check_weights(weights), **rules)))
     return BlendStage(first, tuple(prefixes), tuple(found))
+
+
+def mixed_weights(weights: Sequence[float], cap: float = math.inf, temperature: float = 1.0) -> list[float]:
+    """Returns min(w, cap) ** (1 / temperature) for each weight w, not normalized: the mixing rules of Raffel et al.
+    2020, section 3.5.2, if weights are sizes of the datasets. A temperature above 1 makes the shares more alike."""
+    return [min(weight, cap) ** (1 / temperature) for weight in weights]
 
 
 def prefixes_of(stages: Sequence[BlendStage]) -> list[str]:
@@ -86,7 +106,7 @@ class StageOrder:
     """The dataset of each of `size` samples, and the sample's number in that dataset, counted over all stages."""
 
     def __init__(self, stages: Sequence[BlendStage], size: int) -> None:
-        self.prefixes = prefixes_of(stages)
+        self.prefixes, self.size = prefixes_of(stages), size
         self.stages = [stage for stage in stages if stage.first_sample < size]
         self.starts = [stage.first_sample for stage in self.stages]
         ends = [*self.starts[1:], size]
@@ -102,6 +122,13 @@ class StageOrder:
     def _weights(self, stage: BlendStage) -> np.ndarray:
         share = dict(zip(stage.prefixes, stage.weights, strict=True))
         return np.array([share.get(prefix, 0.0) for prefix in self.prefixes])
+
+    def planned(self, consumed: int) -> np.ndarray:
+        """Returns the samples that the weights plan for each prefix among the first `consumed` ones, float64
+        [prefixes]."""
+        ends = [*self.starts[1:], consumed]
+        lengths = [max(0, min(end, consumed) - start) for start, end in zip(self.starts, ends, strict=True)]
+        return sum((length * order.weights for length, order in zip(lengths, self.orders, strict=True)), np.zeros(1))
 
     def stage_of(self, sample: int) -> int:
         """Returns the index of a sample's stage."""

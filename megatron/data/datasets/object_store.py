@@ -1,10 +1,11 @@
-"""Datasets in object stores: prefixes such as s3://bucket/corpus, read through the package fsspec.
+"""Objects in stores, such as s3://bucket/corpus, read through the package fsspec: datasets, and the input of tools.
 
 An index (.idx) is read as a whole, or copied once into a local folder (`local_copy`) and mapped from there. Tokens
 (.bin) are read sample by sample, in the processes that read ahead. Every process opens its own connection.
 """
 
 import hashlib
+import io
 import os
 import re
 from pathlib import Path
@@ -66,6 +67,69 @@ def read_bytes(url: str, start: int | None = None, stop: int | None = None) -> b
     """Returns an object's bytes [start, stop). Raises UserError if there is no such object, StoreError if the store
     does not answer."""
     return bytes(_ask(url, "cat_file", start=start, end=stop))
+
+
+def objects_like(url: str) -> dict[str, bool]:
+    """Returns the URLs that a URL or a pattern names, in order, and whether each is a folder. A pattern does not name
+    hidden objects. Raises UserError if the store cannot be read."""
+    store = file_system(url)
+    found = {url: _ask(url, "info")} if exists(url) else _ask(url, "glob", detail=True)
+    hidden = url.rsplit("/", 1)[-1].startswith(".")
+    return {
+        url if path == url else store.unstrip_protocol(path): info.get("type") == "directory"
+        for path, info in sorted(found.items())
+        if hidden or not path.rstrip("/").rsplit("/", 1)[-1].startswith(".")
+    }
+
+
+def objects_under(url: str) -> list[str]:
+    """Returns the URLs of all objects in a folder and its folders. Raises UserError if the store cannot be read."""
+    return [file_system(url).unstrip_protocol(path) for path in _ask(url, "find")]
+
+
+def open_object(url: str) -> io.RawIOBase:
+    """Opens an object for reading at any place. Its errors are UserError."""
+    return _ObjectFile(url)
+
+
+class _ObjectFile(io.RawIOBase):
+    def __init__(self, url: str) -> None:
+        super().__init__()
+        self._url, self._size, self._at = url, size_of(url), 0
+        self._block, self._block_start = b"", 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        self._at = max(0, start + offset)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        count = min(len(buffer), self._size - self._at)
+        if count <= 0:
+            return 0
+        start = self._at - self._block_start
+        if not 0 <= start < len(self._block):
+            stop = min(self._at + max(count, _READ_AHEAD), self._size)
+            self._block, self._block_start, start = read_bytes(self._url, self._at, stop), self._at, 0
+            if len(self._block) < stop - self._at:
+                raise StoreError(f"{self._url}: was shortened while it was read")
+        part = self._block[start : start + count]
+        buffer[: len(part)] = part
+        self._at += len(part)
+        return len(part)
+
+
+_READ_AHEAD = 4 << 20
+"""Bytes of the smallest request for a part of an object."""
 
 
 def _ask(url: str, method: str, **options: object) -> Any:

@@ -1,10 +1,7 @@
 """Conversations for supervised fine-tuning: packed into samples, with a loss on the assistant's turns only."""
 
-import hashlib
-import json
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,17 +9,17 @@ import torch
 from torch import Tensor
 
 from megatron.core.exceptions import UserError
-from megatron.core.utils.files import parse_json
 from megatron.core.utils.warn import warn_on_first_rank
 from megatron.data.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron.data.datasets.conversations import ConversationFile, parse_conversation
 from megatron.data.datasets.megatron_dataset import MegatronDataset
 from megatron.data.datasets.special_tokens import restarted_positions
 from megatron.data.datasets.utils import Split
 
 
 class SFTConversations:
-    """The conversations of a .jsonl file, encoded. Each line is {"messages": [{"role": ..., "content": ...}, ...]}, and
-    may have other fields that the chat template reads, such as tools.
+    """The conversations of a file (`conversations.ConversationFile`), encoded. A row may have other fields that the
+    chat template reads, such as tools.
 
     `tokenizer.encode_conversation(messages, fields)` gives ids and, for each, whether it is learned. Raises UserError
     that names file and line for a line that is no conversation or has no turn to learn from. Fields that the template
@@ -32,20 +29,15 @@ class SFTConversations:
     def __init__(self, path: str, tokenizer: Any) -> None:
         if not hasattr(tokenizer, "encode_conversation"):
             raise UserError(f"--sft: {path} has conversations, which only --tokenizer-type SFTTokenizer encodes")
-        try:
-            lines = Path(path).read_bytes().splitlines()
-        except OSError as error:
-            raise UserError(f"--data-path {path}: {error.strerror}; --sft reads a .jsonl file") from None
+        file = ConversationFile(path)
         ids: list[np.ndarray] = []
         learned: list[np.ndarray] = []
         unread: Counter[str] = Counter()
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
+        for place, line in file:
             try:
                 encoded = _encode(tokenizer, line, unread)
             except UserError as error:
-                raise UserError(f"{path}:{number}: {error}") from None
+                raise UserError(f"{place}: {error}") from None
             ids.append(np.array(encoded[0], np.int32))
             learned.append(np.array(encoded[1], bool))
         if not ids:
@@ -54,7 +46,7 @@ class SFTConversations:
             named = ", ".join(f"{name} ({count})" for name, count in sorted(unread.items()))
             warn_on_first_rank(f"{path}: the chat template does not read these fields, in so many lines: {named}")
         self.ids, self.learned = ids, learned
-        self.digest = hashlib.sha256(b"\n".join(lines)).hexdigest()
+        self.digest = file.digest
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -130,7 +122,7 @@ class SFTDataset(MegatronDataset):
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str | None, config: BlendedMegatronDatasetConfig) -> object:
-        """Reads and encodes a .jsonl file."""
+        """Reads and encodes a file of conversations."""
         assert dataset_path is not None
         return SFTConversations(dataset_path, config.tokenizer)
 
@@ -199,58 +191,3 @@ def _pack(
     if used:
         first.append(position)
     return np.concatenate(orders), np.array(first, np.int64)
-
-
-_ASSISTANT, _TOOL = "assistant", "tool"
-_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-_KINDS = {bool: "a boolean", int: "a number", float: "a number", str: "a text", list: "a list", dict: "an object"}
-
-
-def parse_conversation(line: bytes) -> tuple[list[Mapping[str, Any]], dict[str, Any]]:
-    """Returns the turns of a conversation and the other fields of its line. Raises UserError that names the field."""
-    try:
-        row = parse_json(line)
-    except ValueError as error:
-        raise UserError(f"not JSON: {error}") from None
-    fields = dict(row) if isinstance(row, dict) else {"messages": row}
-    messages = fields.pop("messages", None)
-    if not isinstance(messages, list) or not messages:
-        raise UserError('expected {"messages": [{"role": ..., "content": ...}, ...]}')
-    _check_characters(row)
-    for number, turn in enumerate(messages, 1):
-        if not isinstance(turn, dict) or not isinstance(turn.get("role"), str) or not turn.keys() - {"role"}:
-            raise UserError('each turn needs a "role" and a "content"')
-        try:
-            _check_turn(turn)
-        except UserError as error:
-            raise UserError(f"turn {number}: {error}") from None
-    return messages, fields
-
-
-def _check_characters(row: Any) -> None:
-    try:
-        json.dumps(row, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        half = ascii(error.object[error.start])
-        raise UserError(f"{half} is half of a surrogate pair, which is not a character") from None
-    except RecursionError:
-        raise UserError("not JSON: nested too deeply") from None
-
-
-def _check_turn(turn: Mapping[str, Any]) -> None:
-    content, role = turn.get("content"), turn["role"]
-    calls = turn.get("tool_calls")
-    if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
-        raise UserError('"tool_calls" is not a list of objects')
-    for name in _THOUGHTS:
-        if not isinstance(turn.get(name), str | None):
-            raise UserError(f'"{name}" is {_KINDS[type(turn[name])]}; expected a text')
-    if content is None:
-        if role != _ASSISTANT or not (calls or any(turn.get(name) for name in _THOUGHTS)):
-            raise UserError('no "content", which only a turn of the assistant with "tool_calls" may leave out')
-    elif isinstance(content, list):
-        for part in content:
-            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                raise UserError('"content" has a part that is not {"type": "text", "text": "..."}')
-    elif not isinstance(content, str) and not (isinstance(content, dict) and role == _TOOL):
-        raise UserError(f'"content" is {_KINDS[type(content)]}; expected a text')

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron.core.exceptions import UserError
+from megatron.data.datasets.object_store import is_url, open_object
 from megatron.data.preparation.parquet import check_columns
 
 ENDING = ".arrow"
@@ -58,7 +59,7 @@ def _open(path: str) -> Any:
     except ImportError:
         raise UserError(f"--input {path}: an Arrow file, which needs a package: pip install pyarrow") from None
     try:
-        file = pyarrow.memory_map(path)
+        file = pyarrow.PythonFile(open_object(path)) if is_url(path) else pyarrow.memory_map(path)
         try:
             return pyarrow.ipc.open_stream(file)
         except pyarrow.ArrowInvalid:

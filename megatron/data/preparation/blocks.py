@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from megatron.core.exceptions import UserError
-from megatron.data.preparation.compression import CHECKS, DAMAGE, open_plain
+from megatron.data.preparation.compression import CHECKS, DAMAGE, open_plain, open_raw
 from megatron.data.preparation.inputs import InputFile
 
 _LARGEST_BLOCK = 16 << 20
@@ -79,7 +79,7 @@ class LineReader:
     def __init__(self, file: InputFile, longest: int) -> None:
         self._file = file
         self._longest = longest
-        self._raw = open(file.path, "rb", buffering=0)  # noqa: SIM115
+        self._raw = open_raw(file.path)
         self._stream = open_plain(self._raw, file.path, file.kind)
         self._position = 0  # always the start of a line after seek_line
         self.ended = False

@@ -8,6 +8,7 @@ import zlib
 from typing import Any, Literal
 
 from megatron.core.exceptions import UserError
+from megatron.data.datasets.object_store import is_url, open_object
 
 Kind = Literal["plain", "gzip", "xz", "zstd", "parquet", "arrow", "text"]
 """How an input file is stored."""
@@ -39,7 +40,12 @@ def kind_of(path: str, start: bytes) -> Kind:
     return next((kind for magic, kind in _MAGIC.items() if start.startswith(magic)), "plain")
 
 
-def open_plain(raw: io.FileIO, path: str, kind: Kind) -> io.BufferedReader:
+def open_raw(path: str) -> Any:
+    """Opens a local file, or an object in a store, for reading its bytes as they are, without a buffer."""
+    return open_object(path) if is_url(path) else open(path, "rb", buffering=0)
+
+
+def open_plain(raw: Any, path: str, kind: Kind) -> io.BufferedReader:
     """Returns a buffered stream of the file's uncompressed bytes. It closes `raw` when it is closed."""
     stream: Any = raw
     if kind == "gzip":
@@ -54,7 +60,7 @@ def open_plain(raw: io.FileIO, path: str, kind: Kind) -> io.BufferedReader:
 class _ZstdStream(io.RawIOBase):
     """Decompresses the frames of a file one after the other. Raises EOFError if the file is cut off or damaged."""
 
-    def __init__(self, raw: io.FileIO, path: str) -> None:
+    def __init__(self, raw: Any, path: str) -> None:
         super().__init__()
         self._raw = raw
         self._zstandard = _load_zstandard(path)

@@ -1,14 +1,16 @@
-"""Finds the input files: named files, patterns, and all text files of folders."""
+"""Finds the input files: named files, patterns, and all text files of folders, here or in an object store."""
 
 import glob
+import hashlib
 import os
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron.core.exceptions import UserError
+from megatron.data.datasets.object_store import is_url, objects_like, objects_under, size_of, version_of
 from megatron.data.preparation import arrow, text_files
-from megatron.data.preparation.compression import Kind, kind_of
+from megatron.data.preparation.compression import Kind, kind_of, open_raw
 from megatron.data.preparation.parquet import count_row_groups
 
 _LINES = (".jsonl", ".json", ".ndjson")
@@ -32,7 +34,7 @@ class InputFile:
     row_groups: int = 0
     """Row groups of a Parquet file, record batches of an Arrow file; 1 for a text file."""
     modified_ns: int = 0
-    """Time of the last change, in nanoseconds."""
+    """Time of the last change, in nanoseconds; of an object in a store, a number that changes with it."""
 
     @property
     def compressed(self) -> bool:
@@ -54,7 +56,7 @@ def find_inputs(patterns: Sequence[str], warn: Callable[[str], None] = lambda _:
     paths = [path for pattern in patterns for path in _expanded(pattern, warn)]
     seen: set[str] = set()
     for path in paths:
-        real = os.path.realpath(path)
+        real = path if is_url(path) else os.path.realpath(path)
         if real in seen:
             warn(f"--input: {path} is read more than once")
         seen.add(real)
@@ -62,20 +64,38 @@ def find_inputs(patterns: Sequence[str], warn: Callable[[str], None] = lambda _:
 
 
 def _expanded(pattern: str, warn: Callable[[str], None]) -> list[str]:
-    found = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
+    if is_url(pattern):
+        found = objects_like(pattern)
+    else:
+        names = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
+        found = {name: os.path.isdir(name) for name in names}
     if not found:
         raise UserError(f"--input {pattern}: no such file")
-    return [file for path in found for file in (_files_in(path, warn) if os.path.isdir(path) else [path])]
+    paths: list[str] = []
+    for path, is_folder in found.items():
+        files = objects_under(path) if is_url(path) and is_folder else _files_in(path)
+        paths += _data_files(path, files, warn) if is_folder else [path]
+    return paths
 
 
-def _files_in(folder: str, warn: Callable[[str], None]) -> list[str]:
-    """Returns the files of a folder and of its subfolders, except hidden ones, in the order of their paths."""
-    paths = []
+def _files_in(folder: str) -> Iterator[str]:
     for parent, folders, names in os.walk(folder, onerror=_refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        metadata = arrow.METADATA if any(map(_is_arrow, names)) or arrow.METADATA[-1] in names else ()
-        data = [name for name in names if name not in metadata and not name.startswith(".")]
-        paths += [os.path.join(parent, name) for name in data]
+        yield from (os.path.join(parent, name) for name in names)
+
+
+def _data_files(folder: str, files: Iterable[str], warn: Callable[[str], None]) -> list[str]:
+    """Returns those of a folder's files that are data, in the order of their paths. Hidden ones are none."""
+    names: dict[str, set[str]] = {}
+    for path in files:
+        parent, _, name = path.rpartition("/")
+        names.setdefault(parent, set()).add(name)
+    paths = []
+    for parent, there in names.items():
+        if any(part.startswith(".") for part in parent.removeprefix(folder.rstrip("/")).split("/")):
+            continue
+        metadata = arrow.METADATA if any(map(_is_arrow, there)) or arrow.METADATA[-1] in there else ()
+        paths += [f"{parent}/{name}" for name in there if name not in metadata and not name.startswith(".")]
     taken = sorted(path for path in paths if path.lower().endswith(ENDINGS))
     # Beside files of records, text files describe them, such as README.md.
     taken = taken or sorted(path for path in paths if path.lower().endswith(text_files.ENDINGS))
@@ -97,11 +117,9 @@ def _refuse(error: OSError) -> None:
 
 
 def _look_at(index: int, path: str, warn: Callable[[str], None]) -> InputFile:
+    size, modified = _size_and_version(path)
     try:
-        status = os.stat(path)
-        if not stat.S_ISREG(status.st_mode):
-            raise UserError(f"--input {path}: not a file that can be read in parts; name a file or a folder of files")
-        with open(path, "rb") as file:
+        with open_raw(path) as file:
             start = file.read(8)
     except OSError as error:
         raise UserError(f"--input {path}: {error.strerror}") from None
@@ -115,4 +133,16 @@ def _look_at(index: int, path: str, warn: Callable[[str], None]) -> InputFile:
         kind, groups = "arrow", arrow.count_batches(path)
     elif kind == "parquet":
         groups = count_row_groups(path)
-    return InputFile(index, path, status.st_size, kind, groups, status.st_mtime_ns)
+    return InputFile(index, path, size, kind, groups, modified)
+
+
+def _size_and_version(path: str) -> tuple[int, int]:
+    if is_url(path):
+        return size_of(path), int(hashlib.sha256(str(version_of(path)).encode()).hexdigest()[:12], 16)
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        raise UserError(f"--input {path}: {error.strerror}") from None
+    if not stat.S_ISREG(status.st_mode):
+        raise UserError(f"--input {path}: not a file that can be read in parts; name a file or a folder of files")
+    return status.st_size, status.st_mtime_ns

@@ -1,16 +1,20 @@
 """Verifies a whole data set, and decodes documents of it."""
 
+import itertools
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from megatron.core.exceptions import UserError
+from megatron.data.datasets.conversations import ConversationFile, parse_conversation
 from megatron.data.datasets.indexed_dataset import IndexedDataset
 from megatron.data.preparation.checks import check_file, check_manifest, check_token_ids
 from megatron.data.preparation.manifest import DataManifest, get_manifest_path, read_manifest
 from megatron.data.tokenizer.base import Tokenizer
+from megatron.data.tokenizer.sft import SFTTokenizer
 
 _WHOLE = 1 << 62
 
@@ -68,6 +72,33 @@ def _faults_of_counts(path_prefix: str, manifest: DataManifest, dataset: Indexed
         expected = getattr(manifest, name)
         if value != expected:
             yield f"{path_prefix}.idx: {name} {value}, but {get_manifest_path(path_prefix)} says {expected}"
+
+
+@dataclass(frozen=True)
+class InspectedConversation:
+    """A row of a file of conversations."""
+
+    place: str
+    tokens: int = 0
+    learned: int = 0
+    """Number of tokens that a run learns."""
+    parts: tuple[tuple[str, bool], ...] = ()
+    """The text in order, cut where learning begins and ends, and whether a part is learned."""
+    fault: str | None = None
+
+
+def inspected_conversations(path: str, tokenizer: SFTTokenizer, longest: int) -> Iterator[InspectedConversation]:
+    """Yields the conversations of a file, with the text of up to `longest` tokens. A row that a run would refuse has a
+    fault. Raises UserError if the file cannot be read."""
+    for place, row in ConversationFile(path):
+        try:
+            ids, learned = tokenizer.encode_conversation(*parse_conversation(row))
+        except UserError as error:
+            yield InspectedConversation(place, fault=f"{place}: {error}")
+            continue
+        cut = itertools.groupby(zip(ids[:longest], learned, strict=False), lambda pair: pair[1])
+        parts = tuple((tokenizer.detokenize([index for index, _ in group]), learns) for learns, group in cut)
+        yield InspectedConversation(place, len(ids), sum(learned), parts)
 
 
 def decoded_documents(

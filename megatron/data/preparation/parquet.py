@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron.core.exceptions import UserError
+from megatron.data.datasets.object_store import is_url, open_object
 
 _ROWS_AT_ONCE = 256
 
@@ -71,7 +72,7 @@ def _open(path: str) -> Any:
     except ImportError:
         raise UserError(f"--input {path}: a Parquet file, which needs a package: pip install pyarrow") from None
     try:
-        return pyarrow.parquet.ParquetFile(path)
+        return pyarrow.parquet.ParquetFile(open_object(path) if is_url(path) else path)
     except (pyarrow.ArrowException, OSError) as error:
         raise _damaged(path, error) from None
 

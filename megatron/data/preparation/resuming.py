@@ -22,6 +22,7 @@ from numpy.typing import DTypeLike
 
 from megatron.core.exceptions import UserError
 from megatron.core.utils.files import parse_json
+from megatron.data.datasets.object_store import is_url
 from megatron.data.preparation.inputs import InputFile
 from megatron.data.preparation.messages import BlockReport, FileEnd, LineFault
 from megatron.data.preparation.shards import LENGTHS, ShardPaths, StreamCounts, StreamName
@@ -33,7 +34,9 @@ _SHARD = re.compile(r"worker(\d+)\.")
 
 def identity_of(files: Sequence[InputFile], settings: dict[str, object]) -> str:
     """Returns a digest of the input files (path, size, time of the last change) and of the settings."""
-    inputs = [(os.path.abspath(file.path), file.size, file.modified_ns) for file in files]
+    inputs = [
+        (file.path if is_url(file.path) else os.path.abspath(file.path), file.size, file.modified_ns) for file in files
+    ]
     content = json.dumps([VERSION, inputs, settings], sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 

@@ -1,10 +1,12 @@
 """Reads text files (.txt, .md): a file is a document, or a separator divides it into several. Each document becomes a
 line of JSON, as .jsonl files have them."""
 
+import io
 import json
 from collections.abc import Iterator, Sequence
 
 from megatron.core.exceptions import UserError
+from megatron.data.preparation.compression import open_raw
 
 ENDINGS = (".txt", ".md")
 _CHUNK = 1 << 20
@@ -19,7 +21,7 @@ class TextReader:
     def __init__(self, path: str, keys: Sequence[str], longest: int, separator: str | None = None) -> None:
         self._path, self._keys, self._longest = path, keys, longest
         self._separator = separator.encode() if separator else None
-        self._file = open(path, "rb")  # noqa: SIM115
+        self._file = io.BufferedReader(open_raw(path))
         self.bytes_read = 0
 
     def __enter__(self) -> "TextReader":

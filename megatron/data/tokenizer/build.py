@@ -59,7 +59,7 @@ def _build(config: TokenizerConfig) -> Tokenizer:
             assert config.tokenizer_model is not None
             return TikTokenizer(
                 config.tokenizer_model,
-                config.tiktoken_pattern or "v2",
+                config.tiktoken_pattern,
                 config.vocab_size,
                 config.tiktoken_num_special_tokens,
                 config.tokenizer_special_tokens,

@@ -14,6 +14,9 @@ _OTHER_FORMATS = dict.fromkeys(
     "template",
 )
 _TIKTOKEN = "tokenizer_type=TikTokenizer"
+DEFAULT_SPECIAL_TOKENS = 1000
+TIKTOKEN_ENCODING = "tiktoken:"
+"""Begins a --tokenizer-model that names an encoding of the package tiktoken instead of a file."""
 _HUGGING_FACE = "tokenizer_type=HuggingFaceTokenizer"
 _NULL = "tokenizer_type=NullTokenizer"
 _SENTENCEPIECE = "tokenizer_type=SentencePieceTokenizer"
@@ -51,7 +54,7 @@ WORKING_TYPES: tuple[TokenizerType, ...] = (
 _FILES: dict[str, str] = {
     "HuggingFaceTokenizer": "a tokenizer.json, or a folder with one",
     "SFTTokenizer": "a tokenizer.json, or a folder with one",
-    "TikTokenizer": "a .json file",
+    "TikTokenizer": "a .json file, a file of base64 and ranks (Llama 3's tokenizer.model), or tiktoken:NAME",
     **dict.fromkeys(SENTENCEPIECE_TYPES, "a .model file of SentencePiece"),
 }
 """What --tokenizer-model is for each family."""
@@ -67,9 +70,9 @@ class TokenizerConfig:
 
     tokenizer_type: TokenizerType | None = flag(None, supported=[None, *WORKING_TYPES])
     """Family of the tokenizer: GPT2BPETokenizer (--vocab-file, --merge-file; the default); HuggingFaceTokenizer and
-    SFTTokenizer (--tokenizer-model: a folder or tokenizer.json); TikTokenizer (a .json file); SentencePieceTokenizer,
-    GPTSentencePieceTokenizer and Llama2Tokenizer (a .model file); BertWordPieceLowerCase and BertWordPieceCase
-    (--vocab-file); NullTokenizer (text consists of ids)."""
+    SFTTokenizer (--tokenizer-model: a folder or tokenizer.json); TikTokenizer (a .json or .model file);
+    SentencePieceTokenizer, GPTSentencePieceTokenizer and Llama2Tokenizer (a .model file); BertWordPieceLowerCase
+    and BertWordPieceCase (--vocab-file); NullTokenizer (text consists of ids)."""
 
     vocab_file: str | None = flag(None, from_checkpoint=True)
     """Vocabulary file: a vocab.json for GPT2BPETokenizer, a vocab.txt for BertWordPieceLowerCase and
@@ -79,7 +82,9 @@ class TokenizerConfig:
     """Merges file (merges.txt) of GPT2BPETokenizer."""
 
     tokenizer_model: str | None = flag(None, from_checkpoint=True)
-    """File or folder of HuggingFaceTokenizer, file of TikTokenizer and of the SentencePiece tokenizers."""
+    """File or folder of HuggingFaceTokenizer, file of TikTokenizer and of the SentencePiece tokenizers. TikTokenizer:
+    tiktoken:NAME is an encoding of the package tiktoken, such as tiktoken:cl100k_base, if its file is on this
+    machine."""
 
     vocab_size: int | None = None
     """NullTokenizer: number of ids in the text; one more id ends a document. TikTokenizer: size of the vocabulary with
@@ -123,13 +128,15 @@ class TokenizerConfig:
     tokenizer_special_tokens: list[str] | None = flag(
         None, nargs="+", aliases=["--tiktoken-special-tokens"], only_with=_TIKTOKEN, from_checkpoint=True
     )
-    """TikTokenizer: names of the first special tokens. </s> must be one of them."""
+    """TikTokenizer: names of the first special tokens. One must end a document: </s>, or <|end_of_text|> or
+    <|endoftext|> in a tokenizer.model."""
 
     tiktoken_pattern: Literal["v1", "v2"] | None = flag(None, only_with=_TIKTOKEN)
-    """TikTokenizer: regular expression that splits text into words; v2 when not given."""
+    """TikTokenizer: regular expression that splits text into words. Default: v2; Llama 3's for a tokenizer.model."""
 
-    tiktoken_num_special_tokens: int = flag(1000, only_with=_TIKTOKEN)
-    """TikTokenizer: number of special tokens. They have the lowest ids."""
+    tiktoken_num_special_tokens: int = flag(DEFAULT_SPECIAL_TOKENS, only_with=_TIKTOKEN)
+    """TikTokenizer: number of special tokens. In a .json file they have the lowest ids, in a tokenizer.model the
+    highest; there 1000 stands for 256, as Llama 3 has."""
 
     null_tokenizer_eod_id: int | None = flag(None, only_with=_NULL)
     """NullTokenizer: id of the end-of-document token; --vocab-size when not given."""
@@ -176,6 +183,12 @@ class TokenizerConfig:
     @property
     def files(self) -> tuple[str, ...]:
         """The fields that name files which the tokenizer reads."""
+        names_encoding = self.family == "TikTokenizer" and (self.tokenizer_model or "").startswith(TIKTOKEN_ENCODING)
+        return () if names_encoding else self.fields_read
+
+    @property
+    def fields_read(self) -> tuple[str, ...]:
+        """The fields that name what the tokenizer reads."""
         if self.family == "GPT2BPETokenizer":
             return "vocab_file", "merge_file"
         if self.family in BERT_TYPES:

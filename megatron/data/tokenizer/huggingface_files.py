@@ -10,6 +10,7 @@ from typing import Any
 from megatron.core.exceptions import UserError
 from megatron.core.utils.files import parse_json
 from megatron.data.tokenizer.base import load_library
+from megatron.data.tokenizer.tiktoken_vocabulary import is_base64_and_ranks
 
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -52,15 +53,26 @@ def find_files(path: Path) -> TokenizerFiles:
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.exists():
         raise UserError(f"--tokenizer-model {path}: no tokenizer.json in it; {_what_slow_files_need(path)}")
+    if file.suffix in (".model", ".tiktoken", ".txt") or file.name == "vocab.json":
+        raise UserError(f"--tokenizer-model {path}: not a tokenizer.json; {_what_slow_files_need(path.parent, path)}")
     return TokenizerFiles(file, *(read_json_object(file.parent / name) for name in (_CONFIG, _MAP, _ADDED)))
 
 
-def _what_slow_files_need(folder: Path) -> str:
+def _what_slow_files_need(folder: Path, file: Path | None = None) -> str:
+    """Returns the remedy for a folder, or a file of it, that only a slow tokenizer reads: the flags of the tokenizer
+    that reads what is there."""
+    there = " reads what is there"
     if (folder / "vocab.json").exists() and (folder / "merges.txt").exists():
-        return (
-            f"--tokenizer-type GPT2BPETokenizer --vocab-file {folder / 'vocab.json'} "
-            f"--merge-file {folder / 'merges.txt'} reads what is there"
-        )
+        vocab, merges = folder / "vocab.json", folder / "merges.txt"
+        return f"--tokenizer-type GPT2BPETokenizer --vocab-file {vocab} --merge-file {merges}{there}"
+    named = [file] if file is not None else sorted(folder.iterdir()) if folder.is_dir() else []
+    for model in named:
+        if model.suffix in (".model", ".tiktoken"):
+            start = model.open("rb").read(200)
+            family = "TikTokenizer" if is_base64_and_ranks(start) else "SentencePieceTokenizer"
+            return f"--tokenizer-type {family} --tokenizer-model {model}{there}"
+        if model.name == "vocab.txt":
+            return f"--tokenizer-type BertWordPieceLowerCase (or BertWordPieceCase) --vocab-file {model}{there}"
     return (
         "a folder with only a slow tokenizer is converted by transformers.AutoTokenizer.from_pretrained(folder)"
         ".save_pretrained(folder)"

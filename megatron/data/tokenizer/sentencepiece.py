@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron.core.exceptions import UserError
 from megatron.data.tokenizer.base import EncodedTexts, Tokenizer, load_library, pack_ids, pattern_of_literals
+from megatron.data.tokenizer.tiktoken_vocabulary import is_base64_and_ranks
 
 _ADDED_TOKENS = {"cls_token": "<CLS>", "sep_token": "<SEP>", "eod_token": "<EOD>", "mask_token": "<MASK>"}
 _ADDED_IF_ABSENT = {"pad_token": "<PAD>", "bos_token": "<BOS>", "eos_token": "<EOS>"}
@@ -193,4 +194,5 @@ def _load_model(path: Path) -> Any:
     try:
         return library.SentencePieceProcessor(model_proto=proto)
     except RuntimeError:
-        raise UserError(f"--tokenizer-model {path}: not a SentencePiece .model file") from None
+        other = "; --tokenizer-type TikTokenizer reads its base64 and ranks" if is_base64_and_ranks(proto[:200]) else ""
+        raise UserError(f"--tokenizer-model {path}: not a SentencePiece .model file{other}") from None

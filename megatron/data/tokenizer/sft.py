@@ -44,10 +44,7 @@ class SFTTokenizer(HuggingFaceTokenizer):
         `fields` are variables for the template, such as tools, documents or enable_thinking; `chat_template_kwargs`
         holds more of them. Raises UserError if the template rejects the conversation, or if nothing in it is learned.
         """
-        variables = _variables(fields or {})
-        name = _WITH_TOOLS if variables.get("tools") is not None and _WITH_TOOLS in self._sources else _DEFAULT
-        template, turns = self._template(name)
-        known = {key: value for key, value in variables.items() if key in template.variables}
+        template, turns, known = self._template_for(_variables(fields or {}))
         text, spans = turns.find(messages, {**self._special_texts, "add_generation_prompt": False, **known})
         if template.writes_the_date:
             warn_on_first_rank(
@@ -62,6 +59,26 @@ class SFTTokenizer(HuggingFaceTokenizer):
         if not learned.any():
             raise UserError(f"no turn to learn from: {_why_nothing_is_learned(messages, template)}")
         return encoding.ids, learned.tolist()
+
+    def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
+        """Returns the ids of a conversation that asks for a turn of the assistant. Raises UserError if the template
+        rejects it."""
+        template, _, _ = self._template_for({})
+        variables = {**self._special_texts, "add_generation_prompt": True}
+        return self._encoding(template.render(messages, variables), False).ids
+
+    def turn_end(self) -> int | None:
+        """Returns the special token that ends a turn of the assistant; None if the template writes no such token."""
+        talk = [{"role": "user", "content": "a"}, {"role": LEARNED_ROLE, "content": "a"}]
+        ids, learned = self.encode_conversation(talk)
+        special = {self._library.token_to_id(literal) for literal in self.special_literals}
+        return next((i for i, learns in zip(ids[::-1], learned[::-1], strict=True) if learns and i in special), None)
+
+    def _template_for(self, variables: Mapping[str, Any]) -> tuple[ChatTemplate, LearnedTurns, dict[str, Any]]:
+        """Returns the template for a conversation with these variables, and those of them that it reads."""
+        name = _WITH_TOOLS if variables.get("tools") is not None and _WITH_TOOLS in self._sources else _DEFAULT
+        template, turns = self._template(name)
+        return template, turns, {key: value for key, value in variables.items() if key in template.variables}
 
     def unread_fields(self, messages: Sequence[Message], fields: Mapping[str, Any]) -> set[str]:
         """Returns the names of the fields of a row, and of its turns, that the template does not read."""

@@ -61,7 +61,7 @@ def files_exist(s: Settings) -> Iterator[str]:
             if not s.sft:
                 yield from _data_set_exists(source, prefix)
             elif not Path(prefix).is_file():
-                yield source + literal_text(f"{prefix}: no such file; --sft reads .jsonl files")
+                yield source + literal_text(f"{prefix}: no such file; --sft reads .jsonl and .parquet files")
 
 
 def _sources_of_data(s: Settings) -> Iterator[tuple[str, Callable[[], list[str]]]]:
@@ -124,7 +124,7 @@ def data_in_object_stores(s: Settings) -> Iterator[str]:
         if url is None:
             continue
         if s.sft:
-            yield source + literal_text(f"{url}: ") + "{sft:name} reads local .jsonl files; copy them"
+            yield source + literal_text(f"{url}: ") + "{sft:name} reads local files; copy them"
         elif s.data_cache_path is None:
             yield (
                 source + literal_text(f"{url}: ") + "give {data_cache_path:name}, a local folder for the order of "

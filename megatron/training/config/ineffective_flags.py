@@ -222,7 +222,7 @@ def _prefixes(s: Settings) -> list[str]:
 def _tokenizer(s: Settings) -> Iterator[str]:
     config = s.build(TokenizerConfig)
     for field in ("vocab_file", "merge_file", "tokenizer_model"):
-        if getattr(s, field) is not None and field not in config.files:
+        if getattr(s, field) is not None and field not in config.fields_read:
             yield f"{{{field}}}: has no effect with {{tokenizer_type:name}} {config.family}, which does not read it"
 
 

@@ -1,13 +1,15 @@
 """What a run writes about itself: log lines, metrics, TensorBoard, profiles, tensors of single steps."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.core.declarations.config_fields import flag, too_small
+from megatron.core.declarations.config_fields import flag, literal_text, too_small
 
 _TENSORBOARD = "tensorboard_dir"
 _WANDB = "wandb_project"
+_SERVICES = (_WANDB, "log_to")
 KINDS = ("params", "wgrads", "dgrads", "activations", "tokens_per_expert")
 """What the files of single steps contain."""
 
@@ -75,22 +77,22 @@ class LoggingConfig:
     tensorboard_dir: str | None = None
     """Folder for TensorBoard files."""
 
-    tensorboard_log_interval: int = flag(1, only_with=_TENSORBOARD, or_with=_WANDB)
+    tensorboard_log_interval: int = flag(1, only_with=_TENSORBOARD, or_with=_SERVICES)
     """Steps between two points in TensorBoard."""
 
     tensorboard_queue_size: int = flag(1000, only_with=_TENSORBOARD)
     """Number of TensorBoard points to collect before they are written."""
 
-    log_timers_to_tensorboard: bool = flag(False, only_with=_TENSORBOARD, or_with=_WANDB)
+    log_timers_to_tensorboard: bool = flag(False, only_with=_TENSORBOARD, or_with=_SERVICES)
     """Write the time of a step, and the times of --timing-log-level, to TensorBoard."""
 
-    log_memory_to_tensorboard: bool = flag(False, only_with=_TENSORBOARD, or_with=_WANDB)
+    log_memory_to_tensorboard: bool = flag(False, only_with=_TENSORBOARD, or_with=_SERVICES)
     """Write memory use to TensorBoard."""
 
-    log_validation_ppl_to_tensorboard: bool = flag(False, only_with=_TENSORBOARD, or_with=_WANDB)
+    log_validation_ppl_to_tensorboard: bool = flag(False, only_with=_TENSORBOARD, or_with=_SERVICES)
     """Write the validation perplexity to TensorBoard."""
 
-    log_world_size_to_tensorboard: bool = flag(False, only_with=_TENSORBOARD, or_with=_WANDB)
+    log_world_size_to_tensorboard: bool = flag(False, only_with=_TENSORBOARD, or_with=_SERVICES)
     """Write the number of ranks to TensorBoard."""
 
     log_loss_scale_to_tensorboard: bool = flag(
@@ -98,7 +100,7 @@ class LoggingConfig:
         off="--no-log-loss-scale-to-tensorboard",
         aliases=["--disable-log-loss-scale-to-tensorboard"],
         only_with=_TENSORBOARD,
-        or_with=_WANDB,
+        or_with=_SERVICES,
     )
     """Write the loss scale to TensorBoard."""
 
@@ -116,6 +118,11 @@ class LoggingConfig:
 
     wandb_save_dir: str | None = flag(None, only_with=_WANDB)
     """Weights & Biases: folder for local files; the folder of --save when not given."""
+
+    log_to: list[str] | None = flag(None, nargs="+")
+    """Other services that get the scalars of TensorBoard: mlflow, comet, opentelemetry (each needs its package, and is
+    configured by its environment variables), and prometheus:FILE, which writes the newest values to a text file for
+    the node exporter."""
 
     # Profiling -------------------------------------------------------------------------------------------------------
 
@@ -167,6 +174,9 @@ class LoggingConfig:
         yield from too_small(self, ("profile_step_start",), 0)
         if self.record_memory_history and not self.profile_ranks:
             yield "{record_memory_history} needs a rank in {profile_ranks:name}"
+        for service in self.log_to or ():
+            if service not in ("mlflow", "comet", "opentelemetry") and not re.fullmatch("prometheus:.+", service):
+                yield f"{{log_to:name}} {literal_text(service)}: mlflow, comet, opentelemetry or prometheus:FILE"
         if self.wandb_project and not self.wandb_exp_name:
             yield "{wandb_project} needs {wandb_exp_name:name}: the name of the run"
         if self.profile and self.profile_step_end <= self.profile_step_start:

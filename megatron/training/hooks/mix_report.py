@@ -1,11 +1,15 @@
-"""Counts the samples that a run has drawn from each data set of a blend, and prints their mix at each log line."""
+"""Counts the samples that a run has drawn from each data set of a blend, and prints their mix: the stages before the
+first step, the mix so far at each log line, and beside the planned one at each save."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+import string
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from megatron.data.datasets.blend_stages import StageOrder
 from megatron.data.datasets.blended_dataset import BlendedDataset
 from megatron.data.datasets.staged_blend import StagedBlend
 from megatron.training.hooks.hook import Hook
@@ -68,14 +72,22 @@ class Mix:
         return self._shares(dict(zip(self.keys, counts.tolist(), strict=True)))
 
     def _shares(self, counts: Mapping[str, int]) -> Mapping[str, float]:
-        total = max(sum(counts.values()), 1)
-        return {self._name(key): count / total for key, count in counts.items() if count}
+        total = sum(counts.values()) or 1
+        return {self.name_of(key): count / total for key, count in counts.items() if count}
 
-    def _name(self, key: str) -> str:
+    def name_of(self, key: str) -> str:
         """Returns the name of a data set. One that only an earlier part of the run had is called by its file, unless
         another one has that name."""
         short = Path(key).name
         return self._names.get(key) or (key if short in self._names.values() else short)
+
+    def planned(self, consumed: int) -> Mapping[str, float]:
+        """Returns the share that the weights of this run plan for each data set in the first `consumed` samples."""
+        if isinstance(self.dataset, StagedBlend):
+            plan = self.dataset.order.planned(consumed)
+        else:
+            plan = self.dataset.order.weights if isinstance(self.dataset, BlendedDataset) else np.ones(1)
+        return self.shares(plan)
 
     def _taken(self, consumed: int) -> np.ndarray:
         if isinstance(self.dataset, StagedBlend):
@@ -93,6 +105,39 @@ class MixReport(Hook):
         self._interval = log_interval
         self._stage = 0 if self._order is None else -1
 
+    def on_start(self, iteration: int) -> None:
+        """Prints the table of the stages."""
+        if self._order is not None:
+            print("\n".join(self._table(self._order)), flush=True)
+
+    def _table(self, order: StageOrder) -> Iterator[str]:
+        """Yields a line for each stage, with a bar of its shares, and one for the whole run with the passes over each
+        data set."""
+        letters = dict(zip(self._mix.keys, itertools.cycle(string.ascii_letters), strict=False))
+        width = max(len(str(order.size)), 4)
+        for number, (start, each) in enumerate(zip(order.starts, order.orders, strict=True)):
+            drawn = order.before[number + 1] - order.before[number]
+            yield (
+                f"data: stage {number + 1} from sample {start:>{width}}: {each.size:>{width}} samples "
+                f"|{_bar(each.weights, letters.values())}| {_text(self._mix.shares(drawn))}"
+            )
+        passes = [
+            f"{letter} {self._mix.name_of(key)}: {count} samples, {count / max(len(datasets[0]), 1):.2f} passes"
+            for (key, letter), count, datasets in zip(
+                letters.items(), order.before[-1].tolist(), self._mix.dataset.passes, strict=True
+            )
+            if datasets
+        ]
+        yield f"data: whole run: {'; '.join(passes)}"
+
+    def after_save(self, iteration: int) -> None:
+        """Prints the planned mix beside the achieved one."""
+        consumed = self._state.consumed_train_samples
+        achieved, planned = self._mix(consumed), self._mix.planned(consumed)
+        names = dict.fromkeys([*planned, *achieved])
+        parts = [f"{name} {planned.get(name, 0.0):.2%} / {achieved.get(name, 0.0):.2%}" for name in names]
+        print(f"data: planned / achieved mix at iteration {iteration}: {', '.join(parts)}", flush=True)
+
     def after_step(self, iteration: int) -> None:
         """Prints the line if it is due."""
         stage = 0 if self._order is None else self._order.stage_of(max(self._state.consumed_train_samples - 1, 0))
@@ -108,6 +153,16 @@ class MixReport(Hook):
         text = f"data: stage {stage + 1} of {len(self._order.stages)} from sample {self._order.starts[stage]}"
         shares = _text(self._mix.shares(of_stage)), _text(self._mix(consumed))
         return f"{text} | of the stage: {shares[0]} | of the run: {shares[1]}"
+
+
+_BAR = 40
+"""Letters of a bar."""
+
+
+def _bar(weights: np.ndarray, letters: Iterable[str]) -> str:
+    """Returns a bar in which each data set's letter fills its share."""
+    ends = np.rint(np.cumsum(weights) / weights.sum() * _BAR).astype(int)
+    return "".join(letter * count for letter, count in zip(letters, np.diff(ends, prepend=0).tolist(), strict=True))
 
 
 def _text(shares: Mapping[str, float]) -> str:

@@ -21,6 +21,7 @@ from megatron.training.log.records import LogWriter
 from megatron.training.log.spikes import SpikeWatch
 from megatron.training.log.tensorboard import TagChoices, tensorboard_log, wandb_log
 from megatron.training.log.throughput import peak_tflops
+from megatron.training.log.trackers import RunFacts, tracker_log
 from megatron.training.log.training_log import TrainingLog
 from megatron.training.state import TrainState
 
@@ -97,6 +98,7 @@ def _writers(config: PretrainConfig, environment: Environment, state: TrainState
     if logging.metrics_path is not None:
         named_by = "--save:" if config.provenance.get("metrics_path") == "derived" else "--metrics-path"
         writers.append(JsonlLog(logging.metrics_path, state.iteration, named_by, _only_evaluates(config, state)))
+    flags = {flag: value_text(value) for flag, value in config.flat().items() if flag in flag_table()}
     # The fields of TagChoices have the names of their flags.
     choices = TagChoices(**{field.name: getattr(logging, field.name) for field in fields(TagChoices)})
     if logging.tensorboard_dir is not None:
@@ -120,13 +122,24 @@ def _writers(config: PretrainConfig, environment: Environment, state: TrainState
                 name=logging.wandb_exp_name,
                 entity=logging.wandb_entity,
                 save_dir=logging.wandb_save_dir or config.checkpoint.save,
-                config={flag: value_text(value) for flag, value in config.flat().items() if flag in flag_table()},
+                config=flags,
                 world_size=environment.world_size,
                 device=environment.device,
                 id_file=None if config.checkpoint.save is None else Path(config.checkpoint.save) / "wandb_run_id.txt",
                 resumed=state.iteration > 0,
             )
         )
+    save = config.checkpoint.save
+    facts = RunFacts(
+        name=logging.wandb_exp_name or (Path(save).name if save else None),
+        flags=flags,
+        folder=Path(save) if save else None,
+        resumed=state.iteration > 0,
+    )
+    writers += [
+        tracker_log(service, facts, choices, world_size=environment.world_size, device=environment.device)
+        for service in logging.log_to or ()
+    ]
     assert config.training.train_iters is not None
     # Last, so that the files have a line's values before the line is shown.
     style = SHORT if logging.log_style == "short" else MEGATRON_LM

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron.core.exceptions import UserError
-from megatron.core.utils.files import open_atomically
+from megatron.core.utils.files import write_atomically
 from megatron.training.log.console_line import perplexity
 from megatron.training.log.event_files import VS_SAMPLES, supersede_events
 from megatron.training.log.memory import memory_report
@@ -288,10 +288,10 @@ def wandb_log(
             Path(save_dir).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--wandb-save-dir {save_dir} cannot be written: {error.strerror or error}") from error
+    known = kept_run_id(id_file, resumed, "WANDB_RUN_ID")
+    identity: dict[str, Any] = {} if known is None else {"id": known, "resume": "allow"}
     try:
-        run: Any = wandb.init(
-            project=project, name=name, entity=entity, dir=save_dir, config=config, **_identity(id_file, resumed)
-        )
+        run: Any = wandb.init(project=project, name=name, entity=entity, dir=save_dir, config=config, **identity)
     except wandb.Error as error:
         raise UserError(
             f"--wandb-project {project}: {error}; WANDB_MODE=offline keeps the metrics on disk, for `wandb sync` later"
@@ -301,33 +301,31 @@ def wandb_log(
         if not tag.endswith(VS_SAMPLES):
             run.log({tag: value}, step)
 
-    if id_file is not None:
-        _keep_id(id_file, getattr(run, "id", None))
+    keep_run_id(id_file, getattr(run, "id", None), "Weights & Biases")
     writer = WandbWriter(wandb, run)
     return ScalarLog(write, choices, world_size=world_size, device=device, close=run.finish, wandb=writer)
 
 
-def _identity(id_file: Path | None, resumed: bool) -> dict[str, Any]:
-    """Returns the arguments of wandb.init that continue the run of an earlier process; none for a new run."""
-    if id_file is None or not resumed or "WANDB_RUN_ID" in os.environ:
-        return {}
+def kept_run_id(id_file: Path | None, resumed: bool, variable: str) -> str | None:
+    """Returns the id under which a service knows the run that is resumed; None for a new run, and if the environment
+    variable gives an id."""
+    if id_file is None or not resumed or variable in os.environ:
+        return None
     try:
-        known = id_file.read_text("utf-8").strip()
+        return id_file.read_text("utf-8").strip() or None
     except (OSError, UnicodeDecodeError):
-        return {}
-    return {"id": known, "resume": "allow"} if known else {}
+        return None
 
 
-def _keep_id(id_file: Path, run_id: str | None) -> None:
-    if run_id is None:
+def keep_run_id(id_file: Path | None, run_id: str | None, service: str) -> None:
+    """Writes the id of the run to a file. A warning says so if it cannot be written."""
+    if id_file is None or run_id is None:
         return
     try:
         id_file.parent.mkdir(parents=True, exist_ok=True)
-        with open_atomically(id_file) as file:
-            file.write(f"{run_id}\n".encode())
+        write_atomically(id_file, f"{run_id}\n")
     except OSError as error:
         print(
-            f"warning: {id_file}: {error.strerror or error}; if this run is resumed, Weights & Biases will show a "
-            "second run",
+            f"warning: {id_file}: {error.strerror or error}; if this run is resumed, {service} will show a second run",
             flush=True,
         )

@@ -7,6 +7,7 @@ import os
 import random
 from pathlib import Path
 
+import fsspec
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -159,3 +160,12 @@ def test_mistakes_are_one_sentence(tmp_path, capsys, monkeypatch):
     assert "--threshold 1.5: must be above 0" in error_of(*paths, "--threshold", 1.5)
     assert main([*map(str, paths), "--on-error", "skip"]) == 0
     assert "1 of 1 rows kept" in capsys.readouterr().out
+
+
+def test_rows_of_a_store_are_those_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    write(tmp_path / "in" / "a.jsonl", ["one two", "three", "one two"])
+    fsspec.filesystem("memory").pipe_file("memory://dedup/a.jsonl", (tmp_path / "in" / "a.jsonl").read_bytes())
+    run(tmp_path, method="exact")
+    run(tmp_path, "stored", method="exact", input=["memory://dedup"])
+    assert kept_lines(tmp_path / "stored") == kept_lines(tmp_path / "out") != []

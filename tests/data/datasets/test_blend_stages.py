@@ -30,9 +30,31 @@ def test_the_file(tmp_path):
     assert stages == STAGES and last_blend(stages) == (["a"], [1.0])
 
 
+def test_rules_change_the_weights_of_a_stage(tmp_path):
+    stage = {"from_sample": 0, "data_path": "900 a 100 b 25 c"}
+
+    def weights(**rules):
+        return read_stages_file(written(tmp_path, [stage | rules]))[0].weights
+
+    assert weights(temperature=2) == pytest.approx((30 / 45, 10 / 45, 5 / 45))
+    assert weights(cap=100) == pytest.approx((100 / 225, 100 / 225, 25 / 225))
+    assert weights(cap=100, temperature=2) == pytest.approx((10 / 25, 10 / 25, 5 / 25))
+
+
+def test_the_plan_is_what_the_weights_say():
+    order = StageOrder(STAGES, 120)
+    assert order.planned(20).tolist() == [15.0, 5.0, 0.0]
+    assert order.planned(60).tolist() == [30.0, 20.0, 10.0]
+    assert order.planned(120).tolist() == [50.0, 40.0, 30.0]
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [
+        ([{"from_sample": 0, "data_path": "1 a 1 b", "temperature": 0}], "stage 1: temperature is 0, not a number ab"),
+        ([{"from_sample": 0, "data_path": "1 a 1 b", "cap": "1"}], 'stage 1: cap is "1", not a number above 0'),
+        ([{"from_sample": 0, "data_path": "a", "cap": 1}], "stage 1: cap changes weights, and data_path has none"),
+        ([{"from_sample": 0, "data_path": "1 a 1 b", "Cap": 1}], r"keys data_path, from_sample \(also: cap, temp"),
         ("{", "not JSON"),
         ([], "expected a list of stages"),
         ([{"from_sample": 0}], "stage 1: expected an object with the keys data_path, from_sample"),

@@ -10,8 +10,9 @@ import pytest
 
 from megatron.core.exceptions import UserError
 from megatron.data.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.data.datasets.conversations import parse_conversation
 from megatron.data.datasets.gpt_dataset import GPTDatasetConfig
-from megatron.data.datasets.sft_dataset import SFTConversations, SFTDataset, parse_conversation
+from megatron.data.datasets.sft_dataset import SFTConversations, SFTDataset
 from megatron.data.datasets.utils import Split
 
 

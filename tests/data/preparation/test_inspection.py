@@ -89,6 +89,30 @@ def test_the_tool_shows_documents_and_faults(prefix, monkeypatch, capsys):
     assert tool.main(["--data-path", prefix, "--documents", "1"]) == 2
 
 
+def test_what_is_learned_of_a_conversation_is_marked(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(TOOLS)
+    tool = importlib.import_module("inspect_data")
+    (tmp_path / "chat.jinja").write_text(
+        "{% for m in messages %}[{{ m.role }}] {{ m.content }}<|endoftext|>{% endfor %}"
+        "{% if add_generation_prompt %}[assistant] {% endif %}"
+    )
+    talk = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
+    (tmp_path / "talks.jsonl").write_text(f"{json.dumps(talk)}\n{{}}\n")
+    golden = Path(__file__).parents[2] / "data/golden/corpus/hf"
+    words = ["--tokenizer-type", "SFTTokenizer", "--tokenizer-model", str(golden)]
+    words += ["--chat-template", str(tmp_path / "chat.jinja"), "--documents", "2", "--data-path"]
+    assert tool.main([*words, str(tmp_path / "talks.jsonl")]) == 1
+    shown = capsys.readouterr().out
+    assert "[user] Hi<|endoftext|>[assistant]« Hello<|endoftext|>»\n" in shown
+    assert f"FAULT: {tmp_path}/talks.jsonl:2: expected " in shown and "1 conversations, " in shown
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert tool.main([*words, str(tmp_path / "talks.jsonl")]) == 1
+    assert "\x1b[1;32m" in capsys.readouterr().out
+    (tmp_path / "talks.jsonl").write_text("")
+    assert tool.main([*words, str(tmp_path / "talks.jsonl")]) == 2
+    assert "contains no conversations" in capsys.readouterr().err
+
+
 def test_an_empty_path_is_refused(monkeypatch, capsys):
     monkeypatch.syspath_prepend(TOOLS)
     assert importlib.import_module("inspect_data").main(["--data-path", ""]) == 2

@@ -14,6 +14,7 @@ import subprocess
 import time
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pyarrow
 import pyarrow.parquet
@@ -478,3 +479,45 @@ def test_an_output_folder_that_cannot_be_made(tmp_path):
     config = PreparationConfig(input=[CORPUS], output_prefix=str(tmp_path / "file/out"))
     with pytest.raises(UserError, match=r"--output-prefix .*file/out: .*file"):
         prepare(config, BPE, Console(file=io.StringIO()), print)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet", "arrow"])
+def test_objects_in_a_store_give_the_bytes_of_local_files(tmp_path, kind):
+    store = fsspec.filesystem("memory")
+    folder = f"memory://prepare-{kind}"
+    lines = Path(CORPUS).read_bytes().splitlines(keepends=True)
+    for number, part in enumerate((lines[:40], lines[40:])):
+        write_object(store, f"{folder}/part-{number}.{kind}", part)
+    store.pipe_file(f"{folder}/.hidden.{kind}", b"")
+    store.pipe_file(f"{folder}/README.md", b"no data")
+    for number, source in enumerate((folder, f"{folder}/part-*", f"{folder}/**/*.{kind}")):
+        place = tmp_path / str(number)
+        place.mkdir()
+        run(place, [source], workers=2, append_eod=True)
+        assert output(place) == golden("gpt2_eod_text")
+
+
+def write_object(store, url, lines):
+    if kind := {"parquet": pyarrow.parquet.write_table, "arrow": write_arrow}.get(url.rsplit(".", 1)[-1]):
+        with store.open(url, "wb") as file:
+            kind(pyarrow.table({"text": [json.loads(line)["text"] for line in lines]}), file)
+    else:
+        content = b"".join(lines)
+        store.pipe_file(url, gzip.compress(content) if url.endswith("gz") else content)
+
+
+def write_arrow(table, file):
+    with pyarrow.ipc.new_stream(file, table.schema) as stream:
+        stream.write_table(table)
+
+
+def test_stores_that_cannot_be_read_are_named(tmp_path):
+    for source in ("memory://prepare-none", "memory://prepare-none/*.jsonl", "memory://prepare-none.jsonl"):
+        with pytest.raises(UserError, match=re.escape(f"--input {source}: no such file")):
+            run(tmp_path, [source])
+    fsspec.filesystem("memory").pipe_file("memory://prepare-bad/a.parquet", b"PAR1 and no more")
+    with pytest.raises(UserError, match=r"memory://.*prepare-bad/a.parquet: damaged, or no Parquet file"):
+        run(tmp_path, ["memory://prepare-bad"])
+    with pytest.raises(UserError, match=r"none3://a/b: .*no kind of store that fsspec knows"):
+        run(tmp_path, ["none3://a/b"])
+    assert nothing_under(tmp_path)

@@ -161,6 +161,14 @@ def test_errors_name_flag_and_file(tmp_path):
         HuggingFaceTokenizer(str(tmp_path))
     with pytest.raises(UserError, match=r"--tokenizer-type GPT2BPETokenizer --vocab-file .*vocab.json"):
         HuggingFaceTokenizer(str(GOLDEN / "gpt2bpe"))
+    with pytest.raises(UserError, match=r"vocab.json: not a tokenizer.json; --tokenizer-type GPT2BPETokenizer"):
+        HuggingFaceTokenizer(str(GOLDEN / "gpt2bpe" / "vocab.json"))
+    model = tmp_path / "tokenizer.model"
+    for content, family in ((b"IQ== 0\n", "TikTokenizer"), (b"\n\x0e\n\x05", "SentencePieceTokenizer")):
+        model.write_bytes(content)
+        for place in (tmp_path, model):
+            with pytest.raises(UserError, match=rf"--tokenizer-type {family} --tokenizer-model .*.model reads what is"):
+                HuggingFaceTokenizer(str(place))
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match=r"tokenizer.json: not a tokenizer.json"):
         HuggingFaceTokenizer(str(tmp_path))

@@ -53,6 +53,7 @@ OURS = {
     "--planned-world-size",
     "--load-hf",
     "--log-style",
+    "--log-to",
     "--save-hf-interval",
     "--memory-snapshot-path",
     "--hang-timeout-seconds",

@@ -131,7 +131,6 @@ NAMED_BY_PARAMETER = {
     "--pytorch-profiler-collect-callstack",
     "--pytorch-profiler-collect-shapes",
     "--no-manual-gc-eval",
-    "--tiktoken-pattern",
     "--record-shapes",
 }
 """Flags whose tests name the parameter that the flag sets."""

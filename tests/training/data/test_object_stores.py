@@ -71,7 +71,7 @@ def test_flags_that_must_fit(prefix: str, tmp_path: Path) -> None:
         assert f"--data-args-path {words_file}: {problem}" in str(caught.value)
         assert "--data-path" not in str(caught.value)
     found = problems_of("--data-path memory://runs/corpus --data-cache-path x --sft", base=NO_DATA)
-    assert any("--sft reads local .jsonl files; copy them" in problem for problem in found)
+    assert any("--sft reads local files; copy them" in problem for problem in found)
 
 
 def test_keys_in_urls_are_shown_nowhere(prefix: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

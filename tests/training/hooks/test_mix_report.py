@@ -1,6 +1,7 @@
 """--data-stages in a run: the mix in the log, and a run that is resumed in the middle of a stage."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,12 @@ def test_the_mix_is_in_the_log_and_runs_resume(
     flags = f"--data-stages {stages} --eval-iters 0 --log-interval 2"
     whole = train(f"{flags} --train-iters 5")
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("data: ")]
+    assert re.fullmatch(
+        r"data: whole run: a a: 6 samples, 0\.\d\d passes; b b: 14 samples, 0\.\d\d passes", lines.pop(2)
+    )
     assert lines == [
+        "data: stage 1 from sample    0:    8 samples |aaaaaaaaaaaaaaaaaaaaaaaaaaaaaabbbbbbbbbb| a 75.00%, b 25.00%",
+        "data: stage 2 from sample    8:   12 samples |bbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb| b 100.00%",
         "data: stage 1 of 2 from sample 0 | of the stage: a 75.00%, b 25.00% | of the run: a 75.00%, b 25.00%",
         "data: stage 1 of 2 from sample 0 | of the stage: a 75.00%, b 25.00% | of the run: a 75.00%, b 25.00%",
         "data: stage 2 of 2 from sample 8 | of the stage: b 100.00% | of the run: a 50.00%, b 50.00%",
@@ -33,6 +39,7 @@ def test_the_mix_is_in_the_log_and_runs_resume(
     ]
     save = f"--save {tmp_path / 'run'} --load {tmp_path / 'run'} --save-interval 3"
     train(f"{flags} {save} --train-iters 5 --exit-interval 3")
+    assert "data: planned / achieved mix at iteration 3: a 50.00% / 50.00%, b" in capsys.readouterr().out
     rest = train(f"{flags} {save} --train-iters 5")
     assert rest.losses == whole.losses[3:]
 

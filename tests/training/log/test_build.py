@@ -17,6 +17,7 @@ from megatron.training.log import build
 from megatron.training.log.build import build_log
 from megatron.training.log.display import PlainDisplay
 from megatron.training.log.jsonl import JsonlLog
+from megatron.training.log.trackers import TrackerLog
 from megatron.training.log.training_log import TrainingLog
 from megatron.training.state import TrainState
 
@@ -101,3 +102,10 @@ def test_weights_and_biases_gets_what_its_flags_say(monkeypatch: pytest.MonkeyPa
     assert asked["config"]["num_layers"] == "2" and asked["config"]["lr"]
     with pytest.raises(UserError, match="--wandb-project p needs --wandb-exp-name: the name of the run"):
         log_of("--wandb-project p")
+
+
+def test_log_to_names_services(tmp_path: Path) -> None:
+    log = log_of(f"--log-to prometheus:{tmp_path / 'run.prom'} --tensorboard-log-interval 2")
+    assert [type(writer) for writer in log.writers] == [TrackerLog, PlainDisplay]
+    with pytest.raises(UserError, match="--log-to statsd: mlflow, comet, opentelemetry or prometheus:FILE"):
+        log_of("--log-to mlflow statsd")
