@@ -82,7 +82,7 @@ def pretend() -> None:
     torch.Tensor.new_empty = torch.Tensor.new_zeros  # type: ignore[method-assign]
     torch.testing.assert_close = lambda *args, **settings: None
 
-    from support import delta_rule_kernels, flash_agreement
+    from support import delta_rule_kernels, flash_agreement, selected_keys
 
     from megatron.core.ops import sum_rows_triton, symmetric_product_specialized_triton
     from megatron.core.ops.attention import (
@@ -93,7 +93,7 @@ def pretend() -> None:
     from megatron.core.ops.fp8 import block_product_specialized_triton, grouped_product_triton
     from megatron.core.ops.moe import grouped_product_specialized_triton
 
-    for checks in (flash_agreement, delta_rule_kernels):
+    for checks in (flash_agreement, delta_rule_kernels, selected_keys):
         checks.ON_GPU, checks.DTYPE = True, torch.bfloat16
     for module in (flash_forward_triton, flash_backward_triton):
         module.copies_tiles = lambda device: True

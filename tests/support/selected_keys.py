@@ -22,7 +22,7 @@ def _random(*shape: int, seed: int = 0) -> Tensor:
 
 def scores() -> None:
     """Scores of the indexer, with lengths that do not fill tiles, with and without clamped products."""
-    for sq, sk, b, heads, width, relu in ((130, 140, 2, 3, 24, True), (20, 150, 1, 2, 64, False)):
+    for sq, sk, b, heads, width, relu in ((130, 140, 2, 3, 48, True), (20, 150, 1, 2, 64, False)):
         query, key, weight = _random(sq, b, heads, width), _random(sk, b, width, seed=1), _random(sq, b, heads, seed=2)
         found = index_scores_triton(query, key, weight, relu)
         exact = index_scores(query.double(), key.double(), weight.double(), relu)

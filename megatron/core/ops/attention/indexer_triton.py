@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron.core.ops.attention.flash_forward_triton import VECTOR
 from megatron.core.ops.attention.indexer import index_scores
 from megatron.core.ops.tiles import cdiv, next_power_of_2
 
@@ -43,8 +44,9 @@ def _index_scores_kernel(  # type: ignore[no-untyped-def]
 
 
 def index_scores_triton(query: Tensor, key: Tensor, weight: Tensor, relu: bool = True) -> Tensor:
-    """Computes `indexer.index_scores` without gradients. Float64 uses the definition."""
-    if query.element_size() == 8:
+    """Computes `indexer.index_scores` without gradients. Float64, and heads whose channels do not divide by `VECTOR`,
+    use the definition."""
+    if query.element_size() == 8 or query.shape[3] % VECTOR:
         return index_scores(query, key, weight, relu)
     query, key = (rows if rows.stride(-1) == 1 else rows.contiguous() for rows in (query, key))
     sq, b, heads, width = query.shape

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.ops.attention.flash_backward_triton import _ROWS, _statistics_kernel
-from megatron.core.ops.attention.flash_forward_triton import LOG2_E
+from megatron.core.ops.attention.flash_forward_triton import LOG2_E, aligned_heads, padded_heads
 from megatron.core.ops.attention.unfused import AttentionCall, AttentionVariant, hidden_keys
 from megatron.core.ops.tiles import cdiv, next_power_of_2
 
@@ -72,7 +72,7 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
     total = tl.zeros((TILE,), tl.float32)
     context = tl.zeros((TILE, VALUES), tl.float32)
     for place in range(tl.load(counts + own)):
-        j = tl.load(lists + own * most + place) * TILE + tl.arange(0, TILE)
+        j = tl.load(lists + own * most + place) * TILE + tl.arange(0, TILE) + 0
         k = _heads(key, j, key_row, 0, keys, width, FIRST)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if REST:
@@ -118,7 +118,7 @@ def _query_gradient_kernel(  # type: ignore[no-untyped-def]
         q_rest = _heads(query, i, query_row, FIRST, queries, width, REST)
         found_rest = tl.zeros((TILE, REST), tl.float32)
     for place in range(tl.load(counts + own)):
-        j = tl.load(lists + own * most + place) * TILE + tl.arange(0, TILE)
+        j = tl.load(lists + own * most + place) * TILE + tl.arange(0, TILE) + 0
         k = _heads(key, j, key_row, 0, keys, width, FIRST)
         k_rest = k
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
@@ -211,7 +211,10 @@ def masked_attention_triton(
 ) -> Tensor:
     """Computes `unfused.attention` with a mask that is equal for all heads, without dropout, sink, caps and biases. A
     query that sees no key gets zeros."""
-    return _MaskedAttention.apply(query, key, value, _hidden_of(query, key, variant, call), variant.scale)
+    value_width, hidden = value.shape[3], _hidden_of(query, key, variant, call)
+    query, key, value = (padded_heads(heads) for heads in (query, key, value))
+    output: Tensor = _MaskedAttention.apply(query, key, value, hidden, variant.scale)
+    return output[..., :value_width]
 
 
 def _hidden_of(query: Tensor, key: Tensor, variant: AttentionVariant, call: AttentionCall) -> Tensor:
@@ -229,7 +232,7 @@ def _hidden_of(query: Tensor, key: Tensor, variant: AttentionVariant, call: Atte
 class _MaskedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor, scale: float) -> Tensor:
-        query, key, value = (heads if heads.stride(3) == 1 else heads.contiguous() for heads in (query, key, value))
+        query, key, value = (aligned_heads(heads) for heads in (query, key, value))
         sq, b, a, _ = query.shape
         sk, _, groups, value_width = value.shape
         missing = (0, -sk % TILE, 0, -sq % TILE)
@@ -250,7 +253,7 @@ class _MaskedAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, hidden, seen, output, lse = ctx.saved_tensors
-        gradient = gradient if gradient.stride(3) == 1 else gradient.contiguous()
+        gradient = aligned_heads(gradient)
         sq, b, a, width = query.shape
         sk, _, groups, value_width = value.shape
         rounded = cdiv(sq, TILE) * TILE
