@@ -153,7 +153,7 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("GPT2", {"embd_pdrop": 0.2}, "embd_pdrop is 0.2, but resid_pdrop is 0.1; only equal ones are supported"),
     ("GPT2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True; only False is "),
-    ("GPT2", {"activation_function": "tanh"}, "activation_function is 'tanh'; gelu_new, gelu_pytorch_tanh, gelu, "),
+    ("GPT2", {"activation_function": "tanh"}, "activation_function is 'tanh'; gelu_new, gelu_pytorch_tanh, "),
     ("GptOss", {"swiglu_alpha": 1.5}, "swiglu_alpha is 1.5; only 1.702 is supported"),
     ("GptOss", {"quantization_config": {}}, "quantization_config is not known for GptOssForCausalLM"),
     ("Llama4", {"num_experts_per_tok": 2}, "num_experts_per_tok is 2; only 1 is supported, because the inputs of "),

@@ -237,9 +237,9 @@ _T5 = Family(
     centres=("model",),
     alike=("tp2",),
     further=_cells(
-        "tp2+dp2-optim pp2+dp2-optim_grads pp4-split+dp2-optim pp3-two-stacks pp2-auto sp2+pp4-split "
+        "tp2+dp2-optim pp2+dp2-optim_grads tp2-spread pp4-split+dp2-optim pp3-two-stacks pp2-auto sp2+pp4-split "
         "pp4-split+recompute-all-parts dp2-optim_grads_params+recompute-full sp4+dp2-optim_grads "
-        "sp2+pp2+dp2-optim_grads tp2-spread"
+        "sp2+pp2+dp2-optim_grads"
     ),
 )
 

@@ -33,7 +33,7 @@ def is_url(path: str | os.PathLike[str]) -> bool:
     return _SCHEME.match(os.fspath(path)) is not None
 
 
-def file_system(url: str) -> object:
+def file_system(url: str) -> Any:
     """Returns the fsspec file system of a URL. Raises UserError, naming the package, if one is missing."""
     scheme = url.partition("://")[0].lower()
     key = os.getpid(), scheme

@@ -11,10 +11,11 @@ Text is a Jinja template over the fields of a document, or the name of a field.
 """
 
 import json
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_type_hints
 
 from megatron.core.exceptions import UserError
 
@@ -158,7 +159,7 @@ def _task(entry: Any, place: str, folder: Path) -> EvaluationTask:
 
 
 def _check_type(place: str, value: Any, hint: Any) -> None:
-    kinds = get_args(hint) if get_args(hint) and not hasattr(hint, "__origin__") else (hint,)
+    kinds = typing.get_args(hint) if typing.get_args(hint) and not hasattr(hint, "__origin__") else (hint,)
     plain = tuple(getattr(kind, "__origin__", kind) for kind in kinds)
     if not isinstance(value, plain) or isinstance(value, bool):
         names = " or ".join("nothing" if kind is type(None) else kind.__name__ for kind in plain)

@@ -37,6 +37,7 @@ OURS = {"seed", "fp64", "pipeline_schedule", "num_encoder_layers", "pipeline_mod
     "lion_beta2",
     "main_grads_dtype",
     "loss_chunk_size",
+    "mlp_chunks_for_training",
     # newer than the releases
     "activation_offload_fraction",
     "cuda_graph_modules",
@@ -56,6 +57,7 @@ MODEL_OPTIONS = {field.name for cls in (PositionConfig,) for field in dataclasse
     "embedding_norm",
     "norm_affine",
     "output_layer_bias",
+    "ema_decay",
     "exact_gradient_sums",
     "qk_l2_norm_epsilon",
     "first_input_norm",

@@ -33,7 +33,7 @@ TENSOR = [
         "query-key-norm-not-summed",
         "the gradient of query and key norms comes from a rank's own heads only, not from the heads of all ranks",
         "core/transformer/attention.py",
-        "if group_size(tp_group) > 1 and not of_all_heads:",
+        'if group_size(tp_group) > 1 and scope == "head":',
         "if False:",
         "qknorm/tp2/per-token",
     ),

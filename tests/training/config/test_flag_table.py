@@ -59,6 +59,7 @@ OURS = {
     "--hang-timeout-seconds",
     "--latent-layernorm-epsilon",
     "--loss-chunk-size",
+    "--mlp-chunks-for-training",
     "--bert-num-tokentypes",
     "--t5-no-head-bias",
     "--relu",
