@@ -16,7 +16,15 @@ from megatron.core.utils.files import open_atomically, write_atomically
 from megatron.data.cleaning.config import DedupConfig
 from megatron.data.cleaning.near_duplicates import Bands, band_keys, choose_bands, decide, find_buckets
 from megatron.data.cleaning.rows import Block, count_lines, divide, read_rows, source_of, text_of, write_plain_lines
-from megatron.data.cleaning.running import REPORT, check_apart, finished_report, publish, run_tasks, working_folder
+from megatron.data.cleaning.running import (
+    REPORT,
+    check_apart,
+    facts_of_input,
+    finished_report,
+    publish,
+    run_tasks,
+    working_folder,
+)
 from megatron.data.cleaning.shingles import WORDS, shingle_hashes, signature
 from megatron.data.preparation.inputs import find_inputs
 from megatron.data.preparation.resuming import identity_of
@@ -59,7 +67,7 @@ def deduplicate(config: DedupConfig, warn: Callable[[str], None]) -> dict[str, A
             (results / source.output_name).unlink(missing_ok=True)
         counts = _write(job, items, kept_of, results)
         report = {"identity": identity, "tool": "dedup", "settings": settings, **counts}
-        report["inputs"] = [{"name": Path(file.path).name, "bytes": file.size} for file in files]
+        report |= facts_of_input(files)
         report["examples"] = items.examples(kept_of)
         write_atomically(results / REPORT, json.dumps(report, indent=1, ensure_ascii=False) + "\n")
         publish(results, output)

@@ -16,7 +16,15 @@ from megatron.core.utils.files import open_atomically, parse_json, write_atomica
 from megatron.data.cleaning.config import FilterConfig
 from megatron.data.cleaning.quality import c4, compile_blocklist, gopher_quality, gopher_repetition, lengths
 from megatron.data.cleaning.rows import Block, count_lines, divide, read_rows, source_of, write_plain_lines
-from megatron.data.cleaning.running import REPORT, check_apart, finished_report, publish, run_tasks, working_folder
+from megatron.data.cleaning.running import (
+    REPORT,
+    check_apart,
+    facts_of_input,
+    finished_report,
+    publish,
+    run_tasks,
+    working_folder,
+)
 from megatron.data.cleaning.shingles import hashes_in_order
 from megatron.data.preparation.inputs import InputFile, find_inputs
 from megatron.data.preparation.resuming import identity_of
@@ -68,7 +76,7 @@ def filter_rows(config: FilterConfig, warn: Callable[[str], None]) -> dict[str, 
                 f"'{most}'; nothing was written; relax the rules"
             )
         report = {"identity": identity, "tool": "filter", "settings": settings, **counts}
-        report["inputs"] = [{"name": Path(file.path).name, "bytes": file.size} for file in files]
+        report |= facts_of_input(files)
         write_atomically(results / REPORT, json.dumps(report, indent=1, ensure_ascii=False) + "\n")
         publish(results, output)
     return {**report, "seconds": time.monotonic() - began}

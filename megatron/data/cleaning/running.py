@@ -15,10 +15,18 @@ from megatron.core.exceptions import UserError
 from megatron.core.utils.files import parse_json, sync_directory
 from megatron.data.datasets.object_store import is_url
 from megatron.data.preparation.inputs import InputFile
+from megatron.data.preparation.manifest import CLEANING_REPORT, cleaning_of
 from megatron.data.preparation.resuming import lock_folder
 
-REPORT = "report.json"
-"""File of counts and examples in the folder of results. Its name does not end in .jsonl, which is for rows."""
+REPORT = CLEANING_REPORT
+
+
+def facts_of_input(files: Sequence[InputFile]) -> dict[str, Any]:
+    """Returns what a report says about the input."""
+    return {
+        "inputs": [{"name": Path(file.path).name, "bytes": file.size} for file in files],
+        "cleaned_before": list(cleaning_of(file.path for file in files)),
+    }
 
 
 def finished_report(output: Path, identity: str) -> dict[str, Any] | None:

@@ -108,6 +108,7 @@ def _joined(manifests: Sequence[DataManifest], output: str) -> DataManifest:
         **totals,
         key=", ".join(dict.fromkeys(manifest.key for manifest in manifests)),
         dropped_lines=dict(dropped),
+        cleaning=tuple(step for manifest in manifests for step in manifest.cleaning),
         inputs=tuple(file for manifest in manifests for file in manifest.inputs),
         files={suffix: FileRecord(path.stat().st_size, sha256_of_file(path)) for suffix, path in files.items()},
     )

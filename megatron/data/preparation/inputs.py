@@ -3,6 +3,7 @@
 import glob
 import hashlib
 import os
+import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from megatron.core.exceptions import UserError
 from megatron.data.datasets.object_store import is_url, objects_like, objects_under, size_of, version_of
 from megatron.data.preparation import arrow, text_files
 from megatron.data.preparation.compression import Kind, kind_of, open_raw
+from megatron.data.preparation.manifest import CLEANING_REPORT
 from megatron.data.preparation.parquet import count_row_groups
 
 _LINES = (".jsonl", ".json", ".ndjson")
@@ -94,7 +96,9 @@ def _data_files(folder: str, files: Iterable[str], warn: Callable[[str], None]) 
     for parent, there in names.items():
         if any(part.startswith(".") for part in parent.removeprefix(folder.rstrip("/")).split("/")):
             continue
-        metadata = arrow.METADATA if any(map(_is_arrow, there)) or arrow.METADATA[-1] in there else ()
+        metadata = set(arrow.METADATA) if any(map(_is_arrow, there)) or arrow.METADATA[-1] in there else set()
+        if any(map(_KEPT_ROWS.fullmatch, there)):
+            metadata.add(CLEANING_REPORT)
         paths += [f"{parent}/{name}" for name in there if name not in metadata and not name.startswith(".")]
     taken = sorted(path for path in paths if path.lower().endswith(ENDINGS))
     # Beside files of records, text files describe them, such as README.md.
@@ -106,6 +110,10 @@ def _data_files(folder: str, files: Iterable[str], warn: Callable[[str], None]) 
     if others:
         warn(f"--input {folder}: {len(others)} files with other endings are not read, such as {others[0]}")
     return taken
+
+
+_KEPT_ROWS = re.compile(r"\d{5}-.*\.jsonl")
+"""Names of the files that tools/dedup.py and tools/filter_data.py write."""
 
 
 def _is_arrow(name: str) -> bool:

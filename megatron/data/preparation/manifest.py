@@ -2,8 +2,9 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from megatron.core.exceptions import UserError
@@ -66,9 +67,34 @@ class DataManifest:
     deduplication: str | None = None
     """Method by which the input was deduplicated (--deduplication); None: not said."""
 
+    cleaning: tuple[Mapping[str, Any], ...] = ()
+    """What tools/dedup.py and tools/filter_data.py have done to the input, in order: their settings and counts."""
+
     def write(self, path: str | os.PathLike[str]) -> None:
         """Writes the manifest in one step."""
         write_atomically(path, json.dumps({"version": VERSION} | asdict(self), indent=2, ensure_ascii=False) + "\n")
+
+
+CLEANING_REPORT = "report.json"
+"""File of settings, counts and examples beside the rows that tools/dedup.py and tools/filter_data.py keep."""
+
+
+def cleaning_of(paths: Iterable[str]) -> tuple[Mapping[str, Any], ...]:
+    """Returns the settings and counts of the tools that wrote these files, in the order in which they ran. Other files
+    have none."""
+    steps: list[Mapping[str, Any]] = []
+    for folder in dict.fromkeys(Path(path).parent for path in paths if not is_url(path)):
+        try:
+            report = parse_json((folder / CLEANING_REPORT).read_bytes())
+            if report["tool"] in ("dedup", "filter"):
+                steps += report["cleaned_before"]
+                steps.append({key: value for key, value in report.items() if key not in _NOT_COUNTS})
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return tuple(steps)
+
+
+_NOT_COUNTS = ("identity", "inputs", "examples", "cleaned_before")
 
 
 def get_manifest_path(path_prefix: str) -> str:
@@ -93,8 +119,8 @@ def read_manifest(path_prefix: str) -> DataManifest | None:
             raise UserError(f"{path}: made by another release; prepare the data again, or remove the file")
         tokenizer = TokenizerRecord(**content.pop("tokenizer"))
         files = {suffix: FileRecord(**record) for suffix, record in content.pop("files").items()}
-        inputs = tuple(content.pop("inputs"))
-        return DataManifest(tokenizer=tokenizer, files=files, inputs=inputs, **content)
+        inputs, cleaning = tuple(content.pop("inputs")), tuple(content.pop("cleaning", ()))
+        return DataManifest(tokenizer=tokenizer, files=files, inputs=inputs, cleaning=cleaning, **content)
     except FileNotFoundError:
         return None
     except OSError as error:

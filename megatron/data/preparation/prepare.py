@@ -23,7 +23,7 @@ from megatron.data.datasets.index_format import DType, get_bin_path, get_idx_pat
 from megatron.data.preparation.blocks import plan_blocks
 from megatron.data.preparation.config import PreparationConfig
 from megatron.data.preparation.inputs import find_inputs
-from megatron.data.preparation.manifest import DataManifest, FileRecord, TokenizerRecord, get_manifest_path
+from megatron.data.preparation.manifest import DataManifest, FileRecord, TokenizerRecord, cleaning_of, get_manifest_path
 from megatron.data.preparation.merging import ShardMerger
 from megatron.data.preparation.messages import BlockReport, Failure, FileEnd, Job, Message, Shared, block_number
 from megatron.data.preparation.progress import Counts, ProgressDisplay
@@ -274,6 +274,7 @@ def _manifest(job: Job, merger: ShardMerger, key: int, deduplication: str | None
         },
         sentences=None if job.splitter is None else job.splitter.name,
         deduplication=deduplication,
+        cleaning=cleaning_of(file.path for file in job.plan.files),
     )
 
 

@@ -1,5 +1,6 @@
 """Plots runs in one picture: losses, and panels with learning rate, gradient norm, throughput or memory."""
 
+import itertools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,9 +16,10 @@ PANELS = {
     "memory": (("peak device memory (MB)", "device memory (MB)", "host memory (MB)"), "memory"),
     "grad-norm": (("grad norm",), "gradient norm"),
     "learning-rate": (("learning rate",), "learning rate"),
+    "mix": ((), "share of samples"),
 }
 """Panels below the losses. Each has a title and the names of values in the metrics; the first of these that a run has
-is drawn."""
+is drawn. The mix has a line for each data set of a blend."""
 
 
 @dataclass(frozen=True)
@@ -169,6 +171,8 @@ def _draw_rate(axis: Any, run: _PlottedRun, against: str) -> list[object]:
 
 def _draw_panel(axis: Any, runs: Sequence[_PlottedRun], panel: str, smooth: int, against: str) -> None:
     keys, title = PANELS[panel]
+    if panel == "mix":
+        return _draw_mix(axis, runs, title, against)
     key = next((key for key in keys if any(run.history.series(key)[0] for run in runs)), None)
     if key is None:
         raise UserError(f"panel {panel}: no run has a value of {' or '.join(map(repr, keys))}")
@@ -180,3 +184,22 @@ def _draw_panel(axis: Any, runs: Sequence[_PlottedRun], panel: str, smooth: int,
     axis.set_ylabel(key if key != title else title, fontsize="small")
     axis.set_ylim(bottom=0.0)
     axis.grid(alpha=0.3)
+
+
+_SHARE = "share of samples on source "
+
+
+def _draw_mix(axis: Any, runs: Sequence[_PlottedRun], title: str, against: str) -> None:
+    """Draws the mix of the run so far: a colour for each data set, a style of line for each run."""
+    keys = dict.fromkeys(key for run in runs for line in run.history.training for key in line if key.startswith(_SHARE))
+    if not keys:
+        raise UserError(f"panel mix: no run has a value of '{_SHARE}...'; runs with one data set have none")
+    for run, style in zip(runs, itertools.cycle(("-", "--", ":", "-.")), strict=False):
+        for number, key in enumerate(keys):
+            iterations, shares = run.history.series(key)
+            name = key.removeprefix(_SHARE) if len(runs) == 1 else f"{run.label}: {key.removeprefix(_SHARE)}"
+            axis.plot(_places(run, iterations, against), shares, style, color=f"C{number}", linewidth=1.0, label=name)
+    axis.set_ylabel(title, fontsize="small")
+    axis.set_ylim(0.0, 1.0)
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize="small")

@@ -2,6 +2,7 @@
 
 import gzip
 import importlib
+import io
 import json
 import os
 import random
@@ -11,12 +12,18 @@ import fsspec
 import pyarrow
 import pyarrow.parquet
 import pytest
+from rich.console import Console
 
 from megatron.core.exceptions import UserError
 from megatron.data.cleaning import dedup as module
 from megatron.data.cleaning import rows
-from megatron.data.cleaning.config import DedupConfig
+from megatron.data.cleaning.config import DedupConfig, FilterConfig
 from megatron.data.cleaning.dedup import deduplicate, without_paragraphs
+from megatron.data.cleaning.filtering import filter_rows
+from megatron.data.preparation.config import PreparationConfig
+from megatron.data.preparation.manifest import read_manifest
+from megatron.data.preparation.prepare import prepare
+from megatron.data.tokenizer.null import NullTokenizer
 
 ROOT = Path(__file__).parents[3]
 
@@ -169,3 +176,20 @@ def test_rows_of_a_store_are_those_of_a_file(tmp_path: Path) -> None:
     run(tmp_path, method="exact")
     run(tmp_path, "stored", method="exact", input=["memory://dedup"])
     assert kept_lines(tmp_path / "stored") == kept_lines(tmp_path / "out") != []
+
+
+def test_the_manifest_says_how_the_text_was_cleaned(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    write(tmp_path / "in" / "a.jsonl", ["1 2", "3", "1 2", "4 5 6 7 8 9"])
+    run(tmp_path, method="exact")
+    chosen = FilterConfig(input=[str(tmp_path / "out")], output=str(tmp_path / "good"), min_characters=2)
+    filter_rows(chosen, lambda line: None)
+    config = PreparationConfig(input=[str(tmp_path / "good")], output_prefix=str(tmp_path / "ids"))
+    prepare(config, NullTokenizer(9), Console(file=io.StringIO()), lambda line: None)
+    manifest = read_manifest(f"{tmp_path}/ids_text_document")
+    assert manifest is not None
+    assert [(step["tool"], step["rows"], step["kept_rows"]) for step in manifest.cleaning] == [
+        ("dedup", 4, 3),
+        ("filter", 3, 2),
+    ]
+    assert manifest.cleaning[1]["dropped"] == {"length: too short": 1}

@@ -109,3 +109,24 @@ def test_a_picture_that_cannot_be_written(metrics, tmp_path):
     with pytest.raises(UserError, match=r"file/loss\.png cannot be written: File exists$"):
         (tmp_path / "file").touch()
         plot_metrics(metrics, tmp_path / "file/loss.png")
+
+
+def test_the_mix_has_a_line_for_each_data_set(metrics, tmp_path, monkeypatch):
+    axes = pytest.importorskip("matplotlib.axes")
+    log = JsonlLog(tmp_path / "mix" / "metrics.jsonl")
+    for iteration, share in ((1, 0.25), (2, 0.5)):
+        step = StepRecord(iteration, {"lm loss": 1.0}, mix={"a": share, "b": 1 - share})
+        log.steps([step], Speed(0.1))
+    log.close()
+    drawn = {}
+    plain = axes.Axes.plot
+
+    def plot(axis, x, y, *style, **kwargs):
+        drawn[kwargs.get("label")] = list(x), list(y)
+        return plain(axis, x, y, *style, **kwargs)
+
+    monkeypatch.setattr(axes.Axes, "plot", plot)
+    plot_metrics(tmp_path / "mix", tmp_path / "mix.png", panels=["mix"])
+    assert drawn["a"] == ([1, 2], [0.25, 0.5]) and drawn["b"] == ([1, 2], [0.75, 0.5])
+    with pytest.raises(UserError, match=r"panel mix: no run has a value of 'share of samples on source \.\.\.'"):
+        plot_metrics(metrics, tmp_path / "mix.png", panels=["mix"])
