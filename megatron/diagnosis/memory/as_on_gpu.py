@@ -170,6 +170,8 @@ class _MetaAs(TorchFunctionMode):
         answer = self._answers.get(func)
         if answer is not None:
             return answer(*args, **kwargs)
+        if func in (torch.mm, torch.addmm) and kwargs.get("out_dtype") is not None:
+            return _wider_product(*args[-2:], kwargs["out_dtype"], kwargs.get("out"))
         kwargs.pop("pin_memory", None)
         if "device" in kwargs:
             kwargs["device"] = self._real(kwargs["device"])
@@ -202,6 +204,11 @@ class _MetaAs(TorchFunctionMode):
 def _copy(target: Tensor, source: Tensor, *options: Any, **more: Any) -> Tensor:
     """Copies between tensors on one device. To and from the host there are no values to copy."""
     return target.copy_(source, *options, **more) if target.is_meta == source.is_meta else target
+
+
+def _wider_product(left: Tensor, right: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
+    """Returns the result of a product in another type, which the meta device of torch 2.11 cannot make."""
+    return left.new_empty(left.shape[0], right.shape[1], dtype=dtype) if out is None else out
 
 
 def _address(tensor: Tensor) -> int:
