@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -22,6 +23,8 @@ from megatron.core.pipeline_parallel.simulator import Costs, simulate_actions
 from megatron.core.pipeline_parallel.stages import Pipeline
 from megatron.data.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTLowLevelDataset
 from megatron.data.datasets.utils import Split
+from megatron.facades import global_vars
+from megatron.facades.training import build_pretraining_data_loader
 from megatron.training.data.balanced_batches import BalancedSampler, balanced_order
 from megatron.training.data.samplers import DataParallelShard
 from megatron.training.data.splits import build_splits
@@ -146,9 +149,15 @@ def test_the_loss_of_a_step_is_that_of_the_same_rows_in_another_order(corpus: st
     assert balanced.sample_ids != plain.sample_ids and balanced.losses == pytest.approx(plain.losses, abs=1e-11)
 
 
-def test_data_without_lengths_of_documents_is_refused() -> None:
+def test_data_that_cannot_be_ordered_is_refused() -> None:
     with pytest.raises(UserError, match="data is a list, which has no document_lengths"):
         rows_of([1, 2, 3], DOCUMENTS, 1)
     assert problems_of(f"{DOCUMENTS} --dataloader-type external") == [
         "--balanced-packing orders the rows of data sets, which --dataloader-type external does not have; leave it out"
     ]
+    run = SimpleNamespace(config=configured(DOCUMENTS, base=SMALL), environment=mock.Mock())
+    with (
+        mock.patch.object(global_vars, "current_run", return_value=run),
+        pytest.raises(UserError, match="needs pretrain"),
+    ):
+        build_pretraining_data_loader([1, 2, 3], 0)
