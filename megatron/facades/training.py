@@ -111,11 +111,15 @@ def build_train_valid_test_data_iterators(
 
 def build_pretraining_data_loader(dataset: Any, consumed_samples: int) -> DataLoader[Any] | None:
     """Returns a torch DataLoader of this rank's micro-batches from a sample of the run on, in the order of
-    --dataloader-type, with torch's own collation; None without a dataset."""
+    --dataloader-type, with torch's own collation; None without a dataset. Raises UserError for --balanced-packing."""
     if dataset is None:
         return None
     run = global_vars.current_run()
     groups, training, data = run.environment.groups, run.config.training, run.config.data
+    if data.balanced_packing:
+        raise UserError(
+            "build_pretraining_data_loader(): --balanced-packing needs pretrain(), which orders the rows; leave it out"
+        )
     place = (training.micro_batch_size, groups.rank("dp"), groups.size("dp"))
     sampler: Any
     if data.dataloader_type == "cyclic":

@@ -1,7 +1,9 @@
 """The number of micro-batches of a step: constant, or growing with the consumed samples."""
 
+import copy
 import itertools
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -159,6 +161,14 @@ class BatchSchedule:
         final = self.final_global_batch_size
         self.scheduled_global_batch_size = self.rampup.size(consumed_samples, final) if self.rampup else final
         self.global_batch_size = self._rounded_down(self.scheduled_global_batch_size, check)
+
+    def sizes_after(self, consumed_samples: int) -> Iterator[int]:
+        """Yields the number of samples of each step that follows after `consumed_samples`, without end."""
+        schedule = copy.copy(self)
+        while True:
+            schedule.update(consumed_samples)
+            yield schedule.global_batch_size
+            consumed_samples += schedule.global_batch_size
 
     def _rounded_down(self, size: int, check: bool = True) -> int:
         at_once = self.samples_at_once

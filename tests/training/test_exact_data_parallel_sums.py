@@ -13,7 +13,7 @@ from megatron.core.distributed.exact_sums import FixedPoint
 BASE = TINY.replace("--global-batch-size 4", "--global-batch-size 24")
 RUN = "--train-iters 3 --lr-warmup-iters 1 --deterministic-mode --untie-embeddings-and-output-weights"
 EXACT = "--exact-data-parallel-sums"
-PER_TOKEN = "--calculate-per-token-loss --reset-position-ids --reset-attention-mask --eod-mask-loss"
+PER_TOKEN = "--calculate-per-token-loss --reset-position-ids --reset-attention-mask --eod-mask-loss --balanced-packing"
 SHARDED = "--use-distributed-optimizer"
 FSDP = "--use-megatron-fsdp --data-parallel-sharding-strategy"
 STRATEGIES = {

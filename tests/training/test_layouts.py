@@ -14,7 +14,7 @@ from megatron.training.log.jsonl import read_metrics
 
 BASE = f"{TINY} --num-layers 4 --num-attention-heads 4"
 RUN = "--fp64 --train-iters 3 --eval-interval 2 --eval-iters 1 --lr-warmup-iters 1"
-DOCUMENTS = "--reset-position-ids --reset-attention-mask --eod-mask-loss --calculate-per-token-loss"
+DOCUMENTS = "--reset-position-ids --reset-attention-mask --eod-mask-loss --calculate-per-token-loss --balanced-packing"
 
 TP2, PP2, CP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--context-parallel-size 2"
 SHARDED = "--use-distributed-optimizer"

@@ -126,6 +126,11 @@ class BlendedDataset(torch.utils.data.Dataset):
         added = {"sample_id": torch.tensor(-1 if idx is None else idx), "source": self.sources[dataset_id]}
         return {"dataset_id": dataset_id, **item, **added}
 
+    def document_lengths(self, idx: int) -> np.ndarray:
+        """Returns the number of tokens of each document of sample `idx`, int64."""
+        dataset, number = self.order.locate(idx)
+        return self.datasets[dataset].document_lengths(number)
+
     def _check_lengths(self, lengths: np.ndarray) -> None:
         if (self.order.upper_bounds() <= lengths).all():
             return

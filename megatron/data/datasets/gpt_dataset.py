@@ -238,6 +238,16 @@ class GPTDataset(MegatronDataset):
         parts.append(self.dataset.get(sequences[-1], 0, end))
         return np.concatenate(parts)
 
+    def document_lengths(self, idx: int) -> np.ndarray:
+        """Returns the number of tokens of each document of sample `idx`, int64. A document is a stored sequence, which
+        ends with the end-of-document token if it was prepared so."""
+        row = int(self.shuffle_index[idx])
+        (first, begin), (last, end) = self.sample_index[row : row + 2].tolist()
+        lengths = self.dataset.sequence_lengths[self.document_index[first : last + 1]].astype(np.int64)
+        lengths[-1] = end
+        lengths[0] -= begin
+        return lengths
+
     def _tokens_and_labels(self, stored: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns inputs and labels (inputs shifted by one), int64 [s] each, padded with the pad id."""
         length = self.config.sequence_length

@@ -142,6 +142,10 @@ class MegatronDataset(ABC, torch.utils.data.Dataset):
         """Whether a split of these elements contains no samples, even if it is repeated."""
         return len(indices) == 0
 
+    def document_lengths(self, idx: int) -> np.ndarray:
+        """Returns the number of tokens of each document of sample `idx`, int64. It reads no tokens."""
+        return np.array([self.config.sequence_length])
+
     @abstractmethod
     def __len__(self) -> int: ...
 

@@ -132,6 +132,13 @@ class SFTDataset(MegatronDataset):
     def __len__(self) -> int:
         return len(self._first) - 1
 
+    def document_lengths(self, idx: int) -> np.ndarray:
+        """Returns the number of tokens of each conversation of sample `idx` and of the padding, int64."""
+        length = self.config.sequence_length
+        numbers = self._order[self._first[idx] : self._first[idx + 1]].tolist()
+        lengths = [min(length, max(1, len(self.dataset.ids[number]) - 1)) for number in numbers]
+        return np.array([*lengths, length - sum(lengths)])
+
     def __getitem__(self, idx: int | None) -> dict[str, Tensor]:
         sample = 0 if idx is None else idx
         if not 0 <= sample < len(self):

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from megatron.data.datasets.blend_stages import StageOrder
@@ -29,6 +30,12 @@ class StagedBlend(torch.utils.data.Dataset):
 
     def __len__(self) -> int:
         return self.size
+
+    def document_lengths(self, idx: int) -> np.ndarray:
+        """Returns the number of tokens of each document of sample `idx`, int64."""
+        dataset, number = self.order.locate(idx)
+        part, number = divmod(number, len(self.passes[dataset][0]))
+        return self.passes[dataset][part].document_lengths(number)
 
     def __getitem__(self, idx: int | None) -> dict[str, Any]:
         sample = 0 if idx is None else idx

@@ -121,6 +121,11 @@ class DataConfig:
     reset_attention_mask: bool = flag(False, families=["gpt"])
     """Let tokens attend to their own document only."""
 
+    balanced_packing: bool = flag(False, families=["gpt"], only_with="reset_attention_mask", or_with="sft")
+    """Order the rows of each global batch by the cost of attention within their documents, so that micro-batches cost
+    about the same and data parallel ranks and pipeline stages wait less. The batch has the same rows, and the order is
+    the same for every layout."""
+
     eod_mask_loss: bool = flag(False, families=["gpt"])
     """Leave end-of-document tokens out of the loss."""
 
@@ -196,6 +201,8 @@ class DataConfig:
                 yield f"{{{field}}}: expected a fraction from 0 to 1, such as 0.5"
         if self.data_stages is not None and self.dataloader_type in ("cyclic", "external"):
             yield "{data_stages:name} gives the order of samples, which {dataloader_type} would replace; leave it out"
+        if self.balanced_packing and self.dataloader_type == "external":
+            yield "{balanced_packing} orders the rows of data sets, which {dataloader_type} does not have; leave it out"
         sources = self.sources()
         if len(sources) > 1:
             names = " and ".join(f"{{{field}:name}}" for field in sources)

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from megatron.core.exceptions import UserError
 from megatron.data.datasets.object_store import StoreError
+from megatron.training.data.balanced_batches import BalancedSampler
 from megatron.training.data.batch import collate_gpt
 from megatron.training.data.samplers import CyclicSampler, DataParallelShard, MegatronCyclicSampler, SequentialSampler
 from megatron.training.launch.process_state import kill_if_stopped, process_state
@@ -173,6 +174,7 @@ def build_data_iterator(
     pin_memory: bool = False,
     multiprocessing_context: str | None = None,
     restarts: bool = False,
+    batch_sizes: Iterable[int] | None = None,
 ) -> Iterator[Any]:
     """Returns an iterator over this rank's micro-batches, which begins after `consumed_samples` samples of the run.
 
@@ -188,6 +190,8 @@ def build_data_iterator(
         pin_memory: put batches into page-locked memory.
         multiprocessing_context: start method of workers (`fork`, `spawn`, `forkserver`); None: Python's default.
         restarts: the iterator's `restart` goes back to its first micro-batch. A user's own loader cannot do that.
+        batch_sizes: sizes of the global batches, whose rows BalancedSampler puts in order; None: the order of the
+            dataset.
 
     Raises UserError if no samples are left. The iterator raises SampleError if a sample cannot be read, and
     DamagedSample, a UserError too, if its files are damaged.
@@ -196,7 +200,9 @@ def build_data_iterator(
         if not isinstance(dataset, Iterable):
             raise UserError(f"--dataloader-type external: {type(dataset).__name__} is not an iterable of batches")
         return iter(dataset)
-    shard = DataParallelShard(micro_batch_size, data_parallel_rank, data_parallel_size)
+    shard = own = DataParallelShard(micro_batch_size, data_parallel_rank, data_parallel_size)
+    if batch_sizes is not None:
+        shard = DataParallelShard(1)
     sampler: Iterable[list[int | None]]
     if dataloader_type == "single":
         sampler = SequentialSampler(len(dataset), consumed_samples, shard, fill_to)
@@ -206,6 +212,8 @@ def build_data_iterator(
         sampler = CyclicSampler(len(dataset), consumed_samples, shard, seed)
     else:
         raise UserError(f"--dataloader-type {dataloader_type}: expected single, cyclic or external")
+    if batch_sizes is not None:
+        sampler = BalancedSampler(sampler, batch_sizes, dataset, own)
     with warnings.catch_warnings():  # `setup.notes` prints a note with the flag's name
         warnings.filterwarnings("ignore", message="This DataLoader will create")
         loader: DataLoader[Any] = DataLoader(

@@ -16,6 +16,7 @@ from megatron.data.datasets.blended_dataset import BlendedDataset
 from megatron.data.datasets.megatron_dataset import MegatronDataset
 from megatron.data.datasets.staged_blend import StagedBlend
 from megatron.data.datasets.t5_dataset import T5MaskedWordPieceDataset
+from megatron.training.batch_schedule import BatchSchedule
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.training import EvaluationConfig
 from megatron.training.data.batch import collate_gpt
@@ -87,6 +88,7 @@ def build_splits(
         fill_to: int | None = None,
         timers: Timers | None = None,
         restarts: bool = False,
+        batch_sizes: Iterable[int] | None = None,
     ) -> StepData:
         if dataset is None:
             return step_data(config, environment, None, micro_batch_size, timers)
@@ -104,6 +106,7 @@ def build_splits(
             collate=collate_of(dataset),
             pin_memory=environment.device.type == "cuda",
             restarts=restarts,
+            batch_sizes=batch_sizes,
         )
         return step_data(config, environment, iterator, micro_batch_size, timers)
 
@@ -115,7 +118,9 @@ def build_splits(
     fresh, consumed = config.evaluation.eval_fresh_samples, state.consumed_train_samples
     first_valid = state.consumed_valid_samples if fresh else 0
     training = (
-        split(train, consumed, sizes[0], timers=timers) if reads else step_data(config, environment, iter(()), sizes[0])
+        split(train, consumed, sizes[0], timers=timers, batch_sizes=_balanced_batches(config, environment, consumed))
+        if reads
+        else step_data(config, environment, iter(()), sizes[0])
     )
     evaluation = split(test, 0, sizes[1], restarts=not fresh) if available[2] and evaluates else None
     several, whole = config.evaluation.multiple_validation_sets, config.evaluation.full_validation
@@ -135,6 +140,14 @@ def build_splits(
         return Splits(training, step_data(config, environment, iter(()), sizes[1]) if sets else None, evaluation, sets)
     validation = split(valid, first_valid, sizes[1], restarts=not fresh) if available[1] and evaluates else None
     return Splits(train=training, valid=validation, test=evaluation)
+
+
+def _balanced_batches(config: PretrainConfig, environment: Environment, consumed: int) -> Iterator[int] | None:
+    """Returns the sizes of the global batches whose rows --balanced-packing orders; None: it has no effect."""
+    if not config.data.balanced_packing or not (config.data.reset_attention_mask or config.training.sft):
+        return None
+    ranks = environment.groups.size("dp")
+    return BatchSchedule.from_config(config.training, ranks, config.data.seq_length).sizes_after(consumed)
 
 
 def _check_external(datasets: Sequence[object], has_training_data: bool) -> None:

@@ -198,7 +198,7 @@ COMPARED = (
     *("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file"),
     *("optimizer", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps"),
     *("attention_dropout", "hidden_dropout", "calculate_per_token_loss"),
-    *("eod_mask_loss", "reset_position_ids", "reset_attention_mask"),
+    *("eod_mask_loss", "reset_position_ids", "reset_attention_mask", "balanced_packing"),
     *("sft", "fim_data", "fim_rate", "fim_spm_rate", "mask_prob", "short_seq_prob"),
     *("moe_aux_loss_coeff", "moe_z_loss_coeff", "dsa_indexer_loss_coeff", "dsa_indexer_use_sparse_loss"),
 )

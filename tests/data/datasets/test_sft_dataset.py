@@ -75,6 +75,9 @@ def test_every_conversation_once_in_an_epoch(build):
     dataset = build(sizes)
     samples = [talks_of(dataset[i]) for i in range(len(dataset))]
     assert sorted(number for talks in samples for number in talks) == list(range(10))
+    for i in range(len(dataset)):
+        lengths = dataset.document_lengths(i)
+        assert lengths[lengths > 0].tolist() == np.diff(np.unique(dataset[i]["cu_seqlens"].numpy())).tolist()
     room = [sum(2 * sizes[number] - 1 for number in talks) for talks in samples]
     assert max(room) <= 16
     for talks, used in zip(samples[1:], room, strict=False):  # the next one did not fit

@@ -63,3 +63,5 @@ def test_a_longer_run_has_the_same_samples(tmp_path):
     short, long = build(tmp_path, 30)[0], build(tmp_path, 90)[0]
     for idx in range(30):
         assert short[idx]["tokens"].tolist() == long[idx]["tokens"].tolist()
+        assert short.document_lengths(idx).tolist() == long.document_lengths(idx).tolist()
+        assert long.document_lengths(idx).sum() == 16

@@ -49,6 +49,7 @@ OURS = {
     "--exact-data-parallel-sums",
     "--layout-invariant",
     "--data-stages",
+    "--balanced-packing",
     "--data-contract",
     "--planned-world-size",
     "--load-hf",
