@@ -28,7 +28,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.data.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.training import pretrain
 from megatron.training.data.batch import Batch
-from megatron.training.data.sources import gpt_dataset_config, gpt_dataset_kind, source_names, with_source_losses
+from megatron.training.data.sources import gpt_dataset_config, gpt_dataset_kind, loss_names, with_source_losses
 from megatron.training.data.step_data import StepData
 from megatron.training.providers import Context, ForwardStep, LossFunction, Providers, SampleCounts, Stage
 
@@ -92,7 +92,7 @@ def build_forward_step(context: Context, loss_func: LossFunction = loss_func) ->
     """Returns a forward step whose loss is `loss_func(loss_mask, losses)`."""
     device = context.environment.device
     part = sequence_part(context.environment.groups)
-    sources = source_names(context.config)
+    sources = loss_names(context.config)
 
     def forward_step(data: StepData, model: nn.Module) -> tuple[Tensor, LossFunction]:
         batch: Batch = next(data).to(device, non_blocking=True)

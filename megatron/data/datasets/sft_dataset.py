@@ -21,7 +21,8 @@ class SFTConversations:
     """The conversations of a file (`conversations.ConversationFile`), encoded. A row may have other fields that the
     chat template reads, such as tools.
 
-    `tokenizer.encode_conversation(messages, fields)` gives ids and, for each, whether it is learned. Raises UserError
+    `tokenizer.encode_conversation(messages, fields)` gives ids and, for each, whether it is learned: 0 or False if not,
+    1 or True, or a larger number for another kind of turn. Raises UserError
     that names file and line for a line that is no conversation or has no turn to learn from. Fields that the template
     does not read are named in a warning.
     """
@@ -32,6 +33,7 @@ class SFTConversations:
         file = ConversationFile(path)
         ids: list[np.ndarray] = []
         learned: list[np.ndarray] = []
+        kinds: list[np.ndarray] = []
         unread: Counter[str] = Counter()
         for place, line in file:
             try:
@@ -40,12 +42,13 @@ class SFTConversations:
                 raise UserError(f"{place}: {error}") from None
             ids.append(np.array(encoded[0], np.int32))
             learned.append(np.array(encoded[1], bool))
+            kinds.append(np.array(encoded[1], np.int8))
         if not ids:
             raise UserError(f"--data-path {path}: contains no conversations")
         if unread:
             named = ", ".join(f"{name} ({count})" for name, count in sorted(unread.items()))
             warn_on_first_rank(f"{path}: the chat template does not read these fields, in so many lines: {named}")
-        self.ids, self.learned = ids, learned
+        self.ids, self.learned, self.kinds = ids, learned, kinds
         self.digest = file.digest
 
     def __len__(self) -> int:
@@ -146,6 +149,7 @@ class SFTDataset(MegatronDataset):
         length = self.config.sequence_length
         tokens, labels = np.zeros(length, np.int64), np.zeros(length, np.int64)
         loss_mask = np.zeros(length, np.float32)
+        kinds = np.zeros(length, np.int32)
         boundaries = [0]
         for number in self._order[self._first[sample] : self._first[sample + 1]].tolist():
             ids, learned = self.dataset.ids[number], self.dataset.learned[number]
@@ -155,6 +159,7 @@ class SFTDataset(MegatronDataset):
             count = min(end - begin, len(ids) - 1)  # 0 for a conversation of one token, which has no label
             labels[begin : begin + count] = ids[1 : count + 1]
             loss_mask[begin : begin + count] = learned[1 : count + 1]
+            kinds[begin : begin + count] = self.dataset.kinds[number][1 : count + 1].clip(min=1) - 1
             boundaries.append(end)
         if boundaries[-1] < length:
             boundaries.append(length)
@@ -166,6 +171,7 @@ class SFTDataset(MegatronDataset):
             "tokens": torch.from_numpy(tokens),
             "labels": torch.from_numpy(labels),
             "loss_mask": torch.from_numpy(loss_mask),
+            "turn_kinds": torch.from_numpy(kinds),
             "position_ids": torch.from_numpy(restarted_positions(np.array(boundaries))),
             "cu_seqlens": torch.from_numpy(lengths),
             "max_seqlen": torch.tensor(int(np.diff(boundaries).max()), dtype=torch.int32),

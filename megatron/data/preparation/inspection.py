@@ -96,9 +96,9 @@ def inspected_conversations(path: str, tokenizer: SFTTokenizer, longest: int) ->
         except UserError as error:
             yield InspectedConversation(place, fault=f"{place}: {error}")
             continue
-        cut = itertools.groupby(zip(ids[:longest], learned, strict=False), lambda pair: pair[1])
+        cut = itertools.groupby(zip(ids[:longest], learned, strict=False), lambda pair: pair[1] > 0)
         parts = tuple((tokenizer.detokenize([index for index, _ in group]), learns) for learns, group in cut)
-        yield InspectedConversation(place, len(ids), sum(learned), parts)
+        yield InspectedConversation(place, len(ids), sum(map(bool, learned)), parts)
 
 
 def decoded_documents(

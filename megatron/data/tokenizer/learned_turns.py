@@ -13,6 +13,8 @@ Message = Mapping[str, Any]
 """A turn of a conversation: `role` (system, user, assistant, ...), `content`, and what else a template reads."""
 
 LEARNED_ROLE = "assistant"
+TURN_KINDS = ("answers", "tool calls")
+"""Kinds of the assistant's turns, whose losses the log of a run has apart."""
 _TAG = "put {% generation %} and {% endgeneration %} around what the assistant writes"
 
 
@@ -34,16 +36,21 @@ class LearnedTurns:
         self._end_token = end_token
         self._prompts: dict[str, str] = {}
 
-    def find(self, messages: Sequence[Message], variables: Mapping[str, object]) -> tuple[str, list[Span]]:
-        """Returns the text of a conversation and the parts that are learned, in order. Raises UserError if the template
-        rejects the conversation, or writes the assistant's turns where they cannot be told apart."""
+    def find(self, messages: Sequence[Message], variables: Mapping[str, object]) -> tuple[str, list[tuple[Span, int]]]:
+        """Returns the text of a conversation and the parts that are learned, in order, each with the index of its kind
+        in `TURN_KINDS`. Raises UserError if the template rejects the conversation, or writes the assistant's turns
+        where they cannot be told apart."""
         text = self._template.render(messages, variables)
         rendered = self._template.render_with_turns(messages, variables, text)
+        calls = [number for number, message in enumerate(messages) if message.get("tool_calls")]
         if self._template.has_generation_tag:
-            return text, sorted(rendered.generated)
+            of_calls = [span for number in calls for span in rendered.turns[number]]
+            return text, [
+                (span, int(any(_overlap(span, call) for call in of_calls))) for span in sorted(rendered.generated)
+            ]
         one = _Conversation(self._template, messages, variables, rendered, self._prompt(variables), self._end_token)
         learned = [at for at, message in enumerate(messages) if message["role"] == LEARNED_ROLE]
-        spans = [self._without_edges(text, span) for at in learned for span in one.spans(at)]
+        spans = [(self._without_edges(text, span), int(at in calls)) for at in learned for span in one.spans(at)]
         return text, sorted(spans)
 
     def _without_edges(self, text: str, span: Span) -> Span:
@@ -80,6 +87,10 @@ class LearnedTurns:
             return ""
         end = turn[-1][1] if turn else 0  # something else is at the end of a text without a prompt
         return text[end:] if turn and without[:end] == text[:end] else ""
+
+
+def _overlap(one: Span, other: Span) -> bool:
+    return one[0] < other[1] and other[0] < one[1]
 
 
 def _common_begin(one: str, other: str) -> str:

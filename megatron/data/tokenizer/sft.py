@@ -36,10 +36,10 @@ class SFTTokenizer(HuggingFaceTokenizer):
 
     def encode_conversation(
         self, messages: Sequence[Message], fields: Mapping[str, Any] | None = None
-    ) -> tuple[list[int], list[bool]]:
+    ) -> tuple[list[int], list[int]]:
         """Returns the ids of a conversation, and for each whether it is learned: it belongs to what the assistant
         writes (content, thoughts, calls of tools, the mark that ends the turn), or to a part inside of the template's
-        {% generation %}.
+        {% generation %}. The value is 0 if not, and otherwise 1 plus the index of the turn's kind in `TURN_KINDS`.
 
         `fields` are variables for the template, such as tools, documents or enable_thinking; `chat_template_kwargs`
         holds more of them. Raises UserError if the template rejects the conversation, or if nothing in it is learned.
@@ -53,9 +53,9 @@ class SFTTokenizer(HuggingFaceTokenizer):
             )
         encoding = self._encoding(text, False)
         begins, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
-        learned = np.zeros(len(begins), bool)
-        for first, last in spans:
-            learned |= (begins < last) & (ends > first)
+        learned = np.zeros(len(begins), np.int8)
+        for (first, last), kind in spans:
+            learned[(begins < last) & (ends > first)] = 1 + kind
         if not learned.any():
             raise UserError(f"no turn to learn from: {_why_nothing_is_learned(messages, template)}")
         return encoding.ids, learned.tolist()

@@ -63,7 +63,8 @@ class Batch(BatchRecord):
     max_seqlen: int | None = None
     """Length of the longest document; None if `cu_seqlens` is None."""
     sources: Tensor | None = None
-    """int32 [b, s]: position of the sample's data set in the blend, as the flags name them; None without a blend."""
+    """int32 [b, s]: position of the sample's data set in the blend, as the flags name them; for a single file of
+    conversations the kind of turn (`TURN_KINDS`); otherwise None."""
     sample_ids: Tensor | None = None
     """int64 [b], always on the host: ids of the samples in the dataset; -1 for rows that only fill up the batch."""
 
@@ -100,6 +101,8 @@ def collate_gpt(items: Sequence[Mapping[str, Any]]) -> Batch:
     if "source" in items[0]:
         sources = torch.tensor([item["source"] for item in items], dtype=torch.int32)
         stacked["sources"] = sources[:, None].expand(stacked["tokens"].shape).contiguous()
+    elif "turn_kinds" in items[0]:
+        stacked["sources"] = torch.stack([item["turn_kinds"] for item in items])
     sample_ids = torch.stack([item["sample_id"] for item in items]) if "sample_id" in items[0] else None
     if "cu_seqlens" not in items[0]:
         return Batch(**stacked, sample_ids=sample_ids)

@@ -16,6 +16,7 @@ from megatron.data.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from megatron.data.datasets.sft_dataset import SFTDataset
 from megatron.data.datasets.utils import Blend, get_blend_from_list, read_blend_file, read_blend_per_split_file
 from megatron.data.tokenizer.base import Tokenizer
+from megatron.data.tokenizer.learned_turns import TURN_KINDS
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.batch import Batch
 
@@ -161,6 +162,14 @@ def _prefixes(config: PretrainConfig) -> list[str]:
 def _suffixes(prefixes: list[str]) -> list[str]:
     counts = [prefixes[: place + 1].count(prefix) for place, prefix in enumerate(prefixes)]
     return [f" ({count})" if count > 1 else "" for count in counts]
+
+
+def loss_names(config: PretrainConfig) -> tuple[str, ...]:
+    """Returns what `Batch.sources` counts: the data sets of a blend, or for one file of conversations the kinds of
+    turns. Empty for other data."""
+    names = source_names(config)
+    is_one_file = config.training.sft and not config.data.mock_data and len(_prefixes(config)) == 1
+    return names or (TURN_KINDS if is_one_file else ())
 
 
 def with_source_losses(loss_func: Callable[..., Any], batch: Batch, names: tuple[str, ...]) -> Callable[..., Any]:

@@ -14,6 +14,7 @@ from megatron.data.datasets.conversations import parse_conversation
 from megatron.data.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.data.datasets.sft_dataset import SFTConversations, SFTDataset
 from megatron.data.datasets.utils import Split
+from megatron.training.data.batch import collate_gpt
 
 
 class Words:
@@ -220,3 +221,18 @@ def test_mistakes_name_the_field(line, says):
     with pytest.raises(UserError) as error:
         parse_conversation(line.encode())
     assert says in str(error.value)
+
+
+def test_labels_have_the_kind_of_their_turn(tmp_path):
+    class Kinds(Words):
+        def encode_conversation(self, messages):
+            ids, learned = super().encode_conversation(messages)
+            return ids, [kind and 1 + index % 2 for index, kind in zip(ids, learned, strict=True)]
+
+    path = write(tmp_path / "talks.jsonl", [2])
+    config = GPTDatasetConfig(1, 6, blend=([path], None), split="1,0,0", tokenizer=Kinds())
+    item = SFTDataset(SFTConversations(path, Kinds()), path, range(1), None, Split.train, config)[0]
+    assert item["labels"].tolist() == [2, 3, 4, 0, 0, 0]
+    assert item["loss_mask"].tolist() == [0, 1, 1, 0, 0, 0]
+    assert item["turn_kinds"].tolist() == [0, 1, 0, 0, 0, 0]
+    assert collate_gpt([item, item]).sources.tolist() == [[0, 1, 0, 0, 0, 0]] * 2
