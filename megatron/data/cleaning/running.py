@@ -21,7 +21,7 @@ from megatron.data.preparation.resuming import lock_folder
 REPORT = CLEANING_REPORT
 
 
-def facts_of_input(files: Sequence[InputFile]) -> dict[str, Any]:
+def facts_of_input(files: Sequence[InputFile]) -> dict[str, object]:
     """Returns what a report says about the input."""
     return {
         "inputs": [{"name": Path(file.path).name, "bytes": file.size} for file in files],

@@ -52,7 +52,7 @@ class ConversationFile:
             if line.strip():
                 yield f"{self._path}:{number}", line
 
-    def _parquet_rows(self) -> Iterator[Any]:
+    def _parquet_rows(self) -> Iterator[object]:
         try:
             import pyarrow
             import pyarrow.parquet
@@ -66,7 +66,7 @@ class ConversationFile:
             raise UserError(f"{self._path}: damaged, or no Parquet file: {' '.join(str(error).split())}") from None
 
 
-def _without_nulls(value: Any) -> Any:
+def _without_nulls(value: object) -> object:
     """Leaves out null fields, with which Parquet fills up rows that have fewer fields than others."""
     if isinstance(value, dict):
         return {key: _without_nulls(entry) for key, entry in value.items() if entry is not None}
@@ -111,7 +111,7 @@ def parse_conversation(line: bytes) -> tuple[list[Mapping[str, Any]], dict[str, 
     return messages, fields
 
 
-def _of_share_gpt(fields: dict[str, Any]) -> Any:
+def _of_share_gpt(fields: dict[str, object]) -> object:
     turns = fields.pop("conversations")
     if not isinstance(turns, list):
         return None
@@ -133,7 +133,7 @@ def _of_share_gpt(fields: dict[str, Any]) -> Any:
     return messages
 
 
-def _of_alpaca(fields: dict[str, Any]) -> list[Any]:
+def _of_alpaca(fields: dict[str, object]) -> list[object]:
     messages, history = _system(fields), fields.pop("history", None) or []
     question, more, answer = fields.pop("instruction"), fields.pop("input", None), fields.pop("output")
     if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
@@ -145,19 +145,19 @@ def _of_alpaca(fields: dict[str, Any]) -> list[Any]:
     return messages
 
 
-def _system(fields: dict[str, Any]) -> list[Any]:
+def _system(fields: dict[str, object]) -> list[object]:
     text = fields.pop("system", None)
     return [{"role": "system", "content": text}] if text else []
 
 
-def _json_of(text: Any, what: str) -> Any:
+def _json_of(text: object, what: str) -> object:
     try:
-        return parse_json(text)
+        return parse_json(text)  # type: ignore[arg-type]  # other types are a TypeError
     except (ValueError, TypeError) as error:
         raise UserError(f"{what} is not JSON: {error}") from None
 
 
-def _check_characters(row: Any) -> None:
+def _check_characters(row: object) -> None:
     try:
         json.dumps(row, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -167,7 +167,7 @@ def _check_characters(row: Any) -> None:
         raise UserError("not JSON: nested too deeply") from None
 
 
-def _check_turn(turn: Mapping[str, Any]) -> None:
+def _check_turn(turn: Mapping[str, object]) -> None:
     content, role = turn.get("content"), turn["role"]
     calls = turn.get("tool_calls")
     if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):

@@ -67,7 +67,7 @@ class DataManifest:
     deduplication: str | None = None
     """Method by which the input was deduplicated (--deduplication); None: not said."""
 
-    cleaning: tuple[Mapping[str, Any], ...] = ()
+    cleaning: tuple[Mapping[str, object], ...] = ()
     """What tools/dedup.py and tools/filter_data.py have done to the input, in order: their settings and counts."""
 
     def write(self, path: str | os.PathLike[str]) -> None:
@@ -79,10 +79,10 @@ CLEANING_REPORT = "report.json"
 """File of settings, counts and examples beside the rows that tools/dedup.py and tools/filter_data.py keep."""
 
 
-def cleaning_of(paths: Iterable[str]) -> tuple[Mapping[str, Any], ...]:
+def cleaning_of(paths: Iterable[str]) -> tuple[Mapping[str, object], ...]:
     """Returns the settings and counts of the tools that wrote these files, in the order in which they ran. Other files
     have none."""
-    steps: list[Mapping[str, Any]] = []
+    steps: list[Mapping[str, object]] = []
     for folder in dict.fromkeys(Path(path).parent for path in paths if not is_url(path)):
         try:
             report = parse_json((folder / CLEANING_REPORT).read_bytes())

@@ -74,7 +74,7 @@ class SFTTokenizer(HuggingFaceTokenizer):
         special = {self._library.token_to_id(literal) for literal in self.special_literals}
         return next((i for i, learns in zip(ids[::-1], learned[::-1], strict=True) if learns and i in special), None)
 
-    def _template_for(self, variables: Mapping[str, Any]) -> tuple[ChatTemplate, LearnedTurns, dict[str, Any]]:
+    def _template_for(self, variables: Mapping[str, object]) -> tuple[ChatTemplate, LearnedTurns, dict[str, object]]:
         """Returns the template for a conversation with these variables, and those of them that it reads."""
         name = _WITH_TOOLS if variables.get("tools") is not None and _WITH_TOOLS in self._sources else _DEFAULT
         template, turns = self._template(name)

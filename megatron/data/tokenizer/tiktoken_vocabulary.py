@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NoReturn
 
 from megatron.core.exceptions import UserError
 from megatron.core.utils.files import parse_json
@@ -210,5 +210,5 @@ class _Absent(Exception):
     """A file of an encoding would be downloaded."""
 
 
-def _refuse_download(url: str) -> Any:
+def _refuse_download(url: str) -> NoReturn:
     raise _Absent(url.rsplit("/", 1)[-1])

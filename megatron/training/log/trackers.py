@@ -51,8 +51,16 @@ class Tracker:
 class TrackerLog(ScalarLog):
     """Collects the scalars of a call, without those "vs samples", and sends them together."""
 
-    def __init__(self, service: str, tracker: Tracker, choices: TagChoices, **more: Any) -> None:
-        super().__init__(self._collect, choices, close=self._end, **more)
+    def __init__(
+        self,
+        service: str,
+        tracker: Tracker,
+        choices: TagChoices,
+        *,
+        world_size: int = 1,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__(self._collect, choices, close=self._end, world_size=world_size, device=device)
         self._service, self._tracker = service, tracker
         self._points: list[Point] = []
         self._failed = False
