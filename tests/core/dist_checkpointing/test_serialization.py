@@ -70,14 +70,25 @@ FORGED = [
 ]
 
 
-@pytest.mark.parametrize("value", FORGED, ids=str)
-def test_forged_shared_values_are_refused(tmp_path, value):
-    folder = tmp_path / "c"
+def forge(folder, value):
     dist_checkpointing.save({"step": torch.tensor(7), "w": whole()}, str(folder))
     path = folder / MANIFEST
     manifest = Manifest.from_bytes(path.read_bytes(), path)
     manifest.common["state_dict"]["forged"] = value
     path.write_bytes(manifest.to_bytes())
+    return path
+
+
+def test_memory_of_a_tensor_that_is_in_no_file_is_not_returned(tmp_path):
+    forge(tmp_path / "c", {"$tensor": ["common.elsewhere", "I64", [], 0]})
+    with pytest.raises(UserError, match=r"common\.elsewhere is in no file"):
+        dist_checkpointing.load({"w": whole()}, str(tmp_path / "c"), strict="ignore_all")
+
+
+@pytest.mark.parametrize("value", FORGED, ids=str)
+def test_forged_shared_values_are_refused(tmp_path, value):
+    folder = tmp_path / "c"
+    path = forge(folder, value)
     for ask in (
         lambda: dist_checkpointing.load_common_state_dict(folder),
         lambda: dist_checkpointing.load({"w": whole()}, str(folder)),
