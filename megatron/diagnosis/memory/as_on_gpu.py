@@ -171,7 +171,7 @@ class _MetaAs(TorchFunctionMode):
         if answer is not None:
             return answer(*args, **kwargs)
         if func in (torch.mm, torch.addmm) and kwargs.get("out_dtype") is not None:
-            return _wider_product(*args[-2:], kwargs["out_dtype"], kwargs.get("out"))
+            return _wider_product(args[-2], args[-1], kwargs["out_dtype"], kwargs.get("out"))
         kwargs.pop("pin_memory", None)
         if "device" in kwargs:
             kwargs["device"] = self._real(kwargs["device"])
