@@ -36,7 +36,6 @@ TESTED_TOGETHER = {
     "training/launch/test_environment.py": {"training/providers.py"},
     "conversion/test_config_rules.py": {"conversion/layer_rules.py"},
     "conversion/test_remote_code.py": {"conversion/baichuan.py", "conversion/chatglm.py"},
-    "data/tokenizer/test_tiktoken.py": {"data/tokenizer/tiktoken_vocabulary.py"},
     "diagnosis/memory/test_peak.py": {"diagnosis/memory/picture.py"},
     "diagnosis/planning/test_layouts.py": {"diagnosis/planning/ranking.py", "diagnosis/planning/rough_cost.py"},
     "diagnosis/planning/test_model_shape.py": {f"diagnosis/planning/{name}.py" for name in _COUNTS},

@@ -92,6 +92,7 @@ def test_every_setting_of_the_function_comes_along() -> None:
         "mock_data",
         "data_stages",
         "sft",
+        "balanced_packing",
         "num_encoder_layers",
         "gated_linear_unit",
         "activation_func",
