@@ -89,7 +89,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             raise pytest.UsageError(f"markers name cases that do not exist: {', '.join(unknown)}")
     items.sort(key=lambda item: distribution.place_of(item.nodeid))
     if config.getoption("--quick"):
-        left_out = [item for item in items if not distribution.is_quick(item)]
+        left_out = [item for item in items if not distribution.is_quick(item.nodeid)]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
 

@@ -1,12 +1,23 @@
 """Distributes tests over the workers of xdist: a file runs in one worker, so a module's fixtures are set up once.
 
-Some slow files are split where tests share no fixture. The slowest tests start first.
+Some slow files are split where tests share no fixture. The files that took longest start first, so that no worker has
+one of them left when the others have nothing. After tests have changed much, record how long they take:
+
+    PYTEST_ADDOPTS=--junitxml=/tmp/tests.xml make test && python tests/support/distribution.py /tmp/tests.xml
 """
 
+import json
 import re
+import sys
+from collections import Counter
+from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
-import pytest
+_RECORD = Path(__file__).parents[1] / "data" / "seconds_of_files.json"
+_SECONDS: dict[str, float] = json.loads(_RECORD.read_text())
+"""What the tests of a file took together, on one core, if it was half a second or more."""
+_LEAST = 0.5
 
 _ALONE = (
     "tests/core/ops/test_kernels_triton.py",
@@ -21,21 +32,6 @@ _ALONE = (
 _CELL = re.compile(r"(tests/parity/test_layouts\.py).*\[([^/\]]*)/")
 """Parity cells, grouped by model: cells of one model share the reference's results."""
 
-_FIRST = (
-    "tests/docs/test_commands.py::test_quickstart",
-    "tests/docs",
-    "tests/scripts",
-    "tests/parity",
-    "tests/training",
-    "tests/examples",
-    "tests/benchmarks",
-    "tests/tools",
-    "tests/support",
-    "tests/test_import_hygiene.py",
-)
-"""Tests that start first, in this order. Files that take longest come before the others, so that no worker has to do
-one of them while the other worker has nothing left."""
-
 
 def scope_of(nodeid: str) -> str:
     """Returns the scope of a test. Tests with the same scope run in one worker, one after the other."""
@@ -45,9 +41,14 @@ def scope_of(nodeid: str) -> str:
     return nodeid if nodeid.startswith(_ALONE) else nodeid.partition("::")[0]
 
 
-def place_of(nodeid: str) -> int:
+def place_of(nodeid: str) -> float:
     """Returns the rank of a test in the order of a run."""
-    return next((place for place, start in enumerate(_FIRST) if nodeid.startswith(start)), len(_FIRST))
+    return -_SECONDS.get(nodeid.partition("::")[0], 0.0)
+
+
+def is_quick(nodeid: str) -> bool:
+    """Tells whether the tests of the file took less than half a second together, or are not recorded."""
+    return nodeid.partition("::")[0] not in _SECONDS
 
 
 def make_scheduler(config: Any, log: Any) -> Any:
@@ -62,50 +63,14 @@ def make_scheduler(config: Any, log: Any) -> Any:
     return Scheduler(config, log)
 
 
-_STARTS_PROCESSES = frozenset(
-    (
-        "Pool",
-        "commands",
-        "launch",
-        "multiprocessing",
-        "python",
-        "run_on_ranks",
-        "subprocess",
-        "train_all_on_ranks",
-        "train_on_ranks",
-    )
-)
-_NOT_QUICK = (
-    "tests/core/dist_checkpointing/test_damage.py",
-    "tests/core/dist_checkpointing/test_interrupted_saves.py",
-    "tests/core/ops/fp8",
-    "tests/core/pipeline_parallel/test_orders.py",
-    "tests/parity",
-    "tests/benchmarks",
-    "tests/tools",
-    "tests/training/config/test_resolution.py",
-    "tests/conversion/test_against_transformers.py",
-    "tests/conversion/test_family_choice.py",
-    "tests/training/hooks/test_routing_trace.py",
-    "tests/diagnosis/layout_check/test_run_comparison.py",
-    "tests/training/log/test_plot.py",
-    "tests/training/setup/test_model.py",
-    "tests/diagnosis/test_replay.py",
-    "tests/data/tokenizer/test_bert_wordpiece.py",
-    "tests/data/tokenizer/test_byte_level.py",
-    "tests/data/tokenizer/test_huggingface.py",
-    "tests/data/tokenizer/test_word_scanners.py",
-)
-_KERNELS = re.compile(r"tests/core/.*_triton\.py::")
-"""Tests of Triton kernels: its interpreter is slow."""
+def record(report: Path) -> None:
+    """Writes the durations of a JUnit report."""
+    seconds = Counter[str]()
+    for test in ElementTree.parse(report).getroot().iter("testcase"):
+        seconds[test.attrib["classname"].replace(".", "/") + ".py"] += float(test.attrib["time"])
+    kept = {file: round(taken, 1) for file, taken in sorted(seconds.items()) if taken >= _LEAST}
+    _RECORD.write_text(json.dumps(kept, indent=0) + "\n")
 
 
-def is_quick(item: pytest.Item) -> bool:
-    """Tells whether the test's module starts no processes and takes less than a second or so."""
-    assert isinstance(item, pytest.Function)
-    return not (_STARTS_PROCESSES & vars(item.module).keys() or takes_seconds(item.nodeid))
-
-
-def takes_seconds(nodeid: str) -> bool:
-    """Tells whether the test is in a file whose tests take seconds together."""
-    return nodeid.startswith(_NOT_QUICK) or _KERNELS.match(nodeid) is not None
+if __name__ == "__main__":
+    record(Path(sys.argv[1]))
