@@ -277,4 +277,5 @@ def cudnn_takes(
     shapes = [(1, heads, 128, width), (1, groups, 128, width), (1, groups, 128, value_width)]
     query, key, value = (torch.empty(shape, dtype=dtype, device=device, requires_grad=True) for shape in shapes)
     parameters = torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, True, heads != groups)
-    return torch.backends.cuda.can_use_cudnn_attention(parameters)
+    # Asking fails where a build for CUDA finds no GPU: on a login node, which counts memory.
+    return torch.cuda.is_available() and torch.backends.cuda.can_use_cudnn_attention(parameters)
