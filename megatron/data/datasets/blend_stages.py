@@ -64,6 +64,8 @@ def _stage(entry: object) -> BlendStage:
             + json.dumps(entry)[:80]
         )
     first, words = entry["from_sample"], entry["data_path"]
+    if not isinstance(words, str | list):
+        raise UserError(f"data_path is {json.dumps(words)[:80]}, not a text or a list of words")
     if not isinstance(first, int) or isinstance(first, bool) or first < 0:
         raise UserError(f"from_sample is {json.dumps(first)}, not a number of samples")
     blend = get_blend_from_list(words.split() if isinstance(words, str) else [str(word) for word in words], "data_path")
@@ -82,8 +84,13 @@ def _stage(entry: object) -> BlendStage:
         rules[name] = value
     if rules and weights is None:
         raise UserError(f"{', '.join(rules)} changes weights, and data_path has none")
-    found = [1.0] if weights is None else normalize(check_weights(mixed_weights(check_weights(weights), **rules)))
-    return BlendStage(first, tuple(prefixes), tuple(found))
+    if weights is None:
+        return BlendStage(first, tuple(prefixes), (1.0,))
+    try:
+        mixed = mixed_weights(check_weights(weights), **rules)
+    except OverflowError:
+        raise UserError(f"temperature {rules['temperature']} makes weights too large; give a larger one") from None
+    return BlendStage(first, tuple(prefixes), tuple(normalize(check_weights(mixed))))
 
 
 def mixed_weights(weights: Sequence[float], cap: float = math.inf, temperature: float = 1.0) -> list[float]:
