@@ -109,11 +109,22 @@ def last_blend(stages: Sequence[BlendStage]) -> Blend:
     return list(stages[-1].prefixes), list(stages[-1].weights)
 
 
+def blend_until(stages: Sequence[BlendStage], samples: int) -> Blend:
+    """Returns the prefixes of all stages, and the samples that the weights plan for each among the first `samples`
+    ones."""
+    planned = dict.fromkeys(prefixes_of(stages), 0.0)
+    ends = [*(stage.first_sample for stage in stages[1:]), samples]
+    for stage, end in zip(stages, ends, strict=True):
+        for prefix, weight in zip(stage.prefixes, stage.weights, strict=True):
+            planned[prefix] += max(0, min(end, samples) - stage.first_sample) * weight
+    return list(planned), list(planned.values())
+
+
 class StageOrder:
     """The dataset of each of `size` samples, and the sample's number in that dataset, counted over all stages."""
 
     def __init__(self, stages: Sequence[BlendStage], size: int) -> None:
-        self.prefixes, self.size = prefixes_of(stages), size
+        self.prefixes, self.size, self._all_stages = prefixes_of(stages), size, stages
         self.stages = [stage for stage in stages if stage.first_sample < size]
         self.starts = [stage.first_sample for stage in self.stages]
         ends = [*self.starts[1:], size]
@@ -133,9 +144,7 @@ class StageOrder:
     def planned(self, consumed: int) -> np.ndarray:
         """Returns the samples that the weights plan for each prefix among the first `consumed` ones, float64
         [prefixes]."""
-        ends = [*self.starts[1:], consumed]
-        lengths = [max(0, min(end, consumed) - start) for start, end in zip(self.starts, ends, strict=True)]
-        return sum((length * order.weights for length, order in zip(lengths, self.orders, strict=True)), np.zeros(1))
+        return np.array(blend_until(self._all_stages, consumed)[1])
 
     def stage_of(self, sample: int) -> int:
         """Returns the index of a sample's stage."""

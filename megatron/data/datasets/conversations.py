@@ -69,9 +69,10 @@ class ConversationFile:
 
 
 def _without_nulls(value: object) -> object:
-    """Leaves out null fields, with which Parquet fills up rows that have fewer fields than others."""
+    """Leaves out fields that are null or NaN, with which Parquet and pandas fill up rows that have fewer fields than
+    others."""
     if isinstance(value, dict):
-        return {key: _without_nulls(entry) for key, entry in value.items() if entry is not None}
+        return {key: _without_nulls(entry) for key, entry in value.items() if entry is not None and entry == entry}
     return [_without_nulls(entry) for entry in value] if isinstance(value, list) else value
 
 

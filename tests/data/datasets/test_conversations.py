@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 
 import pyarrow
 import pyarrow.parquet
@@ -53,7 +54,8 @@ def test_parquet_rows_are_those_of_json_lines(tmp_path):
     short = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
     rows = [{"messages": MESSAGES, "tools": [TOOL]}, {"messages": short}]
     (tmp_path / "a.jsonl").write_text("\n\n".join(map(json.dumps, rows)))
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    table = pyarrow.Table.from_pylist([row | {"score": math.nan} for row in rows])  # as pandas writes missing numbers
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     files = [ConversationFile(str(tmp_path / f"a.{kind}")) for kind in ("jsonl", "parquet")]
     lines, columns = ([parse_conversation(row) for _, row in file] for file in files)
     assert lines == columns == [(MESSAGES, {"tools": [TOOL]}), (short, {})]
@@ -98,7 +100,7 @@ def test_bad_files_are_named(tmp_path):
     with pytest.raises(UserError, match=r"a.parquet: damaged, or no Parquet file"):
         list(ConversationFile(str(tmp_path / "a.parquet")))
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"messages": []}'))
-    with pytest.raises(UserError, match="a.jsonl.gz: neither lines of JSON nor Parquet; unpack"):
+    with pytest.raises(UserError, match=r"a.jsonl.gz: neither lines of JSON nor Parquet; unpack"):
         ConversationFile(str(tmp_path / "a.jsonl.gz"))
     with pytest.raises(UserError, match=r"--data-path .*none: No such file.* a .jsonl or .parquet file"):
         ConversationFile(str(tmp_path / "none"))
