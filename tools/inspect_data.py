@@ -141,6 +141,8 @@ def _inspect_conversations(path: str, config: InspectionConfig, tokenizer: SFTTo
             console.print(Text.assemble(*styled))
     if not count and not faults:
         raise UserError(f"--data-path {path}: contains no conversations")
+    if config.documents and config.first_document >= count + len(faults):
+        raise UserError(f"--first-document {config.first_document}: {path} has rows 0 to {count + len(faults) - 1}")
     print(f"{path}: {count:,} conversations, {tokens:,} tokens, {learned:,} of them learned; {len(faults)} faults")
     return faults
 

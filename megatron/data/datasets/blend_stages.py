@@ -64,6 +64,8 @@ def _stage(entry: object) -> BlendStage:
             + json.dumps(entry)[:80]
         )
     first, words = entry["from_sample"], entry["data_path"]
+    if not isinstance(words, str | list):
+        raise UserError(f"data_path is {json.dumps(words)[:80]}, not a text or a list of words")
     if not isinstance(first, int) or isinstance(first, bool) or first < 0:
         raise UserError(f"from_sample is {json.dumps(first)}, not a number of samples")
     blend = get_blend_from_list(words.split() if isinstance(words, str) else [str(word) for word in words], "data_path")
@@ -82,8 +84,13 @@ def _stage(entry: object) -> BlendStage:
         rules[name] = value
     if rules and weights is None:
         raise UserError(f"{', '.join(rules)} changes weights, and data_path has none")
-    found = [1.0] if weights is None else normalize(check_weights(mixed_weights(check_weights(weights), **rules)))
-    return BlendStage(first, tuple(prefixes), tuple(found))
+    if weights is None:
+        return BlendStage(first, tuple(prefixes), (1.0,))
+    try:
+        mixed = mixed_weights(check_weights(weights), **rules)
+    except OverflowError:
+        raise UserError(f"temperature {rules['temperature']} makes weights too large; give a larger one") from None
+    return BlendStage(first, tuple(prefixes), tuple(normalize(check_weights(mixed))))
 
 
 def mixed_weights(weights: Sequence[float], cap: float = math.inf, temperature: float = 1.0) -> list[float]:
@@ -102,11 +109,22 @@ def last_blend(stages: Sequence[BlendStage]) -> Blend:
     return list(stages[-1].prefixes), list(stages[-1].weights)
 
 
+def blend_until(stages: Sequence[BlendStage], samples: int) -> Blend:
+    """Returns the prefixes of all stages, and the samples that the weights plan for each among the first `samples`
+    ones."""
+    planned = dict.fromkeys(prefixes_of(stages), 0.0)
+    ends = [*(stage.first_sample for stage in stages[1:]), samples]
+    for stage, end in zip(stages, ends, strict=True):
+        for prefix, weight in zip(stage.prefixes, stage.weights, strict=True):
+            planned[prefix] += max(0, min(end, samples) - stage.first_sample) * weight
+    return list(planned), list(planned.values())
+
+
 class StageOrder:
     """The dataset of each of `size` samples, and the sample's number in that dataset, counted over all stages."""
 
     def __init__(self, stages: Sequence[BlendStage], size: int) -> None:
-        self.prefixes, self.size = prefixes_of(stages), size
+        self.prefixes, self.size, self._all_stages = prefixes_of(stages), size, stages
         self.stages = [stage for stage in stages if stage.first_sample < size]
         self.starts = [stage.first_sample for stage in self.stages]
         ends = [*self.starts[1:], size]
@@ -126,9 +144,7 @@ class StageOrder:
     def planned(self, consumed: int) -> np.ndarray:
         """Returns the samples that the weights plan for each prefix among the first `consumed` ones, float64
         [prefixes]."""
-        ends = [*self.starts[1:], consumed]
-        lengths = [max(0, min(end, consumed) - start) for start, end in zip(self.starts, ends, strict=True)]
-        return sum((length * order.weights for length, order in zip(lengths, self.orders, strict=True)), np.zeros(1))
+        return np.array(blend_until(self._all_stages, consumed)[1])
 
     def stage_of(self, sample: int) -> int:
         """Returns the index of a sample's stage."""

@@ -35,6 +35,8 @@ class ConversationFile:
         except OSError as error:
             raise UserError(f"--data-path {path}: {error.strerror}; --sft reads a .jsonl or .parquet file") from None
         self._is_parquet = self._content.startswith(b"PAR1")
+        if not self._is_parquet and b"\0" in self._content[:4096]:
+            raise UserError(f"{path}: neither lines of JSON nor Parquet; unpack the file if it is compressed")
 
     @property
     def digest(self) -> str:
@@ -67,9 +69,10 @@ class ConversationFile:
 
 
 def _without_nulls(value: object) -> object:
-    """Leaves out null fields, with which Parquet fills up rows that have fewer fields than others."""
+    """Leaves out fields that are null or NaN, with which Parquet and pandas fill up rows that have fewer fields than
+    others."""
     if isinstance(value, dict):
-        return {key: _without_nulls(entry) for key, entry in value.items() if entry is not None}
+        return {key: _without_nulls(entry) for key, entry in value.items() if entry is not None and entry == entry}
     return [_without_nulls(entry) for entry in value] if isinstance(value, list) else value
 
 
@@ -125,8 +128,12 @@ def _of_share_gpt(fields: dict[str, object]) -> object:
             known = ", ".join(_SHARE_GPT_ROLES)
             raise UserError(f'turn {number}: "from" is {json.dumps(turn["from"])[:40]}; known are {known}')
         if turn["from"] == "function_call":
-            call = _json_of(value, f'turn {number}: the "value" of a function_call')
-            calls = [{"type": "function", "function": each} for each in (call if isinstance(call, list) else [call])]
+            what = f'turn {number}: the "value" of a function_call'
+            call = _json_of(value, what) if isinstance(value, str) else value
+            called = call if isinstance(call, list) else [call]
+            if not all(isinstance(each, dict) for each in called):
+                raise UserError(f"{what} is neither an object nor a list of objects")
+            calls = [{"type": "function", "function": each} for each in called]
             messages.append({"role": role, "tool_calls": calls})
         else:
             messages.append({"role": role, "content": value})
@@ -138,7 +145,10 @@ def _of_alpaca(fields: dict[str, object]) -> list[object]:
     question, more, answer = fields.pop("instruction"), fields.pop("input", None), fields.pop("output")
     if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
         raise UserError('"history" is not a list of pairs of question and answer')
-    if more and isinstance(question, str) and isinstance(more, str):
+    if more:
+        for name, value in (("instruction", question), ("input", more)):
+            if not isinstance(value, str):
+                raise UserError(f'"{name}" is {_KINDS[type(value)]}; expected a text')
         question = f"{question}\n\n{more}"
     for asked, said in [*history, [question, answer]]:
         messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
@@ -150,10 +160,10 @@ def _system(fields: dict[str, object]) -> list[object]:
     return [{"role": "system", "content": text}] if text else []
 
 
-def _json_of(text: object, what: str) -> object:
+def _json_of(text: str, what: str) -> object:
     try:
-        return parse_json(text)  # type: ignore[arg-type]  # other types are a TypeError
-    except (ValueError, TypeError) as error:
+        return parse_json(text)
+    except ValueError as error:
         raise UserError(f"{what} is not JSON: {error}") from None
 
 

@@ -83,7 +83,7 @@ class SFTTokenizer(HuggingFaceTokenizer):
     def unread_fields(self, messages: Sequence[Message], fields: Mapping[str, Any]) -> set[str]:
         """Returns the names of the fields of a row, and of its turns, that the template does not read."""
         variables = {name for source in self._sources for name in self._template(source)[0].variables}
-        names = {*fields, *fields.get("chat_template_kwargs", {})} - variables
+        names = {*fields, *(fields.get("chat_template_kwargs") or {})} - variables
         for message in messages:
             names |= {key for key in message if not any(self._reads(source, key) for source in self._sources.values())}
         return names - set(_ALWAYS_READ)

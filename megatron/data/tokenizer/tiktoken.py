@@ -57,6 +57,7 @@ class TikTokenizer(Tokenizer):
             raise UserError(f"--tokenizer-model {model}: has no special token that ends a document")
         self._eod = self._special[end]
         self._vocab_size = 1 + max(*self._special.values(), *vocabulary.ranks.values())
+        self._known = frozenset([*vocabulary.ranks.values(), *self._special.values()])
         tokens = vocabulary.ranks  # in order of rank
         self._ranks_digest = hashlib.sha256(b"".join(b"%d:%b" % (len(token), token) for token in tokens)).hexdigest()
         self._library = load_library("tiktoken").Encoding(
@@ -98,8 +99,8 @@ class TikTokenizer(Tokenizer):
         return self._library.encode(text, allowed_special="all")
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Returns the text of ids."""
-        return self._library.decode(list(ids))
+        """Returns the text of ids. An id between those of tokens, which a model may write, has no text."""
+        return self._library.decode([i for i in ids if i in self._known])
 
     def _identity(self) -> dict[str, Any]:
         return {

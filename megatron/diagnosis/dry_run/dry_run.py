@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.core.transformer.layer_costs import training_flops
+from megatron.data.datasets.blend_stages import blend_until
 from megatron.data.datasets.indexed_dataset import IndexedDataset
 from megatron.data.datasets.object_store import is_url
 from megatron.data.datasets.utils import Blend, normalize, parse_split
@@ -20,7 +21,7 @@ from megatron.training.checkpoint_checks import check_before_build, check_vocabu
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.data_checks import check_data_of_run
 from megatron.training.data.data_contract import keep_data_contract, planned_tokenizer
-from megatron.training.data.sources import blends
+from megatron.training.data.sources import blends, stages_of_run
 from megatron.training.providers import Providers
 from megatron.training.setup.sizes import resolve_auto_layout, vocabulary_rows
 
@@ -118,8 +119,11 @@ def _passes_over_data(config: PretrainConfig) -> Iterator[Passes]:
         blend = per_split[0]
     elif config.data.split is not None:
         share = parse_split(config.data.split)[0]
+    wanted, stages = tokens_to_train_on(config), stages_of_run(config)
+    if stages is not None and wanted is not None:
+        blend = blend_until(stages, wanted // config.data.seq_length)
     if blend is not None and not config.training.sft:
-        yield from _passes_over(blend, share, tokens_to_train_on(config), config.data.data_contract is not None)
+        yield from _passes_over(blend, share, wanted, config.data.data_contract is not None)
 
 
 def _passes_over(blend: Blend, share: float, wanted: int | None, planned: bool) -> Iterator[Passes]:

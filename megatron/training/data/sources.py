@@ -25,7 +25,7 @@ def shared_fields(config: PretrainConfig, tokenizer: Tokenizer) -> dict[str, Any
     """Returns the fields of BlendedMegatronDatasetConfig, which the data of all models have, by name."""
     data = config.data
     blend, per_split = blends(config)
-    stages = _stages(config)
+    stages = stages_of_run(config)
     if stages is not None and config.training.sft:
         raise UserError("--data-stages does not go with --sft; give the conversations by --data-path")
     return {
@@ -62,10 +62,11 @@ def prefixes_of_run(config: PretrainConfig) -> set[str]:
     """Returns the prefixes of all data sets that the flags name; none for made-up data."""
     blend, per_split = blends(config)
     found = {prefix for each in (blend, *(per_split or ())) if each is not None for prefix in each[0]}
-    return found | set(prefixes_of(_stages(config) or ()))
+    return found | set(prefixes_of(stages_of_run(config) or ()))
 
 
-def _stages(config: PretrainConfig) -> list[BlendStage] | None:
+def stages_of_run(config: PretrainConfig) -> list[BlendStage] | None:
+    """Returns the stages of --data-stages; None without them."""
     data = config.data
     return None if data.data_stages is None or data.mock_data else read_stages_file(data.data_stages)
 

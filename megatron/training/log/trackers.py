@@ -162,7 +162,13 @@ def _open_comet(facts: RunFacts) -> Tracker:
     comet = _load("comet", "comet_ml", "comet-ml")
     id_file = facts.folder and facts.folder / "comet_experiment_key.txt"
     known = kept_run_id(id_file, facts.resumed, "COMET_EXPERIMENT_KEY")
-    settings = comet.ExperimentConfig(name=facts.name, log_code=False, log_git_patch=False, auto_metric_logging=False)
+    settings = comet.ExperimentConfig(
+        name=facts.name,
+        log_code=False,
+        log_git_patch=False,
+        auto_metric_logging=False,
+        display_summary_level=0,  # it lists all flags after the run's last lines
+    )
     experiment = comet.start(experiment_key=known, experiment_config=settings)
     keep_run_id(id_file, experiment.get_key(), "Comet")
     experiment.log_parameters(dict(facts.flags))

@@ -55,6 +55,11 @@ def test_the_plan_is_what_the_weights_say():
         ([{"from_sample": 0, "data_path": "1 a 1 b", "cap": "1"}], 'stage 1: cap is "1", not a number above 0'),
         ([{"from_sample": 0, "data_path": "a", "cap": 1}], "stage 1: cap changes weights, and data_path has none"),
         ([{"from_sample": 0, "data_path": "1 a 1 b", "Cap": 1}], r"keys data_path, from_sample \(also: cap, temp"),
+        (
+            [{"from_sample": 0, "data_path": "2 a 1 b", "temperature": 1e-9}],
+            "stage 1: temperature 1e-09 makes weights too",
+        ),
+        ([{"from_sample": 0, "data_path": 5}], "stage 1: data_path is 5, not a text or a list of words"),
         ("{", "not JSON"),
         ([], "expected a list of stages"),
         ([{"from_sample": 0}], "stage 1: expected an object with the keys data_path, from_sample"),

@@ -1,6 +1,8 @@
 """megatron/data/datasets/conversations.py: rows of several forms are the same conversation."""
 
+import gzip
 import json
+import math
 
 import pyarrow
 import pyarrow.parquet
@@ -36,6 +38,8 @@ def test_openai_and_share_gpt_with_tools_are_the_same():
     row = {"conversations": SHARE_GPT, "system": "Be short.", "tools": json.dumps([TOOL]), "id": 7}
     assert parsed(row) == expected
     assert parsed({"conversations": MESSAGES}) == (MESSAGES, {})
+    calls = [{"conversations": [{"from": "function_call", "value": call}]} for call in ({"name": "f"}, '{"name": "f"}')]
+    assert parsed(calls[0]) == parsed(calls[1])
 
 
 def test_alpaca():
@@ -50,7 +54,8 @@ def test_parquet_rows_are_those_of_json_lines(tmp_path):
     short = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
     rows = [{"messages": MESSAGES, "tools": [TOOL]}, {"messages": short}]
     (tmp_path / "a.jsonl").write_text("\n\n".join(map(json.dumps, rows)))
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    table = pyarrow.Table.from_pylist([row | {"score": math.nan} for row in rows])  # as pandas writes missing numbers
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     files = [ConversationFile(str(tmp_path / f"a.{kind}")) for kind in ("jsonl", "parquet")]
     lines, columns = ([parse_conversation(row) for _, row in file] for file in files)
     assert lines == columns == [(MESSAGES, {"tools": [TOOL]}), (short, {})]
@@ -72,7 +77,12 @@ def test_parquet_rows_are_those_of_json_lines(tmp_path):
             {"conversations": [{"from": "function_call", "value": "{"}]},
             'turn 1: the "value" of a function_call',
         ),
+        (
+            {"conversations": [{"from": "function_call", "value": "[3]"}]},
+            'turn 1: the "value" of a function_call is neither',
+        ),
         ({"conversations": 7}, "expected "),
+        ({"instruction": "a", "input": 3, "output": "b"}, '"input" is a number; expected a text'),
         ({"instruction": "a", "output": None}, 'turn 2: no "content"'),
         ({"instruction": "a", "output": "b", "history": [["a"]]}, '"history" is not a list of pairs'),
         ({"messages": MESSAGES, "tools": "[{"}, '"tools" is not JSON'),
@@ -89,5 +99,8 @@ def test_bad_files_are_named(tmp_path):
     (tmp_path / "a.parquet").write_bytes(b"PAR1 and no more")
     with pytest.raises(UserError, match=r"a.parquet: damaged, or no Parquet file"):
         list(ConversationFile(str(tmp_path / "a.parquet")))
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"messages": []}'))
+    with pytest.raises(UserError, match=r"a.jsonl.gz: neither lines of JSON nor Parquet; unpack"):
+        ConversationFile(str(tmp_path / "a.jsonl.gz"))
     with pytest.raises(UserError, match=r"--data-path .*none: No such file.* a .jsonl or .parquet file"):
         ConversationFile(str(tmp_path / "none"))

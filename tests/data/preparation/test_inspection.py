@@ -108,6 +108,8 @@ def test_what_is_learned_of_a_conversation_is_marked(tmp_path, monkeypatch, caps
     monkeypatch.setenv("FORCE_COLOR", "1")
     assert tool.main([*words, str(tmp_path / "talks.jsonl")]) == 1
     assert "\x1b[1;32m" in capsys.readouterr().out
+    assert tool.main([*words, str(tmp_path / "talks.jsonl"), "--first-document", "2"]) == 2
+    assert "--first-document 2: " in capsys.readouterr().err
     (tmp_path / "talks.jsonl").write_text("")
     assert tool.main([*words, str(tmp_path / "talks.jsonl")]) == 2
     assert "contains no conversations" in capsys.readouterr().err

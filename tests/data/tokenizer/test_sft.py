@@ -81,6 +81,7 @@ def test_a_template_for_tools_and_names_of_templates(folder):
         plain, tools = (ours.detokenize(ours.encode_conversation(TALK, f)[0]) for f in ({}, {"tools": [{}, {}]}))
         assert tools == "2" + plain
         assert ours.unread_fields(TALK, {"tools": [], "chat_template_kwargs": {"x": 1}}) == {"x"}
+        assert ours.unread_fields(TALK, {"chat_template_kwargs": None}) == set()
     for wrong in (5, [{"name": "default"}], ["a"], {"default": 5}):
         (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": wrong}))
         with pytest.raises(UserError, match=r"chat_template is not a text, or a list|has no chat template"):

@@ -74,6 +74,7 @@ def test_encodings_of_the_package_are_read_only_if_they_are_here(monkeypatch, tm
     monkeypatch.setitem(tiktoken.registry.ENCODING_CONSTRUCTORS, "here", lambda: made)
     ours = TikTokenizer("tiktoken:here")
     assert (ours.vocab_size, ours.eod, ours.tokenize("Hello<|endoftext|>")) == (301, 300, [256, 300])
+    assert ours.detokenize([256, 280, 300]) == "Hello<|endoftext|>"  # 280 has no token, as 100256 of cl100k_base
     with pytest.raises(UserError, match="--tiktoken-pattern: drop it"):
         TikTokenizer("tiktoken:here", "v2")
     config = TokenizerConfig(tokenizer_type="TikTokenizer", tokenizer_model="tiktoken:here")

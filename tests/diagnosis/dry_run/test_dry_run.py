@@ -1,5 +1,6 @@
 """--dry-run: what it says is what a run is, to the byte where it can be."""
 
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -50,6 +51,11 @@ def test_epochs_over_the_data(tmp_path: Path) -> None:
     first, second = dry_run(config, PROVIDERS).data
     wanted = 100 * 2 * 128
     assert (first.tokens, second.tokens) == (900, 2700)
+    stages = [{"from_sample": 0, "data_path": f"1 {tmp_path}/a"}, {"from_sample": 50, "data_path": f"1 {tmp_path}/b"}]
+    (tmp_path / "stages.json").write_text(json.dumps(stages))
+    base_of_stages = SMALL.replace("--mock-data", f"--data-stages {tmp_path}/stages.json --split 100,0,0")
+    of_stages = dry_run(configured("--train-iters 100", base=base_of_stages), PROVIDERS).data
+    assert [each.epochs for each in of_stages] == pytest.approx([50 * 128 / 1000, 150 * 128 / 3000])
     assert first.epochs == pytest.approx(wanted / 4 / 900) and second.epochs == pytest.approx(wanted * 3 / 4 / 2700)
 
 
