@@ -32,10 +32,8 @@ ABOUT = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the tool; returns its exit code."""
     try:
-        flags = read_tool_flags(sys.argv[1:] if argv is None else argv, [Section("flags", DedupConfig)], USAGE, ABOUT)
-        for warning in flags.warnings:
-            _warn(warning)
-        (config,) = flags.configs
+        section = Section("flags", DedupConfig)
+        (config,) = read_tool_flags(sys.argv[1:] if argv is None else argv, [section], USAGE, ABOUT)
         report = deduplicate(config, _warn)
     except UserError as error:
         for line in str(error).splitlines():

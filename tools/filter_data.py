@@ -29,10 +29,8 @@ ABOUT = "Drop rows that break rules about their text. The result is the same for
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the tool; returns its exit code."""
     try:
-        flags = read_tool_flags(sys.argv[1:] if argv is None else argv, [Section("flags", FilterConfig)], USAGE, ABOUT)
-        for warning in flags.warnings:
-            _warn(warning)
-        (config,) = flags.configs
+        section = Section("flags", FilterConfig)
+        (config,) = read_tool_flags(sys.argv[1:] if argv is None else argv, [section], USAGE, ABOUT)
         report = filter_rows(config, _warn)
     except UserError as error:
         for line in str(error).splitlines():

@@ -45,10 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the tool; returns its exit code."""
     console = Console()
     try:
-        flags = read_tool_flags(sys.argv[1:] if argv is None else argv, SECTIONS, USAGE, ABOUT, RENAMED)
-        preparation, tokenizer_config = flags.configs
-        for warning in flags.warnings:
-            _warn(warning)
+        words = sys.argv[1:] if argv is None else argv
+        preparation, tokenizer_config = read_tool_flags(words, SECTIONS, USAGE, ABOUT, RENAMED)
         if not (preparation.append_eod or preparation.split_sentences):
             _warn("without --append-eod no token marks the end of a document, and the next document follows directly")
         if preparation.partitions > 1 and not preparation.keep_sequential_samples:
