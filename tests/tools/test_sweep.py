@@ -78,6 +78,15 @@ def test_the_script_for_slurm_runs_one_task_per_run(tmp_path: Path, capsys: pyte
         ({"vary": {"lr": []}}, "vary: lr: give a list of values, or the words of a command line by value"),
         ({"vary": {"lr": [1, 1]}}, "vary: lr: a value is there twice"),
         ({"vary": ["lr"]}, "vary must map flags to lists of values"),
+        ({"vary": {"--lr": [1]}}, "vary: --lr: write the flag without its dashes"),
+        ({"vary": {"data-path": ["../a"]}}, "vary: data-path: ../a has a /; name each value: {NAME: --flag ../a}"),
+        ({"save": ["a"]}, "save must be a text"),
+        ({"flags": "--data-path 'a"}, "--data-path 'a: no closing quotation"),
+        (
+            {"flags": "--load a"},
+            "--load is set by the sweep, so that each run continues in its own folder; leave it out "
+            "(--pretrained-checkpoint starts all runs from the same weights)",
+        ),
     ],
 )
 def test_a_bad_file_is_one_sentence(

@@ -43,7 +43,7 @@ def test_a_smallest_number_comes_with_a_largest_one(tmp_path: Path) -> None:
         ("- dp", "expected groups and their settings"),
         ("tp: {}\ndp: {max_ctas: 8}\ntp: {}", "nccl.yaml:3: tp is in line 1 too; give one"),
         ("dp: {max_ctas: 8, max_ctas: 9}", "nccl.yaml:1: max_ctas is in line 1 too; give one"),
-        ("tp: {}\ndp: [", "nccl.yaml:2: "),
+        ("tp: {}\ndp: [", "nccl.yaml:2: neither YAML nor JSON"),
     ],
 )
 def test_bad_files(tmp_path: Path, text: str, complaint: str) -> None:
