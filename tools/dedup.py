@@ -5,7 +5,6 @@ python tools/dedup.py --input corpus.jsonl --output unique --method both --thres
 writes the kept rows into the folder unique, and report.json with counts and examples. docs/data.md says more.
 """
 
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -58,10 +57,5 @@ def _warn(message: str) -> None:
     print(f"warning: {message}", file=sys.stderr)
 
 
-def _terminate(number: int, frame: object) -> None:
-    raise SystemExit(128 + number)
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _terminate)
     run_main(main)

@@ -5,7 +5,6 @@ python tools/filter_data.py --input corpus.jsonl --output good --quality-rules g
 writes the kept rows into the folder good, and report.json with counts and examples by rule. docs/data.md says more.
 """
 
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -54,10 +53,5 @@ def _warn(message: str) -> None:
     print(f"warning: {message}", file=sys.stderr)
 
 
-def _terminate(number: int, frame: object) -> None:
-    raise SystemExit(128 + number)
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _terminate)
     run_main(main)

@@ -6,7 +6,6 @@ python tools/preprocess_data.py --input corpus.jsonl --output-prefix corpus --to
 writes corpus_text_document.bin, .idx and .manifest.json. docs/data.md describes the input and the files.
 """
 
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -107,10 +106,5 @@ def _warn(message: str) -> None:
     print(f"warning: {message}", file=sys.stderr)
 
 
-def _terminate(number: int, frame: object) -> None:
-    raise SystemExit(128 + number)
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _terminate)
     run_main(main)

@@ -185,9 +185,15 @@ def start(sweep: Sweep, run: Run) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "log.txt", "ab") as log:
         try:
-            code = subprocess.run(sweep.command(run), stdout=log, stderr=subprocess.STDOUT, check=False).returncode
+            process = subprocess.Popen(sweep.command(run), stdout=log, stderr=subprocess.STDOUT)
         except OSError as error:
             raise UserError(f"launch {sweep.launch}: {error.strerror}") from error
+        try:
+            code = process.wait()
+        except BaseException:  # a signal, after which the run saves a checkpoint and exits
+            process.terminate()
+            process.wait()
+            raise
     loss = last_loss(folder) if code == 0 else None
     result = "no loss" if loss is None else f"loss {loss:.4f}"
     if code:

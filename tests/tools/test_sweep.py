@@ -1,7 +1,9 @@
 """tools/sweep.py: commands, runs, arrays, results; and the picture of a sweep."""
 
 import shlex
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -68,6 +70,21 @@ def test_the_script_for_slurm_runs_one_task_per_run(tmp_path: Path, capsys: pyte
     script = capsys.readouterr().out
     assert "#SBATCH --array=0-3\n" in script
     assert script.rstrip().endswith(f"{path} --run --index $SLURM_ARRAY_TASK_ID") and sys.executable in script
+
+
+def test_a_sweep_that_is_ended_lets_its_run_save(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import signal, sys, time\nfrom pathlib import Path\nhere = Path(__file__).parent\n"
+        "signal.signal(signal.SIGTERM, lambda *_: ((here / 'saved').touch(), sys.exit()))\n"
+        "(here / 'begun').touch()\ntime.sleep(60)\n"
+    )
+    path = write(tmp_path, script=str(script))
+    program = subprocess.Popen([python(), ROOT / "tools/sweep.py", path, "--run"])
+    while not (tmp_path / "begun").exists() and program.poll() is None:
+        time.sleep(0.01)
+    program.terminate()
+    assert program.wait() == 143 and (tmp_path / "saved").exists()
 
 
 @pytest.mark.parametrize(
