@@ -25,16 +25,25 @@ def exit_quietly() -> None:
 
 
 def run_main(main: Callable[[], int | None]) -> NoReturn:
-    """Calls the main function of a tool and exits with its code. Ctrl-C raises KeyboardInterrupt in it, so that it can
-    remove unfinished files, and then ends the program with one line."""
+    """Calls the main function of a tool and exits with its code. Ctrl-C raises KeyboardInterrupt in it, and SIGTERM
+    SystemExit, so that it can remove unfinished files. Ctrl-C then ends the program with one line."""
     if signal.getsignal(signal.SIGINT) is _exit:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    on_main_thread = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, _terminate) if on_main_thread else None
     try:
         code = main()
     except KeyboardInterrupt:
         _say()
         code = EXIT_CODE
+    finally:
+        if on_main_thread:
+            signal.signal(signal.SIGTERM, before)
     sys.exit(code)
+
+
+def _terminate(number: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + number)
 
 
 def _exit(number: int, frame: FrameType | None) -> None:

@@ -39,8 +39,10 @@ def heeds_ctrl_c() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def interrupted(words: list[str], begun: Path, **variables: str) -> tuple[int, str]:
-    """Starts a program, sends SIGINT once the file exists, and returns the exit code and what was printed."""
+def interrupted(
+    words: list[str], begun: Path, number: signal.Signals = signal.SIGINT, **variables: str
+) -> tuple[int, str]:
+    """Starts a program, sends a signal once the file exists, and returns the exit code and what was printed."""
     environment = {**os.environ, "BEGUN": str(begun), **variables}
     program = subprocess.Popen(
         [sys.executable, *words], stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT, preexec_fn=heeds_ctrl_c
@@ -48,7 +50,7 @@ def interrupted(words: list[str], begun: Path, **variables: str) -> tuple[int, s
     end = time.monotonic() + 60
     while not begun.exists() and program.poll() is None and time.monotonic() < end:
         time.sleep(0.01)
-    program.send_signal(signal.SIGINT)
+    program.send_signal(number)
     _, text = program.communicate(timeout=60)
     return program.returncode, text
 
@@ -79,7 +81,8 @@ def _line_of(text: str, words: str) -> int:
     return text.find(f"\n{words}") if f"\n{words}" in text else len(text)
 
 
-def test_a_tool_cleans_up(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "end"), [(signal.SIGINT, (130, "interrupted\n")), (signal.SIGTERM, (143, ""))])
+def test_a_tool_cleans_up(tmp_path: Path, number: signal.Signals, end: tuple[int, str]) -> None:
     file, begun = tmp_path / "unfinished", tmp_path / "begun"
     program = f"""
 import time
@@ -95,7 +98,7 @@ def main():
 exit_quietly()
 run_main(main)
 """
-    assert interrupted(["-S", "-c", program], begun) == (130, "interrupted\n") and not file.exists()
+    assert interrupted(["-S", "-c", program], begun, number) == end and not file.exists()
 
 
 @pytest.mark.parametrize("code", [None, 0, 3])

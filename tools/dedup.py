@@ -5,7 +5,6 @@ python tools/dedup.py --input corpus.jsonl --output unique --method both --thres
 writes the kept rows into the folder unique, and report.json with counts and examples. docs/data.md says more.
 """
 
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,10 +31,8 @@ ABOUT = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the tool; returns its exit code."""
     try:
-        flags = read_tool_flags(sys.argv[1:] if argv is None else argv, [Section("flags", DedupConfig)], USAGE, ABOUT)
-        for warning in flags.warnings:
-            _warn(warning)
-        (config,) = flags.configs
+        section = Section("flags", DedupConfig)
+        (config,) = read_tool_flags(sys.argv[1:] if argv is None else argv, [section], USAGE, ABOUT)
         report = deduplicate(config, _warn)
     except UserError as error:
         for line in str(error).splitlines():
@@ -60,10 +57,5 @@ def _warn(message: str) -> None:
     print(f"warning: {message}", file=sys.stderr)
 
 
-def _terminate(number: int, frame: object) -> None:
-    raise SystemExit(128 + number)
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _terminate)
     run_main(main)

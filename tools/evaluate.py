@@ -88,16 +88,17 @@ def problems_of(config: EvaluateConfig) -> Iterator[str]:
     if config.eval_tasks is None:
         yield "{eval_tasks:name} is required"
     for name in ("batch_size", "max_length"):
-        if (getattr(config, name) or 1) < 1:
+        if getattr(config, name) is not None and getattr(config, name) < 1:
             yield f"{{{name}}} must be at least 1"
+    if config.output is not None and (Path(config.output).is_dir() or not Path(config.output).parent.is_dir()):
+        yield "{output} must be a file in a folder that exists"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the tool and returns its exit code."""
     sections = [Section("evaluation", EvaluateConfig, lambda config: list(problems_of(config)))]
     try:
-        flags = read_tool_flags(sys.argv[1:] if argv is None else argv, sections, USAGE, ABOUT)
-        (config,) = flags.configs
+        (config,) = read_tool_flags(sys.argv[1:] if argv is None else argv, sections, USAGE, ABOUT)
         evaluate(config)
     except UserError as error:
         for line in str(error).splitlines():
@@ -106,11 +107,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def evaluate(config: EvaluateConfig) -> list[TaskScores]:
-    """Scores the tasks, prints each when it is done, and writes the file of --output."""
+def evaluate(config: EvaluateConfig, title: str | None = None) -> list[TaskScores]:
+    """Scores the tasks, prints each when it is done, and writes the file of --output. `title`: default the model's
+    name."""
     predictor, tokenizer, name = open_model(config)
     prepared = prepare_tasks(config.eval_tasks, tokenizer, predictor.max_length)
-    print(name, file=sys.stderr, flush=True)
+    print(title or name, file=sys.stderr, flush=True)
     found = []
     for scores in EvaluationTasks(prepared, predictor, tokenizer).scores():
         print(f"task {scores.task} | {format_scores(scores.pairs, scores.documents)}", flush=True)
@@ -134,6 +136,8 @@ def open_model(config: EvaluateConfig) -> tuple[Predictor, Tokenizer, str]:
     if family in ("bert", "t5"):
         raise UserError(f"--load {config.load}: a {family.upper()} does not predict the next token of a text")
     length = config.max_length or trained.max_sequence_length
+    if length > trained.max_sequence_length and trained.config.model.position_embedding_type == "learned_absolute":
+        raise UserError(f"--max-length {length}: the model has {trained.max_sequence_length} positions; give no more")
     groups = trained.model.pg_collection
     predictor = LayoutPredictor([trained.model], groups, trained.device, config.batch_size, length)  # type: ignore[arg-type]
     return predictor, trained.tokenizer, f"{config.load}: iteration {trained.iteration}, on {trained.device}"

@@ -5,7 +5,6 @@ python tools/filter_data.py --input corpus.jsonl --output good --quality-rules g
 writes the kept rows into the folder good, and report.json with counts and examples by rule. docs/data.md says more.
 """
 
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,10 +28,8 @@ ABOUT = "Drop rows that break rules about their text. The result is the same for
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the tool; returns its exit code."""
     try:
-        flags = read_tool_flags(sys.argv[1:] if argv is None else argv, [Section("flags", FilterConfig)], USAGE, ABOUT)
-        for warning in flags.warnings:
-            _warn(warning)
-        (config,) = flags.configs
+        section = Section("flags", FilterConfig)
+        (config,) = read_tool_flags(sys.argv[1:] if argv is None else argv, [section], USAGE, ABOUT)
         report = filter_rows(config, _warn)
     except UserError as error:
         for line in str(error).splitlines():
@@ -56,10 +53,5 @@ def _warn(message: str) -> None:
     print(f"warning: {message}", file=sys.stderr)
 
 
-def _terminate(number: int, frame: object) -> None:
-    raise SystemExit(128 + number)
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _terminate)
     run_main(main)

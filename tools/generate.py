@@ -142,8 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the tool and returns its exit code."""
     sections = [Section("generation", GenerationConfig, lambda config: list(problems_of(config)))]
     try:
-        flags = read_tool_flags(sys.argv[1:] if argv is None else argv, sections, USAGE, ABOUT)
-        (config,) = flags.configs
+        (config,) = read_tool_flags(sys.argv[1:] if argv is None else argv, sections, USAGE, ABOUT)
         write(config)
     except UserError as error:
         for line in str(error).splitlines():

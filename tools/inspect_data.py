@@ -78,10 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         named = any(word.startswith(("--tokenizer", "--vocab-")) for word in words)
         checks = TokenizerConfig.validate if named else _no_problems
         sections = (Section("data", InspectionConfig), Section("tokenizer", TokenizerConfig, checks))
-        flags = read_tool_flags(words, sections, USAGE, ABOUT)
-        config, tokenizer_config = flags.configs
-        for warning in flags.warnings:
-            print(f"warning: {warning}", file=sys.stderr)
+        config, tokenizer_config = read_tool_flags(words, sections, USAGE, ABOUT)
         tokenizer = build_tokenizer(tokenizer_config) if named else None
         if config.documents and tokenizer is None:
             raise UserError("--documents: needs the tokenizer; give --tokenizer-type and its files")

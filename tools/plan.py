@@ -131,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = words.pop(0) if words and (words[0] == "-" or not words[0].startswith("--")) else None
     try:
         sections = Section("specification", SpecificationFlags), Section("plan", PlanFlags)
-        given, flags = read_tool_flags(words, sections, USAGE, ABOUT).configs
+        given, flags = read_tool_flags(words, sections, USAGE, ABOUT)
         if flags.pin is not None:
             for line in pin(Path(flags.pin) / "data_contract.json"):
                 print(line)

@@ -6,7 +6,6 @@ python tools/preprocess_data.py --input corpus.jsonl --output-prefix corpus --to
 writes corpus_text_document.bin, .idx and .manifest.json. docs/data.md describes the input and the files.
 """
 
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,10 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the tool; returns its exit code."""
     console = Console()
     try:
-        flags = read_tool_flags(sys.argv[1:] if argv is None else argv, SECTIONS, USAGE, ABOUT, RENAMED)
-        preparation, tokenizer_config = flags.configs
-        for warning in flags.warnings:
-            _warn(warning)
+        words = sys.argv[1:] if argv is None else argv
+        preparation, tokenizer_config = read_tool_flags(words, SECTIONS, USAGE, ABOUT, RENAMED)
         if not (preparation.append_eod or preparation.split_sentences):
             _warn("without --append-eod no token marks the end of a document, and the next document follows directly")
         if preparation.partitions > 1 and not preparation.keep_sequential_samples:
@@ -109,10 +106,5 @@ def _warn(message: str) -> None:
     print(f"warning: {message}", file=sys.stderr)
 
 
-def _terminate(number: int, frame: object) -> None:
-    raise SystemExit(128 + number)
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _terminate)
     run_main(main)

@@ -37,6 +37,7 @@ if __name__ == "__main__":  # before the imports that take seconds
     exit_quietly()
 
 from megatron.core.exceptions import UserError
+from megatron.core.utils.yaml_files import read_yaml
 from megatron.training.log.plot_sweep import INDEX, last_loss
 
 KEYS = ("save", "flags", "vary", "script", "launch")
@@ -83,16 +84,7 @@ class Run:
 
 def read_sweep(path: Path) -> Sweep:
     """Returns the sweep that a YAML or JSON file describes. Raises UserError, naming the file and the key."""
-    try:
-        import yaml
-    except ImportError as error:
-        raise UserError(f"{path}: reading it needs the package pyyaml (pip install pyyaml)") from error
-    try:
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)  # all values as they are written
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
-    except yaml.YAMLError as error:
-        raise UserError(f"{path}: neither YAML nor JSON: {' '.join(str(error).split())}") from error
+    content = read_yaml(path, as_text=True)
     if not isinstance(content, dict):
         raise UserError(f"{path}: holds no sweep; write the keys save, flags and vary")
     for key in content:
@@ -104,11 +96,35 @@ def read_sweep(path: Path) -> Sweep:
     if not isinstance(content["vary"], dict):
         raise UserError(f"{path}: vary must map flags to lists of values")
     vary = {name: _values(name, found, path) for name, found in content["vary"].items()}
-    script, launch = content.get("script", "pretrain_gpt.py"), content.get("launch", shlex.quote(sys.executable))
-    return Sweep(Path(content["save"]), str(content.get("flags", "")), vary, script, launch)
+    texts = {"flags": "", "script": "pretrain_gpt.py", "launch": shlex.quote(sys.executable)} | content
+    for key in set(KEYS) - {"vary"}:
+        if not isinstance(texts[key], str):
+            raise UserError(f"{path}: {key} must be a text")
+    sweep = Sweep(Path(texts["save"]), texts["flags"], vary, texts["script"], texts["launch"])
+    for words in (sweep.launch, sweep.flags, *(words for values in vary.values() for words in values.values())):
+        _check_words(words, path)
+    return sweep
+
+
+def _check_words(words: str, path: Path) -> None:
+    try:
+        found = shlex.split(words)
+    except ValueError as error:
+        raise UserError(f"{path}: {words}: {str(error).lower()}") from error
+    for flag in ("--save", "--load"):
+        if flag in found:
+            raise UserError(
+                f"{path}: {flag} is set by the sweep, so that each run continues in its own folder; leave it out "
+                "(--pretrained-checkpoint starts all runs from the same weights)"
+            )
 
 
 def _values(name: str, found: Any, path: Path) -> dict[str, str]:
+    if name.startswith("-"):
+        raise UserError(f"{path}: vary: {name}: write the flag without its dashes")
+    for value in (name, *found) if isinstance(found, dict | list) else ():
+        if "/" in value:  # the name of a run's folder has it
+            raise UserError(f"{path}: vary: {name}: {value} has a /; name each value: {{NAME: --flag {value}}}")
     if isinstance(found, dict) and found and all(isinstance(words, str) for words in found.values()):
         return found
     if not isinstance(found, list) or not found or not all(isinstance(value, str) for value in found):
@@ -135,6 +151,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         runs = sweep.runs()
         if args.index is not None and not 0 <= args.index < len(runs):
             raise UserError(f"--index {args.index}: the sweep has {len(runs)} runs, from 0 to {len(runs) - 1}")
+        if args.index is not None and args.slurm:
+            raise UserError("--index and --slurm exclude each other: the script runs every index")
         chosen = runs if args.index is None else [runs[args.index]]
         if args.run:
             write_index(sweep, runs)
@@ -166,9 +184,20 @@ def start(sweep: Sweep, run: Run) -> int:
     folder = sweep.save / run.name
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "log.txt", "ab") as log:
-        code = subprocess.run(sweep.command(run), stdout=log, stderr=subprocess.STDOUT, check=False).returncode
+        try:
+            process = subprocess.Popen(sweep.command(run), stdout=log, stderr=subprocess.STDOUT)
+        except OSError as error:
+            raise UserError(f"launch {sweep.launch}: {error.strerror}") from error
+        try:
+            code = process.wait()
+        except BaseException:  # a signal, after which the run saves a checkpoint and exits
+            process.terminate()
+            process.wait()
+            raise
     loss = last_loss(folder) if code == 0 else None
-    result = f"failed with code {code}: {folder / 'log.txt'}" if code else f"loss {loss:.4f}" if loss else "no loss"
+    result = "no loss" if loss is None else f"loss {loss:.4f}"
+    if code:
+        result = f"failed with code {code}: {folder / 'log.txt'}"
     print(f"{run.name}: {result}", flush=True)
     return int(code != 0)
 

@@ -99,10 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the tool and returns its exit code."""
     try:
         section = Section("flags", TokenizerTrainingConfig, problems_of)
-        flags = read_tool_flags(sys.argv[1:] if argv is None else argv, [section], USAGE, ABOUT)
-        (config,) = flags.configs
-        for line in flags.warnings:
-            print(f"warning: {line}", file=sys.stderr)
+        (config,) = read_tool_flags(sys.argv[1:] if argv is None else argv, [section], USAGE, ABOUT)
         size = train_and_write(config, texts_of_files(find_inputs(config.input), config))
     except UserError as error:
         for line in str(error).splitlines():

@@ -50,6 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = _parser().parse_args(own)
         if options.run is not None and command:
             raise UserError("--run FOLDER and a command after -- exclude each other; give one")
+        for flag in ("--steps", "--nproc-per-node", "--output", "--keep-routing"):
+            if options.run is not None and any(word.partition("=")[0] == flag for word in own):
+                raise UserError(f"{flag} is for a command after --, and has no effect with --run")
         with _folder(options.output) as folder:
             verdict = _GATES[options.gate](options, command, folder)
             if options.json is not None:

@@ -69,4 +69,4 @@ class HubPredictor:
 def tokenizer_of_folder(folder: Path, log: Log = print) -> Tokenizer:
     """Returns the tokenizer of a Hugging Face folder."""
     words = tokenizer_flags(folder, read_json(folder / CONFIG, with_nan=True)["vocab_size"], folder, log)
-    return build_tokenizer(read_tool_flags(words, [Section("tokenizer", TokenizerConfig)], "", "").configs[0])
+    return build_tokenizer(read_tool_flags(words, [Section("tokenizer", TokenizerConfig)], "", "")[0])

@@ -167,3 +167,20 @@ def as_in_harness(task: dict[str, Any], folder: Path) -> dict[str, Any]:
     strip = {"name": "strip", "filter": [{"function": "remove_whitespace"}, {"function": "take_first"}]}
     written = {"filter_list": [strip]} if task["output_type"] == "generate_until" else {}
     return {"doc_to_text": "", **same, **data, **splits, **metrics, **written}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--output", "{0}/no/scores.json"), "--output {0}/no/scores.json must be a file in a folder that exists"),
+        (("--batch-size", "0"), "--batch-size 0 must be at least 1"),
+        (("--max-length", "97"), "--max-length 97: the model has 96 positions; give no more"),
+    ],
+)
+def test_a_bad_flag_is_one_sentence_before_the_first_score(
+    run: tuple[Path, Outcome], words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, _ = run
+    given = [word.format(folder) for word in words]
+    assert tool.main(["--load", f"{folder}/checkpoints", "--eval-tasks", f"{folder}/tasks.json", *given]) == 2
+    assert capsys.readouterr() == ("", f"error: {message.format(folder)}\n")

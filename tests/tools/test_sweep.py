@@ -1,7 +1,9 @@
 """tools/sweep.py: commands, runs, arrays, results; and the picture of a sweep."""
 
 import shlex
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -70,6 +72,21 @@ def test_the_script_for_slurm_runs_one_task_per_run(tmp_path: Path, capsys: pyte
     assert script.rstrip().endswith(f"{path} --run --index $SLURM_ARRAY_TASK_ID") and sys.executable in script
 
 
+def test_a_sweep_that_is_ended_lets_its_run_save(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import signal, sys, time\nfrom pathlib import Path\nhere = Path(__file__).parent\n"
+        "signal.signal(signal.SIGTERM, lambda *_: ((here / 'saved').touch(), sys.exit()))\n"
+        "(here / 'begun').touch()\ntime.sleep(60)\n"
+    )
+    path = write(tmp_path, script=str(script))
+    program = subprocess.Popen([python(), ROOT / "tools/sweep.py", path, "--run"])
+    while not (tmp_path / "begun").exists() and program.poll() is None:
+        time.sleep(0.01)
+    program.terminate()
+    assert program.wait() == 143 and (tmp_path / "saved").exists()
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -78,6 +95,15 @@ def test_the_script_for_slurm_runs_one_task_per_run(tmp_path: Path, capsys: pyte
         ({"vary": {"lr": []}}, "vary: lr: give a list of values, or the words of a command line by value"),
         ({"vary": {"lr": [1, 1]}}, "vary: lr: a value is there twice"),
         ({"vary": ["lr"]}, "vary must map flags to lists of values"),
+        ({"vary": {"--lr": [1]}}, "vary: --lr: write the flag without its dashes"),
+        ({"vary": {"data-path": ["../a"]}}, "vary: data-path: ../a has a /; name each value: {NAME: --flag ../a}"),
+        ({"save": ["a"]}, "save must be a text"),
+        ({"flags": "--data-path 'a"}, "--data-path 'a: no closing quotation"),
+        (
+            {"flags": "--load a"},
+            "--load is set by the sweep, so that each run continues in its own folder; leave it out "
+            "(--pretrained-checkpoint starts all runs from the same weights)",
+        ),
     ],
 )
 def test_a_bad_file_is_one_sentence(

@@ -83,6 +83,7 @@ def test_memory_on_a_command(
         (["loss", "--run", "nowhere"], "there is no metrics.jsonl"),
         (["loss", "--run", "nowhere", "--", "pretrain_gpt.py"], "exclude each other"),
         (["resume", "--at", "12", "--", "--lr", "1"], "--at 12 must be between"),
+        (["loss", "--run", "x", "--steps", "9"], "--steps is for a command after --, and has no effect with --run"),
         (["resume", "--run", "x"], "unrecognized arguments: --run x"),
         (["throughput", "--run", "x"], "--target"),
         (["throughput", "--target", "-3"], "give a number above 0"),

@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the tool and returns its exit code."""
     sections = [Section("averaging", AverageConfig, lambda config: list(problems_of(config)))]
     try:
-        config = read_tool_flags(sys.argv[1:] if argv is None else argv, sections, USAGE, ABOUT).configs[0]
+        (config,) = read_tool_flags(sys.argv[1:] if argv is None else argv, sections, USAGE, ABOUT)
         average(config)
     except UserError as error:
         for line in str(error).splitlines():
@@ -104,8 +104,10 @@ def average(config: AverageConfig) -> None:
     """Writes the average, and prints where it is and what it consists of."""
     chosen = open_all(Path(config.load or ""), config)
     root = Path(config.save or "")
-    if root.exists() and any(root.iterdir()):
-        raise UserError(f"--save {root} is not empty; name a folder that is empty or does not exist")
+    if root.exists() and (not root.is_dir() or any(root.iterdir())):
+        raise UserError(f"--save {root} is no empty folder; name a folder that is empty or does not exist")
+    if not root.absolute().parent.is_dir():
+        raise UserError(f"--save {root}: the folder {root.absolute().parent} does not exist")
     if config.method == "greedy":
         chosen = greedy(chosen, config)
     shares = [1.0 / len(chosen)] * len(chosen) if config.method != "ema" else ema_shares(len(chosen), config.decay)
@@ -135,9 +137,10 @@ def greedy(checkpoints: Sequence[Checkpoint], config: AverageConfig) -> list[Che
     """Returns the checkpoints whose uniform average is the greedy soup (Wortsman et al. 2022, recipe 1)."""
 
     def score(chosen: Sequence[Checkpoint]) -> float:
+        title = f"average of the iterations {', '.join(str(each.manifest.iteration) for each in chosen)}"
         with TemporaryDirectory(prefix="average-", dir=Path(config.save or "").absolute().parent) as folder:
             write(chosen, [1.0 / len(chosen)] * len(chosen), Path(folder) / "candidate")
-            return score_of(Path(folder) / "candidate", config)
+            return score_of(Path(folder) / "candidate", config, title)
 
     alone = [(score([each]), each) for each in checkpoints]
     ranked = sorted(alone, key=lambda pair: -pair[0])
@@ -149,10 +152,11 @@ def greedy(checkpoints: Sequence[Checkpoint], config: AverageConfig) -> list[Che
     return sorted(kept, key=lambda each: each.manifest.iteration)
 
 
-def score_of(root: Path, config: AverageConfig) -> float:
+def score_of(root: Path, config: AverageConfig, title: str | None = None) -> float:
     """Returns the score of the checkpoint under `root`; more is better."""
     task, _, metric = (config.metric or "").rpartition("/")
-    found = {each.task: each.pairs for each in evaluate(EvaluateConfig(load=str(root), eval_tasks=config.eval_tasks))}
+    scores = evaluate(EvaluateConfig(load=str(root), eval_tasks=config.eval_tasks), title)
+    found = {each.task: each.pairs for each in scores}
     if metric not in found.get(task, {}):
         known = ", ".join(f"{name}/{each}" for name, pairs in found.items() for each in pairs)
         raise UserError(f"--metric {config.metric}: the scores are {known}")

@@ -218,25 +218,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if words[:1] == ["import"]:
             section = Section("import", ImportConfig, lambda config: missing(config, "hf_dir", "save"))
-            run_import(read_tool_flags(words[1:], [section], f"{PROGRAM} import [flags]", ABOUT).configs[0])
+            run_import(read_tool_flags(words[1:], [section], f"{PROGRAM} import [flags]", ABOUT)[0])
         elif words[:1] == ["export"]:
             section = Section("export", ExportConfig, lambda config: missing(config, "load", "hf_dir"))
-            run_export(read_tool_flags(words[1:], [section], f"{PROGRAM} export [flags]", ABOUT).configs[0])
+            run_export(read_tool_flags(words[1:], [section], f"{PROGRAM} export [flags]", ABOUT)[0])
         elif words[:1] == ["import-megatron"]:
             cut = words.index("--") if "--" in words else len(words)
             section = Section("import-megatron", ImportMegatronConfig, lambda config: missing(config, "load", "save"))
             usage = f"{PROGRAM} import-megatron [flags] [-- flags of the run]"
-            own = read_tool_flags(words[1:cut], [section], usage, ABOUT_MEGATRON).configs[0]
+            own = read_tool_flags(words[1:cut], [section], usage, ABOUT_MEGATRON)[0]
             run_import_megatron(own, words[cut + 1 :])
         elif words[:1] == ["export-megatron"]:
             exporting = Section("export-megatron", ExportMegatronConfig, lambda config: missing(config, "load", "save"))
             usage = f"{PROGRAM} export-megatron [flags]"
-            run_export_megatron(read_tool_flags(words[1:], [exporting], usage, ABOUT_MEGATRON).configs[0])
+            run_export_megatron(read_tool_flags(words[1:], [exporting], usage, ABOUT_MEGATRON)[0])
         elif words and words[0].startswith(("--from", "--to")):
             cut = words.index("--") if "--" in words else len(words)
             direct = Section("convert", DirectConfig, unpaired)
             own = read_tool_flags(words[:cut], [direct], f"{PROGRAM} [flags] [-- flags of the run]", ABOUT_DIRECT)
-            run_direct(own.configs[0], words[cut + 1 :])
+            run_direct(own[0], words[cut + 1 :])
         elif words[:1] in (["--help"], ["-h"]):
             actions = "|".join(ACTIONS)
             print(

@@ -1,11 +1,10 @@
 """Settings of NCCL communicators by group: the YAML file of --nccl-communicator-config-path."""
 
-import importlib
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 from megatron.core.exceptions import UserError
+from megatron.core.utils.yaml_files import read_yaml
 
 CommunicatorSettings = Mapping[str, Mapping[str, Any]]
 """Settings by group name, such as {"dp": {"max_ctas": 8}}."""
@@ -32,7 +31,7 @@ _OTHER_NAMES |= {"dp_modulo_exp": "expt_dp", "tp_ep_mp": "tp_ep_pp", "intra_ep_d
 def read_communicator_settings(path: str, groups: Iterable[str]) -> CommunicatorSettings:
     """Returns the settings of a YAML file for the groups of these names. Raises UserError naming the file, the group
     and the setting that is wrong."""
-    content, names, settings = _read(path), sorted(groups), {}
+    content, names, settings = read_yaml(path, _FLAG), sorted(groups), {}
     if not isinstance(content, dict):
         raise UserError(f"{_FLAG} {path}: expected groups and their settings, such as dp: {{max_ctas: 8}}")
     for given, table in content.items():
@@ -53,34 +52,3 @@ def read_communicator_settings(path: str, groups: Iterable[str]) -> Communicator
         if "min_ctas" in table:  # NCCL refuses a smallest number without a largest one
             settings[group].setdefault("max_ctas", max(table["min_ctas"], _MOST_CTAS))
     return settings
-
-
-def _read(path: str) -> object:
-    try:
-        yaml = importlib.import_module("yaml")
-    except ImportError as error:
-        raise UserError(f"{_FLAG} needs the package PyYAML: pip install pyyaml (the extra [mlm]); {error}") from None
-    try:
-        text = Path(path).read_text("utf-8")
-        _refuse_repeated_keys(yaml.compose(text, Loader=yaml.SafeLoader), yaml.MappingNode, path)
-        return yaml.safe_load(text)
-    except OSError as error:
-        raise UserError(f"{_FLAG} {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{_FLAG} {path}: not UTF-8") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f":{mark.line + 1}" if mark is not None else ""
-        raise UserError(f"{_FLAG} {path}{line}: {getattr(error, 'problem', None) or error}") from None
-    except RecursionError:
-        raise UserError(f"{_FLAG} {path}: values are nested too deeply") from None
-
-
-def _refuse_repeated_keys(node: object, mapping: Any, path: str) -> None:
-    """Raises UserError if a mapping of a YAML document has a key twice, of which YAML's loader would take the last."""
-    earlier: dict[str, Any] = {}
-    for key, value in node.value if isinstance(node, mapping) else ():
-        if earlier.setdefault(key.value, key) is not key:
-            line, before = key.start_mark.line + 1, earlier[key.value].start_mark.line + 1
-            raise UserError(f"{_FLAG} {path}:{line}: {key.value} is in line {before} too; give one")
-        _refuse_repeated_keys(value, mapping, path)

@@ -101,9 +101,12 @@ class _Writer:
         """Returns the field of this name, or the text of the template."""
         if template in document.fields:
             return document.fields[template]
-        return self._evaluate(lambda: self.environment.from_string(template).render(**document.fields), document)
+        return self._evaluate(lambda: self.environment.from_string(template).render(document.fields), document)
 
     def _text(self, template: str, document: Document) -> str:
+        """Returns a prompt or an answer. Raises UserError for a single word that is no field of the document."""
+        if template.isidentifier() and template not in document.fields:
+            raise UserError(f"{document.place}: task {self.task.task}: the document has no field {template!r}")
         return str(self._value(template, document))
 
     def _evaluate(self, action: Any, document: Document) -> Any:
@@ -111,20 +114,22 @@ class _Writer:
 
         try:
             return action()
-        except (TemplateError, TypeError, ValueError, LookupError) as error:
+        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
             raise UserError(f"{document.place}: task {self.task.task}: {error}") from error
 
     def _choices(self, document: Document) -> list[str]:
         wanted = self.task.doc_to_choice
         assert wanted is not None
         if isinstance(wanted, list):
-            return [self._text(template, document) for template in wanted]
+            return [str(self._value(template, document)) for template in wanted]
         expression = _EXPRESSION.fullmatch(wanted)
         if wanted in document.fields or expression is None:
             found = document.fields.get(wanted)
         else:
-            compiled = self.environment.compile_expression(expression[1], undefined_to_none=False)
-            found = self._evaluate(lambda: compiled(**document.fields), document)
+            source = expression[1]
+            found = self._evaluate(
+                lambda: self.environment.compile_expression(source, undefined_to_none=False)(document.fields), document
+            )
         if not isinstance(found, list) or len(found) < 2:
             raise UserError(f"{document.place}: doc_to_choice {wanted!r} gives no list of two or more choices")
         return [str(choice) for choice in found]

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from megatron.core.exceptions import UserError
+from megatron.core.utils.yaml_files import read_yaml
 
 OUTPUT_TYPES = ("loglikelihood_rolling", "multiple_choice", "loglikelihood", "generate_until")
 """Perplexity of whole texts; the likeliest of several choices; a cloze, whose missing end is scored; the text that the
@@ -63,12 +64,12 @@ class EvaluationTask:
     def until(self) -> tuple[str, ...]:
         """Texts that end a generated answer."""
         given = self.generation_kwargs.get("until", self.fewshot_delimiter)
-        return (given,) if isinstance(given, str) else tuple(given)
+        return tuple(filter(None, [given] if isinstance(given, str) else given))
 
     @property
     def max_gen_toks(self) -> int:
         """Largest number of tokens of a generated answer."""
-        return int(self.generation_kwargs.get("max_gen_toks", 256))
+        return self.generation_kwargs.get("max_gen_toks", 256)
 
 
 @dataclass(frozen=True)
@@ -121,16 +122,7 @@ def _object(line: str, place: str) -> dict[str, Any]:
 
 
 def _read_entries(path: Path) -> list[Any]:
-    try:
-        import yaml  # an optional package (the extra [mlm])
-    except ImportError as error:
-        raise UserError(f"{path}: reading it needs the package pyyaml (pip install pyyaml)") from error
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
-    except yaml.YAMLError as error:
-        raise UserError(f"{path}: neither YAML nor JSON: {' '.join(str(error).split())}") from error
+    content = read_yaml(path)
     entries = [content] if isinstance(content, dict) else content
     if not isinstance(entries, list) or not entries:
         raise UserError(f"{path}: holds no task; write a list of tasks, each with task, output_type and data")
@@ -180,5 +172,12 @@ def _check_values(task: EvaluationTask, place: str) -> None:
         raise UserError(f"{place}: generation_kwargs has the unknown key {min(unknown)!r}; until, max_gen_toks work")
     if task.generation_kwargs and task.output_type != "generate_until":
         raise UserError(f"{place}: generation_kwargs belongs to output_type generate_until")
+    given = task.generation_kwargs.get("until", [])
+    stops = [given] if isinstance(given, str) else given
+    if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
+        raise UserError(f"{place}: until is {given!r}; it must be a text that is not empty, or a list of such texts")
+    longest = task.generation_kwargs.get("max_gen_toks", 1)
+    if type(longest) is not int or longest < 1:
+        raise UserError(f"{place}: max_gen_toks is {longest!r}; it must be a whole number, 1 or more")
     if task.num_fewshot and task.output_type == "loglikelihood_rolling":
         raise UserError(f"{place}: num_fewshot has no place in whole texts; leave it out")

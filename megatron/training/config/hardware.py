@@ -32,9 +32,9 @@ class HardwareConfig:
     """With --gpu: rate at which each GPU sends to other nodes, such as 400Gb (bits) or 50GB (bytes) a second. Default:
     the rate of the GPU's usual network port."""
 
-    plot: str | None = flag(None, from_checkpoint=False, only_with=("dry_run", "gpu"))
-    """With --gpu: folder for step.svg, a picture of the predicted schedule of a step, and memory.svg, the predicted
-    memory of each kind of rank."""
+    plot: str | None = flag(None, from_checkpoint=False, only_with="dry_run")
+    """Folder for memory.svg, a picture of the predicted memory of each kind of rank, and with --gpu step.svg, the
+    predicted schedule of a step."""
 
     def validate(self) -> Iterator[str]:
         """Yields a problem for each impossible value, in the grammar of `config_fields`."""

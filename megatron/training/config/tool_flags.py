@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -31,20 +32,11 @@ class Section:
     """Another function that finds what is wrong with an object of `config_class`, for a class without `validate()`."""
 
 
-@dataclass(frozen=True)
-class ToolFlags:
-    """The values of a tool's command line."""
-
-    configs: tuple[Any, ...]
-    """One object of each section's dataclass, in the order of the sections."""
-    warnings: tuple[str, ...]
-    """Lines about renamed flags and about flags without effect."""
-
-
 def read_tool_flags(
     argv: Sequence[str], sections: Sequence[Section], usage: str, about: str, renamed: Mapping[str, str] | None = None
-) -> ToolFlags:
-    """Reads the words after a tool's name. Prints help and exits after --help.
+) -> tuple[Any, ...]:
+    """Returns one object of each section's dataclass, read from the words after a tool's name. Warns on stderr about
+    renamed flags and about flags without effect. Prints help and exits after --help.
 
     `renamed` maps flags of older releases to their new names. Raises UserError with all mistakes, one per line.
     """
@@ -65,7 +57,9 @@ def read_tool_flags(
         line.problems += _problems_of(section, config, line, flags)
     if line.problems:
         raise UserError("\n".join(dict.fromkeys(line.problems)))
-    return ToolFlags(configs, (*line.warnings, *_without_effect(line, flags)))
+    for warning in (*line.warnings, *_without_effect(line, flags)):
+        print(f"warning: {warning}", file=sys.stderr)
+    return configs
 
 
 def _take(

@@ -168,6 +168,6 @@ def _mapped(score: Score, function: Callable[[float], float], slope: Callable[[f
 
 def _exponential(score: Score) -> Score:
     def exponential(value: float) -> float:
-        return math.exp(value) if value < 700.0 else math.inf
+        return math.inf if value > 700.0 else math.exp(value)  # nan stays nan
 
     return _mapped(score, exponential, exponential)

@@ -12,6 +12,7 @@ from megatron.data.evaluation.task_file import read_tasks
 from megatron.data.tokenizer.null import NullTokenizer
 
 CLOZE = {"task": "cloze", "output_type": "loglikelihood", "data": "d.jsonl", "doc_to_text": "1", "doc_to_target": "a"}
+WRITTEN = CLOZE | {"output_type": "generate_until"}
 CHOICES = {
     "task": "mc",
     "output_type": "multiple_choice",
@@ -35,11 +36,17 @@ def prepared(folder: Path, task: Any, lines: list[Any] = LINES, max_length: int 
     ("task", "lines", "words"),
     [
         ("", LINES, "t.json: holds no task; write a list of tasks"),
-        ("[", LINES, "t.json: neither YAML nor JSON"),
+        ("[", LINES, "t.json:1: neither YAML nor JSON"),
         ([CLOZE | {"doc_to_txt": "1"}], LINES, "t.json: task 1 (cloze): unknown key 'doc_to_txt'; the keys are task, "),
         ([CLOZE | {"limit": "3"}], LINES, "t.json: task 1 (cloze): limit is '3'; it must be int or nothing"),
         ([CLOZE | {"output_type": "greedy"}], LINES, "output_type 'greedy' is not one of loglikelihood_rolling, "),
         ([CLOZE | {"data": "e.jsonl"}], LINES, "e.jsonl: no such file"),
+        ("- {task: a, data: b,\n   task: c}", LINES, "t.json:2: task is in line 1 too; give one"),
+        ([WRITTEN | {"generation_kwargs": {"until": ["1", ""]}}], LINES, "until is ['1', '']; it must be a text that"),
+        ([WRITTEN | {"generation_kwargs": {"max_gen_toks": "2"}}], LINES, "max_gen_toks is '2'; it must be a whole"),
+        ([CLOZE | {"doc_to_target": "b"}], LINES, "d.jsonl line 1: task cloze: the document has no field 'b'"),
+        ([CLOZE | {"doc_to_target": "{{1 / 0}}"}], LINES, "d.jsonl line 1: task cloze: division by zero"),
+        ([CHOICES | {"doc_to_choice": "{{c c}}"}], LINES, "d.jsonl line 1: task mc: chunk after expression"),
         ([CLOZE, CLOZE], LINES, "two tasks are named 'cloze'"),
         ([CLOZE | {"doc_to_choice": "c"}], LINES, "doc_to_choice belongs to output_type multiple_choice"),
         ([CLOZE], [], "d.jsonl: the file holds no document"),

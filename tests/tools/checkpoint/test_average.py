@@ -37,7 +37,8 @@ def test_a_greedy_average_is_at_least_as_good_as_each_checkpoint(
     tasks.write_text(json.dumps([{"task": "t", "output_type": "loglikelihood_rolling", "data": "texts.jsonl"}]))
     scored = ["--eval-tasks", str(tasks), "--metric", "t/perplexity"]
     assert run(checkpoints, "--last", "3", "--method", "greedy", *scored, "--save", str(tmp_path / "soup")) == 0
-    printed = capsys.readouterr().out
+    printed, titles = capsys.readouterr()
+    assert titles.startswith("average of the iterations 2\naverage of the iterations 4\n")
     config = tool.AverageConfig(eval_tasks=str(tasks), metric="t/perplexity")
     best = tool.score_of(tmp_path / "soup", config)
     each = [float(line.split("perplexity: ")[1].split(" ")[0]) for line in printed.splitlines() if "task t" in line][:3]
@@ -52,12 +53,15 @@ def test_a_greedy_average_is_at_least_as_good_as_each_checkpoint(
         (("--iterations", "2", "3"), "iteration 3"),
         (("--last", "2", "--method", "greedy"), "--method greedy needs --eval-tasks FILE and --metric TASK/METRIC"),
         (("--last", "2", "--iterations", "2", "4"), "give one of --iterations and --last"),
+        (("--last", "2", "--save", "{root}/no/where"), "--save {root}/no/where: the folder {root}/no does not exist"),
+        (("--last", "2", "--save", __file__), f"--save {__file__} is no empty folder"),
     ],
 )
 def test_what_cannot_be_averaged_is_one_sentence(
     checkpoints: Path, tmp_path: Path, words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(checkpoints, *words, "--save", str(tmp_path / "none")) == 2
+    words = tuple(word.format(root=checkpoints) for word in words)
+    assert run(checkpoints, "--save", str(tmp_path / "none"), *words) == 2
     printed = capsys.readouterr().err
     assert message.format(root=checkpoints) in printed and printed.count("\n") == 1
     assert not (tmp_path / "none").exists()

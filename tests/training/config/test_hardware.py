@@ -17,3 +17,4 @@ def test_a_gpu_is_for_dry_runs() -> None:
     notes = configured("--gpu h100").notes
     assert any(note == "--gpu h100: has no effect without --dry-run" for note in notes), notes
     assert configured("--gpu h100 --dry-run").hardware.gpu == "h100"
+    assert not any("--plot" in note for note in configured("--plot folder --dry-run").notes)  # it draws the memory

@@ -46,6 +46,17 @@ def test_a_text_ends_at_a_stop_an_end_or_after_its_last_token() -> None:
     assert scores.pairs["exact_match"][0] == pytest.approx(1 / 3)
 
 
+def test_a_likelihood_that_is_no_number_gives_no_perplexity() -> None:
+    class Broken(Counting):
+        def __call__(self, rows):
+            return [Prediction(each.log_probs * np.nan, each.likeliest) for each in super().__call__(rows)]
+
+    task = EvaluationTask("t", "loglikelihood", "d.jsonl")
+    prepared = PreparedTask(task, (Question((Row((1, 2), 1),)),))
+    scores = score_task(prepared, Broken(), NullTokenizer(40), []).pairs
+    assert np.isnan(scores["perplexity"][0])
+
+
 def test_choices_are_compared_by_sum_by_bytes_and_by_tokens() -> None:
     # Counting gives the n-th token of a row the log-probability -n.
     rows = (Row((1, 2, 3), 1), Row((1, 2, 3), 2), Row((1, 2, 3, 4, 5), 4))  # sums -2, -3, -10
