@@ -232,18 +232,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             exporting = Section("export-megatron", ExportMegatronConfig, lambda config: missing(config, "load", "save"))
             usage = f"{PROGRAM} export-megatron [flags]"
             run_export_megatron(read_tool_flags(words[1:], [exporting], usage, ABOUT_MEGATRON).configs[0])
-        elif words and words[0].startswith(("--from", "--to")):
-            cut = words.index("--") if "--" in words else len(words)
-            direct = Section("convert", DirectConfig, unpaired)
-            own = read_tool_flags(words[:cut], [direct], f"{PROGRAM} [flags] [-- flags of the run]", ABOUT_DIRECT)
-            run_direct(own.configs[0], words[cut + 1 :])
         elif words[:1] in (["--help"], ["-h"]):
             actions = "|".join(ACTIONS)
             print(
                 f"usage: {PROGRAM} {actions} [flags]\n       {PROGRAM} --from DIR --to-hf DIR [flags]\n"
                 f"       {PROGRAM} --from-hf DIR --to DIR [flags]\n\n{ABOUT}\n{ABOUT_MEGATRON}\n\n"
-                "ACTION --help lists its flags"
+                "ACTION --help and --from --help list their flags"
             )
+        elif words and words[0].startswith("--"):
+            cut = words.index("--") if "--" in words else len(words)
+            direct = Section("convert", DirectConfig, lambda config: mispaired(config, words[cut + 1 :]))
+            own = read_tool_flags(words[:cut], [direct], f"{PROGRAM} [flags] [-- flags of the run]", ABOUT_DIRECT)
+            run_direct(own.configs[0], words[cut + 1 :])
         else:
             other = f", not {words[0]}" if words else ""
             raise UserError(f"the first word must be one of {', '.join(ACTIONS)}, --from, --from-hf{other}")
@@ -254,12 +254,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def unpaired(config: DirectConfig) -> list[str]:
-    """Returns a problem unless the flags name one way with both of its ends."""
+def mispaired(config: DirectConfig, flags: Sequence[str]) -> list[str]:
+    """Returns a problem unless the flags name one way with both of its ends, and one for each flag of the other way."""
     ends = [config.from_megatron, config.to_hf, config.from_hf, config.to_megatron]
     given = [end is not None for end in ends]
-    pairs = "{from_megatron:name} with {to_hf:name}, or {from_hf:name} with {to_megatron:name}"
-    return [] if given in ([True, True, False, False], [False, False, True, True]) else [f"give {pairs}"]
+    if given == [True, True, False, False]:
+        is_local = config.transformer_impl != "transformer_engine"
+        return ["{transformer_impl:name} is for {to_megatron:name}"] if is_local else []
+    if given == [False, False, True, True]:
+        others = [name for name in ("ckpt_step", "architecture") if getattr(config, name) is not None]
+        problems = [f"{{{name}:name}} is for {{from_megatron:name}}" for name in others]
+        return problems + (["flags after -- are for {from_megatron:name}"] if flags else [])
+    return ["give {from_megatron:name} with {to_hf:name}, or {from_hf:name} with {to_megatron:name}"]
 
 
 def run_direct(config: DirectConfig, flags: Sequence[str]) -> None:
@@ -267,6 +273,8 @@ def run_direct(config: DirectConfig, flags: Sequence[str]) -> None:
     target = Path(config.to_hf or config.to_megatron or "")
     if not target.absolute().parent.is_dir():
         raise UserError(f"{target}: there is no folder {target.parent}")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"{target} is not empty; name a folder that is empty or does not exist")
     with tempfile.TemporaryDirectory(dir=target.absolute().parent, prefix=f".{target.name}-") as name:
         between = Path(name) / "checkpoint"
         if config.from_hf is not None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from megatron.conversion.megatron_lm.arguments import check_layers
 from megatron.conversion.megatron_lm.mixer_rows import RowOrder, row_orders
 from megatron.conversion.megatron_lm.names import ExportedNames, exported_shape
+from megatron.conversion.spellings import changes_nothing
 from megatron.core.dist_checkpointing.checkpoint import Checkpoint
 from megatron.core.dist_checkpointing.checkpoint_selection import Log, open_newest
 from megatron.core.dist_checkpointing.chunk import (
@@ -103,30 +104,32 @@ def export_run(
 
 def _check_model(config: PretrainConfig) -> None:
     if config.flat()["model_family"] not in (None, "gpt"):
-        raise UserError("export-megatron: only GPT models so far")
+        raise UserError("only GPT models can be exported to Megatron-LM so far")
     check_layers(config, "export-megatron")
     own = ", ".join(spelling_of(name) for name in _own_options(config))
     if own:
-        raise UserError(f"export-megatron: the model has {own}, without which Megatron-LM computes another function")
+        raise UserError(f"the model has {own}, without which Megatron-LM computes another function")
 
 
 _THEIR_OPTIONS = frozenset(
     ("moe_latent_size", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_apply_probs_on_input")
 )
 """Those of `MODEL_OPTIONS` that Megatron-LM has too."""
-_OWN_SWITCHES = ("relu", "geglu")
+_OWN_SWITCHES = ("relu", "geglu", "exact_geglu")
 """Activations that Megatron-LM has no flag for."""
 _BY_WIDTH = ("softmax_scale", "embedding_multiplier", "logit_scale")
 """What --use-mup sets, which Megatron-LM has."""
 
 
 def _own_options(config: PretrainConfig) -> list[str]:
-    """Returns the fields of the model's options that Megatron-LM has no flag for."""
+    """Returns the fields that Megatron-LM has no flag for, where they change what the model computes."""
     values, turned = config.flat(), architecture_of(config)
     own = [name for name in MODEL_OPTIONS if name in turned and name not in _THEIR_OPTIONS]
     own += [name for name in _OWN_SWITCHES if values[name]]
     own += ["softmax_scale"] if values["softmax_scale"] is not None else []
-    return [name for name in own if not (values["use_mup"] and name in _BY_WIDTH)]
+    own = [name for name in own if not (values["use_mup"] and name in _BY_WIDTH)]
+    own = [name for name in own if name != "rope_scaling_type" or values[name] != "llama3"]  # --use-rope-scaling there
+    return [name for name in own if not changes_nothing(name, values)]
 
 
 def _write(checkpoint: Checkpoint, config: PretrainConfig, folder: Path, is_local: bool, log: Log) -> tuple[int, bool]:
@@ -273,6 +276,9 @@ def _arguments(config: PretrainConfig, state: Mapping[str, object]) -> argparse.
         value = flat.get(field)
         if config.provenance.get(field) in CHOSEN and _is_plain(value):
             values[name] = value
+    if values.get("rope_scaling_type") == "llama3":
+        del values["rope_scaling_type"]
+        values["use_rope_scaling"] = True
     for count in ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples"):
         values[count] = state.get(count, 0)
     return argparse.Namespace(**values)

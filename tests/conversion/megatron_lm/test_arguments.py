@@ -91,6 +91,7 @@ def test_every_setting_of_the_function_comes_along() -> None:
         "fp64",
         "mock_data",
         "data_stages",
+        "balanced_packing",
         "sft",
         "num_encoder_layers",
         "gated_linear_unit",

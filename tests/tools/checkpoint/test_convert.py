@@ -63,9 +63,24 @@ def test_from_megatron_to_the_hub_and_back(tmp_path: Path, capsys: pytest.Captur
         assert same_bits(tensor[: len(theirs[name])], theirs[name]), name
 
 
-def test_a_way_needs_both_of_its_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--from", str(tmp_path), "--to", str(tmp_path / "x")]) == 2
-    assert capsys.readouterr().err == "error: give --from with --to-hf, or --from-hf with --to\n"
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--from a --to b", "error: give --from with --to-hf, or --from-hf with --to"),
+        ("--dtype bf16 --from a", "error: give --from with --to-hf, or --from-hf with --to"),
+        ("--from-hf a --to b --ckpt-step 3 -- --num-layers 2", "--ckpt-step is for --from"),
+        ("--from-hf a --to b -- --num-layers 2", "error: flags after -- are for --from"),
+        ("--from a --to-hf b --transformer-impl local", "error: --transformer-impl is for --to"),
+        ("--from-hf a --to FULL", "FULL is not empty"),
+    ],
+)
+def test_a_way_has_two_ends_and_flags_of_its_own(
+    words: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "FULL" / "x").mkdir(parents=True)
+    assert main(words.split()) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_a_run_with_the_printed_flags_starts_from_the_imported_weights(
