@@ -1,6 +1,8 @@
 """tools/checkpoint/convert.py as a user runs it."""
 
 import json
+import os
+import signal
 import subprocess
 from pathlib import Path
 
@@ -81,6 +83,22 @@ def test_a_way_has_two_ends_and_flags_of_its_own(
     (tmp_path / "FULL" / "x").mkdir(parents=True)
     assert main(words.split()) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_termination_leaves_no_files_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def import_some(hub: Path, root: Path, *others: object, **options: object) -> None:
+        root.mkdir()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    # Without a handler of the tool's own, this one lets the test fail instead of ending it.
+    former = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    monkeypatch.setattr("tools.checkpoint.convert.import_model", import_some)
+    try:
+        with pytest.raises(SystemExit, match="143"):
+            main(["--from-hf", "hub", "--to", str(tmp_path / "back")])
+    finally:
+        signal.signal(signal.SIGTERM, former)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_run_with_the_printed_flags_starts_from_the_imported_weights(
