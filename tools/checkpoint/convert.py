@@ -298,7 +298,7 @@ def run_direct(config: DirectConfig, flags: Sequence[str]) -> None:
             written = ExportMegatronConfig(
                 load=str(between), save=str(target), transformer_impl=config.transformer_impl
             )
-            run_export_megatron(written)
+            run_export_megatron(written, hub if (between / "tokenizer").exists() else None)
             return
         widens = config.dtype is not None  # a wider type takes the main weights
         source, step = Path(config.from_megatron or ""), config.ckpt_step
@@ -374,11 +374,12 @@ def run_import_megatron(config: ImportMegatronConfig, flags: Sequence[str]) -> N
         print(f"the run continues at {at}: give --config {root / FLAGS} and --load {root}, in any layout")
 
 
-def run_export_megatron(config: ExportMegatronConfig) -> None:
-    """Exports a run to Megatron-LM."""
+def run_export_megatron(config: ExportMegatronConfig, tokenizer: Path | None = None) -> None:
+    """Exports a run to Megatron-LM, with another path of its tokenizer if one is given."""
     is_local = config.transformer_impl == "local"
     target = Path(config.save or "")
-    done = export_run(Path(config.load or ""), target, step=config.ckpt_step, spec=config.spec, is_local=is_local)
+    source, step, spec = Path(config.load or ""), config.ckpt_step, config.spec
+    done = export_run(source, target, step=step, spec=spec, is_local=is_local, tokenizer=tokenizer)
     what = "with optimizer state" if done.with_optimizer else "weights only"
     print(f"{done.folder}: {done.nbytes / 1e6:.1f} MB, {what}, in the format torch_dist")
 

@@ -12,7 +12,7 @@ import pickle
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,7 @@ def export_run(
     step: Step | None = None,
     spec: Sequence[str] | None = None,
     is_local: bool = False,
+    tokenizer: Path | None = None,
     log: Log = print,
 ) -> ExportedRun:
     """Writes a checkpoint under `root` (the newest whole one, or that of `step`) into the folder `target`, in
@@ -74,6 +75,7 @@ def export_run(
 
     The rows of the vocabulary are padded with zeros as --make-vocab-size-divisible-by says. Only Adam's optimizer state
     is exported; a line says so if there is another. `spec` are module and name of the layers of a model with --spec.
+    `tokenizer` is the --tokenizer-model of the result in place of the run's.
     Norms have the names of Transformer Engine's layers, with `is_local` those of Megatron-LM's own layers.
     Raises UserError if `target` is not empty, for layers whose names in Megatron-LM are not known, and for model
     options that Megatron-LM lacks.
@@ -90,6 +92,8 @@ def export_run(
     try:
         folder = aside / folder_name(found)
         disk.make_directory(folder)
+        if tokenizer is not None:
+            config = replace(config, tokenizer=replace(config.tokenizer, tokenizer_model=str(tokenizer.absolute())))
         nbytes, with_optimizer = _write(checkpoint, config, folder, is_local, log)
         write_tracker(disk, aside, found)
         disk.sync_directory(aside)

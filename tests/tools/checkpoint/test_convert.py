@@ -14,6 +14,8 @@ from conversion.oracles import make_model, save_model
 from conversion.saved_models import LLAMA, save_checkpoint
 from support.programs import python
 from support.runs import train
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from megatron.training.trained_model import load_trained_model
 from pretrain_gpt import build_model
@@ -83,6 +85,16 @@ def test_a_way_has_two_ends_and_flags_of_its_own(
     (tmp_path / "FULL" / "x").mkdir(parents=True)
     assert main(words.split()) == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_tokenizer_of_a_way_back_is_that_of_the_hub(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    hub = save_model(make_model("qwen 2", torch.float32), tmp_path / "hub")
+    tokenizer.save(str(hub / "tokenizer.json"))
+    (hub / "tokenizer_config.json").write_text('{"eos_token": "b"}')
+    assert main(["--from-hf", str(hub), "--to", str(tmp_path / "back")]) == 0
+    assert main(["--from", str(tmp_path / "back"), "--to-hf", str(tmp_path / "again"), "--no-verify"]) == 0
+    assert (tmp_path / "again" / "tokenizer.json").read_bytes() == (hub / "tokenizer.json").read_bytes()
 
 
 def test_a_termination_leaves_no_files_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
