@@ -240,6 +240,12 @@ _SPELLINGS: tuple[tuple[tuple[str, ...], Callable[[Values], object]], ...] = (
 """Fields that say one thing together, and the function that computes what they say."""
 
 
+def changes_nothing(name: str, values: Values) -> bool:
+    """Whether a run with these values computes the same without the flag of the field `name`."""
+    plain = {**values, name: flag_table()[name].default}
+    return any(name in names and meaning(plain) == meaning(values) for names, meaning in _SPELLINGS)
+
+
 def in_spelling_of(values: Values, fields: Values) -> dict[str, object]:
     """Returns `fields`, with the run's `values` of those fields that say the same in another way.
 

@@ -167,6 +167,8 @@ def _logits_of_transformers(
     try:
         config = read_config(folder)
         named = config["architectures"][0]
+        if not hasattr(transformers, named):
+            raise UserError(f"transformers {transformers.__version__} has no {named}: leave --verify out")
         is_causal = model_family in (None, "gpt") and (named not in TEXT_PARTS or TEXT_PARTS[named].is_causal)
         kind = "AutoModelForCausalLM" if is_causal else named
         model = getattr(transformers, kind).from_pretrained(
@@ -175,7 +177,10 @@ def _logits_of_transformers(
             attn_implementation="sdpa" if config.get("alibi") else "eager",
             dtype=torch.float32,
             local_files_only=True,
+            trust_remote_code=False,  # without it, transformers asks whether to run the folder's code
         )
+    except UserError:
+        raise
     except Exception as error:  # of any kind: it is another program's
         raise UserError(f"transformers cannot read {folder}: {type(error).__name__}: {error}") from error
     if hasattr(model, "set_experts_implementation"):

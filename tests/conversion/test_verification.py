@@ -79,7 +79,20 @@ def test_a_wrong_config_json_is_seen(exported: Path, change: dict[str, float]) -
 
 def test_a_folder_that_transformers_cannot_read(exported: Path, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(exported / "run" / "iter_0000001")
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}')
     with pytest.raises(UserError, match=f"transformers cannot read {tmp_path}: "):
+        compare_logits(checkpoint, tmp_path, build_model)
+
+
+def test_a_class_that_transformers_lacks(exported: Path, tmp_path: Path) -> None:
+    """Its code would be in the folder, and is neither run nor asked about."""
+    checkpoint = open_checkpoint(exported / "run" / "iter_0000001")
+    own = {
+        "architectures": ["BaichuanForCausalLM"],
+        "auto_map": {"AutoConfig": "configuration_baichuan.BaichuanConfig"},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(own))
+    with pytest.raises(UserError, match=r"transformers \S+ has no BaichuanForCausalLM: leave --verify out"):
         compare_logits(checkpoint, tmp_path, build_model)
 
 

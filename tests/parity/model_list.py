@@ -5,7 +5,7 @@ import json
 from parity.models import Model
 from torch import nn
 
-from megatron.core.ops.activation import gelu_tanh, quick_gelu, squared_relu
+from megatron.core.ops.activation import gelu_erf, gelu_tanh, quick_gelu, squared_relu
 
 _LLAMA = {
     "normalization": "RMSNorm",
@@ -329,7 +329,7 @@ BERT = [
         positions="rope",
         settings={"norm_placement": "post_residual", "embedding_norm": True, "hidden_dropout": 0.2}
         | {"window_size": (5, 5), "window_attn_skip_freq": 2, "rotary_base_local": 50.0}
-        | {"normalize_output_weight": True},
+        | {"normalize_output_weight": True, "gated_linear_unit": True, "activation_func": gelu_erf},
         options={"num_tokentypes": 0, "add_binary_head": False},
         rows=2,
         vocabulary=64,

@@ -21,8 +21,10 @@ sys.path[:] = [os.path.dirname(os.path.dirname(_HERE)), *(path for path in sys.p
 
 import re  # noqa: E402
 import shlex  # noqa: E402
+import signal  # noqa: E402
 import tempfile  # noqa: E402
-from collections.abc import Sequence  # noqa: E402
+from collections.abc import Iterator, Sequence  # noqa: E402
+from contextlib import contextmanager  # noqa: E402
 from dataclasses import dataclass  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Literal  # noqa: E402
@@ -232,18 +234,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             exporting = Section("export-megatron", ExportMegatronConfig, lambda config: missing(config, "load", "save"))
             usage = f"{PROGRAM} export-megatron [flags]"
             run_export_megatron(read_tool_flags(words[1:], [exporting], usage, ABOUT_MEGATRON)[0])
-        elif words and words[0].startswith(("--from", "--to")):
-            cut = words.index("--") if "--" in words else len(words)
-            direct = Section("convert", DirectConfig, unpaired)
-            own = read_tool_flags(words[:cut], [direct], f"{PROGRAM} [flags] [-- flags of the run]", ABOUT_DIRECT)
-            run_direct(own[0], words[cut + 1 :])
         elif words[:1] in (["--help"], ["-h"]):
             actions = "|".join(ACTIONS)
             print(
                 f"usage: {PROGRAM} {actions} [flags]\n       {PROGRAM} --from DIR --to-hf DIR [flags]\n"
                 f"       {PROGRAM} --from-hf DIR --to DIR [flags]\n\n{ABOUT}\n{ABOUT_MEGATRON}\n\n"
-                "ACTION --help lists its flags"
+                "ACTION --help and --from --help list their flags"
             )
+        elif words and words[0].startswith("--"):
+            cut = words.index("--") if "--" in words else len(words)
+            direct = Section("convert", DirectConfig, lambda config: mispaired(config, words[cut + 1 :]))
+            own = read_tool_flags(words[:cut], [direct], f"{PROGRAM} [flags] [-- flags of the run]", ABOUT_DIRECT)
+            run_direct(own[0], words[cut + 1 :])
         else:
             other = f", not {words[0]}" if words else ""
             raise UserError(f"the first word must be one of {', '.join(ACTIONS)}, --from, --from-hf{other}")
@@ -254,12 +256,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def unpaired(config: DirectConfig) -> list[str]:
-    """Returns a problem unless the flags name one way with both of its ends."""
+def mispaired(config: DirectConfig, flags: Sequence[str]) -> list[str]:
+    """Returns a problem unless the flags name one way with both of its ends, and one for each flag of the other way."""
     ends = [config.from_megatron, config.to_hf, config.from_hf, config.to_megatron]
     given = [end is not None for end in ends]
-    pairs = "{from_megatron:name} with {to_hf:name}, or {from_hf:name} with {to_megatron:name}"
-    return [] if given in ([True, True, False, False], [False, False, True, True]) else [f"give {pairs}"]
+    if given == [True, True, False, False]:
+        is_local = config.transformer_impl != "transformer_engine"
+        return ["{transformer_impl:name} is for {to_megatron:name}"] if is_local else []
+    if given == [False, False, True, True]:
+        others = [name for name in ("ckpt_step", "architecture") if getattr(config, name) is not None]
+        problems = [f"{{{name}:name}} is for {{from_megatron:name}}" for name in others]
+        return problems + (["flags after -- are for {from_megatron:name}"] if flags else [])
+    return ["give {from_megatron:name} with {to_hf:name}, or {from_hf:name} with {to_megatron:name}"]
+
+
+@contextmanager
+def exit_on_sigterm() -> Iterator[None]:
+    """Within, SIGTERM raises SystemExit, so that unfinished files are removed."""
+    former = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, former)
 
 
 def run_direct(config: DirectConfig, flags: Sequence[str]) -> None:
@@ -267,7 +285,10 @@ def run_direct(config: DirectConfig, flags: Sequence[str]) -> None:
     target = Path(config.to_hf or config.to_megatron or "")
     if not target.absolute().parent.is_dir():
         raise UserError(f"{target}: there is no folder {target.parent}")
-    with tempfile.TemporaryDirectory(dir=target.absolute().parent, prefix=f".{target.name}-") as name:
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"{target} is not empty; name a folder that is empty or does not exist")
+    place = tempfile.TemporaryDirectory(dir=target.absolute().parent, prefix=f".{target.name}-")
+    with exit_on_sigterm(), place as name:
         between = Path(name) / "checkpoint"
         if config.from_hf is not None:
             hub, dtype = Path(config.from_hf), DTYPES[config.dtype] if config.dtype else None
@@ -277,7 +298,7 @@ def run_direct(config: DirectConfig, flags: Sequence[str]) -> None:
             written = ExportMegatronConfig(
                 load=str(between), save=str(target), transformer_impl=config.transformer_impl
             )
-            run_export_megatron(written)
+            run_export_megatron(written, hub if (between / "tokenizer").exists() else None)
             return
         widens = config.dtype is not None  # a wider type takes the main weights
         source, step = Path(config.from_megatron or ""), config.ckpt_step
@@ -353,11 +374,12 @@ def run_import_megatron(config: ImportMegatronConfig, flags: Sequence[str]) -> N
         print(f"the run continues at {at}: give --config {root / FLAGS} and --load {root}, in any layout")
 
 
-def run_export_megatron(config: ExportMegatronConfig) -> None:
-    """Exports a run to Megatron-LM."""
+def run_export_megatron(config: ExportMegatronConfig, tokenizer: Path | None = None) -> None:
+    """Exports a run to Megatron-LM, with another path of its tokenizer if one is given."""
     is_local = config.transformer_impl == "local"
     target = Path(config.save or "")
-    done = export_run(Path(config.load or ""), target, step=config.ckpt_step, spec=config.spec, is_local=is_local)
+    source, step, spec = Path(config.load or ""), config.ckpt_step, config.spec
+    done = export_run(source, target, step=step, spec=spec, is_local=is_local, tokenizer=tokenizer)
     what = "with optimizer state" if done.with_optimizer else "weights only"
     print(f"{done.folder}: {done.nbytes / 1e6:.1f} MB, {what}, in the format torch_dist")
 

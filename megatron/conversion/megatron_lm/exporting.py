@@ -12,7 +12,7 @@ import pickle
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch import Tensor
 from megatron.conversion.megatron_lm.arguments import check_layers
 from megatron.conversion.megatron_lm.mixer_rows import RowOrder, row_orders
 from megatron.conversion.megatron_lm.names import ExportedNames, exported_shape
+from megatron.conversion.spellings import changes_nothing
 from megatron.core.dist_checkpointing.checkpoint import Checkpoint
 from megatron.core.dist_checkpointing.checkpoint_selection import Log, open_newest
 from megatron.core.dist_checkpointing.chunk import (
@@ -66,6 +67,7 @@ def export_run(
     step: Step | None = None,
     spec: Sequence[str] | None = None,
     is_local: bool = False,
+    tokenizer: Path | None = None,
     log: Log = print,
 ) -> ExportedRun:
     """Writes a checkpoint under `root` (the newest whole one, or that of `step`) into the folder `target`, in
@@ -73,6 +75,7 @@ def export_run(
 
     The rows of the vocabulary are padded with zeros as --make-vocab-size-divisible-by says. Only Adam's optimizer state
     is exported; a line says so if there is another. `spec` are module and name of the layers of a model with --spec.
+    `tokenizer` is the --tokenizer-model of the result in place of the run's.
     Norms have the names of Transformer Engine's layers, with `is_local` those of Megatron-LM's own layers.
     Raises UserError if `target` is not empty, for layers whose names in Megatron-LM are not known, and for model
     options that Megatron-LM lacks.
@@ -89,6 +92,8 @@ def export_run(
     try:
         folder = aside / folder_name(found)
         disk.make_directory(folder)
+        if tokenizer is not None:
+            config = replace(config, tokenizer=replace(config.tokenizer, tokenizer_model=str(tokenizer.absolute())))
         nbytes, with_optimizer = _write(checkpoint, config, folder, is_local, log)
         write_tracker(disk, aside, found)
         disk.sync_directory(aside)
@@ -103,30 +108,32 @@ def export_run(
 
 def _check_model(config: PretrainConfig) -> None:
     if config.flat()["model_family"] not in (None, "gpt"):
-        raise UserError("export-megatron: only GPT models so far")
+        raise UserError("only GPT models can be exported to Megatron-LM so far")
     check_layers(config, "export-megatron")
     own = ", ".join(spelling_of(name) for name in _own_options(config))
     if own:
-        raise UserError(f"export-megatron: the model has {own}, without which Megatron-LM computes another function")
+        raise UserError(f"the model has {own}, without which Megatron-LM computes another function")
 
 
 _THEIR_OPTIONS = frozenset(
     ("moe_latent_size", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_apply_probs_on_input")
 )
 """Those of `MODEL_OPTIONS` that Megatron-LM has too."""
-_OWN_SWITCHES = ("relu", "geglu")
+_OWN_SWITCHES = ("relu", "geglu", "exact_geglu")
 """Activations that Megatron-LM has no flag for."""
 _BY_WIDTH = ("softmax_scale", "embedding_multiplier", "logit_scale")
 """What --use-mup sets, which Megatron-LM has."""
 
 
 def _own_options(config: PretrainConfig) -> list[str]:
-    """Returns the fields of the model's options that Megatron-LM has no flag for."""
+    """Returns the fields that Megatron-LM has no flag for, where they change what the model computes."""
     values, turned = config.flat(), architecture_of(config)
     own = [name for name in MODEL_OPTIONS if name in turned and name not in _THEIR_OPTIONS]
     own += [name for name in _OWN_SWITCHES if values[name]]
     own += ["softmax_scale"] if values["softmax_scale"] is not None else []
-    return [name for name in own if not (values["use_mup"] and name in _BY_WIDTH)]
+    own = [name for name in own if not (values["use_mup"] and name in _BY_WIDTH)]
+    own = [name for name in own if name != "rope_scaling_type" or values[name] != "llama3"]  # --use-rope-scaling there
+    return [name for name in own if not changes_nothing(name, values)]
 
 
 def _write(checkpoint: Checkpoint, config: PretrainConfig, folder: Path, is_local: bool, log: Log) -> tuple[int, bool]:
@@ -273,6 +280,9 @@ def _arguments(config: PretrainConfig, state: Mapping[str, object]) -> argparse.
         value = flat.get(field)
         if config.provenance.get(field) in CHOSEN and _is_plain(value):
             values[name] = value
+    if values.get("rope_scaling_type") == "llama3":
+        del values["rope_scaling_type"]
+        values["use_rope_scaling"] = True
     for count in ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples"):
         values[count] = state.get(count, 0)
     return argparse.Namespace(**values)

@@ -34,7 +34,7 @@ from megatron.core.parameters import Box
 from megatron.core.schedule.optimizer_param_scheduler import STATE_NAMES
 from megatron.data.tokenizer.build import build_tokenizer
 from megatron.training.arguments import configure
-from megatron.training.config.command_line import split_words
+from megatron.training.config.command_line import read_command_line, split_words
 from megatron.training.config.flag_table import flags_by_spelling
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.settings import LaunchEnvironment
@@ -151,6 +151,11 @@ def open_source(folder: Path, tensors_of: TensorsOf) -> Source:
 def _config(common: Mapping[object, object], flags: Sequence[str], folder: Path) -> tuple[PretrainConfig, list[str]]:
     """Returns the settings of the run for one process, and the words that give them."""
     given = flags_of_arguments(common.get("args"))
+    problems = read_command_line(flags).problems
+    indirect = [one.spelling for one in split_words(flags)[0] if one.spelling in ("--config", "--recipe")]
+    problems += [f"{spelling}: give the flags themselves" for spelling in indirect]
+    if problems:
+        raise UserError("\n".join(f"after --: {problem}" for problem in problems))
     words = _replaced(given, flags)
     if not attributes(common.get("args")) and not flags:
         raise UserError(f"{folder} holds no arguments of its run: give the flags of the model behind --")

@@ -46,6 +46,8 @@ def read_header(path: Path) -> dict[str, TensorInFile]:
             for name, entry in fields.items()
             if name != "__metadata__"
         }
+    except BrokenCheckpoint:
+        raise
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise BrokenCheckpoint(path, f"not a safetensors file ({error!r})") from error
     _check_disjoint(path, tensors)

@@ -109,9 +109,29 @@ def test_what_is_refused(tmp_path: Path) -> None:
         ("--norm-placement sandwich", "the model has --norm-placement, without which"),
         ("--relu --logit-scale 2", "the model has --logit-scale, --relu, without which"),
         ("--softmax-scale 0.5", "the model has --softmax-scale, without which"),
+        ("--exact-geglu", "the model has --exact-geglu, without which"),
     ],
 )
 def test_models_that_they_would_compute_otherwise_are_refused(flags: str, message: str, tmp_path: Path) -> None:
     save_checkpoint(flags, tmp_path / "ours")
     with pytest.raises(UserError, match=message):
         export_run(tmp_path / "ours", tmp_path / "theirs", log=quiet)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--position-embedding-type rope --rope-scaling-type llama3 --rope-scaling-factor 4", "--use-rope-scaling"),
+        (
+            "--num-experts 4 --moe-router-topk 2 --moe-router-score-function sigmoid --moe-router-norm-topk-prob "
+            "--moe-router-num-groups 2 --moe-router-group-topk 1 --moe-router-group-score-topk 2",
+            "--moe-router-group-topk 1",
+        ),
+        ("--softmax-scale 0.25", "--hidden-size 32"),  # 1 / sqrt(16), the default
+    ],
+)
+def test_what_they_compute_with_other_flags_is_exported(flags: str, words: str, tmp_path: Path) -> None:
+    save_checkpoint(flags, tmp_path / "ours")
+    export_run(tmp_path / "ours", tmp_path / "theirs", log=quiet)
+    back = import_run(tmp_path / "theirs", tmp_path / "back", build_model, log=quiet)
+    assert words in " ".join(back.flags) and "llama3" not in back.flags

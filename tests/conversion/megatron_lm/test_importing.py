@@ -212,6 +212,9 @@ def test_the_folder_that_is_meant(tmp_path: Path) -> None:
         import_run(tmp_path / "iter_0000003", tmp_path / "ours", build_model, flags=GPT2.split())
     with pytest.raises(UserError, match="give the flags of the model behind --"):
         import_run(golden, tmp_path / "ours", build_model)
+    for flags in ("--bogus 3", "num-layers 3", "--recipe llama3-8b"):
+        with pytest.raises(UserError, match=f"after --: {flags.split()[0]}"):
+            import_run(golden, tmp_path / "ours", build_model, flags=f"{flags} {GPT2}".split())
     imported("gpt2style_optim", tmp_path / "ours")
     with pytest.raises(UserError, match=r"holds checkpoints \(iter_0000001\)"):
         import_run(golden, tmp_path / "ours", build_model, flags=GPT2.split())

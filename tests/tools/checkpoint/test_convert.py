@@ -1,6 +1,8 @@
 """tools/checkpoint/convert.py as a user runs it."""
 
 import json
+import os
+import signal
 import subprocess
 from pathlib import Path
 
@@ -12,6 +14,8 @@ from conversion.oracles import make_model, save_model
 from conversion.saved_models import LLAMA, save_checkpoint
 from support.programs import python
 from support.runs import train
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from megatron.training.trained_model import load_trained_model
 from pretrain_gpt import build_model
@@ -63,9 +67,50 @@ def test_from_megatron_to_the_hub_and_back(tmp_path: Path, capsys: pytest.Captur
         assert same_bits(tensor[: len(theirs[name])], theirs[name]), name
 
 
-def test_a_way_needs_both_of_its_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--from", str(tmp_path), "--to", str(tmp_path / "x")]) == 2
-    assert capsys.readouterr().err == "error: give --from with --to-hf, or --from-hf with --to\n"
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--from a --to b", "error: give --from with --to-hf, or --from-hf with --to"),
+        ("--dtype bf16 --from a", "error: give --from with --to-hf, or --from-hf with --to"),
+        ("--from-hf a --to b --ckpt-step 3 -- --num-layers 2", "--ckpt-step is for --from"),
+        ("--from-hf a --to b -- --num-layers 2", "error: flags after -- are for --from"),
+        ("--from a --to-hf b --transformer-impl local", "error: --transformer-impl is for --to"),
+        ("--from-hf a --to FULL", "FULL is not empty"),
+    ],
+)
+def test_a_way_has_two_ends_and_flags_of_its_own(
+    words: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "FULL" / "x").mkdir(parents=True)
+    assert main(words.split()) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_tokenizer_of_a_way_back_is_that_of_the_hub(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    hub = save_model(make_model("qwen 2", torch.float32), tmp_path / "hub")
+    tokenizer.save(str(hub / "tokenizer.json"))
+    (hub / "tokenizer_config.json").write_text('{"eos_token": "b"}')
+    assert main(["--from-hf", str(hub), "--to", str(tmp_path / "back")]) == 0
+    assert main(["--from", str(tmp_path / "back"), "--to-hf", str(tmp_path / "again"), "--no-verify"]) == 0
+    assert (tmp_path / "again" / "tokenizer.json").read_bytes() == (hub / "tokenizer.json").read_bytes()
+
+
+def test_a_termination_leaves_no_files_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def import_some(hub: Path, root: Path, *others: object, **options: object) -> None:
+        root.mkdir()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    # Without a handler of the tool's own, this one lets the test fail instead of ending it.
+    former = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    monkeypatch.setattr("tools.checkpoint.convert.import_model", import_some)
+    try:
+        with pytest.raises(SystemExit, match="143"):
+            main(["--from-hf", "hub", "--to", str(tmp_path / "back")])
+    finally:
+        signal.signal(signal.SIGTERM, former)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_run_with_the_printed_flags_starts_from_the_imported_weights(
