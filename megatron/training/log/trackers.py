@@ -137,6 +137,9 @@ def _load(service: str, module: str, package: str) -> Any:
 
 def _open_mlflow(facts: RunFacts) -> Tracker:
     """MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME say where; MLFLOW_RUN_ID continues a run."""
+    # By itself MLflow would ask a server that does not answer for minutes, before the first step.
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     mlflow = _load("mlflow", "mlflow", "mlflow-skinny")
     client, id_file = mlflow.MlflowClient(), facts.folder and facts.folder / "mlflow_run_id.txt"
     known = kept_run_id(id_file, facts.resumed, "MLFLOW_RUN_ID") or os.environ.get("MLFLOW_RUN_ID")
