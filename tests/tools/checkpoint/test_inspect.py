@@ -34,6 +34,8 @@ def test_as_a_user_runs_it(root):
         "weights: 1 tensors, 12 elements",
         "optimizer state: 1 tensors, 12 elements",
         'train_state: {"iteration": 20}',
+        "scheduler: {}",
+        "optimizer: null",
         "flags: --lr 0.1",
     ]
     assert done.stdout.splitlines()[-1].split() == ["w", "float32", "[3,", "4]"]
