@@ -19,6 +19,7 @@ if __name__ == "__main__":  # before the imports that take seconds
 from megatron.core.exceptions import UserError
 from megatron.data.cleaning.config import FilterConfig
 from megatron.data.cleaning.filtering import filter_rows
+from megatron.data.cleaning.running import last_lines
 from megatron.training.config.tool_flags import Section, read_tool_flags
 
 USAGE = "python tools/filter_data.py --input FILE ... --output DIR [flags]"
@@ -41,11 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{config.output}: {report['kept_rows']:,} of {report['rows']:,} rows kept; dropped by rule:")
     for rule, count in report["dropped"].items():
         print(f"  {count:,} {rule}")
-    if report["bad_lines"]:
-        print(f"lines that could not be read: {report['bad_lines']:,}")
-    if "seconds" in report:
-        megabytes, seconds = report["bytes"] / 1e6, report["seconds"]
-        print(f"{megabytes:,.1f} MB in {seconds:.1f} s, {megabytes / max(seconds, 1e-9):.1f} MB/s")
+    for line in last_lines(report):
+        print(line)
     return 0
 
 

@@ -21,10 +21,8 @@ sys.path[:] = [os.path.dirname(os.path.dirname(_HERE)), *(path for path in sys.p
 
 import re  # noqa: E402
 import shlex  # noqa: E402
-import signal  # noqa: E402
 import tempfile  # noqa: E402
-from collections.abc import Iterator, Sequence  # noqa: E402
-from contextlib import contextmanager  # noqa: E402
+from collections.abc import Sequence  # noqa: E402
 from dataclasses import dataclass  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Literal  # noqa: E402
@@ -270,16 +268,6 @@ def mispaired(config: DirectConfig, flags: Sequence[str]) -> list[str]:
     return ["give {from_megatron:name} with {to_hf:name}, or {from_hf:name} with {to_megatron:name}"]
 
 
-@contextmanager
-def exit_on_sigterm() -> Iterator[None]:
-    """Within, SIGTERM raises SystemExit, so that unfinished files are removed."""
-    former = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, former)
-
-
 def run_direct(config: DirectConfig, flags: Sequence[str]) -> None:
     """Converts through a checkpoint of ours, in a temporary folder beside the result."""
     target = Path(config.to_hf or config.to_megatron or "")
@@ -288,7 +276,7 @@ def run_direct(config: DirectConfig, flags: Sequence[str]) -> None:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} is not empty; name a folder that is empty or does not exist")
     place = tempfile.TemporaryDirectory(dir=target.absolute().parent, prefix=f".{target.name}-")
-    with exit_on_sigterm(), place as name:
+    with place as name:
         between = Path(name) / "checkpoint"
         if config.from_hf is not None:
             hub, dtype = Path(config.from_hf), DTYPES[config.dtype] if config.dtype else None

@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,15 @@ from megatron.data.preparation.manifest import CLEANING_REPORT, cleaning_of
 from megatron.data.preparation.resuming import lock_folder
 
 REPORT = CLEANING_REPORT
+
+
+def last_lines(report: Mapping[str, Any]) -> Iterator[str]:
+    """Yields what a tool prints last: unreadable lines and the rate, which the report on disk does not have."""
+    if report["bad_lines"]:
+        yield f"lines that could not be read: {report['bad_lines']:,}"
+    if "seconds" in report:
+        megabytes, seconds = report["bytes"] / 1e6, report["seconds"]
+        yield f"{megabytes:,.1f} MB in {seconds:.1f} s, {megabytes / max(seconds, 1e-9):.1f} MB/s"
 
 
 def facts_of_input(files: Sequence[InputFile]) -> dict[str, object]:

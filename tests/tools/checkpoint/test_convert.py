@@ -17,6 +17,7 @@ from support.runs import train
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from megatron.interrupts import run_main
 from megatron.training.trained_model import load_trained_model
 from pretrain_gpt import build_model
 from tools.checkpoint.convert import main, size_in_bytes
@@ -102,12 +103,12 @@ def test_a_termination_leaves_no_files_behind(tmp_path: Path, monkeypatch: pytes
         root.mkdir()
         os.kill(os.getpid(), signal.SIGTERM)
 
-    # Without a handler of the tool's own, this one lets the test fail instead of ending it.
+    # Without the handler of run_main, this one lets the test fail instead of ending it.
     former = signal.signal(signal.SIGTERM, lambda number, frame: None)
     monkeypatch.setattr("tools.checkpoint.convert.import_model", import_some)
     try:
         with pytest.raises(SystemExit, match="143"):
-            main(["--from-hf", "hub", "--to", str(tmp_path / "back")])
+            run_main(lambda: main(["--from-hf", "hub", "--to", str(tmp_path / "back")]))
     finally:
         signal.signal(signal.SIGTERM, former)
     assert not list(tmp_path.iterdir())

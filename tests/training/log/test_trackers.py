@@ -1,6 +1,5 @@
 """megatron/training/log/trackers.py: what each service gets, by its real package and without a network."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -10,6 +9,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2
+from prometheus_client import parser
 from support.programs import python
 
 from megatron.core.exceptions import UserError
@@ -29,7 +30,6 @@ def record(log):
 def test_a_text_file_for_prometheus_has_the_newest_values(tmp_path):
     path = tmp_path / "run.prom"
     record(tracker_log(f"prometheus:{path}", FACTS, TagChoices()))
-    parser = pytest.importorskip("prometheus_client.parser")
     found = {family.name: family.samples[0].value for family in parser.text_string_to_metric_families(path.read_text())}
     assert found["megatron_lm_loss"] == 4.0 and found["megatron_iteration"] == 4.0
     assert found["megatron_lm_loss_validation"] == 0.0 and not any("samples" in name for name in found)
@@ -38,7 +38,6 @@ def test_a_text_file_for_prometheus_has_the_newest_values(tmp_path):
 
 
 def test_opentelemetry_exports_gauges(monkeypatch):
-    service = pytest.importorskip("opentelemetry.proto.collector.metrics.v1.metrics_service_pb2")
     bodies = []
 
     class Collector(BaseHTTPRequestHandler):
@@ -56,7 +55,7 @@ def test_opentelemetry_exports_gauges(monkeypatch):
     record(tracker_log("opentelemetry", FACTS, TagChoices()))
     server.shutdown()
     server.server_close()
-    request = service.ExportMetricsServiceRequest.FromString(bodies[-1])
+    request = metrics_service_pb2.ExportMetricsServiceRequest.FromString(bodies[-1])
     metrics = request.resource_metrics[0].scope_metrics[0].metrics
     found = {metric.name: metric.gauge.data_points[0] for metric in metrics}
     assert found["megatron.lm_loss"].as_double == 4.0 and found["megatron.iteration"].as_double == 4.0
@@ -104,7 +103,6 @@ def run(service: str, folder: Path, **variables: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("mlflow") is None, reason="needs mlflow-skinny")
 def test_mlflow_continues_the_run_that_is_resumed(tmp_path):
     run("mlflow", tmp_path, MLFLOW_TRACKING_URI=f"file://{tmp_path}/store", MLFLOW_ALLOW_FILE_STORE="true")
     (losses,) = tmp_path.glob("store/0/*/metrics/lm loss")
@@ -115,7 +113,6 @@ def test_mlflow_continues_the_run_that_is_resumed(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("comet_ml") is None, reason="needs comet-ml")
 def test_comet_keeps_points_in_a_file_without_a_network(tmp_path):
     run("comet", tmp_path, COMET_OFFLINE_DIRECTORY=str(tmp_path), COMET_START_ONLINE="0")
     losses = []
