@@ -13,9 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from megatron.core.communication.collectives import Pending
 from megatron.core.distributed.exact_sums import ExactSum, FixedPoint
 from megatron.core.distributed.flat_buffer import Unit
-from megatron.core.distributed.reductions import PendingReduction, Reduction
+from megatron.core.distributed.main_grad import BufferMainGrad
+from megatron.core.distributed.reductions import Reduction
 from megatron.core.parameters import info_of
 from megatron.core.utils.torch_private import BackwardEndCallback
 from megatron.core.utils.warn import warn_on_first_rank
@@ -51,6 +53,8 @@ class Bucket:
         self.units = list(units)
         self.reduction = reduction
         self.wire_dtype = wire_dtype
+        self.main_grads: list[BufferMainGrad] = []
+        """The accumulators of all parameters, in the order of the buffer."""
         numel = sum(unit.plan.numel for unit in units)
         self.grad_buffer = torch.zeros(numel, dtype=units[0].plan.grad_dtype, device=units[0].device)
         self.exact = None if exact is None else ExactSum(exact, numel, units[0].device)
@@ -66,8 +70,8 @@ class Bucket:
         self.started = False
         self.is_finished = False
         """Whether the gradients are summed."""
-        self._sums: list[PendingReduction] = []
-        self._replica_sums: list[PendingReduction] = []
+        self._sums: list[Pending] = []
+        self._replica_sums: list[Pending] = []
 
     @property
     def is_ready(self) -> bool:
@@ -82,6 +86,7 @@ class Bucket:
     def start(self) -> None:
         """Starts the reduction. No gradient may be added after this until `reset`."""
         self.started = True
+        self.zero_outdated()
         self.end_micro_batch()
         gradients, wire_dtype = self.grad_buffer, self.wire_dtype
         if self.exact is not None:
@@ -126,10 +131,27 @@ class Bucket:
         self._replica_sums = []
         self.is_finished = self.started
 
+    def zero_outdated(self) -> None:
+        """Zeroes the gradients that have numbers of an earlier step."""
+        for main_grad in self.main_grads:
+            main_grad.zero_outdated()
+
+    def _zero(self) -> None:
+        """Zeroes the buffer, except the gradients that the first product of a step replaces, which are marked."""
+        start = 0
+        for main_grad in self.main_grads if self.exact is None else ():
+            gradient = main_grad.gradient
+            if main_grad.can_replace:
+                main_grad.is_outdated = True
+                stop = int(gradient.storage_offset() - self.grad_buffer.storage_offset())
+                self.grad_buffer[start:stop].zero_()
+                start = stop + gradient.numel()
+        self.grad_buffer[start:].zero_()
+
     def reset(self) -> None:
-        """Zeroes the gradients for the next step."""
+        """Begins a step: all gradients are zero, or count as zero."""
         self.finish()
-        self.grad_buffer.zero_()
+        self._zero()
         if self.exact is not None:
             self.exact.reset()
         self.num_accumulated = 0
@@ -142,6 +164,8 @@ class BucketQueue:
     def __init__(self, buckets: Sequence[Bucket], overlap: bool) -> None:
         self.buckets = list(buckets)
         self.overlap = overlap
+        self.waits_for_end = False
+        """Whether reductions wait for the end of the backward although they could overlap it."""
         self._is_paused = False
         self._backward_end = BackwardEndCallback(self._backward_ended)
         for bucket in self.buckets:
@@ -165,6 +189,7 @@ class BucketQueue:
             buffer = bucket.grad_buffer[offset : offset + unit.plan.numel]
             shard, factor = buffer[slice(*unit.shard_range)], bucket.reduction.contribution_factor
             unit.bind_gradients(buffer, shard, on_accumulated, factor=factor)
+            bucket.main_grads += unit.main_grads
             offset += unit.plan.numel
 
     def _on_accumulated(self, bucket: Bucket, parameter: nn.Parameter) -> None:
@@ -184,7 +209,7 @@ class BucketQueue:
             self._backward_end.expect()
         if not self._is_paused:
             bucket.num_accumulated += 1
-            if self.overlap and bucket.is_ready:
+            if self.overlap and not self.waits_for_end and bucket.is_ready:
                 self._start(only_ready=True)
 
     def _backward_ended(self) -> None:
@@ -218,8 +243,13 @@ class BucketQueue:
             if had_backward:
                 bucket.expected = max(bucket.num_accumulated, bucket.expected or 0)
 
+    def zero_outdated(self) -> None:
+        """Zeroes the gradients that have numbers of an earlier step."""
+        for bucket in self.buckets:
+            bucket.zero_outdated()
+
     def reset(self) -> None:
-        """Begins a step: zeroes all gradients."""
+        """Begins a step: all gradients are zero, or count as zero."""
         for bucket in self.buckets:
             bucket.reset()
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -14,14 +14,15 @@ from megatron.core.dist_checkpointing.chunk import Chunk, EncodedTensor, paramet
 from megatron.core.distributed.buckets import BucketQueue, TwoLevelReduction, make_buckets, wire_dtype_of
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.exact_sums import MEANS, TOKEN_SUMS, FixedPoint, spread_bad_sums
-from megatron.core.distributed.flat_buffer import Unit
-from megatron.core.distributed.fp8_unit import Fp8Unit, ShardWeights, quantize_units
+from megatron.core.distributed.flat_buffer import ShardWeights, Unit
+from megatron.core.distributed.fp8_unit import Fp8Unit, quantize_units
 from megatron.core.distributed.main_grad import WeightGradientQueue
 from megatron.core.distributed.meta_init import materialize, materialize_rest
 from megatron.core.distributed.reduce_scatter_gradients import ReduceScatterGradients
 from megatron.core.distributed.reductions import Reduction
-from megatron.core.distributed.sharding_strategy import replica_ranks, shardings
-from megatron.core.distributed.units import ParameterSlice, UnitPlan, named_infos, plan_units
+from megatron.core.distributed.sharding_strategy import replica_ranks, sharded_weights, shardings
+from megatron.core.distributed.units import ParameterSlice, UnitPlan, named_infos, plan_frozen_units, plan_units
+from megatron.core.distributed.weight_file import FLAG, WeightFile
 from megatron.core.distributed.weight_hooks import WeightHooks
 from megatron.core.exceptions import UserError
 from megatron.core.groups.defaults import groups_or_default
@@ -44,7 +45,8 @@ class DistributedDataParallel(nn.Module):
     after backward.
 
     Run all micro-batches of a step but the last inside `no_sync`. With `ddp_config.overlap_grad_reduce` reductions
-    start during the last backward; the result is equal to the bit.
+    start during the last backward, or after it if ranks share this micro-batch by dynamic context parallelism; the
+    result is equal to the bit.
 
     A module that was built on the meta device gets memory on `device` (our own keyword; default: the current GPU, else
     the CPU) and its initial values, unit by unit.
@@ -69,9 +71,13 @@ class DistributedDataParallel(nn.Module):
         self.shardings = shardings(ddp_config, self.pg_collection)
         shards = {grid: sharding.shards for grid, sharding in self.shardings.items()}
         plans = plan_units(module, shards, ddp_config.main_grads_dtype)
+        frozen = plan_frozen_units(module, sharded_weights(self.shardings))
         self._quantized = [layer for layer in module.modules() if isinstance(layer, QuantizedWeights)]
         """Linear layers that keep quantised weights between micro-batches."""
         self._fp8_units: list[Fp8Unit] = []
+        self._weight_file = self._open_weight_file([*frozen, *plans], device or _default_device())
+        self.frozen_units = [self._unit(plan, device or _default_device()) for plan in frozen]
+        """Frozen weights that ranks shard: no gradients, nor optimizer state."""
         self.units = [self._unit(plan, device or _default_device()) for plan in plans]
         materialize_rest(module, device or _default_device(), config)
         grids = dict.fromkeys(plan.grid for plan in plans)  # in the same order on every rank, which may create groups
@@ -85,7 +91,7 @@ class DistributedDataParallel(nn.Module):
         self._sharded_gradients = ReduceScatterGradients(
             by_micro_batch, reductions, wire_dtype, ddp_config.overlap_grad_reduce, self._exact
         )
-        gathered = [unit for unit in self.units if unit.sharding.shards > 1]
+        gathered = [unit for unit in self._all_units if unit.sharding.shards > 1]
         self._hooks = WeightHooks(module, gathered, prefetch=ddp_config.overlap_param_gather)
         self._hooks.enable()
         self._offloaded: list[Tensor] = []
@@ -93,7 +99,7 @@ class DistributedDataParallel(nn.Module):
         self._around_forward: Callable[[], AbstractContextManager[Any]] = (
             surrounding[0] if surrounding else contextlib.nullcontext
         )
-        shards_weights = any(unit.shards_weights for unit in self.units)
+        shards_weights = any(unit.shards_weights for unit in self._all_units)
         for layer in self._quantized:
             layer.adapt_to_data_parallel(self._gradient_scale, shards_weights)
         self._deferred_weight_gradients = WeightGradientQueue(
@@ -107,17 +113,42 @@ class DistributedDataParallel(nn.Module):
             return self.units[0].device
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
+    @property
+    def _all_units(self) -> list[Unit]:
+        return [*self.frozen_units, *self.units]
+
     def _group(self, name: str) -> Group:
         # Reading the attribute creates the group, which a group of one rank does not need.
         return getattr(self.pg_collection, name) if self.pg_collection.size(name) > 1 else None
+
+    def _open_weight_file(self, plans: Sequence[UnitPlan], device: torch.device) -> WeightFile | None:
+        """Returns the file for the shards of sharded parameters; None: they are in memory."""
+        folder = self.ddp_config.param_nvme_offload_path
+        if folder is None or not plans:
+            return None
+        if self.ddp_config.fp8_param_gather:
+            raise UserError(
+                f"{FLAG} {folder}: weights that exist only in fp8 stay in memory: leave out fp8_param_gather"
+            )
+        sizes = [
+            plan.numel // self.shardings[plan.grid].shards * plan.dtype.itemsize
+            for plan in plans
+            if self.shardings[plan.grid].strategy.shards_weights
+        ]
+        if not sizes:
+            raise UserError(
+                f"{FLAG} {folder}: no weights are sharded over ranks: give data_parallel_sharding_strategy "
+                "optim_grads_params and at least two data parallel ranks"
+            )
+        return WeightFile(folder, self.pg_collection.global_rank, device, max(sizes))
 
     def _unit(self, plan: UnitPlan, device: torch.device) -> Unit:
         for slot in plan.slots:
             materialize(slot.parameter, device, self.config)
         sharding = self.shardings[plan.grid]
         group = self._group(sharding.shard_group) if sharding.shards > 1 else None
-        if not (self.ddp_config.fp8_param_gather and plan.gathers_in_fp8):
-            return Unit(plan, self.shardings, group)
+        if not (self.ddp_config.fp8_param_gather and plan.gathers_in_fp8):  # never for frozen weights
+            return Unit(plan, self.shardings, group, self._weight_file)
         layers = {layer.own_weight: layer for layer in self._quantized}
         self._fp8_units.append(Fp8Unit(plan, self.shardings, group, layers, self._quantize_weights))
         return self._fp8_units[-1]
@@ -170,8 +201,8 @@ class DistributedDataParallel(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "DistributedDataParallel":
         """Moves or converts the model, as `.to()` asks, and wraps it anew: gradients follow to its device and type.
         Raises UserError if ranks shard the model, its gradients or its optimizer state."""
-        changed = any(_kind(fn(unit.param_buffer[:0])) != _kind(unit.param_buffer) for unit in self.units)
-        if changed and any(unit.sharding.shards > 1 for unit in self.units):
+        changed = any(_kind(fn(unit.param_buffer[:0])) != _kind(unit.param_buffer) for unit in self._all_units)
+        if changed and any(unit.sharding.shards > 1 for unit in self._all_units):
             raise UserError("move the model to its device and type before DistributedDataParallel shards it")
         super()._apply(fn, recurse)
         if changed:
@@ -182,6 +213,10 @@ class DistributedDataParallel(nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Calls the wrapped module."""
+        part = getattr(kwargs.get("tokens"), "part", None)
+        # The ranks that share a micro-batch may compute further ones before they reduce gradients. A reduction that
+        # waits for them must not come before the exchanges of keys that they wait for: NCCL may run them in turn.
+        self._queue.waits_for_end = part is not None and part.group is not None
         with self._around_forward():
             return self.module(*inputs, **kwargs)
 
@@ -190,7 +225,7 @@ class DistributedDataParallel(nn.Module):
         ranks must call this together."""
         with self.whole_weights():
             state = self.module.state_dict(*args, **kwargs)
-            if any(unit.frees_parameters for unit in self.units):
+            if any(unit.frees_parameters for unit in self._all_units):
                 state.update({key: value.clone() for key, value in state.items() if isinstance(value, Tensor)})
         return state
 
@@ -201,7 +236,7 @@ class DistributedDataParallel(nn.Module):
     def sharded_state_dict(self, *args: object, **kwargs: object) -> dict[str, Any]:
         """Returns the wrapped model's sharded state dict. Raises UserError if parameters are sharded or exist only in
         fp8: the model does not have the whole ones. `megatron.facades.checkpointing.save_checkpoint` saves them."""
-        if any(unit.frees_parameters for unit in self.units):
+        if any(unit.frees_parameters for unit in self._all_units):
             raise UserError(
                 "sharded_state_dict(): not with sharded parameters or --fp8-param-gather; save_checkpoint() saves them"
             )
@@ -213,18 +248,21 @@ class DistributedDataParallel(nn.Module):
         assert not assign
         with self.whole_weights():
             result = self.module.load_state_dict(state_dict, strict=strict)
-            for unit in self.units:
+            for unit in self._all_units:
                 unit.copy_to_shard()
         for layer in self._quantized:
             layer.forget()
         return result
 
     @contextlib.contextmanager
-    def whole_weights(self) -> Iterator[None]:
-        """All parameters can be read inside the context, even sharded ones and those that exist only in fp8. With such
-        parameters all ranks must enter it together, and each rank needs memory for the whole chunk. Values that are
-        written to such parameters are lost."""
-        for unit in self.units:
+    def whole_weights(self, names: Collection[str] | None = None) -> Iterator[None]:
+        """All parameters, or those of the units that hold a parameter with one of these canonical names, can be read
+        inside the context, even sharded ones and those that exist only in fp8. With such parameters all ranks must
+        enter it together, and each rank needs memory for the whole units. Values that are written to such parameters
+        are lost."""
+        for unit in self._all_units:
+            if names is not None and not any(slot.info.name in names for slot in unit.slots):
+                continue
             if isinstance(unit, Fp8Unit):
                 unit.gather_model_weights()
             else:
@@ -289,9 +327,15 @@ class DistributedDataParallel(nn.Module):
                 unit.all_gather_gradients()
 
     def zero_grad_buffer(self) -> None:
-        """Zeroes all gradients, at the start of a step."""
+        """Zeroes all gradients, at the start of a step. Those that the first product of a step replaces, experts'
+        weights, keep the numbers of the step before until then, or until `finish_grad_sync`."""
         self._queue.reset()
         self._sharded_gradients.reset()
+
+    def zero_outdated_gradients(self) -> None:
+        """Zeroes the gradients that the first product of a step would replace. Call it after `zero_grad_buffer` if a
+        CUDA graph adds the products, because every replay would replace."""
+        self._queue.zero_outdated()
 
     def scale_gradients(self, scaling_factor: float | Tensor) -> None:
         """Multiplies all gradients by a number, or by a scalar tensor on their device."""
@@ -331,28 +375,30 @@ class DistributedDataParallel(nn.Module):
     def weight_chunks(self) -> Iterator[Chunk]:
         """Yields the model's weights on this rank as checkpoint chunks that share its memory: whole boxes, or this
         rank's shards of sharded parameters and of those that exist only in fp8. The latter are encoded, unless
-        `hold_weight_shards` was called or the optimizer needs them in memory."""
+        `hold_weight_shards` was called or the optimizer needs them in memory. Shards in a file are encoded too."""
         self.finish_param_sync()
         self._hooks.reshard_unused()  # values loaded into shards do not reach whole weights
         for layer in self._quantized:
             layer.forget()  # the caller may write to the chunks
         for in_fp8 in self._fp8_units:
             in_fp8.mark_changed()  # on all ranks, also on those that the caller gives no chunk to write
-        for unit in self.units:
+        for unit in self._all_units:
             for parameter_slice in unit.parameter_slices if unit.frees_parameters else ():
-                if isinstance(unit, Fp8Unit) and not unit.holds_shard:
+                if unit.file_shard is not None or (isinstance(unit, Fp8Unit) and not unit.holds_shard):
                     meta = parameter_slice.view_in(unit.weight_shard.to("meta"))
                     yield self._chunk(parameter_slice, meta, unit, ShardWeights(unit, parameter_slice))
                 else:
                     yield self._chunk(parameter_slice, parameter_slice.view_in(unit.weight_shard), unit)
-        sharded = {s.parameter for u in self.units if u.frees_parameters for s in u.slots}
+        sharded = {s.parameter for u in self._all_units if u.frees_parameters for s in u.slots}
         for parameter, info in named_infos(self.module):
             if parameter not in sharded:
                 yield parameter_chunk(parameter, replica_ranks(info, self.pg_collection))
 
     def hold_weight_shards(self) -> None:
         """Gives this rank's shards of weights that exist only in fp8 memory in the model's type, until the weights are
-        used. Call it before `weight_chunks` to write to the chunks' tensors."""
+        used. Call it before `weight_chunks` to write to the chunks' tensors. Raises UserError if they are in a file."""
+        if self._weight_file is not None:
+            raise UserError(f"{FLAG}: this reads or writes weights in memory; leave it out")
         for unit in self._fp8_units:
             unit.hold_shard()
 
@@ -396,7 +442,7 @@ class DistributedDataParallel(nn.Module):
 
     def finish_param_sync(self) -> None:
         """Waits for all running all-gathers of weights (on CUDA, later kernels wait)."""
-        for unit in self.units:
+        for unit in self._all_units:
             unit.finish_all_gather()
 
     def enable_forward_pre_hook(self) -> None:
@@ -408,7 +454,7 @@ class DistributedDataParallel(nn.Module):
         parameters can still be read only while their modules run."""
         if param_sync:
             self.finish_param_sync()
-        if not any(unit.shards_weights for unit in self.units):
+        if not any(unit.shards_weights for unit in self._all_units):
             self._hooks.disable()
 
 

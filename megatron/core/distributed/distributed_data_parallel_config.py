@@ -1,6 +1,5 @@
 """Settings of the reduction of gradients over data parallel ranks."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -93,6 +92,11 @@ class DistributedDataParallelConfig:
     """With --use-megatron-fsdp: shard nothing (no_shard), optimizer state (optim), gradients too (optim_grads), or
     parameters too (optim_grads_params)."""
 
+    param_nvme_offload_path: str | None = flag(None, only_with="data_parallel_sharding_strategy=optim_grads_params")
+    """With --data-parallel-sharding-strategy optim_grads_params: keep the sharded weights in files of a folder on a
+    local disk (NVMe). They are read before each use. Checkpoints do not need the files. Each run needs a folder of its
+    own."""
+
     gradient_reduce_div_fusion: bool = flag(
         True,
         off="--no-gradient-reduce-div-fusion",
@@ -120,7 +124,7 @@ class DistributedDataParallelConfig:
     """With --use-megatron-fsdp: alternate between two buffers for gathered weights."""
 
     outer_dp_sharding_strategy: Literal["no_shard", "optim"] = flag(
-        "no_shard", no_effect="with one optimizer instance the state is sharded over all data parallel ranks"
+        "no_shard", no_effect="the state is sharded over the ranks of an optimizer instance, by default all of them"
     )
     """With --use-megatron-fsdp: what is sharded over the outer groups of data parallel ranks, which
     --num-distributed-optimizer-instances makes."""
@@ -138,13 +142,4 @@ class DistributedDataParallelConfig:
     """Weight gradients are computed later than input gradients."""
 
     def __post_init__(self) -> None:
-        refuse([*unsupported_values(self), *validate(self)], self)
-
-
-def validate(config: DistributedDataParallelConfig) -> Iterator[str]:
-    """Yields a problem for each impossible choice. `config` has the fields of DistributedDataParallelConfig."""
-    if config.outer_dp_sharding_strategy == "optim" and config.num_distributed_optimizer_instances > 1:
-        yield (
-            "{outer_dp_sharding_strategy} with {num_distributed_optimizer_instances}: not yet; without "
-            "{num_distributed_optimizer_instances:name} the state is sharded over all data parallel ranks"
-        )
+        refuse(unsupported_values(self), self)

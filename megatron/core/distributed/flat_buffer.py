@@ -14,13 +14,21 @@ from megatron.core.communication.collectives import Group, Pending, start_gather
 from megatron.core.distributed.freed_parameter import mark_freed, mark_gathered
 from megatron.core.distributed.main_grad import BufferMainGrad, attach_main_grad
 from megatron.core.distributed.sharding_strategy import Sharding
-from megatron.core.distributed.units import ParameterSlot, UnitPlan
+from megatron.core.distributed.units import ParameterSlice, ParameterSlot, UnitPlan
+from megatron.core.distributed.weight_file import FileShard, WeightFile
 
 
 class Unit:
     """A unit with its memory. The constructor moves the parameters' values into the unit's buffer."""
 
-    def __init__(self, plan: UnitPlan, shardings: Mapping[str, Sharding], shard_group: Group = None) -> None:
+    def __init__(
+        self,
+        plan: UnitPlan,
+        shardings: Mapping[str, Sharding],
+        shard_group: Group = None,
+        weight_file: WeightFile | None = None,
+    ) -> None:
+        """`weight_file` is the place of the shard of sharded parameters; None: memory."""
         self.plan = plan
         self.shardings = shardings
         """The sharding of each grid, by name: that of this unit, and those of the others."""
@@ -36,7 +44,7 @@ class Unit:
             view.copy_(slot.parameter.data)
             slot.parameter.data = view
         self.weight_shard = self._shard_of(self.param_buffer)
-        """[shard] in the model's type: the weights that this rank updates."""
+        """[shard] in the model's type: the weights that this rank updates. In a file, see `fetch_shard`."""
         self._nbytes = self.param_buffer.untyped_storage().nbytes()
         self.shard_group = shard_group
         """The ranks that shard the unit."""
@@ -45,6 +53,10 @@ class Unit:
         if self.frees_parameters:
             self.weight_shard = self.weight_shard.clone()
             self._free_parameters()
+        self.file_shard: FileShard | None = None
+        """The shard, if it is in a file."""
+        if weight_file is not None and self.shards_weights:
+            self.file_shard = FileShard(weight_file, self.weight_shard, self.finish_all_gather)
         self.grad_buffer = torch.empty(0, dtype=plan.grad_dtype, device=self.device)
         """[numel] in the gradients' type: the whole gradients that this rank accumulates."""
         self.gradient_shard = self.grad_buffer
@@ -81,8 +93,31 @@ class Unit:
         return False
 
     def model_shard(self) -> Tensor:
-        """Returns the weights that this rank updates, [shard] in the model's type, for reading."""
-        return self.weight_shard
+        """Returns the weights that this rank updates, [shard] in the model's type, for reading: a copy if they are in a
+        file."""
+        self.fetch_shard()
+        return self.weight_shard if self.file_shard is None else self.weight_shard.clone()
+
+    def fetch_shard(self, changes: bool = False) -> None:
+        """Gives `weight_shard` its memory, if it is in a file, until the shards of other units are fetched. `changes`:
+        the caller writes to it. Raises UserError if the disk fails."""
+        if self.file_shard is not None:
+            self.file_shard.fetch(changes)
+
+    def read_ahead(self) -> None:
+        """Starts to read a shard that is in a file."""
+        if self.file_shard is not None:
+            self.file_shard.read_ahead()
+
+    def read_shard(self, start: int, stop: int) -> Tensor:
+        """Returns the elements [start, stop) of a shard that may be in a file, in the model's type."""
+        self.fetch_shard()
+        return self.weight_shard[start:stop].clone()
+
+    def write_shard(self, start: int, values: Tensor) -> None:
+        """Replaces the elements of a shard that may be in a file, from `start` on."""
+        self.fetch_shard(changes=True)
+        self.weight_shard[start : start + values.numel()].copy_(values)
 
     @property
     def has_whole_weights(self) -> bool:
@@ -92,18 +127,22 @@ class Unit:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the weights between steps."""
-        return self.weight_shard.nbytes if self.shards_weights else self.param_buffer.nbytes
+        kept = self.weight_shard if self.shards_weights else self.param_buffer
+        return kept.untyped_storage().nbytes()
 
     def mark_updated(self) -> None:
         """Call it after the optimizer has written new values to `weight_shard`: the whole weights are out of date."""
         assert self._gather is None, f"{self} is updated while it is gathered"
         self._is_stale = self.sharding.shards > 1
         self.reshard()
+        if self.file_shard is not None:
+            self.file_shard.release()
 
     def start_all_gather(self) -> None:
         """Starts the all-gather of whole weights, unless they are up to date."""
         if self._gather is not None or (self.has_whole_weights and not self._is_stale):
             return
+        self.fetch_shard()
         if not self.has_whole_weights:
             self.param_buffer.untyped_storage().resize_(self._nbytes)
         self._is_stale = False
@@ -135,7 +174,21 @@ class Unit:
         """Copies this rank's part of the whole weights to `weight_shard`. Call it after other code has written the
         whole weights."""
         if self.shards_weights:
-            self.weight_shard.copy_(self._shard_of(self.param_buffer))
+            self.write_shard(0, self._shard_of(self.param_buffer))
+
+    def replace_weights(self, shard: Tensor) -> list[Tensor]:
+        """From now on the unit gathers the frozen weights in another form (NF4), of which `shard` is this rank's equal
+        part. Returns each slot's part of the whole. The parameters stay without memory, and checkpoints do not get
+        them."""
+        assert self.shards_weights and self.file_shard is None and self._gather is None
+        self.parameter_slices = ()
+        self.weight_shard = shard
+        self.param_buffer = torch.empty(self.sharding.shards * shard.numel(), dtype=shard.dtype, device=self.device)
+        self._nbytes = self.param_buffer.untyped_storage().nbytes()
+        numel, total = self.plan.numel, self.param_buffer.numel()
+        parts = [self.param_buffer[slot.start * total // numel : slot.stop * total // numel] for slot in self.slots]
+        self.param_buffer.untyped_storage().resize_(0)
+        return parts
 
     # Gradients -------------------------------------------------------------------------------------------------------
 
@@ -166,3 +219,18 @@ class Unit:
 
     def __repr__(self) -> str:
         return f"Unit({self.plan.name}, {self.plan.grid}, {self.plan.dtype}, {self.plan.numel} elements)"
+
+
+class ShardWeights:
+    """The part of a parameter in a rank's shard, as a checkpoint reads and writes it; an `EncodedTensor`."""
+
+    def __init__(self, unit: Unit, part: ParameterSlice) -> None:
+        self.unit, self.part = unit, part
+
+    def decode(self) -> Tensor:
+        """Returns the weights in the model's type."""
+        return self.unit.read_shard(self.part.start, self.part.stop)
+
+    def encode(self, values: Tensor) -> None:
+        """Replaces the weights."""
+        self.unit.write_shard(self.part.start, values)

@@ -88,6 +88,10 @@ class Fp8Unit(Unit):
         """Returns the weights that this rank updates, [shard] in the model's type: for reading, perhaps a copy."""
         return self.shard_source.to(self.plan.dtype)
 
+    def read_shard(self, start: int, stop: int) -> Tensor:
+        """Returns the elements [start, stop) of the shard, in the model's type."""
+        return self.shard_source[start:stop].to(self.plan.dtype)
+
     @property
     def holds_shard(self) -> bool:
         """Whether the shard in the model's type has memory."""
@@ -210,21 +214,6 @@ class Fp8Weight:
         assert self.scales is not None
         codes = self.slot.view_in(self.unit.codes).view(self.layer.settings.dtype(Role.WEIGHTS))
         return self.unit.gathers, codes, self.scales
-
-
-class ShardWeights:
-    """The part of a parameter in a rank's shard, as a checkpoint reads and writes it; an `EncodedTensor`."""
-
-    def __init__(self, unit: Fp8Unit, part: ParameterSlice) -> None:
-        self.unit, self.part = unit, part
-
-    def decode(self) -> Tensor:
-        """Returns the weights in the model's type."""
-        return self.part.view_in(self.unit.shard_source).to(self.unit.plan.dtype)
-
-    def encode(self, values: Tensor) -> None:
-        """Replaces the weights."""
-        self.unit.write_shard(self.part.start, values)
 
 
 @torch.no_grad()

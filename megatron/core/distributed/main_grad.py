@@ -40,6 +40,10 @@ class BufferMainGrad:
         """Called before each write to `gradient`, which may have no memory between uses."""
         self.factor = factor
         """Multiplies each contribution as it is added, which costs no pass over the gradient."""
+        self.can_replace = False
+        """Whether a product of an earlier step could be written over the gradient instead of added to it."""
+        self.is_outdated = False
+        """Whether `gradient` has numbers of an earlier step and counts as zero."""
         self._queue: WeightGradientQueue | None = None
         """Keeps deferred products; None: no product is deferred."""
         # Parameters of operations that do not know main gradients get an ordinary `.grad`, which this hook moves.
@@ -95,12 +99,29 @@ class BufferMainGrad:
     def compute_product(self, output_gradient: Tensor, inputs: Tensor, accumulate: AccumulateProduct) -> None:
         """Computes a product that was added."""
         self.before_write()
-        accumulate(self.gradient, output_gradient.detach(), inputs.detach(), factor=self.factor)
+        left, right = output_gradient.detach(), inputs.detach()
+        self.can_replace = getattr(accumulate, "can_replace", False)
+        if self.can_replace and self.is_outdated:
+            self.is_outdated = False
+            accumulate(self.gradient, left, right, factor=self.factor, replaces=True)  # type: ignore[call-arg]
+        else:
+            self.zero_outdated()
+            accumulate(self.gradient, left, right, factor=self.factor)
         self.on_accumulated(self.parameter)
+
+    def zero_outdated(self) -> None:
+        """Zeroes a gradient that has numbers of an earlier step."""
+        if self.is_outdated:
+            self.gradient.zero_()
+            self.is_outdated = False
+
+    def _begin_sum(self) -> None:
+        self.before_write()
+        self.zero_outdated()
 
     def add_rows(self, index: Tensor, gradient: Tensor) -> None:
         """Adds gradient[i] to row index[i]; repeated indices are summed (int64 [t], [t, h])."""
-        self.before_write()
+        self._begin_sum()
         rows = gradient.detach().to(self.gradient.dtype)
         if self.factor != 1.0:
             rows = rows * self.factor
@@ -114,14 +135,14 @@ class BufferMainGrad:
 
     def add(self, gradient: Tensor) -> None:
         """Adds a gradient shaped as the parameter."""
-        self.before_write()
+        self._begin_sum()
         self.gradient.add_(gradient.detach(), alpha=self.factor)
         self.on_accumulated(self.parameter)
 
     def begin_write(self) -> None:
         """Makes sure that `gradient` has memory. Call it before adding to it."""
         assert self.factor == 1.0, f"{info_of(self.parameter).name} is not declared as `is_added_to_directly`"
-        self.before_write()
+        self._begin_sum()
 
     def end_write(self) -> None:
         """Call it after adding a micro-batch's gradient to `gradient`."""

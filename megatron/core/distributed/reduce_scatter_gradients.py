@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from megatron.core.communication.collectives import Pending
 from megatron.core.distributed.buckets import TwoLevelReduction
 from megatron.core.distributed.exact_sums import ExactSum, FixedPoint
 from megatron.core.distributed.flat_buffer import Unit
-from megatron.core.distributed.reductions import PendingReduction
 from megatron.core.exceptions import UserError
 from megatron.core.parameters import info_of
 from megatron.core.utils.torch_private import BackwardEndCallback
@@ -49,7 +49,7 @@ class TransientGradients:
         self.expected: dict[bool, int] = {}
         """The total number of contributions, once it is known. Keys: False for a backward pass, True for deferred
         products."""
-        self._sum: PendingReduction | None = None
+        self._sum: Pending | None = None
         self.exact = None if exact is None else ExactSum(exact, shard.numel(), unit.device)
         """The shard's sum over micro-batches; None: they are added to the shard."""
 

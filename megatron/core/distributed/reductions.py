@@ -1,6 +1,5 @@
 """Sums of gradients over data parallel ranks: all-reduce or reduce-scatter."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -19,19 +18,6 @@ from megatron.core.communication.collectives import (
 )
 
 
-class PendingReduction:
-    """A running reduction."""
-
-    def __init__(self, pending: Pending, finish: Callable[[Tensor], Tensor] | None = None) -> None:
-        self._pending = pending
-        self._finish = finish
-
-    def wait(self) -> Tensor:
-        """Returns the sum; on CUDA, later kernels of the current stream wait for it."""
-        result = self._pending.wait()
-        return result if self._finish is None else self._finish(result)
-
-
 @dataclass(frozen=True)
 class Reduction:
     """How flat gradient tensors are summed over one group."""
@@ -47,15 +33,14 @@ class Reduction:
     narrower type. Each rank then receives all addends of its shard by an all-to-all, instead of sums that are rounded
     on the way. This sends as many bytes as a reduce-scatter."""
 
-    def start_all_reduce(self, gradients: Tensor, wire_dtype: torch.dtype) -> PendingReduction:
+    def start_all_reduce(self, gradients: Tensor, wire_dtype: torch.dtype) -> Pending:
         """Starts the sum of `gradients` [n], sent in `wire_dtype`. The result is written to `gradients`, which must not
         be used before it has arrived."""
         wire, op = self._scaled(gradients, wire_dtype)
-        if group_size(self.group) == 1 or wire is gradients:
-            return PendingReduction(start_all_reduce(wire, self.group, op))
-        return PendingReduction(start_all_reduce(wire, self.group, op), gradients.copy_)
+        pending = start_all_reduce(wire, self.group, op)
+        return pending if wire is gradients else pending.then(gradients.copy_)
 
-    def start_reduce_scatter(self, gradients: Tensor, wire_dtype: torch.dtype) -> PendingReduction:
+    def start_reduce_scatter(self, gradients: Tensor, wire_dtype: torch.dtype) -> Pending:
         """Starts the sum of this rank's shard of `gradients` [n * ranks], sent in `wire_dtype`.
 
         The result [n] has that type, the gradients' own or float32. It can be a view of `gradients`, which must not be
@@ -65,11 +50,12 @@ class Reduction:
         ranks = group_size(self.group)
         main = torch.promote_types(gradients.dtype, torch.float32)
         if self.sum_in_main_dtype and wire.dtype != main and ranks > 1 and op is ReduceOp.SUM:
-            addends = start_all_to_all_rows(wire, self.group)
-            return PendingReduction(addends, lambda all_of: all_of.view(ranks, -1).sum(0, dtype=main))
+            return start_all_to_all_rows(wire, self.group).then(
+                lambda all_of: all_of.view(ranks, -1).sum(0, dtype=main)
+            )
         size = gradients.numel() // ranks
         shard = wire[group_rank(self.group) * size :][:size]
-        return PendingReduction(start_reduce_scatter_rows(wire, self.group, out=shard, op=op))
+        return start_reduce_scatter_rows(wire, self.group, out=shard, op=op)
 
     def _scaled(self, gradients: Tensor, wire_dtype: torch.dtype) -> tuple[Tensor, ReduceOp.RedOpType]:
         """Returns the tensor to send (the gradients, scaled in place, or a scaled copy in another type) and the

@@ -6,6 +6,7 @@ replicas of each other.
 """
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
@@ -71,6 +72,11 @@ class Sharding:
         assert numel % self.shards == 0, (numel, self)
         size = numel // self.shards
         return self.shard_index * size, (self.shard_index + 1) * size
+
+
+def sharded_weights(of_grids: Mapping[str, Sharding]) -> dict[str, int]:
+    """Returns the number of shards of each grid whose weights are sharded."""
+    return {grid: sharding.shards for grid, sharding in of_grids.items() if sharding.strategy.shards_weights}
 
 
 def data_parallel_group(grid: str) -> str:

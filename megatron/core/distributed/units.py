@@ -1,5 +1,5 @@
 """Plans units. A unit holds those parameters of a layer, the embedding or the head that share a grid and a type. The
-weights of fp8 layers have units of their own.
+weights of fp8 layers have units of their own. Frozen weights that ranks shard have units without gradients.
 
 The weights of a unit's parameters are concatenated in one flat buffer, and their gradients, in the same order, in
 another one. The parameters and their main gradients are views of these buffers: reductions, the optimizer and
@@ -12,14 +12,14 @@ all ranks agree without communication, and a dry run can count bytes on the meta
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from megatron.core.ops.fp8.linear import QuantizedWeights
-from megatron.core.parameters import ParameterInfo, canonical_names, info_of
+from megatron.core.parameters import ParameterInfo, canonical_names, has_initial_value, info_of
 
 ALIGNMENT = 64
 """In elements: parameters start at multiples of 128 bytes even in 16-bit types, for fast matrix kernels and copies."""
@@ -90,6 +90,8 @@ class UnitPlan:
     """Whether these layers can read weights that exist only in fp8."""
     narrow_gradients: bool = False
     """Whether gradients are accumulated in the model's type although it is narrower than float32."""
+    in_nf4: bool = False
+    """Whether the parameters are frozen weights that layers will read in 4 bits."""
 
     @property
     def main_dtype(self) -> torch.dtype:
@@ -122,7 +124,7 @@ class UnitPlan:
 def plan_units(
     module: nn.Module, shards: Mapping[str, int] | None = None, main_grads_dtype: torch.dtype = torch.float32
 ) -> list[UnitPlan]:
-    """Returns the units of a model chunk, in the order of its modules. Parameters without gradient belong to no unit.
+    """Returns the units of the parameters of a model chunk that are trained, in the order of its modules.
 
     The parameters of a unit share their name up to its first number (`decoder.layers.3`) or, without a number, its
     first word (`embedding`). A weight that another stage holds too is a unit of its own, so that both stages shard it
@@ -133,12 +135,7 @@ def plan_units(
     if it is not float32, accumulate their gradients in it.
     """
     layers = {layer.own_weight: layer for layer in module.modules() if isinstance(layer, QuantizedWeights)}
-    members: dict[tuple[str, str, torch.dtype, bool], list[tuple[nn.Parameter, ParameterInfo]]] = {}
-    for parameter, info in named_infos(module):
-        if parameter.requires_grad:
-            key = unit_name(info), info.grid, parameter.dtype, parameter in layers
-            members.setdefault(key, []).append((parameter, info))
-    plans = [_plan(*key, parameters, (shards or {}).get(key[1], 1)) for key, parameters in members.items()]
+    plans = _plans(module, shards or {}, lambda parameter, info: parameter.requires_grad, layers.keys())
     return [
         dataclasses.replace(
             plan,
@@ -147,6 +144,31 @@ def plan_units(
         )
         for plan in plans
     ]
+
+
+def plan_frozen_units(module: nn.Module, shards: Mapping[str, int]) -> list[UnitPlan]:
+    """Returns the units of the frozen weights of a model chunk that data parallel ranks shard: those of the grids in
+    `shards` (the number of shards of each). Every rank keeps all other parameters without gradient whole: what code
+    may write while the run goes on, so also parameters that were never declared."""
+
+    def is_sharded(parameter: nn.Parameter, info: ParameterInfo) -> bool:
+        return not parameter.requires_grad and info.grid in shards and has_initial_value(info) and not info.is_state
+
+    return _plans(module, shards, is_sharded)
+
+
+def _plans(
+    module: nn.Module,
+    shards: Mapping[str, int],
+    belongs: Callable[[nn.Parameter, ParameterInfo], bool],
+    in_fp8: Container[Tensor] = (),
+) -> list[UnitPlan]:
+    members: dict[tuple[str, str, torch.dtype, bool, bool], list[tuple[nn.Parameter, ParameterInfo]]] = {}
+    for parameter, info in named_infos(module):
+        if belongs(parameter, info):
+            key = unit_name(info), info.grid, parameter.dtype, parameter in in_fp8, info.in_nf4
+            members.setdefault(key, []).append((parameter, info))
+    return [_plan(*key, parameters, shards.get(key[1], 1)) for key, parameters in members.items()]
 
 
 def unit_name(info: ParameterInfo) -> str:
@@ -172,6 +194,7 @@ def _plan(
     grid: str,
     dtype: torch.dtype,
     in_fp8: bool,
+    in_nf4: bool,
     parameters: list[tuple[nn.Parameter, ParameterInfo]],
     shards: int,
 ) -> UnitPlan:
@@ -179,7 +202,7 @@ def _plan(
     for parameter, info in sorted(parameters, key=lambda member: (not member[1].decays, member[1].embedding_or_output)):
         slots.append(ParameterSlot(parameter, info, end))
         end = _round_up(end + parameter.numel(), ALIGNMENT)
-    return UnitPlan(name, grid, dtype, tuple(slots), _round_up(end, ALIGNMENT * shards), in_fp8)
+    return UnitPlan(name, grid, dtype, tuple(slots), _round_up(end, ALIGNMENT * shards), in_fp8, in_nf4=in_nf4)
 
 
 def _round_up(count: int, multiple: int) -> int:

@@ -10,7 +10,6 @@ Weight gradients are products of activations and need no weights. A module whose
 such as a table whose rows are selected, sets its attribute `backward_reads_weights` to False.
 """
 
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -98,13 +97,6 @@ def _is_list(module: nn.Module) -> bool:
     return isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
 
 
-class _Calls(threading.local):
-    """The running calls of one module in this thread, the innermost last."""
-
-    def __init__(self) -> None:
-        self.running: list[object] = []
-
-
 class WeightHooks:
     """The hooks on the modules of one model chunk. While they are disabled, no parameters may be sharded."""
 
@@ -135,11 +127,11 @@ class WeightHooks:
 
     def _hook(self, number: int, reader: WeightReader) -> None:
         has_backward = reader.shards_weights and reader.reads_weights_in_backward
-        calls = _Calls()
+        running: list[object] = []  # the calls of this module that have not ended, the innermost last
 
         def before(module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, Any]:
             call = object()
-            calls.running.append(call)
+            running.append(call)
             self._unshard(number)
             if has_backward and torch.is_grad_enabled():
                 inputs = tuple(_own_view(value) for value in inputs)
@@ -148,7 +140,7 @@ class WeightHooks:
             return inputs, keywords
 
         def after(module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
-            call, backward_follows = calls.running.pop(), has_backward and torch.is_grad_enabled()
+            call, backward_follows = running.pop(), has_backward and torch.is_grad_enabled()
             if backward_follows:
                 self._before_backward(number, call, _differentiable(output))
             self._finish_use(number, keep=backward_follows and number == len(self.readers) - 1)
@@ -174,20 +166,22 @@ class WeightHooks:
         for unit in self.readers[number].units:
             unit.start_all_gather()
         if self.prefetch:
-            self._prefetch_next(number)
+            for unit in self._following(number, 1):
+                unit.start_all_gather()
+        for unit in self._following(number, 2 if self.prefetch else 1):
+            unit.read_ahead()
         for unit in self.readers[number].units:
             unit.finish_all_gather()
 
-    def _prefetch_next(self, number: int) -> None:
-        backward = in_backward()  # of this thread; another thread may run a backward at the same time
+    def _following(self, number: int, distance: int) -> Sequence[Unit]:
+        """Returns the units that the reader at this distance after a reader will gather."""
+        backward = in_backward()
         order = self._backward_order if backward else range(len(self.readers))
-        position = order.index(number) + 1
-        if position == len(self.readers):
-            return
-        following = order[position]
-        if not backward or self.readers[following].reads_weights_in_backward:
-            for unit in self.readers[following].units:
-                unit.start_all_gather()
+        position = order.index(number) + distance
+        if position >= len(self.readers):
+            return ()
+        following = self.readers[order[position]]
+        return following.units if not backward or following.reads_weights_in_backward else ()
 
     def _finish_use(self, number: int, keep: bool = False) -> None:
         units = self.readers[number].units

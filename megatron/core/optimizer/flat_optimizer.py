@@ -1,7 +1,8 @@
 """FlatOptimizer: applies an update rule to the flat shards of units. All decisions are made on the device."""
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from megatron.core.optimizer.grad_scaler import GradScaler, build_grad_scaler
 from megatron.core.optimizer.host_state import HostPiece, StateStream, choose_offloaded, in_host_memory
 from megatron.core.optimizer.muon import Muon, MuonSegment
 from megatron.core.optimizer.muon_matrices import MOMENTUM
+from megatron.core.optimizer.nvme_state import FileStream, in_file, kept_as
 from megatron.core.optimizer.optimizer import MegatronOptimizer, StepUpdate, true_on_all_ranks
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import (
@@ -43,6 +45,7 @@ from megatron.core.optimizer.state_storage import (
 )
 from megatron.core.optimizer.update_rules import UpdateRule, build_update_rule, update_segment
 from megatron.core.optimizer.weight_average import WeightAverage
+from megatron.core.utils.scratch_file import ScratchFile
 
 
 @dataclass
@@ -58,23 +61,42 @@ class UnitState:
     ranges: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Elements [start, stop) of the shard that each moment covers."""
     is_offloaded: bool = False
-    """Whether the state is in host memory, except weights that the model itself uses."""
+    """Whether the state is in host memory or in a file, except weights that the model itself uses."""
 
     @classmethod
-    def begin(cls, unit: Unit, rule: UpdateRule, config: OptimizerConfig, is_offloaded: bool = False) -> "UnitState":
-        """Returns the initial state of a unit: its weights, and moments of zero."""
+    def begin(
+        cls,
+        unit: Unit,
+        rule: UpdateRule,
+        config: OptimizerConfig,
+        is_offloaded: bool = False,
+        file: ScratchFile | None = None,
+    ) -> "UnitState":
+        """Returns the initial state of a unit: its weights, and moments of zero. Offloaded state is in `file` if there
+        is one."""
+        unit.fetch_shard()
         weights, main = new_weights(unit.plan, unit.weight_shard, config), unit.plan.main_dtype
         ranges = moment_ranges(unit.plan, unit.shard_range, rule.moments, config)
         moments = {
             name: new_moment(name, stop - start, config, main, unit.device) for name, (start, stop) in ranges.items()
         }
         if is_offloaded:
-            moments = {name: in_host_memory(moment, config.pin_cpu_params) for name, moment in moments.items()}
+            numel = unit.shard_range[1] - unit.shard_range[0]
+
+            def offload(state: StateTensor) -> StateTensor:
+                return in_host_memory(state, config.pin_cpu_params) if file is None else in_file(file, state, numel)
+
+            moments = {name: offload(moment) for name, moment in moments.items()}
             if unit.plan.needs_main_weights:
-                weights = in_host_memory(weights, config.pin_cpu_params)
+                weights = offload(weights)
         if isinstance(unit, Fp8Unit) and rounds_to_model_weights(unit.plan, config, is_offloaded):
             unit.derive_shard_from(weights.decode())
         return cls(unit, weights, moments, ranges, is_offloaded)
+
+    @property
+    def has_remainder(self) -> bool:
+        """Whether the main weights are kept as the difference to the model's weights."""
+        return isinstance(kept_as(self.weights), WithRemainder)
 
     def moment(self, name: str, start: int, stop: int) -> StateTensor:
         """Returns the elements [start, stop) of the shard of a moment."""
@@ -83,6 +105,7 @@ class UnitState:
 
     def segment(self, start: int, stop: int, rule: UpdateRule) -> StateSegment:
         """Returns the elements [start, stop) of the shard."""
+        self.unit.fetch_shard()  # no part can be taken of a tensor without memory
         has_main = self.unit.plan.needs_main_weights
         writes_model = has_main and not self.unit.derives_shard
         return StateSegment(
@@ -134,12 +157,15 @@ class FlatOptimizer(MegatronOptimizer):
             raise UserError("the model has no parameters that need a gradient: there is nothing to optimise")
         fraction = config.optimizer_offload_fraction if config.optimizer_cpu_offload else 0.0
         offloaded = choose_offloaded([unit.plan.numel for unit in self.units], fraction)
+        path = config.optimizer_nvme_offload_path
+        file = None if path is None or not any(offloaded) else ScratchFile(path, groups.global_rank)
         self.states = [
-            UnitState.begin(unit, self.rule, config, is_offloaded)
+            UnitState.begin(unit, self.rule, config, is_offloaded, file)
             for unit, is_offloaded in zip(self.units, offloaded, strict=True)
         ]
         if config.ema_decay is not None:
             self.average = WeightAverage(self.states, self.chunks, config.ema_decay)
+        self._check_weight_files()
         self.device = self.chunks[0].device
         self.grad_scaler: GradScaler | None = build_grad_scaler(config, self.device)
         self._no_scale = torch.ones((), dtype=torch.float32, device=self.device)
@@ -148,12 +174,26 @@ class FlatOptimizer(MegatronOptimizer):
         self._allowed = torch.ones((), dtype=torch.bool, device=self.device)
         ranges = parameter_ranges(self.units, config, overrides)
         self.param_groups = [self._param_group(settings, members) for settings, members in ranges.items()]
-        self._host_pieces = list(self._pieces_on_host(list(ranges.values())))
-        self._host_stream = StateStream(self.device)
+        pieces = list(self._pieces_on_host(list(ranges.values())))
+        self._host_pieces = [piece for _, piece in pieces]
+        self._units_of_pieces = [unit for unit, _ in pieces]
+        self._host_stream = self._stream_of(file)
         self.qk_clip = QKClip.of(self.chunks, groups, self.device)
         self._rounds = list(self._rounds_of(ranges))
-        if self.qk_clip is not None and self.qk_clip.config.qk_clip and config.optimizer_cpu_offload:
-            raise UserError("--qk-clip scales weights on the device: drop --optimizer-cpu-offload")
+        in_files = any(unit.file_shard is not None for unit in self.units)
+        if self.qk_clip is not None and self.qk_clip.config.qk_clip and (config.optimizer_cpu_offload or in_files):
+            flag = "--optimizer-cpu-offload" if config.optimizer_cpu_offload else "--param-nvme-offload-path"
+            raise UserError(f"--qk-clip scales weights on the device: drop {flag}")
+
+    def _check_weight_files(self) -> None:
+        """Raises UserError if something reads weights at any time that are in memory only around their use."""
+        reads = [
+            *(["ema_decay"] if self.config.ema_decay is not None else ()),
+            *([f"optimizer {self.config.optimizer}"] if self.config.optimizer in ("muon", "dist_muon") else ()),
+            *(["main weights kept as remainders"] if any(state.has_remainder for state in self.states) else ()),
+        ]
+        if reads and any(unit.file_shard is not None for unit in self.units):
+            raise UserError(f"param_nvme_offload_path: not with {reads[0]}, which needs the weights in memory")
 
     # Groups ----------------------------------------------------------------------------------------------------------
 
@@ -201,8 +241,8 @@ class FlatOptimizer(MegatronOptimizer):
                 if start < stop:
                     yield state.segment(start, stop, self.rule)
 
-    def _pieces_on_host(self, groups: Sequence[Sequence[ParameterRange]]) -> Iterator[HostPiece]:
-        """Yields the shards of offloaded units in pieces."""
+    def _pieces_on_host(self, groups: Sequence[Sequence[ParameterRange]]) -> Iterator[tuple[Unit, HostPiece]]:
+        """Yields the shards of offloaded units in pieces, each with its unit."""
         for number, state in enumerate(self.states):
             first, end = state.unit.shard_range
             segments = [
@@ -212,7 +252,18 @@ class FlatOptimizer(MegatronOptimizer):
                 if members.unit == number
             ]
             if state.is_offloaded and first < end:
-                yield from HostPiece.of_shard(state.segment(0, end - first, self.rule), segments)
+                for piece in HostPiece.of_shard(state.segment(0, end - first, self.rule), segments):
+                    yield state.unit, piece
+
+    def _stream_of(self, file: ScratchFile | None) -> StateStream:
+        """Returns the stream of `_host_pieces`. If they are in a file, their state is in its buffers afterwards."""
+        if file is None or not self._host_pieces:
+            return StateStream(self.device)
+        pinned = self.config.pin_cpu_params and self.device.type == "cuda"
+        backing = FileStream(file, [piece.state for piece in self._host_pieces], pinned)
+        pairs = zip(self._host_pieces, backing.pieces, strict=True)
+        self._host_pieces = [replace(piece, state=state) for piece, state in pairs]
+        return StateStream(self.device, backing)
 
     def _muon_segment(self, members: ParameterRange) -> MuonSegment:
         """Returns the part of a range in this rank's shard. It may be empty; the rank still takes part in the exchange
@@ -271,7 +322,11 @@ class FlatOptimizer(MegatronOptimizer):
             chunk.finish_param_sync()  # the all-gather of the previous update, if no forward has waited for it
         self.update_count.add_(applied)
         step = StepInputs(self.update_count, divisor, ~applied)
-        for each in self._rounds:
+        for each, after in itertools.pairwise([*self._rounds, UpdateRound(())]):
+            if each.finished is not None:
+                each.finished.fetch_shard(changes=True)
+            if after.finished is not None:
+                after.finished.read_ahead()
             for number, segment in each.segments:
                 self._update_segment(segment, step, number)
             if each.finished is not None:
@@ -279,7 +334,12 @@ class FlatOptimizer(MegatronOptimizer):
                 if not each.finished.shards_weights:
                     each.finished.start_all_gather()
         pieces = self._host_stream.each([piece.state for piece in self._host_pieces])
-        for on_device, piece in zip(pieces, self._host_pieces, strict=True):
+        units = itertools.pairwise([*self._units_of_pieces, None])
+        for on_device, piece, (unit, following) in zip(pieces, self._host_pieces, units, strict=True):
+            assert unit is not None
+            unit.fetch_shard(changes=True)
+            if following is not None:
+                following.read_ahead()
             for number, start, stop in piece.segments:
                 self._update_segment(on_device.part(start, stop), step, number)
         if self.qk_clip is not None:
@@ -373,7 +433,7 @@ class FlatOptimizer(MegatronOptimizer):
     def after_load(self) -> None:
         """Gathers the model's weights if the load wrote main weights with remainders, because it writes only this
         rank's shard."""
-        written = [state.unit for state in self.states if isinstance(state.weights, WithRemainder)]
+        written = [state.unit for state in self.states if state.has_remainder]
         for unit in written:
             unit.mark_updated()
         for chunk in self.chunks if written else ():
@@ -394,9 +454,9 @@ class FlatOptimizer(MegatronOptimizer):
                     kinds[AVERAGE] = self.average.values[number].part(*place)
                 for kind, stored in kinds.items():
                     # Numbers in one tensor are saved as they are, others in the main type.
-                    encoded = None if isinstance(stored, Plain) else stored
+                    encoded, kept = None if isinstance(stored, Plain) else stored, kept_as(stored)
                     meta = torch.empty(place[1] - place[0], dtype=stored.main, device="meta")
-                    tensor = stored.tensor if isinstance(stored, Plain) else meta
+                    tensor = kept.tensor if isinstance(kept, Plain) else meta
                     yield optimizer_state_chunk(
                         kind, parameter_slice.info, tensor, parameter_slice.flat_range, holders, encoded
                     )

@@ -4,13 +4,14 @@ The state of some units is in page-locked host memory. The update copies it to t
 piece with the usual kernels, and copies it back. Copies in both directions run on separate streams, in parallel with
 the update of another piece. The host never waits. An update on the CPU would have to wait for the gradients. It would
 also be slower, because the update is limited by memory bandwidth, and CPU cores reach less than the bandwidth of host
-memory.
+memory. With a file behind host memory (`nvme_state`) the host waits for the disk.
 """
 
 import contextlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -64,11 +65,27 @@ class HostPiece:
             yield cls(shard.part(first, end), tuple(one for one in cut if one[1] < one[2]))
 
 
+class Backing(Protocol):
+    """Storage behind host memory, such as a file."""
+
+    def begin(self) -> None:
+        """Starts a round through all pieces."""
+
+    def arrive(self, number: int) -> None:
+        """Waits until a piece is in host memory."""
+
+    def leave(self, number: int, copied: torch.cuda.Event | None) -> None:
+        """Takes a piece from host memory, after an event."""
+
+    def finish(self) -> None:
+        """Waits until all pieces are in the storage."""
+
+
 class StateStream:
     """Copies state to the device and back."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, backing: Backing | None = None) -> None:
+        self.device, self.backing = device, backing
         is_cuda = device.type == "cuda"
         self._coming = torch.cuda.Stream(device) if is_cuda else None
         self._going = torch.cuda.Stream(device) if is_cuda else None
@@ -84,18 +101,26 @@ class StateStream:
         if self._coming is not None and self._going is not None:
             self._coming.wait_stream(torch.cuda.current_stream(self.device))
             self._coming.wait_stream(self._going)
+        if self.backing is not None:
+            self.backing.begin()
         for number, copy in enumerate(copies):
             for ahead in range(0 if number == 0 else number + 1, min(number + 2, len(copies))):
+                if self.backing is not None:
+                    self.backing.arrive(ahead)
                 copies[ahead].fetch(slots[ahead % _SLOTS], self._coming)
             yield copy.ready()
             copy.send_back(slots[number % _SLOTS], self._going)
+            if self.backing is not None:
+                self.backing.leave(number, slots[number % _SLOTS].is_free)
         if self._going is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._going)
 
     def finish(self) -> None:
-        """Waits until all state is in host memory again."""
+        """Waits until all state is in host memory, or in the file behind it, again."""
         if self._going is not None:
             self._going.synchronize()
+        if self.backing is not None:
+            self.backing.finish()
 
 
 @dataclass

@@ -1,5 +1,6 @@
 """The parameters that Muon updates, and the matrices in a rank's part of a parameter. Pure functions."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -62,9 +63,9 @@ def matrices_of(info: ParameterInfo, tensor_ranks: int, config: OptimizerConfig)
     n = info.box.shape[0] if stacked else 1
     whole, part, columns = info.global_shape[stacked:], info.box.shape[stacked:], info.box.shape[-1]
     if not (info.separate_heads and config.muon_split_qkv):
-        rows = _product(part[:-1])
-        split = _split((rows, columns), (_product(whole[:-1]), whole[-1]), tensor_ranks, info, config)
-        yield Matrices((n, rows, columns), (_product(whole[:-1]), whole[-1]), split)
+        rows = math.prod(part[:-1])
+        split = _split((rows, columns), (math.prod(whole[:-1]), whole[-1]), tensor_ranks, info, config)
+        yield Matrices((n, rows, columns), (math.prod(whole[:-1]), whole[-1]), split)
         return
     first, start = 0, info.box.start[1]
     for count in info.separate_heads:
@@ -90,10 +91,3 @@ def _split(
         f"--muon-tp-mode {config.muon_tp_mode}: {info.name} has queries, keys and values in one matrix, and "
         f"{ranks} tensor parallel ranks share its keys and values: leave out --muon-no-split-qkv, or use blockwise"
     )
-
-
-def _product(numbers: tuple[int, ...]) -> int:
-    product = 1
-    for number in numbers:
-        product *= number
-    return product

@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from megatron.core.declarations.config_fields import flag, not_a_flag, not_yet, refuse, unsupported_values
+from megatron.core.declarations.config_fields import flag, not_a_flag, refuse, unsupported_values
 
 _DTYPES: Mapping[str, torch.dtype] = {
     "fp32": torch.float32,
@@ -70,7 +70,9 @@ class OptimizerConfig:
     bf16: bool = not_a_flag(False)
     """The model computes in bfloat16."""
 
-    reuse_grad_buf_for_mxfp8_param_ag: bool = not_yet(False)
+    reuse_grad_buf_for_mxfp8_param_ag: bool = flag(
+        False, no_effect="weights in mxfp8 are gathered in the model's type, into their own buffer"
+    )
     """Gather mxfp8 weights into the gradient buffer."""
 
     params_dtype: torch.dtype = not_a_flag(torch.float32)
@@ -220,6 +222,11 @@ class OptimizerConfig:
 
     optimizer_offload_fraction: float = flag(0.0, only_with="optimizer_cpu_offload")
     """With --optimizer-cpu-offload: fraction of the state that is in host memory, by whole layers."""
+
+    optimizer_nvme_offload_path: str | None = flag(None, only_with="optimizer_cpu_offload")
+    """With --optimizer-cpu-offload: keep this state in files of a folder on a local disk (NVMe), not in host memory.
+    Every update reads and writes them piece by piece. Checkpoints do not need the files. Each run needs a folder of its
+    own."""
 
     use_torch_optimizer_for_cpu_offload: bool = flag(
         False,

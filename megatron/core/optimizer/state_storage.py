@@ -5,9 +5,10 @@ belong to blocks of 64 neighbouring elements. Parameters and shards begin at mul
 blocks do not depend on how data parallel ranks shard the state, only on which box of a tensor a rank holds.
 """
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol, Self
 
 import torch
 import torch.nn.functional as F
@@ -34,10 +35,6 @@ class StateTensor(Protocol):
     def main(self) -> torch.dtype:
         """The main type."""
 
-    @property
-    def memory(self) -> tuple[Tensor, ...]:
-        """The tensors that hold the numbers."""
-
     def decode(self) -> Tensor:
         """Returns the numbers in the main type: the memory itself if it has this type, else a copy."""
 
@@ -49,23 +46,36 @@ class StateTensor(Protocol):
 
     @property
     def movable(self) -> tuple[Tensor, ...]:
-        """The tensors of `memory` that may be in host memory: not the model's weights."""
+        """The tensors that may be in host memory: not the model's weights."""
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> "StateTensor":
         """Returns the state with each tensor of `movable`, in order, replaced by `move(tensor)`."""
 
 
 @dataclass(frozen=True)
-class Plain:
-    """Numbers in one tensor, in the main type or rounded to a narrower type."""
+class _Stored:
+    """The part of `StateTensor` that all forms share."""
 
-    tensor: Tensor
-    main: torch.dtype
+    _MOVABLE: ClassVar[tuple[str, ...]]
+    """Names of the fields with tensors that may be in host memory."""
 
     @property
-    def memory(self) -> tuple[Tensor, ...]:
-        """The tensor."""
-        return (self.tensor,)
+    def movable(self) -> tuple[Tensor, ...]:
+        """The tensors that may be in host memory."""
+        return tuple(getattr(self, name) for name in self._MOVABLE)
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> Self:
+        """Returns the state with each tensor of `movable`, in order, replaced by `move(tensor)`."""
+        return dataclasses.replace(self, **{name: move(getattr(self, name)) for name in self._MOVABLE})
+
+
+@dataclass(frozen=True)
+class Plain(_Stored):
+    """Numbers in one tensor, in the main type or rounded to a narrower type."""
+
+    _MOVABLE = ("tensor",)
+    tensor: Tensor
+    main: torch.dtype
 
     def decode(self) -> Tensor:
         """Returns the numbers in the main type: the tensor itself if it has this type, else a copy."""
@@ -81,18 +91,9 @@ class Plain:
         """Returns the elements [start, stop) in the same memory."""
         return Plain(self.tensor[start:stop], self.main)
 
-    @property
-    def movable(self) -> tuple[Tensor, ...]:
-        """The tensor."""
-        return (self.tensor,)
-
-    def moved(self, move: Callable[[Tensor], Tensor]) -> "Plain":
-        """Returns the state with the tensor replaced."""
-        return Plain(move(self.tensor), self.main)
-
 
 @dataclass(frozen=True)
-class Scaled:
+class Scaled(_Stored):
     """Numbers in float16 or fp8, times a scale for each block.
 
     Scales are powers of two, so that storing a number that was read changes nothing. With `is_root` the square root of
@@ -100,16 +101,12 @@ class Scaled:
     because the second moment is a divisor.
     """
 
+    _MOVABLE = ("codes", "scales")
     codes: Tensor
     scales: Tensor
     """float32 [blocks]"""
     main: torch.dtype
     is_root: bool = False
-
-    @property
-    def memory(self) -> tuple[Tensor, ...]:
-        """Codes and scales."""
-        return self.codes, self.scales
 
     def decode(self) -> Tensor:
         """Returns the numbers in the main type."""
@@ -133,29 +130,20 @@ class Scaled:
         blocks = slice(start // SCALE_BLOCK, -(-stop // SCALE_BLOCK))
         return Scaled(self.codes[start:stop], self.scales[blocks], self.main, self.is_root)
 
-    @property
-    def movable(self) -> tuple[Tensor, ...]:
-        """Codes and scales."""
-        return self.codes, self.scales
-
-    def moved(self, move: Callable[[Tensor], Tensor]) -> "Scaled":
-        """Returns the state with codes and scales replaced."""
-        codes = move(self.codes)
-        return Scaled(codes, move(self.scales), self.main, self.is_root)
-
     def _each(self, scales: Tensor) -> Tensor:
         """Returns the scale of each element."""
         return scales.to(self.main).repeat_interleave(SCALE_BLOCK)[: self.codes.numel()]
 
 
 @dataclass(frozen=True)
-class WithRemainder:
+class WithRemainder(_Stored):
     """Float32 weights as the model's bfloat16 weights and the 16 bits that these lack, without any loss.
 
     The bfloat16 weight is the nearest one; if two are equally near, the one away from zero. With the usual choice of
     the even one, 16 bits could not encode on which side the float32 weight is. A NaN becomes the default NaN.
     """
 
+    _MOVABLE = ("remainder",)
     model_weights: Tensor
     """bfloat16: the weights that the model computes with."""
     remainder: Tensor
@@ -165,11 +153,6 @@ class WithRemainder:
     def main(self) -> torch.dtype:
         """float32."""
         return torch.float32
-
-    @property
-    def memory(self) -> tuple[Tensor, ...]:
-        """Weights and remainders."""
-        return self.model_weights, self.remainder
 
     def decode(self) -> Tensor:
         """Returns the float32 weights."""
@@ -186,15 +169,6 @@ class WithRemainder:
     def part(self, start: int, stop: int) -> "WithRemainder":
         """Returns the elements [start, stop) in the same memory."""
         return WithRemainder(self.model_weights[start:stop], self.remainder[start:stop])
-
-    @property
-    def movable(self) -> tuple[Tensor, ...]:
-        """The remainders."""
-        return (self.remainder,)
-
-    def moved(self, move: Callable[[Tensor], Tensor]) -> "WithRemainder":
-        """Returns the state with the remainders replaced."""
-        return WithRemainder(self.model_weights, move(self.remainder))
 
 
 def split_float32(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -303,14 +277,22 @@ def moment_ranges(
     return found
 
 
+def planned_states(
+    plan: UnitPlan, shard_range: tuple[int, int], moments: tuple[str, ...], config: OptimizerConfig
+) -> list[StateTensor]:
+    """Returns the state of a unit's shard on the meta device: the moments, and main weights if there are any."""
+    numel, meta = shard_range[1] - shard_range[0], torch.device("meta")
+    ranges = moment_ranges(plan, shard_range, moments, config)
+    kept = [new_moment(name, stop - start, config, plan.main_dtype, meta) for name, (start, stop) in ranges.items()]
+    if plan.needs_main_weights:
+        kept.append(new_weights(plan, torch.empty(numel, dtype=plan.dtype, device=meta), config))
+    return kept
+
+
 def state_bytes(plan: UnitPlan, shard_range: tuple[int, int], moments: tuple[str, ...], config: OptimizerConfig) -> int:
     """Returns the bytes of the state of a unit's shard, model weights not counted."""
     numel, meta = shard_range[1] - shard_range[0], torch.device("meta")
-    model = torch.empty(numel, dtype=plan.dtype, device=meta)
-    ranges = moment_ranges(plan, shard_range, moments, config)
-    kept = [new_moment(name, stop - start, config, plan.main_dtype, meta) for name, (start, stop) in ranges.items()]
-    memory = [tensor for state in kept for tensor in state.memory]
-    memory += [tensor for tensor in new_weights(plan, model, config).memory if tensor is not model]
+    memory = [tensor for state in planned_states(plan, shard_range, moments, config) for tensor in state.movable]
     if config.ema_decay is not None:
         memory.append(torch.empty(numel, dtype=plan.main_dtype, device=meta))
     return sum(tensor.nbytes for tensor in memory)

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
+from megatron.core.utils.store_path import StorePath
+
 
 @contextlib.contextmanager
 def open_atomically(path: str | os.PathLike[str], sync: bool = True) -> Iterator[BinaryIO]:
@@ -57,9 +59,12 @@ def sync_directory(path: str | os.PathLike[str]) -> None:
         os.close(descriptor)
 
 
-def open_regular_file(path: str | os.PathLike[str]) -> io.FileIO:
+def open_regular_file(path: str | os.PathLike[str]) -> io.RawIOBase:
     """Opens a file for reading, unbuffered. Raises OSError for anything that is no regular file, such as a folder, a
-    FIFO, a socket or a device, which could block or never end; its `strerror` says what it is."""
+    FIFO, a socket or a device, which could block or never end; its `strerror` says what it is. A StorePath
+    opens an object of a store."""
+    if isinstance(path, StorePath):
+        return path.open_object()
     require_regular(path, os.stat(path).st_mode)  # before it is opened, which has effects on some devices
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:

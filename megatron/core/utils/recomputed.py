@@ -67,110 +67,76 @@ class _Share:
     shape: torch.Size
 
 
-class DiscardedOutput:
-    """Discards results of cheap functions that an expensive function `within` would save for backward.
+class DiscardedResults:
+    """Discards results of cheap functions that an expensive function, `within`, would save for backward.
 
     Example: a matrix product saves its input, which is the result of a norm. The norm's own input is kept anyway, so
-    the product can save that and compute the norm again. `within` must call the cheap functions through `compute`.
-    Calling the object calls `within`.
+    backward can compute the norm again. If `within` saves a result or a view of one, it saves the arguments of the
+    cheap function instead, and backward computes all results of this call again. Call `compute` in place of a cheap
+    function, before `within` or inside it, and the object in place of `within`.
     """
 
-    def __init__(self, within: Callable[..., Tensor]) -> None:
+    def __init__(self, within: Callable[..., Any]) -> None:
         self.within = within
-        self._made: list[tuple[Callable[[Tensor], Tensor], Tensor, Tensor]] = []
-        """(function, argument, result) of each `compute` in the current call of `within`."""
+        self._made: list[_Again] = []
+        """Each `compute` since the last call of `within` has ended."""
 
-    def discard(self, function: Callable[..., object]) -> Callable[..., object]:
+    def discard(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a replacement for a cheap function, which calls it through `compute`."""
         return functools.partial(self.compute, function)
 
-    def compute(self, function: Callable[..., Any], inputs: Tensor, **options: Any) -> Any:
-        """Calls a cheap function and remembers its argument and result. With options it may return a tuple; the first
-        tensor, equal to the result without options, is the one to discard."""
-        result = function(inputs, **options)
-        self._made.append((function, inputs, result[0] if isinstance(result, tuple) else result))
-        return result
-
-    def __call__(self, *inputs: Any, **keywords: Any) -> Tensor:
-        """Calls `within`, which saves arguments of cheap functions instead of their results."""
-        self._made = []
-        try:
-            if not torch.is_grad_enabled():
-                return self.within(*inputs, **keywords)
-            with saved_tensors_hooks(self._keep, self._give):
-                return self.within(*inputs, **keywords)
-        finally:
-            self._made = []
-
-    def _keep(self, tensor: Tensor) -> object:
-        for function, inputs, output in self._made:
-            if _same_memory(tensor, output):
-                return _Recipe(function, keep_saved(inputs.detach()), tensor.shape)
-        return keep_saved(tensor)
-
-    def _give(self, kept: Any) -> Tensor:
-        if not isinstance(kept, _Recipe):
-            return restore_saved(kept)
-        with torch.no_grad():
-            return kept.function(restore_saved(kept.inputs)).view(kept.shape)
-
-
-class DiscardedResults:
-    """Discards the results of a cheap function that the next function, `within`, would save for backward.
-
-    If `within` saves a result or a view of one, it saves the arguments of the cheap function instead, and backward
-    computes all results again. For a cheap function whose results are much larger than its arguments, such as the
-    projection of latents to heads. Call `compute` in place of the function, then the object in place of `within`.
-    """
-
-    def __init__(self, function: Callable[..., tuple[Tensor, ...]], within: Callable[..., Any]) -> None:
-        self.function, self.within = function, within
-        self._made: _Again | None = None
-        """The last call of `compute`, until `within` starts."""
-
-    def compute(self, *inputs: Any) -> tuple[Tensor, ...]:
-        """Calls the cheap function and remembers its arguments."""
-        results = self.function(*inputs)
+    def compute(self, function: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+        """Calls a cheap function and remembers its arguments. It returns a tensor or several. With options it may
+        return more than without; only the first tensor, which is equal to the result without options, is discarded."""
+        results = function(*inputs, **options)
         if torch.is_grad_enabled():
-            self._made = _Again(self.function, inputs, results)
+            several = isinstance(results, tuple)
+            discarded = (results[:1] if options else results) if several else (results,)
+            self._made.append(_Again(function, inputs, discarded))
         return results
 
     def __call__(self, *inputs: Any, **keywords: Any) -> Any:
-        """Calls `within` with hooks that save the results of the last `compute` as recipes."""
-        made, self._made = self._made, None
-        if made is None:
-            return self.within(*inputs, **keywords)
+        """Calls `within`, which saves arguments of cheap functions instead of their results."""
         try:
-            with saved_tensors_hooks(made.keep, _give):
+            if not torch.is_grad_enabled():
+                return self.within(*inputs, **keywords)
+            with saved_tensors_hooks(self._keep, _give):
                 return self.within(*inputs, **keywords)
         finally:
-            made.results = ()
+            for made in self._made:
+                made.results = ()
+            self._made = []
+
+    def _keep(self, tensor: Tensor) -> object:
+        views = (made.view_of(tensor) for made in self._made)
+        return next((view for view in views if view is not None), None) or keep_saved(tensor)
 
 
 class _Again:
     """One call of a function whose results are discarded and computed again in backward."""
 
-    def __init__(self, function: Callable[..., tuple[Tensor, ...]], inputs: Any, results: tuple[Tensor, ...]) -> None:
+    def __init__(self, function: Callable[..., Any], inputs: Any, results: tuple[Tensor, ...]) -> None:
         self.function, self.results = function, results
         self.inputs = tuple(keep_saved(value.detach()) if isinstance(value, Tensor) else value for value in inputs)
         self._wanted = self._given = 0
         self._computed: tuple[Tensor, ...] = ()
 
-    def keep(self, tensor: Tensor) -> object:
-        """Returns what autograd saves for a tensor: a `_View` if it is a view of a result."""
+    def view_of(self, tensor: Tensor) -> "_View | None":
+        """Returns what autograd saves for a tensor that is a view of a result; None for others."""
         place = tensor.untyped_storage().data_ptr()
         for number, result in enumerate(self.results):
             if place and result.untyped_storage().data_ptr() == place and result.dtype is tensor.dtype:
                 self._wanted += 1
                 offset = int(tensor.storage_offset() - result.storage_offset())
                 return _View(self, number, tensor.shape, tensor.stride(), offset)
-        return keep_saved(tensor)
+        return None
 
     def view(self, view: "_View") -> Tensor:
         """Returns a view of a result. The first call computes all results; they are freed after the last saved view."""
         if not self._computed:
             with torch.no_grad():
-                self._computed = self.function(*map(restore_saved, self.inputs))
+                results = self.function(*map(restore_saved, self.inputs))
+            self._computed = results if isinstance(results, tuple) else (results,)
         result = self._computed[view.number]
         self._given += 1
         if self._given == self._wanted:
@@ -192,19 +158,3 @@ class _View:
 
 def _give(kept: Any) -> Tensor:
     return kept.call.view(kept) if isinstance(kept, _View) else restore_saved(kept)
-
-
-@dataclass(frozen=True)
-class _Recipe:
-    """The function and argument that give a discarded result."""
-
-    function: Callable[[Tensor], Tensor]
-    inputs: Any
-    shape: torch.Size
-
-
-def _same_memory(a: Tensor, b: Tensor) -> bool:
-    """Tells whether two tensors have the same memory, type and order of elements. Their shapes may differ."""
-    if not (a.is_contiguous() and b.is_contiguous()):
-        return False
-    return (a.data_ptr(), a.numel(), a.dtype) == (b.data_ptr(), b.numel(), b.dtype)

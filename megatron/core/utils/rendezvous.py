@@ -1,6 +1,7 @@
 """Starts torch.distributed from the environment variables of torchrun."""
 
 import contextlib
+import itertools
 import os
 import socket
 import threading
@@ -73,6 +74,10 @@ def ranks_may_share_gpus() -> bool:
     return os.environ.get(_SHARE_GPUS) == "1"
 
 
+_starts = itertools.count()
+"""How often this process has joined a world: every rank does so equally often."""
+
+
 def start_torch_distributed(
     device: torch.device | None = None,
     timeout: timedelta | None = None,
@@ -100,7 +105,8 @@ def start_torch_distributed(
     here: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     if started_by_torchrun():
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        store = connect_to_store(rank, size, timeout)
+        # A script may start several runs one after the other, and torchrun's store keeps the addresses of the first.
+        store = dist.PrefixStore(f"start {next(_starts)}", connect_to_store(rank, size, timeout))
         before = dist.PrefixStore("before groups", store)
         if on_store is not None and size > 1:
             on_store(before, rank, size)

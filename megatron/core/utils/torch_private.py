@@ -193,9 +193,11 @@ class DistFolderWriter:
         self._entries[name] = self._types.BytesStorageMetadata()
         self._write(file, self._types.MetadataIndex(name), value)
 
-    def metadata(self) -> Any:
-        """Returns the object whose pickle is the folder's `.metadata`."""
-        return self._types.Metadata(self._entries, storage_data=self._places)
+    def metadata(self, first: Sequence[str] = ()) -> Any:
+        """Returns the object whose pickle is the folder's `.metadata`. The names `first` are there before all others,
+        in this order."""
+        entries = {name: self._entries[name] for name in first} | self._entries
+        return self._types.Metadata(entries, storage_data=self._places)
 
     def _write(self, file: BinaryIO, index: object, value: Any) -> None:
         begin = file.tell()

@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron.core.communication.collectives import Pending
 from megatron.core.distributed.buckets import BucketQueue, TwoLevelReduction, make_buckets, wire_dtype_of
 from megatron.core.distributed.flat_buffer import Unit
-from megatron.core.distributed.reductions import PendingReduction, Reduction
+from megatron.core.distributed.reductions import Reduction
 from megatron.core.distributed.sharding_strategy import Sharding, ShardingStrategy
 from megatron.core.distributed.units import plan_units
 from megatron.core.utils.warn import _warn_once
@@ -141,11 +141,11 @@ def test_gradients_of_a_step_that_was_not_zeroed_are_added_with_a_warning(caplog
 class TwoOfFour:
     """Sums over an instance of two shards (`scatter`), or over two replicas: doubles this rank's numbers."""
 
-    def start_reduce_scatter(self, gradients: Tensor, wire_dtype: torch.dtype) -> PendingReduction:
-        return PendingReduction(Pending(2 * gradients.chunk(2)[1], None))
+    def start_reduce_scatter(self, gradients: Tensor, wire_dtype: torch.dtype) -> Pending:
+        return Pending(2 * gradients.chunk(2)[1], None)
 
-    def start_all_reduce(self, gradients: Tensor, wire_dtype: torch.dtype) -> PendingReduction:
-        return PendingReduction(Pending(gradients.mul_(2), None))
+    def start_all_reduce(self, gradients: Tensor, wire_dtype: torch.dtype) -> Pending:
+        return Pending(gradients.mul_(2), None)
 
 
 def test_shards_are_summed_over_an_instance_and_then_over_its_replicas() -> None:

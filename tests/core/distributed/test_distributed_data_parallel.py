@@ -9,7 +9,6 @@ from support.small_models import SmallModel, batch
 from torch import Tensor
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.distributed.units import plan_units
 from megatron.core.exceptions import UserError
 from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.groups.rank_grid import RankGrid
@@ -93,22 +92,6 @@ def test_overlap_and_replicas_are_equal_to_the_bit(bucket_size: int | None) -> N
                 assert torch.equal(value, ranks[0][0][step][name]), name
 
 
-def reductions_in_backward() -> list[int]:
-    """How many buckets are on their way when the last backward ends, in each of two steps."""
-    ddp = wrapped(SmallModel(), overlap_grad_reduce=True, bucket_size=1)
-    seen = []
-    for _ in range(2):
-        ddp.zero_grad_buffer()
-        accumulate(ddp, range(SAMPLES), 2, per_token=False)
-        seen.append(sum(bucket.started for bucket in ddp._queue.buckets))
-        ddp.finish_grad_sync()
-    return seen
-
-
-def test_readiness_is_learned_and_then_reductions_begin_in_backward() -> None:
-    assert run_on_ranks(reductions_in_backward, 2) == [[0, 4], [0, 4]]
-
-
 def test_a_step_without_a_backward_teaches_nothing() -> None:
     ddp = wrapped(SmallModel(), overlap_grad_reduce=True, bucket_size=1)
     ddp.finish_grad_sync()
@@ -117,53 +100,6 @@ def test_a_step_without_a_backward_teaches_nothing() -> None:
         accumulate(ddp, range(SAMPLES), 1, per_token=False)
         ddp.finish_grad_sync()
     assert relative_error(gradients_of(ddp), reference_gradients(tied=True, per_token=False)) < 1e-11
-
-
-def wire_dtypes(reduce_in_fp32: bool) -> tuple[set[torch.dtype], torch.dtype, dict[str, Tensor]]:
-    sent: set[torch.dtype] = set()
-    original = torch.distributed.all_reduce
-
-    def recording(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        sent.add(tensor.dtype)
-        return original(tensor, *args, **kwargs)
-
-    torch.distributed.all_reduce = recording  # type: ignore[assignment]
-    ddp = wrapped(SmallModel(dtype=torch.bfloat16), grad_reduce_in_fp32=reduce_in_fp32)
-    ddp.zero_grad_buffer()
-    accumulate(ddp, range(SAMPLES), 2, per_token=False)
-    ddp.finish_grad_sync()
-    return sent, ddp.units[0].grad_buffer.dtype, gradients_of(ddp)
-
-
-@pytest.mark.parametrize("reduce_in_fp32", [False, True])
-def test_the_wire_carries_the_type_that_the_config_says(reduce_in_fp32: bool) -> None:
-    for sent, buffer_dtype, gradients in run_on_ranks(wire_dtypes, 2, reduce_in_fp32):
-        assert sent == {torch.float32 if reduce_in_fp32 else torch.bfloat16}
-        assert buffer_dtype is torch.float32
-        exact = reference_gradients(tied=True, per_token=False)
-        assert relative_error({n: g.double() for n, g in gradients.items()}, exact) < 0.05
-
-
-def averaging(settings: dict[str, Any]) -> dict[str, Tensor]:
-    ddp = wrapped(SmallModel(), **settings)
-    ddp.zero_grad_buffer()
-    accumulate(ddp, range(SAMPLES), 1, per_token=False)
-    ddp.finish_grad_sync()
-    return gradients_of(ddp)
-
-
-def test_average_in_collective_means_the_same() -> None:
-    plain, other = (run_on_ranks(averaging, 2, {"average_in_collective": flag})[0] for flag in (False, True))
-    assert relative_error(other, plain) < 1e-14
-
-
-def test_a_gradient_after_its_reduction_is_an_error_that_names_the_parameter() -> None:
-    ddp = wrapped(SmallModel())
-    ddp.zero_grad_buffer()
-    accumulate(ddp, range(2), 1, per_token=False)
-    ddp.start_grad_sync()
-    with pytest.raises(RuntimeError, match=r"a gradient of .* came after its reduction.*zero_grad_buffer"):
-        accumulate(ddp, range(2), 1, per_token=False)
 
 
 def test_megatron_lms_methods_of_the_wrapper() -> None:
@@ -220,16 +156,6 @@ def test_broadcast_params_gives_all_ranks_the_weights_of_the_first() -> None:
     expected = torch.cat([parameter.detach().flatten() for parameter in SmallModel(seed=100).parameters()])
     assert torch.equal(first, expected)
     assert torch.equal(second, expected)
-
-
-def test_units_are_layers_and_decayed_parameters_come_first() -> None:
-    plans = plan_units(SmallModel(tied=False))
-    assert [plan.name for plan in plans] == ["embedding", "layers.0", "layers.1", "layers.2", "output_layer"]
-    assert [slot.info.name for slot in plans[1].slots] == ["layers.0.weight", "layers.0.norm", "layers.0.bias"]
-    assert all(slot.start % 64 == 0 for plan in plans for slot in plan.slots)
-    with torch.device("meta"):
-        on_meta = plan_units(SmallModel(tied=False))
-    assert [(plan.name, plan.numel) for plan in on_meta] == [(plan.name, plan.numel) for plan in plans]
 
 
 def test_wrapping_again_gives_gradients_to_the_new_wrapper_once() -> None:

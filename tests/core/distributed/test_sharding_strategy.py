@@ -153,10 +153,3 @@ def test_a_model_that_was_built_without_memory_has_the_same_values(pool: Pool, n
     for weight in plain:
         assert torch.equal(plain[weight], other[weight]), weight
     assert {(units, whole) for _, units, whole in answers[1]} == {(6, 0 if name == "optim_grads_params" else 6)}
-
-
-def test_values_that_only_a_module_knew_cannot_be_drawn_again() -> None:
-    with torch.device("meta"):
-        model = torch.nn.Sequential(torch.nn.Linear(2, 2))
-    with pytest.raises(UserError, match=r"0\.weight was built on the meta device.*--init-model-with-meta-device"):
-        DistributedDataParallel(None, DistributedDataParallelConfig(), model, pg_collection=groups_of(1))

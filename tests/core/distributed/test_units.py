@@ -5,7 +5,7 @@ import torch
 from support.small_models import SmallModel
 from torch import nn
 
-from megatron.core.distributed.units import ALIGNMENT, UnitPlan, named_infos, plan_units, unit_name
+from megatron.core.distributed.units import ALIGNMENT, UnitPlan, named_infos, plan_frozen_units, plan_units, unit_name
 from megatron.core.initializers import Constant
 from megatron.core.parameters import declare, info_of, name_parameters
 
@@ -81,6 +81,27 @@ def test_types_grids_and_tied_weights_have_units_of_their_own() -> None:
     ]
     assert [plan.main_dtype for plan in plans] == [torch.float64] * 3 + [torch.float32]
     assert [plan.needs_main_weights for plan in plans] == [False] * 3 + [True]
+
+
+def test_frozen_weights_that_ranks_shard() -> None:
+    """Not those of a grid that is not sharded, nor what code writes: state, and parameters of unknown purpose."""
+    model = nn.Module()
+    model.layers = nn.ModuleList([nn.Module()])
+    facts = {"plain": {}, "expert": {"grid": "expert"}, "coded": {"in_nf4": True}, "state": {"is_state": True}}
+    for name, fact in facts.items():
+        parameter = declare(nn.Parameter(torch.ones(8, 8), requires_grad=False), Constant(1.0), **fact)
+        setattr(model.layers[0], name, parameter)
+    model.layers[0].unknown = nn.Parameter(torch.ones(8, 8), requires_grad=False)
+    model.layers[0].trained = declare(nn.Parameter(torch.ones(8, 8)), Constant(1.0))
+    name_parameters(model)
+    assert not plan_frozen_units(model, {})
+    plans = plan_frozen_units(model, {"dense": 4})
+    assert [(plan.name, names(plan), plan.in_nf4) for plan in plans] == [
+        ("layers.0", ["layers.0.plain"], False),
+        ("layers.0", ["layers.0.coded"], True),
+    ]
+    assert {plan.numel for plan in plans} == {4 * ALIGNMENT}
+    assert [names(plan) for plan in plan_units(model)] == [["layers.0.trained"]]
 
 
 def test_names_of_units() -> None:

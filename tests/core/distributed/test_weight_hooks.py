@@ -30,12 +30,18 @@ class Recorded:
 
     def __init__(self, name: str, parameters: Iterable[nn.Parameter], log: list[str]) -> None:
         self.name, self.log, self.shards_weights, self.is_whole = name, log, True, False
+        self.reads = False
+        """Whether it writes down reads from a file."""
         self.slots = [SimpleNamespace(parameter=parameter) for parameter in parameters]
 
     def start_all_gather(self) -> None:
         if not self.is_whole:
             self.log.append(f"gather {self.name}")
         self.is_whole = True
+
+    def read_ahead(self) -> None:
+        if self.reads:
+            self.log.append(f"read {self.name}")
 
     def finish_all_gather(self) -> None:
         self.log.append(f"use {self.name}")
@@ -73,6 +79,19 @@ def test_with_prefetch_the_next_weights_are_gathered_before_the_use() -> None:
     loss.backward()
     assert log == ["gather 1", "use 2", "free 2", "gather 0", "use 1", "free 1", "use 0", "free 0"]
     assert not any(unit.is_whole for unit in units)
+
+
+def test_the_next_shard_is_read_while_a_module_runs() -> None:
+    for prefetch, forward, backward in ((False, "read 1 read 2", "read 1 read 0"), (True, "read 2", "read 0")):
+        model, units, log, _ = hooked(prefetch)
+        for unit in units:
+            unit.reads = True
+        loss = model(torch.ones(1, 2, requires_grad=True)).sum()
+        assert " ".join(each for each in log if "read" in each) == forward
+        assert log.index(forward[:6]) < log.index("use 0")
+        log.clear()
+        loss.backward()
+        assert " ".join(each for each in log if "read" in each) == backward
 
 
 class Joined(nn.Module):

@@ -57,9 +57,9 @@ def test_scaled_numbers_are_rounded_once(dtype: torch.dtype, rounding: float, is
     again.encode(back)
     if not is_root:
         assert torch.equal(again.decode(), back)
-    before = [tensor.clone() for tensor in held.memory]
+    before = [tensor.clone() for tensor in held.movable]
     held.encode(torch.full_like(values, float("nan")), skip=torch.tensor(True))
-    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(before, held.memory, strict=True))
+    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(before, held.movable, strict=True))
     held.encode(torch.where(torch.arange(500) == 3, float("nan"), values))
     assert held.decode()[3].isnan()
 

@@ -53,15 +53,6 @@ def update(rule: UpdateRule, segments: list[StateSegment], decay: float | Tensor
         update_segment(rule, segment, step, torch.tensor(LR, dtype=torch.float64), decay)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_sgd_without_momentum(dtype: torch.dtype) -> None:
-    segments, before = (segments_of(Sgd(0.0), dtype) for _ in range(2))
-    update(Sgd(0.0), segments, DECAY)
-    for segment, old, g in zip(segments, before, numbers(2, dtype), strict=True):
-        w = old.weights.decode()
-        torch.testing.assert_close(segment.weights.decode(), w - LR * (g + DECAY * w))
-
-
 def expected(name: str, w: float, g: float, state: tuple[float, ...]) -> tuple[float, ...]:
     """Weight and moments after an update of one number."""
     if name.startswith("sgd"):

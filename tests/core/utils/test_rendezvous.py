@@ -88,6 +88,19 @@ def test_ranks_wait_for_each_other_while_they_connect(monkeypatch: pytest.Monkey
     assert not activity.waits
 
 
+def test_a_second_run_of_a_process_reads_no_addresses_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun's store outlives both: ranks that connect to closed ports wait forever."""
+    of_torchrun, stores = dist.HashStore(), []
+    for name, value in {**TORCHRUN, "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(rendezvous, "connect_to_store", lambda *_: of_torchrun)
+    monkeypatch.setattr(rendezvous.dist, "init_process_group", lambda *_, store, **more: stores.append(store))
+    rendezvous.start_torch_distributed(torch.device("cpu"))
+    stores[0].set("0", "address")
+    rendezvous.start_torch_distributed(torch.device("cpu"))
+    assert len(stores) == 2 and not stores[1].check(["0"])
+
+
 def test_one_process_claims_a_key_while_the_store_lives() -> None:
     """Another thread may wait in the store meanwhile. Without a server each may claim it."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -1,0 +1,1 @@
+"""Low-rank adapters of linear layers whose weights stay frozen: LoRA and DoRA."""
