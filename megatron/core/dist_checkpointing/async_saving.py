@@ -5,7 +5,6 @@ for the copy. Rank 0's thread publishes the checkpoint when it sees the index fi
 In `PendingSave.finish` all ranks learn whether the save worked.
 """
 
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megatron.core.dist_checkpointing import folders
 from megatron.core.dist_checkpointing.chunk import Chunk
@@ -25,9 +23,13 @@ from megatron.core.dist_checkpointing.folders import Step
 from megatron.core.dist_checkpointing.manifest import index_name
 from megatron.core.dist_checkpointing.planning import assign_writes
 from megatron.core.dist_checkpointing.rank_file import write_rank
+from megatron.core.dist_checkpointing.store_disk import disk_at
 from megatron.core.dist_checkpointing.writing import Contents, SaveResult, begin, publisher
+from megatron.core.utils.store_path import StorePath
 
 _POLL_SECONDS = 0.05
+_STORE_POLL_SECONDS = 1.0
+"""For a store, which may charge for each request."""
 _ALIGNMENT = 64
 
 
@@ -49,15 +51,11 @@ class StagingMemory:
         copies, offset = [], 0
         for chunk, size in zip(chunks, sizes, strict=True):
             memory = self._bytes[offset : offset + chunk.tensor.nbytes].view(chunk.tensor.dtype)
-            copies.append(replace(chunk, tensor=_filled(memory, chunk.values()), encoded=None))
+            copies.append(replace(chunk, tensor=memory.copy_(chunk.values(), non_blocking=True), encoded=None))
             offset += size
         for device in devices:
             torch.cuda.synchronize(device)
         return copies
-
-
-def _filled(memory: Tensor, values: Tensor) -> Tensor:
-    return memory.copy_(values, non_blocking=True)
 
 
 class PendingSave:
@@ -93,13 +91,13 @@ class PendingSave:
         self._written.wait()
         try:
             self._ranks.run_on_all(self._raise_failure)
+            self._ranks.run_on_first(self._join)
         except Exception:
             self._abandoned.set()
             self._thread.join()
             if self._ranks.rank == 0:
-                shutil.rmtree(self._temporary, ignore_errors=True)
+                self._disk.discard(self._temporary)
             raise
-        self._ranks.run_on_first(self._join)
 
     def _run(self, chunks: Sequence[Chunk]) -> None:
         try:
@@ -118,12 +116,12 @@ class PendingSave:
     def _all_ranks_wrote(self) -> bool:
         """Waits for the index files of all ranks, which get their names when they are complete. Returns False if
         `finish` has cancelled the checkpoint."""
-        missing = [self._temporary / index_name(rank) for rank in range(self._ranks.size)]
+        missing = [self._temporary / index_name(rank, self._disk.mark) for rank in range(self._ranks.size)]
         while not self._abandoned.is_set():
             missing = [path for path in missing if not path.exists()]
             if not missing:
                 return True
-            self._abandoned.wait(_POLL_SECONDS)
+            self._abandoned.wait(_STORE_POLL_SECONDS if isinstance(self._temporary, StorePath) else _POLL_SECONDS)
         return False
 
     def _raise_failure(self) -> None:
@@ -157,7 +155,7 @@ def begin_save(
 
     `announce` is called on rank 0, in the thread, once the checkpoint is complete on disk.
     """
-    ranks, disk = RankCoordinator(group), disk or Disk()
+    ranks, disk = RankCoordinator(group), disk or disk_at(root)
     temporary, notes = begin(ranks, disk, root, step, common)
     contents = Contents(ranks.size, common, config, layout, weights_finite)
     publish = publisher(disk, step, contents, keep_last, keep_every)

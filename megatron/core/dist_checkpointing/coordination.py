@@ -30,24 +30,24 @@ class RankCoordinator:
         self.size = dist.get_world_size(self.group) if several else 1
         self.global_rank = dist.get_rank() if several else 0
         on_host = self.group is None or "cpu" in dist.get_backend_config(self.group)
-        self._device = torch.device("cpu") if on_host else torch.device("cuda", torch.cuda.current_device())
+        self.device = torch.device("cpu") if on_host else torch.device("cuda", torch.cuda.current_device())
 
     def gather(self, value: Json) -> list[Json]:
         """Returns the JSON values of all ranks, by rank."""
         if self.group is None:
             return [value]
-        mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self._device)
-        sizes = torch.zeros(self.size, dtype=torch.int64, device=self._device)
+        mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self.device)
+        sizes = torch.zeros(self.size, dtype=torch.int64, device=self.device)
         sizes[self.rank] = mine.numel()
         counts = [int(count) for count in all_reduce(sizes, self.group).tolist()]
-        padded = torch.zeros(max(counts), dtype=torch.uint8, device=self._device)
+        padded = torch.zeros(max(counts), dtype=torch.uint8, device=self.device)
         padded[: mine.numel()] = mine
         received = zip(all_gather(padded, self.group), counts, strict=True)
         return [json.loads(bytes(tensor[:count].cpu().numpy())) for tensor, count in received]
 
     def any_rank(self, flags: torch.Tensor) -> torch.Tensor:
         """Returns the elementwise "or" over all ranks of a uint8 vector of zeros and ones, on the CPU."""
-        return all_reduce(flags.to(self._device), self.group, dist.ReduceOp.MAX).cpu()
+        return all_reduce(flags.to(self.device), self.group, dist.ReduceOp.MAX).cpu()
 
     def run_on_all(self, action: Callable[[], T]) -> T:
         """Runs the action on all ranks and returns its result. If it fails on one rank, it fails on all.

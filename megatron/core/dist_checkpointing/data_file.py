@@ -204,7 +204,7 @@ class BlockReader:
         self._buffer = torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=pinned)
         self._bytes = self._buffer.numpy().data
         self._path: Path | None = None
-        self._file: io.FileIO | None = None
+        self._file: io.RawIOBase | None = None
 
     def read(self, path: Path, offset: int, count: int) -> Tensor:
         """Returns `count` bytes of a file from byte `offset` on, as uint8, valid until the next call. Raises OSError,

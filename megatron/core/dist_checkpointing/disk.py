@@ -8,6 +8,7 @@ from typing import BinaryIO
 
 from megatron.core.exceptions import UserError
 from megatron.core.utils.files import sync_directory
+from megatron.core.utils.store_path import StorePath
 
 _WRITE_BUFFER = 1 << 20
 """Bytes that are buffered before a system call. Larger writes bypass the buffer."""
@@ -20,7 +21,9 @@ def _no_hook(operation: str, path: Path) -> None:
 def check_room(folder: Path, nbytes: float) -> str | None:
     """Returns a warning if the file system of a folder, which may not exist yet, has less than `nbytes` free: something
     else may free space until the save, or the file system may report its free space wrongly. Raises UserError if the
-    whole file system is smaller. Returns None if it has room, or if it reports no size."""
+    whole file system is smaller. Returns None if it has room, or if it reports no size, as stores do."""
+    if isinstance(folder, StorePath):
+        return None
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     usage = shutil.disk_usage(existing)
     room = usage.total - usage.used  # not usage.free, which leaves out what only root can write
@@ -37,6 +40,18 @@ class Disk:
 
     def __init__(self, before: Callable[[str, Path], None] = _no_hook) -> None:
         self.before = before
+        self.mark = ""
+        """Part of the names of a save's files, equal on all its ranks (`StoreDisk`)."""
+
+    def new_folder(self, folder: Path) -> Path:
+        """Creates the folder that a save of `folder` writes into, and returns its path."""
+        temporary = folder.with_name(f"{folder.name}.tmp-{os.urandom(4).hex()}")
+        self.make_directory(temporary)
+        return temporary
+
+    def discard(self, folder: Path) -> None:
+        """Deletes the folder of a save that has failed, as far as that works. Does not raise."""
+        shutil.rmtree(folder, ignore_errors=True)
 
     def make_directory(self, path: Path) -> None:
         """Creates a directory and its parents, unless they exist."""

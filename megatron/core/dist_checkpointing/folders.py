@@ -5,6 +5,8 @@ DIR/iter_0000010/                         a checkpoint
 DIR/iter_0000010.tmp-1a2b3c4d/            a checkpoint that is being written, or that a killed save has left
 DIR/iter_0000010.replaced-1a2b3c4d/       the old iter_0000010, while the new one gets its name
 DIR/iter_0000010.deleted-1a2b3c4d/        a checkpoint that is being deleted
+
+In a store all saves of an iteration write into iter_0000010/, which counts once it has a manifest (`store_disk`).
 """
 
 import glob
@@ -16,8 +18,10 @@ from typing import Final, Literal
 
 from megatron.core.dist_checkpointing.disk import Disk
 from megatron.core.dist_checkpointing.manifest import MANIFEST
+from megatron.core.dist_checkpointing.store_disk import MARKED, StoreDisk
 from megatron.core.exceptions import UserError
 from megatron.core.utils.files import read_regular_file
+from megatron.core.utils.store_path import StorePath
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE: Final = "release"
@@ -64,7 +68,7 @@ def list_folders(root: Path) -> list[Folder]:
             match = _FOLDER.fullmatch(path.name)
             if match and path.is_dir():
                 step: Step = int(match["iteration"]) if match["iteration"] else RELEASE
-                found.append(Folder(path, step, match["state"]))
+                found.append(Folder(path, step, match["state"] or _state_in_store(path)))
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
@@ -79,9 +83,30 @@ def candidates(root: Path) -> list[Folder]:
     renames.
     """
     folders = list_folders(root)
+    folders += _unlisted(root, folders)
     final = {folder.step for folder in folders if folder.state is None}
     usable = [f for f in folders if f.state is None or (f.state == "replaced" and f.step not in final)]
     return sorted(usable, key=lambda folder: (folder.iteration, folder.path.name), reverse=True)
+
+
+def _state_in_store(folder: Path) -> str | None:
+    """Returns `tmp` for a folder in a store that holds nothing but objects of unfinished saves, otherwise None."""
+    if not isinstance(folder, StorePath):
+        return None
+    names = [path.name for path in folder.iterdir()]
+    unfinished = bool(names) and all(map(MARKED.fullmatch, names))
+    return "tmp" if unfinished and not (folder / MANIFEST).exists() else None  # a listing may lack the manifest
+
+
+def _unlisted(root: Path, listed: list[Folder]) -> list[Folder]:
+    """Returns the checkpoint that the tracker names if it is in a store whose listing does not show it yet."""
+    if not isinstance(root, StorePath):
+        return []
+    step = read_tracker(root).step
+    if step is None or any(folder.step == step and folder.state is None for folder in listed):
+        return []
+    path = root / folder_name(step)
+    return [Folder(path, step, None)] if (path / MANIFEST).exists() else []
 
 
 def is_foreign(folder: Path) -> bool:
@@ -138,7 +163,9 @@ def clean(disk: Disk, root: Path) -> list[str]:
     folders = list_folders(root)
     final = {folder.step for folder in folders if folder.state is None}
     for folder in folders:
-        if folder.state == "replaced" and folder.step not in final:
+        if isinstance(disk, StoreDisk) and folder.state is not None:
+            disk.remove_objects([path for path in folder.path.iterdir() if MARKED.fullmatch(path.name)])
+        elif folder.state == "replaced" and folder.step not in final:
             disk.rename(folder.path, folder.path.with_name(folder_name(folder.step)))
             final.add(folder.step)
         elif folder.state is not None:
@@ -146,13 +173,15 @@ def clean(disk: Disk, root: Path) -> list[str]:
         else:
             continue
         touched.append(folder.path.name)
-    for path in root.glob(f".{TRACKER}.*.tmp"):
+    for path in root.glob(f".{TRACKER}.*.tmp") if not isinstance(disk, StoreDisk) else ():
         path.unlink(missing_ok=True)
     return touched
 
 
 def clean_siblings(disk: Disk, folder: Path) -> list[str]:
     """Removes the temporary folders that killed saves of a single folder have left beside it. Returns their names."""
+    if isinstance(disk, StoreDisk):
+        return []
     left = [path for path in folder.parent.glob(f"{glob.escape(folder.name)}.tmp-*") if path.is_dir()]
     for path in left:
         disk.remove_tree(path)
@@ -160,7 +189,12 @@ def clean_siblings(disk: Disk, folder: Path) -> list[str]:
 
 
 def rename_into_place(disk: Disk, temporary: Path, folder: Path) -> None:
-    """Renames a finished folder to its final name. An older checkpoint with that name is removed afterwards."""
+    """Renames a finished folder to its final name. An older checkpoint with that name is removed afterwards.
+
+    In a store it has its name, and what is removed are the objects that its manifest does not name."""
+    if isinstance(disk, StoreDisk):
+        disk.discard_others(folder)
+        return
     replaced = sibling_name(folder, "replaced")
     had_one = folder.exists()
     if had_one:
@@ -173,6 +207,9 @@ def rename_into_place(disk: Disk, temporary: Path, folder: Path) -> None:
 
 def delete(disk: Disk, folder: Path) -> None:
     """Deletes a checkpoint. A reader finds either all of it or nothing."""
+    if isinstance(disk, StoreDisk):
+        disk.remove_tree(folder)
+        return
     deleted = sibling_name(folder, "deleted")
     disk.rename(folder, deleted)
     disk.sync_directory(folder.parent)

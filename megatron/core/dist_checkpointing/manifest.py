@@ -42,14 +42,14 @@ class OutdatedCheckpoint(BrokenCheckpoint):
     """A complete checkpoint from which a run must not continue. A load skips it and takes an older one."""
 
 
-def index_name(rank: int) -> str:
-    """Returns the file name of a rank's index."""
-    return f"rank_{rank:05d}.json"
+def index_name(rank: int, mark: str = "") -> str:
+    """Returns the file name of a rank's index, with the mark of its save (`Disk.mark`)."""
+    return f"rank_{rank:05d}{mark}.json"
 
 
-def data_name(rank: int) -> str:
-    """Returns the file name of a rank's data file."""
-    return f"rank_{rank:05d}.safetensors"
+def data_name(rank: int, mark: str = "") -> str:
+    """Returns the file name of a rank's data file, with the mark of its save (`Disk.mark`)."""
+    return f"rank_{rank:05d}{mark}.safetensors"
 
 
 @dataclass(frozen=True)

@@ -34,17 +34,18 @@ def write_rank(
     ordered = aligned_order(
         [TensorEntry(key, _shape(chunk), _elements(chunk, values_of)) for key, chunk in entries.items()]
     )
+    name = data_name(rank, disk.mark)
     try:
-        written = write_data_file(disk, temporary / data_name(rank), ordered)
+        written = write_data_file(disk, temporary / name, ordered)
         stored = [
             _stored(entries[entry.key], entry.key, offset, checksums)
             for entry, offset, checksums in zip(ordered, written.offsets, written.checksums, strict=True)
         ]
-        index = RankIndex(data_name(rank), written.size, written.header_crc32, tuple(stored))
+        index = RankIndex(name, written.size, written.header_crc32, tuple(stored))
         write_index = disk.replace_file if index_appears_whole else disk.write_file
-        write_index(temporary / index_name(rank), index.to_bytes())
+        write_index(temporary / index_name(rank, disk.mark), index.to_bytes())
     except OSError as error:
-        raise cannot_write(temporary / data_name(rank), error) from error
+        raise cannot_write(temporary / name, error) from error
 
 
 def _elements(chunk: Chunk, values_of: Callable[[Chunk], Tensor] | None) -> Tensor | LazyTensor:

@@ -31,13 +31,18 @@ def read_header(path: Path) -> dict[str, TensorInFile]:
     file."""
     try:
         with open_regular_file(path) as file:
-            size = os.fstat(file.fileno()).st_size
+            size = file.seek(0, os.SEEK_END)
+            file.seek(0)
             length = int.from_bytes(file.read(8), "little")
-            if length > MAX_HEADER_BYTES:
+            if size >= 8 and length > MAX_HEADER_BYTES:
                 raise BrokenCheckpoint(path, "not a safetensors file: its first 8 bytes are not the length of a header")
+            if size < 8 + length:
+                raise BrokenCheckpoint(path, f"cut off: it has {size} bytes, which is less than its header")
             fields = parse_json(file.read(length))
     except OSError as error:
         raise BrokenCheckpoint(path, error.strerror or str(error)) from error
+    except BrokenCheckpoint:
+        raise
     except ValueError as error:
         raise BrokenCheckpoint(path, f"not a safetensors file: its header is not JSON ({error})") from error
     try:

@@ -2,11 +2,11 @@
 
 A kill at any point is harmless, because of the order: data files and indexes, synced; the manifest, synced; the folder,
 synced; its final name, synced; the tracker file. Nothing is removed before the new checkpoint has its final name.
+In a store the files get their final names at once, with a mark that is new in each save (`store_disk`).
 """
 
 import hashlib
 import json
-import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +33,7 @@ from megatron.core.dist_checkpointing.manifest import (
 )
 from megatron.core.dist_checkpointing.planning import assign_writes, check_complete, make_catalogue
 from megatron.core.dist_checkpointing.rank_file import write_rank
+from megatron.core.dist_checkpointing.store_disk import disk_at
 from megatron.core.exceptions import UserError
 
 
@@ -72,7 +73,7 @@ def save(
     checkpoint is complete on disk and the tracker file names it. If one rank fails (disk full, no permission), all
     ranks raise UserError, earlier checkpoints stay as they were, and no partial files remain.
     """
-    ranks, disk, started = RankCoordinator(group), disk or Disk(), time.monotonic()
+    ranks, disk, started = RankCoordinator(group), disk or disk_at(root), time.monotonic()
     temporary, notes = begin(ranks, disk, root, step, common)
     contents = Contents(ranks.size, common, config, layout, weights_finite)
     publish = publisher(disk, step, contents, keep_last, keep_every)
@@ -87,7 +88,8 @@ def begin(
     """Returns the new temporary folder of a save, and sentences about remains of earlier saves. Raises UserError on all
     ranks if the ranks' state differs. Collective."""
     _check_agreement(ranks, step, common)
-    begun = ranks.run_on_first(lambda: _create_temporary(disk, root, step))
+    begun = ranks.run_on_first(lambda: _create_temporary(disk, root / folders.folder_name(step)))
+    disk.mark = begun["mark"]
     return root / begun["temporary"], begun["notes"]
 
 
@@ -109,15 +111,16 @@ def save_folder(
 
     The folder must be empty or not exist. `common` is taken from the first rank and not compared.
     """
-    ranks, disk, started = RankCoordinator(), Disk(), time.monotonic()
-    begun = ranks.run_on_first(lambda: _create_temporary_for_folder(disk, folder))
+    ranks, disk, started = RankCoordinator(), disk_at(folder), time.monotonic()
+    begun = ranks.run_on_first(lambda: _create_temporary(disk, folder, is_alone=True))
+    disk.mark = begun["mark"]
     contents = Contents(ranks.size, common, {}, layout)
     done = _write_and_publish(
         ranks,
         disk,
         folder.parent / begun["temporary"],
         chunks,
-        lambda temporary: _publish_folder(disk, temporary, folder, contents),
+        lambda temporary: {"nbytes": _complete(disk, temporary, folder, 0, contents)},
     )
     return SaveResult(folder, done["nbytes"], time.monotonic() - started, begun["notes"])
 
@@ -136,15 +139,15 @@ def save_streamed(
     Each list of chunks becomes one data file. The chunks' tensors give only the type and may be on the meta device.
     `values_of` returns the elements of a chunk, one-dimensional, when they are written; they are freed afterwards.
     """
-    disk, started = Disk(), time.monotonic()
-    begun = _create_temporary(disk, root, step)
+    disk, started = disk_at(root), time.monotonic()
+    begun = _create_temporary(disk, root / folders.folder_name(step))
     temporary, count = root / begun["temporary"], 0
     try:
         for count, chunks in enumerate(files, 1):
             write_rank(disk, temporary, count - 1, chunks, values_of)
         done = _publish(disk, temporary, step, Contents(count, common, config, {}), None)
     except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
+        disk.discard(temporary)
         raise
     return SaveResult(root / folders.folder_name(step), done["nbytes"], time.monotonic() - started, begun["notes"])
 
@@ -163,7 +166,7 @@ def _write_and_publish(
         return ranks.run_on_first(lambda: publish(temporary))
     except BaseException:
         if ranks.rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
+            disk.discard(temporary)
         raise
 
 
@@ -175,32 +178,19 @@ def _check_agreement(ranks: RankCoordinator, step: Step, common: Mapping[str, ob
         raise UserError(f"the state to be saved at iteration {step} differs between rank 0 and ranks {differing}")
 
 
-def _create_temporary(disk: Disk, root: Path, step: Step) -> dict[str, Any]:
-    """Cleans up after killed saves and creates the temporary folder."""
-    try:
-        disk.make_directory(root)
-        touched = folders.clean(disk, root)
-        temporary = folders.sibling_name(root / folders.folder_name(step), "tmp")
-        disk.make_directory(temporary)
-    except OSError as error:
-        raise cannot_write(root, error) from error
-    notes = [f"removed or restored what an interrupted save has left: {', '.join(touched)}"] if touched else []
-    return {"temporary": temporary.name, "notes": notes}
-
-
-def _create_temporary_for_folder(disk: Disk, folder: Path) -> dict[str, Any]:
-    """Does the same for a single folder."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+def _create_temporary(disk: Disk, folder: Path, is_alone: bool = False) -> dict[str, Any]:
+    """Cleans up after killed saves and creates the temporary folder of a checkpoint of a run, or of one that is alone
+    in its folder."""
+    if is_alone and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} is not empty; save into a folder that is empty or does not exist")
     try:
         disk.make_directory(folder.parent)
-        touched = folders.clean_siblings(disk, folder)
-        temporary = folders.sibling_name(folder, "tmp")
-        disk.make_directory(temporary)
+        touched = folders.clean_siblings(disk, folder) if is_alone else folders.clean(disk, folder.parent)
+        temporary = disk.new_folder(folder)
     except OSError as error:
-        raise cannot_write(folder, error) from error
-    notes = [f"removed what an interrupted save has left: {', '.join(touched)}"] if touched else []
-    return {"temporary": temporary.name, "notes": notes}
+        raise cannot_write(folder if is_alone else folder.parent, error) from error
+    notes = [f"removed or restored what an interrupted save has left: {', '.join(touched)}"] if touched else []
+    return {"temporary": temporary.name, "mark": disk.mark, "notes": notes}
 
 
 @dataclass(frozen=True)
@@ -224,11 +214,7 @@ def _publish(
 ) -> dict[str, Any]:
     """Writes the manifest, renames the folder, updates the tracker file and deletes old checkpoints."""
     root, folder = temporary.parent, temporary.parent / folders.folder_name(step)
-    nbytes = _write_manifest(disk, temporary, folder, step if isinstance(step, int) else 0, contents)
-    try:
-        folders.rename_into_place(disk, temporary, folder)
-    except OSError as error:
-        raise cannot_write(folder, error) from error
+    nbytes = _complete(disk, temporary, folder, step if isinstance(step, int) else 0, contents)
     try:
         folders.write_tracker(disk, root, step)
     except OSError as error:
@@ -238,23 +224,12 @@ def _publish(
     return {"nbytes": nbytes, "notes": notes}
 
 
-def _publish_folder(disk: Disk, temporary: Path, folder: Path, contents: Contents) -> dict[str, object]:
-    """Writes the manifest of a single folder and renames it."""
-    nbytes = _write_manifest(disk, temporary, folder, 0, contents)
-    try:
-        disk.rename(temporary, folder)  # an empty folder may have this name
-        disk.sync_directory(folder.parent)
-    except OSError as error:
-        raise cannot_write(folder, error) from error
-    return {"nbytes": nbytes}
-
-
-def _write_manifest(disk: Disk, temporary: Path, folder: Path, iteration: int, contents: Contents) -> int:
-    """Checks that the ranks' files contain all tensors, and writes the manifest. Returns the bytes of the data
-    files."""
+def _complete(disk: Disk, temporary: Path, folder: Path, iteration: int, contents: Contents) -> int:
+    """Checks that the ranks' files contain all tensors, writes the manifest and renames the folder. Returns the bytes
+    of the data files."""
     indexes, digests = [], {}
     for rank in range(contents.world_size):
-        path = temporary / index_name(rank)
+        path = temporary / index_name(rank, disk.mark)
         try:
             content = read_bytes(path)
         except BrokenCheckpoint as error:
@@ -269,6 +244,7 @@ def _write_manifest(disk: Disk, temporary: Path, folder: Path, iteration: int, c
     try:
         disk.write_file(temporary / MANIFEST, manifest.to_bytes())
         disk.sync_directory(temporary)
+        folders.rename_into_place(disk, temporary, folder)
     except OSError as error:
         raise cannot_write(folder, error) from error
     return sum(index.data_size for index in indexes)

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from support.checkpoints import filled, make_chunk
+from support.checkpoints import chunks_of_rank, filled, make_chunk
 from support.processes import run_on_ranks
 
-from megatron.core.dist_checkpointing.chunk import Chunk, optimizer_state_name
 from megatron.core.dist_checkpointing.coordination import RankCoordinator
 from megatron.core.dist_checkpointing.disk import Disk
 from megatron.core.dist_checkpointing.folders import TRACKER
@@ -19,22 +18,6 @@ from megatron.core.dist_checkpointing.planning import MismatchPolicy
 from megatron.core.dist_checkpointing.reading import load
 from megatron.core.dist_checkpointing.writing import save
 from megatron.core.exceptions import UserError
-from megatron.core.parameters import Box
-
-SHAPES = {"embedding.weight": (41, 24), "layers.0.weight": (2, 12, 24), "layers.0.bias": (24,), "step": ()}
-
-
-def chunks_of_rank(empty=False):
-    """Weights replicated over all ranks (in bfloat16) and, for each, one moment sharded by flat range (in float32)."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    chunks = []
-    for name, shape in SHAPES.items():
-        numel = torch.Size(shape).numel()
-        span = (numel * rank // size, numel * (rank + 1) // size)
-        holders = tuple(range(size))
-        chunks.append(make_chunk(name, shape, dtype=torch.bfloat16, holders=holders, empty=empty))
-        chunks.append(make_chunk(optimizer_state_name("exp_avg", name), shape, None, span, empty=empty))
-    return chunks
 
 
 def save_on_rank(root, step, disk=None, value=None):
@@ -200,9 +183,3 @@ def kinds_of_failure(broken_rank, other_rank):
 @pytest.mark.parametrize(("other", "kind"), [(1, "UserError"), (3, "BrokenCheckpoint")])
 def test_all_ranks_take_the_same_kind_of_error(other, kind):
     assert run_on_ranks(kinds_of_failure, 2, 0, other) == [kind] * 2
-
-
-def test_one_process_needs_no_group(tmp_path):
-    chunk = Chunk("a", (2,), Box.whole((2,)), None, torch.ones(2))
-    save(tmp_path, [chunk], step=1, common={}, config={}, layout={})
-    assert load(tmp_path, [chunk]) is not None

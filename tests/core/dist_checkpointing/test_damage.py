@@ -164,17 +164,6 @@ def test_the_oldest_whole_one_is_reached_and_every_broken_one_named(root):
     assert iteration == 10 and [f"iter_{step:07d}" in note for step, note in zip((40, 30, 20), said, strict=True)]
 
 
-def test_when_none_is_whole_that_is_an_error_not_a_fresh_start(root):
-    for step in (10, 20):
-        (root / f"iter_{step:07d}" / MANIFEST).write_text("{")
-    with pytest.raises(
-        UserError, match=r"no complete checkpoint in .*iter_0000020/manifest\.json.*iter_0000010/manifest"
-    ):
-        load(root, wanted(), log=lambda note: None)
-    with pytest.raises(UserError, match="no complete checkpoint in"):
-        find_checkpoint(root, log=lambda note: None)
-
-
 def test_a_tensor_that_a_broken_checkpoint_spoilt_is_not_called_untouched(root):
     """The newer one holds a key that the older lacks; its own data is bad. The key may not keep what was half read."""
     save_as(root, [[make_chunk("new", (4,)), *wanted()]], 30)
@@ -202,29 +191,10 @@ def test_a_hole_between_files_that_are_each_whole_is_found(root):
 # The tracker, and asking for one
 
 
-@pytest.mark.parametrize("content", [b"20", b"20\n", b" 0000020 "])
-def test_a_tracker_as_people_and_editors_write_it(root, content):
-    (root / TRACKER).write_bytes(content)
-    assert load_values(root) == (20, [])
-
-
-def test_a_bit_flip_in_the_tracker_that_gives_another_number(root):
-    """1 and 2 and 3 differ by a bit: what is not there is not followed, what is there is a checkpoint that is whole."""
-    for bit in range(8):
-        (root / TRACKER).write_bytes(bytes([b"2"[0] ^ 1 << bit]) + b"0")
-        assert load_values(root)[0] in (10, 20)
-
-
 def test_asking_for_a_broken_one_is_an_error(root):
     (root / "iter_0000020" / "rank_00000.json").unlink()
     with pytest.raises(UserError, match=r"no complete checkpoint in .*rank_00000\.json: No such file"):
         load(root, wanted(), step=20, log=lambda note: None)
-
-
-def test_nothing_there(tmp_path):
-    assert load(tmp_path, wanted()) is None
-    assert load(tmp_path / "nowhere", wanted()) is None
-    assert find_checkpoint(tmp_path / "nowhere") is None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

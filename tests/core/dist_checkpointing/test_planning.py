@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.checkpoints import make_chunk, save_as
+from support.checkpoints import make_chunk
 
 from megatron.core.dist_checkpointing.chunk import Chunk, optimizer_state_name
 from megatron.core.dist_checkpointing.manifest import BrokenCheckpoint, RankIndex, StoredChunk
@@ -56,25 +56,6 @@ def test_replicas_share_the_writing_evenly(sizes, replicas):
     assert max(loads) - min(loads) <= 2 << 20  # whole small chunks, at most one too many at either end
     pieces = sorted((chunk.name, chunk.range) for share in shares for chunk in share)
     assert all(a[0] != b[0] or a[1][1] == b[1][0] for a, b in itertools.pairwise(pieces))
-
-
-def test_different_groups_of_holders_are_shared_out_apart(tmp_path):
-    """A norm held by all four ranks, a weight cut in two by tensor parallelism and held twice each."""
-    ranks = []
-    for rank in range(4):
-        box = Box((rank % 2 * 2, 0), (2, 3))
-        ranks.append(
-            [
-                make_chunk("norm", (3,), holders=(0, 1, 2, 3)),
-                make_chunk("weight", (4, 3), box, holders=(rank % 2, rank % 2 + 2)),
-            ]
-        )
-    save_as(tmp_path, ranks)  # checks that every element is stored exactly once
-
-
-def test_a_chunk_that_is_listed_twice_is_written_once() -> None:
-    twice = [make_chunk("tied", (4,), holders=(0, 1)), make_chunk("tied", (4,), holders=(0, 1))]
-    assert sum(len(assign_writes(twice, rank)) for rank in (0, 1)) == 1
 
 
 def test_every_element_must_be_stored_once() -> None:

@@ -7,7 +7,6 @@ import torch
 from safetensors.torch import load_file
 from support.checkpoints import filled, make_chunk
 
-from megatron.core.dist_checkpointing.chunk import Chunk
 from megatron.core.dist_checkpointing.disk import Disk
 from megatron.core.dist_checkpointing.manifest import RankIndex
 from megatron.core.dist_checkpointing.rank_file import write_rank
@@ -45,18 +44,6 @@ def test_the_index_describes_every_chunk(tmp_path: Path) -> None:
         assert (stored.global_shape, stored.box, stored.range) == (chunk.global_shape, chunk.box, chunk.range)
         data = torch.frombuffer(bytearray(content[stored.offset :][: stored.nbytes]), dtype=stored.dtype)
         assert torch.equal(data, filled(chunk))
-
-
-def test_values_can_be_made_during_the_write(tmp_path: Path) -> None:
-    asked: list[str] = []
-
-    def values_of(chunk: Chunk) -> torch.Tensor:
-        asked.append(chunk.name)
-        return torch.full((chunk.tensor.numel(),), 7.0)
-
-    write_rank(Disk(), tmp_path, 0, [make_chunk("a", (4,)), make_chunk("b", (2,))], values_of)
-    assert asked == ["a", "b"]
-    assert all((tensor == 7).all() for tensor in load_file(tmp_path / "rank_00000.safetensors").values())
 
 
 def test_a_write_that_fails_names_the_file(tmp_path: Path) -> None:
