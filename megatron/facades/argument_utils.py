@@ -151,8 +151,9 @@ def _settings(args: Any, config: TransformerConfig | None, config_class: type) -
     }
 
 
-def _spec_of(args: Any) -> list[str] | None:
-    return None if args.spec in (None, ["local"]) else args.spec
+def _layers_of(args: Any) -> Callable[..., object] | None:
+    """Returns the function that makes the layers of --spec; None without."""
+    return None if args.spec in (None, ["local"]) else functools.partial(block_spec_of_flag, args.spec)
 
 
 def gpt_config_from_args(
@@ -160,18 +161,15 @@ def gpt_config_from_args(
 ) -> Any:
     """Returns the settings of the GPT that arguments describe. `config` replaces their transformer config."""
     values = _settings(args, config, model_config_cls) | {"rope_scaling": args.use_rope_scaling}
-    words = _spec_of(args)
-    values["transformer_layer_spec"] = None if words is None else functools.partial(block_spec_of_flag, words)
-    return model_config_cls(**values)
+    return model_config_cls(**values | {"transformer_layer_spec": _layers_of(args)})
 
 
 def hybrid_config_from_args(
     args: object, config: TransformerConfig | None = None, model_config_cls: type[object] = HybridModelConfig
 ) -> Any:
     """Returns the settings of the hybrid model that arguments describe. `config` replaces their transformer config."""
-    values, words = _settings(args, config, model_config_cls), _spec_of(args)
-    values["hybrid_stack_spec"] = None if words is None else functools.partial(block_spec_of_flag, words)
-    return model_config_cls(**values)
+    values = _settings(args, config, model_config_cls)
+    return model_config_cls(**values | {"hybrid_stack_spec": _layers_of(args)})
 
 
 _SECTIONS = {

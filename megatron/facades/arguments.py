@@ -7,10 +7,15 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from megatron.core.declarations.config_fields import describe_problem
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.facades.plugin_arguments import is_of_plugin, take_plugin_values
 from megatron.training.arguments import take_ranks
 from megatron.training.checkpoint_args import take_checkpoint_args
+from megatron.training.config.checks import missing_schedule
 from megatron.training.config.command_line import CommandLine, ExtraArgsProvider, read_command_line
+from megatron.training.config.flag_table import spelling_of
+from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.resolution import (
     APP_SWITCHES,
     ConfigurationError,
@@ -67,13 +72,30 @@ def parse_args(
     return arguments
 
 
+OF_SCRIPT = {"datasets_of_script": True, "loop_of_script": True}
+"""What is known about a script that calls `validate_args` or `initialize_megatron`."""
+
+
+def check_can_train(config: PretrainConfig) -> None:
+    """Raises ConfigurationError if the learning rate or the length of the run is missing."""
+    training, settings = config.training, config.optimizer
+    if not config.evaluation.skip_train:
+        problems = missing_schedule(settings.lr, training.train_iters or training.train_samples or None)
+        named = [describe_problem(problem, argparse.Namespace(**config.flat()), spelling_of) for problem in problems]
+        if named:
+            raise ConfigurationError(named)
+
+
 def validate_args(args: Arguments, defaults: Mapping[str, Any] | None = None) -> Arguments:
     """Checks the arguments and fills in derived values, in place. `args.config` becomes the frozen PretrainConfig.
 
     `defaults` are used where a value is None. The script may build its datasets itself, so no flag of data is required.
+    It may only load a model: `check_can_train` asks for --lr and the length of the run when it makes an optimizer.
     After mistakes, prints all of them and exits with code 2.
     """
-    defaults = {**(defaults or {}), "datasets_of_script": True}
+    if is_of_plugin(args):
+        take_plugin_values(args)
+    defaults = {**(defaults or {}), **OF_SCRIPT}
     before = args._line
     values = {name: getattr(args, name) for name in before.values}
     changed = {name for name, value in values.items() if value != before.values[name]}

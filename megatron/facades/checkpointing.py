@@ -1,21 +1,23 @@
 """Megatron-LM's functions for checkpoints, for user scripts: they act on the run that was set up last."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from torch.distributed import ProcessGroup
 
 from megatron.core.dist_checkpointing.checkpoint_selection import find_checkpoint
+from megatron.core.dist_checkpointing.chunk import Chunk
 from megatron.core.dist_checkpointing.folders import TRACKER, folder_name, read_tracker_file
 from megatron.core.exceptions import UserError
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.schedule.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.facades.arguments import Arguments
 from megatron.facades.global_vars import current_run, shared_record
+from megatron.facades.script_providers import refuse
 from megatron.facades.utils import print_rank_0
 from megatron.training.checkpoint_args import take_model_flags
 from megatron.training.checkpoints import Checkpoints, print_on_first_rank
@@ -53,7 +55,7 @@ def save_checkpoint(
     `Checkpoints.save`, and for arguments that are not supported yet."""
     asked = {"non_persistent_ckpt": non_persistent_ckpt, "release": release}
     asked["preprocess_common_state_dict_fn"] = preprocess_common_state_dict_fn is not None
-    _refuse("save_checkpoint", asked)
+    refuse("save_checkpoint", asked)
     run = current_run()
     if run.config.checkpoint.save is None:
         raise UserError("save_checkpoint() writes under --save, which is not given")
@@ -64,8 +66,8 @@ def save_checkpoint(
 
 def load_checkpoint(
     ddp_model: nn.Module | Sequence[nn.Module],
-    optimizer: MegatronOptimizer,
-    opt_param_scheduler: OptimizerParamScheduler,
+    optimizer: MegatronOptimizer | None,
+    opt_param_scheduler: OptimizerParamScheduler | None,
     load_arg: str = "load",
     strict: bool = True,
     checkpointing_context: object = None,
@@ -76,17 +78,41 @@ def load_checkpoint(
 ) -> tuple[int, float]:
     """Loads from the folder that the flag `load_arg` names. Returns (iteration, floating point operations so far), or
     (0, 0.0) if the folder holds no checkpoint. Without `strict`, missing and unused keys are allowed and printed.
-    Raises UserError like `Checkpoints.load`."""
-    _refuse("load_checkpoint", {"skip_load_to_model_and_opt": skip_load_to_model_and_opt})
+    Without an optimizer or a scheduler, its state is not loaded. Raises UserError like `Checkpoints.load`."""
+    refuse("load_checkpoint", {"skip_load_to_model_and_opt": skip_load_to_model_and_opt})
     run = current_run()
     flags = run.config.checkpoint
     flags = dataclasses.replace(flags, load=getattr(flags, load_arg), pretrained_checkpoint=None)
+    if optimizer is None:
+        flags = dataclasses.replace(flags, no_load_optim=True)
     if not strict:
         flags = dataclasses.replace(flags, dist_ckpt_strictness="log_all")
     checkpoints = checkpoints_of_run(run, dataclasses.replace(run.config, checkpoint=flags))
-    if not checkpoints.load(SavedParts(run.state, _as_list(ddp_model), optimizer, opt_param_scheduler)):
+    nothing = _NothingToLoad()
+    of_optimizer = cast(MegatronOptimizer, nothing) if optimizer is None else optimizer
+    of_scheduler = cast(OptimizerParamScheduler, nothing) if opt_param_scheduler is None else opt_param_scheduler
+    if not checkpoints.load(SavedParts(run.state, _as_list(ddp_model), of_optimizer, of_scheduler)):
         return 0, 0.0
     return run.state.iteration, run.state.floating_point_operations_so_far
+
+
+class _NothingToLoad:
+    """Stands for the optimizer or the scheduler of a script that has none and only loads a model."""
+
+    average = None
+
+    def state_chunks(self) -> Iterator[Chunk]:
+        """Yields nothing: no tensor is loaded."""
+        return iter(())
+
+    def after_load(self) -> None:
+        """Does nothing."""
+
+    def load_common_state(self, state: Mapping[str, object]) -> None:
+        """Does nothing."""
+
+    def load_state_dict(self, *state: object, **keywords: object) -> None:
+        """Does nothing."""
 
 
 def load_args_from_checkpoint(
@@ -148,12 +174,6 @@ def read_metadata(tracker_filename: str | Path) -> tuple[int, bool]:
 
 def _as_list(model: nn.Module | Sequence[nn.Module]) -> Sequence[Any]:
     return [model] if isinstance(model, nn.Module) else model
-
-
-def _refuse(function: str, asked: Mapping[str, bool]) -> None:
-    for name, value in asked.items():
-        if value:
-            raise UserError(f"{function}({name}=...): not yet")
 
 
 def checkpoints_of_run(run: Context, config: PretrainConfig | None = None) -> Checkpoints:

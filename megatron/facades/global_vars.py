@@ -4,6 +4,7 @@ The module keeps the run that was set up last, as megatron.facades.parallel_stat
 takes its settings as arguments and does not call these functions.
 """
 
+import argparse
 import contextlib
 import dataclasses
 import os
@@ -131,6 +132,22 @@ class LiveArguments:
         return f"LiveArguments({len(self.as_dict())} values)"
 
 
+class PluginArguments(LiveArguments):
+    """The arguments of a run that Accelerate's plugin drives. It names the folders of checkpoints when it saves and
+    loads, and writes settings that have no effect on a GPT."""
+
+    __slots__ = ()
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in ("save", "load"):
+            change_folder(name, str(value))
+            self._settings[name] = value
+        elif name == "bert_binary_head":
+            self._own[name] = value
+        else:
+            super().__setattr__(name, value)
+
+
 class _CurrentRun:
     """The run that was set up last, if any."""
 
@@ -145,6 +162,8 @@ class _CurrentRun:
     record: RewindRecord | None = None
     script_counts: bool = False
     """Whether the script has a training step of its own, and may write iterations and samples."""
+    plugin: bool = False
+    """Whether Accelerate's plugin drives the run: it adds the samples of a step itself, and takes seven results."""
 
 
 _current = _CurrentRun()
@@ -155,7 +174,7 @@ def set_current_run(context: "Context", **facts: object) -> None:
     _current.context = context
     _current.arguments = LiveArguments(context.config, context.state, **facts)
     _current.timers, _current.tokenizer = context.timers, context.tokenizer
-    _current.record = None
+    _current.record, _current.plugin = None, False
 
 
 class PublishedRun(Publication):
@@ -203,13 +222,54 @@ def published(providers: "Providers") -> "Providers":
     return dataclasses.replace(providers, publication=PublishedRun())
 
 
+def change_folder(name: str, folder: str) -> None:
+    """Makes `folder` the value of --save or --load (`name`) in the current run."""
+    run = current_run()
+    flags = run.config.checkpoint
+    save, load = (folder, flags.load) if name == "save" else (flags.save, folder)
+    checkpoint = dataclasses.replace(flags, save=save, load=load)
+    _current.context = dataclasses.replace(run, config=dataclasses.replace(run.config, checkpoint=checkpoint))
+    _current.record = None  # it is that of the folders
+
+
+def keep_attributes(args: argparse.Namespace) -> None:
+    """Gives `get_args()` the attributes that a script has written onto the result of `parse_args`."""
+    known = _current.arguments.as_dict()
+    for name, value in vars(args).items():
+        if name not in (*known, "config", "_line") and field_of_name(name) is None:
+            setattr(_current.arguments, name, value)
+
+
+def serve_plugin() -> None:
+    """Makes the current run one that Accelerate's plugin drives."""
+    run, own = current_run(), _current.arguments
+    arguments = PluginArguments(run.config, run.state, padded_vocab_size=own.padded_vocab_size)
+    arguments._own.update(own._own)
+    _current.arguments, _current.plugin = arguments, True
+
+
+def drives_plugin() -> bool:
+    """Returns whether Accelerate's plugin drives the current run."""
+    return _current.plugin
+
+
+def open_tensorboard_writer() -> Any:
+    """Returns the writer of --tensorboard-dir, which it opens if no log has; None on ranks that do not log."""
+    run = current_run()
+    if _current.tensorboard_writer is None and run.config.logging.tensorboard_dir and run.environment.logs:
+        from torch.utils.tensorboard import SummaryWriter
+
+        _current.tensorboard_writer = SummaryWriter(run.config.logging.tensorboard_dir)
+    return _current.tensorboard_writer
+
+
 def clear_current_run() -> None:
-    """Forgets the current run."""
-    _current.context = _current.arguments = _current.timers = _current.tokenizer = None
-    _current.tensorboard_writer = _current.wandb_writer = None
-    set_signal_handler(None)
-    let_script_count(False)
-    _current.record = None
+    """Forgets the current run, its arguments, timers and tokenizer."""
+    vars(_current).clear()
+
+
+destroy_global_vars = unset_global_variables = clear_current_run
+"""Megatron-LM's names."""
 
 
 def shared_record(made: RewindRecord) -> RewindRecord:
@@ -248,16 +308,6 @@ def set_global_variables(args: Any, build_tokenizer: bool = True) -> None:
     use_schedule(BatchSchedule.from_config(config.training, args.data_parallel_size, config.data.seq_length))
     if build_tokenizer:
         _current.tokenizer = build_tokenizer_of_config(config.tokenizer)
-
-
-def destroy_global_vars() -> None:
-    """Forgets the current run, its arguments, timers and tokenizer."""
-    clear_current_run()
-
-
-def unset_global_variables() -> None:
-    """Megatron-LM's other name of `destroy_global_vars`."""
-    clear_current_run()
 
 
 def get_args() -> Any:

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.core.exceptions import UserError
-from megatron.facades.arguments import Arguments, validate_args
+from megatron.facades.arguments import OF_SCRIPT, Arguments, validate_args
 from megatron.facades.dist_signal_handler import DistributedSignalHandler
-from megatron.facades.global_vars import PublishedRun, let_script_count, set_signal_handler
-from megatron.facades.script_providers import warn_unused
+from megatron.facades.global_vars import PublishedRun, keep_attributes, let_script_count, set_signal_handler
+from megatron.facades.script_providers import refuse, warn_unused
+from megatron.homes import lazy_names
 from megatron.training.arguments import config_of_command_line
 from megatron.training.data.sources import prefixes_of_run
 from megatron.training.launch.environment import process_environment
@@ -73,7 +73,7 @@ def initialize_megatron(
     chosen = {"get_embedding_ranks": get_embedding_ranks, "get_position_embedding_ranks": get_position_embedding_ranks}
     warn_unused("initialize_megatron", chosen)
     if parsed_args is None:
-        of_script = {**(args_defaults or {}), "datasets_of_script": True}
+        of_script = {**(args_defaults or {}), **OF_SCRIPT}
         config = config_of_command_line(extra_args_provider, of_script, ignore_unknown_args)
     else:
         config = parsed_args.config or validate_args(parsed_args, args_defaults).config
@@ -82,6 +82,8 @@ def initialize_megatron(
     check_same_inputs(config, prefixes_of_run)
     _resources.enter_context(leases_of_run(config, environment))
     start_run(config, environment)
+    if parsed_args is not None:
+        keep_attributes(parsed_args)
     let_script_count(True)
     set_signal_handler(None)
     if config.resilience.exit_signal_handler:
@@ -94,8 +96,15 @@ def close_with_run(close: Callable[[], object]) -> None:
     _resources.callback(close)
 
 
-def refuse(function: str, asked: Mapping[str, bool]) -> None:
-    """Raises UserError for the first argument that is given and not supported yet."""
-    for name, value in asked.items():
-        if value:
-            raise UserError(f"{function}({name}=...): not yet")
+_PLUGIN = "megatron.facades.accelerate_plugin"
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "_compile_dependencies": _PLUGIN,
+        "_init_autoresume": _PLUGIN,
+        "_initialize_distributed": _PLUGIN,
+        "_set_random_seed": _PLUGIN,
+        "set_jit_fusion_options": _PLUGIN,
+        "write_args_to_tensorboard": _PLUGIN,
+    },
+)

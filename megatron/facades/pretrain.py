@@ -2,9 +2,11 @@
 Megatron-LM's functions for scripts, Hugging Face folders, the dry run, and the explanations of failures."""
 
 import functools
+import importlib
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 from torch import nn
@@ -17,8 +19,10 @@ from megatron.diagnosis.dry_run.report import print_dry_run
 from megatron.diagnosis.non_finite import dump_and_search
 from megatron.diagnosis.planning.topology import topology_lines
 from megatron.facades.argument_utils import PretrainConfigContainer
+from megatron.facades.arguments import check_can_train
 from megatron.facades.global_vars import published
-from megatron.facades.script_providers import providers_of_user_script, warn_unused
+from megatron.facades.script_providers import providers_of_user_script, refuse, warn_unused
+from megatron.training.adapters import with_adapters
 from megatron.training.arguments import config_of_command_line
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.settings import LaunchEnvironment
@@ -56,16 +60,9 @@ def _pretrain(
     `inprocess_call_wrapper`.
     """
     started = time.monotonic()
-    for name, given in {"store": store, "inprocess_call_wrapper": inprocess_call_wrapper}.items():
-        if given is not None:
-            raise UserError(f"pretrain({name}=...): not yet")
-    warn_unused(
-        "pretrain",
-        {
-            "get_embedding_ranks": get_embedding_ranks,
-            "get_position_embedding_ranks": get_position_embedding_ranks,
-        },
-    )
+    _refuse_given(store=store, inprocess_call_wrapper=inprocess_call_wrapper)
+    ranks = {"get_embedding_ranks": get_embedding_ranks, "get_position_embedding_ranks": get_position_embedding_ranks}
+    warn_unused("pretrain", ranks)
     if not isinstance(train_valid_test_dataset_provider, Providers):
         args_defaults = {**(args_defaults or {}), "datasets_of_script": True}
     config = config_of_command_line(extra_args_provider, args_defaults, take_flags=take_hub_args)
@@ -101,25 +98,28 @@ def _pretrain_configured(
 ) -> None:
     """`pretrain` of releases from 0.18 on, whose settings come as a record instead of the command line."""
     started = time.monotonic()
-    refused = {
-        "store": store,
-        "inprocess_call_wrapper": inprocess_call_wrapper,
-        "p2p_communicator": p2p_communicator,
-        "pg_collection": pg_collection,
-        "skip_model_parallel_init": skip_model_parallel_init or None,
-    }
-    for name, given in refused.items():
-        if given is not None:
-            raise UserError(f"pretrain({name}=...): not yet")
+    _refuse_given(
+        store=store,
+        inprocess_call_wrapper=inprocess_call_wrapper,
+        p2p_communicator=p2p_communicator,
+        pg_collection=pg_collection,
+        skip_model_parallel_init=skip_model_parallel_init or None,
+    )
     ranks = {"get_embedding_ranks": get_embedding_ranks, "get_position_embedding_ranks": get_position_embedding_ranks}
     warn_unused("pretrain", ranks)
     if forward_step_func is None:
         raise UserError("pretrain: forward_step_func is missing")
     config = cfg_container.config
+    if not config.training.dry_run:
+        check_can_train(config)
     non_loss = non_loss_functions(non_loss_data_func, process_non_loss_data_func, config)
     build = model_provider or cfg_container.model_provider()
     providers = providers_of_user_script(train_valid_test_dataset_provider, build, forward_step_func, non_loss=non_loss)
     _run(config, providers, started)
+
+
+def _refuse_given(**arguments: object) -> None:
+    refuse("pretrain", {name: value is not None for name, value in arguments.items()})
 
 
 @functools.wraps(_pretrain)
@@ -134,7 +134,7 @@ def pretrain(*args: Any, **kwargs: Any) -> None:
 def _run(config: PretrainConfig, providers: Providers, started: float) -> None:
     """Trains, or prints the dry run. Exits as `pretrain` says."""
     if config.training.dry_run:
-        return print_dry_run(config, published(providers))
+        return print_dry_run(config, with_adapters(config, published(providers)))
     if os.environ.get("RANK", "0") == "0":
         print("".join(f"{line}\n" for line in topology_lines(config, LaunchEnvironment.of_this_process())), end="")
     try:
@@ -147,7 +147,7 @@ def _run(config: PretrainConfig, providers: Providers, started: float) -> None:
 
 def pretrain_config(config: PretrainConfig, providers: Providers, started: float) -> ExitDecision | None:
     """Runs what `pretrain` runs once the command line is read. Returns the decision of an early exit, or None."""
-    providers = with_hub_folders(config, published(providers))
+    providers = with_adapters(config, with_hub_folders(config, published(providers)))
     return run_pretraining(config, providers, started, FailureHelp(explains_lack_of_gpu_memory, dump_and_search))
 
 
@@ -161,3 +161,14 @@ def non_loss_functions(
         if int(os.environ.get("RANK", 0)) == 0:
             print("process_non_loss_data_func is not called: it takes the writer of --tensorboard-dir", flush=True)
     return None if collect is None and process is None else NonLossFunctions(collect, process)
+
+
+def gpt_entry_script() -> ModuleType:
+    """Returns pretrain_gpt.py, whose functions build model, data and forward step. Raises UserError if it is neither
+    installed with the package nor on the path."""
+    try:
+        return importlib.import_module("pretrain_gpt")
+    except ImportError:
+        raise UserError(
+            "pretrain_gpt.py is not found; it is beside the package: put that folder on PYTHONPATH"
+        ) from None

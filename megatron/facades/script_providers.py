@@ -167,6 +167,13 @@ def datasets_of_provider(
     return found
 
 
+def refuse(function: str, asked: Mapping[str, bool]) -> None:
+    """Raises UserError for the first argument of a function of Megatron-LM that is given and not supported yet."""
+    for name, value in asked.items():
+        if value:
+            raise UserError(f"{function}({name}=...): not yet")
+
+
 def warn_unused(function: str, given: Mapping[str, Any]) -> None:
     """Prints, on the first rank, which arguments of a function of Megatron-LM have no effect here."""
     for name, value in given.items():

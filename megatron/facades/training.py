@@ -26,9 +26,10 @@ from megatron.core.transformer.layer_costs import training_flops
 from megatron.core.utils.keywords import Keywords
 from megatron.diagnosis.non_finite import dump_and_search
 from megatron.facades import global_vars
+from megatron.facades.arguments import check_can_train
 from megatron.facades.batches import update_seqlen_stats_from_cu_seqlens as update_seqlen_stats_from_cu_seqlens
 from megatron.facades.checkpointing import checkpoints_of_run
-from megatron.facades.initialize import close_with_run, refuse
+from megatron.facades.initialize import close_with_run
 from megatron.facades.num_microbatches_calculator import (
     get_current_running_global_batch_size,
     get_micro_batch_size,
@@ -37,8 +38,9 @@ from megatron.facades.num_microbatches_calculator import (
 )
 from megatron.facades.pretrain import non_loss_functions
 from megatron.facades.pretrain import pretrain as pretrain
-from megatron.facades.script_providers import datasets_builder, model_builder, reporting_tensors
+from megatron.facades.script_providers import datasets_builder, model_builder, refuse, reporting_tensors
 from megatron.facades.utils import print_rank_0, print_rank_last
+from megatron.homes import lazy_names
 from megatron.training import loop
 from megatron.training.checkpoint_checks import check_before_build
 from megatron.training.config.pretrain_config import PretrainConfig
@@ -77,6 +79,7 @@ def setup_model_and_optimizer(
     """Returns model chunks, optimizer and schedule, loaded from --load's checkpoint if there is one. With --skip-train
     the last two are None."""
     run = global_vars.current_run()
+    check_can_train(run.config)
     check_before_build(run.config)
     model = build_model(run, model_builder(model_provider_func))
     optimizer = build_optimizer(run, model)
@@ -111,15 +114,20 @@ def build_train_valid_test_data_iterators(
 
 def build_pretraining_data_loader(dataset: Any, consumed_samples: int) -> DataLoader[Any] | None:
     """Returns a torch DataLoader of this rank's micro-batches from a sample of the run on, in the order of
-    --dataloader-type, with torch's own collation; None without a dataset. Raises UserError for --balanced-packing."""
+    --dataloader-type, with torch's own collation; None without a dataset. Raises UserError for --balanced-packing and
+    --hybrid-context-parallel."""
     if dataset is None:
         return None
     run = global_vars.current_run()
     groups, training, data = run.environment.groups, run.config.training, run.config.data
-    if data.balanced_packing:
-        raise UserError(
-            "build_pretraining_data_loader(): --balanced-packing needs pretrain(), which orders the rows; leave it out"
-        )
+    for flag, given in (
+        ("--balanced-packing", data.balanced_packing),
+        ("--hybrid-context-parallel", run.config.transformer.hybrid_context_parallel),
+    ):
+        if given:
+            raise UserError(
+                f"build_pretraining_data_loader(): {flag} needs pretrain(), which orders the rows; leave it out"
+            )
     place = (training.micro_batch_size, groups.rank("dp"), groups.size("dp"))
     sampler: Any
     if data.dataloader_type == "cyclic":
@@ -156,7 +164,9 @@ def build_train_valid_test_datasets(
 
 def get_optimizer_param_scheduler(optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
     """Returns the schedule of learning rate and weight decay that the flags describe."""
-    return build_scheduler(global_vars.current_run().config, optimizer)
+    config = global_vars.current_run().config
+    check_can_train(config)
+    return build_scheduler(config, optimizer)
 
 
 def num_floating_point_operations(args: object, batch_size: int) -> int:
@@ -292,13 +302,25 @@ def train_step(
     """Runs one training step and counts it in `get_args()`. Waits for the device.
 
     Returns (loss_dict, skipped_iter, should_checkpoint, should_exit, exit_code, grad_norm, num_zeros_in_grad,
-    max_attention_logit). `loss_dict` is empty on ranks that compute no loss; the last value is None without
-    --log-max-attention-logit or --qk-clip. A loss or gradient that is not finite skips the update on all ranks
-    (`skipped_iter` 1); unless --nonfinite-action is skip, every later update is skipped too, and `should_exit` is True
-    with exit code 1.
+    max_attention_logit), without the last one for Accelerate's plugin. `loss_dict` is empty on ranks that compute no
+    loss; the last value is None without --log-max-attention-logit or --qk-clip. A loss or gradient that is not finite
+    skips the update on all ranks (`skipped_iter` 1); unless --nonfinite-action is skip, every later update is skipped
+    too, and `should_exit` is True with exit code 1.
     """
+    result = _train_step(forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, forward_backward_func)
+    return result[:7] if global_vars.drives_plugin() else result  # type: ignore[return-value]
+
+
+def _train_step(
+    forward_step_func: Callable[..., Any],
+    data_iterator: Iterator[object] | Sequence[Iterator[object]] | None,
+    model: Sequence[nn.Module],
+    optimizer: MegatronOptimizer,
+    opt_param_scheduler: OptimizerParamScheduler,
+    forward_backward_func: Callable[..., object],
+) -> tuple[dict[str, Tensor], int, bool, bool, int, float | None, int | None, float | None]:
     run = global_vars.current_run()
-    global_vars.let_script_count(False)
+    global_vars.let_script_count(global_vars.drives_plugin())
     update_num_microbatches(run.state.consumed_train_samples)
     samples = get_current_running_global_batch_size()
     data = step_data_of(data_iterator) or step_data(run.config, run.environment, None)
@@ -315,6 +337,8 @@ def train_step(
         accepted,
     )
     run.state.add_step(samples, tokens=samples * length)
+    if global_vars.drives_plugin():
+        run.state.consumed_train_samples -= samples  # the plugin adds them
     losses, update = _mean_reports(result.reports, run), result.update
     if not update.update_applied.item():
         halted = _is_halted(optimizer, run.config)
@@ -385,3 +409,6 @@ def evaluate(
     if verbose and run.environment.logs:
         print(f"evaluated {result.iterations} iterations, {result.samples} samples", flush=True)
     return {name: torch.tensor(loss) for name, loss in result.losses.items()}, result.non_loss_data, False
+
+
+__getattr__ = lazy_names(__name__, {"training_log": "megatron.facades.accelerate_plugin"})

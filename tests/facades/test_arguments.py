@@ -7,12 +7,14 @@ import pytest
 from support.command_lines import SMALL
 
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.facades.arguments import check_can_train
 from megatron.training.arguments import (
     config_of_command_line,
     core_transformer_config_from_args,
     parse_args,
     validate_args,
 )
+from megatron.training.config.resolution import ConfigurationError
 
 
 @pytest.fixture
@@ -86,3 +88,28 @@ def test_unknown_flags_can_be_ignored(command_line) -> None:  # type: ignore[no-
     with pytest.raises(SystemExit):
         parse_args()
     assert config_of_command_line(ignore_unknown_args=True).transformer.num_layers == 2
+
+
+def test_a_script_that_only_loads_a_model_needs_no_schedule(command_line) -> None:  # type: ignore[no-untyped-def]
+    flags = SMALL.replace("--lr 1e-3", "").replace("--train-iters 10", "").replace("--mock-data", "")
+    command_line(flags)
+    config = validate_args(parse_args()).config
+    with pytest.raises(ConfigurationError) as missing:
+        check_can_train(config)
+    assert [problem.partition(":")[0] for problem in missing.value.problems] == [
+        "--lr is missing",
+        "--train-iters or --train-samples is missing",
+    ]
+    command_line(f"{flags} --lr 1 --train-samples 8")
+    check_can_train(validate_args(parse_args()).config)
+    with pytest.raises(SystemExit):  # pretrain() trains, and asks at once
+        command_line(flags)
+        config_of_command_line(None, {"datasets_of_script": True})
+
+
+def test_other_words_can_be_ignored_too(command_line) -> None:  # type: ignore[no-untyped-def]
+    command_line(f"config.yaml {SMALL}")
+    args = parse_args(ignore_unknown_args=True)
+    assert "config.yaml: this word belongs to no flag, and ignored as the script asks" in args._line.warnings
+    with pytest.raises(SystemExit):
+        parse_args()

@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from support.runs import TINY, train
 from support.small_run import SmallRun, equal
 
@@ -107,3 +108,16 @@ def test_arguments_of_a_checkpoint(tmp_path, monkeypatch, capsys):
     args.hidden_size = 64  # by the script
     with pytest.raises(UserError, match="--hidden-size is 64 in this run and 32 in"):
         load_args_from_checkpoint(args)
+
+
+def test_a_script_without_optimizer_loads_the_model(tmp_path, current):
+    folder = f"--save {tmp_path} --load {tmp_path}"
+    run = current(SmallRun.make(folder).train(2))
+    save_checkpoint(2, [run.model], run.optimizer, run.scheduler, 0.0)
+    other = current(SmallRun.make(folder, seed=77))
+    before = {name: value.clone() for name, value in other.optimizer.state_dict().items() if torch.is_tensor(value)}
+    assert load_checkpoint(other.model.module, None, None) == (2, 0.0)
+    weights = zip(run.model.parameters(), other.model.parameters(), strict=True)
+    assert all(torch.equal(ours, theirs) for ours, theirs in weights)
+    after = other.optimizer.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in before.items()) and other.scheduler.num_steps == 0

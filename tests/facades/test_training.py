@@ -291,7 +291,7 @@ def test_norms_and_zeros_are_those_of_weights_and_gradients(corpus):
     flags = "--train-iters 3 --eval-iters 0 --log-interval 3 --clip-grad 0.1 --max-position-embeddings 20"
     outcome = train(f"--data-path {corpus} {flags} --log-params-norm --log-num-zeros-in-grad", before=watch)
     weights = math.sqrt(sum(float(weight.double().square().sum()) for weight in outcome.weights.values()))
-    line, last = outcome.lines[-1], outcome.steps[-1]
+    line, last = outcome.lines[-1].step, outcome.steps[-1]
     assert line.params_norm == pytest.approx(weights, rel=1e-6) and outcome.steps[0].params_norm is None
     assert line.grad_norm == pytest.approx(found["norm"], rel=1e-6) and line.grad_norm > 0.1  # before clipping
     assert line.num_zeros == last.num_zeros == found["zeros"] > 0
