@@ -4,10 +4,9 @@ from dataclasses import dataclass
 
 from megatron.conversion import config_rules as rules
 from megatron.conversion import decoder
-from megatron.conversion.decoder import HUB, OURS, one_to_one
+from megatron.conversion.decoder import HUB
 from megatron.conversion.family import Family
 from megatron.conversion.hub_defaults import Json
-from megatron.conversion.tensor_mapping import KEYS, QUERIES, VALUES, HubTensorPattern
 
 _ROWS_OF_BAICHUAN_1 = 64000
 _POSITIONS, _LENGTH = "max_position_embeddings", "model_max_length"
@@ -48,16 +47,10 @@ BAICHUAN_FAMILY = Family(
     "baichuan",
     decoder.AROUND
     | decoder.MLP
-    | one_to_one({f"{OURS}.self_attention.linear_proj.weight": f"{HUB}.self_attn.o_proj.weight"})
-    | {
-        f"{OURS}.self_attention.linear_qkv.weight": (
-            HubTensorPattern(f"{HUB}.self_attn.W_pack.weight", QUERIES, fused=(KEYS, VALUES)),
-        )
-    },
+    | decoder.weights({"self_attention.linear_proj": "self_attn.o_proj"})
+    | decoder.joint_qkv(f"{HUB}.self_attn.W_pack", "weight"),
     (
-        rules.Copied("num_hidden_layers", "num_layers"),
-        rules.Copied("hidden_size", "hidden_size"),
-        rules.Copied("initializer_range", "init_method_std"),
+        *rules.copied("hidden_size", num_hidden_layers="num_layers", initializer_range="init_method_std"),
         rules.TiedEmbeddings(),
         *decoder.SWIGLU,
         decoder.EPSILON,

@@ -9,12 +9,10 @@ from megatron.conversion.decoder import HUB, OURS, one_to_one
 from megatron.conversion.family import EMBEDDING as WORDS
 from megatron.conversion.family import HEAD, Family
 from megatron.conversion.hub_defaults import DECODER_DEFAULTS, Json
-from megatron.conversion.mamba import MIXER, StepLimits, mamba_layer
+from megatron.conversion.mamba import MIXER, MambaHeads, StepLimits, mamba_layer
 from megatron.conversion.rope import RotaryPositions
 from megatron.conversion.spellings import run_of
 from megatron.conversion.tensor_mapping import TensorMapping
-from megatron.core.exceptions import UserError
-from megatron.core.transformer.config.hybrid import mamba_heads
 from megatron.core.transformer.layer_patterns import hybrid_letters
 
 _ENDS = {
@@ -22,11 +20,9 @@ _ENDS = {
     "decoder.final_layernorm.weight": "model.final_layernorm.weight",
     "output_layer.weight": HEAD,
 }
-_MIXER_NORM = one_to_one({f"{OURS}.input_layernorm.weight": f"{HUB}.input_layernorm.weight"})
-_ATTENTION = decoder.ATTENTION | decoder.QKV_BIAS | decoder.OUTPUT_BIAS | _MIXER_NORM
-_MLP = decoder.gated(f"{OURS}.mlp", f"{HUB}.feed_forward", "gate_proj", "up_proj", "down_proj") | one_to_one(
-    {f"{OURS}.pre_mlp_layernorm.weight": f"{HUB}.pre_ff_layernorm.weight"}
-)
+_MIXER_NORM = decoder.weights({"input_layernorm": "input_layernorm"})
+_ATTENTION = decoder.BIASED_ATTENTION | _MIXER_NORM
+_MLP = decoder.gated(f"{OURS}.mlp", f"{HUB}.feed_forward") | decoder.weights({"pre_mlp_layernorm": "pre_ff_layernorm"})
 
 
 def _mixers(values: rules.Values) -> str:
@@ -78,30 +74,6 @@ class LayersInPairs(rules.Rule):
         return {"num_hidden_layers": len(mixers), "attn_layer_indices": attention}
 
 
-@dataclass(frozen=True)
-class HeadsOfMamba(rules.Rule):
-    """Heads of a Mamba-2 layer, whose channels are a multiple of the hidden size."""
-
-    reads = ("mamba_n_heads", "mamba_d_head", "mamba_expand")
-
-    def fields(self, config: Json) -> dict[str, object]:
-        """Returns number and width. Raises UserError if the keys contradict each other."""
-        heads, width, expand = (config[key] for key in self.reads)
-        channels = expand * config["hidden_size"]
-        width = channels // heads if width == "auto" else width
-        if not isinstance(width, int) or heads * width != channels:
-            raise UserError(
-                f"mamba_d_head is {width!r}; with mamba_n_heads {heads} it must be mamba_expand * hidden_size / "
-                f"mamba_n_heads (--mamba-num-heads, --mamba-head-dim), {channels} / {heads}"
-            )
-        return {"mamba_num_heads": heads, "mamba_head_dim": width}
-
-    def keys(self, values: rules.Values) -> dict[str, Json]:
-        """Returns all keys."""
-        heads, width = mamba_heads(run_of(values)), values["mamba_head_dim"]
-        return dict(zip(self.reads, (heads, width, heads * width // values["hidden_size"]), strict=True))
-
-
 BAMBA_FAMILY = Family(
     "BambaForCausalLM",
     "bamba",
@@ -111,31 +83,26 @@ BAMBA_FAMILY = Family(
         *decoder.SWIGLU,
         decoder.EPSILON,
         LayersInPairs(),
-        HeadsOfMamba(),
+        MambaHeads("mamba_n_heads", "mamba_d_head", "mamba_expand"),
         StepLimits(),
         layer_rules.AttentionHeads(),
-        layer_rules.LinearBiases(),
+        layer_rules.ATTENTION_BIASES,
+        layer_rules.MLP_BIASES,
         RotaryPositions(rotated_part=0.5),
-        rules.Copied("mamba_n_groups", "mamba_num_groups"),
-        rules.Copied("mamba_d_state", "mamba_state_dim"),
+        *rules.copied(mamba_n_groups="mamba_num_groups", mamba_d_state="mamba_state_dim"),
         rules.Copied("mamba_d_conv", "mamba_conv_kernel_dim"),
-        rules.Fixed("mamba_conv_bias", True),
-        rules.Fixed("mamba_proj_bias", False),
+        *rules.fixed(mamba_conv_bias=True, mamba_proj_bias=False),
         rules.Unused(("mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient", "attn_rotary_emb")),
         rules.Unused(("layers_block_type", "layer_types", "use_mamba_kernels")),
     ),
     defaults=DECODER_DEFAULTS
     | {
-        "vocab_size": 128000,
-        "intermediate_size": 14336,
         "num_key_value_heads": 8,
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 262144,
         "attn_layer_indices": None,
-        "mamba_n_heads": 128,
         "mamba_d_head": "auto",
         "mamba_n_groups": 1,
-        "mamba_d_state": 256,
         "mamba_d_conv": 4,
         "mamba_expand": 2,
         "mamba_conv_bias": True,

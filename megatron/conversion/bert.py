@@ -4,6 +4,7 @@ and MLP; each with both heads, or with the head of masked tokens alone."""
 from dataclasses import dataclass
 
 from megatron.conversion import config_rules as rules
+from megatron.conversion import decoder
 from megatron.conversion.family import Family
 from megatron.conversion.gpt2 import UngatedActivation
 from megatron.conversion.hub_defaults import Json
@@ -11,51 +12,51 @@ from megatron.conversion.spellings import num_tokentypes
 from megatron.conversion.tensor_mapping import KEYS, QUERIES, VALUES, HubTensorPattern
 from megatron.core.exceptions import UserError
 
-_Mapping = dict[str, tuple[HubTensorPattern, ...]]
-
 _OURS, _HUB = "encoder.layers.{layer}", "bert.encoder.layer.{layer}"
 _WORDS = "bert.embeddings.word_embeddings.weight"
-
-
-def _linear(ours: str, hub: str) -> _Mapping:
-    """Returns a weight and a bias that have the same rows on both sides."""
-    return {f"{ours}.{kind}": (HubTensorPattern(f"{hub}.{kind}"),) for kind in ("weight", "bias")}
-
-
-_QKV: _Mapping = {
+_QKV: decoder.Mapping = {
     f"{_OURS}.self_attention.linear_qkv.{kind}": tuple(
         HubTensorPattern(f"{_HUB}.attention.self.{name}.{kind}", part)
         for name, part in (("query", QUERIES), ("key", KEYS), ("value", VALUES))
     )
     for kind in ("weight", "bias")
 }
-_COMMON: _Mapping = {
-    "embedding.word_embeddings.weight": (HubTensorPattern(_WORDS),),
-    "embedding.position_embeddings.weight": (HubTensorPattern("bert.embeddings.position_embeddings.weight"),),
-    "embedding.tokentype_embeddings.weight": (HubTensorPattern("bert.embeddings.token_type_embeddings.weight"),),
-    **_QKV,
-    **_linear(f"{_OURS}.self_attention.linear_proj", f"{_HUB}.attention.output.dense"),
-    **_linear(f"{_OURS}.mlp.linear_fc1", f"{_HUB}.intermediate.dense"),
-    **_linear(f"{_OURS}.mlp.linear_fc2", f"{_HUB}.output.dense"),
-    **_linear("lm_head.dense", "cls.predictions.transform.dense"),
-    **_linear("lm_head.layer_norm", "cls.predictions.transform.LayerNorm"),
-    "output_layer.bias": (HubTensorPattern("cls.predictions.bias"),),
-}
-_OWN_OUTPUT_LAYER = _linear("output_layer", "cls.predictions.decoder")
-_NORMS_AFTER: _Mapping = {
-    **_linear("embedding.norm", "bert.embeddings.LayerNorm"),
-    **_linear(f"{_OURS}.post_attention_layernorm", f"{_HUB}.attention.output.LayerNorm"),
-    **_linear(f"{_OURS}.post_mlp_layernorm", f"{_HUB}.output.LayerNorm"),
-}
-_NORMS_BEFORE: _Mapping = {
-    **_linear(f"{_OURS}.input_layernorm", f"{_HUB}.attention.ln"),
-    **_linear(f"{_OURS}.pre_mlp_layernorm", f"{_HUB}.ln"),
-    **_linear("encoder.final_layernorm", "bert.encoder.ln"),
-}
-_BINARY_HEAD: _Mapping = {
-    **_linear("pooler.dense", "bert.pooler.dense"),
-    **_linear("binary_head", "cls.seq_relationship"),
-}
+_COMMON = (
+    decoder.one_to_one(
+        {
+            "embedding.word_embeddings.weight": _WORDS,
+            "embedding.position_embeddings.weight": "bert.embeddings.position_embeddings.weight",
+            "embedding.tokentype_embeddings.weight": "bert.embeddings.token_type_embeddings.weight",
+            "output_layer.bias": "cls.predictions.bias",
+        }
+    )
+    | _QKV
+    | decoder.with_biases(
+        {
+            f"{_OURS}.self_attention.linear_proj": f"{_HUB}.attention.output.dense",
+            f"{_OURS}.mlp.linear_fc1": f"{_HUB}.intermediate.dense",
+            f"{_OURS}.mlp.linear_fc2": f"{_HUB}.output.dense",
+            "lm_head.dense": "cls.predictions.transform.dense",
+            "lm_head.layer_norm": "cls.predictions.transform.LayerNorm",
+        }
+    )
+)
+_OWN_OUTPUT_LAYER = decoder.with_biases({"output_layer": "cls.predictions.decoder"})
+_NORMS_AFTER = decoder.with_biases(
+    {
+        "embedding.norm": "bert.embeddings.LayerNorm",
+        f"{_OURS}.post_attention_layernorm": f"{_HUB}.attention.output.LayerNorm",
+        f"{_OURS}.post_mlp_layernorm": f"{_HUB}.output.LayerNorm",
+    }
+)
+_NORMS_BEFORE = decoder.with_biases(
+    {
+        f"{_OURS}.input_layernorm": f"{_HUB}.attention.ln",
+        f"{_OURS}.pre_mlp_layernorm": f"{_HUB}.ln",
+        "encoder.final_layernorm": "bert.encoder.ln",
+    }
+)
+_BINARY_HEAD = decoder.with_biases({"pooler.dense": "bert.pooler.dense", "binary_head": "cls.seq_relationship"})
 
 
 @dataclass(frozen=True)
@@ -94,21 +95,13 @@ _HEAD_ACTIVATIONS = {"bias_gelu_fusion": "gelu", "openai_gelu": "gelu_tanh", "re
 """By the switch of the MLP's activation."""
 
 _RULES: tuple[rules.Rule, ...] = (
-    rules.Copied("num_hidden_layers", "num_layers"),
-    rules.Copied("hidden_size", "hidden_size"),
-    rules.Copied("intermediate_size", "ffn_hidden_size"),
-    rules.Copied("num_attention_heads", "num_attention_heads"),
-    rules.Copied("max_position_embeddings", "max_position_embeddings"),
-    rules.Copied("layer_norm_eps", "layernorm_epsilon"),
-    rules.Copied("hidden_dropout_prob", "hidden_dropout"),
-    rules.Copied("attention_probs_dropout_prob", "attention_dropout"),
-    rules.Copied("initializer_range", "init_method_std"),
+    *decoder.CORE,
+    *rules.copied("num_attention_heads", intermediate_size="ffn_hidden_size", layer_norm_eps="layernorm_epsilon"),
+    *rules.copied(hidden_dropout_prob="hidden_dropout", attention_probs_dropout_prob="attention_dropout"),
     TokenTypes(),
     BertActivation("hidden_act"),
-    rules.TiedEmbeddings(),
     rules.Fixed("position_embedding_type", "absolute", write=False),
-    rules.Fixed("is_decoder", False),
-    rules.Fixed("add_cross_attention", False),
+    *rules.fixed(is_decoder=False, add_cross_attention=False),
     rules.Unused(("classifier_dropout", "gradient_checkpointing", "chunk_size_feed_forward")),
 )
 _AFTER = rules.Implied({"norm_placement": "post_residual", "embedding_norm": True})
@@ -118,7 +111,7 @@ _POSITIONS = r"bert\.embeddings\.position_ids"
 _OTHER_HEAD = r"bert\.pooler\.dense\.(weight|bias)|cls\.seq_relationship\.(weight|bias)"
 
 
-def _family(architecture: str, model_type: str, norms: _Mapping, *own: rules.Rule) -> Family:
+def _family(architecture: str, model_type: str, norms: decoder.Mapping, *own: rules.Rule) -> Family:
     has_binary_head = architecture.endswith("PreTraining")
     tensors = _COMMON | norms | (_BINARY_HEAD if has_binary_head else {})
     return Family(

@@ -3,11 +3,10 @@
 from dataclasses import dataclass
 
 from megatron.conversion import config_rules as rules
-from megatron.conversion.decoder import OURS, one_to_one, with_biases
+from megatron.conversion.decoder import OURS, joint_qkv, one_to_one, with_biases
 from megatron.conversion.family import Family
 from megatron.conversion.hub_defaults import Json
 from megatron.conversion.rope import whole_base
-from megatron.conversion.tensor_mapping import KEYS, QUERIES, VALUES, HubTensorPattern
 
 _HUB = "transformer.encoder.layers.{layer}"
 _BASE = 10000
@@ -58,12 +57,7 @@ CHATGLM_FAMILY = Family(
     "ChatGLMModel",
     "chatglm",
     with_biases({f"{OURS}.{ours}": f"{_HUB}.{hub}" for ours, hub in _NORMS_AND_MLP.items()})
-    | {
-        f"{OURS}.self_attention.linear_qkv.{kind}": (
-            HubTensorPattern(f"{_HUB}.self_attention.query_key_value.{kind}", QUERIES, fused=(KEYS, VALUES)),
-        )
-        for kind in ("weight", "bias")
-    }
+    | joint_qkv(f"{_HUB}.self_attention.query_key_value", "weight", "bias")
     | one_to_one(
         {
             "embedding.word_embeddings.weight": "transformer.embedding.word_embeddings.weight",
@@ -72,23 +66,15 @@ CHATGLM_FAMILY = Family(
         }
     ),
     (
-        rules.Copied("num_layers", "num_layers"),
-        rules.Copied("hidden_size", "hidden_size"),
-        rules.Copied("ffn_hidden_size", "ffn_hidden_size"),
-        rules.Copied("seq_length", "max_position_embeddings"),
-        rules.Copied("hidden_dropout", "hidden_dropout"),
-        rules.Copied("attention_dropout", "attention_dropout"),
-        rules.Copied("layernorm_epsilon", "layernorm_epsilon"),
+        *rules.copied("num_layers", "hidden_size", "ffn_hidden_size", "hidden_dropout", "attention_dropout"),
+        *rules.copied("layernorm_epsilon", seq_length="max_position_embeddings"),
         rules.TiedEmbeddings(),
         ChatGlmHeads(),
         rules.Switch("add_qkv_bias", {"add_qkv_bias": True}),
         RopeRatio(),
         rules.Implied({"normalization": "RMSNorm", "add_bias_linear": False, "swiglu": True}),
         rules.Implied({"rotary_interleaved": True, "rotary_percent": 0.5}),
-        rules.Fixed("rmsnorm", True),
-        rules.Fixed("add_bias_linear", False),
-        rules.Fixed("original_rope", True),
-        rules.Fixed("post_layer_norm", True),
+        *rules.fixed(rmsnorm=True, add_bias_linear=False, original_rope=True, post_layer_norm=True),
         rules.Fixed("apply_residual_connection_post_layernorm", False),
         rules.Fixed("interleaved_qkv", False, write=False),
         rules.Fixed("pre_seq_len", None, write=False),

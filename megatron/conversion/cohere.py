@@ -4,20 +4,15 @@ from dataclasses import dataclass
 
 from megatron.conversion import config_rules as rules
 from megatron.conversion import decoder, layer_rules
-from megatron.conversion.decoder import HUB, OURS, one_to_one
+from megatron.conversion.decoder import HUB, OURS
 from megatron.conversion.family import Family
 from megatron.conversion.hub_defaults import DECODER_DEFAULTS, Json
 from megatron.conversion.layer_types import WindowsByLayerType
 from megatron.conversion.rope import RotaryPositions
 from megatron.conversion.tensor_mapping import HubTensorPattern, TensorMapping
 
-_TENSORS: decoder.Mapping = (
-    decoder.ENDS
-    | one_to_one({f"{OURS}.input_layernorm.weight": f"{HUB}.input_layernorm.weight"})
-    | decoder.ATTENTION
-    | decoder.QKV_BIAS
-    | decoder.OUTPUT_BIAS
-    | decoder.MLP
+_TENSORS = (
+    decoder.ENDS | decoder.weights({"input_layernorm": "input_layernorm"}) | decoder.BIASED_ATTENTION | decoder.MLP
 )
 
 
@@ -31,20 +26,14 @@ def _with_head_norms(values: rules.Values) -> TensorMapping:
 _RULES: tuple[rules.Rule, ...] = (
     *decoder.SIZES,
     *decoder.SWIGLU,
-    rules.Copied("layer_norm_eps", "layernorm_epsilon"),
-    rules.Copied("logit_scale", "logit_scale"),
+    *rules.copied("logit_scale", layer_norm_eps="layernorm_epsilon"),
     layer_rules.AttentionHeads(),
-    layer_rules.LinearBiases(mlp=False),
+    layer_rules.ATTENTION_BIASES,
     RotaryPositions(),
     rules.Implied({"normalization": "LayerNorm", "norm_bias": False, "norm_placement": "parallel"}),
     rules.Implied({"rotary_interleaved": True}),
 )
 _DEFAULTS = {key: value for key, value in DECODER_DEFAULTS.items() if key != "rms_norm_eps"} | {
-    "vocab_size": 256000,
-    "hidden_size": 8192,
-    "intermediate_size": 22528,
-    "num_hidden_layers": 40,
-    "num_attention_heads": 64,
     "max_position_embeddings": 8192,
     "layer_norm_eps": 1e-5,
     "logit_scale": 0.0625,

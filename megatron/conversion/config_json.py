@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 
-from megatron.conversion.hub_defaults import ALIASES, HUB_DEFAULTS, Json
+from megatron.conversion.hub_defaults import ALIASES, HUB_DEFAULTS, SIZES, Json
 from megatron.core.exceptions import UserError
 
 _TYPES: dict[str, type] = {
@@ -58,7 +58,7 @@ def with_defaults(config: Json, model_type: str, more: Mapping[str, Json] | None
         if value is not None and found.setdefault(key, value) != value:
             problems.append(f"{key} is {found[key]!r}, but {alias} is {value!r}; they are the same setting")
     for key, value in found.items():
-        expected = _TYPES.get(key, type(defaults.get(key)))
+        expected = _TYPES.get(key, type(defaults[key]) if key in defaults else int if key in SIZES else type(None))
         if expected is type(None) or (value is None and key in _TYPES):
             continue
         if not _is_of_type(value, expected):

@@ -7,7 +7,7 @@ value, `keys` may leave it out: an export reads its keys back and compares, so i
 Errors of rules begin with the key; the caller adds the name of the file.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,23 @@ class Rule:
         return None
 
 
+def checked_types(config: Json, key: str, known: Sequence[str], supported: str) -> list[str]:
+    """Returns the list of `key`, an entry for each layer. Raises UserError for another length, and for entries that
+    are not `known`, with the sentence part `supported`."""
+    kinds, count = list(config[key]), config["num_hidden_layers"]
+    unknown = [kind for kind in kinds if kind not in known]
+    if unknown:
+        raise UserError(f"{key} has {unknown[0]!r}; {supported} are supported")
+    if len(kinds) != count:
+        raise UserError(f"{key} has {len(kinds)} entries, but num_hidden_layers is {count}")
+    return kinds
+
+
+def layers_of(pattern: Sequence[int]) -> int | list[int]:
+    """Returns the value of --moe-layer-freq for a 1 or 0 of each layer."""
+    return 1 if all(pattern) else list(pattern)
+
+
 @dataclass(frozen=True)
 class Copied(Rule):
     """A key whose value is the value of one field."""
@@ -57,6 +74,11 @@ class Copied(Rule):
         """Returns the field's value under each name of the key."""
         value = self.unset if values[self.field] is None else values[self.field]
         return dict.fromkeys((self.key, self.also) if self.also else (self.key,), value)
+
+
+def copied(*same: str, **fields: str) -> tuple[Copied, ...]:
+    """Returns a rule for each key whose value is that of the field of the same name, or of `fields`, by key."""
+    return tuple(Copied(key, field) for key, field in (*zip(same, same, strict=True), *fields.items()))
 
 
 @dataclass(frozen=True)
@@ -96,6 +118,11 @@ class Fixed(Rule):
     def keys(self, values: Values) -> dict[str, Json]:
         """Returns the one value."""
         return {self.key: self.value} if self.write else {}
+
+
+def fixed(**values: Json) -> tuple[Fixed, ...]:
+    """Returns a rule for each key of which only one value is supported."""
+    return tuple(Fixed(key, value) for key, value in values.items())
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Tables that the families of decoders share: the tensors and the settings of decoders like Llama."""
 
-from megatron.conversion.config_rules import Copied, Fixed, Implied, Rule, TiedEmbeddings
+from megatron.conversion.config_rules import Copied, Fixed, Implied, Rule, TiedEmbeddings, copied
 from megatron.conversion.family import EMBEDDING, HEAD
 from megatron.conversion.layer_rules import AttentionHeads
 from megatron.conversion.rope import RotaryPositions
@@ -13,6 +13,7 @@ Mapping = dict[str, tuple[HubTensorPattern, ...]]
 """Hub tensors by canonical name."""
 
 OURS, HUB = "decoder.layers.{layer}", "model.layers.{layer}"
+QKV = f"{OURS}.self_attention.linear_qkv"
 
 
 def one_to_one(names: dict[str, str]) -> Mapping:
@@ -28,33 +29,36 @@ ENDS: Mapping = one_to_one(
     }
 )
 """What is before and after the layers."""
-AROUND: Mapping = ENDS | one_to_one(
-    {
-        f"{OURS}.input_layernorm.weight": f"{HUB}.input_layernorm.weight",
-        f"{OURS}.pre_mlp_layernorm.weight": f"{HUB}.post_attention_layernorm.weight",
-    }
-)
+
+
+def weights(names: dict[str, str]) -> Mapping:
+    """Returns the mapping of modules of a layer whose weights have the same rows, by their names in the layer."""
+    return one_to_one({f"{OURS}.{ours}.weight": f"{HUB}.{hub}.weight" for ours, hub in names.items()})
+
+
+def qkv(hub: str, kind: str, names: tuple[str, str, str] = ("q_proj", "k_proj", "v_proj")) -> Mapping:
+    """Returns the mapping of the joint projection whose queries, keys and values are three tensors below `hub`."""
+    parts = zip(names, (QUERIES, KEYS, VALUES), strict=True)
+    return {f"{QKV}.{kind}": tuple(HubTensorPattern(f"{hub}.{name}.{kind}", part) for name, part in parts)}
+
+
+def joint_qkv(hub: str, *kinds: str) -> Mapping:
+    """Returns the mapping of the joint projection whose tensor has all queries, then all keys, then all values."""
+    return {f"{QKV}.{kind}": (HubTensorPattern(f"{hub}.{kind}", QUERIES, fused=(KEYS, VALUES)),) for kind in kinds}
+
+
+AROUND = ENDS | weights({"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"})
 """What is before and after the layers, and the norms before attention and MLP."""
+QKV_WEIGHT, QKV_BIAS = (qkv(f"{HUB}.self_attn", kind) for kind in ("weight", "bias"))
+ATTENTION: Mapping = QKV_WEIGHT | weights({"self_attention.linear_proj": "self_attn.o_proj"})
+OUTPUT_BIAS: Mapping = one_to_one({f"{OURS}.self_attention.linear_proj.bias": f"{HUB}.self_attn.o_proj.bias"})
+BIASED_ATTENTION = ATTENTION | QKV_BIAS | OUTPUT_BIAS
+HEAD_NORMS = weights(
+    {"self_attention.q_layernorm": "self_attn.q_norm", "self_attention.k_layernorm": "self_attn.k_norm"}
+)
 
 
-def _qkv(kind: str) -> tuple[HubTensorPattern, ...]:
-    parts = {"q": QUERIES, "k": KEYS, "v": VALUES}
-    return tuple(HubTensorPattern(f"{HUB}.self_attn.{name}_proj.{kind}", part) for name, part in parts.items())
-
-
-ATTENTION: Mapping = {
-    f"{OURS}.self_attention.linear_qkv.weight": _qkv("weight"),
-    f"{OURS}.self_attention.linear_proj.weight": (HubTensorPattern(f"{HUB}.self_attn.o_proj.weight"),),
-}
-QKV_BIAS: Mapping = {f"{OURS}.self_attention.linear_qkv.bias": _qkv("bias")}
-OUTPUT_BIAS: Mapping = {f"{OURS}.self_attention.linear_proj.bias": (HubTensorPattern(f"{HUB}.self_attn.o_proj.bias"),)}
-HEAD_NORMS: Mapping = {
-    f"{OURS}.self_attention.q_layernorm.weight": (HubTensorPattern(f"{HUB}.self_attn.q_norm.weight"),),
-    f"{OURS}.self_attention.k_layernorm.weight": (HubTensorPattern(f"{HUB}.self_attn.k_norm.weight"),),
-}
-
-
-def gated(ours: str, hub: str, gate: str, up: str, down: str) -> Mapping:
+def gated(ours: str, hub: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> Mapping:
     """Returns the mapping of a gated MLP, with or without biases. The hub's names are those of its three matrices."""
     return {
         f"{ours}.linear_fc1.{kind}": (
@@ -65,13 +69,10 @@ def gated(ours: str, hub: str, gate: str, up: str, down: str) -> Mapping:
     } | {f"{ours}.linear_fc2.{kind}": (HubTensorPattern(f"{hub}.{down}.{kind}"),) for kind in ("weight", "bias")}
 
 
-MLP = gated(f"{OURS}.mlp", f"{HUB}.mlp", "gate_proj", "up_proj", "down_proj")
-FUSED_MLP = one_to_one(
-    {
-        f"{OURS}.mlp.linear_fc1.weight": f"{HUB}.mlp.gate_up_proj.weight",
-        f"{OURS}.mlp.linear_fc2.weight": f"{HUB}.mlp.down_proj.weight",
-    }
-)
+MLP = gated(f"{OURS}.mlp", f"{HUB}.mlp")
+LLAMA = AROUND | BIASED_ATTENTION | MLP
+"""A decoder like Llama, with or without biases."""
+FUSED_MLP = weights({"mlp.linear_fc1": "mlp.gate_up_proj", "mlp.linear_fc2": "mlp.down_proj"})
 """A gated MLP whose gate and up matrices are one tensor."""
 
 
@@ -102,23 +103,36 @@ SHARED_EXPERT_GATE: Mapping = {
 }
 
 
-def experts(block: str, gate: str, up: str, down: str) -> Mapping:
-    """Returns the mapping of a router and of experts, each of which has hub tensors of its own."""
-    hub = f"{HUB}.{block}"
-    router = {f"{OURS}.mlp.router.weight": (HubTensorPattern(f"{hub}.gate.weight"),)}
-    return router | gated(f"{OURS}.mlp.experts", f"{hub}.experts.{{expert}}", gate, up, down)
+def experts(block: str, *names: str) -> Mapping:
+    """Returns the mapping of a router and of experts, each of which has hub tensors of its own, named as in `gated`."""
+    router = weights({"mlp.router": f"{block}.gate"})
+    return router | gated(f"{OURS}.mlp.experts", f"{HUB}.{block}.experts.{{expert}}", *names)
+
+
+def shared_experts(hub: str) -> Mapping:
+    """Returns the mapping of shared experts, by their name in a layer."""
+    return gated(f"{OURS}.mlp.shared_experts", f"{HUB}.{hub}")
+
+
+def expert_bias(hub: str) -> Mapping:
+    """Returns the mapping of the biases that correct the scores of experts, by their name in a layer."""
+    return one_to_one({f"{OURS}.mlp.router.expert_bias": f"{HUB}.{hub}"})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Settings
 
-SIZES: tuple[Rule, ...] = (
-    Copied("num_hidden_layers", "num_layers"),
-    Copied("hidden_size", "hidden_size"),
-    Copied("max_position_embeddings", "max_position_embeddings"),
-    Copied("attention_dropout", "attention_dropout"),
-    Copied("initializer_range", "init_method_std"),
+CORE: tuple[Rule, ...] = (
+    *copied(
+        "hidden_size", "max_position_embeddings", num_hidden_layers="num_layers", initializer_range="init_method_std"
+    ),
     TiedEmbeddings(),
+)
+"""Rules of nearly all families."""
+
+SIZES: tuple[Rule, ...] = (
+    *CORE,
+    Copied("attention_dropout", "attention_dropout"),
     Implied({"normalization": "RMSNorm", "add_bias_linear": False, "hidden_dropout": 0.0}),
 )
 """Rules of decoders with RMSNorm. The epsilon, the MLP, the heads and the positions are not among them."""
@@ -129,5 +143,7 @@ SWIGLU: tuple[Rule, ...] = (
     Implied({"swiglu": True}),
 )
 EPSILON = Copied("rms_norm_eps", "layernorm_epsilon")
-DECODER: tuple[Rule, ...] = (*SIZES, *SWIGLU, EPSILON, AttentionHeads(), RotaryPositions())
+BODY: tuple[Rule, ...] = (*SIZES, *SWIGLU, EPSILON, AttentionHeads())
+"""Rules of decoders like Llama, without the positions."""
+DECODER: tuple[Rule, ...] = (*BODY, RotaryPositions())
 """Rules of decoders like Llama."""

@@ -6,7 +6,7 @@ from functools import partial
 
 from megatron.conversion import config_rules as rules
 from megatron.conversion import decoder
-from megatron.conversion.decoder import HUB, OURS, experts, gated, one_to_one
+from megatron.conversion.decoder import HUB, OURS, one_to_one
 from megatron.conversion.family import PREDICTION_LAYERS, Family
 from megatron.conversion.hub_defaults import Json
 from megatron.conversion.rope import whole_base
@@ -25,21 +25,16 @@ _ATTENTION = {
     "linear_kv_up_proj": "kv_b_proj",
     "linear_proj": "o_proj",
 }
-_GATED = ("gate_proj", "up_proj", "down_proj")
 _TENSORS = (
     decoder.AROUND
-    | one_to_one(
-        {f"{OURS}.self_attention.{ours}.weight": f"{HUB}.self_attn.{hub}.weight" for ours, hub in _ATTENTION.items()}
-    )
+    | decoder.weights({f"self_attention.{ours}": f"self_attn.{hub}" for ours, hub in _ATTENTION.items()})
     | decoder.MLP
-    | experts("mlp", *_GATED)
-    | gated(f"{OURS}.mlp.shared_experts", f"{HUB}.mlp.shared_experts", *_GATED)
+    | decoder.experts("mlp")
+    | decoder.shared_experts("mlp.shared_experts")
 )
 
 
-V3_TENSORS: decoder.Mapping = _TENSORS | one_to_one(
-    {f"{OURS}.mlp.router.expert_bias": f"{HUB}.mlp.gate.e_score_correction_bias"}
-)
+V3_TENSORS: decoder.Mapping = _TENSORS | decoder.expert_bias("mlp.gate.e_score_correction_bias")
 
 
 def with_prediction_layers(tensors: decoder.Mapping, values: rules.Values) -> TensorMapping:
@@ -194,7 +189,7 @@ class ExpertsAfterDense(rules.Rule):
             )
         pattern = [int(layer >= dense) for layer in range(config["num_hidden_layers"])]
         return {
-            "moe_layer_freq": 1 if all(pattern) else pattern,
+            "moe_layer_freq": rules.layers_of(pattern),
             "moe_ffn_hidden_size": width,
             "moe_shared_expert_intermediate_size": shared * width,
         }
@@ -209,24 +204,6 @@ class ExpertsAfterDense(rules.Rule):
             "moe_intermediate_size": width,
             "n_shared_experts": (values["moe_shared_expert_intermediate_size"] or 0) // width,
         }
-
-
-@dataclass(frozen=True)
-class ExpertsPerToken(rules.Rule):
-    """Number of experts of a token, which config.json must say."""
-
-    reads = ("num_experts_per_tok",)
-
-    def fields(self, config: Json) -> dict[str, object]:
-        """Returns the number."""
-        number = config["num_experts_per_tok"]
-        if not isinstance(number, int):
-            raise UserError(f"num_experts_per_tok is {number!r}, but must be an integer")
-        return {"moe_router_topk": number}
-
-    def keys(self, values: rules.Values) -> dict[str, Json]:
-        """Returns the number."""
-        return {"num_experts_per_tok": values["moe_router_topk"]}
 
 
 @dataclass(frozen=True)
@@ -290,12 +267,8 @@ RULES: tuple[rules.Rule, ...] = (
     LatentNorms(),
     LatentPositions(),
     ExpertsAfterDense(),
-    rules.Copied("kv_lora_rank", "kv_lora_rank"),
-    rules.Copied("qk_nope_head_dim", "qk_head_dim"),
-    rules.Copied("qk_rope_head_dim", "qk_pos_emb_head_dim"),
-    rules.Copied("v_head_dim", "v_head_dim"),
-    rules.Copied("n_routed_experts", "num_moe_experts"),
-    ExpertsPerToken(),
+    *rules.copied("kv_lora_rank", "v_head_dim", qk_nope_head_dim="qk_head_dim", qk_rope_head_dim="qk_pos_emb_head_dim"),
+    *rules.copied(n_routed_experts="num_moe_experts", num_experts_per_tok="moe_router_topk"),
     rules.Copied("routed_scaling_factor", "moe_router_topk_scaling_factor", unset=1.0),
     rules.Fixed("attention_bias", False),
     rules.Fixed("moe_layer_freq", 1, write=False),

@@ -74,18 +74,11 @@ class ExpertsByLayer(rules.Rule):
     def fields(self, config: Json) -> dict[str, object]:
         """Returns layers and widths. Raises UserError for unknown types of layers, and for a model without shared
         experts."""
-        fields, kinds = ExpertsAfterDense().fields(config), config["mlp_layer_types"]
-        if kinds is None:
+        fields = ExpertsAfterDense().fields(config)
+        if config["mlp_layer_types"] is None:
             return fields
-        unknown = [kind for kind in kinds if kind not in _KINDS]
-        if unknown:
-            raise UserError(f"mlp_layer_types has {unknown[0]!r}; {' and '.join(_KINDS)} are supported")
-        if len(kinds) != config["num_hidden_layers"]:
-            raise UserError(
-                f"mlp_layer_types has {len(kinds)} entries, but num_hidden_layers is {config['num_hidden_layers']}"
-            )
-        pattern = [_KINDS.index(kind) for kind in kinds]
-        return fields | {"moe_layer_freq": 1 if all(pattern) else pattern}
+        kinds = rules.checked_types(config, "mlp_layer_types", _KINDS, " and ".join(_KINDS))
+        return fields | {"moe_layer_freq": rules.layers_of([_KINDS.index(kind) for kind in kinds])}
 
     def keys(self, values: rules.Values) -> dict[str, Json]:
         """Returns all keys."""
@@ -106,8 +99,7 @@ DEEPSEEK_V32_FAMILY = Family(
         ExpertsByLayer(),
         IndexedLayers(),
         IndexerNorm(),
-        rules.Copied("index_n_heads", "dsa_indexer_n_heads"),
-        rules.Copied("index_head_dim", "dsa_indexer_head_dim"),
+        *rules.copied(index_n_heads="dsa_indexer_n_heads", index_head_dim="dsa_indexer_head_dim"),
         rules.Copied("index_topk", "dsa_indexer_topk"),
         rules.Fixed("mlp_bias", False),
     ),

@@ -3,13 +3,11 @@
 from dataclasses import dataclass
 
 from megatron.conversion import config_rules as rules
-from megatron.conversion import decoder, layer_rules
+from megatron.conversion import decoder
 from megatron.conversion.cohere import NoPositionsWithoutWindow
-from megatron.conversion.decoder import HUB, OURS, one_to_one
 from megatron.conversion.family import Family
 from megatron.conversion.hub_defaults import DECODER_DEFAULTS, Json
 from megatron.conversion.layer_types import WindowsByLayerType
-from megatron.conversion.rope import RotaryPositions
 
 _WINDOWS = WindowsByLayerType(period=4, period_key="sliding_window_pattern")
 
@@ -37,28 +35,22 @@ EXAONE4_FAMILY = Family(
     "Exaone4ForCausalLM",
     "exaone4",
     decoder.ENDS
-    | one_to_one(
+    | decoder.weights(
         {
-            f"{OURS}.post_attention_layernorm.weight": f"{HUB}.post_attention_layernorm.weight",
-            f"{OURS}.post_mlp_layernorm.weight": f"{HUB}.post_feedforward_layernorm.weight",
+            "post_attention_layernorm": "post_attention_layernorm",
+            "post_mlp_layernorm": "post_feedforward_layernorm",
         }
     )
     | decoder.ATTENTION
     | decoder.HEAD_NORMS
     | decoder.MLP,
     (
-        *decoder.SIZES,
-        *decoder.SWIGLU,
-        decoder.EPSILON,
-        layer_rules.AttentionHeads(),
-        RotaryPositions(),
+        *decoder.DECODER,
         WindowsOrNone(),
         rules.Implied({"norm_placement": "post", "qk_layernorm": True}),
     ),
     defaults={key: value for key, value in DECODER_DEFAULTS.items() if key != "attention_bias"}
     | {
-        "vocab_size": 102400,
-        "intermediate_size": 16384,
         "num_key_value_heads": 32,
         "rms_norm_eps": 1e-5,
         "sliding_window": 4096,

@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,7 +16,7 @@ from megatron.conversion.family import Family
 from megatron.conversion.family_choice import choose_family
 from megatron.conversion.hub_defaults import ALIASES
 from megatron.conversion.model import BuildModel, canonical_shapes, vocab_size_of
-from megatron.conversion.model_folder import CONFIG, INDEX, ONE_FILE, index_of
+from megatron.conversion.model_folder import CONFIG, INDEX, ONE_FILE, index_of, new_folder, refuse_used
 from megatron.conversion.tensor_mapping import HubTensor, hub_tensors, split_into_files
 from megatron.conversion.tokenizer_files import special_ids, writer_of_tokenizer
 from megatron.conversion.verification import (
@@ -32,11 +31,12 @@ from megatron.core.dist_checkpointing.checkpoint_selection import Log, open_newe
 from megatron.core.dist_checkpointing.chunk import Chunk, is_weight
 from megatron.core.dist_checkpointing.data_file import LazyTensor, TensorEntry, write_data_file
 from megatron.core.dist_checkpointing.disk import Disk
-from megatron.core.dist_checkpointing.folders import Step, sibling_name
+from megatron.core.dist_checkpointing.folders import Step
 from megatron.core.dist_checkpointing.planning import describe_names, match
 from megatron.core.dist_checkpointing.reading import fill_tensors
 from megatron.core.exceptions import UserError
 from megatron.core.parameters import Box
+from megatron.training.adapters import refuse_adapters
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.recorded_flags import words_of_spec
 from megatron.training.inspection.run_description import architecture_differences
@@ -92,11 +92,11 @@ def export_model(
     Raises UserError if `target` is not empty, if no architecture expresses the model (naming the flags), if a weight is
     NaN or infinite, or if the logits differ. `target` is complete or does not exist.
     """
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UserError(f"{target} is not empty; name a folder that is empty or does not exist")
+    refuse_used(target)
     if verify:
         import_transformers()
     checkpoint = open_newest(root, step, log)
+    refuse_adapters(checkpoint.folder, checkpoint.manifest.config)
     config = config_for_one_process(checkpoint.manifest.config, words_of_spec(spec), has_cuda=False)
     _check_flags(checkpoint, config)
     family = choose_family(config, architecture, families)
@@ -215,20 +215,11 @@ class _Writer:
 
     def write(self, target: Path, keys: Mapping[str, Any], write_tokenizer: Callable[[Path], object]) -> Exported:
         """Writes all files into a temporary folder beside `target`, and renames that at the end."""
-        disk, aside = Disk(), sibling_name(target, "tmp")
-        try:
-            disk.make_directory(aside)
+        with new_folder(target, "exported") as (disk, aside):
             files, nbytes = self._write_tensors(disk, aside)
             disk.write_file(aside / CONFIG, json.dumps(keys, indent=2, sort_keys=True).encode() + b"\n")
             write_tokenizer(aside)
             comparison = self._compare(aside, target) if self.verify else None
-            disk.sync_directory(aside)
-            disk.rename(aside, target)  # an empty folder may be there already
-            disk.sync_directory(target.parent)
-        except OSError as error:
-            raise UserError(f"{error.filename or target}: {error.strerror or error}; nothing is exported") from error
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
         return Exported(keys["architectures"][0], files, nbytes, comparison)
 
     def _compare(self, folder: Path, target: Path) -> Comparison:

@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 
 from megatron.conversion import config_rules as rules
-from megatron.conversion.decoder import OURS, one_to_one
+from megatron.conversion import decoder, layer_rules
+from megatron.conversion.decoder import OURS, one_to_one, with_biases
 from megatron.conversion.family import HEAD, Family
 from megatron.conversion.gpt2 import UngatedActivation, WidthOfMLP
 from megatron.conversion.hub_defaults import Json
 from megatron.conversion.rope import RotaryPositions
-from megatron.conversion.spellings import bias_places
 from megatron.conversion.tensor_mapping import TensorMapping
 from megatron.core.exceptions import UserError
 
@@ -93,26 +93,6 @@ class FalconPositions(RotaryPositions):
         )
 
 
-@dataclass(frozen=True)
-class AllBiases(rules.Rule):
-    """One key for the biases of all linear layers."""
-
-    key: str = "bias"
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """The key."""
-        return (self.key,)
-
-    def fields(self, config: Json) -> dict[str, object]:
-        """Returns the key's value."""
-        return {"add_bias_linear": bool(config[self.key])}
-
-    def keys(self, values: rules.Values) -> dict[str, Json]:
-        """Returns whether there are biases everywhere."""
-        return {self.key: all(bias_places(values).values())}
-
-
 _SAME_ROWS = {
     "self_attention.linear_qkv": "self_attention.query_key_value",
     "self_attention.linear_proj": "self_attention.dense",
@@ -128,12 +108,9 @@ def _tensors(values: rules.Values) -> TensorMapping:
         "input_layernorm": "ln_attn" if has_two else "input_layernorm",
         "pre_mlp_layernorm": "ln_mlp" if has_two else "post_attention_layernorm",
     }
-    both = {f"{OURS}.{ours}": f"transformer.h.{{layer}}.{hub}" for ours, hub in of_layer.items()}
-    both["decoder.final_layernorm"] = "transformer.ln_f"
+    modules = {f"{OURS}.{ours}": f"transformer.h.{{layer}}.{hub}" for ours, hub in of_layer.items()}
     ends = {"embedding.word_embeddings.weight": "transformer.word_embeddings.weight", "output_layer.weight": HEAD}
-    return one_to_one(
-        ends | {f"{ours}.{kind}": f"{hub}.{kind}" for ours, hub in both.items() for kind in ("weight", "bias")}
-    )
+    return one_to_one(ends) | with_biases({**modules, "decoder.final_layernorm": "transformer.ln_f"})
 
 
 FALCON_FAMILY = Family(
@@ -141,18 +118,12 @@ FALCON_FAMILY = Family(
     "falcon",
     _tensors,
     (
-        rules.Copied("num_hidden_layers", "num_layers"),
-        rules.Copied("hidden_size", "hidden_size"),
-        rules.Copied("max_position_embeddings", "max_position_embeddings"),
-        rules.Copied("hidden_dropout", "hidden_dropout"),
-        rules.Copied("attention_dropout", "attention_dropout"),
-        rules.Copied("layer_norm_epsilon", "layernorm_epsilon"),
-        rules.Copied("initializer_range", "init_method_std"),
-        rules.TiedEmbeddings(),
+        *decoder.CORE,
+        *rules.copied("hidden_dropout", "attention_dropout", layer_norm_epsilon="layernorm_epsilon"),
         WidthOfMLP("ffn_hidden_size", "hidden_size"),
         UngatedActivation("activation"),
         FalconLayers(),
-        AllBiases(),
+        layer_rules.Biases("bias"),
         FalconPositions(),
         rules.Implied({"normalization": "LayerNorm"}),
         rules.Fixed("apply_residual_connection_post_layernorm", False, write=False),

@@ -2,46 +2,40 @@
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from megatron.conversion.arcee import ARCEE_FAMILY
 from megatron.conversion.baichuan import BAICHUAN_FAMILY
 from megatron.conversion.bamba import BAMBA_FAMILY
 from megatron.conversion.bert import BERT_FAMILIES
 from megatron.conversion.chatglm import CHATGLM_FAMILY
 from megatron.conversion.cohere import COHERE_FAMILIES
+from megatron.conversion.decilm import DECILM_FAMILY
 from megatron.conversion.deepseek import DEEPSEEK_FAMILIES
 from megatron.conversion.deepseek_v32 import DEEPSEEK_V32_FAMILY
-from megatron.conversion.ernie import ERNIE_FAMILY
-from megatron.conversion.ernie_moe import ERNIE_MOE_FAMILY
+from megatron.conversion.ernie import ERNIE_FAMILY, ERNIE_MOE_FAMILY
 from megatron.conversion.exaone4 import EXAONE4_FAMILY
 from megatron.conversion.falcon import FALCON_FAMILY
 from megatron.conversion.family import Family
 from megatron.conversion.gemma import GEMMA_FAMILIES
-from megatron.conversion.glm import GLM_FAMILIES
-from megatron.conversion.glm4_moe import GLM4_MOE_FAMILY
-from megatron.conversion.gpt2 import GPT2_FAMILY
-from megatron.conversion.gpt_bigcode import GPT_BIGCODE_FAMILY
+from megatron.conversion.glm import GLM4_MOE_FAMILY, GLM_FAMILIES
+from megatron.conversion.gpt2 import GPT2_FAMILY, GPT_BIGCODE_FAMILY
 from megatron.conversion.gpt_neox import GPT_NEOX_FAMILY
 from megatron.conversion.gpt_oss import GPT_OSS_FAMILIES
-from megatron.conversion.granite_moe import GRANITE_MOE_FAMILY
-from megatron.conversion.llama import LLAMA_FAMILIES
+from megatron.conversion.hub_defaults import Json
+from megatron.conversion.llama import GRANITE_MOE_FAMILY, LLAMA_FAMILIES, QWEN2_MOE_FAMILY
 from megatron.conversion.llama4 import LLAMA4_FAMILY
 from megatron.conversion.mamba import MAMBA2_FAMILY
 from megatron.conversion.minimax_m2 import MINIMAX_M2_FAMILY
 from megatron.conversion.modernbert import MODERNBERT_FAMILY
-from megatron.conversion.nemotron import NEMOTRON_FAMILY
 from megatron.conversion.nemotron_h import NEMOTRON_H_FAMILY
 from megatron.conversion.olmo import OLMO_FAMILIES
 from megatron.conversion.phi import PHI_FAMILY
 from megatron.conversion.phi3 import PHI3_FAMILY
-from megatron.conversion.qwen2_moe import QWEN2_MOE_FAMILY
-from megatron.conversion.qwen3_5 import QWEN3_5_FAMILY
-from megatron.conversion.qwen3_next import QWEN3_NEXT_FAMILY
+from megatron.conversion.qwen3_next import QWEN3_5_FAMILY, QWEN3_NEXT_FAMILY
 from megatron.conversion.seed_oss import SEED_OSS_FAMILY
 from megatron.conversion.smollm3 import SMOLLM3_FAMILY
-from megatron.conversion.starcoder2 import STARCODER2_FAMILY
 from megatron.conversion.t5 import T5_FAMILIES
+from megatron.conversion.ungated import ARCEE_FAMILY, NEMOTRON_FAMILY, STARCODER2_FAMILY
 from megatron.core.exceptions import UserError
 
 FAMILIES: tuple[Family, ...] = (
@@ -81,6 +75,7 @@ FAMILIES: tuple[Family, ...] = (
     MODERNBERT_FAMILY,
     *T5_FAMILIES,
     BAICHUAN_FAMILY,
+    DECILM_FAMILY,
     CHATGLM_FAMILY,
 )
 """All families. An export takes the first that expresses the model; those without a class in transformers come last."""
@@ -104,3 +99,23 @@ def family_of(architecture: str, families: Sequence[Family] = FAMILIES) -> Famil
     raise UserError(
         f"{architecture} is unknown; docs/extending.md says how to add it; these are known{nearest}: {', '.join(known)}"
     )
+
+
+def family_in(architecture: str, file: str, families: Sequence[Family] = FAMILIES) -> Family:
+    """Returns the family of a class that the config.json `file` names. Raises UserError as `family_of`."""
+    try:
+        return family_of(architecture, families)
+    except UserError as error:
+        raise UserError(f"{file}: architectures: {error}") from error
+
+
+def architecture_in(config: Mapping[str, Json], file: str, families: Sequence[Family] = FAMILIES) -> str:
+    """Returns the class that config.json names. Raises UserError, naming `file`, if it names none or several."""
+    names = config.get("architectures") or []
+    if not isinstance(names, list) or len(names) != 1:
+        known = ", ".join(family.architecture for family in families)
+        raise UserError(
+            f"{file}: architectures is {names} and model_type is {config.get('model_type')!r}; "
+            f"architectures must name one of {known}"
+        )
+    return str(names[0])

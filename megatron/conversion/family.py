@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.conversion.config_json import with_defaults
 from megatron.conversion.config_rules import Rule, Values
-from megatron.conversion.hub_defaults import HUB_DEFAULTS, Json
+from megatron.conversion.hub_defaults import HUB_DEFAULTS, SIZES, Json
 from megatron.conversion.tensor_mapping import TensorMapping
 from megatron.core.exceptions import UserError
 
@@ -89,21 +89,34 @@ class Family:
     def fields_of(self, config: Json, ignored: Sequence[str] = (), file: str = "config.json") -> dict[str, Any]:
         """Returns our fields for what config.json says.
 
-        Raises UserError with all problems, each naming `file` and key: values that are unsupported, and keys that are
-        unknown here and not `ignored`.
+        Raises UserError with all problems, each naming `file` and key: values that are unsupported, sizes that are
+        missing, and keys that are unknown here and not `ignored`.
         """
         config = self.complete_config(config, file)
         known = {key for rule in self.rules for key in rule.reads} | _NOT_OF_THE_FUNCTION | set(ignored)
         unknown = sorted(key for key, value in config.items() if key not in known and value is not None)
         problems = [f"{key} is not known for {self.architecture}" for key in unknown]
         fields: dict[str, Any] = {}
+        missing: set[str] = set()
         for rule in self.rules:
             try:
                 fields |= rule.fields(config)
             except UserError as error:
                 problems.append(str(error))
+            except KeyError as error:  # all other keys have a default
+                if error.args[0] not in SIZES:
+                    raise
+                missing.add(error.args[0])
+        problems += [f"{key} is missing; it must be an integer" for key in sorted(missing)]
         _raise_all(problems, file)
         return fields
+
+    def vocab_size_of(self, config: Json, file: str) -> int:
+        """Returns the number of rows of the embedding by config.json, completed. Raises UserError, naming `file`, if it
+        does not say it."""
+        if "vocab_size" not in config:
+            raise UserError(f"{file}: vocab_size is missing; it must be an integer")
+        return int(config["vocab_size"])
 
     def notes(self, config: Json) -> list[str]:
         """Returns a sentence for each key of config.json, completed, that has a value without effect."""

@@ -6,7 +6,6 @@ import torch
 
 from megatron.conversion import config_rules as rules
 from megatron.conversion import decoder, layer_rules
-from megatron.conversion.decoder import HUB, OURS, one_to_one
 from megatron.conversion.family import Family
 from megatron.conversion.hub_defaults import DECODER_DEFAULTS, Json
 from megatron.conversion.layer_types import RotaryPositionsByLayerType, WindowsByLayerType
@@ -18,8 +17,7 @@ _NORMS = {
     "pre_mlp_layernorm": "pre_feedforward_layernorm",
     "post_mlp_layernorm": "post_feedforward_layernorm",
 }
-_TENSORS = decoder.ENDS | decoder.ATTENTION | decoder.QKV_BIAS | decoder.OUTPUT_BIAS | decoder.MLP
-_TENSORS |= one_to_one({f"{OURS}.{ours}.weight": f"{HUB}.{hub}.weight" for ours, hub in _NORMS.items()})
+_TENSORS = decoder.ENDS | decoder.weights(_NORMS) | decoder.BIASED_ATTENTION | decoder.MLP
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ _EVERY: tuple[rules.Rule, ...] = (
     decoder.EPSILON,
     RootOfWidth(),
     layer_rules.AttentionHeads(),
-    layer_rules.LinearBiases(mlp=False),
+    layer_rules.ATTENTION_BIASES,
     rules.Copied("intermediate_size", "ffn_hidden_size"),
     rules.Implied({"geglu": True, "layernorm_zero_centered_gamma": True}),
 )
@@ -53,7 +51,7 @@ GEMMA_FAMILIES = (
     Family(
         "GemmaForCausalLM",
         "gemma",
-        decoder.AROUND | decoder.ATTENTION | decoder.QKV_BIAS | decoder.OUTPUT_BIAS | decoder.MLP,
+        decoder.LLAMA,
         (
             *_EVERY,
             rules.Fixed("hidden_act", "gelu_pytorch_tanh", also=("gelu_new",)),
@@ -64,11 +62,6 @@ GEMMA_FAMILIES = (
         defaults=DECODER_DEFAULTS
         | {
             "hidden_act": "gelu_pytorch_tanh",
-            "vocab_size": 256000,
-            "hidden_size": 3072,
-            "intermediate_size": 24576,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 16,
             "num_key_value_heads": 16,
             "head_dim": 256,
             "max_position_embeddings": 8192,

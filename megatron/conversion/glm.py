@@ -1,17 +1,14 @@
-"""GLM-4: half of each head is rotated, in pairs of neighbouring channels; gate and up matrices are one tensor."""
+"""GLM-4: half of each head is rotated, in pairs of neighbouring channels; gate and up matrices are one tensor. GLM-4.5:
+experts chosen by sigmoid scores with a correction, beside shared experts; half of each head rotated."""
 
 from megatron.conversion import config_rules as rules
-from megatron.conversion import decoder, layer_rules
-from megatron.conversion.decoder import HUB, OURS, one_to_one
+from megatron.conversion import decoder, deepseek
 from megatron.conversion.family import Family
 from megatron.conversion.hub_defaults import DECODER_DEFAULTS
 from megatron.conversion.rope import RotaryPositions
 
 _RULES: tuple[rules.Rule, ...] = (
-    *decoder.SIZES,
-    *decoder.SWIGLU,
-    decoder.EPSILON,
-    layer_rules.AttentionHeads(),
+    *decoder.BODY,
     rules.Switch("attention_bias", {"add_qkv_bias": True}),
     RotaryPositions(rotated_part=0.5),
     rules.Implied({"rotary_interleaved": True}),
@@ -24,9 +21,6 @@ _SANDWICH = {
     "post_mlp_layernorm": "post_mlp_layernorm",
 }
 _DEFAULTS = DECODER_DEFAULTS | {
-    "vocab_size": 151552,
-    "intermediate_size": 13696,
-    "num_hidden_layers": 40,
     "num_key_value_heads": 2,
     "head_dim": 128,
     "max_position_embeddings": 131072,
@@ -39,10 +33,48 @@ GLM_FAMILIES = (
     Family(
         "Glm4ForCausalLM",
         "glm4",
-        decoder.ENDS
-        | one_to_one({f"{OURS}.{ours}.weight": f"{HUB}.{hub}.weight" for ours, hub in _SANDWICH.items()})
-        | _REST,
+        decoder.ENDS | decoder.weights(_SANDWICH) | _REST,
         (*_RULES, rules.Implied({"norm_placement": "sandwich"})),
         defaults=_DEFAULTS,
     ),
+)
+
+GLM4_MOE_FAMILY = Family(
+    "Glm4MoeForCausalLM",
+    "glm4_moe",
+    decoder.AROUND
+    | decoder.ATTENTION
+    | decoder.QKV_BIAS
+    | decoder.HEAD_NORMS
+    | decoder.MLP
+    | decoder.experts("mlp")
+    | decoder.shared_experts("mlp.shared_experts")
+    | decoder.expert_bias("mlp.gate.e_score_correction_bias"),
+    (
+        *decoder.BODY,
+        rules.Switch("attention_bias", {"add_qkv_bias": True}),
+        RotaryPositions(rotated_part=0.5),
+        rules.Copied("use_qk_norm", "qk_layernorm"),
+        deepseek.ExpertsAfterDense(),
+        deepseek.ExpertGroups(score_topk=2),
+        deepseek.NormedProbs(),
+        *rules.copied(n_routed_experts="num_moe_experts", num_experts_per_tok="moe_router_topk"),
+        rules.Copied("routed_scaling_factor", "moe_router_topk_scaling_factor", unset=1.0),
+        rules.Implied({"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}),
+        rules.Unused(("num_nextn_predict_layers",)),  # transformers leaves these layers out too
+    ),
+    defaults=DECODER_DEFAULTS
+    | {
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "n_shared_experts": 1,
+        "routed_scaling_factor": 1.0,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "use_qk_norm": False,
+    },
+    constants=(r"model\.layers\.(46|92)\..*",),
 )

@@ -1,11 +1,13 @@
-"""GPT-2, whose files have transposed matrices, and rules of models whose MLP has no gate."""
+"""GPT-2, whose files have transposed matrices; GPTBigCode (StarCoder 1, SantaCoder), a GPT-2 with keys and values that
+all heads share; and rules of models whose MLP has no gate."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from megatron.conversion import config_rules as rules
 from megatron.conversion.decoder import OURS, one_to_one, with_biases
 from megatron.conversion.family import HEAD, Family
-from megatron.conversion.hub_defaults import Json
+from megatron.conversion.hub_defaults import HUB_DEFAULTS, Json
 from megatron.conversion.spellings import gelu_kind, score_scale
 from megatron.conversion.tensor_mapping import HubTensorPattern
 from megatron.core.exceptions import UserError
@@ -62,7 +64,7 @@ class WidthOfMLP(rules.Rule):
 class Gpt2Attention(rules.Rule):
     """Heads without groups, and whether scores are divided by the root of their width."""
 
-    reads = ("n_head", "scale_attn_weights")
+    reads: ClassVar[tuple[str, ...]] = ("n_head", "scale_attn_weights")
 
     def fields(self, config: Json) -> dict[str, object]:
         """Returns the heads, and the factor of the scores if it is 1."""
@@ -108,7 +110,7 @@ _TRANSPOSED = {
     "mlp.linear_fc1": "mlp.c_fc",
     "mlp.linear_fc2": "mlp.c_proj",
 }
-ENDS = one_to_one(
+_ENDS = one_to_one(
     {
         "embedding.word_embeddings.weight": "transformer.wte.weight",
         "embedding.position_embeddings.weight": "transformer.wpe.weight",
@@ -117,12 +119,9 @@ ENDS = one_to_one(
 ) | with_biases({"decoder.final_layernorm": "transformer.ln_f"})
 """What is before and after the layers."""
 
-RULES: tuple[rules.Rule, ...] = (
-    rules.Copied("n_layer", "num_layers"),
-    rules.Copied("n_embd", "hidden_size"),
-    rules.Copied("n_positions", "max_position_embeddings"),
-    rules.Copied("attn_pdrop", "attention_dropout"),
-    rules.Copied("layer_norm_epsilon", "layernorm_epsilon"),
+_RULES: tuple[rules.Rule, ...] = (
+    *rules.copied(n_layer="num_layers", n_embd="hidden_size", n_positions="max_position_embeddings"),
+    *rules.copied(attn_pdrop="attention_dropout", layer_norm_epsilon="layernorm_epsilon"),
     rules.Copied("initializer_range", "init_method_std"),
     rules.TiedEmbeddings(),
     WidthOfMLP("n_inner", "n_embd"),
@@ -138,7 +137,7 @@ RULES: tuple[rules.Rule, ...] = (
 GPT2_FAMILY = Family(
     "GPT2LMHeadModel",
     "gpt2",
-    ENDS
+    _ENDS
     | with_biases({f"{OURS}.{ours}": f"{_GPT2}.{hub}" for ours, hub in _LAYER_NORMS.items()})
     | one_to_one({f"{OURS}.{ours}.bias": f"{_GPT2}.{hub}.bias" for ours, hub in _TRANSPOSED.items()})
     | {
@@ -152,7 +151,7 @@ GPT2_FAMILY = Family(
         f"{OURS}.self_attention.linear_qkv.bias": (HubTensorPattern(f"{_GPT2}.attn.c_attn.bias", axes=((1, 0, 2),)),),
     },
     (
-        *RULES,
+        *_RULES,
         Gpt2Attention(),
         rules.Fixed("scale_attn_by_inverse_layer_idx", False),
         rules.Unused(("reorder_and_upcast_attn", "n_ctx", "task_specific_params", "summary_type", "summary_use_proj")),
@@ -163,4 +162,49 @@ GPT2_FAMILY = Family(
     constants=(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",),
     copies={HEAD: "transformer.wte.weight"},
     old_names=((r"^(wte|wpe|h|ln_f)\.", r"transformer.\1."),),
+)
+
+_MODULES = {
+    "input_layernorm": "ln_1",
+    "pre_mlp_layernorm": "ln_2",
+    "self_attention.linear_qkv": "attn.c_attn",
+    "self_attention.linear_proj": "attn.c_proj",
+    "mlp.linear_fc1": "mlp.c_fc",
+    "mlp.linear_fc2": "mlp.c_proj",
+}
+
+
+@dataclass(frozen=True)
+class SharedKeys(Gpt2Attention):
+    """Heads, which may all share one key and one value."""
+
+    reads = (*Gpt2Attention.reads, "multi_query", "num_key_value_heads")
+
+    def fields(self, config: Json) -> dict[str, object]:
+        """Returns heads and groups, and the factor of the scores if it is 1."""
+        shared = config["multi_query"] and config["n_head"] > 1
+        return super().fields(config) | ({"group_query_attention": True, "num_query_groups": 1} if shared else {})
+
+    def keys(self, values: rules.Values) -> dict[str, Json]:
+        """Returns the keys. Other groups are left out."""
+        groups = values["num_query_groups"]
+        return super().keys(values) | {"multi_query": groups == 1, "num_key_value_heads": groups}
+
+
+GPT_BIGCODE_FAMILY = Family(
+    "GPTBigCodeForCausalLM",
+    "gpt_bigcode",
+    _ENDS | with_biases({f"{OURS}.{ours}": f"transformer.h.{{layer}}.{hub}" for ours, hub in _MODULES.items()}),
+    (
+        *_RULES,
+        SharedKeys(),
+        rules.Unused(("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "inference_runner")),
+        rules.Unused(("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels")),
+        rules.Unused(("summary_first_dropout", "validate_runner_input", "pre_allocate_kv_cache", "max_batch_size")),
+        rules.Unused(("max_sequence_length", "n_ctx")),
+    ),
+    defaults={key: value for key, value in HUB_DEFAULTS["gpt2"].items() if key != "scale_attn_by_inverse_layer_idx"}
+    | {"activation_function": "gelu_pytorch_tanh", "multi_query": True},
+    constants=(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",),
+    copies={HEAD: "transformer.wte.weight"},
 )

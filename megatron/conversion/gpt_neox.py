@@ -58,15 +58,9 @@ GPT_NEOX_FAMILY = Family(
     | decoder.with_biases({"decoder.final_layernorm": "gpt_neox.final_layer_norm"})
     | decoder.with_biases({f"{OURS}.{ours}": f"gpt_neox.layers.{{layer}}.{hub}" for ours, hub in _MODULES.items()}),
     (
-        rules.Copied("num_hidden_layers", "num_layers"),
-        rules.Copied("hidden_size", "hidden_size"),
-        rules.Copied("intermediate_size", "ffn_hidden_size"),
-        rules.Copied("max_position_embeddings", "max_position_embeddings"),
-        rules.Copied("hidden_dropout", "hidden_dropout"),
-        rules.Copied("attention_dropout", "attention_dropout"),
+        *decoder.CORE,
+        *rules.copied("hidden_dropout", "attention_dropout", intermediate_size="ffn_hidden_size"),
         rules.Copied("layer_norm_eps", "layernorm_epsilon"),
-        rules.Copied("initializer_range", "init_method_std"),
-        rules.TiedEmbeddings(),
         UngatedActivation("hidden_act"),
         NeoXLayers(),
         RotaryPositions(rotated_part=0.25, old_part="rotary_pct", old_base="rotary_emb_base"),
@@ -79,11 +73,6 @@ GPT_NEOX_FAMILY = Family(
     }
     | {
         "rope_theta": 10000.0,
-        "vocab_size": 50432,
-        "hidden_size": 6144,
-        "num_hidden_layers": 44,
-        "num_attention_heads": 64,
-        "intermediate_size": 24576,
         "hidden_act": "gelu",
         "hidden_dropout": 0.0,
         "max_position_embeddings": 2048,

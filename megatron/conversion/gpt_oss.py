@@ -25,9 +25,7 @@ GPT_OSS_FAMILIES = (
         "GptOssForCausalLM",
         "gpt_oss",
         decoder.AROUND
-        | decoder.ATTENTION
-        | decoder.QKV_BIAS
-        | decoder.OUTPUT_BIAS
+        | decoder.BIASED_ATTENTION
         | one_to_one(
             {
                 f"{OURS}.self_attention.core_attention.softmax_offset": f"{HUB}.self_attn.sinks",
@@ -52,7 +50,7 @@ GPT_OSS_FAMILIES = (
             decoder.EPSILON,
             layer_rules.AttentionHeads(),
             RotaryPositions(absent=YARN),
-            layer_rules.LinearBiases(mlp=False),
+            layer_rules.ATTENTION_BIASES,
             WindowsByLayerType(period=2),
             rules.Copied("intermediate_size", "ffn_hidden_size"),
             rules.Copied("intermediate_size", "moe_ffn_hidden_size"),

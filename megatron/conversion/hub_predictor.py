@@ -9,6 +9,7 @@ from torch import nn
 
 from megatron.conversion.model_folder import CONFIG, read_json
 from megatron.conversion.tokenizer_files import tokenizer_flags
+from megatron.conversion.verification import import_transformers
 from megatron.core.dist_checkpointing.checkpoint_selection import Log
 from megatron.core.exceptions import UserError
 from megatron.data.tokenizer.base import Tokenizer
@@ -26,12 +27,7 @@ class HubPredictor:
     def __init__(self, folder: Path, batch_size: int, max_length: int | None = None) -> None:
         """Loads the folder; no code in it is run. `max_length`: default of config.json. Raises UserError for a folder
         that transformers cannot load."""
-        try:
-            import transformers
-        except ImportError as error:
-            raise UserError(
-                f"--hf-dir needs transformers, which cannot be imported ({error}): pip install it"
-            ) from error
+        transformers = import_transformers("--hf-dir")
         settings = read_json(folder / CONFIG, with_nan=True)
         lengths = [settings[key] for key in _LENGTHS if isinstance(settings.get(key), int)]
         if max_length is None and not lengths:

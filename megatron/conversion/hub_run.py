@@ -2,7 +2,7 @@
 
 import dataclasses
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -12,14 +12,16 @@ from torch import Tensor, nn
 from megatron.conversion.exporting import export_model
 from megatron.conversion.families import FAMILIES
 from megatron.conversion.family_choice import choose_family
+from megatron.conversion.fp8_folder import read_weight
 from megatron.conversion.importing import HubModel, open_hub_model
 from megatron.conversion.tensor_mapping import HubTensor
 from megatron.conversion.verification import check_finite
+from megatron.core.adapters.attach import is_adapter
 from megatron.core.dist_checkpointing.checkpoint_selection import Log
 from megatron.core.dist_checkpointing.chunk import MASTER, Chunk, is_weight, optimizer_state_name
 from megatron.core.dist_checkpointing.coordination import RankCoordinator
 from megatron.core.dist_checkpointing.folders import folder_name
-from megatron.core.dist_checkpointing.safetensors_file import read_tensor
+from megatron.core.dist_checkpointing.geometry import intersect
 from megatron.core.exceptions import UserError
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.parameters import Box
@@ -28,7 +30,7 @@ from megatron.training.config.command_line import CommandLine
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.recorded_flags import words_of_spec
 from megatron.training.hooks.hook import Hook
-from megatron.training.inspection.run_description import architecture_differences, describe_run
+from megatron.training.inspection.run_description import OF_ADAPTERS, architecture_differences, describe_run
 from megatron.training.providers import Context, Providers
 from megatron.training.state import weight_chunks
 from megatron.training.trained_model import config_for_one_process
@@ -79,19 +81,25 @@ def with_hub_folders(config: PretrainConfig, providers: Providers) -> Providers:
 # Loading
 
 
-def load_hub_weights(context: Context, model: Sequence[nn.Module], optimizer: MegatronOptimizer) -> None:
-    """Fills weights and main weights from the folder of --load-hf. Each rank reads the tensors of which it has a part.
+def load_hub_weights(
+    context: Context, model: Sequence[nn.Module], optimizer: MegatronOptimizer | None, folder: str | None = None
+) -> None:
+    """Fills weights, and main weights if there is an optimizer, from a Hugging Face folder, by default that of
+    --load-hf. Each rank reads the tensors of which it has a part.
 
     Raises UserError, the same on all ranks, if the model of the run is another one, or if a tensor is missing, left
     over, of another shape, NaN or infinite.
     """
     config = context.config
-    assert config.checkpoint.load_hf is not None
-    source = config.checkpoint.load_hf
-    masters = (chunk for chunk in optimizer.state_chunks() if chunk.name.startswith(_MASTERS))
+    source = folder or config.checkpoint.load_hf
+    assert source is not None
+    state: Iterable[Chunk] = () if optimizer is None else optimizer.state_chunks()
+    masters = (chunk for chunk in state if chunk.name.startswith(_MASTERS))
     weights = weight_chunks(model, context.environment.groups)
-    chunks = [chunk for chunk in chain(weights, masters) if is_weight(_weight_of(chunk))]
-    say = print if context.environment.is_first else _say_nothing
+    named = ((chunk, _weight_of(chunk)) for chunk in chain(weights, masters))
+    chunks = [chunk for chunk, name in named if is_weight(name) and not is_adapter(name)]
+    of_run = optimizer is not None and context.environment.is_first  # the output of tools is their results
+    say = print if of_run else _say_nothing
 
     ranks = RankCoordinator()
     of_ranks = ranks.gather({_weight_of(chunk): list(chunk.global_shape) for chunk in chunks})
@@ -104,7 +112,8 @@ def load_hub_weights(context: Context, model: Sequence[nn.Module], optimizer: Me
         _fill(chunks, hub, hub.tensors(config, shapes, say))
 
     ranks.run_on_all(fill)
-    optimizer.after_load()
+    if optimizer is not None:
+        optimizer.after_load()
     say(f"loaded the weights of {source}")
 
 
@@ -124,7 +133,7 @@ def _check_model(config: PretrainConfig, hub: HubModel) -> None:
     if family != (config.model.model_family or "gpt"):
         raise UserError(f"--load-hf {hub.folder.path}: pretrain_{family}.py trains a {hub.family.architecture}")
     theirs, _ = hub.config_for_one_process()
-    differences = architecture_differences(config, describe_run(theirs))
+    differences = architecture_differences(config, describe_run(theirs), leave_out=OF_ADAPTERS)
     if differences:
         raise UserError(f"--load-hf {hub.folder.path} is another model than the run's: {'; '.join(differences)}")
 
@@ -167,32 +176,24 @@ def _fill(chunks: Sequence[Chunk], hub: HubModel, wanted: Sequence[HubTensor]) -
         whole = _whole(shape, [chunk.box for chunk in mine], hub, tensors[name])
         for chunk in mine:
             begin, end = chunk.range
-            values = whole[_slices(chunk.box)].reshape(-1)[begin:end]
+            values = whole[chunk.box.slices].reshape(-1)[begin:end]
             chunk.load(values.to(chunk.tensor.dtype))
 
 
 def _whole(shape: Sequence[int], boxes: Sequence[Box], hub: HubModel, tensors: Sequence[HubTensor]) -> Tensor:
     """Returns a canonical tensor whose elements in these boxes are read; the others are left as they are."""
-    first = hub.folder.tensors[tensors[0].name].dtype
+    named = tensors[0].name
+    first = torch.float32 if named in hub.folder.scales else hub.folder.tensors[named].dtype
     whole = torch.empty(tuple(shape), dtype=first)
     for tensor in tensors:
-        if not any(_overlap(part, box) for part in tensor.boxes for box in boxes):
+        if not any(intersect(part, box) for part in tensor.boxes for box in boxes):
             continue
         place = hub.folder.tensors[tensor.name]
-        values = read_tensor(place)
+        values = read_weight(hub.folder, tensor.name)
         check_finite(values, f"{place.path}: {tensor.name}", place.dtype)
         for part in tensor.boxes:
-            whole[_slices(part)] = tensor.take(values, part).view(part.shape).to(first)
+            whole[part.slices] = tensor.take(values, part).view(part.shape).to(first)
     return whole
-
-
-def _slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(start, start + size) for start, size in zip(box.start, box.shape, strict=True))
-
-
-def _overlap(one: Box, other: Box) -> bool:
-    spans: Iterator[tuple[int, int, int, int]] = zip(one.start, one.shape, other.start, other.shape, strict=True)
-    return all(a < b + m and b < a + n for a, n, b, m in spans)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

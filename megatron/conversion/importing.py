@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron.conversion.families import FAMILIES, family_of
+from megatron.conversion.families import FAMILIES, architecture_in, family_in
 from megatron.conversion.family import PREDICTION_LAYERS, TIE, Family
-from megatron.conversion.hub_defaults import Json
+from megatron.conversion.fp8_folder import read_weight, weight_dtype, with_scales
 from megatron.conversion.model import BuildModel, canonical_shapes
 from megatron.conversion.model_folder import CONFIG, ModelFolder, open_folder, read_config
 from megatron.conversion.tensor_mapping import HubTensor, hub_tensors, split_into_files
@@ -64,13 +64,15 @@ def import_model(
     ignored_keys: Sequence[str] = (),
     verify: bool = False,
     families: Sequence[Family] = FAMILIES,
+    tokenizer: Path | None = None,
     log: Log = print,
 ) -> Imported:
     """Writes the model in the folder `source` as the checkpoint `release` under `root`, in files of about `file_bytes`.
 
     Weights keep their type unless `dtype` is given. The tokenizer's files go to root/tokenizer, and the flags of the
     model to root/flags.yaml. `families` are the known architectures. With `verify`, the logits of the checkpoint are
-    compared with those of transformers.
+    compared with those of transformers. With `tokenizer` the flags name that folder, to which the caller copies the
+    tokenizer's files.
 
     Raises UserError before anything is written if the architecture or a key of config.json is unsupported, or if
     tensors are missing, unexpected or of another shape. Also if `root` holds checkpoints of a run, because that run
@@ -82,7 +84,7 @@ def import_model(
         raise UserError(f"{root} holds checkpoints of a run ({max(iterations)}); name another folder to import into")
     if verify:
         import_transformers()
-    hub = open_hub_model(source, root / "tokenizer", ignored_keys, families, log)
+    hub = open_hub_model(source, tokenizer or root / "tokenizer", ignored_keys, families, log)
     config, words = hub.config_for_one_process()
     wanted = hub.tensors(config, canonical_shapes(config, build_model, hub.vocab_size), log)
     family, folder, flags = hub.family, hub.folder, hub.flags
@@ -90,7 +92,7 @@ def import_model(
 
     def values_of(chunk: Chunk) -> Tensor:
         tensor = by_box[chunk.name, chunk.box]
-        return _values(folder.tensors[tensor.name], tensor, chunk)
+        return _values(folder, tensor, chunk)
 
     saved = save_streamed(
         root,
@@ -101,7 +103,8 @@ def import_model(
         config=describe_run(config) | {"command_line": words},
     )
     comparison = _verified(saved, root, source, build_model, dtype) if verify else None
-    copy_tokenizer(source, root / "tokenizer")
+    if tokenizer is None:
+        copy_tokenizer(source, root / "tokenizer")
     write_flags(root, flags)
     return Imported(saved, flags, family.model_family, comparison)
 
@@ -123,7 +126,11 @@ class HubModel:
         words = ["--micro-batch-size", "1", "--seq-length", str(self.length), *self.flags]
         words += ["--decoder-seq-length", str(self.length)] if self.family.model_family == "t5" else []
         described = {"command_line": words, "model_family": self.family.model_family}
-        return config_for_one_process(described, [], has_cuda=False), words
+        try:
+            return config_for_one_process(described, [], has_cuda=False), words
+        except UserError as error:
+            file = self.folder.path / CONFIG
+            raise UserError("\n".join(f"{file}: as flags: {line}" for line in str(error).splitlines())) from None
 
     def tensors(self, config: PretrainConfig, shapes: Mapping[str, tuple[int, ...]], log: Log) -> list[HubTensor]:
         """Returns the hub tensors that make the canonical tensors of these shapes: all those of the model.
@@ -147,9 +154,9 @@ def open_hub_model(
     """
     file = str(source / CONFIG)
     config = read_config(source)  # first: an unknown architecture is reported before missing weights
-    part = TEXT_PARTS.get(_architecture(config, file, families))
-    name = _architecture(config if part is None else part.config(config, file), file, families)
-    family = _family_of(name, file, families)
+    part = TEXT_PARTS.get(architecture_in(config, file, families))
+    name = architecture_in(config if part is None else part.config(config, file), file, families)
+    family = family_in(name, file, families)
     folder = open_folder(source)
     if part is not None:
         left_out = len(folder.tensors)
@@ -157,7 +164,8 @@ def open_hub_model(
         left_out -= len(folder.tensors)
         log(f"{file}: imported the text part of {part.architecture} as {name}, without {left_out} tensors for images")
     tensors = {family.current_name(name): place for name, place in folder.tensors.items()}
-    folder = dataclasses.replace(folder, tensors=tensors)
+    folder = with_scales(dataclasses.replace(folder, tensors=tensors))
+    tensors = folder.tensors
     keys = family.complete_config(folder.config, file)
     if family.lacks_prediction_layers(keys, tensors):
         log(f"{source} has no layers of multi-token prediction ({PREDICTION_LAYERS}): imported without them")
@@ -168,29 +176,10 @@ def open_hub_model(
     fields = family.fields_of(keys, ignored_keys, file)
     for note in family.notes(keys):
         log(f"{file}: {note}")
-    vocab_size: int = keys["vocab_size"]
+    vocab_size = family.vocab_size_of(keys, file)
     flags = [word for name, value in fields.items() for word in words_of(flag_table()[name], value)]
     flags += tokenizer_flags(folder.path, vocab_size, tokenizer, log)
     return HubModel(family, folder, vocab_size, flags, fields.get("max_position_embeddings", _ANY_LENGTH))
-
-
-def _architecture(config: Json, file: str, families: Sequence[Family]) -> str:
-    """Returns the class that config.json names."""
-    names = config.get("architectures") or []
-    if not isinstance(names, list) or len(names) != 1:
-        known = ", ".join(family.architecture for family in families)
-        raise UserError(
-            f"{file}: architectures is {names} and model_type is {config.get('model_type')!r}; "
-            f"architectures must name one of {known}"
-        )
-    return str(names[0])
-
-
-def _family_of(architecture: str, file: str, families: Sequence[Family]) -> Family:
-    try:
-        return family_of(architecture, families)
-    except UserError as error:
-        raise UserError(f"{file}: architectures: {error}") from error
 
 
 def write_flags(root: Path, words: Sequence[str]) -> None:
@@ -257,7 +246,7 @@ def _files(
     """Yields the tensors of each file of the checkpoint, without memory."""
 
     def dtype_of(tensor: HubTensor) -> torch.dtype:
-        return dtype or folder.tensors[tensor.name].dtype
+        return dtype or weight_dtype(folder, tensor.name)
 
     for file in split_into_files(wanted, dtype_of, file_bytes):
         yield [_without_memory(tensor, box, dtype_of(tensor)) for tensor in file for box in tensor.boxes]
@@ -268,9 +257,10 @@ def _without_memory(tensor: HubTensor, box: Box, dtype: torch.dtype) -> Chunk:
     return Chunk(tensor.canonical_name, tensor.global_shape, box, None, values)
 
 
-def _values(place: TensorInFile, tensor: HubTensor, chunk: Chunk) -> Tensor:
+def _values(folder: ModelFolder, tensor: HubTensor, chunk: Chunk) -> Tensor:
     """Returns the elements of a chunk, which is a box of a hub tensor, one-dimensional, in the chunk's type."""
-    values = tensor.take(read_tensor(place), chunk.box).to(chunk.tensor.dtype)
+    place = folder.tensors[tensor.name]
+    values = tensor.take(read_weight(folder, tensor.name), chunk.box).to(chunk.tensor.dtype)
     check_finite(values, f"{place.path}: {tensor.name}", place.dtype)
     return values
 

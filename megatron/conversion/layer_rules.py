@@ -1,9 +1,9 @@
 """Rules for attention, biases of linear layers, and experts in config.json (see config_rules.py)."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from megatron.conversion.config_rules import Rule, Values
+from megatron.conversion.config_rules import Rule, Values, checked_types, layers_of
 from megatron.conversion.hub_defaults import Json
 from megatron.conversion.spellings import bias_places, router_weights_sum_to_one, run_of, score_scale
 from megatron.core.exceptions import UserError
@@ -41,7 +41,7 @@ class AttentionHeads(Rule):
 
     def fields(self, config: Json) -> dict[str, object]:
         """Returns the three numbers. A width that is null or absent is hidden_size / num_attention_heads."""
-        heads, groups, width = (config.get(key) for key in self.reads)
+        heads, groups, width = config["num_attention_heads"], *(config.get(key) for key in self.reads[1:])
         if heads < 1:
             raise UserError(f"num_attention_heads is {heads}; it must be at least 1")
         groups = heads if groups is None else groups
@@ -61,58 +61,60 @@ class AttentionHeads(Rule):
 
 
 @dataclass(frozen=True)
-class LinearBiases(Rule):
-    """Biases of all projections of attention, and of the MLP."""
+class Biases(Rule):
+    """A key for the biases of some linear layers, or of all."""
 
-    mlp: bool = True
-    """Whether the family has a key for the biases of the MLP; without the key it has no such biases."""
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """The keys that the family has."""
-        return ("attention_bias", "mlp_bias") if self.mlp else ("attention_bias",)
+    key: str
+    places: tuple[str, ...] = ()
+    """Our switches; empty: all linear layers."""
 
     def fields(self, config: Json) -> dict[str, object]:
-        """Returns a switch for each bias that the model has."""
-        fields: dict[str, Any] = {"add_bias_linear": False}
-        if config["attention_bias"]:
-            fields |= {"add_qkv_bias": True, "attention_output_bias": True}
-        return fields | ({"mlp_bias": True} if self.mlp and config["mlp_bias"] else {})
+        """Returns a switch for each of these layers if they have biases."""
+        has = bool(config[self.key])
+        if not self.places:
+            return {"add_bias_linear": has}
+        return {"add_bias_linear": False, **(dict.fromkeys(self.places, True) if has else {})}
 
     def keys(self, values: Values) -> dict[str, Json]:
-        """Returns the keys that the family has."""
-        places = bias_places(values)
-        keys: dict[str, Json] = {"attention_bias": places["add_qkv_bias"] and places["attention_output_bias"]}
-        return keys | ({"mlp_bias": bool(places.get("mlp_bias", values["mlp_bias"]))} if self.mlp else {})
+        """Returns whether all of these layers have biases."""
+        has = bias_places(values)
+        return {self.key: all(bool(has.get(place, values.get(place))) for place in self.places or has)}
+
+
+ATTENTION_BIASES = Biases("attention_bias", ("add_qkv_bias", "attention_output_bias"))
+MLP_BIASES = Biases("mlp_bias", ("mlp_bias",))
 
 
 @dataclass(frozen=True)
-class GatedActivation(Rule):
-    """Activation of a gated MLP: SiLU, GELU, or GELU's tanh approximation."""
+class Words(Rule):
+    """A key whose value is a word, and our fields for each word that is supported."""
 
-    key: str = "hidden_act"
+    key: str
+    meanings: Mapping[str, Values]
+    """Fields by word. Of words with one meaning, the first is written."""
 
     def fields(self, config: Json) -> dict[str, object]:
-        """Returns the switch."""
+        """Returns the fields of the word. Raises UserError for other words."""
         word = config[self.key]
-        if word not in _GATED:
-            raise UserError(f"{self.key} is {word!r}; {', '.join(_GATED)} are supported")
-        return {_GATED[word]: True}
+        if word not in self.meanings:
+            raise UserError(f"{self.key} is {word!r}; {', '.join(self.meanings)} are supported")
+        return dict(self.meanings[word])
 
     def keys(self, values: Values) -> dict[str, Json]:
-        """Returns the word; others are left out."""
-        return {self.key: next((word for word, field in _GATED.items() if values[field]), "silu")}
+        """Returns the first word that says what the values say; the first of all if none does."""
+        fits = (word for word, fields in self.meanings.items() if all(values[name] == fields[name] for name in fields))
+        return {self.key: next(fits, next(iter(self.meanings)))}
 
 
-_GATED = {
-    "silu": "swiglu",
-    "swish": "swiglu",
-    "gelu": "exact_geglu",
-    "gelu_pytorch_tanh": "geglu",
-    "gelu_new": "geglu",
-    "gelu_tanh": "geglu",
+GATED_ACTIVATIONS: Mapping[str, Values] = {
+    "silu": {"swiglu": True},
+    "swish": {"swiglu": True},
+    "gelu": {"exact_geglu": True},
+    "gelu_pytorch_tanh": {"geglu": True},
+    "gelu_new": {"geglu": True},
+    "gelu_tanh": {"geglu": True},
 }
-"""Words of activations in config.json, and our switches. The first word of a switch is written."""
+"""Activations of a gated MLP: SiLU, GELU, or GELU's tanh approximation."""
 
 
 @dataclass(frozen=True)
@@ -154,11 +156,8 @@ class SlidingWindows(Rule):
             if self.alternate:
                 return [int(is_on and layer % 2 == 0 and layer < first) for layer in range(count)]
             return [int(is_on and layer >= first) for layer in range(count)]
-        unknown = [kind for kind in kinds if kind not in ("sliding_attention", "full_attention")]
-        if unknown:
-            raise UserError(f"layer_types has {unknown[0]!r}; sliding_attention and full_attention are supported")
-        if len(kinds) != count:
-            raise UserError(f"layer_types has {len(kinds)} entries, but num_hidden_layers is {count}")
+        known = ("sliding_attention", "full_attention")
+        kinds = checked_types(config, "layer_types", known, " and ".join(known))
         if "sliding_attention" in kinds and not is_on:
             raise UserError("layer_types has 'sliding_attention', but use_sliding_window or sliding_window is off")
         return [int(kind == "sliding_attention") for kind in kinds]
@@ -251,7 +250,7 @@ class ExpertLayers(Rule):
         if step < 1:
             raise UserError(f"decoder_sparse_step is {step}; it must be at least 1")
         pattern = [int(layer not in dense and (layer + 1) % step == 0) for layer in range(config["num_hidden_layers"])]
-        return {"moe_layer_freq": 1 if all(pattern) else pattern}
+        return {"moe_layer_freq": layers_of(pattern)}
 
     def keys(self, values: Values) -> dict[str, Json]:
         """Returns both keys; all exceptions are in `mlp_only_layers`."""

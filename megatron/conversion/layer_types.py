@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.conversion.config_rules import Rule, Values
+from megatron.conversion.config_rules import Rule, Values, checked_types
 from megatron.conversion.hub_defaults import Json
 from megatron.conversion.rope import scaling_fields, scaling_key, whole_base
 from megatron.conversion.spellings import rope_scaling_of, run_of
@@ -48,19 +48,14 @@ class WindowsByLayerType(Rule):
         return {"window_size": (width - 1, 0), "window_attn_skip_freq": None if all(pattern) else pattern}
 
     def _kinds(self, config: Json) -> list[str]:
-        count, kinds = config["num_hidden_layers"], config["layer_types"]
-        if kinds is None:
+        count = config["num_hidden_layers"]
+        if config["layer_types"] is None:
             given = config.get(self.period_key)
             period = self.period if given is None else given
             if period == 0:
                 return [FULL if config["sliding_window"] is None else WINDOWED] * count
             return [WINDOWED if layer % period else FULL for layer in range(1, count + 1)]
-        unknown = [kind for kind in kinds if kind not in (WINDOWED, FULL)]
-        if unknown:
-            raise UserError(f"layer_types has {unknown[0]!r}; {WINDOWED} and {FULL} are supported")
-        if len(kinds) != count:
-            raise UserError(f"layer_types has {len(kinds)} entries, but num_hidden_layers is {count}")
-        return list(kinds)
+        return checked_types(config, "layer_types", (WINDOWED, FULL), f"{WINDOWED} and {FULL}")
 
     def keys(self, values: Values) -> dict[str, Json]:
         """Returns the window and the kind of each layer. A window of another form than (W - 1, 0) is left out.

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from megatron.conversion import config_rules as rules
 from megatron.conversion import decoder, layer_rules
-from megatron.conversion.decoder import HUB, OURS, gated
+from megatron.conversion.decoder import HUB, OURS
 from megatron.conversion.family import Family
 from megatron.conversion.hub_defaults import DECODER_DEFAULTS, Json
 from megatron.conversion.rope import RotaryPositions
@@ -32,11 +32,8 @@ class Chunks(rules.Rule):
         if kinds is None:
             without = _POSITIONS.fields(config).get("no_rope_freq", [0] * count)
             kinds = [_FULL if layer or size is None else _CHUNKED for layer in without]
-        unknown = [kind for kind in kinds if kind not in (_CHUNKED, _FULL)]
-        if unknown:
-            raise UserError(f"layer_types has {unknown[0]!r}; {_CHUNKED} and {_FULL} are supported")
-        if len(kinds) != count:
-            raise UserError(f"layer_types has {len(kinds)} entries, but num_hidden_layers is {count}")
+        given = {**config, "layer_types": kinds}
+        kinds = rules.checked_types(given, "layer_types", (_CHUNKED, _FULL), f"{_CHUNKED} and {_FULL}")
         pattern = [int(kind == _CHUNKED) for kind in kinds]
         if not any(pattern):
             return {}
@@ -110,7 +107,7 @@ class OneExpert(rules.Rule):
             "moe_router_topk": 1,
             "moe_router_score_function": "sigmoid",
             "moe_apply_probs_on_input": True,
-            "moe_layer_freq": 1 if all(pattern) else pattern,
+            "moe_layer_freq": rules.layers_of(pattern),
         }
 
     def keys(self, values: rules.Values) -> dict[str, Json]:
@@ -120,18 +117,15 @@ class OneExpert(rules.Rule):
         return {"num_experts_per_tok": values["moe_router_topk"], "moe_layers": layers}
 
 
-_MLP = ("gate_proj", "up_proj", "down_proj")
 _EXPERTS = f"{HUB}.feed_forward.experts"
 
 LLAMA4_FAMILY = Family(
     "Llama4ForCausalLM",
     "llama4_text",
     decoder.AROUND
-    | decoder.ATTENTION
-    | decoder.QKV_BIAS
-    | decoder.OUTPUT_BIAS
-    | gated(f"{OURS}.mlp", f"{HUB}.feed_forward", *_MLP)
-    | gated(f"{OURS}.mlp.shared_experts", f"{HUB}.feed_forward.shared_expert", *_MLP)
+    | decoder.BIASED_ATTENTION
+    | decoder.gated(f"{OURS}.mlp", f"{HUB}.feed_forward")
+    | decoder.shared_experts("feed_forward.shared_expert")
     | {  # ours: [experts, gate and up, ffn_hidden_size, hidden_size] and [experts, hidden_size, ffn_hidden_size]
         f"{OURS}.mlp.router.weight": (HubTensorPattern(f"{HUB}.feed_forward.router.weight"),),
         f"{OURS}.mlp.experts.linear_fc1.weight": (
@@ -143,7 +137,7 @@ LLAMA4_FAMILY = Family(
         *decoder.SIZES,
         decoder.EPSILON,
         layer_rules.AttentionHeads(),
-        layer_rules.LinearBiases(mlp=False),
+        layer_rules.ATTENTION_BIASES,
         RotaryPositions(),
         _POSITIONS,
         ScaledQueries(),

@@ -61,29 +61,30 @@ class MambaHeads(rules.Rule):
 
     number: str
     width: str
-    is_multiple: bool = False
-    """Whether the family demands that `expand` times the hidden size is the width of all heads."""
+    expand: str = ""
+    """Key with the number that, times the hidden size, is the width of all heads; empty: the family has none."""
 
     @property
     def reads(self) -> tuple[str, ...]:
         """The keys."""
-        return (self.number, self.width, *(("expand",) if self.is_multiple else ()))
+        return tuple(filter(None, (self.number, self.width, self.expand)))
 
     def fields(self, config: Json) -> dict[str, object]:
-        """Returns number and width. Raises UserError if `expand` contradicts them."""
+        """Returns number and width. Raises UserError if the keys contradict each other."""
         number, width = config[self.number], config[self.width]
-        if self.is_multiple and config["expand"] * config["hidden_size"] != number * width:
+        channels = config[self.expand] * config["hidden_size"] if self.expand else number * width
+        width = channels // number if width == "auto" else width
+        if not isinstance(width, int) or number * width != channels:
             raise UserError(
-                f"expand is {config['expand']}, so expand * hidden_size is {config['expand'] * config['hidden_size']}; "
-                f"{self.number} * {self.width} (--mamba-num-heads, --mamba-head-dim) is {number * width}"
+                f"{self.width} is {width!r}; with {self.number} {number} it must be {self.expand} * hidden_size / "
+                f"{self.number} (--mamba-num-heads, --mamba-head-dim), {channels} / {number}"
             )
         return {"mamba_num_heads": number, "mamba_head_dim": width}
 
     def keys(self, values: rules.Values) -> dict[str, Json]:
         """Returns all keys."""
         number, width = mamba_heads(run_of(values)), values["mamba_head_dim"]
-        keys = {self.number: number, self.width: width}
-        return keys | ({"expand": number * width // values["hidden_size"]} if self.is_multiple else {})
+        return dict(zip(self.reads, (number, width, number * width // values["hidden_size"]), strict=False))
 
 
 @dataclass(frozen=True)
@@ -126,13 +127,9 @@ _INFINITE = {"__float__": "Infinity"}
 _NO_LIMIT = (float("inf"), "Infinity", None)
 
 MAMBA_RULES: tuple[rules.Rule, ...] = (
-    rules.Copied("hidden_size", "hidden_size"),
-    rules.Copied("n_groups", "mamba_num_groups"),
-    rules.Copied("conv_kernel", "mamba_conv_kernel_dim"),
-    rules.Copied("layer_norm_epsilon", "layernorm_epsilon"),
-    rules.Copied("initializer_range", "init_method_std"),
-    rules.Fixed("use_bias", False),
-    rules.Fixed("use_conv_bias", True),
+    *rules.copied("hidden_size", n_groups="mamba_num_groups", conv_kernel="mamba_conv_kernel_dim"),
+    *rules.copied(layer_norm_epsilon="layernorm_epsilon", initializer_range="init_method_std"),
+    *rules.fixed(use_bias=False, use_conv_bias=True),
     rules.Implied({"normalization": "RMSNorm", "add_bias_linear": False, "position_embedding_type": "none"}),
     # Sizes of a kernel, types of intermediate results, and how weights are initialized:
     rules.Unused(("chunk_size", "residual_in_fp32", "rescale_prenorm_residual", "time_step_max", "time_step_floor")),
@@ -146,7 +143,7 @@ MAMBA2_FAMILY = Family(
     (
         *MAMBA_RULES,
         MambaLayers(),
-        MambaHeads("num_heads", "head_dim", is_multiple=True),
+        MambaHeads("num_heads", "head_dim", "expand"),
         StepLimits(),
         rules.TiedEmbeddings(),
         rules.Copied("state_size", "mamba_state_dim"),

@@ -4,9 +4,7 @@ correction."""
 from dataclasses import dataclass
 
 from megatron.conversion import config_rules as rules
-from megatron.conversion import decoder, layer_rules
-from megatron.conversion.decoder import HUB, OURS, experts, one_to_one
-from megatron.conversion.deepseek import ExpertsPerToken
+from megatron.conversion import decoder
 from megatron.conversion.family import Family
 from megatron.conversion.hub_defaults import DECODER_DEFAULTS, Json
 from megatron.conversion.rope import RotaryPositions
@@ -31,26 +29,20 @@ class RotatedChannels(rules.Rule):
         return {"rotary_dim": round(values["rotary_percent"] * values["kv_channels"])}
 
 
-_HERE = ("attention_bias",)
-
 MINIMAX_M2_FAMILY = Family(
     "MiniMaxM2ForCausalLM",
     "minimax_m2",
     decoder.AROUND
     | decoder.ATTENTION
     | decoder.HEAD_NORMS
-    | experts("block_sparse_moe", "w1", "w3", "w2")
-    | one_to_one({f"{OURS}.mlp.router.expert_bias": f"{HUB}.block_sparse_moe.e_score_correction_bias"}),
+    | decoder.experts("block_sparse_moe", "w1", "w3", "w2")
+    | decoder.expert_bias("block_sparse_moe.e_score_correction_bias"),
     (
-        *decoder.SIZES,
-        *decoder.SWIGLU,
-        decoder.EPSILON,
-        layer_rules.AttentionHeads(),
+        *decoder.BODY,
         RotaryPositions(rotated_part=1.0),
         RotatedChannels(),
-        ExpertsPerToken(),
-        rules.Copied("intermediate_size", "moe_ffn_hidden_size"),
-        rules.Copied("num_local_experts", "num_moe_experts"),
+        rules.Copied("num_experts_per_tok", "moe_router_topk"),
+        *rules.copied(intermediate_size="moe_ffn_hidden_size", num_local_experts="num_moe_experts"),
         rules.Fixed("router_jitter_noise", 0.0),
         rules.Implied({"qk_layernorm": True, "qk_norm_scope": "full", "moe_router_norm_topk_prob": True}),
         rules.Implied({"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}),
@@ -62,19 +54,12 @@ MINIMAX_M2_FAMILY = Family(
             ("use_mtp", "num_mtp_modules", "mtp_transformer_layers", "attn_type_list", "mlp_intermediate_size")
         ),
     ),
-    defaults={key: value for key, value in DECODER_DEFAULTS.items() if key not in _HERE}
+    defaults={key: value for key, value in DECODER_DEFAULTS.items() if key != "attention_bias"}
     | {
-        "vocab_size": 200064,
-        "hidden_size": 3072,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 62,
-        "num_attention_heads": 48,
         "num_key_value_heads": 8,
         "head_dim": 128,
         "max_position_embeddings": 196608,
         "rope_theta": 5000000.0,
-        "num_experts_per_tok": 8,
-        "num_local_experts": 256,
         "router_jitter_noise": 0.0,
     },
 )

@@ -1,11 +1,15 @@
 """Folders of Hugging Face models: config.json, safetensors files with or without an index."""
 
+import contextlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron.core.dist_checkpointing.disk import Disk
+from megatron.core.dist_checkpointing.folders import sibling_name
 from megatron.core.dist_checkpointing.safetensors_file import TensorInFile, read_header
 from megatron.core.exceptions import UserError
 from megatron.core.utils.files import parse_json
@@ -23,6 +27,8 @@ class ModelFolder:
     """The keys of config.json."""
     tensors: dict[str, TensorInFile]
     """Where each tensor is, by name."""
+    scales: Mapping[str, TensorInFile] = field(default_factory=dict)
+    """Where the scales of fp8 weights are, by the name of the weight."""
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -33,6 +39,29 @@ def read_config(path: Path) -> dict[str, Any]:
     if not (path / CONFIG).exists():
         raise UserError(f"{path} has no {CONFIG}; a model's folder has it beside {ONE_FILE} or {INDEX}")
     return read_json(path / CONFIG, with_nan=True)  # limits of step sizes may be Infinity
+
+
+def refuse_used(target: Path) -> None:
+    """Raises UserError unless `target` is an empty folder or does not exist."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"{target} is not empty; name a folder that is empty or does not exist")
+
+
+@contextlib.contextmanager
+def new_folder(target: Path, what: str) -> Iterator[tuple[Disk, Path]]:
+    """Yields a temporary folder beside `target`, which becomes `target` at the end; an empty folder may be there. If
+    anything fails, `target` does not appear, and an error of the disk ends with "nothing is" `what`."""
+    disk, aside = Disk(), sibling_name(target, "tmp")
+    try:
+        disk.make_directory(aside)
+        yield disk, aside
+        disk.sync_directory(aside)
+        disk.rename(aside, target)
+        disk.sync_directory(target.absolute().parent)
+    except OSError as error:
+        raise UserError(f"{error.filename or target}: {error.strerror or error}; nothing is {what}") from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def open_folder(path: Path) -> ModelFolder:
@@ -66,7 +95,12 @@ def _tensors(path: Path) -> dict[str, TensorInFile]:
     if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
         raise UserError(f"{path / INDEX}: weight_map must be an object of file names")
     tensors: dict[str, TensorInFile] = {}
-    for file in sorted(set(files.values())):
+    names = sorted(set(files.values()))
+    missing = [file for file in names if Path(file).name == file and not (path / file).exists()]
+    if missing:
+        also = f", and {len(missing) - 1} more files" if len(missing) > 1 else ""
+        raise UserError(f"{path / INDEX}: weight_map names {missing[0]}{also}, missing in the folder: copy it again")
+    for file in names:
         if Path(file).name != file:
             raise UserError(f"{path / INDEX}: weight_map names {file!r}, which is not a file in this folder")
         for name, place in read_header(path / file).items():

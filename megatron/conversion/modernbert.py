@@ -1,9 +1,10 @@
 """ModernBERT: an encoder with rotary positions, gated MLPs, and windows in most layers; without token types."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron.conversion import config_rules as rules
-from megatron.conversion import layer_rules
+from megatron.conversion import decoder, layer_rules
 from megatron.conversion.decoder import with_biases
 from megatron.conversion.family import Family
 from megatron.conversion.hub_defaults import Json
@@ -15,7 +16,6 @@ from megatron.conversion.layer_types import (
     kinds_of_layers,
 )
 from megatron.conversion.tensor_mapping import KEYS, QUERIES, VALUES, HubTensorPattern
-from megatron.core.exceptions import UserError
 
 _OURS, _HUB = "encoder.layers.{layer}", "model.layers.{layer}"
 _WORDS = "model.embeddings.tok_embeddings.weight"
@@ -46,24 +46,13 @@ class LocalAttention(WindowsByLayerType):
         return {"local_attention": 2 * window[0], "layer_types": kinds}
 
 
-@dataclass(frozen=True)
-class HeadActivation(rules.Rule):
-    """Activation of the dense layer before the output layer."""
-
-    key: str = "classifier_activation"
-
-    def fields(self, config: Json) -> dict[str, object]:
-        """Returns the activation."""
-        if config[self.key] not in _ACTIVATIONS:
-            raise UserError(f"{self.key} is {config[self.key]!r}; {', '.join(_ACTIVATIONS)} are supported")
-        return {"bert_head_activation": _ACTIVATIONS[config[self.key]]}
-
-    def keys(self, values: rules.Values) -> dict[str, Json]:
-        """Returns the word."""
-        return {self.key: next(word for word, ours in _ACTIVATIONS.items() if ours == values["bert_head_activation"])}
-
-
-_ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "relu": "relu"}
+_HEAD_ACTIVATIONS: Mapping[str, rules.Values] = {
+    "gelu": {"bert_head_activation": "gelu"},
+    "gelu_pytorch_tanh": {"bert_head_activation": "gelu_tanh"},
+    "gelu_new": {"bert_head_activation": "gelu_tanh"},
+    "relu": {"bert_head_activation": "relu"},
+}
+"""Activations of the dense layer before the output layer."""
 
 _NAMES = {
     "embedding.norm": "model.embeddings.norm",
@@ -90,27 +79,18 @@ MODERNBERT_FAMILY = Family(
         for kind in ("weight", "bias")
     },
     (
-        rules.Copied("num_hidden_layers", "num_layers"),
-        rules.Copied("hidden_size", "hidden_size"),
-        rules.Copied("intermediate_size", "ffn_hidden_size"),
-        rules.Copied("num_attention_heads", "num_attention_heads"),
-        rules.Copied("max_position_embeddings", "max_position_embeddings"),
-        rules.Copied("norm_eps", "layernorm_epsilon"),
-        rules.Copied("norm_bias", "norm_bias"),
-        rules.Copied("initializer_range", "init_method_std"),
-        rules.Copied("classifier_bias", "bert_head_bias"),
-        rules.TiedEmbeddings(),
-        layer_rules.LinearBiases(),
-        layer_rules.GatedActivation("hidden_activation"),
-        HeadActivation(),
+        *decoder.CORE,
+        *rules.copied("num_attention_heads", "norm_bias", intermediate_size="ffn_hidden_size"),
+        *rules.copied(norm_eps="layernorm_epsilon", classifier_bias="bert_head_bias"),
+        layer_rules.ATTENTION_BIASES,
+        layer_rules.MLP_BIASES,
+        layer_rules.Words("hidden_activation", layer_rules.GATED_ACTIVATIONS),
+        layer_rules.Words("classifier_activation", _HEAD_ACTIVATIONS),
         LocalAttention(),
         RotaryPositionsByLayerType(160000.0, 10000.0, base_key="global_rope_theta", local_key="local_rope_theta"),
         rules.Fixed("rope_scaling", None, write=False),
         rules.Written({"cls_token_id": None, "sep_token_id": None}),  # their defaults may be outside of the vocabulary
-        rules.Fixed("decoder_bias", True),
-        rules.Fixed("attention_dropout", 0.0),
-        rules.Fixed("embedding_dropout", 0.0),
-        rules.Fixed("mlp_dropout", 0.0),
+        *rules.fixed(decoder_bias=True, attention_dropout=0.0, embedding_dropout=0.0, mlp_dropout=0.0),
         rules.Implied({"normalization": "LayerNorm", "embedding_norm": True, "first_input_norm": False}),
         rules.Implied({"bert_binary_head": False, "bert_num_tokentypes": 0}),
         rules.Implied({"hidden_dropout": 0.0, "attention_dropout": 0.0}),
@@ -120,11 +100,6 @@ MODERNBERT_FAMILY = Family(
         rules.Unused(("position_embedding_type", "layer_norm_eps")),  # in old files, and not read
     ),
     defaults={
-        "vocab_size": 50368,
-        "hidden_size": 768,
-        "intermediate_size": 1152,
-        "num_hidden_layers": 22,
-        "num_attention_heads": 12,
         "hidden_activation": "gelu",
         "max_position_embeddings": 8192,
         "initializer_range": 0.02,

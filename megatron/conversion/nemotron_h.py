@@ -11,7 +11,7 @@ from megatron.conversion.family import HEAD, Family
 from megatron.conversion.hub_defaults import Json
 from megatron.conversion.mamba import AROUND, EMBEDDING, MAMBA_RULES, MIXER, MambaHeads, mamba_layer
 from megatron.conversion.spellings import run_of
-from megatron.conversion.tensor_mapping import KEYS, QUERIES, VALUES, HubTensorPattern, TensorMapping
+from megatron.conversion.tensor_mapping import HubTensorPattern, TensorMapping
 from megatron.core.exceptions import UserError
 from megatron.core.transformer.layer_patterns import hybrid_letters
 
@@ -36,26 +36,19 @@ _TIED: decoder.Mapping = {
 """transformers does not tie the two, so its output layer needs the weight too."""
 
 
-def _both(ours: str, hub: str) -> dict[str, str]:
-    """Returns the names of an MLP without gate."""
-    names = {"linear_fc1": "up_proj", "linear_fc2": "down_proj"}
-    return {f"{ours}.{one}.{kind}": f"{hub}.{two}.{kind}" for one, two in names.items() for kind in ("weight", "bias")}
+def _ungated(ours: str, hub: str) -> decoder.Mapping:
+    """Returns the mapping of an MLP without gate."""
+    return decoder.with_biases({f"{ours}.linear_fc1": f"{hub}.up_proj", f"{ours}.linear_fc2": f"{hub}.down_proj"})
 
 
 _LAYERS: dict[str, decoder.Mapping] = {
     "*": one_to_one({f"{OURS}.self_attention.linear_proj.weight": f"{MIXER}.o_proj.weight"})
-    | {
-        f"{OURS}.self_attention.linear_qkv.weight": (
-            HubTensorPattern(f"{MIXER}.q_proj.weight", QUERIES),
-            HubTensorPattern(f"{MIXER}.k_proj.weight", KEYS),
-            HubTensorPattern(f"{MIXER}.v_proj.weight", VALUES),
-        )
-    },
-    "-": one_to_one(_both(f"{OURS}.mlp", MIXER)),
-    "E": one_to_one(
-        _both(f"{OURS}.mlp.experts", f"{MIXER}.experts.{{expert}}")
-        | _both(f"{OURS}.mlp.shared_experts", f"{MIXER}.shared_experts")
-        | {f"{OURS}.mlp.{name}.weight": f"{MIXER}.{name}.weight" for name in ("fc1_latent_proj", "fc2_latent_proj")}
+    | decoder.qkv(MIXER, "weight"),
+    "-": _ungated(f"{OURS}.mlp", MIXER),
+    "E": _ungated(f"{OURS}.mlp.experts", f"{MIXER}.experts.{{expert}}")
+    | _ungated(f"{OURS}.mlp.shared_experts", f"{MIXER}.shared_experts")
+    | one_to_one(
+        {f"{OURS}.mlp.{name}.weight": f"{MIXER}.{name}.weight" for name in ("fc1_latent_proj", "fc2_latent_proj")}
         | {
             f"{OURS}.mlp.router.weight": f"{MIXER}.gate.weight",
             f"{OURS}.mlp.router.expert_bias": f"{MIXER}.gate.e_score_correction_bias",
@@ -167,18 +160,13 @@ NEMOTRON_H_FAMILY = Family(
         MambaHeads("mamba_num_heads", "mamba_head_dim"),
         layer_rules.AttentionHeads(),
         MlpBiases(),
-        rules.Copied("ssm_state_size", "mamba_state_dim"),
-        rules.Copied("time_step_min", "mamba_min_time_step"),
-        rules.Copied("max_position_embeddings", "max_position_embeddings"),
-        rules.Copied("attention_dropout", "attention_dropout"),
-        rules.Copied("hidden_dropout", "hidden_dropout"),
+        *rules.copied("max_position_embeddings", "attention_dropout", "hidden_dropout"),
+        *rules.copied(ssm_state_size="mamba_state_dim", time_step_min="mamba_min_time_step"),
         rules.Copied("intermediate_size", "ffn_hidden_size"),
         WithExperts(
             (
-                rules.Copied("n_routed_experts", "num_moe_experts"),
-                rules.Copied("num_experts_per_tok", "moe_router_topk"),
-                rules.Copied("moe_intermediate_size", "moe_ffn_hidden_size"),
-                rules.Copied("moe_shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
+                *rules.copied("moe_shared_expert_intermediate_size", n_routed_experts="num_moe_experts"),
+                *rules.copied(num_experts_per_tok="moe_router_topk", moe_intermediate_size="moe_ffn_hidden_size"),
                 rules.Copied("routed_scaling_factor", "moe_router_topk_scaling_factor", unset=1.0),
                 rules.Fixed("n_shared_experts", 1),
                 ExpertGroups(score_topk=2),
@@ -188,10 +176,7 @@ NEMOTRON_H_FAMILY = Family(
         ),
         rules.Implied({"squared_relu": True}),
         rules.TiedEmbeddings(),
-        rules.Fixed("attention_bias", False),
-        rules.Fixed("sliding_window", None),
-        rules.Fixed("mamba_proj_bias", False),
-        rules.Fixed("mamba_hidden_act", "silu"),
+        *rules.fixed(attention_bias=False, sliding_window=None, mamba_proj_bias=False, mamba_hidden_act="silu"),
         rules.Fixed("mlp_hidden_act", "relu2"),
         rules.Unused(("expand", "time_step_limit", "rms_norm_eps", "moe_shared_expert_overlap")),
         rules.Unused(("num_nextn_predict_layers", "mtp_layers_block_type", "mtp_hybrid_override_pattern")),

@@ -24,20 +24,13 @@ PHI_FAMILY = Family(
             f"{OURS}.self_attention.k_layernorm": f"{HUB}.self_attn.k_layernorm",
         }
     )
-    | {name: patterns for name, patterns in decoder.ATTENTION.items() if "linear_qkv" in name}
+    | decoder.QKV_WEIGHT
     | decoder.QKV_BIAS
     | decoder.ungated("fc1", "fc2"),
     (
-        rules.Copied("num_hidden_layers", "num_layers"),
-        rules.Copied("hidden_size", "hidden_size"),
-        rules.Copied("intermediate_size", "ffn_hidden_size"),
-        rules.Copied("max_position_embeddings", "max_position_embeddings"),
-        rules.Copied("resid_pdrop", "hidden_dropout"),
-        rules.Copied("attention_dropout", "attention_dropout"),
-        rules.Copied("layer_norm_eps", "layernorm_epsilon"),
-        rules.Copied("initializer_range", "init_method_std"),
-        rules.Copied("qk_layernorm", "qk_layernorm"),
-        rules.TiedEmbeddings(),
+        *decoder.CORE,
+        *rules.copied("attention_dropout", "qk_layernorm", intermediate_size="ffn_hidden_size"),
+        *rules.copied(resid_pdrop="hidden_dropout", layer_norm_eps="layernorm_epsilon"),
         UngatedActivation("hidden_act"),
         layer_rules.AttentionHeads(),
         RotaryPositions(rotated_part=0.5),
@@ -47,10 +40,6 @@ PHI_FAMILY = Family(
     ),
     defaults={key: value for key, value in DECODER_DEFAULTS.items() if key not in _OTHER}
     | {
-        "vocab_size": 51200,
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 24,
         "resid_pdrop": 0.0,
         "hidden_act": "gelu_new",
         "layer_norm_eps": 1e-5,

@@ -4,12 +4,11 @@ from dataclasses import dataclass
 
 from megatron.conversion import config_rules as rules
 from megatron.conversion import decoder, layer_rules
-from megatron.conversion.decoder import HUB, OURS, one_to_one
+from megatron.conversion.decoder import HUB
 from megatron.conversion.family import Family
 from megatron.conversion.hub_defaults import Json
 from megatron.conversion.rope import RotaryPositions
 from megatron.conversion.spellings import rope_scaling_of
-from megatron.conversion.tensor_mapping import KEYS, QUERIES, VALUES, HubTensorPattern
 from megatron.core.exceptions import UserError
 
 _ORIGINAL = "original_max_position_embeddings"
@@ -60,25 +59,13 @@ PHI3_FAMILY = Family(
     "phi3",
     decoder.AROUND
     | decoder.FUSED_MLP
-    | one_to_one(
-        {
-            f"{OURS}.self_attention.linear_proj.weight": f"{HUB}.self_attn.o_proj.weight",
-        }
-    )
-    | {
-        f"{OURS}.self_attention.linear_qkv.weight": (
-            HubTensorPattern(f"{HUB}.self_attn.qkv_proj.weight", QUERIES, fused=(KEYS, VALUES)),
-        )
-    },
+    | decoder.weights({"self_attention.linear_proj": "self_attn.o_proj"})
+    | decoder.joint_qkv(f"{HUB}.self_attn.qkv_proj", "weight"),
     (
-        *decoder.SIZES,
-        *decoder.SWIGLU,
-        decoder.EPSILON,
-        layer_rules.AttentionHeads(),
+        *decoder.BODY,
         layer_rules.SlidingWindows(),
         LongRope(rotated_part=1.0),
-        rules.Fixed("resid_pdrop", 0.0),
-        rules.Fixed("embd_pdrop", 0.0),
+        *rules.fixed(resid_pdrop=0.0, embd_pdrop=0.0),
         rules.Fixed("attention_bias", False, write=False),
     ),
 )

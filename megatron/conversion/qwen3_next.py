@@ -1,38 +1,27 @@
-"""Qwen3-Next: gated delta nets between layers of gated attention, experts, and a shared expert with a gate."""
+"""Qwen3-Next: gated delta nets between layers of gated attention, experts, and a shared expert with a gate; and the
+text models of Qwen3.5, the same with dense MLPs."""
 
 from dataclasses import dataclass
 
 from megatron.conversion import config_rules as rules
 from megatron.conversion import decoder, layer_rules
-from megatron.conversion.decoder import HUB, OURS, experts, gated, one_to_one
+from megatron.conversion.decoder import HUB, OURS, one_to_one
 from megatron.conversion.family import Family
-from megatron.conversion.hub_defaults import Json
+from megatron.conversion.hub_defaults import HUB_DEFAULTS, Json
 from megatron.conversion.rope import RotaryPositions
 from megatron.conversion.spellings import run_of
 from megatron.conversion.tensor_mapping import ALL, KEYS, VALUES, HubTensorPattern, TensorMapping
 from megatron.core.exceptions import UserError
 from megatron.core.transformer.layer_patterns import layer_parts
 
-_MLP = ("gate_proj", "up_proj", "down_proj")
 _DELTA, _LINEAR = f"{OURS}.self_attention", f"{HUB}.linear_attn"
 
 
-def _tensors(values: rules.Values) -> TensorMapping:
-    return (
-        decoder.AROUND
-        | decoder.ATTENTION
-        | decoder.OUTPUT_BIAS
-        | decoder.HEAD_NORMS
-        | queries_with_gates(values)
-        | delta_net(values)
-        | decoder.MLP
-        | experts("mlp", *_MLP)
-        | gated(f"{OURS}.mlp.shared_experts", f"{HUB}.mlp.shared_expert", *_MLP)
-        | decoder.SHARED_EXPERT_GATE
-    )
+_LAYERS = decoder.AROUND | decoder.ATTENTION | decoder.OUTPUT_BIAS | decoder.HEAD_NORMS | decoder.MLP
+_EXPERTS = decoder.experts("mlp") | decoder.shared_experts("mlp.shared_expert") | decoder.SHARED_EXPERT_GATE
 
 
-def queries_with_gates(values: rules.Values) -> decoder.Mapping:
+def _queries_with_gates(values: rules.Values) -> decoder.Mapping:
     """Returns the table of the joint projection. Theirs has the rows of each query head before those of its gate; ours
     has the query heads of a group before its gates."""
     heads = values["num_attention_heads"] // values["num_query_groups"]
@@ -47,7 +36,7 @@ def queries_with_gates(values: rules.Values) -> decoder.Mapping:
     }
 
 
-def delta_net(values: rules.Values) -> decoder.Mapping:
+def _delta_net(values: rules.Values) -> decoder.Mapping:
     """Returns the table of a delta net. Theirs has b and a of all heads in a matrix of their own; their convolution has
     the queries of all heads, then the keys, then the values."""
     keys = values["linear_key_head_dim"]
@@ -87,11 +76,7 @@ class LinearAttentionLayers(rules.Rule):
             raise UserError(f"full_attention_interval is {period!r}; it must be at least 1")
         if kinds is None:
             kinds = [_KINDS[layer % period > 0] for layer in range(1, count + 1)]
-        unknown = [kind for kind in kinds if kind not in _KINDS]
-        if unknown:
-            raise UserError(f"layer_types has {unknown[0]!r}; {' and '.join(_KINDS)} are supported")
-        if len(kinds) != count:
-            raise UserError(f"layer_types has {len(kinds)} entries, but num_hidden_layers is {count}")
+        kinds = rules.checked_types({**config, "layer_types": kinds}, "layer_types", _KINDS, " and ".join(_KINDS))
         return {"linear_attention_freq": [_KINDS.index(kind) for kind in kinds]}
 
     def keys(self, values: rules.Values) -> dict[str, Json]:
@@ -103,13 +88,10 @@ class LinearAttentionLayers(rules.Rule):
 
 _KINDS = ("full_attention", "linear_attention")
 
-RULES: tuple[rules.Rule, ...] = (
-    *decoder.SIZES,
-    *decoder.SWIGLU,
-    decoder.EPSILON,
-    layer_rules.AttentionHeads(),
+_RULES: tuple[rules.Rule, ...] = (
+    *decoder.BODY,
     RotaryPositions(rotated_part=0.25),
-    layer_rules.LinearBiases(mlp=False),
+    layer_rules.ATTENTION_BIASES,
     LinearAttentionLayers(),
     *(
         rules.Copied(key, key)
@@ -123,12 +105,15 @@ RULES: tuple[rules.Rule, ...] = (
 )
 """Rules of all models of this form. The experts are not among them."""
 
+_PREDICTION_LAYERS = (r"mtp\..*",)
+"""Layers of multi-token prediction, which transformers leaves out too."""
+
 QWEN3_NEXT_FAMILY = Family(
     "Qwen3NextForCausalLM",
     "qwen3_next",
-    _tensors,
+    lambda values: _LAYERS | _EXPERTS | _queries_with_gates(values) | _delta_net(values),
     (
-        *RULES,
+        *_RULES,
         rules.Copied("num_experts", "num_moe_experts", also="num_local_experts"),
         rules.Copied("moe_intermediate_size", "moe_ffn_hidden_size"),
         rules.Copied("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
@@ -137,5 +122,47 @@ QWEN3_NEXT_FAMILY = Family(
         rules.Fixed("use_sliding_window", False, write=False),
         rules.Implied({"moe_shared_expert_gate": True}),
     ),
-    constants=(r"mtp\..*",),  # layers of multi-token prediction, which transformers leaves out too
+    constants=_PREDICTION_LAYERS,
+)
+
+_OF_EXPERTS = ("experts", "moe_", "decoder_sparse", "mlp_only", "norm_topk", "use_sliding", "shared_expert")
+
+
+def _tensors_of_qwen3_5(values: rules.Values) -> TensorMapping:
+    """Returns the table. The projections of a delta net are four tensors, each with all queries before all keys before
+    all values."""
+    keys = values["linear_key_head_dim"]
+    shared = values["linear_num_value_heads"] // values["linear_num_key_heads"]
+    ends = [keys, 2 * keys, 2 * keys + shared * values["linear_value_head_dim"]]
+    ends += [ends[-1] + shared * values["linear_value_head_dim"]]
+    ends += [ends[-1] + shared, ends[-1] + 2 * shared]
+    q, k, v, z, b, a = ((ALL, slice(begin, end)) for begin, end in zip([0, *ends], ends, strict=False))
+    projections = (
+        HubTensorPattern(f"{_LINEAR}.in_proj_qkv.weight", q, fused=(k, v)),
+        HubTensorPattern(f"{_LINEAR}.in_proj_z.weight", z),
+        HubTensorPattern(f"{_LINEAR}.in_proj_b.weight", b),
+        HubTensorPattern(f"{_LINEAR}.in_proj_a.weight", a),
+    )
+    delta_net = _delta_net(values) | {f"{_DELTA}.in_proj.weight": projections}
+    return _LAYERS | _queries_with_gates(values) | delta_net
+
+
+QWEN3_5_FAMILY = Family(
+    "Qwen3_5ForCausalLM",
+    "qwen3_5_text",
+    _tensors_of_qwen3_5,
+    _RULES,
+    defaults={
+        key: value
+        for key, value in HUB_DEFAULTS["qwen3_next"].items()
+        if not any(part in key for part in _OF_EXPERTS) and key != "num_experts_per_tok"
+    }
+    | {
+        "vocab_size": 248320,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 4,
+    },
+    constants=_PREDICTION_LAYERS,
 )

@@ -37,20 +37,16 @@ class LayersWithoutPositions(Rule):
 SMOLLM3_FAMILY = Family(
     "SmolLM3ForCausalLM",
     "smollm3",
-    decoder.AROUND | decoder.ATTENTION | decoder.QKV_BIAS | decoder.OUTPUT_BIAS | decoder.MLP,
+    decoder.LLAMA,
     (
         *decoder.DECODER,
-        layer_rules.LinearBiases(),
+        layer_rules.ATTENTION_BIASES,
+        layer_rules.MLP_BIASES,
         layer_rules.SlidingWindows(by_layer=True),
         LayersWithoutPositions(),
     ),
     defaults=DECODER_DEFAULTS
     | {
-        "vocab_size": 128256,
-        "hidden_size": 2048,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 16,
         "num_key_value_heads": 4,
         "max_position_embeddings": 32768,
         "rope_theta": 2000000.0,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any, cast
 
+from megatron.core.transformer.config.heterogeneous import HETEROGENEOUS, DescribedLayer, described_layers
 from megatron.core.transformer.config.hybrid import mamba_heads
 from megatron.core.transformer.layer_patterns import (
     has_experts,
@@ -73,10 +74,6 @@ def has_t5_head_bias(values: Values) -> bool:
     return bool(values["t5_head_bias"]) and not values["untie_embeddings_and_output_weights"]
 
 
-def _key_value_heads(values: Values) -> object:
-    return values["num_query_groups"] if values["group_query_attention"] else values["num_attention_heads"]
-
-
 def _router_weights(values: Values) -> object:
     if values["moe_router_score_function"] != "softmax":
         given = values["moe_router_norm_topk_prob"]
@@ -87,22 +84,6 @@ def _router_weights(values: Values) -> object:
 def _rope_scaling(values: Values) -> object:
     both = values["rope_scaling_type"] is not None or values["use_rope_scaling"]
     return rope_scaling_of(values), values["rotary_seq_len_interpolation_factor"] if both else None
-
-
-def _windowed_layers(values: Values) -> object:
-    return values["window_size"], _layers(values, is_windowed)
-
-
-def _chunked_layers(values: Values) -> object:
-    return values["attention_chunk_size"], _layers(values, is_chunked)
-
-
-def _rotated_layers(values: Values) -> object:
-    return _layers(values, has_rope)
-
-
-def _expert_layers(values: Values) -> object:
-    return _layers(values, has_experts)
 
 
 def _mlp_widths(values: Values) -> object:
@@ -121,7 +102,8 @@ def _of_attention(values: Values) -> object:
     """Returns the sizes of attention; None if no layer has it."""
     if _kinds_of_layers(values).isdisjoint(("attention", "dsa")):
         return None
-    return values["num_attention_heads"], _key_value_heads(values), values["kv_channels"]
+    heads = values["num_attention_heads"]
+    return heads, values["num_query_groups"] if values["group_query_attention"] else heads, values["kv_channels"]
 
 
 def _activation(values: Values) -> object:
@@ -207,6 +189,33 @@ def _layers(values: Values, holds: Callable[[Any, int], bool]) -> list[bool]:
     return [holds(config, layer) for layer in range(1, values["num_layers"] + 1)]
 
 
+def sized_layers(values: Values) -> list[DescribedLayer] | None:
+    """Returns the description of each layer of a heterogeneous model, with the sizes that come from other fields;
+    None for other models."""
+    described = described_layers(run_of(values))
+    if described is None:
+        return None
+    heads = values["num_attention_heads"]
+    groups = values["num_query_groups"] if values["group_query_attention"] and values["num_query_groups"] else heads
+    width = values["ffn_hidden_size"] or 4 * values["hidden_size"]
+    return [
+        layer._replace(
+            num_query_groups=(layer.num_query_groups or groups) if layer.attention == "attention" else None,
+            ffn_hidden_size=(layer.ffn_hidden_size or width) if layer.mlp == "mlp" else None,
+        )
+        for layer in described
+    ]
+
+
+def _layers_of_described(values: Values) -> object:
+    """Returns what descriptions of layers say, or an object that equals no other for a model without them."""
+    layers = sized_layers(values)
+    return object() if layers is None else layers
+
+
+_OF_DESCRIBED = ("num_query_groups", "group_query_attention", "ffn_hidden_size")
+"""Fields that descriptions of layers replace."""
+
 _SPELLINGS: tuple[tuple[tuple[str, ...], Callable[[Values], object]], ...] = (
     (_OF_HYBRIDS, lambda values: hybrid_letters(run_of(values))),
     (("num_attention_heads", "group_query_attention", "num_query_groups", "kv_channels"), _of_attention),
@@ -214,10 +223,13 @@ _SPELLINGS: tuple[tuple[tuple[str, ...], Callable[[Values], object]], ...] = (
     (("mamba_num_heads", *_OF_MAMBA), _mamba),
     (("linear_attention_freq",), _delta_nets),
     (("add_bias_linear", "add_qkv_bias", *_DENSE_BIASES, *_EXPERT_BIASES), bias_places),
-    (("window_size", "window_attn_skip_freq"), _windowed_layers),
-    (("attention_chunk_size", "attention_chunk_skip_freq"), _chunked_layers),
-    (("no_rope_freq",), _rotated_layers),
-    (("moe_layer_freq",), _expert_layers),
+    (("window_size", "window_attn_skip_freq"), lambda values: (values["window_size"], _layers(values, is_windowed))),
+    (
+        ("attention_chunk_size", "attention_chunk_skip_freq"),
+        lambda values: (values["attention_chunk_size"], _layers(values, is_chunked)),
+    ),
+    (("no_rope_freq",), lambda values: _layers(values, has_rope)),
+    (("moe_layer_freq",), lambda values: _layers(values, has_experts)),
     (("moe_router_pre_softmax", "moe_router_norm_topk_prob"), _router_weights),
     (
         ("use_rope_scaling", "rope_scaling_type", "rope_scaling_factor", "rotary_seq_len_interpolation_factor"),
@@ -236,6 +248,7 @@ _SPELLINGS: tuple[tuple[tuple[str, ...], Callable[[Values], object]], ...] = (
     (_OF_YARN, _yarn_of_latent_attention),
     (("latent_layernorm_epsilon",), _epsilon_of_latents),
     (("openai_gelu", "bias_gelu_fusion"), gelu_kind),
+    ((*HETEROGENEOUS, *_OF_DESCRIBED), _layers_of_described),
 )
 """Fields that say one thing together, and the function that computes what they say."""
 

@@ -4,58 +4,59 @@ with a weight of its own) and mT5 (the same, or tied without scaled logits)."""
 from dataclasses import dataclass
 
 from megatron.conversion import config_rules as rules
+from megatron.conversion import decoder
 from megatron.conversion.family import Family
 from megatron.conversion.hub_defaults import HUB_DEFAULTS, Json
 from megatron.conversion.tensor_mapping import ALL, GATE, KEYS, QUERIES, UP, VALUES, HubTensorPattern, TensorMapping
 from megatron.core.exceptions import UserError
 
-_Mapping = dict[str, tuple[HubTensorPattern, ...]]
 
-
-def _stack(name: str, mlp: int, is_gated: bool) -> _Mapping:
+def _stack(name: str, mlp: int, is_gated: bool) -> decoder.Mapping:
     """Tensors of the encoder or the decoder. `mlp` is the number of the MLP in a block of transformers."""
     ours, hub = f"{name}.layers.{{layer}}", f"{name}.block.{{layer}}.layer"
     attention, dense = f"{hub}.0.SelfAttention", f"{hub}.{mlp}.DenseReluDense"
     gate_and_up = (HubTensorPattern(f"{dense}.wi_0.weight", GATE), HubTensorPattern(f"{dense}.wi_1.weight", UP))
-    table = f"{name}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-    return {
-        f"{name}_relative_pos_emb.relative_attention_bias.weight": (HubTensorPattern(table),),
-        f"{name}.final_layernorm.weight": (HubTensorPattern(f"{name}.final_layer_norm.weight"),),
-        f"{ours}.input_layernorm.weight": (HubTensorPattern(f"{hub}.0.layer_norm.weight"),),
-        f"{ours}.self_attention.linear_qkv.weight": tuple(
-            HubTensorPattern(f"{attention}.{part}.weight", rows)
-            for part, rows in (("q", QUERIES), ("k", KEYS), ("v", VALUES))
-        ),
-        f"{ours}.self_attention.linear_proj.weight": (HubTensorPattern(f"{attention}.o.weight"),),
-        f"{ours}.pre_mlp_layernorm.weight": (HubTensorPattern(f"{hub}.{mlp}.layer_norm.weight"),),
-        f"{ours}.mlp.linear_fc1.weight": gate_and_up if is_gated else (HubTensorPattern(f"{dense}.wi.weight"),),
-        f"{ours}.mlp.linear_fc2.weight": (HubTensorPattern(f"{dense}.wo.weight"),),
+    table = f"{name}.block.0.layer.0.SelfAttention.relative_attention_bias"
+    names = {
+        f"{name}_relative_pos_emb.relative_attention_bias": table,
+        f"{name}.final_layernorm": f"{name}.final_layer_norm",
+        f"{ours}.input_layernorm": f"{hub}.0.layer_norm",
+        f"{ours}.self_attention.linear_proj": f"{attention}.o",
+        f"{ours}.pre_mlp_layernorm": f"{hub}.{mlp}.layer_norm",
+        f"{ours}.mlp.linear_fc1": f"{dense}.wi",
+        f"{ours}.mlp.linear_fc2": f"{dense}.wo",
     }
+    parts = (("q", QUERIES), ("k", KEYS), ("v", VALUES))
+    qkv = tuple(HubTensorPattern(f"{attention}.{part}.weight", rows) for part, rows in parts)
+    joint = {f"{ours}.self_attention.linear_qkv.weight": qkv}
+    return _weights(names) | joint | ({f"{ours}.mlp.linear_fc1.weight": gate_and_up} if is_gated else {})
 
 
-def _cross_attention() -> _Mapping:
-    ours, hub = "decoder.layers.{layer}", "decoder.block.{layer}.layer.1"
-    attention = f"{hub}.EncDecAttention"
-    return {
-        f"{ours}.pre_cross_attn_layernorm.weight": (HubTensorPattern(f"{hub}.layer_norm.weight"),),
-        f"{ours}.cross_attention.linear_q.weight": (HubTensorPattern(f"{attention}.q.weight"),),
-        f"{ours}.cross_attention.linear_kv.weight": (
-            HubTensorPattern(f"{attention}.k.weight", (ALL, slice(0, 1))),
-            HubTensorPattern(f"{attention}.v.weight", (ALL, slice(1, 2))),
-        ),
-        f"{ours}.cross_attention.linear_proj.weight": (HubTensorPattern(f"{attention}.o.weight"),),
+def _weights(names: dict[str, str]) -> decoder.Mapping:
+    return decoder.one_to_one({f"{ours}.weight": f"{hub}.weight" for ours, hub in names.items()})
+
+
+_CROSS, _HUB = "decoder.layers.{layer}.cross_attention", "decoder.block.{layer}.layer.1"
+_AROUND_STACKS = _weights(
+    {
+        "embedding.word_embeddings": "shared",
+        "lm_head.output_layer": "lm_head",
+        "decoder.layers.{layer}.pre_cross_attn_layernorm": f"{_HUB}.layer_norm",
+        f"{_CROSS}.linear_q": f"{_HUB}.EncDecAttention.q",
+        f"{_CROSS}.linear_proj": f"{_HUB}.EncDecAttention.o",
     }
+) | {
+    f"{_CROSS}.linear_kv.weight": (
+        HubTensorPattern(f"{_HUB}.EncDecAttention.k.weight", (ALL, slice(0, 1))),
+        HubTensorPattern(f"{_HUB}.EncDecAttention.v.weight", (ALL, slice(1, 2))),
+    )
+}
+"""Embedding, output layer and cross attention."""
 
 
 def _tensors(values: rules.Values) -> TensorMapping:
     is_gated = values["geglu"] or values["swiglu"]
-    return {
-        "embedding.word_embeddings.weight": (HubTensorPattern("shared.weight"),),
-        "lm_head.output_layer.weight": (HubTensorPattern("lm_head.weight"),),
-        **_stack("encoder", 1, is_gated),
-        **_stack("decoder", 2, is_gated),
-        **_cross_attention(),
-    }
+    return _AROUND_STACKS | _stack("encoder", 1, is_gated) | _stack("decoder", 2, is_gated)
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,8 @@ class Layers(rules.Rule):
 
     def fields(self, config: Json) -> dict[str, object]:
         """Returns both numbers."""
-        encoder, decoder = (config[key] for key in self.reads)
-        return {"encoder_num_layers": encoder, "num_layers": encoder if decoder is None else decoder}
+        below, above = (config[key] for key in self.reads)
+        return {"encoder_num_layers": below, "num_layers": below if above is None else above}
 
     def keys(self, values: rules.Values) -> dict[str, Json]:
         """Returns both keys."""
@@ -124,25 +125,17 @@ class OutputLayer(rules.Rule):
 
     def keys(self, values: rules.Values) -> dict[str, Json]:
         """Returns whether the weights are tied."""
-        return {"tie_word_embeddings": not values["untie_embeddings_and_output_weights"]}
+        return rules.TiedEmbeddings().keys(values)
 
 
 @dataclass(frozen=True)
-class UnscaledOutputLayer(rules.Rule):
+class UnscaledOutputLayer(rules.TiedEmbeddings):
     """An output layer of mT5, whose logits are never multiplied. transformers 5 writes `tie_word_embeddings` true for
     all, and the published files have false and a weight of their own."""
 
-    reads = ("tie_word_embeddings",)
-
     def fields(self, config: Json) -> dict[str, object]:
         """Returns whether the weights are tied, and that there is no bias."""
-        if not config["tie_word_embeddings"]:
-            return {"untie_embeddings_and_output_weights": True}
-        return {"untie_embeddings_and_output_weights": False, "t5_head_bias": False}
-
-    def keys(self, values: rules.Values) -> dict[str, Json]:
-        """Returns whether the weights are tied."""
-        return {"tie_word_embeddings": not values["untie_embeddings_and_output_weights"]}
+        return super().fields(config) | ({"t5_head_bias": False} if config["tie_word_embeddings"] else {})
 
 
 _RULES: tuple[rules.Rule, ...] = (
@@ -181,7 +174,7 @@ def _family(architecture: str, model_type: str, output: rules.Rule, **defaults: 
     )
 
 
-_OF_MT5 = {"vocab_size": 250112, "d_ff": 1024, "num_layers": 8, "num_heads": 6, "feed_forward_proj": "gated-gelu"}
+_OF_MT5 = {"feed_forward_proj": "gated-gelu"}
 
 T5_FAMILIES = (
     _family("T5ForConditionalGeneration", "t5", OutputLayer()),

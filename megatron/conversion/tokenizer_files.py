@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megatron.conversion.model_folder import CONFIG, read_json
 from megatron.core.dist_checkpointing.checkpoint_selection import Log
@@ -13,9 +13,10 @@ from megatron.core.exceptions import UserError
 from megatron.data.tokenizer.base import Tokenizer
 from megatron.data.tokenizer.bert_wordpiece import BertWordPieceTokenizer
 from megatron.data.tokenizer.build import build_tokenizer
-from megatron.data.tokenizer.config import TokenizerConfig
+from megatron.data.tokenizer.config import TokenizerConfig, TokenizerType
 from megatron.data.tokenizer.gpt2_bpe import END_OF_TEXT, GPT2BPETokenizer
 from megatron.data.tokenizer.huggingface import HuggingFaceTokenizer
+from megatron.data.tokenizer.sentencepiece import SentencePieceTokenizer
 from megatron.training.config.pretrain_config import PretrainConfig
 
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
@@ -25,6 +26,9 @@ _GPT2_CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast")
 """Classes of transformers for the files of GPT-2's tokenizer."""
 _BERT_CLASSES = ("BertTokenizer", "BertTokenizerFast")
 """Classes of transformers for the file of BERT's tokenizer."""
+_PIECES, _ADDED = "tokenizer.model", "added_tokens.json"
+_LLAMA_CLASSES = ("LlamaTokenizer", "LlamaTokenizerFast")
+"""Classes of transformers for a SentencePiece model whose ids are those of its pieces."""
 
 _CHAT_TEMPLATE = "chat_template.jinja"
 _MORE_TEMPLATES = "additional_chat_templates"
@@ -33,15 +37,17 @@ _TOKENIZER_FILES = (
     TOKENIZER,
     TOKENIZER_CONFIG,
     "special_tokens_map.json",
-    "added_tokens.json",
+    _ADDED,
     VOCAB,
     MERGES,
     WORD_PIECES,
-    "tokenizer.model",
+    _PIECES,
     _CHAT_TEMPLATE,
 )
 GENERATION_CONFIG = "generation_config.json"
-_ONE_ID = ("bos_token_id", "pad_token_id", "decoder_start_token_id")
+_NULL: Literal["NullTokenizer"] = "NullTokenizer"
+_START = "decoder_start_token_id"
+_ONE_ID = ("bos_token_id", "pad_token_id", _START)
 """Keys of config.json with a token id."""
 
 
@@ -53,29 +59,34 @@ def names_of_files(folder: Path) -> list[str]:
 def copy_tokenizer(source: Path, target: Path, template: str | None = None) -> list[str]:
     """Copies the files of a tokenizer into a folder, which is created if there are any. Returns their names.
 
-    The settings of generation go with them, and get the ids that begin, end and pad a text if only the folder's
-    config.json has them. The file `template`, if it is given, replaces the chat template.
+    The settings of generation go with them, also without a tokenizer, and get the ids that begin, end and pad a text if
+    only the folder's config.json has them. The file `template`, if it is given, replaces the chat template.
     """
-    names = names_of_files(source)
-    if not names or source.resolve() == target.resolve():
-        return names
+    if source.resolve() == target.resolve():
+        return names_of_files(source)
+    names, settings = names_of_files(source), _settings_of(source)
+    if not names and not settings:
+        return []
     target.mkdir(parents=True, exist_ok=True)
-    has_settings = (source / GENERATION_CONFIG).is_file()
-    names += [GENERATION_CONFIG] if has_settings else []
     for name in names:
         shutil.copyfile(source / name, target / name)
-    settings = read_json(source / GENERATION_CONFIG, with_nan=True) if has_settings else {}
-    ends = listed_ends(source)
-    ids = {key: _id_in(source, key) for key in _ONE_ID} | {"eos_token_id": ends or None}
-    more = {key: found for key, found in ids.items() if found is not None and settings.get(key) is None}
-    if more:
-        content = json.dumps(settings | more, indent=2)
+    if settings:
+        content = json.dumps(settings, indent=2)
         (target / GENERATION_CONFIG).write_text(f"{content}\n", encoding="utf-8")
+        names.append(GENERATION_CONFIG)
     if (source / _MORE_TEMPLATES).is_dir():
         shutil.copytree(source / _MORE_TEMPLATES, target / _MORE_TEMPLATES, dirs_exist_ok=True)
     if template is not None:
         shutil.copyfile(template, target / _CHAT_TEMPLATE)
     return names
+
+
+def _settings_of(folder: Path) -> dict[str, Any]:
+    """Returns the settings of generation in a folder, with the ids that only its config.json has."""
+    file = folder / GENERATION_CONFIG
+    settings = read_json(file, with_nan=True) if file.is_file() else {}
+    ids = {key: _id_in(folder, key) for key in _ONE_ID} | {"eos_token_id": listed_ends(folder) or None}
+    return settings | {key: found for key, found in ids.items() if found is not None and settings.get(key) is None}
 
 
 def _found_in(folder: Path, key: str) -> Iterator[tuple[Path, Any]]:
@@ -109,13 +120,16 @@ def end_ids(flags: TokenizerConfig, tokenizer: Tokenizer) -> list[int]:
     """Returns all ids that end a generated text: that of the tokenizer, and those that the model's folder lists beside
     the tokenizer's files."""
     own, folder = tokenizer.eod if tokenizer.eos is None else tokenizer.eos, _folder_of(flags)
-    return [own] if folder is None else list(dict.fromkeys([own, *listed_ends(folder)]))
+    ends = [] if folder is None else listed_ends(folder)
+    return ends if ends and flags.family == _NULL else list(dict.fromkeys([own, *ends]))
 
 
 def _folder_of(flags: TokenizerConfig) -> Path | None:
-    """Returns the folder with the files of a tokenizer; None for one without files."""
+    """Returns the folder with the files of a tokenizer, or that of a NullTokenizer's ids; None without files."""
     file = flags.tokenizer_model or flags.vocab_file
-    return None if file is None else Path(file) if Path(file).is_dir() else Path(file).parent
+    if file is None or Path(file).is_dir():
+        return None if file is None else Path(file)
+    return None if flags.family == _NULL else Path(file).parent
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -123,8 +137,10 @@ def _folder_of(flags: TokenizerConfig) -> Path | None:
 
 
 def tokenizer_flags(folder: Path, vocab_size: int, place: Path, log: Log) -> list[str]:
-    """Returns the flags of the folder's tokenizer; those of NullTokenizer if there is none that can be used."""
-    null = ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(vocab_size - 1)]
+    """Returns the flags of the folder's tokenizer; those of NullTokenizer if there is none that can be used. These name
+    the folder too, if it has something that an export takes along."""
+    null = ["--tokenizer-type", _NULL, "--vocab-size", str(vocab_size - 1)]
+    null += ["--tokenizer-model", str(place)] if names_of_files(folder) or _settings_of(folder) else []
     if (folder / TOKENIZER).is_file():
         file, ids = TOKENIZER, HuggingFaceTokenizer(str(folder), False).vocab_size
         words = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(place)]
@@ -142,6 +158,14 @@ def tokenizer_flags(folder: Path, vocab_size: int, place: Path, log: Log) -> lis
         file, ids = VOCAB, GPT2BPETokenizer(str(folder / VOCAB), str(folder / MERGES)).vocab_size
         words = ["--tokenizer-type", "GPT2BPETokenizer"]
         words += ["--vocab-file", str(place / VOCAB), "--merge-file", str(place / MERGES)]
+    elif _has_tokenizer_of(_LLAMA_CLASSES, folder, _PIECES) and not (folder / _ADDED).exists():
+        try:
+            pieces = SentencePieceTokenizer(str(folder / _PIECES), "Llama2Tokenizer", keeps_blanks=True)
+        except UserError as error:
+            log(f"the flags name NullTokenizer, for which text is token ids: {error}")
+            return null
+        file, ids = _PIECES, pieces.vocab_size
+        words = ["--tokenizer-type", "Llama2Tokenizer", "--tokenizer-model", str(place / _PIECES)]
     else:
         log(f"{folder} has no {TOKENIZER}: the flags name NullTokenizer, for which text is token ids")
         return null
@@ -178,30 +202,31 @@ def special_ids(
     given, or from the run's tokenizer. Ids beside the tokenizer's files come before those of the tokenizer.
 
     Unknown ids are null: transformers gives absent keys the ids of a published model, at which a generated text would
-    end. A NullTokenizer may stand in for any tokenizer, so its ids are unknown.
+    end. A NullTokenizer may stand in for any tokenizer, so its own ids are unknown.
     """
     flags = config.tokenizer
-    ids: dict[str, int | list[int] | None] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    is_t5 = config.model.model_family == "t5"
-    ids |= {"decoder_start_token_id": None} if is_t5 else {}
     if folder is not None:
-        flags = TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))
-    if flags.family == "NullTokenizer" or (folder is not None and not (folder / TOKENIZER).is_file()):
-        return ids
-    try:
-        known = build_tokenizer(flags)
-    except UserError as error:  # its files are gone, or it has no id that ends a text
-        log(f"config.json names no tokens that begin and end a text: {error}")
-        return ids
-    ends = [number for number in end_ids(flags, known) if number < vocab_size]
-    ids |= {"eos_token_id": ends if len(ends) > 1 else next(iter(ends), None)}
-    own = {"bos_token_id": known.bos, "pad_token_id": known.pad}
-    own["decoder_start_token_id"] = known.pad if known.bos is None else known.bos
+        family: TokenizerType = "HuggingFaceTokenizer" if (folder / TOKENIZER).is_file() else _NULL
+        flags = TokenizerConfig(tokenizer_type=family, tokenizer_model=str(folder))
     place = _folder_of(flags)
-    for key in [key for key in _ONE_ID if key in ids]:
+    keys = [key for key in _ONE_ID if key != _START or config.model.model_family == "t5"]
+    ids: dict[str, int | list[int] | None] = dict.fromkeys((*keys, "eos_token_id"))
+    own: dict[str, int | None] = {}
+    ends = [] if place is None else listed_ends(place)
+    if flags.family != _NULL:
+        try:
+            known = build_tokenizer(flags)
+        except UserError as error:  # its files are gone, or it has no id that ends a text
+            log(f"config.json names no tokens that begin and end a text: {error}")
+            return ids
+        ends = end_ids(flags, known)
+        own = {"bos_token_id": known.bos, "pad_token_id": known.pad}
+        own[_START] = known.pad if known.bos is None else known.bos
+    for key in keys:
         given = None if place is None else _id_in(place, key)
-        ids[key] = _in_model(own[key] if given is None else given, vocab_size)
-    return ids
+        ids[key] = _in_model(own.get(key) if given is None else given, vocab_size)
+    ends = [number for number in ends if number < vocab_size]
+    return ids | {"eos_token_id": ends if len(ends) > 1 else next(iter(ends), None)}
 
 
 def _in_model(number: int | None, vocab_size: int) -> int | None:
@@ -219,10 +244,10 @@ def writer_of_tokenizer(flags: TokenizerConfig, folder: Path | None, log: Log) -
         if not names_of_files(folder):
             raise UserError(f"--tokenizer-model {folder}: no folder with the files of a tokenizer, such as {TOKENIZER}")
         return partial(copy_tokenizer, folder)
-    if flags.family in ("HuggingFaceTokenizer", "SFTTokenizer"):
-        path = Path(flags.tokenizer_model or "")
-        folder = path if path.is_dir() else path.parent
-        if names_of_files(folder):
+    if flags.family in ("HuggingFaceTokenizer", "SFTTokenizer", "Llama2Tokenizer", _NULL):
+        folder = _folder_of(flags)
+        is_named = flags.family != "Llama2Tokenizer" or Path(flags.tokenizer_model or "").name == _PIECES
+        if folder is not None and is_named and (names_of_files(folder) or flags.family == _NULL):
             return partial(copy_tokenizer, folder, template=flags.chat_template)
     elif flags.family == "GPT2BPETokenizer":
         vocab, merges = Path(flags.vocab_file or ""), Path(flags.merge_file or "")
@@ -230,7 +255,7 @@ def writer_of_tokenizer(flags: TokenizerConfig, folder: Path | None, log: Log) -
             return partial(_write_gpt2_tokenizer, vocab, merges)
     elif flags.family.startswith("BertWordPiece") and Path(flags.vocab_file or "").is_file():
         return partial(_write_bert_tokenizer, flags)
-    if flags.family != "NullTokenizer":
+    if flags.family != _NULL or flags.tokenizer_model is not None:
         log(
             f"the files of the run's {flags.family} are gone, or transformers cannot read them: the export "
             "has no tokenizer; --tokenizer-model names a folder to copy one from"

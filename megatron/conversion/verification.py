@@ -127,12 +127,12 @@ def _our_logits(model: nn.Module, model_family: str | None, tokens: Tensor, type
     return [output for output in model(tokens, None, types) if output is not None]
 
 
-def import_transformers() -> ModuleType:
-    """Returns the module. Raises UserError if it is not installed."""
+def import_transformers(flag: str = "--verify") -> ModuleType:
+    """Returns the module. Raises UserError, naming the flag that needs it, if it is not installed."""
     try:
         return importlib.import_module("transformers")
     except ImportError as error:
-        raise UserError(f"--verify needs transformers, which cannot be imported ({error}): pip install it") from error
+        raise UserError(f"{flag} needs transformers, which cannot be imported ({error}): pip install it") from error
 
 
 def why_not_verified(architecture: str, num_parameters: int) -> str | None:

@@ -1,6 +1,7 @@
 """Tiny models of transformers with random weights, and their logits."""
 
 import contextlib
+import dataclasses
 import os
 import random
 from pathlib import Path
@@ -14,6 +15,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import transformers
 from conversion.family_models import FAMILY_MODELS
+
+from megatron.conversion import hub_defaults
+from megatron.conversion.families import family_of
+from megatron.conversion.family import Family
 
 SIZES = {
     "vocab_size": 99,
@@ -239,3 +244,16 @@ def outputs_of(model: Any, **arguments: Any) -> Any:
 def some_tokens(vocab_size: int = 99) -> Tensor:
     """Returns random token ids [2, 17], always the same."""
     return torch.randint(vocab_size, (2, 17), generator=torch.Generator().manual_seed(3))
+
+
+def sizes_of(family: Family) -> dict[str, int]:
+    """Returns the sizes of the default model of a family's class, which its config.json must say."""
+    if family.model_type == "nemotron-nas":  # without a class, a Llama with other layers
+        return sizes_of(family_of("LlamaForCausalLM"))
+    if family.model_type in ("baichuan", "chatglm"):
+        return {}
+    fields = dataclasses.fields(type(transformers.AutoConfig.for_model(family.model_type)))
+    sizes = {
+        field.name: field.default for field in fields if field.name in hub_defaults.SIZES - family.all_defaults.keys()
+    }
+    return {key: 6 if size is None else size for key, size in sizes.items()}  # DeepSeek-V2 has no number of experts

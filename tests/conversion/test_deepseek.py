@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conversion.oracles import Widened, make_model, save_model, some_tokens
+from conversion.oracles import Widened, make_model, save_model, sizes_of, some_tokens
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -58,25 +58,25 @@ OF_V2: dict[str, Any] = {
 
 
 def test_deepseek_v3() -> None:
-    fields = V3.fields_of(OF_V3)
+    fields = V3.fields_of(sizes_of(V3) | OF_V3)
     assert fields["moe_layer_freq"] == [0] * 3 + [1] * 58
     assert (fields["rotary_scaling_factor"], fields["mscale"], fields["mscale_all_dim"]) == (40.0, 1.0, 1.0)
     groups = [fields[f"moe_router_{name}"] for name in ("num_groups", "group_topk", "group_score_topk")]
     assert groups == [8, 4, 2]
     assert "latent_layernorm_epsilon" not in fields
-    assert V3.fields_of(OF_V3 | {"rms_norm_eps": 1e-5})["latent_layernorm_epsilon"] == 1e-6
+    assert V3.fields_of(sizes_of(V3) | OF_V3 | {"rms_norm_eps": 1e-5})["latent_layernorm_epsilon"] == 1e-6
     assert V3.is_constant("model.layers.61.eh_proj.weight") and not V3.is_constant("model.layers.60.mlp.gate.weight")
 
 
 def test_deepseek_v2() -> None:
-    fields = V2.fields_of(OF_V2)
+    fields = V2.fields_of(sizes_of(V2) | OF_V2)
     assert fields["moe_shared_expert_intermediate_size"] == 3072
     assert (fields["moe_router_group_score_topk"], fields["moe_router_topk_scaling_factor"]) == (1, 16.0)
-    assert "moe_router_num_groups" not in V2.fields_of(OF_V2 | {"topk_method": "greedy"})
+    assert "moe_router_num_groups" not in V2.fields_of(sizes_of(V2) | OF_V2 | {"topk_method": "greedy"})
 
 
 def test_mscale_counts_only_beside_mscale_all_dim() -> None:
-    fields = V3.fields_of({"rope_scaling": {"type": "yarn", "factor": 4.0, "mscale": 0.7}})
+    fields = V3.fields_of(sizes_of(V3) | {"rope_scaling": {"type": "yarn", "factor": 4.0, "mscale": 0.7}})
     assert (fields["mscale"], fields["mscale_all_dim"]) == (1.0, 0.0)
     assert fields["original_max_position_embeddings"] == 4096
 
@@ -101,15 +101,15 @@ def test_mscale_counts_only_beside_mscale_all_dim() -> None:
 )
 def test_what_is_unsupported_is_named(change: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError) as refusal:
-        V3.fields_of(OF_V3 | change)
+        V3.fields_of(sizes_of(V3) | OF_V3 | change)
     assert str(refusal.value).startswith(f"config.json: {said}")
 
 
 def test_deepseek_v2_says_how_many_experts_and_which_method() -> None:
     with pytest.raises(UserError, match="num_experts_per_tok is None, but must be an integer"):
-        V2.fields_of({})
+        V2.fields_of(sizes_of(V2) | OF_V2 | {"num_experts_per_tok": None})
     with pytest.raises(UserError, match="topk_method is 'best'; greedy and group_limited_greedy are supported"):
-        V2.fields_of(OF_V2 | {"topk_method": "best"})
+        V2.fields_of(sizes_of(V2) | OF_V2 | {"topk_method": "best"})
 
 
 LAYERS, WIDTH = 2, 64

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conversion.oracles import make_model_of, save_model
+from conversion.oracles import make_model_of, save_model, sizes_of
 
 from megatron.conversion.families import family_of
 from megatron.conversion.importing import import_model
@@ -29,7 +29,7 @@ FALCON = family_of("FalconForCausalLM")
     ],
 )
 def test_layers_of_falcon(given: dict[str, Any], placement: str, groups: int) -> None:
-    fields = FALCON.fields_of(given)
+    fields = FALCON.fields_of(sizes_of(FALCON) | given)
     heads = given.get("num_attention_heads", 71)
     assert (fields["norm_placement"], fields.get("num_query_groups", heads)) == (placement, groups)
     values = {name: flag.default for name, flag in flag_table().items()} | {"num_query_groups": groups} | fields

@@ -10,8 +10,11 @@ from megatron.training.config.flag_table import flag_table
 GEMMA2, GEMMA3 = family_of("Gemma2ForCausalLM"), family_of("Gemma3ForCausalLM")
 
 
+SIZES = {"hidden_size": 3584, "intermediate_size": 14336, "num_attention_heads": 16, "num_hidden_layers": 42}
+
+
 def test_factors_follow_from_the_sizes() -> None:
-    fields = GEMMA2.fields_of({"hidden_size": 3584, "query_pre_attn_scalar": 256})
+    fields = GEMMA2.fields_of({**SIZES, "query_pre_attn_scalar": 256})
     assert fields["softmax_scale"] == 0.0625
     assert fields["embedding_multiplier"] == pytest.approx(59.866518, rel=1e-7)
     assert (fields["attn_logit_softcapping"], fields["final_logit_softcapping"]) == (50.0, 30.0)
@@ -19,7 +22,7 @@ def test_factors_follow_from_the_sizes() -> None:
 
 def test_a_rounded_factor_is_the_same_factor() -> None:
     """A run gives the square root as a decimal number."""
-    fields = GEMMA2.fields_of({"hidden_size": 3584})
+    fields = GEMMA2.fields_of(SIZES)
     defaults = {name: flag.default for name, flag in flag_table().items()}
     for given, is_equal in ((59.866518, True), (59.8, False)):
         run = {**defaults, **fields, "embedding_multiplier": given}

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import transformers
-from conversion.oracles import MODELS, architecture_of, config_class_of, settings_of
+from conversion.oracles import MODELS, architecture_of, config_class_of, settings_of, sizes_of
 
 from megatron.conversion.config_json import with_defaults
 from megatron.conversion.config_rules import Unused
 from megatron.conversion.families import FAMILIES, family_of
 from megatron.conversion.family import Family
+from megatron.conversion.hub_defaults import SIZES
 from megatron.core.exceptions import UserError
 
 NOT_IN_A_CLASS = {"rope_theta", "rope_scaling"}
@@ -48,8 +49,8 @@ WITHOUT_DEFAULT = {"use_mrope", "head_dim", "layer_types", "max_window_layers", 
 }
 """Keys that a family reads and that its config class does not have."""
 
-WITH_CLASS = [family for family in FAMILIES if family.model_type not in ("baichuan", "chatglm")]
-"""Families that transformers has; test_remote_code.py tests the others."""
+WITH_CLASS = [family for family in FAMILIES if family.model_type not in ("baichuan", "chatglm", "nemotron-nas")]
+"""Families that transformers has; test_remote_code.py and test_decilm.py test the others."""
 
 
 def config_class(family: Family) -> Any:
@@ -72,27 +73,31 @@ def test_the_table_is_that_of_transformers(family: Family) -> None:
 @pytest.mark.parametrize("family", WITH_CLASS, ids=lambda family: family.model_type)
 def test_the_table_has_every_key_that_the_family_reads(family: Family) -> None:
     read = {key for rule in family.rules if not isinstance(rule, Unused) for key in rule.reads}
-    without_default = read - family.all_defaults.keys()
+    without_default = read - family.all_defaults.keys() - SIZES
     fields = {field.name for field in dataclasses.fields(config_class(family))}
     assert without_default <= WITHOUT_DEFAULT and not without_default & fields
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_key_that_is_left_out_means_what_transformers_reads(name: str) -> None:
-    """Each key of a model alone is left out; our fields are those of the config that transformers completes."""
+    """Each key of a model alone is left out; our fields are those of the config that transformers completes. A size
+    is named instead."""
     kind = MODELS[name][0]
     family = family_of(architecture_of(kind))
-    needed = {"num_experts_per_tok": 3} if kind == "DeepseekV2" else {}  # its default is none
-    whole = {key: value for key, value in settings_of(name).items() if key != "attn_implementation"}
+    whole = sizes_of(family) | {key: value for key, value in settings_of(name).items() if key != "attn_implementation"}
     for absent in [*whole, None]:
-        config = needed | {key: value for key, value in whole.items() if key != absent}
+        config = {key: value for key, value in whole.items() if key != absent}
         try:
             completed = json.loads(config_class_of(kind)(**config).to_json_string())
         except Exception:  # of several kinds: the others no longer fit the default of the one that is absent
             of_heads = ("num_attention_heads", "num_heads", "head_dim", "expand", "mamba_n_heads", "mamba_expand")
             assert absent in ("num_hidden_layers", "hidden_size", "layer_types", *of_heads), absent
             continue
-        assert outcome(family, config) == outcome(family, completed), absent
+        found = outcome(family, config)
+        if isinstance(found, str) and "is missing" in found:
+            assert found == f"config.json: {absent} is missing; it must be an integer" and absent in SIZES
+        else:
+            assert found == outcome(family, completed), absent
 
 
 def outcome(family: Family, config: dict[str, Any]) -> Any:
@@ -106,11 +111,9 @@ def outcome(family: Family, config: dict[str, Any]) -> Any:
 @pytest.mark.parametrize(
     ("model_type", "key", "value"),
     [
-        ("qwen3_moe", "num_experts_per_tok", 8),
         ("mistral", "sliding_window", 4096),
         ("qwen2", "sliding_window", 4096),
         ("qwen2", "num_key_value_heads", 32),
-        ("mixtral", "num_local_experts", 8),
     ],
 )
 def test_known_defaults(model_type: str, key: str, value: int) -> None:

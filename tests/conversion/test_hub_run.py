@@ -11,8 +11,10 @@ import pytest
 import torch
 from conversion import test_bert, test_t5
 from conversion.oracles import MODELS, logits_of, make_model, save_model
+from conversion.test_against_transformers import tensors_of
 from conversion.test_gradients import ORACLES
 from safetensors.torch import load_file, save_file
+from support.processes import run_on_ranks
 from support.runs import state_at_end, state_at_start, train, train_on_ranks
 from torch.nn.functional import cross_entropy
 
@@ -227,6 +229,52 @@ def test_every_class_is_validated_trained_and_exported(name: str, tmp_path: Path
     exported = tmp_path / "run/hf/iter_0000001"
     again = train(f"--load-hf {exported} --train-iters 1 --mock-data", base=flags)
     assert_equal(weights(state_at_start([again])), weights(state_at_end([trained])))
+
+
+PARTS = 8
+WHOLE_RUN = "--train-iters 3 --lr-decay-style constant --override-opt-param-scheduler"
+
+
+def exported_by(jobs: list[tuple[Path, str]]) -> list[str]:
+    """Runs each of these flags after those of its folder; returns the problems."""
+    problems = []
+    for folder, flags in jobs:
+        try:
+            train(f"--load-hf {folder / 'theirs'} {flags} {WHOLE_RUN}", base=f"{flags_of(folder / 'theirs')} --fp64")
+        except UserError as error:  # the same on all ranks
+            problems.append(f"{folder.name}: {error}")
+    return problems
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_class_goes_through_layouts(part: int, tmp_path: Path) -> None:
+    """Two steps on tensor and pipeline parallel ranks, and one with data or expert parallel ones from their checkpoint,
+    export what three steps of one process export. The folders that they begin with are sharded, without settings."""
+    alone, split, resumed = [], [], []
+    for name in CLASSES[part::PARTS]:
+        folder = tmp_path / name.replace(" ", "-")
+        theirs = save_model(make_model(name), folder / "theirs", max_shard_size="60KB")
+        (theirs / "generation_config.json").unlink(missing_ok=True)
+        words = flags_of(theirs).split()
+        layers = int(words[words.index("--num-layers") + 1])
+        run = f"--save {folder}/run"
+        uneven = f"--decoder-first-pipeline-num-layers {layers // 2 + 1}" if layers % 2 else ""
+        grid = f"--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 {uneven}"
+        experts = "--expert-model-parallel-size 2" if "--num-experts" in words else ""
+        alone.append((folder, f"--save {folder}/alone --save-interval 3 --save-hf-interval 3"))
+        split.append((folder, f"{grid} {run} --save-interval 2 --exit-interval 2"))
+        export = "--save-interval 1 --save-hf-interval 1"
+        resumed.append((folder, f"--use-distributed-optimizer {experts} {run} --load {folder}/run {export}"))
+    for size, jobs in ((1, alone), (4, split), (2, resumed)):
+        problems = run_on_ranks(exported_by, size, jobs)
+        assert problems == [[]] * size, problems[0]
+    for folder, _ in alone:
+        expected = tensors_of(folder / "alone/hf/iter_0000003")
+        found = tensors_of(folder / "run/hf/iter_0000003")
+        assert found.keys() == expected.keys()
+        for key, tensor in expected.items():
+            torch.testing.assert_close(found[key], tensor, atol=1e-9, rtol=0, msg=f"{folder.name}: {key}")
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from conversion.test_against_transformers import quiet
 from safetensors.torch import load_file, save_file
 from support.runs import train
 
-from megatron.conversion import importing
+from megatron.conversion import fp8_folder, importing
 from megatron.conversion.hub_defaults import HUB_DEFAULTS
 from megatron.conversion.importing import FLAGS, import_model, write_flags
 from megatron.core.dist_checkpointing.checkpoint import open_checkpoint
@@ -107,9 +107,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_parameters": {"full_attention": {"rope_theta": 1e6}}
     },
     r"model.safetensors: .*q_proj.weight has shape \[64, 64\], but config.json needs \[128, 64\]": {"head_dim": 32},
-    r"model.safetensors: model.embed_tokens.weight has shape \[99, 64\], but config.json needs \[32000, 64\]": {
-        "vocab_size": ...
-    },
+    "theirs/config.json: vocab_size is missing; it must be an integer": {"vocab_size": ...},
 }
 
 
@@ -153,6 +151,13 @@ def test_constants_of_old_releases_are_left_out_and_told(folder, tmp_path):
     said = []
     import_model(folder, tmp_path / "ours", build_model, log=said.append)
     assert any("left out" in line and "rotary_emb.inv_freq" in line for line in said)
+
+
+def test_values_that_make_no_model_are_named_with_their_file(folder: Path, tmp_path: Path) -> None:
+    """Rules translate each key alone; flags are checked together."""
+    change_config(folder, num_key_value_heads=3)
+    with pytest.raises(UserError, match=r"theirs/config.json: as flags: --num-query-groups 3 does not divide --num-at"):
+        import_model(folder, tmp_path / "ours", build_model, log=quiet)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -254,7 +259,7 @@ def test_what_an_import_wrote_is_begun_from_and_not_gone_on_with(folder, tmp_pat
 def test_no_more_than_a_tensor_is_in_memory(folder, tmp_path, monkeypatch):
     """Each is read when it is written: at any time one is there, and the one before it while its last block is."""
     alive = []
-    real = importing.read_tensor
+    real = fp8_folder.read_tensor
 
     def read(place):
         alive[:] = [reference for reference in alive if reference() is not None]
@@ -263,7 +268,7 @@ def test_no_more_than_a_tensor_is_in_memory(folder, tmp_path, monkeypatch):
         alive.append(weakref.ref(tensor.untyped_storage()))
         return tensor
 
-    monkeypatch.setattr(importing, "read_tensor", read)
+    monkeypatch.setattr(fp8_folder, "read_tensor", read)
     import_model(folder, tmp_path / "ours", build_model, dtype=torch.bfloat16, log=quiet)
     assert alive
 

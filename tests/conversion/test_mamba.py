@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from conversion.oracles import sizes_of
 
 from megatron.conversion.families import family_of
 from megatron.conversion.tensor_mapping import hub_tensors
@@ -21,7 +22,7 @@ CODESTRAL: dict[str, Any] = {
 
 @pytest.mark.parametrize("infinite", [float("inf"), "Infinity", {"__float__": "Infinity"}, None], ids=str)
 def test_a_config_of_the_hub(infinite: Any) -> None:
-    fields = MAMBA2.fields_of(CODESTRAL | {"time_step_limit": [0.0, infinite]})
+    fields = MAMBA2.fields_of(sizes_of(MAMBA2) | CODESTRAL | {"time_step_limit": [0.0, infinite]})
     assert fields["hybrid_layer_pattern"] == "M" * 64 and fields["num_layers"] == 64
     assert (fields["mamba_num_heads"], fields["mamba_head_dim"], fields["mamba_min_time_step"]) == (128, 64, 0.0)
     values = {name: flag.default for name, flag in flag_table().items()} | fields

@@ -56,6 +56,10 @@ def test_an_index_of_several_files(folder: Path) -> None:
             "index.json: weight_map names '../x.safetensors', which is not a file in this folder",
         ),
         ({"x": "model.safetensors"}, "weight_map places x in model.safetensors, which does not have it"),
+        (
+            {"w": "model.safetensors", "u": "b.safetensors", "v": "c.safetensors"},
+            "index.json: weight_map names b.safetensors, and 1 more files, missing in the folder: copy it again",
+        ),
         ({"w": 3}, "index.json: weight_map must be an object of file names"),
         (None, "index.json: weight_map must be an object of file names"),
     ],
@@ -70,6 +74,13 @@ def test_missing_and_pickled_weights(folder: Path) -> None:
     refused(folder, "has neither model.safetensors nor model.safetensors.index.json")
     (folder / "pytorch_model.bin").write_bytes(b"PK")
     refused(folder, "pytorch_model.bin: pickled weights are refused, because reading them can run code")
+
+
+@pytest.mark.parametrize("length", [0, 7, 20])
+def test_a_file_that_is_cut_off_in_its_header(folder: Path, length: int) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:length])
+    refused(folder, rf"model.safetensors: cut off: it has {length} bytes, which is less than its header$")
 
 
 def test_tensors_that_overlap_in_their_file(folder: Path) -> None:

@@ -9,13 +9,19 @@ import torch
 import transformers
 from conversion.oracles import SIZES, logits_of, randomise, save_model, some_tokens
 from safetensors.torch import load_file
+from support.runs import differences, train
 
 from megatron.conversion.exporting import export_model
-from megatron.conversion.importing import import_model
+from megatron.conversion.families import FAMILIES
+from megatron.conversion.importing import import_model, open_hub_model
 from megatron.core.exceptions import UserError
 from megatron.training.trained_model import load_trained_model
 from pretrain_gpt import build_model
 
+BASE = (
+    "--micro-batch-size 1 --global-batch-size 4 --lr 1e-2 --num-workers 0 --log-interval 100 --seq-length 16 "
+    "--eval-iters 0 --mock-data --train-iters 2 --tokenizer-type NullTokenizer --vocab-size 98"
+)
 VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2} | {
     "image_size": 28,
     "patch_size": 14,
@@ -87,6 +93,19 @@ def test_the_text_part(name: str, tmp_path: Path) -> None:
     back = load_file(tmp_path / "back" / "model.safetensors")
     values = {name.replace("language_model.", "", 1).removeprefix("model."): value for name, value in stored.items()}
     assert all(torch.equal(values[name.removeprefix("model.")], value) for name, value in back.items())
+
+
+@pytest.mark.fast("gemma 3")
+@pytest.mark.parametrize("name", MODELS)
+def test_a_run_begins_with_the_text_part(name: str, tmp_path: Path) -> None:
+    theirs = save_model(make(name).float(), tmp_path / "theirs")
+    flags = open_hub_model(theirs, theirs, (), FAMILIES, quiet).flags
+    base = f"{BASE} {' '.join(flags[: flags.index('--tokenizer-type')])}"
+    import_model(theirs, tmp_path / "ours", build_model, log=quiet)
+    expected = train(f"--pretrained-checkpoint {tmp_path / 'ours'}", base=base)
+    run = train(f"--load-hf {theirs}", base=base)
+    assert run.losses == expected.losses and len(run.losses) == 2
+    assert differences(run.at_start, run.at_end)
 
 
 def test_a_text_part_that_is_not_supported(tmp_path: Path) -> None:

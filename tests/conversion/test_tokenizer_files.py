@@ -37,6 +37,7 @@ def test_files_of_a_tokenizer_are_copied(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "generation_config.json").write_text("{}")
     assert copy_tokenizer(folder, target) == [] and not target.exists()
+    (folder / "generation_config.json").write_text('{"top_p": 0.8}')
     (folder / "tokenizer.json").write_text("{}")
     assert copy_tokenizer(folder, target) == ["tokenizer.json", "generation_config.json"]
     assert sorted(path.name for path in target.iterdir()) == ["generation_config.json", "tokenizer.json"]
@@ -64,6 +65,41 @@ def test_all_ids_that_end_a_text_travel(tmp_path: Path) -> None:
         assert json.loads((again / "config.json").read_text())["eos_token_id"] == ends
         transformers = pytest.importorskip("transformers")
         assert transformers.GenerationConfig.from_pretrained(again).eos_token_id == ends
+
+
+@pytest.mark.parametrize("tokenizer", ["none", "too large", "of a slow class"])
+def test_what_is_about_text_travels_with_a_null_tokenizer(tmp_path: Path, tokenizer: str) -> None:
+    """A folder whose tokenizer cannot be used here comes back with it, with its ids and its settings of generation."""
+    root = save_checkpoint(LLAMA, tmp_path / "run")
+    theirs, ours, back = (tmp_path / name for name in ("theirs", "ours", "back"))
+    export_model(root, theirs, build_model, log=quiet)
+    files: dict[str, bytes] = {}
+    if tokenizer == "too large":
+        files = {"tokenizer.json": (TOKENIZER / "tokenizer.json").read_bytes(), "chat_template.jinja": b"{{ 1 }}"}
+    elif tokenizer == "of a slow class":
+        files = {"tokenizer.model": b"pieces", "tokenizer_config.json": b'{"tokenizer_class": "OwnTokenizer"}'}
+    for name, content in files.items():
+        (theirs / name).write_bytes(content)
+    settings = {"eos_token_id": [3, 5], "temperature": 0.7}
+    (theirs / "generation_config.json").write_text(json.dumps(settings))
+    config = json.loads((theirs / "config.json").read_text()) | {"pad_token_id": 7, "bos_token_id": 1}
+    (theirs / "config.json").write_text(json.dumps(config))
+
+    flags = import_model(theirs, ours, build_model, log=quiet).flags
+    assert flags[-6:] == [
+        *("--tokenizer-type", "NullTokenizer", "--vocab-size", "39"),
+        *("--tokenizer-model", str(ours / "tokenizer")),
+    ]
+    trained = load_trained_model(build_model, ours, log=quiet)
+    assert end_ids(trained.config.tokenizer, trained.tokenizer) == [3, 5]
+    said: list[str] = []
+    export_model(ours, back, build_model, log=said.append)
+    exported = json.loads((back / "config.json").read_text())
+    assert [exported[f"{key}_token_id"] for key in ("eos", "pad", "bos")] == [[3, 5], 7, 1]
+    known = settings | {"pad_token_id": 7, "bos_token_id": 1}
+    assert json.loads((back / "generation_config.json").read_text()) == known
+    assert {name: (back / name).read_bytes() for name in files} == files
+    assert not any("tokenizer" in line for line in said)
 
 
 @pytest.mark.parametrize("ends", ["<|eot|>", [1, "2"], {"id": 3}, -1, 2.5, True])
@@ -185,6 +221,35 @@ def test_a_t5_names_the_token_that_begins_the_decoders_text(tmp_path: Path) -> N
     ids = special_ids(config, None, 8, quiet)
     assert ids == {"bos_token_id": 6, "eos_token_id": 7, "pad_token_id": 0, "decoder_start_token_id": 6}
     assert special_ids(config, None, 7, quiet)["eos_token_id"] is None  # beyond the rows of the model
+
+
+@pytest.mark.parametrize("keeps_blanks", [True, False])
+def test_a_folder_of_sentencepiece_alone(tmp_path: Path, keeps_blanks: bool) -> None:
+    """The first Llamas have it. A model that joins blanks is not used: transformers always keeps them."""
+    transformers, sentencepiece = (pytest.importorskip(name) for name in ("transformers", "sentencepiece"))
+    theirs, ours, back = (tmp_path / name for name in ("theirs", "ours", "back"))
+    root = save_checkpoint(f"{LLAMA} --vocab-size 399", tmp_path / "run", vocab_size=400)
+    export_model(root, theirs, build_model, log=quiet)
+    options = {"normalization_rule_name": "identity", "remove_extra_whitespaces": not keeps_blanks}
+    options |= {"vocab_size": 390, "model_type": "bpe", "byte_fallback": True, "minloglevel": 2}
+    with (theirs / "tokenizer.model").open("wb") as file:
+        lines = iter(["the words and  more words", "lorem ipsum dolor", "déjà vu: 1,234\tok"] * 40)
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=lines, model_writer=file, hard_vocab_limit=False, **options
+        )
+    roles = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    (theirs / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer", **roles}))
+    flags = import_model(theirs, ours, build_model, log=quiet).flags
+    trained = load_trained_model(build_model, ours, log=quiet)
+    export_model(ours, back, build_model, log=quiet)
+    after = transformers.AutoTokenizer.from_pretrained(back)
+    text = "the  words\nof déjà  ☃"  # transformers puts no blank before a text that begins with one
+    ids = after(text, add_special_tokens=False).input_ids
+    if keeps_blanks:
+        assert trained.tokenizer.tokenize(text) == ids and len(ids) > 5
+        assert trained.tokenizer.eod == after.eos_token_id == 2
+        assert json.loads((back / "config.json").read_text())["eos_token_id"] == 2
+    assert ("NullTokenizer" in flags) != keeps_blanks and ("Llama2Tokenizer" in flags) == keeps_blanks
 
 
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"

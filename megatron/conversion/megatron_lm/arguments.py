@@ -4,11 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.conversion.megatron_lm.inert_pickle import Inert
-from megatron.core.exceptions import UserError
 from megatron.core.transformer.config.heterogeneous import HETEROGENEOUS
 from megatron.training.config.conditions import is_inert, is_to_come, lacking
-from megatron.training.config.flag_table import Flag, flag_table, spelling_of
-from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.config.flag_table import Flag, flag_table
 from megatron.training.config.resolution import field_of_name
 from megatron.training.inspection.run_description import words_of
 
@@ -54,6 +52,9 @@ def flags_of_arguments(arguments: object) -> list[str]:
         if field is not None and (field == name or field not in values) and _is_plain(value):
             values[field] = value
     _count_newer_null_tokenizer(values)
+    text, path = HETEROGENEOUS
+    if values.get(text) is not None:
+        values.pop(path, None)  # the file that the text was read from
     table = flag_table()
     words: list[str] = []
     for field, value in values.items():
@@ -71,14 +72,6 @@ def _count_newer_null_tokenizer(values: dict[str, object]) -> None:
     size, padded = values.get("vocab_size"), values.get("padded_vocab_size")
     if values.get("tokenizer_type") == "NullTokenizer" and isinstance(size, int) and size == padded:
         values["vocab_size"] = size - 1
-
-
-def check_layers(config: PretrainConfig, action: str) -> None:
-    """Raises UserError for layers whose names in Megatron-LM are not known."""
-    flat = config.flat()
-    for field in HETEROGENEOUS:
-        if flat[field] is not None:
-            raise UserError(f"{action}: not yet for {spelling_of(field)}: the names of these layers are not known")
 
 
 def attributes(arguments: object) -> Mapping[str, object]:

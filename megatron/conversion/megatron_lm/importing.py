@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.conversion.importing import write_flags
-from megatron.conversion.megatron_lm.arguments import attributes, check_layers, flags_of_arguments
+from megatron.conversion.megatron_lm.arguments import attributes, flags_of_arguments
 from megatron.conversion.megatron_lm.inert_pickle import shown
 from megatron.conversion.megatron_lm.legacy_layout import FILE, ModelLayout, TensorsOf
 from megatron.conversion.megatron_lm.legacy_source import LegacySource
@@ -42,6 +42,7 @@ from megatron.training.inspection.run_description import describe_run
 from megatron.training.state import TrainState
 from megatron.training.trained_model import config_for_one_process
 
+_HALF = {"--bf16": torch.bfloat16, "--fp16": torch.float16}
 _SCALER = ("scale", "growth_tracker", "hysteresis_tracker")
 
 
@@ -75,7 +76,7 @@ def import_run(
     the run.
 
     Raises UserError, before anything is written, for a damaged or hostile file, for tensors that are missing, left over
-    or of another shape, by name, and for token mixers other than attention.
+    or of another shape, by name.
     """
     mine = [found.path.name for found in list_folders(root)] if root.exists() else []
     if mine:
@@ -90,11 +91,11 @@ def import_run(
     checkpoint = open_source(folder, tensors_of)
     common = checkpoint.common()
     config, words = _config(common, flags, folder)
-    check_layers(config, "import-megatron")
     vocab_size = config.tokenizer.model_vocab_size(build_tokenizer(config.tokenizer).vocab_size)
     shapes = canonical_shapes(config, build_model, vocab_size)
     found = checkpoint.find(shapes, with_optimizer)
     state, facts = _state(common, config, found, step, log)
+    _split_masters(found, words)
     _drop_equal_masters(found, folder)
     for note in found.notes:
         log(note)
@@ -251,6 +252,21 @@ def _number(value: object) -> float:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Tensors
+
+
+def _split_masters(found: Found, words: Sequence[str]) -> None:
+    """Takes a run's main weights from its weights where these have more bits than the run's, as in fsdp_dtensor."""
+    dtype = next((dtype for flag, dtype in _HALF.items() if flag in words), None)
+    for name, tensor in list(found.tensors.items()):
+        master = optimizer_state_name(MASTER, name)
+        has_moments = optimizer_state_name("exp_avg", name) in found.tensors
+        if dtype is not None and has_moments and tensor.dtype == torch.float32 and master not in found.tensors:
+            found.tensors[name] = SourceTensor(dtype, partial(_rounded, tensor, dtype))
+            found.tensors[master] = tensor
+
+
+def _rounded(tensor: SourceTensor, dtype: torch.dtype) -> Tensor:
+    return tensor.read().to(dtype)
 
 
 def _drop_equal_masters(found: Found, folder: Path) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron.conversion.megatron_lm.flat_buffers import Bucket
 from megatron.conversion.megatron_lm.legacy_layout import EXPERTS
 from megatron.conversion.megatron_lm.names import SourceTensor, merges_into
-from megatron.conversion.megatron_lm.state_dict import concatenated
+from megatron.conversion.megatron_lm.state_dict import StateTensor, concatenated
 from megatron.conversion.megatron_lm.torch_archive import StoredTensor, TorchArchive
 from megatron.conversion.model import RankTensor
 from megatron.core.dist_checkpointing.chunk import MASTER
@@ -90,7 +90,7 @@ def plain_states(
     Parameters are numbered in the order of their groups, and in a group in the order of the model, which `parameters`
     has. The experts of a weight have a parameter each, in any places of the model; their states are joined in order.
     """
-    found: dict[tuple[str, str], dict[int, StoredTensor]] = {}
+    found: dict[tuple[str, str], dict[int, StateTensor]] = {}
     optimizers = saved if isinstance(saved, list) else [saved]
     left = list(range(len(parameters)))
     for optimizer in optimizers:
@@ -114,7 +114,7 @@ def plain_states(
                     _check_master(tensors[MASTER], parameter.values, f"{path}: {parameter.tensor.name}")
                 for kind in KINDS:
                     stored = tensors.get(kind)
-                    if isinstance(stored, StoredTensor):
+                    if isinstance(stored, StateTensor):
                         if not merges_into(parameter.shape, stored.shape):
                             raise UserError(
                                 f"{path}: optimizer state {number} has shape {[*stored.shape]}, but the parameter at "
@@ -125,7 +125,7 @@ def plain_states(
 
 
 def _joined(
-    found: Mapping[tuple[str, str], Mapping[int, StoredTensor]], parameters: Sequence[RankParameter], path: Path
+    found: Mapping[tuple[str, str], Mapping[int, StateTensor]], parameters: Sequence[RankParameter], path: Path
 ) -> Iterator[tuple[str, str, SourceTensor]]:
     places_of: dict[str, list[int]] = {}
     for place, parameter in enumerate(parameters):
@@ -161,5 +161,5 @@ def _parameters_of_group(
 
 
 def _check_master(master: object, weight: SourceTensor, name: str) -> None:
-    if not isinstance(master, StoredTensor) or not torch.equal(master.read().to(weight.dtype), weight.read()):
+    if not isinstance(master, StateTensor) or not torch.equal(master.read().to(weight.dtype), weight.read()):
         raise UserError(f"{name}: the main weight at its place does not round to it; import with --no-load-optim")

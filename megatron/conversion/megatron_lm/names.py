@@ -34,8 +34,10 @@ _FUSED = (
     (r"(^|\.)input_layernorm\.(\w+)$", r"\1self_attention.linear_qkv.layer_norm_\2"),
     (r"(^|\.)input_layernorm\.(\w+)$", r"\1self_attention.in_proj.layer_norm_\2"),
     (r"(^|\.)input_layernorm\.(\w+)$", r"\1mixer.in_proj.layer_norm_\2"),
+    (r"(^|\.)input_layernorm\.(\w+)$", r"\1self_attention.layer_norm_\2"),  # one linear layer in its place
     (r"(^|\.)input_layernorm\.(\w+)$", r"\1norm.\2"),  # Mamba-2, not fused
     (r"(^|\.)pre_mlp_layernorm\.(\w+)$", r"\1mlp.linear_fc1.layer_norm_\2"),
+    (r"(^|\.)pre_mlp_layernorm\.(\w+)$", r"\1mlp.layer_norm_\2"),
     (r"(^|\.)q_layernorm\.(\w+)$", r"\1linear_q_up_proj.layer_norm_\2"),
     (r"(^|\.)kv_layernorm\.(\w+)$", r"\1linear_kv_up_proj.layer_norm_\2"),
 )
@@ -53,10 +55,12 @@ _HYBRID = (
 _SECOND_OF_DEPTH = (r"\.transformer_layer\.(?=mlp|pre_mlp_layernorm)", ".mtp_model_layer.layers.1.")
 _ONLY_OF_DEPTH = (r"\.transformer_layer\.(?=mlp|pre_mlp_layernorm)", ".mtp_model_layer.layers.0.")
 """A depth of multi-token prediction of a hybrid model has a layer for each letter."""
+_CONVOLUTION = (r"\.mixer\.conv1d\.(weight|bias)$", r".mixer.conv1d_\1")
+_LAYER_OF_DEPTH = (r"\.transformer_layer\.", ".mtp_model_layer.")
+"""In modules since 0.19; torch_dist folders keep the older names."""
 _ALIASES = (
     *(_EXPERTS, _INDEXER, *_MAMBA, *_HYBRID, _SECOND_OF_DEPTH, _ONLY_OF_DEPTH),
-    (r"\.transformer_layer\.", ".mtp_model_layer."),
-    (r"\.mixer\.conv1d\.(weight|bias)$", r".mixer.conv1d_\1"),  # of a module since 0.19
+    *(_LAYER_OF_DEPTH, _CONVOLUTION),
 )
 
 
@@ -152,6 +156,11 @@ def merges_into(ours: tuple[int, ...], theirs: tuple[int, ...]) -> bool:
     return all(size == 1 for size in ours[at:]) and math.prod(ours) == math.prod(theirs)
 
 
+_MODULES_IF_LOCAL = ("self_attention.linear_qkv", "self_attention", "mlp.linear_fc1", "mlp")
+"""Linear layers before which Megatron-LM's own layers have the norm as a module. Their torch_dist folders name it as
+if it were fused."""
+
+
 @dataclass(frozen=True)
 class ExportedNames:
     """The names that the tensors of a model get in an export."""
@@ -162,6 +171,8 @@ class ExportedNames:
     is_local: bool = False
     """Whether Megatron-LM's own layers load the export (`--transformer-impl local`), not those of Transformer
     Engine."""
+    is_described: bool = False
+    """Whether layers have sizes of their own (`heterogeneous`), so that no tensor can hold those of all layers."""
 
     @cached_property
     def num_layers(self) -> int:
@@ -171,7 +182,8 @@ class ExportedNames:
     @cached_property
     def is_stacked(self) -> bool:
         """Whether the tensors of all layers are one."""
-        return not self.is_hybrid and len({frozenset(names) for names in self._layers.values()}) == 1
+        differ = self.is_hybrid or self.is_described
+        return not differ and len({frozenset(names) for names in self._layers.values()}) == 1
 
     @cached_property
     def _layers(self) -> dict[str, set[str]]:
@@ -196,12 +208,25 @@ class ExportedNames:
             return Location(name, None)
         return Location(f"{found['stack']}.{found['rest']}", int(found["layer"]))
 
+    def in_module(self, name: str) -> str:
+        """Returns the name of a canonical tensor in the state dict of the module, whose experts are one tensor here."""
+        norm = _NORM.fullmatch(name)
+        linear = None if norm is None else self._fused_into(norm["layer"], norm["norm"])
+        is_module = self.is_local and linear in _MODULES_IF_LOCAL
+        if norm is not None and linear is not None and not is_module:
+            name = f"{norm['layer']}{linear}.layer_norm_{norm['kind']}"
+        for pattern, replacement in self._aliases(name):
+            name = name if pattern == _EXPERTS[0] else re.sub(pattern, replacement, name)
+        return re.sub(*_CONVOLUTION, re.sub(*_LAYER_OF_DEPTH, name))
+
     def _fused_into(self, layer: str, norm: str) -> str | None:
         """Returns the linear layer that a norm belongs to; None if the norm is a module of its own."""
         latent = self._has(layer, "linear_kv_up_proj")
         if norm == "input_layernorm":
-            mixer = next((name for name in ("linear_qkv", "in_proj") if self._has(layer, name)), None)
-            return mixer and f"self_attention.{mixer}"
+            fused = ("self_attention.linear_qkv", "self_attention.in_proj", "self_attention")
+            return next((name for name in fused if f"{layer}{name}.weight" in self.names), None)
+        if norm == "pre_mlp_layernorm" and f"{layer}mlp.weight" in self.names:
+            return "mlp"
         if norm == "pre_mlp_layernorm":
             is_fused = not latent if self.is_local else f"{layer}mlp.router.weight" not in self.names
             return "mlp.linear_fc1" if is_fused else None

@@ -1,11 +1,12 @@
 """Checkpoints in the formats torch_dcp and fsdp_dtensor: state dicts of whole modules, written by
 torch.distributed.checkpoint.
 
-Weights are called `model.NAME`, with the names of a module, layer by layer. fsdp_dtensor stores gate and up of an MLP
-apart, as `linear_fc1.weight_w` and `linear_fc1.weight_v`, and optimizer state as
-`optimizer.state.module.module.NAME.exp_avg`.
+Weights are called `model.NAME`, with the names of a module, layer by layer. fsdp_dtensor stores main weights in place
+of weights, gate and up of an MLP apart, as `linear_fc1.weight_w` and `linear_fc1.weight_v`, and optimizer state as
+`optimizer.state.module.module.NAME.exp_avg`. torch_dcp numbers optimizer state (`numbered_state`).
 """
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from megatron.conversion.megatron_lm.legacy_layout import ModelLayout, TensorsOf
 from megatron.conversion.megatron_lm.names import KINDS, Found
+from megatron.conversion.megatron_lm.numbered_state import is_numbered, numbered_states
 from megatron.conversion.megatron_lm.state_dict import StateTensor, StoredPart, add_parts, fit_state_dict
 from megatron.conversion.megatron_lm.torch_dist import DistFolder, DistTensor
 from megatron.core.dist_checkpointing.chunk import optimizer_state_name
@@ -26,7 +28,10 @@ from megatron.core.parameters import Box
 _WEIGHT = re.compile(r"model\.(?:module\.)*(?P<name>.*)")
 _STATE = re.compile(rf"optimizer\.state\.(?:module\.)*(?P<name>[a-z]\w*\..*)\.(?P<kind>{'|'.join(KINDS)})")
 _STEP = re.compile(r"optimizer\..*\.step")
-_DROPPED = re.compile(rf"(rng_state|rerun_state_machine_state|rerun_state_machine)\b.*|{_STEP.pattern}")
+_SCALER = "optimizer.grad_scaler."
+_DROPPED = re.compile(
+    rf"(rng_state|rerun_state_machine_state|rerun_state_machine)\b.*|{_STEP.pattern}|{re.escape(_SCALER)}\w+"
+)
 _SCHEDULE = "opt_param_scheduler."
 
 
@@ -68,19 +73,40 @@ class PlainSource:
         return {
             **values,
             "opt_param_scheduler": {name.removeprefix(_SCHEDULE): self.folder.object(name) for name in schedule},
-            "optimizer": [{"step": self.folder.object(name)} for name in steps],
+            "optimizer": [*({"step": self.folder.object(name)} for name in steps), *self._counts()],
         }
+
+    def _counts(self) -> list[dict[str, float]]:
+        """Returns the numbers of steps that are tensors, and the state of the loss scale."""
+        single = {name: tensor for name, tensor in self.folder.tensors.items() if math.prod(tensor.shape) == 1}
+        read = {
+            name: float(tensor.read(Box.whole(tensor.shape)))
+            for name, tensor in single.items()
+            if _STEP.fullmatch(name) or name.startswith(_SCALER)
+        }
+        steps = {value for name, value in read.items() if not name.startswith(_SCALER)}
+        scaler = {name.removeprefix(_SCALER): value for name, value in read.items() if name.startswith(_SCALER)}
+        return [*({"step": step} for step in steps), scaler]
 
     def find(self, shapes: Mapping[str, Sequence[int]], with_optimizer: bool) -> Found:
         """Returns the tensors by our names. Raises UserError for those that are missing, do not fit or are unknown."""
         found, path = Found(), self.folder.path
         (tensors,) = self._tensors_of(ModelLayout(), 0)
-        parts = [
-            (optimizer_state_name(kind, one.tensor.name) if kind else one.tensor.name, StoredPart(one.box, one.values))
-            for kind, state in self._states().items()
-            if with_optimizer or not kind
-            for one in fit_state_dict(tensors, state, 0, path)
-        ]
+        states = self._states()
+        fitted = list(fit_state_dict(tensors, states[""], 0, path))
+        parts = [(one.tensor.name, StoredPart(one.box, one.values)) for one in fitted]
+        if with_optimizer:
+            parts += [
+                (optimizer_state_name(kind, one.tensor.name), StoredPart(one.box, one.values))
+                for kind, state in states.items()
+                if kind
+                for one in fit_state_dict(tensors, state, 0, path)
+            ]
+            numbered = {name: _Joined((one,)) for name, one in self.folder.tensors.items() if is_numbered(name)}
+            parts += [
+                (optimizer_state_name(kind, one.tensor.name), StoredPart(one.box, values))
+                for one, kind, values in numbered_states(self.folder, numbered, fitted, states[""])
+            ]
         add_parts(found, parts, shapes, path)
         others = {name for name in self.folder.tensors if not _WEIGHT.fullmatch(name)}
         found.dropped = {name for name in others if _DROPPED.fullmatch(name)}
@@ -88,7 +114,7 @@ class PlainSource:
         others -= found.dropped
         if not with_optimizer:
             found.dropped |= {name for name in others if name.startswith("optimizer.")}
-        unknown = {name for name in others - found.dropped if not _STATE.fullmatch(name)}
+        unknown = {name for name in others - found.dropped if not _STATE.fullmatch(name) and not is_numbered(name)}
         if unknown:
             raise UserError(
                 f"{path}: {describe_names(unknown)}: these tensors are not known; import with --no-load-optim if they "

@@ -1,11 +1,12 @@
 """The state dict of a module of Megatron-LM: which of our tensors each entry is, or is a part of."""
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from megatron.core.exceptions import UserError
 from megatron.core.parameters import Box
 
 
+@runtime_checkable
 class StateTensor(Protocol):
     """A tensor in a state dict."""
 
@@ -85,8 +87,7 @@ def _whole(shape: tuple[int, ...], parts: Sequence[StoredPart]) -> Tensor:
         return parts[0].values.read()[: parts[0].box.numel]
     whole = torch.empty(shape, dtype=parts[0].values.dtype)
     for part in parts:
-        place = tuple(slice(start, start + size) for start, size in zip(part.box.start, part.box.shape, strict=True))
-        whole[place] = part.values.read()[: part.box.numel].view(part.box.shape)
+        whole[part.box.slices] = part.values.read()[: part.box.numel].view(part.box.shape)
     return whole.flatten()
 
 
@@ -147,6 +148,9 @@ def _stored_names(tensor: RankTensor, state: Mapping[str, StateTensor]) -> list[
     for name in spellings(tensor.local_name):
         if name in state:
             return [name]
+        grouped = re.sub(r"\.local_experts\.(\d+)\.(linear_.*)", r".\2\1", name)  # of a module for all experts
+        if grouped in state:
+            return [grouped]
         if EXPERTS not in name:
             continue
         head, tail = name.split(EXPERTS)

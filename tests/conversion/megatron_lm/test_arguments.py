@@ -1,13 +1,11 @@
 """Arguments in a checkpoint of Megatron-LM become flags."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from megatron.conversion.megatron_lm.arguments import _FIELDS, _GROUPS, attributes, check_layers, flags_of_arguments
+from megatron.conversion.megatron_lm.arguments import _FIELDS, _GROUPS, attributes, flags_of_arguments
 from megatron.conversion.megatron_lm.inert_pickle import Inert, Name
-from megatron.core.exceptions import UserError
 from megatron.core.transformer.config.heterogeneous import HETEROGENEOUS
 from megatron.training.arguments import configure
 from megatron.training.config.flag_table import flag_table
@@ -93,6 +91,7 @@ def test_every_setting_of_the_function_comes_along() -> None:
         "data_stages",
         "balanced_packing",
         "sft",
+        *("lora_rank", "lora_alpha", "lora_target_modules", "use_rslora", "use_dora"),
         "num_encoder_layers",
         "gated_linear_unit",
         "activation_func",
@@ -117,14 +116,12 @@ def test_the_older_name_of_a_pattern() -> None:
         assert "--hybrid-layer-pattern M*" in words, name
 
 
-def test_layers_of_different_sizes_are_refused() -> None:
-    field = "heterogeneous_layers_config_encoded_json"
-    values = dict.fromkeys(HETEROGENEOUS)
-    plain: Any = SimpleNamespace(flat=lambda: values)
-    other: Any = SimpleNamespace(flat=lambda: {**values, field: "{}"})
-    check_layers(plain, "import-megatron")
-    with pytest.raises(UserError, match="import-megatron: not yet for --heterogeneous-layers-config-encoded-json: the"):
-        check_layers(other, "import-megatron")
+def test_descriptions_of_layers_come_with_their_text_not_their_file() -> None:
+    text, path = HETEROGENEOUS
+    words = flags_of_arguments({**ARGUMENTS, path: "layers.json", text: "{}"})
+    assert words[words.index("--heterogeneous-layers-config-encoded-json") + 1] == "{}"
+    assert "layers.json" not in words
+    assert "layers.json" in flags_of_arguments({**ARGUMENTS, path: "layers.json", text: None})
 
 
 def test_no_arguments_no_flags() -> None:

@@ -1,6 +1,7 @@
 """Exports to Megatron-LM, read by torch's own reader, and imported again."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,24 @@ def test_common_state_is_what_torch_loads(tmp_path: Path) -> None:
     assert [group["wd_mult"] for group in groups] == [1.0, 0.0] and groups[0]["step"] == 1.0
     assert TorchArchive(folder / "common.pt").load()["optimizer"]["param_state_sharding_type"] == "fully_reshardable"
     assert (tmp_path / "theirs" / "latest_checkpointed_iteration.txt").read_text() == "1"
+
+
+def test_layers_of_different_sizes_are_described_in_their_words(tmp_path: Path) -> None:
+    """0.19.2 reads `ffn_hidden_size`, not `intermediate_size`, and takes widths that are null from its flags."""
+    blocks = '{"attention":{"n_heads_in_group":2},"ffn":{"intermediate_size":40}},{"attention":{"no_op":true},"ffn":{}}'
+    flags = f'--heterogeneous-layers-config-encoded-json {{"block_configs":[{blocks}]}}'
+    save_checkpoint(flags, tmp_path / "ours")
+    folder = export_run(tmp_path / "ours", tmp_path / "theirs", log=quiet).folder
+    arguments = torch.load(folder / "common.pt", weights_only=False)["args"]
+    there = {"no_op": False, "replace_with_linear": False}
+    assert json.loads(arguments.heterogeneous_layers_config_encoded_json)["block_configs"] == [
+        {"attention": there | {"num_query_groups": 1}, "ffn": there | {"ffn_hidden_size": 40}},
+        {"attention": there | {"no_op": True, "num_query_groups": None}, "ffn": there | {"ffn_hidden_size": 128}},
+    ]
+    again = import_run(tmp_path / "theirs", tmp_path / "again", build_model, log=quiet)
+    ours = next((tmp_path / "ours").glob("iter_*"))
+    first, second = tensors_in(ours), tensors_in(again.saved.folder)
+    assert first.keys() == second.keys() and all(same_bits(first[key], second[key]) for key in first)
 
 
 def test_state_of_another_optimizer_is_left_behind_and_a_line_says_so(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Layers with names and orders of rows of their own: Mamba-2, gated delta nets, latent and sparse attention,
-multi-token prediction, hybrid models. The golden weights and logits are those of Megatron-LM 0.19.2."""
+multi-token prediction, hybrid models, layers of different sizes. The golden weights and logits are those of Megatron-LM
+0.19.2."""
 
 import re
 from pathlib import Path
@@ -42,12 +43,18 @@ FLAGS = {
     "hybrid": "--position-embedding-type none --hybrid-layer-pattern M*-EGM/*- --mamba-state-dim 4 --mamba-head-dim 8 "
     "--mamba-num-groups 2 --mamba-num-heads 8 --num-experts 2 --moe-router-topk 1 --moe-router-pre-softmax "
     f"--moe-ffn-hidden-size 16 --mtp-num-layers 1 {_DELTA}",
+    "described": "--num-layers 4 --position-embedding-type rope --heterogeneous-layers-config-encoded-json "
+    '{"block_configs":['
+    '{"attention":{"num_query_groups":2},"ffn":{"ffn_hidden_size":40}},'
+    '{"attention":{"replace_with_linear":true},"ffn":{"no_op":true}},'
+    '{"attention":{"no_op":true},"ffn":{"replace_with_linear":true}},'
+    '{"attention":{"n_heads_in_group":2},"ffn":{"ffn_mult":10.5}}]}',
 }
 
 
 def flags_of(name: str) -> list[str]:
     words = f"{_SIZES} {FLAGS[name]}".split()
-    return words[2:] if name == "hybrid" else words
+    return words[2:] if name in ("hybrid", "described") else words
 
 
 _PARTS = ("z", "x", "B", "C", "dt"), ("query", "key", "value", "z", "beta", "alpha")

@@ -36,6 +36,9 @@ def test_experts_by_each_of_their_names() -> None:
         state = dict(zip(names, map(Stored, values if len(names) > 1 else [values]), strict=True))
         (one,) = fit_state_dict([tensor], state, 0, PLACE)
         assert one.names == names and one.values.read().equal(values.flatten())
+    own = RankTensor(f"{head}.local_experts.1.linear_fc2.weight", FC2, (2, 3, 4), Box((1, 0, 0), (1, 3, 4)))
+    (one,) = fit_state_dict([own], {f"{head}.linear_fc2.weight1": Stored(values[1])}, 0, PLACE)
+    assert one.values.read().equal(values[1].flatten())  # our modules of one expert each, their module of all
     with pytest.raises(UserError, match=r"folder: .*linear_fc2.weight has shape \[2, 3, 4\] on this rank by the flags"):
         list(fit_state_dict([tensor], {names[0]: Stored(values.mT.contiguous())}, 0, PLACE))
 
