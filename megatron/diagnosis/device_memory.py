@@ -11,7 +11,7 @@ from megatron.core.distributed.sharding_strategy import ShardingStrategy, shardi
 from megatron.core.utils.gpu_memory import SAYS_NO_GPU_MEMORY, is_lack_of_gpu_memory
 from megatron.data.tokenizer.build import build_tokenizer
 from megatron.diagnosis.dry_run.report import short_size
-from megatron.diagnosis.memory.peak import peak_of, peaks_with_tokenizer
+from megatron.diagnosis.memory.peak import peak_of, peaks_of_ranks
 from megatron.diagnosis.memory.rank_memory import build_shard, memory_of_shard
 from megatron.diagnosis.memory.ways_out import WayOut, way_text, ways_out
 from megatron.training.config.pretrain_config import PretrainConfig
@@ -96,7 +96,7 @@ def _estimate(config: PretrainConfig, providers: Providers, rank: int) -> _Estim
             rows = vocabulary_rows(config, tokenizer)
             resolved, _ = resolve_auto_layout(config, rows)
             found.state = memory_of_shard(build_shard(resolved, providers, tokenizer, rows, rank), resolved).total
-            peaks = peaks_with_tokenizer(resolved, providers, tokenizer)
+            peaks = peaks_of_ranks(resolved, providers, tokenizer)
             found.peak = peaks[resolved.grid.coordinates(rank)["pp"]].allocated
             found.ways = ways_out(resolved, lambda changed: peak_of(changed, providers, tokenizer))
 

@@ -91,7 +91,8 @@ def search_step(trainer: Trainer, step: RecentStep) -> SearchResult:
     """Computes forward and backward of a step with the current weights, and checks every module. Changes only
     gradients. All ranks call it."""
     source = trainer.splits.train.micro_batches
-    data = step_data(trainer.config, trainer.environment, None if source is None else iter(step.batches))
+    kept = None if source is None else iter(step.batches)
+    data = step_data(trainer.config, trainer.environment, kept, regroups=trainer.splits.train.regroups)
     data.begin(step.before.iteration)
     trainer.batches.update(step.before.consumed_train_samples)
     for chunk in trainer.model:
@@ -99,7 +100,7 @@ def search_step(trainer: Trainer, step: RecentStep) -> SearchResult:
     trainer.optimizer.zero_grad()
     forward_backward: Any = get_forward_backward_func(trainer.environment.groups.size("pp"), len(trainer.model))
     batches = trainer.batches
-    sizes = StepSizes.of_run(trainer.config, batches.num_microbatches, batches.global_batch_size)
+    sizes = StepSizes.of_run(trainer.config, data.count(batches.num_microbatches), batches.global_batch_size)
     with NonFiniteSearch(trainer.model, trainer.environment.rank) as search:
         reports = forward_backward(
             forward_step_func=search.watch(trainer.forward_step),
@@ -134,6 +135,9 @@ def _write_step(trainer: Trainer, step: RecentStep, ranks: RankCoordinator) -> P
     root = trainer.config.resilience.nonfinite_dump_dir
     if root is None:
         _say(trainer, "the step is not written: neither --save nor --nonfinite-dump-dir is given")
+        return None
+    if trainer.splits.train.regroups:
+        _say(trainer, "the step is not written: with --hybrid-context-parallel, one process cannot compute it again")
         return None
     folder = Path(root) / f"iteration_{step.iteration:07d}"
     try:

@@ -19,6 +19,7 @@ from megatron.training.config.flag_table import flag_table
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.recipes.catalogue import Recipe
 from megatron.training.config.settings import LaunchEnvironment
+from megatron.training.config.training import SOURCES_OF_FLAGS
 from megatron.training.inspection.run_description import command_line_of
 from megatron.training.loop import run_pretraining
 from megatron.training.providers import Providers
@@ -100,5 +101,5 @@ def tiny_words(config: PretrainConfig, folder: Path) -> Iterator[str]:
 
 
 _ALONE = LaunchEnvironment(1, has_cuda=False)
-_NOT_TINY = frozenset(("config_file", "recipe", "dry_run", "kv_channels", "encoder_seq_length", "vocab_size"))
+_NOT_TINY = frozenset((*SOURCES_OF_FLAGS, "dry_run", "kv_channels", "encoder_seq_length", "vocab_size"))
 """Fields of the full run that the tiny one does not have."""

@@ -44,6 +44,7 @@ _LEFT_OUT |= {"iterations_to_skip", "exit_interval", "exit_duration_in_mins"}
 _LEFT_OUT |= {"manual_gc", "manual_gc_interval", "manual_gc_eval", "layout_invariant"}
 _LEFT_OUT |= {"use_distributed_optimizer", "overlap_param_gather", "overlap_param_gather_with_optimizer_step"}
 _LEFT_OUT |= {"cp_comm_type", "recompute_activations", "optimizer_cpu_offload", "optimizer_offload_fraction"}
+_LEFT_OUT |= {"optimizer_nvme_offload_path", "param_nvme_offload_path"}
 _LEFT_OUT |= {"use_torch_optimizer_for_cpu_offload", "overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads", "pin_cpu_params"}
 """Flags of other groups that describe the layout, the speed or the course of the run."""
 

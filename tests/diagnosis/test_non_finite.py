@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,22 +37,31 @@ class _BadGradient(torch.autograd.Function):
         return gradient * torch.inf
 
 
-def poisoned(kind: str, iteration: int, micro_batch: int, rank: int = 0) -> Providers:
-    """GPT whose loss or gradient is infinite in one micro-batch (from 0) of one iteration (from 1) on one rank."""
+def with_losses(change: Callable[[Context, Any, Tensor], Tensor]) -> Providers:
+    """GPT whose losses are changed by a function of the context and the step's data."""
 
     def build(context: Context) -> ForwardStep:
         forward_step = GPT.build_forward_step(context)
 
         def step(data: Any, model: Any) -> Any:
             losses, function = forward_step(data, model)
-            here = data.iteration + 1, len(data.sample_ids) - 1, context.environment.rank
-            if here == (iteration, micro_batch, rank):
-                losses = losses * torch.inf if kind == "loss" else _BadGradient.apply(losses)
-            return losses, function
+            return change(context, data, losses), function
 
         return step
 
     return Providers(GPT.build_model, GPT.build_datasets, build)
+
+
+def poisoned(kind: str, iteration: int, micro_batch: int, rank: int = 0) -> Providers:
+    """GPT whose loss or gradient is infinite in one micro-batch (from 0) of one iteration (from 1) on one rank."""
+
+    def change(context: Context, data: Any, losses: Any) -> Any:
+        here = data.iteration + 1, len(data.sample_ids) - 1, context.environment.rank
+        if here != (iteration, micro_batch, rank):
+            return losses
+        return losses * torch.inf if kind == "loss" else _BadGradient.apply(losses)
+
+    return with_losses(change)
 
 
 def named(outcome: Outcome) -> list[str]:
@@ -252,17 +262,8 @@ def test_a_run_that_only_skips_ends_and_its_last_finite_checkpoint_stays(corpus,
 
 def test_skips_with_updates_between_them_do_not_end_a_run(corpus):
     flags = f"{RUN} --data-path {corpus} --train-iters 7 --nonfinite-action skip --max-consecutive-skips 2"
-
-    def build(context: Context) -> ForwardStep:
-        forward_step = GPT.build_forward_step(context)
-
-        def step(data: Any, model: Any) -> Any:
-            losses, function = forward_step(data, model)
-            return losses * (torch.inf if data.iteration % 2 else 1.0), function
-
-        return step
-
-    outcome = train(flags, Providers(GPT.build_model, GPT.build_datasets, build))
+    providers = with_losses(lambda context, data, losses: losses * (torch.inf if data.iteration % 2 else 1.0))
+    outcome = train(flags, providers)
     assert outcome.decision is None and sum(not step.applied for step in outcome.steps) == 3
 
 
@@ -332,19 +333,13 @@ def test_without_a_folder_it_is_named_only_and_a_passing_fault_is_told(corpus, t
     flags = f"{RUN} --data-path {corpus} --train-iters 5 --log-interval 1"
     faults = []
 
-    def once(context: Context) -> ForwardStep:
-        forward_step = GPT.build_forward_step(context)
+    def once(context: Context, data: Any, losses: Tensor) -> Tensor:
+        if data.iteration != 2 or faults:
+            return losses
+        faults.append(losses)
+        return losses * torch.inf
 
-        def step(data: Any, model: Any) -> Any:
-            losses, function = forward_step(data, model)
-            if data.iteration == 2 and not faults:
-                faults.append(losses)
-                losses = losses * torch.inf
-            return losses, function
-
-        return step
-
-    stopped = train(flags, Providers(GPT.build_model, GPT.build_datasets, once))
+    stopped = train(flags, with_losses(once))
     assert stopped.decision.reason is ExitReason.NON_FINITE
     out = capsys.readouterr().out
     assert "the step is not written: neither --save nor --nonfinite-dump-dir is given" in out

@@ -103,7 +103,7 @@ def _measure(
         for first, second, rate in (one for told in ranks.gather(mine) for one in told):
             links[first, second] = min(rate, links.get((first, second), rate))
         keys["collectives"] = min(ranks.gather(measure_collectives(device)))
-    kinds = {pair: "within a host" if _share_host(pair, machines) else "between hosts" for pair in links}
+    kinds = {(a, b): "within a host" if machines[a] == machines[b] else "between hosts" for a, b in links}
     within = "nvlink" if has_nvlink(reports[0].sections) else "pcie"
     for key, kind in ((within, "within a host"), ("nic", "between hosts")):
         of_kind = [rate for pair, rate in links.items() if kinds[pair] == kind]
@@ -124,10 +124,6 @@ def _measure(
             write_record(record, rates, keys)
         lines.append(f"the rates are in {record}: --gpu {record} of the dry run and of tools/plan.py reads them")
     return lines, findings
-
-
-def _share_host(pair: tuple[int, int], machines: Sequence[str]) -> bool:
-    return machines[pair[0]] == machines[pair[1]]
 
 
 def _rate_lines(

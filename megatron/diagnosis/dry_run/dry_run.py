@@ -16,6 +16,7 @@ from megatron.data.tokenizer.base import Tokenizer
 from megatron.data.tokenizer.build import build_tokenizer
 from megatron.diagnosis.memory.peak import RankPeak, peaks_or_reason
 from megatron.diagnosis.memory.rank_memory import MemoryBytes, RankMemory, parameters_of_model, rank_memory
+from megatron.diagnosis.planning.regrouping import RegroupingGain, regrouping_gain
 from megatron.training.batch_schedule import BatchSchedule
 from megatron.training.checkpoint_checks import check_before_build, check_vocabulary
 from megatron.training.config.pretrain_config import PretrainConfig
@@ -58,6 +59,8 @@ class DryRun:
     """The peak of each kind of rank; empty if activations cannot be counted."""
     why_no_peaks: str = ""
     """Why `peaks` is empty."""
+    regrouping: RegroupingGain | None = None
+    """What dynamic context parallelism saves; None without it, or without data of documents at hand."""
     notes: tuple[str, ...] = ()
     """Lines about everything that depends on the size of the vocabulary."""
 
@@ -104,6 +107,7 @@ def dry_run(config: PretrainConfig, providers: Providers) -> DryRun:
         config=config,
         peaks=peaks,
         why_no_peaks=reason,
+        regrouping=_regrouping(config, tokenizer),
         notes=tuple(notes),
     )
 
@@ -134,6 +138,14 @@ def _passes_over(blend: Blend, share: float, wanted: int | None, planned: bool) 
     parts = normalize(weights if weights is not None else sizes)
     for prefix, size, part in zip(prefixes, sizes, parts, strict=True):
         yield Passes(prefix, size, None if wanted is None or size == 0 else wanted * part / size)
+
+
+def _regrouping(config: PretrainConfig, tokenizer: Tokenizer) -> RegroupingGain | None:
+    blend, per_split = blends(config)
+    blend = blend if per_split is None else per_split[0]
+    if not config.transformer.hybrid_context_parallel or blend is None or config.data.data_contract is not None:
+        return None
+    return regrouping_gain(config, blend, tokenizer)
 
 
 def _exists(prefix: str) -> bool:

@@ -19,6 +19,7 @@ from megatron.diagnosis.memory.picture import draw_peaks
 from megatron.diagnosis.memory.rank_memory import MemoryBytes, RankMemory
 from megatron.diagnosis.memory.ways_out import way_text, ways_out
 from megatron.diagnosis.planning.gpus import gpu_named
+from megatron.diagnosis.planning.regrouping import gain_line
 from megatron.diagnosis.planning.time_report import time_lines
 from megatron.diagnosis.planning.topology import topology_lines
 from megatron.training.config.pretrain_config import PretrainConfig
@@ -39,7 +40,7 @@ def print_dry_run(config: PretrainConfig, providers: Providers) -> None:
         run = dry_run(config, providers)
         times = []
         if config.hardware.gpu is not None:
-            times = list(time_lines(run.config, launch, run.padded_vocab_size, run.parameters))
+            times = list(time_lines(run.config, launch, run.padded_vocab_size, run.parameters, run.regrouping))
         if config.hardware.plot is not None and run.peaks:
             drawn = draw_peaks(run.peaks, memory_of_gpu(run.config), Path(config.hardware.plot) / "memory.svg")
             times.append(f"picture     {drawn}")
@@ -86,9 +87,11 @@ def _run_lines(config: PretrainConfig, run: DryRun) -> Iterator[str]:
     )
     yield (
         f"a step      {training.global_batch_size:,} samples = {run.tokens_per_step:,} tokens, "
-        f"{run.microbatches_per_step} micro-batches of {training.micro_batch_size} on each rank, "
+        f"{_micro_batches(run)}, "
         f"{run.flops_per_step / 1e12:,.4g} TFLOP"
     )
+    if run.regrouping is not None:
+        yield gain_line(run.regrouping, grid.context)
     total = tokens_to_train_on(config)
     yield "training    " + (f"{training.train_iters:,} steps, {total:,} tokens" if total else "length not given")
     if config.data.mock_data:
@@ -104,7 +107,45 @@ def _run_lines(config: PretrainConfig, run: DryRun) -> Iterator[str]:
         f"memory      {size_text(memory.total)} {where}: weights {size_text(memory.weights)}, gradients "
         f"{size_text(memory.gradients)}, optimizer {size_text(memory.optimizer)}{gathered}"
     )
+    for nbytes, transfers, content, folder in (  # reads and writes of all bytes in a step
+        (memory.file - memory.weights_file, 2, "optimizer state", config.optimizer.optimizer_nvme_offload_path),
+        (memory.weights_file, 3, "weights", config.ddp.param_nvme_offload_path),
+    ):
+        if nbytes:
+            time = _seconds_of_disk(transfers * nbytes)
+            yield f"file        {size_text(nbytes)} {where} of {content} in {folder}: {time} in each step"
+    if memory.host:
+        kinds = {
+            "buffers for the optimizer state in the file": memory.file > memory.weights_file,
+            "optimizer state": config.optimizer.optimizer_cpu_offload and memory.file == memory.weights_file,
+            "buffers for the weights in the file": memory.weights_file > 0,
+        }
+        kind = ", ".join(name for name, is_there in kinds.items() if is_there)
+        yield f"host memory {size_text(memory.host)} {where}: {kind}"
+    saving = config.checkpoint
+    if saving.non_persistent_local_ckpt_dir is not None:
+        copies = saving.replication_factor if saving.replication and config.world_size > 1 else 1
+        more = f", of {copies} ranks {size_text(copies * memory.local_copy)}" if copies > 1 else ""
+        yield (
+            f"local copy  {size_text(memory.local_copy)} {where}{more}, in {saving.non_persistent_local_ckpt_dir}: "
+            f"{_seconds_of_disk(copies * memory.local_copy)}; two copies while the newer one is written"
+        )
+    if saving.save is not None:
+        shares = [entry.memory.saved for entry in run.ranks]
+        yield f"checkpoint  {size_text(sum(shares))} in {saving.save}: {_seconds_of_disk(max(shares))}"
     yield from _peak_lines(run)
+
+
+def _seconds_of_disk(nbytes: int) -> str:
+    """Returns how long one rank's transfer takes, for the rate of a disk that is nowhere written down."""
+    return f"{nbytes / 1e9:.2g} s at 1 GB/s for each rank"
+
+
+def _micro_batches(run: DryRun) -> str:
+    if run.config.transformer.hybrid_context_parallel:
+        most = run.config.transformer.max_seqlen_per_dp_cp_rank
+        return f"as many micro-batches of up to {most:,} tokens on each rank as its documents need"
+    return f"{run.microbatches_per_step} micro-batches of {run.config.training.micro_batch_size} on each rank"
 
 
 def _peak_lines(run: DryRun) -> Iterator[str]:

@@ -1,6 +1,5 @@
 """What a finished run has left for the gates: its metrics, and the flags and ranks in its newest checkpoint."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.checkpoint_selection import find_checkpoint
 from megatron.core.exceptions import UserError
-from megatron.training.checkpoint_checks import command_line_in
+from megatron.training.checkpoint_checks import command_line_in, ranks_of_checkpoint
 from megatron.training.config.recorded_flags import read_recorded
 from megatron.training.log.jsonl import MetricsHistory, read_metrics
 
@@ -40,6 +39,5 @@ def open_finished_run(path: Path) -> FinishedRun:
         checkpoint = None
     if checkpoint is None:
         return FinishedRun(metrics, history)
-    sizes = [int(checkpoint.manifest.layout.get(axis, 1)) for axis in ("tp", "pp", "cp", "dp")]
     values = read_recorded(command_line_in(checkpoint.folder, checkpoint.manifest)).values
-    return FinishedRun(metrics, history, values, math.prod(sizes))
+    return FinishedRun(metrics, history, values, ranks_of_checkpoint(checkpoint))

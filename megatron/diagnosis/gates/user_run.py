@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.exceptions import UserError
-from megatron.training.config.command_line import read_command_line, split_words
-from megatron.training.config.flag_table import Flag, flags_by_spelling
+from megatron.training.config.command_line import kept_words, read_command_line, split_words
+from megatron.training.config.flag_table import Flag
+from megatron.training.launch.launcher_variables import processes_of
 from megatron.training.log.jsonl import MetricsHistory, read_metrics
 
 _ROOT = Path(__file__).resolve().parents[3]
@@ -63,7 +64,7 @@ def read_user_run(words: Sequence[str], default_script: Path, processes: int | N
     run = UserRun(script.resolve(), flags)
     if launcher and processes is not None:
         raise UserError("--nproc-per-node goes before -- or into the launcher's words after it, not both")
-    count = _processes_of(launcher) if launcher else processes
+    count = processes_of(launcher) if launcher else processes
     least = ranks_needed(run.values())
     if count is None:
         count = least
@@ -84,27 +85,10 @@ def _whole(value: object) -> int:
     return value if isinstance(value, int) and value > 0 else 1
 
 
-def _processes_of(launcher: Sequence[str]) -> int:
-    count = 1
-    for place, word in enumerate(launcher):
-        name, equals, value = word.lstrip("-").replace("_", "-").partition("=")
-        if name in ("nproc-per-node", "nnodes"):
-            value = value if equals else launcher[place + 1]
-            if not value.isdigit():
-                raise UserError(f"{word} {value}: give the number of processes as a number")
-            count *= int(value)
-    return count
-
-
 def kept_flags(flags: Sequence[str], also: Sequence[str] = ()) -> list[str]:
     """Returns the flags without those of checkpoints, logs, evaluation, the end of the run and faults on purpose, so
     that a gate leaves the folders of the user's run alone. Fields of `also` are dropped too."""
-    table, kept = flags_by_spelling(), []
-    for occurrence in split_words(flags)[0]:
-        flag = table.get(occurrence.spelling)
-        if flag is None or not (_is_dropped(flag) or flag.field in also):
-            kept += occurrence.as_words()
-    return kept
+    return kept_words(split_words(flags)[0], lambda flag: flag is None or not (_is_dropped(flag) or flag.field in also))
 
 
 def _is_dropped(flag: Flag) -> bool:

@@ -21,10 +21,10 @@ from megatron.core.dist_checkpointing.planning import match
 from megatron.core.dist_checkpointing.reading import fill_tensors
 from megatron.core.exceptions import UserError
 from megatron.core.parameters import Box
-from megatron.training.checkpoint_checks import command_line_in
-from megatron.training.config.command_line import split_words
-from megatron.training.config.flag_table import flags_by_spelling
+from megatron.training.checkpoint_checks import command_line_in, ranks_of_checkpoint
+from megatron.training.config.command_line import kept_words, split_words
 from megatron.training.config.recorded_flags import check_spec, recorded_flags
+from megatron.training.launch.launcher_variables import processes_of
 from megatron.training.log.jsonl import MetricsHistory
 
 _COMPARED = ("lm loss", "grad norm", "params norm", "learning rate", "loss scale", "global batch size")
@@ -267,33 +267,22 @@ def rerun_of(run: ComparedRun, iteration: int | None, flags: Sequence[str] = ())
     check_spec(recorded, given="--spec" in flags)
     taken = recorded_flags(recorded, lambda flag: flag.from_checkpoint)
     words = _kept([word for _, occurrence in taken for word in occurrence.as_words()])
-    ranks = 1
-    for axis in ("tp", "pp", "cp", "dp"):
-        ranks *= int(checkpoint.manifest.layout.get(axis, 1))
     if iteration is not None:
         words += ["--load", str(run.root), "--ckpt-step", str(iteration)]
-    return Rerun(words, ranks)
+    return Rerun(words, ranks_of_checkpoint(checkpoint))
 
 
 def _without_launcher(words: Sequence[str]) -> tuple[list[str], int]:
     """Returns the flags behind the script of a command line, and the number of processes that torchrun starts."""
-    scripts = [place for place, word in enumerate(words) if word.endswith(".py")]
-    ranks = 1
-    for place, word in enumerate(words[: scripts[0]] if scripts else ()):
-        name, _, value = word.lstrip("-").replace("_", "-").partition("=")
-        if name in ("nproc-per-node", "nnodes"):
-            value = value or words[place + 1]
-            if not value.isdigit():
-                raise UserError(f"{word} {value}: give the number of processes as a number")
-            ranks *= int(value)
-    return list(words[scripts[0] + 1 :] if scripts else words), ranks
+    script = next((place for place, word in enumerate(words) if word.endswith(".py")), None)
+    if script is None:
+        return list(words), 1
+    return list(words[script + 1 :]), processes_of(words[:script])
 
 
 def _kept(words: Sequence[str]) -> list[str]:
     occurrences, strays = split_words(words)
-    table, kept = flags_by_spelling(), list(strays)
-    for occurrence in occurrences:
-        flag = table.get(occurrence.spelling)
-        if flag is None or not (flag.group in _DROPPED_GROUPS or flag.field in _DROPPED):
-            kept += occurrence.as_words()
-    return [*kept, "--eval-iters", "0", "--log-interval", "1000000"]
+    kept = kept_words(
+        occurrences, lambda flag: flag is None or not (flag.group in _DROPPED_GROUPS or flag.field in _DROPPED)
+    )
+    return [*strays, *kept, "--eval-iters", "0", "--log-interval", "1000000"]

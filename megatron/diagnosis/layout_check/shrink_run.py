@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from megatron.core.exceptions import UserError
 from megatron.diagnosis.layout_check.shrink_layout import LayoutSizes, shrink_layout
 from megatron.diagnosis.layout_check.shrink_model import ShrunkFlags, fields_of_groups
-from megatron.training.config.command_line import split_words
+from megatron.training.config.command_line import kept_words, split_words
 from megatron.training.config.conditions import is_to_come
-from megatron.training.config.flag_table import GROUPS, flag_table, flags_by_spelling
+from megatron.training.config.flag_table import GROUPS, flag_table
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.retired import translate_all
 from megatron.training.inspection.run_description import command_line_of
@@ -37,6 +37,8 @@ _FORMATS = {
 }
 _FORMATS |= {"main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"}
 """Flags of the kept groups that do not go with float64, or with a learning rate of our own."""
+_OF_DOCUMENTS = {"hybrid_context_parallel", "max_seqlen_per_dp_cp_rank"}
+"""Flags of the kept groups that need rows of documents, which made-up data does not have."""
 
 
 @dataclass
@@ -58,23 +60,22 @@ def flags_that_matter(flags: Sequence[str]) -> list[str]:
     occurrences, strays = split_words(flags)
     occurrences, _ = translate_all(occurrences)
     groups = {*_MODEL_GROUPS, *_LAYOUT_GROUPS}
-    table = flags_by_spelling()
-    kept = list(strays)
-    for occurrence in occurrences:
-        flag = table.get(occurrence.spelling)
-        # What is unknown, or not built yet, is left for the command line to be told.
-        if flag is None or flag.group in groups or flag.field in _MODEL_TOO | _SIZES or is_to_come(flag):
-            kept += occurrence.as_words()
+    # What is unknown, or not built yet, is left for the command line to be told.
+    kept = kept_words(
+        occurrences,
+        lambda flag: (
+            flag is None
+            or ((flag.group in groups or flag.field in _MODEL_TOO | _SIZES) and flag.field not in _OF_DOCUMENTS)
+            or is_to_come(flag)
+        ),
+    )
     # A dry run needs no length of training.
-    return [*kept, "--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "100", "--dry-run"]
+    return [*strays, *kept, "--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "100", "--dry-run"]
 
 
 def flags_of_script(flags: Sequence[str]) -> list[str]:
     """Returns the words of a command line whose flags are a script's own."""
-    occurrences, _ = translate_all(split_words(flags)[0])
-    table = flags_by_spelling()
-    own = (occurrence for occurrence in occurrences if occurrence.spelling not in table)
-    return [word for occurrence in own for word in occurrence.as_words()]
+    return kept_words(translate_all(split_words(flags)[0])[0], lambda flag: flag is None)
 
 
 def shrink_run(config: PretrainConfig, processes: int, steps: int) -> ShrunkRun:

@@ -9,15 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.distributed.main_grad import WeightGradientQueue, attach_main_grad
-from megatron.core.micro_batch import MicroBatch
+from megatron.core.micro_batch import CooperativeTurn, MicroBatch
 from megatron.core.pipeline_parallel.chunk_hooks import (
     find_method,
     input_setter,
     micro_batch_receiver,
     supply_micro_batch,
 )
-from megatron.core.pipeline_parallel.interleaving import MicroBatchTurn
-from megatron.core.pipeline_parallel.losses import StepLosses
+from megatron.core.pipeline_parallel.runner import StepLosses
 from megatron.core.pipeline_parallel.stage_map import StageModules
 from megatron.core.pipeline_parallel.stages import StatesIn, pipeline_of, states_into_stages
 from megatron.core.transformer.transformer_block import TransformerBlock
@@ -86,7 +85,7 @@ class ChunkCounter:
             self._forward(chunk, stage, hidden_in, None)  # fills caches: rotary angles, weights in fp8
             first = allocations.live
             allocations.start()
-            turn = MicroBatchTurn() if delays else None
+            turn = CooperativeTurn() if delays else None
             result: Any = self._forward(chunk, stage, hidden_in, turn)
             allocations.end_span()
             forward, out, gradient = allocations.spans, 0, None
@@ -99,7 +98,7 @@ class ChunkCounter:
                 if defers:
                     stack.enter_context(queue.defer(0))
                 elif turn is not None:
-                    stack.enter_context(turn.own_work_first(stack.enter_context(queue.deferred())))
+                    stack.enter_context(turn.given_to(stack.enter_context(queue.deferred())))
                 torch.autograd.backward([result], None if gradient is None else [gradient])
             del result, gradient
             for tensor in _of(hidden_in):
@@ -129,7 +128,7 @@ class ChunkCounter:
         return sends and self.context.config.transformer.delay_wgrad_compute
 
     def _forward(
-        self, chunk: nn.Module, stage: StageModules, hidden_in: Tensor | None, turn: MicroBatchTurn | None
+        self, chunk: nn.Module, stage: StageModules, hidden_in: Tensor | None, turn: CooperativeTurn | None
     ) -> Tensor:
         """Returns the output of the chunk, or its loss."""
         if hidden_in is not None:

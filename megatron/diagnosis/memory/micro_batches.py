@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
+from megatron.core.context_parallel.regrouping import fewest_ranks
 from megatron.core.tokens import RngPosition
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.batch import Batch, BatchRecord
@@ -39,6 +40,12 @@ def _integers(*shape: int) -> torch.Tensor:
 
 def _gpt_batch(config: PretrainConfig, rows: int, length: int) -> Batch:
     packed = config.data.reset_attention_mask or config.training.sft
+    ranks = None
+    if config.transformer.hybrid_context_parallel:
+        # The most that a rank computes: the longest row on as many ranks as it needs, each with as much as has room.
+        each = config.transformer.max_seqlen_per_dp_cp_rank or 1
+        rows, ranks = 1, fewest_ranks(length, each)
+        length = ranks * each
     documents = max(rows * length // TOKENS_OF_DOCUMENT, rows)
     return Batch(
         tokens=_integers(rows, length),
@@ -48,6 +55,7 @@ def _gpt_batch(config: PretrainConfig, rows: int, length: int) -> Batch:
         cu_seqlens=torch.empty(documents + 1, dtype=torch.int32, device="meta") if packed else None,
         max_seqlen=length if packed else None,
         sample_ids=torch.zeros(rows, dtype=torch.int64),
+        local_cp_size=ranks,
     )
 
 

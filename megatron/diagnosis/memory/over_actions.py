@@ -24,14 +24,10 @@ def peak_of_actions(actions: Iterable[Action], chunks: Sequence[ChunkBytes]) -> 
     kept = messages = 0
     peak = MicroBatchPeak(0, 0, Action(ActionKind.FORWARD, 0))
     for action in actions:
-        most = kept
-        for member in action.members:
-            chunk = chunks[member.chunk]
-            before, received, after = _change(member.kind, chunk)
-            messages += received
-            most = max(most, kept + before)
-            kept += after
-        total = most + messages
+        before, received, after = _change(action.kind, chunks[action.chunk])
+        messages += received
+        total = max(kept, kept + before) + messages
+        kept += after
         if total > peak.total:
             peak = MicroBatchPeak(total, messages, action)
     return peak

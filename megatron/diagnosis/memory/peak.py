@@ -4,7 +4,7 @@ import dataclasses
 import importlib
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -86,30 +86,22 @@ class _Vocabulary:
 def peaks_of_ranks(
     config: PretrainConfig,
     providers: Providers | None = None,
+    tokenizer: Tokenizer | None = None,
+    *,
     imbalance: float | None = None,
     pipeline_ranks: Collection[int] | None = None,
 ) -> tuple[RankPeak, ...]:
-    """Returns the peak of each kind of rank, in the order of pipeline ranks. Needs no data, tokenizer, device or
-    process group. `providers`: the functions of the run's script; default: those of the entry script of the model's
-    family. `imbalance`: rows of the experts of the busiest rank, divided by the mean; default: `imbalance_of`.
-    `pipeline_ranks`: only these; default: all.
+    """Returns the peak of each kind of rank, in the order of pipeline ranks. Needs no data, device or process group.
+    `providers`: the functions of the run's script; default: those of the entry script of the model's family.
+    `tokenizer`: that of the run; default: --vocab-size stands for it. `imbalance`: rows of the experts of the busiest
+    rank, divided by the mean; default: `imbalance_of`. `pipeline_ranks`: only these; default: all.
 
     Raises UserError if the vocabulary's size is not given, or if a part of the model cannot be built."""
-    if config.tokenizer.vocab_size is None:
+    if tokenizer is None and config.tokenizer.vocab_size is None:
         raise UserError("--vocab-size: the memory of embedding and head depends on it; give the vocabulary's size")
-    has_end = config.tokenizer.family == "NullTokenizer"  # whose end of a document is one id more
-    tokenizer: Any = _Vocabulary(config.tokenizer.vocab_size + has_end)
-    return peaks_with_tokenizer(config, providers, tokenizer, imbalance, pipeline_ranks)
-
-
-def peaks_with_tokenizer(
-    config: PretrainConfig,
-    providers: Providers | None,
-    tokenizer: Tokenizer,
-    imbalance: float | None = None,
-    pipeline_ranks: Collection[int] | None = None,
-) -> tuple[RankPeak, ...]:
-    """Does `peaks_of_ranks` for a run whose tokenizer is at hand."""
+    if tokenizer is None:
+        has_end = config.tokenizer.family == "NullTokenizer"  # whose end of a document is one id more
+        tokenizer = cast(Tokenizer, _Vocabulary((config.tokenizer.vocab_size or 0) + has_end))
     peaks = _Peaks(config, providers or providers_of_family(config), tokenizer, imbalance)
     return tuple(peaks.all(pipeline_ranks))
 
@@ -120,7 +112,7 @@ def peaks_or_reason(
     """Returns the peaks of a run's ranks, or none and the reason: a user's model may read values of tensors, which do
     not exist here."""
     try:
-        return peaks_with_tokenizer(config, providers, tokenizer), ""
+        return peaks_of_ranks(config, providers, tokenizer), ""
     except Exception as error:  # a model of a user may raise anything
         lines = str(error).strip().splitlines() or [""]
         return (), f"{type(error).__name__}: {lines[0]}"
@@ -128,7 +120,7 @@ def peaks_or_reason(
 
 def peak_of(config: PretrainConfig, providers: Providers, tokenizer: Tokenizer) -> int:
     """Returns the bytes that the fullest rank allocates. Raises UserError if a part of the model cannot be built."""
-    return max(peak.allocated for peak in peaks_with_tokenizer(config, providers, tokenizer))
+    return max(peak.allocated for peak in peaks_of_ranks(config, providers, tokenizer))
 
 
 def imbalance_of(config: PretrainConfig) -> float:
@@ -208,7 +200,7 @@ class _Peaks:
 
     def _count_chunk(self, counter: ChunkCounter, chunk: nn.Module, stage: StageModules, defers: bool) -> ChunkBytes:
         transformer = self.config.transformer
-        chunk = _in_number_format(chunk, transformer)
+        chunk = Float16Module(transformer, chunk) if transformer.fp16 or transformer.bf16 else chunk
         return count_repeated(chunk, transformer, lambda: counter.count(chunk, stage, defers))
 
     def _counts_on_host(self, built: BuiltChunks) -> Any:
@@ -261,7 +253,3 @@ def _as_planned(config: PretrainConfig) -> PretrainConfig:
         kernels = "triton"
     planned = dataclasses.replace(transformer, perform_initialization=False, transformer_impl=kernels)
     return dataclasses.replace(config, model=dataclasses.replace(config.model, transformer=planned))
-
-
-def _in_number_format(chunk: nn.Module, transformer: TransformerConfig) -> nn.Module:
-    return Float16Module(transformer, chunk) if transformer.fp16 or transformer.bf16 else chunk

@@ -14,16 +14,22 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from megatron.core.adapters.nf4 import nf4_bytes
+from megatron.core.distributed import weight_file
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.sharding_strategy import Sharding, shardings
-from megatron.core.distributed.units import UnitPlan, plan_units
+from megatron.core.distributed.sharding_strategy import Sharding, sharded_weights, shardings
+from megatron.core.distributed.units import UnitPlan, named_infos, plan_frozen_units, plan_units
 from megatron.core.exceptions import UserError
+from megatron.core.ops.fp8.microscaling import MX_BLOCK
+from megatron.core.ops.fp8.nvfp4 import NV_BLOCK
 from megatron.core.optimizer.host_state import choose_offloaded
-from megatron.core.optimizer.state_storage import rounds_to_model_weights, state_bytes
+from megatron.core.optimizer.nvme_state import buffer_bytes, piece_bytes
+from megatron.core.optimizer.state_storage import planned_states, rounds_to_model_weights, state_bytes
 from megatron.core.optimizer.update_rules import build_update_rule
-from megatron.core.parameters import Box, ParameterInfo
+from megatron.core.parameters import Box, ParameterInfo, info_of
 from megatron.core.pipeline_parallel.stage_map import StageModules, stage_map
 from megatron.core.pipeline_parallel.stages import pipeline_of
+from megatron.core.utils.scratch_file import BLOCK, padded
 from megatron.data.tokenizer.base import Tokenizer
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.launch.environment import Environment, default_groups, groups_of_rank
@@ -45,11 +51,26 @@ class MemoryBytes:
     """Largest amount at any time of a step for whole weights and gradients of units that are otherwise sharded."""
     quantized: int = 0
     """Quantised copies of weights that fp8 layers keep until the weights change."""
+    host: int = 0
+    """Optimizer state in host memory, or its buffers if the state is in a file, and buffers of weights in a file."""
+    file: int = 0
+    """Optimizer state and weights in files of a local disk."""
+    weights_file: int = 0
+    """The part of `file` for weights."""
+    passing: int = 0
+    """The part of `weights` and `host` through which the content of files passes."""
+    saved: int = 0
+    """This rank's share of a checkpoint, which ranks that hold the same tensor write together."""
 
     @property
     def total(self) -> int:
-        """Sum of all kinds."""
+        """Sum of all kinds in the memory of the device."""
         return self.weights + self.gradients + self.optimizer + self.gathered + self.quantized
+
+    @property
+    def local_copy(self) -> int:
+        """Bytes of a local copy of the rank's state (--non-persistent-ckpt-type local)."""
+        return self.weights + self.optimizer + self.host + self.file - self.passing
 
 
 @dataclass(frozen=True)
@@ -58,12 +79,18 @@ class ModelShard:
 
     stages: tuple[StageModules, ...]
     plans: tuple[tuple[UnitPlan, ...], ...]
+    """Units of the parameters that are trained."""
+    frozen_plans: tuple[tuple[UnitPlan, ...], ...]
+    """Units of the frozen weights that data parallel ranks shard."""
     shardings: Mapping[str, Sharding]
+    frozen: tuple[nn.Parameter, ...] = ()
+    """Parameters that are not trained and belong to no unit: every data parallel rank holds them whole."""
 
     @property
     def infos(self) -> list[ParameterInfo]:
         """Descriptors of its parameters."""
-        return [slot.info for plans in self.plans for plan in plans for slot in plan.slots]
+        plans = [plan for plans in (*self.frozen_plans, *self.plans) for plan in plans]
+        return [slot.info for plan in plans for slot in plan.slots] + [info_of(parameter) for parameter in self.frozen]
 
     @property
     def parameters(self) -> int:
@@ -144,10 +171,15 @@ def shard_of(built: BuiltChunks, config: PretrainConfig) -> ModelShard:
     shared = shardings(config.ddp, groups)
     shards = {grid: sharding.shards for grid, sharding in shared.items()}
     stages, pipeline_rank = stage_map(config.transformer), groups.rank("pp")
+    frozen_plans = tuple(tuple(plan_frozen_units(chunk, sharded_weights(shared))) for chunk in built.chunks)
+    sharded = {slot.parameter for plans in frozen_plans for plan in plans for slot in plan.slots}
+    untrained = (p for chunk in built.chunks for p, _ in named_infos(chunk) if not p.requires_grad)
     return ModelShard(
         tuple(stages.stage_at(pipeline_rank, number) for number in range(stages.chunks)),
         tuple(tuple(plan_units(chunk, shards, config.ddp.main_grads_dtype)) for chunk in built.chunks),
+        frozen_plans,
         shared,
+        tuple(parameter for parameter in untrained if parameter not in sharded),
     )
 
 
@@ -156,8 +188,20 @@ def shard_of(built: BuiltChunks, config: PretrainConfig) -> ModelShard:
 
 
 def memory_of_shard(shard: ModelShard, config: PretrainConfig) -> MemoryBytes:
-    """Returns the bytes of the flat buffers of a shard's units, without optimizer state in host memory."""
-    weights = gradients = optimizer = quantized = 0
+    """Returns the bytes of the flat buffers of a shard's units, and of the places of their optimizer state."""
+    weights, gradients, optimizer, quantized = sum(map(_bytes_of_frozen, shard.frozen)), 0, 0, 0
+    has_adapters = config.adapters.lora_rank is not None  # then checkpoints lack the frozen weights
+    host, pieces, saved = 0, [], 0.0 if has_adapters else float(weights)
+    copies = {"dense": config.grid.data * config.grid.context, "expert": config.grid.axis_size("edp")}
+    in_files: list[list[int]] = [[] for _ in shard.plans]
+    for number, frozen in enumerate(shard.frozen_plans):
+        sizes = [_weight_bytes(plan) // shard.shardings[plan.grid].shards for plan in frozen]
+        saved += 0 if has_adapters else sum(_weight_bytes(plan) / copies[plan.grid] for plan in frozen)
+        if config.ddp.param_nvme_offload_path is not None:
+            in_files[number] += sizes
+        else:
+            weights += sum(sizes)
+    chunk_of = {id(plan): number for number, plans in enumerate(shard.plans) for plan in plans}
     moments = build_update_rule(config.optimizer).moments
     plans = [plan for plans in shard.plans for plan in plans]
     fraction = config.optimizer.optimizer_offload_fraction if config.optimizer.optimizer_cpu_offload else 0.0
@@ -166,19 +210,59 @@ def memory_of_shard(shard: ModelShard, config: PretrainConfig) -> MemoryBytes:
         owned, strategy = plan.numel // sharding.shards, sharding.strategy
         whole = owned if strategy.shards_weights else plan.numel
         gathers_in_fp8 = config.ddp.fp8_param_gather and plan.gathers_in_fp8
-        weights += whole if gathers_in_fp8 else plan.dtype.itemsize * whole
+        if strategy.shards_weights and config.ddp.param_nvme_offload_path is not None:
+            in_files[chunk_of[id(plan)]].append(plan.dtype.itemsize * whole)
+        else:
+            weights += whole if gathers_in_fp8 else plan.dtype.itemsize * whole
         if gathers_in_fp8 and not rounds_to_model_weights(plan, config.optimizer, is_offloaded):
             weights += plan.dtype.itemsize * owned
         if plan.in_fp8 and config.transformer.fp8_weight_cache and not strategy.shards_weights:
-            quantized += plan.numel * (1 if gathers_in_fp8 else 2)
+            quantized += plan.numel * (1 if gathers_in_fp8 else 2) + _bytes_of_small_blocks(plan.numel, config)
         itemsize = plan.grad_dtype.itemsize + (torch.int64.itemsize if config.ddp.exact_gradient_sums else 0)
         gradients += itemsize * (owned if strategy.shards_gradients else plan.numel)
         ends = {0, sharding.shards - 1}  # with Muon, the first shards have other moments than the last
         ranges = [(index * owned, (index + 1) * owned) for index in ends]
+        nbytes = max(state_bytes(plan, own, moments, config.optimizer) for own in ranges)
+        states = 0 if config.checkpoint.no_save_optim else nbytes * sharding.shards
+        saved += (plan.dtype.itemsize * plan.numel + states) / copies[plan.grid]
         if not is_offloaded:
-            optimizer += max(state_bytes(plan, shard, moments, config.optimizer) for shard in ranges)
-    gathered = _gathered_bytes(shard, config)
-    return MemoryBytes(weights, gradients, optimizer, gathered, quantized)
+            optimizer += nbytes
+        elif config.optimizer.optimizer_nvme_offload_path is None:
+            host += nbytes
+        else:
+            pieces += piece_bytes(planned_states(plan, ranges[0], moments, config.optimizer), owned)
+    gathered, state_file = _gathered_bytes(shard, config), sum(pieces) + BLOCK * bool(pieces)
+    weights_file = sum(sum(map(padded, sizes)) + BLOCK for sizes in in_files if sizes)
+    resident = sum(map(weight_file.device_bytes, in_files))
+    buffers = buffer_bytes(pieces) + sum(map(weight_file.buffer_bytes, in_files))
+    return MemoryBytes(
+        weights + resident,
+        gradients,
+        optimizer,
+        gathered,
+        quantized,
+        host + buffers,
+        state_file + weights_file,
+        weights_file,
+        resident + buffers,
+        int(saved),
+    )
+
+
+def _bytes_of_small_blocks(numel: int, config: PretrainConfig) -> int:
+    """Returns the bytes of the scales of a weight and its transpose, where a block is so small that they count."""
+    if config.transformer.fp4 is not None:
+        return 2 * torch.float32.itemsize * numel // NV_BLOCK
+    return 2 * numel // MX_BLOCK if config.transformer.fp8_recipe == "mxfp8" else 0
+
+
+def _bytes_of_frozen(parameter: nn.Parameter) -> int:
+    return nf4_bytes(parameter.numel()) if info_of(parameter).in_nf4 else parameter.nbytes
+
+
+def _weight_bytes(plan: UnitPlan) -> int:
+    """Returns the bytes of the whole weights of a unit."""
+    return nf4_bytes(plan.numel) if plan.in_nf4 else plan.numel * plan.dtype.itemsize
 
 
 def _gathered_bytes(shard: ModelShard, config: PretrainConfig) -> int:
@@ -197,15 +281,17 @@ def _gathered_weights(shard: ModelShard, config: DistributedDataParallelConfig) 
     follows, until the chunk is used again."""
 
     def bytes_of(plan: UnitPlan) -> int:
-        itemsize = 1 if config.fp8_param_gather and plan.gathers_in_fp8 else plan.dtype.itemsize
-        return plan.numel * itemsize * shard.shardings[plan.grid].strategy.shards_weights
+        nbytes = plan.numel if config.fp8_param_gather and plan.gathers_in_fp8 else _weight_bytes(plan)
+        return nbytes * shard.shardings[plan.grid].strategy.shards_weights
 
-    chunks = [_read_together(plans, bytes_of) for plans in shard.plans]
+    plans_of_chunks = [frozen + plans for frozen, plans in zip(shard.frozen_plans, shard.plans, strict=True)]
+    chunks = [_read_together(plans, bytes_of) for plans in plans_of_chunks]
     most = 0
     for chunk, sizes in enumerate(chunks):
-        again = sizes[:1] if _head_is_tied(shard, chunk) else []  # the head uses the embedding's
+        is_tied = _head_is_tied(shard.stages[chunk], plans_of_chunks[chunk])
+        again = sizes[:1] if is_tied else []  # the head uses the embedding's
         others = sum(sum(other[-1:]) for other in chunks) - sum(sizes[-1:])
-        around = _around(shard.plans[chunk], sizes)
+        around = _around(plans_of_chunks[chunk], sizes)
         most = max(most, _largest_run(sizes + again, 2 if config.overlap_param_gather else 1, around) + others)
     return most
 
@@ -217,7 +303,7 @@ def _gathered_gradients(shard: ModelShard, overlap: bool) -> int:
     opened = [_opened(shard, chunk) for chunk in range(len(shard.plans))]
     most = 0
     for chunk, sizes in enumerate(opened):
-        tied = int(_head_is_tied(shard, chunk))
+        tied = int(_head_is_tied(shard.stages[chunk], shard.plans[chunk]))
         others = sum(sum(other[:1]) for other in opened) - sum(sizes[:1]) if overlap else 0
         around = _around(shard.plans[chunk], sizes)[tied:]
         most = max(most, sum(sizes[:tied]) + _largest_run(sizes[tied:], 2 if overlap else 1, around) + others)
@@ -241,10 +327,11 @@ def _read_together(plans: Sequence[UnitPlan], bytes_of: Callable[[UnitPlan], int
     return list(sizes.values())
 
 
-def _head_is_tied(shard: ModelShard, chunk: int) -> bool:
-    """Whether the head of a chunk uses the weight of the embedding in the same chunk, which is its first unit."""
-    stage, names = shard.stages[chunk], [plan.name for plan in shard.plans[chunk]]
-    return (stage.embedding or stage.prediction_layers > 0) and stage.loss and "output_layer" not in names
+def _head_is_tied(stage: StageModules, plans: Sequence[UnitPlan]) -> bool:
+    """Whether the head of a chunk uses the weight of the embedding, which is the first of these units of the chunk."""
+    has_embedding = bool(plans) and any(slot.info.embedding_or_output for slot in plans[0].slots)
+    is_both = (stage.embedding or stage.prediction_layers > 0) and stage.loss
+    return is_both and has_embedding and "output_layer" not in [plan.name for plan in plans]
 
 
 def _around(plans: Sequence[UnitPlan], sizes: Sequence[int]) -> list[int]:

@@ -102,7 +102,8 @@ def _of_state(config: PretrainConfig) -> Iterator[_Candidate]:
         ddp = {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads_params"}
         both = {"use_distributed_optimizer": True}
         rate = _WITHIN_NODE if config.world_size <= _NODE else _BETWEEN_NODES
-        gathered = 2 * 2 * weights * _micro_batches(config)
+        micro_batches = config.training.global_batch_size // (config.training.micro_batch_size * grid.data)
+        gathered = 2 * 2 * weights * max(micro_batches, 1)
         yield _Candidate(
             "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params",
             gathered / rate / seconds,
@@ -170,10 +171,6 @@ def _parameters(transformer: TransformerConfig) -> int:
     numbers = range(1, transformer.num_layers + 1)
     chosen = transformer.num_moe_experts / transformer.moe_router_topk if transformer.num_moe_experts else 1.0
     return int(sum(layer_cost(transformer, number, 1) for number in numbers) * chosen)
-
-
-def _micro_batches(config: PretrainConfig) -> int:
-    return max(config.training.global_batch_size // (config.training.micro_batch_size * config.grid.data), 1)
 
 
 def _seconds_of_step(config: PretrainConfig) -> float:

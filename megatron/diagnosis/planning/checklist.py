@@ -1,6 +1,5 @@
 """checklist.sh: the steps between a plan and its launch, each with pass and fail."""
 
-import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,32 +25,35 @@ class Step:
 
 def entry_script(plan: Plan) -> str:
     """Returns the script that trains the plan's model."""
-    return {"bert": "pretrain_bert.py", "mamba": "pretrain_mamba.py"}.get(plan.run.model_family, "pretrain_gpt.py")
+    return f"pretrain_{_family(plan)}.py"
+
+
+def _family(plan: Plan) -> str:
+    return plan.run.model_family if plan.run.model_family in ("bert", "mamba") else "gpt"
 
 
 def steps_of(plan: Plan) -> Iterator[Step]:
     """Yields the steps in their order."""
-    spec, values = plan.specification, plan.values
-    script = entry_script(plan)
-    run = f'{script} --config "$HERE/run.yaml"'
+    spec = plan.specification
+    run = '"$SCRIPT" --config "$HERE/run.yaml"'
     files = [
         str(s.value) for s in tokenizer_settings(spec, plan.shape.vocab_size) if s.field.endswith(("file", "model"))
     ]
-    yield Step("machines", "every node can run it", "$ON_ALL_NODES python tools/doctor.py")
+    yield Step("machines", "every node can run it", "$ON_ALL_NODES python -m megatron doctor")
     if files:
         tests = " && ".join(f"test -e {shlex.quote(file)}" for file in files)
         yield Step("tokenizer", "its files are where run.yaml looks for them", tests)
     prefixes = " ".join(shlex.quote(source.prefix) for source in plan.sources)
     yield Step(
-        "data", "indexes, sizes and content are as prepared", f"python tools/inspect_data.py --data-path {prefixes}"
+        "data", "indexes, sizes and content are as prepared", f"python -m megatron inspect_data --data-path {prefixes}"
     )
-    yield Step("contract", "data and tokenizer are pinned", 'python tools/plan.py --pin "$HERE"')
+    yield Step("contract", "data and tokenizer are pinned", 'python -m megatron plan --pin "$HERE"')
     yield Step("dry-run", "flags, layout, memory and data fit together", f"python {run} --dry-run{_rates(plan)}")
     node = _one_node(plan)
     if node is not None:
-        target = spec.throughput or _PART_OF_PREDICTION * _predicted(plan)
+        target = spec.throughput or _PART_OF_PREDICTION * plan.tokens_per_second
         said = spec.cite("throughput") if spec.throughput else f"{_PART_OF_PREDICTION:.0%} of the predicted rate"
-        gate = f"python tools/validate.py {{}} --nproc-per-node {plan.cluster.gpus_per_node} -- {run} {node}"
+        gate = f"python -m megatron validate {{}} --nproc-per-node {plan.cluster.gpus_per_node} -- {run} {node}"
         yield Step(
             "throughput",
             f"one node reaches {target:,.0f} tokens/s/GPU ({said})",
@@ -72,13 +74,13 @@ def steps_of(plan: Plan) -> Iterator[Step]:
             "a checkpoint round trip, before the first step of the run",
             gate.format("resume --steps 10 --at 5"),
         )
-    steps = min(1000, values.train_iters)
-    expected = f" --expected-loss {loss}" if (loss := _expected_loss(spec.loss_check)) else ""
+    steps, check = plan.loss_step, spec.loss_check
+    expected = f" --expected-loss {check.most:g}" if check and check.most else ""
     yield Step(
         "loss",
-        f"the first {steps:,} steps fall steeply, then flatten" + (f" ({spec.loss_check})" if spec.loss_check else ""),
+        f"the first {steps:,} steps fall steeply, then flatten" + (f" ({check.text})" if check else ""),
         f"$LAUNCH {run} --exit-interval {steps} && "
-        f"python tools/validate.py loss --run checkpoints --by-step {steps}{expected}",
+        f"python -m megatron validate loss --run checkpoints --by-step {steps}{expected}",
     )
     yield Step("launch", "the run, from the checkpoint of those steps", f"$LAUNCH {run}")
 
@@ -97,18 +99,6 @@ def _rates(plan: Plan) -> str:
     file = plan.specification.gpu
     named = gpu if gpu in known_gpus() or file is None else shlex.quote(file)
     return f" --gpu {named}" + (f" --link {link * 8 / 1e9:g}Gb" if link is not None else "")
-
-
-def _predicted(plan: Plan) -> float:
-    """Returns the predicted tokens per second and GPU."""
-    assert plan.specification.seq_length is not None
-    return plan.values.global_batch_size * plan.specification.seq_length / plan.chosen.seconds / plan.cluster.gpus
-
-
-def _expected_loss(text: str | None) -> str | None:
-    """Returns the loss of a text such as "below 3.2 at step 1000"; None if it names none."""
-    found = re.search(r"(?:below|under|less than|at most|<=?|≤|~|about)\s*(\d+(?:\.\d+)?)", text or "")
-    return found[1] if found else None
 
 
 def _one_node(plan: Plan) -> str | None:
@@ -133,7 +123,7 @@ def checklist_lines(plan: Plan) -> Iterator[str]:
         torchrun += " --rdzv_backend c10d --rdzv_endpoint ${MASTER_ADDR:-localhost}:${MASTER_PORT:-29500}"
     yield "#!/bin/bash"
     yield "# The steps between this plan and its launch; the first that fails ends it."
-    yield "# Start it in the folder of pretrain_gpt.py:"
+    yield "# Start it in a checkout, or anywhere with the wheel installed:"
     yield "#   bash DIR/checklist.sh            all steps but launch"
     yield "#   bash DIR/checklist.sh loss       one step"
     yield "#   bash DIR/checklist.sh --list     what the steps are"
@@ -142,10 +132,14 @@ def checklist_lines(plan: Plan) -> Iterator[str]:
     yield 'HERE=$(dirname "${BASH_SOURCE[0]}")'
     yield f'LAUNCH=${{LAUNCH:-"{torchrun}"}}'
     yield "ON_ALL_NODES=${ON_ALL_NODES:-}"
-    yield "[ -f pretrain_gpt.py ] || { echo 'error: start this in the folder of pretrain_gpt.py' >&2; exit 2; }"
+    path = f"from megatron.programs import entry_script; print(entry_script('{_family(plan)}'))"
+    yield f'SCRIPT=$(python -c "{path}" 2> /dev/null) || {{'
+    yield "    echo 'error: start this in the folder of pretrain_gpt.py, or install the wheel' >&2"
+    yield "    exit 2"
+    yield "}"
     yield ""
     for step in steps:
-        yield f"{_function(step.name)}() {{ # {step.passes}"
+        yield f"step_{step.name.replace('-', '_')}() {{ # {step.passes}"
         yield f"    {step.command}"
         yield "}"
     yield ""
@@ -171,7 +165,3 @@ def checklist_lines(plan: Plan) -> Iterator[str]:
     yield "        exit 1"
     yield "    fi"
     yield "done"
-
-
-def _function(name: str) -> str:
-    return f"step_{name.replace('-', '_')}"

@@ -43,24 +43,17 @@ class PlannedRun:
         rows = padded_vocab_size(self.vocab_size, config.model.make_vocab_size_divisible_by, layout.tensor)
         return resolve_auto_layout(config, rows)
 
-
-@dataclass(frozen=True)
-class ExactCosts:
-    """Computes the costs of layouts of a run. Raises UserError if the run would refuse a layout, or if a time has no
-    measurement or data sheet to rest on."""
-
-    run: PlannedRun
-
     def time(self, layout: Layout) -> ExactTime:
-        """Returns the time of a step."""
-        step = step_time(self.run.config(layout), self.run.cluster)
+        """Returns the time of a step. Raises UserError if the run would refuse the layout, or if a time has no
+        measurement or data sheet to rest on."""
+        step = step_time(self.config(layout), self.cluster)
         mfu = step.mfu.value if step.mfu is not None else 0.0
         return ExactTime(step.seconds.value, mfu, step.seconds.error, step.bubble)
 
     def memory(self, layout: Layout) -> int:
         """Returns the bytes of the pipeline rank that needs most: the one that keeps most layers of micro-batches, or
-        the last, which has the head."""
-        config, _ = self.run.with_stages(layout)
+        the last, which has the head. Raises UserError if the run would refuse the layout."""
+        config, _ = self.with_stages(layout)
         ranks = {_fullest(config, layout), layout.pipeline - 1}
         peaks = peaks_of_ranks(config, pipeline_ranks=ranks)
         return max(peak.allocated + peak.context for peak in peaks)

@@ -5,8 +5,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron.core.context_parallel.comm_types import comm_type_of
 from megatron.core.pipeline_parallel.stage_map import StageModules
-from megatron.core.pipeline_parallel.stages import overlaps_expert_communication
 from megatron.core.transformer.layer_patterns import layer_parts
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron.diagnosis.planning.cluster import Cluster
@@ -95,9 +95,6 @@ def _context_parallel(
     if kind in ("a2a", "a2a+p2p"):
         once = cluster.exchange_seconds((exchanged + queries) * (size - 1) / size, ranks)
         return Exposed("context parallel", once, once)
-    if kind == "all_gather":
-        once = cluster.gather_seconds(exchanged * size, ranks)
-        return Exposed("context parallel", once, once.times(2))
     # A ring: each of the steps but the first computes with keys and values that arrive during the step before.
     sends = total(cluster.message_seconds(exchanged, a, b) for a, b in itertools.pairwise(ranks))
     share = attention.times((size - 1) / size)
@@ -109,8 +106,7 @@ def _context_parallel(
 
 def way_of_context(run: PretrainConfig) -> str:
     """Returns how context parallel ranks exchange keys and values; of several ways that of the first layer."""
-    way = run.transformer.cp_comm_type
-    return way if isinstance(way, str) else (way or ["p2p"])[0]
+    return comm_type_of(run.transformer, 1).value
 
 
 def _not_hidden(communication: Figure, computation: Figure) -> Figure:
@@ -124,8 +120,6 @@ def _expert_parallel(run: PretrainConfig, stage: StageModules, cluster: Cluster,
     layers = len(numbers) + stage.prediction_layers
     once = _one_way(run, cluster, ranks)
     forward = once.times(2.0 * layers)
-    if overlaps_expert_communication(config):
-        return Exposed("expert parallel", Figure(0.0, once.source), slowed_by(forward.times(2)))
     if config.delay_wgrad_compute:  # one of two ways of backward runs behind weight gradients
         return Exposed("expert parallel", forward, total([forward.times(0.5), slowed_by(forward.times(0.5))]))
     return Exposed("expert parallel", forward, forward)

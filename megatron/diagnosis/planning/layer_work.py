@@ -83,6 +83,15 @@ def check_is_known(run: PretrainConfig) -> None:
     mixers = {layer_parts(transformer, number).token_mixer for number in numbers}
     if "dsa" in mixers:
         raise UserError("the time of sparse attention (dsa) is not predicted: no measurement of it exists")
+    emulated = "--fp4-format" if transformer.fp4 is not None else "--fp8-recipe mxfp8"
+    if transformer.fp4 is not None or (transformer.fp8 is not None and transformer.fp8_recipe == "mxfp8"):
+        raise UserError(
+            f"the time of {emulated} is not predicted: it is emulated, and refused by GPUs before Blackwell"
+        )
+    if run.ddp.exact_gradient_sums:
+        raise UserError(
+            "the time of --exact-data-parallel-sums is not predicted: it was 1.6 to 1.7 times that of the run without"
+        )
 
 
 def stage_work(run: PretrainConfig, stage: StageModules, vocab_rows: int, document_tokens: float | None = None) -> Work:

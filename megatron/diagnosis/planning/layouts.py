@@ -126,6 +126,8 @@ def possible_layouts(space: Space, zero_stages: tuple[int, ...]) -> Iterator[Lay
                 data, rest = divmod(space.gpus, tensor * pipeline * context)
                 if rest or not data or given.data_parallel not in (None, data):
                     continue
+                if given.is_dynamic and (pipeline > 1 or (context * data) & (context * data - 1)):
+                    continue  # it needs one stage and a power of two of ranks
                 for expert in _sizes(given.expert_parallel, _expert_sizes(space, tensor * context * data)):
                     yield from _of_sizes(space, (tensor, context, pipeline, expert, data), zero_stages)
 
@@ -143,6 +145,8 @@ def _of_sizes(space: Space, sizes: tuple[int, int, int, int, int], zero_stages: 
                 if recompute == "mlp" and space.experts and space.flags.get("moe_layer_freq", 1) == 1:
                     continue  # there is no dense MLP
                 for zero in zero_stages:
+                    if zero > 1 and space.specification.is_dynamic:
+                        continue  # it needs whole weights and gradients
                     yield Layout(tensor, context, pipeline, virtual, expert, data, micro_batch, recompute, zero)
 
 
@@ -204,6 +208,8 @@ def contradictions(space: Space) -> Iterator[str]:
 
 def _wrong_sizes(space: Space) -> Iterator[str]:
     given = space.specification
+    if given.is_dynamic:
+        yield from _not_dynamic(space)
 
     def said(field: str, what: str) -> str:
         return f"{what} {getattr(given, field)} ({given.where[field]})"
@@ -229,6 +235,21 @@ def _wrong_sizes(space: Space) -> Iterator[str]:
         elif space.experts % expert:
             near = " or ".join(map(str, nearest_divisors(space.experts, expert)))
             yield f"{said('expert_parallel', 'expert parallelism')} does not divide {space.experts} experts; use {near}"
+
+
+def _not_dynamic(space: Space) -> Iterator[str]:
+    """Yields a sentence for each value that dynamic context parallelism does not go with."""
+    given = space.specification
+    name = f"dynamic context parallelism ({given.where['packing']})"
+    if space.experts or "hybrid_layer_pattern" in space.flags or given.objective == "masked":
+        yield f"{name} is for dense decoder-only models; write yes, without dynamic context parallelism"
+    if (given.zero_stage or 0) > 1:
+        yield f"{name} needs ZeRO stage 1, not {given.zero_stage} ({given.where['zero_stage']}); use 1"
+    if (given.pipeline_parallel or 1) > 1:
+        yield f"{name} needs one stage, not {given.pipeline_parallel} ({given.where['pipeline_parallel']}); use 1"
+    dropped = [field for field in ("attention_dropout", "hidden_dropout") if space.flags.get(field, 0.1)]
+    if dropped:
+        yield f"{name} does not go with dropout, which this architecture has; use one like Llama"
 
 
 _AXES = {"tensor_parallel": "TP", "pipeline_parallel": "PP", "context_parallel": "CP", "data_parallel": "DP"}

@@ -5,14 +5,16 @@ like the asked one (7B may be 6.5 to 7.5 billion). Otherwise the nearest one is 
 as they do among published models, and the count ends within 0.5% of what was asked.
 """
 
+import functools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.core.declarations.flag_grammars import layer_pattern
 from megatron.core.exceptions import UserError
-from megatron.diagnosis.planning.parameter_count import ParameterCount, expert_layers, parameter_count
+from megatron.diagnosis.planning.parameter_count import ParameterCount, parameter_count
 from megatron.diagnosis.planning.published_models import PublishedModel, published_models
 from megatron.diagnosis.planning.quantities import Quantity, short
 
@@ -74,39 +76,45 @@ def _family(architecture: str | None, objective: str) -> tuple[Sequence[Publishe
     """Returns the published models that an architecture's name means, and a note if it names none."""
     plain, wanted = _plain(architecture or ""), ("bert",) if objective == "masked" else ("gpt", "mamba")
     models = [model for model in published_models() if model.family in wanted]
-    for name_of in (_whole, _version, _stem):
-        fitting = [model for model in models if (name := _plain(name_of(model.name))) and name in plain]
-        if not fitting:
+    of_experts = bool(re.search(r"moe|mixture|experts", (architecture or "").lower()))
+    for names_of in (_full_names, _generation, _stem):
+        lengths = [
+            max((len(name) for name in map(_plain, names_of(model.name)) if name and name in plain), default=0)
+            for model in models
+        ]
+        if not any(lengths):
             continue
-        of_experts = bool(re.search(r"moe|mixture|experts", (architecture or "").lower()))
-        same_kind = [model for model in fitting if bool(model.flags.get("num_moe_experts")) is of_experts]
-        longest = max(len(_plain(name_of(model.name))) for model in fitting)
-        named = [model for model in fitting if len(_plain(name_of(model.name))) == longest]
-        return (named if name_of is not _stem else same_kind or named), None
+        named = [model for model, length in zip(models, lengths, strict=True) if length == max(lengths)]
+        same_kind = [model for model in named if bool(model.flags.get("num_moe_experts")) is of_experts]
+        return (named if names_of is not _stem else same_kind or named), None
     said = f"architecture {architecture!r} names no published family" if architecture else "no architecture is given"
     if objective == "masked":
         return models, f"{said}; planned as BERT"
-    if re.search(r"moe|mixture|experts", (architecture or "").lower()):
+    if of_experts:
         sparse = [model for model in models if model.flags.get("num_moe_experts") and model.family == "gpt"]
         return sparse, f"{said}; planned as the published mixture of experts whose size is nearest"
-    return [model for model in models if _stem(model.name) == "llama"], f"{said}; planned as Llama-style"
+    llamas = [m for m in models if _stem(m.name) == ["llama"] and not m.flags.get("num_moe_experts")]
+    return llamas, f"{said}; planned as Llama-style"
 
 
 def _plain(text: str) -> str:
     return re.sub(r"[^a-z0-9]", "", text.lower())
 
 
-def _whole(name: str) -> str:
-    return name
-
-
 _SIZE = re.compile(r"-(?:(\d+)x)?(\d+(?:\.\d+)?)([bm])(?![a-z]).*$")
 
 
-def _version(name: str) -> str:
-    """Returns a model's name without its size: llama3 of llama3-8b; "" if nothing but the family's name is left."""
+def _full_names(name: str) -> list[str]:
+    """Returns a model's name with its size and, if more than the family's name is left, without: llama3 of llama3-8b,
+    nemotron-h of nemotron-h-8b."""
     left = _SIZE.sub("", name)
-    return left if re.search(r"\d", left) else ""
+    return [name, left] if re.search(r"[\d-]", left) else [name]
+
+
+def _generation(name: str) -> list[str]:
+    """Returns the part of a model's name that several models of a generation share: llama4 of llama4-scout-17b-16e."""
+    first = name.partition("-")[0]
+    return [first] if re.search(r"\d", first) else []
 
 
 def _named_size(name: str) -> float:
@@ -115,9 +123,8 @@ def _named_size(name: str) -> float:
     return int(found[1] or 1) * float(found[2]) * {"b": 1e9, "m": 1e6}[found[3]] if found else 0.0
 
 
-def _stem(name: str) -> str:
-    found = re.match(r"[a-z]+", name)
-    return found[0] if found else name
+def _stem(name: str) -> list[str]:
+    return re.findall(r"^[a-z]+", name) or [name]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -168,21 +175,19 @@ def _candidates(
     widths that make up for the rest."""
     old = basis.flags
     width_of_head = old["hidden_size"] // old["num_attention_heads"]
+    dense, period = _dense_first(old), _period(old)
     for h in range(width_of_head, 40 * 1024 + 1, width_of_head):
         if h % 128 and h > 512:  # small models need finer steps than tensor cores like
             continue
         flags = _with_width(old, h, width_of_head)
         positions = seq_length if basis.positions else 0
-        one = parameter_count(_with_depth(old, flags, 1 + _dense_first(old)), vocab_size, positions).total
-        two = parameter_count(_with_depth(old, flags, 2 + _dense_first(old)), vocab_size, positions).total
-        depth = 1 + _dense_first(old) + (wanted - one) / (two - one)
-        if not 1 <= depth <= 400:
+        one = parameter_count(_with_depth(old, flags, dense + period), vocab_size, positions).total
+        two = parameter_count(_with_depth(old, flags, dense + 2 * period), vocab_size, positions).total
+        periods = 1 + (wanted - one) / (two - one)
+        if not 1 <= dense + periods * period <= 400:
             continue
-        for layers in sorted(
-            {max(1, math.floor(depth) - 1), math.floor(depth), math.ceil(depth), math.ceil(depth) + 1}
-        ):
-            if layers <= _dense_first(old):
-                continue
+        for number in range(max(1, math.floor(periods) - 1), math.ceil(periods) + 2):
+            layers = dense + number * period
             for scale in _INNER_SCALES:
                 sized = _with_depth(old, _with_inner(flags, scale), layers)
                 count = parameter_count(sized, vocab_size, positions)
@@ -225,12 +230,33 @@ def _rounded(inner: float, h: int) -> int:
 
 def _dense_first(old: Mapping[str, Any]) -> int:
     """Returns the number of dense layers before those with experts, of a model that has both."""
-    sparse = expert_layers(old)
-    return int(old["num_layers"] - sparse) if sparse and isinstance(old.get("moe_layer_freq", 1), str | list) else 0
+    kinds = _kinds(old, "moe_layer_freq")
+    dense = kinds.index(1) if 1 in kinds else 0
+    return dense if all(kinds[dense:]) else 0
+
+
+def _period(old: Mapping[str, Any]) -> int:
+    """Returns the number of layers after which dense layers and layers with experts repeat; 1 for any other model."""
+    kinds = _kinds(old, "moe_layer_freq")
+    if _dense_first(old) or not kinds:
+        return 1
+    return next(n for n in range(1, len(kinds) + 1) if all(kind == kinds[i % n] for i, kind in enumerate(kinds)))
+
+
+_parsed = functools.cache(layer_pattern)
+
+
+def _kinds(old: Mapping[str, Any], name: str) -> list[int]:
+    """Returns the kind of each layer, if a flag says it layer by layer; otherwise an empty list."""
+    value = old.get(name)
+    kinds = _parsed(value) if isinstance(value, str) else value
+    return kinds if isinstance(kinds, list) else []
 
 
 def _with_depth(old: Mapping[str, Any], flags: Mapping[str, Any], layers: int) -> dict[str, Any]:
     dense = _dense_first(old)
-    return {**flags, "num_layers": layers} | (
-        {"moe_layer_freq": f"([0]*{dense}+[1]*{layers - dense})"} if dense else {}
-    )
+    sized = {**flags, "num_layers": layers}
+    for name in ("no_rope_freq", "window_attn_skip_freq", "attention_chunk_skip_freq", "moe_layer_freq"):
+        if kinds := _kinds(old, name):
+            sized[name] = "[" + ",".join(str(kinds[layer % len(kinds)]) for layer in range(layers)) + "]"
+    return sized | ({"moe_layer_freq": f"([0]*{dense}+[1]*{layers - dense})"} if dense else {})

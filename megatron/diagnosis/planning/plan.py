@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from megatron.core.exceptions import UserError
 from megatron.diagnosis.planning.cluster import Cluster
-from megatron.diagnosis.planning.exact_cost import ExactCosts, PlannedRun
+from megatron.diagnosis.planning.exact_cost import PlannedRun
 from megatron.diagnosis.planning.hardware import cluster_of, gpu_of
-from megatron.diagnosis.planning.layouts import MAX_BUBBLE, Layout, Space, refuse_contradictions
+from megatron.diagnosis.planning.layouts import MAX_BUBBLE, Space, refuse_contradictions
 from megatron.diagnosis.planning.model_shape import ModelShape, shape_of
 from megatron.diagnosis.planning.quantities import short
 from megatron.diagnosis.planning.questions import tokenizer_ids
@@ -67,6 +67,17 @@ class Plan:
         """The layout of the plan."""
         return self.ranking.best[0]
 
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second and GPU, as predicted."""
+        return _rate(self.specification, self.values, self.chosen)
+
+    @property
+    def loss_step(self) -> int:
+        """Step of the gate on the loss."""
+        check = self.specification.loss_check
+        return min(check.step if check and check.step else 1000, self.values.train_iters)
+
     def sections(self) -> Mapping[str, list[Setting]]:
         """Returns the settings of run.yaml by heading, without those that depend on the output folder."""
         spec = self.specification
@@ -76,10 +87,10 @@ class Plan:
             "layout": list(layout_settings(self.chosen.layout, self._layout_reasons())),
             "tokenizer and data": [
                 *tokenizer_settings(spec, self.shape.vocab_size),
-                *data_settings(spec, self.sources, self.values.global_batch_size),
+                *data_settings(spec, self.sources, self.values.global_batch_size, self.chosen.layout),
             ],
             "validation and checkpoints": [
-                Setting("eval_interval", min(1000, self.values.train_iters), self._loss_reason()),
+                Setting("eval_interval", self.loss_step, self._loss_reason()),
                 Setting("eval_iters", EVAL_ITERS, "validation batches; all evaluations read the same ones"),
                 Setting("save_interval", self.save_interval, self.save_reason),
                 Setting("log_interval", 10, "a log line waits for the device; ten steps keep that below 1%"),
@@ -89,7 +100,7 @@ class Plan:
 
     def _loss_reason(self) -> str:
         spec = self.specification
-        return spec.cite("loss_check") if spec.loss_check else "the loss at step 1,000 on validation data"
+        return spec.cite("loss_check") if spec.loss_check else "the loss at step 1,000, on validation data"
 
     def _layout_reasons(self) -> dict[str, str]:
         """Returns the reason of each layout flag: the line that sets it, or the rule by which it was chosen."""
@@ -158,9 +169,10 @@ def make_plan(specification: Specification, global_batch_size: int | None = None
     rates = Rates(gpu.bf16_products.value, inside, cluster.link or (inside if gpu.nic is None else gpu.nic.value))
     rough = RoughCost(space, shape.vocab_size, rates)
     limit = gpu.memory.value * (spec.memory_utilization or USUAL_UTILIZATION)
-    ranking = rank_layouts(space, rough, ExactCosts(run), limit, wanted)
+    ranking = rank_layouts(space, rough, run, limit, wanted)
     if not ranking.best:
         raise UserError(_does_not_fit(spec, shape, ranking, limit))
+    _refuse_impossible_rate(spec, values, ranking.best[0])
     interval, reason = _save_interval(spec, shape, ranking.best[0].seconds)
     return Plan(
         specification=spec,
@@ -173,7 +185,7 @@ def make_plan(specification: Specification, global_batch_size: int | None = None
         save_interval=min(interval, values.train_iters),
         save_reason=reason,
         run=run,
-        notes=(*notes, *more, *shape.notes, *_advice(spec, shape, ranking.best[0].layout, values, ranking)),
+        notes=(*notes, *more, *shape.notes, *_advice(spec, shape, values, ranking.best[0])),
     )
 
 
@@ -228,11 +240,36 @@ def _save_interval(spec: Specification, shape: ModelShape, seconds: float) -> tu
     return checkpoint_interval(seconds, spec.gpus, _BYTES_OF_CHECKPOINT * shape.parameters)
 
 
-def _advice(
-    spec: Specification, shape: ModelShape, layout: Layout, values: TrainingValues, ranking: Ranking
-) -> list[str]:
+def _rate(spec: Specification, values: TrainingValues, candidate: Candidate) -> float:
+    """Returns the predicted tokens per second and GPU."""
+    assert spec.seq_length is not None and spec.gpus is not None
+    return values.global_batch_size * spec.seq_length / candidate.seconds / spec.gpus
+
+
+def _refuse_impossible_rate(spec: Specification, values: TrainingValues, candidate: Candidate) -> None:
+    """Raises UserError if the throughput target is beyond the peak of the GPU."""
+    rate = _rate(spec, values, candidate)
+    if spec.throughput is not None and (utilization := candidate.time.mfu * spec.throughput / rate) > 1:
+        raise UserError(
+            f"throughput target {spec.throughput:,.0f} tokens/s/GPU ({spec.where['throughput']}) is {utilization:.0%} "
+            f"of the GPU's peak; nearest: {rate:,.0f}, which the plan predicts ({candidate.time.mfu:.0%} of it)"
+        )
+
+
+def _advice(spec: Specification, shape: ModelShape, values: TrainingValues, best: Candidate) -> list[str]:
     """Returns what a person should look at before the run starts."""
-    found = []
+    found, layout, rate = [], best.layout, _rate(spec, values, best)
+    if spec.throughput is not None and spec.throughput > rate:
+        found.append(
+            f"FLAG: throughput target {spec.throughput:,.0f} tokens/s/GPU ({spec.where['throughput']}): the plan "
+            f"predicts {rate:,.0f}, {best.time.mfu:.0%} MFU; the target would take "
+            f"{best.time.mfu * spec.throughput / rate:.0%}"
+        )
+    if spec.is_dynamic:
+        found.append(
+            "dynamic context parallelism: times are those of static rows; its gain depends on the documents' lengths, "
+            "which a specification does not say"
+        )
     assert spec.tokens is not None
     if spec.deduplication in (None, "none"):
         found.append(

@@ -1,6 +1,8 @@
 """What tools/plan.py prints and writes about a plan."""
 
 import dataclasses
+import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -14,11 +16,11 @@ from megatron.diagnosis.planning.mapping import mapping_lines
 from megatron.diagnosis.planning.plan import Plan
 from megatron.diagnosis.planning.quantities import short
 from megatron.diagnosis.planning.ranking import slower
-from megatron.diagnosis.planning.run_file import run_file_lines
 from megatron.diagnosis.planning.settings_of_run import Setting
 
 FILES = ("run.yaml", "data_contract.json", "mapping.txt", "layouts.txt", "checklist.sh")
 """The files of a plan."""
+_PLAIN = re.compile(r"(?!(?:null|true|false|yes|no|on|off|y|n|~)$)[A-Za-z_./][A-Za-z0-9_./+@-]*", re.IGNORECASE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +60,7 @@ def summary_lines(plan: Plan) -> Iterator[str]:
     tokens = values.global_batch_size * spec.seq_length
     yield (
         f"step      {values.global_batch_size:,} samples, {tokens:,} tokens, {chosen.seconds:.3g} s; "
-        f"{tokens / chosen.seconds / cluster.gpus:,.0f} tokens/s/GPU, {chosen.time.mfu:.0%} MFU"
+        f"{plan.tokens_per_second:,.0f} tokens/s/GPU, {chosen.time.mfu:.0%} MFU"
     )
     days = chosen.seconds * values.train_iters / 86400
     yield (
@@ -140,6 +142,7 @@ def contents(plan: Plan) -> dict[str, list[str]]:
 
 
 def _run_yaml(plan: Plan) -> list[str]:
+    """Returns the settings of a plan for --config, each with the reason for its value."""
     sections, cite = dict(plan.sections()), plan.specification.cite
     cluster = plan.cluster
     cited = cite("gpus_per_node") if plan.specification.gpus_per_node else "assumed; see the notes above"
@@ -164,7 +167,24 @@ def _run_yaml(plan: Plan) -> list[str]:
         "",
         *(f"note: {note}" for note in plan.notes),
     ]
-    return list(run_file_lines(title, sections))
+    lines = [f"# {line}".rstrip() for line in title]
+    for heading, settings in sections.items():
+        lines += ["", f"# {heading}"]
+        lines += [f"{f'{each.field}: {yaml_value(each.value)}':<52} # {each.reason}" for each in settings]
+    return lines
+
+
+def yaml_value(value: object) -> str:
+    """Returns a value as YAML on one line."""
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(yaml_value, value))}]"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float):
+        return f"{value:.10g}"
+    if isinstance(value, int) or _PLAIN.fullmatch(str(value)):
+        return str(value)
+    return json.dumps(str(value))
 
 
 def write_plan(plan: Plan, folder: Path, overwrite: bool) -> None:

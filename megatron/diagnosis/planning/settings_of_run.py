@@ -1,5 +1,6 @@
 """The settings of a planned run: every flag with the reason for its value."""
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -126,7 +127,7 @@ EVAL_ITERS = 10
 
 
 def data_settings(
-    specification: Specification, sources: Iterable[PlannedSource], global_batch_size: int
+    specification: Specification, sources: Iterable[PlannedSource], global_batch_size: int, layout: Layout
 ) -> Iterator[Setting]:
     """Yields the blend, the share of validation data and how documents are packed."""
     listed = list(sources)
@@ -138,10 +139,16 @@ def data_settings(
     share = min(100, max(1, -(-2000 * validated // specification.tokens)))  # thousandths: twice what is read, up to 10%
     reason = f"validation data for the gate on the loss: {EVAL_ITERS} batches of it, or more"
     yield Setting("split", f"{1000 - share},{share},0", reason)
-    if specification.packing and specification.objective != "masked":
+    if specification.packing and specification.packing.apart and specification.objective != "masked":
         packing = specification.cite("packing")
         yield Setting("reset_attention_mask", True, f"packed documents do not see each other; {packing}")
         yield Setting("reset_position_ids", True, f"each packed document begins at position 0; {packing}")
+        if specification.is_dynamic:
+            yield Setting("hybrid_context_parallel", True, f"as few ranks a document as have room for it; {packing}")
+            yield Setting("calculate_per_token_loss", True, "micro-batches have different numbers of tokens")
+            chunks = math.lcm(2, layout.tensor)
+            room = -(-layout.micro_batch * specification.seq_length // (layout.context * chunks)) * chunks
+            yield Setting("max_seqlen_per_dp_cp_rank", room, "as many tokens as static rows have on a rank")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -36,6 +36,26 @@ class Source:
     """Share of the tokens, from 0 to 1."""
 
 
+@dataclass(frozen=True)
+class Packing:
+    """How documents share a row."""
+
+    apart: bool
+    """Whether they do not see each other."""
+    dynamic: bool = False
+    """Whether each is split over as few ranks as have room for it (dynamic context parallelism)."""
+
+
+@dataclass(frozen=True)
+class LossCheck:
+    """What the loss must do."""
+
+    text: str
+    step: int | None
+    most: float | None
+    """Largest loss at that step."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Specification:
     """What a plan is made for. None: not specified, or left to the planner."""
@@ -58,7 +78,7 @@ class Specification:
     expert_parallel: int | None = None
     data_parallel: int | None = None
     zero_stage: int | None = None
-    packing: bool | None = None
+    packing: Packing | None = None
     tokenizer: Tokenizer | None = None
     deduplication: str | None = None
     """exact-match, minhash, both or none."""
@@ -70,13 +90,18 @@ class Specification:
     """Steps."""
     memory_utilization: float | None = None
     """Largest part of a GPU's memory that may be used, from 0 to 1."""
-    loss_check: str | None = None
+    loss_check: LossCheck | None = None
     where: Mapping[str, str] = field(default_factory=dict)
     """File and line, or flag, of each value, by field."""
 
     def cite(self, field_name: str) -> str:
         """Returns a comment that names the line of the specification which sets a value."""
         return f"specification, {KEY_OF_FIELD[field_name].name} ({self.where[field_name]})"
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether context parallelism is dynamic."""
+        return self.packing is not None and self.packing.dynamic
 
     def is_given(self, field_name: str) -> bool:
         """Whether the specification sets the value."""
@@ -201,6 +226,37 @@ def _throughput(text: str) -> float:
     return value
 
 
+def _packing(text: str) -> Packing:
+    """Reads yes or no, and whether context parallelism is dynamic: "yes, dynamic context parallelism"."""
+    apart = switch(text)
+    denied = re.search(r"\b(?:no|not|without) (?:dynamic|hybrid)", text, re.IGNORECASE)
+    dynamic = re.search(r"dynamic|hybrid context", text, re.IGNORECASE) is not None and not denied
+    if dynamic and not apart:
+        raise ValueError("dynamic context parallelism needs packed documents: write yes, dynamic context parallelism")
+    return Packing(apart, dynamic)
+
+
+_STEP = re.compile(
+    r"\b(?:steps?|iterations?|iters?)\W{0,3}(\d[\d,]*k?)|\b(\d[\d,]*k?)[ -]*(?:steps?|iter)", re.IGNORECASE
+)
+_LOSS = re.compile(
+    r"(?:below|under|than|most|loss|to|of|[<≤~=:]|about)\s*(\d+(?:\.\d+)?)(?![\w.]*[\w%]| spike)"
+    r"|(?<![\w.])(\d+\.\d+)(?![\w.%])",
+    re.IGNORECASE,
+)
+
+
+def _loss_check(text: str) -> LossCheck:
+    """Reads a step and a loss in either order: "below 3.2 at step 1000", "step 500: loss 2.9", "falls in 1k steps"."""
+    found = _STEP.search(text)
+    step = quantity(found[1] or found[2]).whole if found else None
+    rest = f"{text[: found.start()]} {text[found.end() :]}" if found else text
+    losses = [float(loss[1] or loss[2]) for loss in _LOSS.finditer(rest)]
+    if step == 0 or any(not 0 < loss < 100 for loss in losses):
+        raise ValueError("expected a loss and a step, such as below 3.2 at step 1000")
+    return LossCheck(text, step, max(losses, default=None))
+
+
 _READERS: dict[str, Callable[[str], object]] = {
     "architecture": _text,
     "params": quantity,
@@ -216,7 +272,7 @@ _READERS: dict[str, Callable[[str], object]] = {
         ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel", "data_parallel"), whole_number
     ),
     "zero_stage": _stage,
-    "packing": switch,
+    "packing": _packing,
     "tokenizer": _tokenizer,
     "deduplication": _deduplication,
     "data_mix": _data_mix,
@@ -224,6 +280,6 @@ _READERS: dict[str, Callable[[str], object]] = {
     "throughput": _throughput,
     "checkpoint_interval": whole_number,
     "memory_utilization": percentage,
-    "loss_check": _text,
+    "loss_check": _loss_check,
 }
 assert set(_READERS) == {item.name for item in fields(Specification)} - {"where"}

@@ -4,7 +4,6 @@ The result is the text of each key and where it stands; `specification` makes va
 """
 
 import difflib
-import importlib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.exceptions import UserError
+from megatron.core.utils.yaml_files import reading_yaml
 
 HEADINGS = ("MODEL DEFINITION", "HARDWARE", "PARALLELISM", "DATA PIPELINE", "VALIDATION GATES")
 
@@ -163,16 +163,8 @@ def _is_heading(line: str, where: str) -> bool:
 
 def _of_yaml(path: str, text: str) -> Iterator[tuple[Key, Answer]]:
     """Yields keys and answers. Headings are optional mappings; a data mix may be a mapping of ratios by source."""
-    try:
-        yaml = importlib.import_module("yaml")
-    except ImportError:
-        raise UserError(f"{path}: YAML needs the package PyYAML: pip install pyyaml (the extra [mlm])") from None
-    try:
+    with reading_yaml(path) as yaml:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
-    except (yaml.YAMLError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f":{mark.line + 1}" if mark is not None else ""
-        raise UserError(f"{path}{line}: not YAML: {getattr(error, 'problem', None) or error}") from None
     if root is None:
         return
     if not isinstance(root, yaml.MappingNode):

@@ -153,12 +153,12 @@ def step_time(
     costs = [stage.costs for stage in found]
     times, busy_ranks = schedule_time(schedule, costs), busy_of_ranks(schedule, costs)
     busiest = busy_ranks.index(max(busy_ranks))
-    parts = _parts([found[index] for index in _of_rank(stages, busiest)], batches)
+    own = [found[index] for index in _of_rank(stages, busiest)]
+    parts = _parts(own, batches)
     busy = sum(part.value for part in parts.values())
     waits = max(0.0, times.seconds - busy)
     if stages.num_stages > 1:
         parts[BUBBLE] = Figure(waits, "the simulated schedule", total(parts.values()).error)
-    own = [found[index] for index in _of_rank(stages, busiest)]
     casts = [parts["casts to fp8"], _weight_casts(own, cluster.gpu)]
     parts |= {"casts to fp8": total(casts)} if casts[1].value else {}
     parts |= _end_parts(config, cluster, stages, found, busiest, batches, rows)

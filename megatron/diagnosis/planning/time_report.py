@@ -8,9 +8,9 @@ from megatron.core.exceptions import UserError
 from megatron.core.pipeline_parallel.drawing import as_svg
 from megatron.core.pipeline_parallel.simulator import TimedAction, Timeline
 from megatron.diagnosis.planning.cluster import Cluster, link_of
-from megatron.diagnosis.planning.figures import Figure
 from megatron.diagnosis.planning.gpus import gpu_named
-from megatron.diagnosis.planning.step_time import HOST, StepTime, step_time
+from megatron.diagnosis.planning.regrouping import RegroupingGain
+from megatron.diagnosis.planning.step_time import DATA, HOST, MUON, OPTIMIZER, STEP, StepTime, step_time
 from megatron.training.config.hardware import HardwareConfig
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.settings import LaunchEnvironment, gpus_of_node
@@ -27,21 +27,29 @@ def cluster_of(hardware: HardwareConfig, launch: LaunchEnvironment, world_size: 
     return Cluster(gpu, world_size, node, domain, None if hardware.link is None else link_of(hardware.link))
 
 
-def time_lines(config: PretrainConfig, launch: LaunchEnvironment, vocab_rows: int, parameters: int) -> Iterator[str]:
+def time_lines(
+    config: PretrainConfig,
+    launch: LaunchEnvironment,
+    vocab_rows: int,
+    parameters: int,
+    regrouping: RegroupingGain | None = None,
+) -> Iterator[str]:
     """Yields the lines about time for a run with --gpu. `vocab_rows` is the padded vocabulary, `parameters` the number
-    of parameters of the model. Raises UserError for an unknown GPU or link, or a folder of --plot that cannot be
-    written."""
+    of parameters of the model, and `regrouping` what dynamic context parallelism saves; None: not known. Raises
+    UserError for an unknown GPU or link, or a folder of --plot that cannot be written."""
     hardware = config.hardware
     cluster = cluster_of(hardware, launch, config.world_size)
     assumed = gpus_of_node(hardware.gpus_per_node, launch) is None and config.world_size > 1
     note = " (assumed; --gpus-per-node tells it)" if assumed else ""
     yield f"machines    {cluster.gpus:,} x {cluster.gpu.title}, {cluster.gpus_per_node} in a node{note}"
     try:
-        time = step_time(config, cluster, vocab_rows)
+        time = step_time(config, cluster, vocab_rows, None if regrouping is None else regrouping.document_tokens)
     except UserError as error:
         yield f"time        not predicted: {error}"
         return
     yield from _step_lines(time)
+    if config.transformer.hybrid_context_parallel:
+        yield _regrouped_line(time, regrouping)
     yield from _run_lines(time, parameters)
     yield from _part_lines(time)
     if hardware.plot is not None:
@@ -57,6 +65,17 @@ def _step_lines(time: StepTime) -> Iterator[str]:
     )
     if time.part(HOST).value > 0.05 * time.seconds.value:
         yield "            the GPU waits for its host: such steps took 15% less to 34% more than predicted"
+
+
+def _regrouped_line(time: StepTime, found: RegroupingGain | None) -> str:
+    if found is None:
+        return "            --hybrid-context-parallel is not counted: it depends on the lengths of the data's documents"
+    at_end = sum(time.part(name).value for name in (OPTIMIZER, MUON, DATA, STEP))
+    even = (time.seconds.value - at_end) / found.work  # as if no rank waited for another
+    return (
+        f"            that is without waiting: about {_seconds(at_end + even * found.regrouped)} with "
+        f"--hybrid-context-parallel, and {_seconds(at_end + even * found.in_rows)} in rows"
+    )
 
 
 def _run_lines(time: StepTime, parameters: int) -> Iterator[str]:
@@ -78,11 +97,7 @@ def _part_lines(time: StepTime) -> Iterator[str]:
     yield f"            {'part of a step':<26}{'ms':>10}{'share':>8}{'error':>8}  rests on"
     for name, part in sorted(time.parts.items(), key=lambda item: -item[1].value):
         share = part.value / time.seconds.value
-        yield f"            {name:<26}{part.value * 1e3:>10.1f}{share:>8.1%}{_error(part):>8}  {part.source}"
-
-
-def _error(part: Figure) -> str:
-    return f"+-{part.error:.0%}"
+        yield f"            {name:<26}{part.value * 1e3:>10.1f}{share:>8.1%}{f'+-{part.error:.0%}':>8}  {part.source}"
 
 
 def _number(value: float) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from megatron.core.groups.rank_grid import RankGrid
 from megatron.core.pipeline_parallel.schedules import schedule_of
 from megatron.core.pipeline_parallel.simulator import Costs
-from megatron.core.pipeline_parallel.stages import overlaps_expert_communication, pipeline_of
+from megatron.core.pipeline_parallel.stages import pipeline_of
 from megatron.core.transformer.layer_patterns import layer_parts
 from megatron.diagnosis.planning.exposed import bytes_of_keys, bytes_one_way, way_of_context
 from megatron.diagnosis.planning.schedule_time import schedule_time
@@ -40,7 +40,8 @@ def topology_lines(config: PretrainConfig, launch: LaunchEnvironment) -> Iterato
 def _across_nodes(config: PretrainConfig, domain: int) -> Iterator[str]:
     grid, batches = config.grid, _micro_batches(config)
     context, experts = _widest(grid, "cp", domain), _widest(grid, "ep", domain)
-    attends = [number for number in _own_layers(config) if _mixes(config, number)]
+    own = _own_layers(config)
+    attends = [number for number in own if layer_parts(config.transformer, number).token_mixer is not None]
     if context and attends:
         # Keys and values in forward; in backward these again, and their gradients.
         sent = 3 * batches * len(attends) * bytes_of_keys(config) * (len(context) - 1)
@@ -51,16 +52,12 @@ def _across_nodes(config: PretrainConfig, domain: int) -> Iterator[str]:
             f"topology: --context-parallel-size {grid.context}: ranks of one group are on several nodes, where "
             f"{domain} GPUs share NVLink; {who} sends about {_gigabytes(sent)} over the network in a step"
         )
-    layers = [
-        number for number in _own_layers(config) if layer_parts(config.transformer, number).channel_mixer == "moe"
-    ]
+    layers = [number for number in own if layer_parts(config.transformer, number).channel_mixer == "moe"]
     if experts and layers:
         sent = 4 * batches * len(layers) * bytes_one_way(config, len(experts)) * _share_outside(experts, domain)
-        hidden = " (--overlap-moe-expert-parallel-comm hides a part)"
         yield (
             f"topology: --expert-model-parallel-size {grid.expert}: ranks of one group are on several nodes, where "
             f"{domain} GPUs share NVLink; each GPU sends about {_gigabytes(sent)} over the network in a step"
-            f"{'' if overlaps_expert_communication(config.transformer) else hidden}"
         )
 
 
@@ -88,10 +85,6 @@ def _micro_batches(config: PretrainConfig) -> int:
 def _own_layers(config: PretrainConfig) -> Sequence[int]:
     """Returns the layers of a rank, as if all stages had equally many."""
     return range(1, -(-config.transformer.num_layers // config.grid.pipeline) + 1)
-
-
-def _mixes(config: PretrainConfig, number: int) -> bool:
-    return layer_parts(config.transformer, number).token_mixer is not None
 
 
 def _widest(grid: RankGrid, axis: str, domain: int) -> tuple[int, ...] | None:

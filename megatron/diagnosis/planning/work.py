@@ -93,11 +93,6 @@ class Work:
         self.layers += times * other.layers
         self.kernels += times * other.kernels
 
-    @property
-    def bytes_moved(self) -> int:
-        """Bytes of forward and backward."""
-        return self.forward_bytes.total() + self.backward_bytes.total()
-
     def weights(self, experts: bool) -> int:
         """Returns the elements of the weights of products: of dense layers, or of the experts of this rank."""
         return sum(

@@ -61,6 +61,27 @@ def test_a_dry_run_of_128_ranks() -> None:
     assert "parameters  6,666,797,056; vocabulary 50,258, stored as 50,688" in text
 
 
+def test_files_of_weights_and_state() -> None:
+    flags = "--bf16 --use-torch-fsdp2 --optimizer-cpu-offload --param-nvme-offload-path /weights"
+
+    def places(more: str = "") -> list[str]:
+        lines = report(f"{flags} {more}", base=SMALL, ranks=4)
+        found = [re.sub(" +", " ", each) for each in lines if each.startswith(("file", "host"))]
+        found = [re.sub(r"\d.* on each rank", "SIZE", each) for each in found]
+        return [re.sub(r": 0\.\d+ s at", ": TIME at", each) for each in found]
+
+    time_of_a_file = "TIME at 1 GB/s for each rank in each step"
+    assert places() == [
+        f"file SIZE of weights in /weights: {time_of_a_file}",
+        "host memory SIZE: optimizer state, buffers for the weights in the file",
+    ]
+    assert places("--optimizer-nvme-offload-path /state") == [
+        f"file SIZE of optimizer state in /state: {time_of_a_file}",
+        f"file SIZE of weights in /weights: {time_of_a_file}",
+        "host memory SIZE: buffers for the optimizer state in the file, buffers for the weights in the file",
+    ]
+
+
 def test_the_peak_of_each_kind_of_rank() -> None:
     config = configured("--pipeline-model-parallel-size 2", base=SMALL, ranks=4)
     run = dry_run(config, TRAINS)

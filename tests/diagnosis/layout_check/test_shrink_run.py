@@ -215,3 +215,9 @@ def test_instances_that_do_not_divide_the_replicas_of_experts_are_left_out():
     small, layout, _ = small_of(flags, 32, processes=2)
     assert (small.sizes.data, small.sizes.expert, small.sizes.expert_data) == (2, 2, 1)
     assert layout.ddp.num_distributed_optimizer_instances == 1
+
+
+def test_context_parallelism_by_document_becomes_that_by_row() -> None:
+    flags = "--context-parallel-size 2 --hybrid-context-parallel --max-seqlen-per-dp-cp-rank 4096 --sft"
+    small, layout, _ = small_of(f"{flags} --calculate-per-token-loss", 4)
+    assert small.sizes.context == 2 and not layout.transformer.hybrid_context_parallel

@@ -157,7 +157,10 @@ LAYOUTS = {
     "sequence": f"{LLAMA} --tensor-model-parallel-size 2 --sequence-parallel",
     "sequence, gpt": "--tensor-model-parallel-size 2 --sequence-parallel",
     "context": f"{LLAMA} --context-parallel-size 2",
-    "context, all-gather": f"{LLAMA} --context-parallel-size 2 --cp-comm-type all_gather",
+    "context, regrouped documents": (
+        f"{LLAMA} --context-parallel-size 2 --hybrid-context-parallel --max-seqlen-per-dp-cp-rank 16 "
+        "--reset-attention-mask --calculate-per-token-loss"
+    ),
     "context, Ulysses": f"{LLAMA} --context-parallel-size 2 --cp-comm-type a2a",
     "experts": f"{LLAMA} {EXPERTS} --expert-model-parallel-size 2 --moe-router-force-load-balancing",
     "latent attention": f"{LLAMA} {MLA} --tensor-model-parallel-size 2 --sequence-parallel",

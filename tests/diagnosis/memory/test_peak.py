@@ -40,7 +40,8 @@ FAST = [
 def test_a_prediction_is_within_5_percent_of_the_recorded_peak(name: str) -> None:
     ours = ROWS[name]["ours"]
     predicted = max(peak.allocated for peak in peaks_of_ranks(config_of_row(ROWS[name]))) / 1e9
-    assert predicted == pytest.approx(ours["peak_memory_gb"], rel=0.05)
+    then = predicted + ours.get("kept_less_since_gb", 0.0)  # of the code that was measured
+    assert then == pytest.approx(ours["peak_memory_gb"], rel=0.05)
     assert predicted == pytest.approx(ours["predicted_peak_memory_gb"], abs=0.006)  # `peak_memory.py --record`
 
 

@@ -4,6 +4,7 @@ import gc
 import math
 import shlex
 import time
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -15,6 +16,7 @@ from support.processes import run_on_ranks
 from support.runs import GPT
 from torch import nn
 
+from megatron.core.adapters.nf4 import store_in_nf4
 from megatron.core.distributed.flat_buffer import Unit
 from megatron.core.distributed.reduce_scatter_gradients import TransientGradients
 from megatron.core.exceptions import UserError
@@ -22,9 +24,13 @@ from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.initializers import Normal
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.ops.fp8.block_recipes import build_scaling
+from megatron.core.ops.fp8.formats import FORMATS
+from megatron.core.ops.fp8.recipes import Fp8Settings, LinearSplit, Role
+from megatron.core.optimizer import get_megatron_optimizer, host_state
 from megatron.core.parameters import Box, declare
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.utils.scratch_file import BLOCK, ScratchFile, padded
 from megatron.data.tokenizer.build import build_tokenizer, padded_vocab_size
 from megatron.data.tokenizer.null import NullTokenizer
 from megatron.diagnosis.memory.rank_memory import (
@@ -38,6 +44,7 @@ from megatron.facades import parallel_state
 from megatron.facades.global_vars import published
 from megatron.facades.script_providers import providers_of_user_script
 from megatron.training import get_args, loop
+from megatron.training.adapters import with_adapters
 from megatron.training.arguments import configure, core_transformer_config_from_args
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.resolution import ConfigurationError
@@ -52,7 +59,9 @@ PROVIDERS = Providers(build_model, lambda context, counts: [], lambda context: l
 
 
 def held(config: PretrainConfig, providers: Providers = PROVIDERS) -> list[RankMemory]:
-    return rank_memory(config, providers, build_tokenizer(config.tokenizer), config.tokenizer.vocab_size or 1)
+    return rank_memory(
+        config, with_adapters(config, providers), build_tokenizer(config.tokenizer), config.tokenizer.vocab_size or 1
+    )
 
 
 def bytes_alive() -> int:
@@ -75,8 +84,12 @@ def bytes_of_a_real_run(config: PretrainConfig, rank: int = 0) -> int:
     environment = Environment(rank, config.world_size, torch.device("cpu"), groups)
     context = Context(config, environment, build_tokenizer(config.tokenizer), TrainState())
     stages = stages_of_rank(config, groups.rank("pp"))
-    model = [parallelize(build_model(context, stage), config, environment) for stage in stages]
+    build = with_adapters(config, PROVIDERS).build_model
+    model = [parallelize(build(context, stage), config, environment) for stage in stages]
     optimizer = get_megatron_optimizer(config.optimizer, model, pg_collection=groups)
+    if config.adapters.lora_base_weights == "nf4":
+        for chunk in model:
+            store_in_nf4(chunk)
     taken = bytes_alive()
     del model, optimizer
     if config.world_size > 1:
@@ -102,6 +115,7 @@ def kept(entry: RankMemory) -> int:
         "--exp-avg-sq-dtype fp8",
         "--hidden-size 192 --vocab-size 999 --fp64 --swiglu --disable-bias-linear --position-embedding-type rope",
         "--hidden-size 128 --vocab-size 77 --fp16 --group-query-attention --num-query-groups 2 --qk-layernorm",
+        "--hidden-size 128 --vocab-size 77 --bf16 --lora-rank 8 --use-dora --load-hf .",
         "--hidden-size 128 --vocab-size 77 --bf16 --fp8-format e4m3",
         "--hidden-size 128 --vocab-size 77 --bf16 --fp8-format e4m3 --fp8-param-gather",
         "--hidden-size 128 --vocab-size 77 --bf16 --fp8-format e4m3 --fp8-param-gather --use-precision-aware-optimizer",
@@ -113,6 +127,62 @@ def test_bytes_are_those_of_a_real_run(flags: str) -> None:
     config = configured(flags)
     (entry,) = held(config)
     assert bytes_of_a_real_run(config) == pytest.approx(kept(entry), rel=0.02)
+
+
+OFFLOADED = "--hidden-size 128 --vocab-size 5000 --bf16 --optimizer-cpu-offload --optimizer-offload-fraction"
+
+
+@pytest.mark.parametrize("flags", ["0.5", "1.0", "1.0 --use-precision-aware-optimizer --exp-avg-dtype fp8"])
+def test_bytes_of_offloaded_state(flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In host memory, and in a file with buffers in host memory. Without a GPU both count as alive."""
+    monkeypatch.setattr(host_state, "PIECE", 1 << 12)
+    (inside,) = held(configured(f"{OFFLOADED} {flags}"))
+    assert not inside.memory.file
+    assert bytes_of_a_real_run(configured(f"{OFFLOADED} {flags}")) == pytest.approx(
+        kept(inside) + inside.memory.host, rel=0.02
+    )
+    config = configured(f"{OFFLOADED} {flags} --optimizer-nvme-offload-path {tmp_path}")
+    (entry,) = held(config)
+    assert entry.memory.total == inside.memory.total and entry.memory.host < inside.memory.host / 10
+    sizes = []
+
+    def noting(self: ScratchFile, *arguments: Any) -> int:
+        offset = reserve(self, *arguments)
+        sizes.append(self.nbytes)
+        return offset
+
+    reserve = ScratchFile.reserve
+    monkeypatch.setattr(ScratchFile, "reserve", noting)
+    assert bytes_of_a_real_run(config) == pytest.approx(kept(entry) + entry.memory.host, rel=0.02)
+    assert sizes[-1] == entry.memory.file >= inside.memory.host
+
+
+def test_weights_in_a_file(tmp_path: Path) -> None:
+    """On the device are the two largest shards. tests/core/distributed/test_weight_file.py measures real ranks."""
+    flags = "--bf16 --num-layers 6 --hidden-size 128 --vocab-size 77 --use-torch-fsdp2"
+    (plain,) = {entry.memory for entry in held(configured(flags, ranks=4))}
+    (entry, *_) = held(configured(f"{flags} --param-nvme-offload-path {tmp_path}", ranks=4))
+    memory = entry.memory
+    sizes = sorted(plan.numel // 4 * 2 for plan in entry.shard.plans[0])
+    assert sum(sizes) == plain.weights and len(sizes) == 8
+    assert memory.weights == sum(sizes[-2:]) < plain.weights / 2
+    assert memory.file == memory.weights_file == BLOCK + sum(map(padded, sizes))
+    assert memory.host == 3 * (padded(sizes[-1]) + BLOCK)
+    assert plain.local_copy == plain.weights + plain.optimizer <= memory.local_copy <= plain.local_copy + 9 * BLOCK
+    (both, *_) = held(configured(f"{flags} --optimizer-cpu-offload --param-nvme-offload-path {tmp_path}", ranks=4))
+    assert both.memory.host == memory.host + plain.optimizer and both.memory.local_copy == memory.local_copy
+
+
+@pytest.mark.parametrize("low", ["--fp8-format hybrid --fp8-recipe mxfp8", "--fp4-format e2m1"])
+def test_scales_of_small_blocks_count(low: str) -> None:
+    (entry,) = held(configured(f"--hidden-size 128 --vocab-size 77 --bf16 {low}"))
+    weight = torch.randn(128, 256)
+    settings = Fp8Settings("mxfp8" if "mxfp8" in low else "nvfp4", FORMATS["e4m3"])
+    scaling = build_scaling(settings, LinearSplit(), weight.device)
+    pair = scaling.quantize(weight, Role.WEIGHTS, rows=True, columns=True, records=True)
+    kept = sum(part.nbytes for layout in (pair.rows, pair.columns) for part in (layout.values, layout.factors))
+    (plain,) = held(configured("--hidden-size 128 --vocab-size 77 --bf16 --fp8-format e4m3"))
+    assert entry.memory.quantized / plain.memory.quantized == kept / (2 * weight.numel())
 
 
 LAYOUTS = [
@@ -128,6 +198,12 @@ LAYOUTS = [
     "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads --bf16 --deterministic-mode "
     "--exact-data-parallel-sums",
     "--use-torch-fsdp2 --bf16 --tensor-model-parallel-size 2",
+    "--use-torch-fsdp2 --bf16 --tensor-model-parallel-size 2 --lora-rank 8 --load-hf .",
+    "--use-torch-fsdp2 --bf16 --lora-rank 8 --lora-base-weights nf4 --lora-target-modules q_proj linear_fc1 "
+    "--load-hf .",
+    "--use-torch-fsdp2 --bf16 --lora-rank 8 --moe-grouped-gemm --num-experts 8 --expert-model-parallel-size 2 "
+    "--load-hf .",
+    "--bf16 --lora-rank 8 --lora-base-weights nf4 --load-hf .",
     "--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout Et|t|mm|L --num-layers 2 --mtp-num-layers 2",
     "--num-experts 8 --expert-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel --bf16",
 ]
@@ -197,6 +273,9 @@ def test_parts_of_memory() -> None:
     assert memory("--use-distributed-optimizer --num-distributed-optimizer-instances 2") == (2, 4, 6)
     assert memory(f"{fsdp} optim_grads") == (2, 1, 3)
     assert memory(f"{fsdp} optim_grads_params") == (0.5, 1, 3)
+    lora = f"{model} --lora-rank 1 --load-hf . --lora-target-modules linear_proj"
+    assert memory(lora) == memory(f"{lora} {fsdp} optim_grads") == (2, 0, 0)
+    assert memory(f"{lora} {fsdp} optim_grads_params") == (0.5, 0, 0)
 
 
 PASSING = [

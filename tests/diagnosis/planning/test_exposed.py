@@ -86,5 +86,3 @@ def test_context_parallel() -> None:
     assert hidden.forward.value == 0 and hidden.backward.value == pytest.approx(
         slowed_by(Figure(3 * sent, "")).value, rel=1e-3
     )
-    (gathered,) = exposed(configured("--bf16 --context-parallel-size 2 --cp-comm-type all_gather", ranks=2))
-    assert gathered.forward.value == pytest.approx(sent, rel=1e-3)

@@ -62,6 +62,34 @@ def test_contradictions_name_the_nearest_values(given: dict[str, str], message: 
     assert message in list(contradictions(space(**given)))
 
 
+DYNAMIC = "yes, dynamic context parallelism"
+
+
+def test_layouts_of_dynamic_context_parallelism() -> None:
+    layouts = list(possible_layouts(space(packing=DYNAMIC), (1, 2, 3)))
+    assert len(layouts) > 20
+    for layout in layouts:
+        assert (layout.pipeline, layout.zero) == (1, 1)
+        assert (layout.data * layout.context).bit_count() == 1
+
+
+@pytest.mark.parametrize(
+    ("architecture", "given", "message"),
+    [
+        ("Llama 3", {"zero_stage": "3"}, "needs ZeRO stage 1, not 3 (--zero-stage); use 1"),
+        ("Llama 3", {"pipeline_parallel": "2"}, "needs one stage, not 2 (--pipeline-parallel); use 1"),
+        ("Mixtral", {}, "is for dense decoder-only models; write yes, without dynamic context parallelism"),
+        ("GPT-3", {}, "does not go with dropout, which this architecture has; use one like Llama"),
+    ],
+)
+def test_what_dynamic_context_parallelism_does_not_go_with(
+    architecture: str, given: dict[str, str], message: str
+) -> None:
+    params = "8x7B" if architecture == "Mixtral" else "8B"
+    (sentence,) = contradictions(space(architecture, params, packing=DYNAMIC, **given))
+    assert sentence == f"dynamic context parallelism (--packing) {message}"
+
+
 def test_tensor_parallelism_stays_within_nodes_of_four() -> None:
     (sentence,) = contradictions(space(domain=4, tensor_parallel="8"))
     assert "beyond the 4 GPUs" in sentence and sentence.endswith("use 4")

@@ -2,6 +2,7 @@
 
 import pytest
 
+from megatron.core.declarations.flag_grammars import layer_pattern
 from megatron.core.exceptions import UserError
 from megatron.diagnosis.planning.model_shape import shape_of
 from megatron.diagnosis.planning.parameter_count import parameter_count
@@ -56,7 +57,10 @@ def test_a_published_model_is_found_by_name_and_count(name: str) -> None:
         ("Qwen3 MoE", "30B", None, "qwen3-30b-a3b"),
         ("DeepSeek-V3", "671B total, 37B active", None, "deepseek-v3"),
         ("Mamba-2", "2.7B", None, "mamba2-2.7b"),
+        ("Mamba-2 hybrid (Nemotron-H)", "8B", None, "nemotron-h-8b"),
+        ("Llama 4", "108B", None, "llama4-scout-17b-16e"),
         (None, "70B", 128256, "llama3.1-70b"),
+        (None, "405B", 128256, "llama3.1-405b"),
     ],
 )
 def test_words_for_an_architecture(architecture, params, vocab_size, name) -> None:
@@ -85,6 +89,25 @@ def test_scaled_sizes_have_the_count_and_can_be_built(architecture, params, voca
     assert flags["num_attention_heads"] % flags.get("num_query_groups", 1) == 0
     assert found.active_parameters <= found.parameters
     assert set(found.reasons) >= {name for name, value in flags.items() if value is not None}
+
+
+PATTERNED = [
+    model.name
+    for model in BY_FORMULA
+    if "linear_attention_freq" not in model.flags and any("+" in str(value) for value in model.flags.values())
+]
+
+
+@pytest.mark.parametrize("name", PATTERNED)
+def test_what_is_said_by_layer_is_scaled_with_the_depth(name: str) -> None:
+    model = PUBLISHED[name]
+    flags = shape_of(name, quantity(str(1.6 * model.parameters)), model.vocab_size, 4096).flags
+    assert flags != model.flags
+    for field in ("no_rope_freq", "window_attn_skip_freq", "attention_chunk_skip_freq", "moe_layer_freq"):
+        if "[" in str(flags.get(field)):
+            kinds, published = layer_pattern(flags[field]), layer_pattern(model.flags[field])
+            assert len(kinds) == flags["num_layers"]
+            assert all(kind == other for kind, other in zip(kinds, published, strict=False))
 
 
 def test_sizes_that_do_not_exist() -> None:

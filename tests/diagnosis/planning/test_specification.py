@@ -7,7 +7,7 @@ import yaml
 
 from megatron.core.exceptions import UserError
 from megatron.diagnosis.planning.questions import questions, tokenizer_ids
-from megatron.diagnosis.planning.specification import Specification, read_specification
+from megatron.diagnosis.planning.specification import LossCheck, Packing, Specification, read_specification
 from megatron.diagnosis.planning.specification_text import KEYS, read_answers
 from tests.diagnosis.planning.specifications import SPECIFICATION, specification
 
@@ -23,7 +23,7 @@ def values(found: Specification) -> dict[str, object]:
 def test_all_values_of_a_text() -> None:
     found = read(SPECIFICATION)
     assert (found.params.value, found.vocab_size, found.seq_length, found.gpus) == (7e9, 32000, 4096, 64)
-    assert (found.gpus_per_node, found.gpu, found.zero_stage, found.packing) == (8, "H100 80GB", 1, False)
+    assert (found.gpus_per_node, found.gpu, found.zero_stage, found.packing) == (8, "H100 80GB", 1, Packing(False))
     assert (found.tensor_parallel, found.pipeline_parallel, found.data_parallel) == (None, None, None)
     assert (found.tokenizer.name, found.tokenizer.vocab_size) == ("Llama 2", 32000)
     assert [(source.name, source.ratio) for source in found.data_mix] == [("web", 0.7), ("code", 0.2), ("books", 0.1)]
@@ -125,8 +125,30 @@ def test_data_mixes(text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "packing"),
+    [("yes", Packing(True)), ("Yes (dynamic context parallelism)", Packing(True, True)),
+     ("yes, no dynamic context parallelism", Packing(True)), ("no", Packing(False))],
+)  # fmt: skip
+def test_packing(text: str, packing: Packing) -> None:
+    assert read(specification(sequence_packing=text)).packing == packing
+
+
+@pytest.mark.parametrize(
+    ("text", "step", "most"),
+    [("below 3.2 at step 1000 on a validation subset", 1000, 3.2), ("2.5 at step 1,000", 1000, 2.5),
+     ("loss at step 500: 3", 500, 3.0), ("after 2k steps between 2.4 and 2.6", 2000, 2.6), ("<= 4", None, 4.0),
+     ("it falls in the first 300 steps with 3 spikes at most", 300, None), ("falls steeply", None, None),
+     ("no more than 2 spikes in 500 steps", 500, None)],
+)  # fmt: skip
+def test_loss_checks(text: str, step: int | None, most: float | None) -> None:
+    assert read(specification(loss_curve=text)).loss_check == LossCheck(text, step, most)
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"sequence_packing": "no, but dynamic context parallelism"}, "needs packed documents"),
+        ({"loss_curve": "below 320 at step 100"}, "expected a loss and a step"),
         ({"data_mix": "70% web, 20% code"}, r"spec.txt:25: Data mix .*add up to 90, not 100; nearest: web 77.78%"),
         ({"data_mix": "70% web, lots of code"}, r"'lots of code' is no source with its ratio"),
         ({"data_mix": "50% web, 50% web"}, "named twice"),
@@ -167,7 +189,7 @@ def test_lines_that_cannot_be_read(text: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: [", "spec.yaml:1: not YAML"),
+        ("a: [", "spec.yaml:1: neither YAML nor JSON"),
         ("- 1", "expected keys and values"),
         ("Total GPUs: {a: {b: c}}", "expected a value"),
         ("HARDWARE: 3", "expected keys and values under HARDWARE"),

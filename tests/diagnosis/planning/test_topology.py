@@ -153,8 +153,7 @@ def test_sequences_across_nodes_are_named_with_their_bytes() -> None:
     # keys and values of 16 tokens, of 128 channels each in bf16, for 2 layers in 32 micro-batches, 15 times
     sent = 3 * 2 * 16 * 2 * 128 * 2 * 15 * 32
     assert f"the last GPU of each node sends about {sent / 1e9:,.3g} GB over the network in a step" in found, found
-    gathered = lines("--context-parallel-size 16 --cp-comm-type all_gather")
-    assert f"each GPU sends about {sent * 8 / 15 / 1e9:,.3g} GB over" in gathered
+    assert lines("--context-parallel-size 16 --cp-comm-type all_gather") == found
     assert lines("--context-parallel-size 8") == ""
 
 
