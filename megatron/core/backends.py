@@ -7,7 +7,7 @@ is a `ByDevice`, so a model can be built on one device and moved to another.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,8 +22,9 @@ from megatron.core.ops.attention.flash3 import find_flash3
 from megatron.core.ops.attention.kernels import with_flash3
 from megatron.core.ops.attention.operations import AttentionOps
 from megatron.core.ops.dropout.operations import DropoutOps
+from megatron.core.ops.fp8.block_recipes import is_emulated
 from megatron.core.ops.fp8.formats import FORMATS
-from megatron.core.ops.fp8.grouped_linear import Fp8ExpertLinear, Fp8GroupedLinear
+from megatron.core.ops.fp8.grouped_linear import Fp8GroupedLinear
 from megatron.core.ops.fp8.linear import Fp8Linear
 from megatron.core.ops.fp8.micro_batches import MicroBatches
 from megatron.core.ops.fp8.recipes import Fp8Kernels, Fp8Settings, LinearSplit
@@ -100,16 +101,6 @@ class Backend:
         if self.fp8 is None:
             return self.experts.grouped_linear
         return Fp8GroupedLinear(self.fp8, split, weight, micro_batches)
-
-    def make_expert_linears(
-        self, split: LinearSplit, weights: Sequence[Tensor], micro_batches: MicroBatches
-    ) -> list[Fp8ExpertLinear]:
-        """Returns a function that computes a linear layer in fp8 for each expert of a rank; an empty list without
-        fp8."""
-        if self.fp8 is None or not weights:
-            return []
-        first = Fp8ExpertLinear(self.fp8, split, weights[0], micro_batches)
-        return [first, *(Fp8ExpertLinear(self.fp8, split, own, scaling=first.scaling) for own in weights[1:])]
 
     def describe(self, device_type: str) -> str:
         """Returns one line for the log: the backend, and its operations that are not plain torch on a kind of
@@ -218,14 +209,17 @@ def backend_of_layer(
 
 
 def fp8_settings(config: ModelParallelConfig, layer_number: int, kernels: Fp8Kernels) -> Fp8Settings | None:
-    """Returns the fp8 settings of a layer; None if its products are not in fp8."""
-    if not isinstance(config, TransformerConfig) or config.fp8 is None:
+    """Returns the fp8 settings of a layer, or those of fp4; None if its products are in neither."""
+    if not isinstance(config, TransformerConfig) or (config.fp8 is None and config.fp4 is None):
         return None
     if config.first_last_layers_bf16:
         last = config.num_layers - config.num_layers_at_end_in_bf16
         if layer_number <= config.num_layers_at_start_in_bf16 or layer_number > last:
             return None
-    assert config.fp8_recipe is not None
+    if config.fp4 is not None:
+        assert config.fp4_recipe is not None
+        return Fp8Settings(config.fp4_recipe, FORMATS["e4m3"], keeps_weights=config.fp8_weight_cache)
+    assert config.fp8 is not None and config.fp8_recipe is not None
     return Fp8Settings(
         recipe=config.fp8_recipe,
         formats=FORMATS[config.fp8],
@@ -234,5 +228,5 @@ def fp8_settings(config: ModelParallelConfig, layer_number: int, kernels: Fp8Ker
         amax_algo=config.fp8_amax_compute_algo,
         wgrad=config.fp8_wgrad,
         keeps_weights=config.fp8_weight_cache,
-        kernels=kernels,
+        kernels=Fp8Kernels() if is_emulated(config.fp8_recipe) else kernels,
     )

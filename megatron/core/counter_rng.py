@@ -19,11 +19,11 @@ Word = Tensor | int
 """A 32-bit word held in int64: a Python int, or a tensor that broadcasts against its siblings."""
 
 
-def philox(counter: tuple[Word, Word, Word, Word], key: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def philox(counter: tuple[Word, Word, Word, Word], key: tuple[Word, Word]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns four independent uniform 32-bit words (int64 tensors in [0, 2^32)) for each element of the broadcast
     counter.
 
-    At least one counter word is a tensor. Words and keys are taken modulo 2^32.
+    At least one counter word is a tensor; words of the key may be, too. Words and keys are taken modulo 2^32.
     """
     device = next(word.device for word in counter if isinstance(word, Tensor))
     c0, c1, c2, c3 = (torch.as_tensor(word, dtype=torch.int64, device=device) & _MASK for word in counter)
@@ -54,6 +54,7 @@ def standard_normal(index: Tensor, key: tuple[int, int]) -> Tensor:
     return radius * torch.cos(second.double() * (2.0 * math.pi * 2.0**-32))
 
 
-def uniform(index: Tensor, key: tuple[int, int]) -> Tensor:
-    """Returns uniform values in the open interval (0, 1) in float64, one for each element of `index`."""
+def uniform(index: Tensor, key: tuple[Word, Word]) -> Tensor:
+    """Returns uniform values in the open interval (0, 1) in float64, one for each element of `index`. The words of the
+    key may be tensors of the same shape, one key for each element."""
     return (philox((index, index >> 32, 0, 0), key)[0].double() + 0.5) * 2.0**-32

@@ -1,5 +1,5 @@
-"""Initial values of parameters: functions that fill a whole tensor, or compute any box of it without the other
-elements."""
+"""Initial values of parameters: functions that fill a whole tensor. Those of large matrices can also compute any box of
+it without the other elements."""
 
 import dataclasses
 import math
@@ -13,7 +13,7 @@ from megatron.core.counter_rng import standard_normal, uniform
 
 
 class Initializer(Protocol):
-    """Fills a whole tensor in place. The classes below can also compute any box of it without the rest."""
+    """Fills a whole tensor in place. Classes with `values` can also compute any box of it without the rest."""
 
     def __call__(self, tensor: Tensor, /) -> object:
         """Fills the tensor."""
@@ -82,10 +82,6 @@ class Uniform:
         """Fills a whole tensor with torch's generator; returns it."""
         return nn.init.uniform_(tensor, self.low, self.high)
 
-    def values(self, index: Tensor, key: tuple[int, int], global_shape: tuple[int, ...]) -> Tensor:
-        """Returns the values at canonical indices, in float64."""
-        return uniform(index, key) * (self.high - self.low) + self.low
-
 
 @dataclass(frozen=True)
 class LogUniform:
@@ -97,10 +93,6 @@ class LogUniform:
     def __call__(self, tensor: Tensor) -> Tensor:
         """Fills a whole tensor with torch's generator; returns it."""
         return nn.init.uniform_(tensor, self.low, self.high).log_()
-
-    def values(self, index: Tensor, key: tuple[int, int], global_shape: tuple[int, ...]) -> Tensor:
-        """Returns the values at canonical indices, in float64."""
-        return (uniform(index, key) * (self.high - self.low) + self.low).log()
 
 
 @dataclass(frozen=True)

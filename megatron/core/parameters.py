@@ -40,6 +40,11 @@ class Box:
         """Number of elements."""
         return math.prod(self.shape)
 
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The index of the box in its canonical tensor."""
+        return tuple(slice(start, start + size) for start, size in zip(self.start, self.shape, strict=True))
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The descriptor
@@ -91,6 +96,11 @@ class ParameterInfo:
     is_added_to_directly: bool = False
     """Whether an operation that cannot multiply by a factor adds to the main gradient's tensor itself, between
     `begin_write` and `end_write`."""
+    is_state: bool = False
+    """For a parameter without gradient: whether code writes it while the run goes on, such as biases that balance
+    experts. Each rank keeps it whole."""
+    in_nf4: bool = False
+    """Whether its layer will read it in 4 bits (--lora-base-weights nf4)."""
     separate_heads: tuple[int, ...] = ()
     """For a fused projection [groups, heads, d, h]: the numbers of query, gate, key and value heads. Each kind is a
     separate matrix."""
@@ -281,7 +291,8 @@ class AccumulateProduct(Protocol):
     """A function that adds a product of output gradients and inputs to a gradient."""
 
     def __call__(self, gradient: Tensor, output_gradient: Tensor, inputs: Tensor, /, *, factor: float) -> object:
-        """Adds `factor` times the product."""
+        """Adds `factor` times the product. A function whose attribute `can_replace` is true also takes `replaces`: with
+        it the product is written over the gradient, of which nothing is read."""
 
 
 class MainGrad(Protocol):

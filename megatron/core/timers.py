@@ -30,7 +30,6 @@ class Timer:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._on_gpu = torch.cuda.is_available()
         self._running = False
         self._begun: Any = None
         self._spans: list[tuple[Any, Any]] = []
@@ -48,7 +47,7 @@ class Timer:
             raise RuntimeError(f"timer {self.name!r} is running already")
         if barrier:
             barrier_of()
-        self._begun, self._running = self._now(), True
+        self._begun, self._running = moment(), True
 
     def stop(self, barrier: bool = False) -> None:
         """Ends the span; with `barrier`, after a barrier over all ranks. Raises RuntimeError if the timer does not
@@ -57,7 +56,7 @@ class Timer:
             raise RuntimeError(f"timer {self.name!r} is not running")
         if barrier:
             barrier_of()
-        self._spans.append((self._begun, self._now()))
+        self._spans.append((self._begun, moment()))
         self._running = False
 
     def reset(self) -> None:
@@ -71,7 +70,7 @@ class Timer:
         running = self._running
         if running:
             self.stop(barrier)
-        self._seconds += sum(self._length(*span) for span in self._spans)
+        self._seconds += sum(seconds_between(*span) for span in self._spans)
         self._spans.clear()
         total = self._seconds
         if reset:
@@ -80,18 +79,22 @@ class Timer:
             self.start(barrier)
         return total
 
-    def _now(self) -> object:
-        if not self._on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
 
-    def _length(self, begin: Any, end: Any) -> float:
-        if not self._on_gpu:
-            return end - begin
-        end.synchronize()
-        return begin.elapsed_time(end) / 1000.0
+def moment() -> Any:
+    """Returns the time now: an event that is recorded in the current stream, or seconds without a GPU."""
+    if not torch.cuda.is_available():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(begin: Any, end: Any) -> float:
+    """Returns the seconds from one `moment` to another. Waits for the event of the later one."""
+    if isinstance(end, float):
+        return end - begin
+    end.synchronize()
+    return begin.elapsed_time(end) / 1000.0
 
 
 class _Silent(Timer):

@@ -4,10 +4,12 @@ Inside the model, activations are [t, h] with t = s * b, sequence-major: the tok
 index i * b + j. A `Tokens` record describes these t tokens, and is passed along with the activations.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from megatron.core.communication.collectives import Group
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,9 @@ class SequencePart:
 
     rank: int
     size: int
+    group: Group = field(default=None, compare=False)
+    """With dynamic context parallelism, the ranks that share the rows of this micro-batch; None: the model's context
+    parallel group."""
 
     def chunks(self, rank: int | None = None) -> tuple[int, int]:
         """Returns the indices of the two chunks of a rank (default: this one), ascending."""

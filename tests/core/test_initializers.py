@@ -41,8 +41,7 @@ def test_any_flat_range_of_any_box_is_drawn_by_itself(init: object, box: Box) ->
 @pytest.mark.parametrize(
     ("init", "shape"),
     [
-        *((init, (200, 40)) for init in (Normal(0.3), Uniform(-2.0, 1.0), LogUniform(1.0, 4.0), Constant(2.0))),
-        (XavierUniform(), (200, 40)),
+        *((init, (200, 40)) for init in (Normal(0.3), XavierUniform(), Constant(2.0))),
         (XavierUniform(stacked=1), (4, 50, 40)),
     ],
 )

@@ -7,7 +7,7 @@ Only the two nodes of an exchange handle a tensor whose data has not arrived yet
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,19 +24,7 @@ from megatron.core.communication.collectives import (
 from megatron.core.micro_batch import CooperativeTurn
 from megatron.core.utils.autograd_context import AutogradContext
 
-
-class PendingResult(Protocol):
-    """A running exchange of rows."""
-
-    @property
-    def tensor(self) -> Tensor:
-        """A tensor that is kept until `wait`: the result, or a placeholder without its values."""
-
-    def wait(self) -> Tensor:
-        """Returns the result."""
-
-
-Start = Callable[[Tensor], PendingResult]
+Start = Callable[[Tensor], Pending]
 
 
 @dataclass(frozen=True)
@@ -75,29 +63,16 @@ def uneven_gather_route(group: Group, sizes: Sequence[int], rank: int) -> Route:
         copies = rows.expand(ranks, *rows.shape).flatten(0, 1)
         return start_all_to_all_rows(copies, group, sizes, mine)
 
-    def reduce(rows: Tensor) -> PendingRowSum:
-        return PendingRowSum(start_all_to_all_rows(rows, group, mine, sizes), ranks)
+    def reduce(rows: Tensor) -> Pending:
+        return start_all_to_all_rows(rows, group, mine, sizes).then(partial(sum_addends, count=ranks))
 
     return Route(gather, reduce)
 
 
-class PendingRowSum:
-    """The sum of addends that other ranks send."""
-
-    def __init__(self, addends: Pending, count: int) -> None:
-        self._addends, self._count = addends, count
-
-    @property
-    def tensor(self) -> Tensor:
-        """The buffer of the addends, end to end."""
-        return self._addends.tensor
-
-    def wait(self) -> Tensor:
-        """Waits for the addends and returns their sum."""
-        addends = self._addends.wait()
-        wide = torch.promote_types(addends.dtype, torch.float32)
-        shape = (self._count, addends.shape[0] // self._count, *addends.shape[1:])
-        return addends.view(shape).sum(0, dtype=wide).to(addends.dtype)
+def sum_addends(addends: Tensor, count: int) -> Tensor:
+    """Returns the sum of `count` addends that lie end to end: [count * n, ...] -> [n, ...]."""
+    wide = torch.promote_types(addends.dtype, torch.float32)
+    return addends.unflatten(0, (count, -1)).sum(0, dtype=wide).to(addends.dtype)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -109,17 +84,11 @@ class _PendingCollective:
 
     route: Route
     turn: CooperativeTurn | None
+    """Lets deferred weight gradients run in backward until the rows have arrived."""
     wanted: list[bool] = field(default_factory=list)
     """Which tensors need a gradient from the exchange of backward."""
-    has_yielded: bool = False
-    """Whether another micro-batch has already had its turn between start and finish of forward."""
-    pending: list[PendingResult] = field(default_factory=list)
-    returning: list[PendingResult | None] = field(default_factory=list)
-
-    def yield_turn(self) -> None:
-        """Lets another micro-batch compute until the rows have arrived."""
-        if self.turn is not None:
-            self.turn.yield_turn()
+    pending: list[Pending] = field(default_factory=list)
+    returning: list[Pending | None] = field(default_factory=list)
 
 
 class AsyncCollective:
@@ -129,15 +98,8 @@ class AsyncCollective:
         self._exchange = _PendingCollective(route, turn)
         self._rows = _Start.apply(self._exchange, *rows)
 
-    def yield_turn(self) -> None:
-        """Lets another micro-batch compute now, and not in `finish`. The caller may then wait on the host, or compute
-        until the rows have arrived."""
-        self._exchange.yield_turn()
-        self._exchange.has_yielded = True
-
     def finish(self) -> tuple[Tensor, ...]:
-        """Waits for the exchange and returns the received tensors, one for each sent. Another micro-batch may compute
-        in the meantime (`turn`)."""
+        """Waits for the exchange and returns the received tensors, one for each sent."""
         rows, self._rows = self._rows, ()  # so that they are freed when the caller is done with them
         return _Finish.apply(self._exchange, *rows)
 
@@ -153,7 +115,8 @@ class _Start(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: AutogradContext, *unused: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.exchange.yield_turn()
+        if ctx.exchange.turn is not None:
+            ctx.exchange.turn.yield_turn()
         returning, ctx.exchange.returning = ctx.exchange.returning, []
         return None, *(None if pending is None else pending.wait() for pending in returning)
 
@@ -162,8 +125,6 @@ class _Finish(torch.autograd.Function):
     @staticmethod
     def forward(ctx: AutogradContext, exchange: _PendingCollective, *rows: Tensor) -> tuple[Tensor, ...]:
         ctx.exchange, ctx.shapes = exchange, [tensor.shape for tensor in rows]
-        if not exchange.has_yielded:
-            exchange.yield_turn()
         pending, exchange.pending = exchange.pending, []
         return tuple(one.wait() for one in pending)
 

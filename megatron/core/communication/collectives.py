@@ -91,6 +91,7 @@ class Pending:
     def __init__(self, tensor: Tensor, work: Work | None, *kept: Tensor, call: Call | None = None) -> None:
         self.tensor = tensor
         """Has the result after `wait`."""
+        self._finish: Callable[[Tensor], Tensor] | None = None
         self._work = work
         self._call = call
         self._kept = kept
@@ -99,6 +100,11 @@ class Pending:
     def is_done(self) -> bool:
         """Whether the communication is known to have ended. With some backends this is known only after `wait`."""
         return self._work is None or self._work.is_completed()
+
+    def then(self, finish: Callable[[Tensor], Tensor]) -> "Pending":
+        """Lets `wait` return finish(what has arrived). Returns self."""
+        self._finish = finish
+        return self
 
     def wait(self) -> Tensor:
         """Returns the result; on CUDA, ready for later kernels of the current stream. Raises RuntimeError if the
@@ -110,6 +116,8 @@ class Pending:
                 with activity.waiting(self._call):
                     self._work.wait()
             self._work, self._kept = None, ()
+        if self._finish is not None:
+            self.tensor, self._finish = self._finish(self.tensor), None
         return self.tensor
 
 

@@ -7,7 +7,7 @@ ranks - 1, then closes it.
 
 There are two transports. `process-group` makes each distance a small collective of the process group, on any device.
 With `symmetric-memory` the sender's copy engine writes into the receiver's memory, so that communication needs no
-multiprocessor. docs/decisions/tensor-parallel-overlap.md explains when memory can be used again.
+multiprocessor. docs/decisions/process-groups.md explains when memory can be used again.
 """
 
 import math

@@ -5,8 +5,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.communication.collectives import Group, all_to_all_rows, gather_rows
-from megatron.core.context_parallel.kv_exchange import sum_of_parts
 from megatron.core.context_parallel.splitting import in_natural_order, in_rank_order
+from megatron.core.ops.precision import at_least_float32
 from megatron.core.utils.autograd_context import AutogradContext
 
 
@@ -26,4 +26,5 @@ class _GatherWholeRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: AutogradContext, gradient: Tensor) -> tuple[Tensor, None, None]:
         rows = all_to_all_rows(in_rank_order(gradient, ctx.ranks), ctx.group)
-        return sum_of_parts(rows, ctx.ranks).to(gradient.dtype), None, None
+        total = torch.sum(rows.unflatten(0, (ctx.ranks, -1)), 0, dtype=at_least_float32(rows.dtype))
+        return total.to(gradient.dtype), None, None

@@ -1,5 +1,6 @@
 """Attention of rows that are split over context parallel ranks, with the communication of `cp_comm_type`."""
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from megatron.core.attention_plan import AttentionPlan, BlockPlan
 from megatron.core.communication.collectives import Group, group_size
 from megatron.core.context_parallel.all_gather import gather_whole_rows
 from megatron.core.context_parallel.comm_types import CommType
-from megatron.core.context_parallel.kv_exchange import Gather, Ring
+from megatron.core.context_parallel.kv_exchange import Ring
 from megatron.core.context_parallel.ring import RingCall, ring_attention
 from megatron.core.context_parallel.splitting import chunk_length, cut_rows
 from megatron.core.context_parallel.ulysses import (
@@ -49,7 +50,8 @@ class SplitRows:
 
 
 class ContextAttention:
-    """Attention of a layer whose rows are split in zig-zag over the ranks of `groups.cp`.
+    """Attention of a layer whose rows are split in zig-zag over the ranks of `groups.cp`, or for one micro-batch over
+    other ranks (`over`).
 
     It has two stages, and `cp_comm_type` decides which of them communicate. In the first, `a2a_size` ranks exchange
     tokens for heads, so each gets a longer part of the rows and fewer heads. In the second, queries attend to the keys
@@ -73,8 +75,19 @@ class ContextAttention:
         if heads % self.a2a_size:
             raise UserError(
                 f"cp_comm_type {comm_type.value} shares the {heads} heads of a tensor parallel rank among "
-                f"{self.a2a_size} context parallel ranks, which do not divide them; use p2p or all_gather"
+                f"{self.a2a_size} context parallel ranks, which do not divide them; use p2p"
             )
+
+    def over(self, part: SequencePart) -> "ContextAttention":
+        """Returns this attention for rows that the ranks of `part.group` share. Not for a2a."""
+        assert self.a2a_size == 1 and part.group is not None
+        other = copy.copy(self)
+        other.part = part
+        return other
+
+    @property
+    def _group(self) -> Group:
+        return self.groups.cp if self.part.group is None else self.part.group
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, situation: Situation) -> Tensor:
         """Computes attention: query [s, b, a, d], key [s, b, g, d] and value [s, b, g, dv] of this rank -> [s, b, a,
@@ -96,7 +109,7 @@ class ContextAttention:
         of this rank's queries among them, without dropout."""
         rows = self._rows(query, call)
         positions = rows.positions(query.device).expand(query.shape[1], -1)  # [b, s]
-        keys = gather_whole_rows(key.detach(), self.groups.cp, self.part.size)
+        keys = gather_whole_rows(key.detach(), self._group, self.part.size)
         return keys, dataclasses.replace(call, query_positions=positions, mask=rows.mask, dropout=None)
 
     @property
@@ -179,9 +192,8 @@ class ContextAttention:
     ) -> Tensor:
         if rows.part.size == 1 or rows.mask is not None:
             return self._with_all_keys(query, key, value, rows, call, situation)
-        split = Gather if self.comm_type is CommType.all_gather else Ring
         join = call.cu_seqlens is None and call.dropout is None
-        exchange = split(rows.part, self._kv_group(), len(query) // 2, self.variant.reach, join)
+        exchange = Ring(rows.part, self._kv_group(), len(query) // 2, self.variant.reach, join)
         kernel = self.blocks.choices[situation].kernel
         positions = BlockCall(call.cu_seqlens, call.max_seqlen, call.dropout, rows.starts, call.first_head)
         return ring_attention(
@@ -189,7 +201,7 @@ class ContextAttention:
         )
 
     def _kv_group(self) -> Group:
-        return self.groups.hcp[1] if self.comm_type is CommType.a2a_p2p else self.groups.cp
+        return self.groups.hcp[1] if self.comm_type is CommType.a2a_p2p else self._group
 
     def _with_all_keys(
         self, query: Tensor, key: Tensor, value: Tensor, rows: SplitRows, call: AttentionCall, situation: Situation

@@ -18,15 +18,16 @@ class CommType(enum.Enum):
 
     p2p = "p2p"
     """Ring attention: keys and values go from rank to rank, one step ahead of the computation."""
-    all_gather = "all_gather"
-    """Keys and values of all ranks are gathered while each rank computes with its own."""
     a2a = "a2a"
     """Each rank gets some heads of whole rows (all-to-all)."""
     a2a_p2p = "a2a+p2p"
     """a2a inside groups of ranks and p2p between them; `hierarchical_context_parallel_sizes` gives both sizes."""
 
 
-_WORDS = {comm_type.value: comm_type for comm_type in CommType} | {"allgather": CommType.all_gather}
+_GATHERED = ("all_gather", "allgather")
+"""Megatron-LM's words for gathering all keys before attention. The ring fetches the same keys and sends no more; it was
+5% of a step faster (docs/benchmarks.md, ways to communicate)."""
+_WORDS = {comm_type.value: comm_type for comm_type in CommType} | dict.fromkeys(_GATHERED, CommType.p2p)
 
 
 def comm_type_of(config: "TransformerConfig", layer_number: int, word: str | None = None) -> CommType:
@@ -41,6 +42,11 @@ def comm_type_of(config: "TransformerConfig", layer_number: int, word: str | Non
     if words not in _WORDS:
         raise UserError(f"cp_comm_type {words}: choose among {', '.join(kind.value for kind in CommType)}")
     return _WORDS[words]
+
+
+def asks_to_gather(words: str | list[str] | None) -> bool:
+    """Whether a config's `cp_comm_type` names all_gather, for which the ring computes."""
+    return bool({words} & {*_GATHERED} if isinstance(words, str) else {*(words or ())} & {*_GATHERED})
 
 
 def comm_type_problems(config: "TransformerConfig", has_heads: bool = True) -> Iterator[str]:
@@ -68,6 +74,27 @@ def comm_type_problems(config: "TransformerConfig", has_heads: bool = True) -> I
         )
     if has_heads:
         yield from _head_problems(config, kinds)
+
+
+_NOT_REGROUPED = {
+    "num_moe_experts": "experts exchange the tokens of ranks that compute micro-batches of other lengths",
+    "hybrid_layer_pattern": "recurrent layers pass states along the ranks of the model's context parallel group",
+    "experimental_attention_variant": "its layers communicate over the model's context parallel group",
+    "fp8": "its scales are those of a whole micro-batch, and the documents of a micro-batch depend on the ranks",
+    "fp4": "its scales are those of a whole micro-batch, and the documents of a micro-batch depend on the ranks",
+}
+
+
+def regrouping_problems(config: "TransformerConfig") -> Iterator[str]:
+    """Yields a sentence for each value that dynamic context parallelism does not go with."""
+    if not config.hybrid_context_parallel:
+        return
+    words = config.cp_comm_type if isinstance(config.cp_comm_type, list) else [config.cp_comm_type]
+    if any(_WORDS.get(word or "p2p") is not CommType.p2p for word in words):
+        yield "{hybrid_context_parallel:name} exchanges keys with p2p only, not with {cp_comm_type}; use p2p"
+    for field, why in _NOT_REGROUPED.items():
+        if getattr(config, field, None) is not None:
+            yield f"{{hybrid_context_parallel:name}} does not go with {{{field}}}: {why}; leave one out"
 
 
 def _head_problems(config: "TransformerConfig", kinds: set[CommType]) -> Iterator[str]:

@@ -15,7 +15,7 @@ def shifted_rows(rows: Sequence[Tensor], depths: int, tokens: Tokens, group: Gro
 
     Entries beyond the end of the row, or of the packed document, are 0. Rows hold integers or floats of up to 64 bits.
     Under context parallelism a row continues on other ranks: the ranks gather the first entries of all chunks of all
-    rows in one collective over `group`.
+    rows in one collective over `group`, or over the group of `tokens.part`.
     """
     chunks = 1 if tokens.part is None else 2
     packed = torch.stack([_as_words(row) for row in rows]).unflatten(-1, (chunks, -1))  # [rows, b, chunks, c]
@@ -35,7 +35,9 @@ def _following_entries(packed: Tensor, count: int, tokens: Tokens, group: Group)
         return packed.new_zeros(*packed.shape[:-1], count)
     shown = min(count, packed.shape[-1])
     heads = packed[..., :shown].permute(2, 0, 1, 3)  # [2, rows, b, shown]
-    heads = in_natural_order(gather_rows(heads, group), tokens.part.size)  # [2 * ranks, rows, b, shown]
+    heads = in_natural_order(
+        gather_rows(heads, tokens.part.group or group), tokens.part.size
+    )  # [2 * ranks, rows, b, shown]
     nothing = heads.new_zeros(-(-count // shown), *heads.shape[1:])
     heads = torch.cat([heads, nothing])
     following = [

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.core.context_parallel.kv_exchange import KeyValueExchange, PendingKeyValues
+from megatron.core.communication.collectives import Pending
+from megatron.core.context_parallel.kv_exchange import Ring
 from megatron.core.context_parallel.tiles import QueryKeyTile
 from megatron.core.ops.attention.blocks import BlockCall
 from megatron.core.ops.attention.kernels import BlockKernel
@@ -21,7 +22,7 @@ from megatron.core.utils.autograd_context import AutogradContext
 class RingCall:
     """The arguments of `ring_attention` that are not tensors."""
 
-    exchange: KeyValueExchange
+    exchange: Ring
     kernel: BlockKernel
     merge: Callable[[Tensor, Tensor, Tensor, Tensor], None]
     """`ops.attention.blocks.merge_block`, or a faster one."""
@@ -74,7 +75,7 @@ class _RingAttention(torch.autograd.Function):
         query_gradient = torch.zeros_like(query, dtype=wide, memory_format=torch.contiguous_format)
         packing = _Packing(key, value)
         own = key.new_zeros(key.shape[0], packing.width, dtype=wide)
-        returning: PendingKeyValues | None = None
+        add_returned: Callable[[], Tensor] | None = None
         for step, (tiles, key_rows, value_rows) in enumerate(packing.steps(ring.exchange)):
             alone = step > 0 and [tile.keys for tile in tiles] == [slice(0, key_rows.shape[0])]  # all fetched keys
             part = own if step == 0 or alone else own.new_zeros(key_rows.shape[0], packing.width)
@@ -90,12 +91,12 @@ class _RingAttention(torch.autograd.Function):
                 else:
                     for total, addend in zip(packing.unpack(part[keys]), key_parts, strict=True):
                         total.add_(addend)
-            if returning is not None:
-                returning.wait()
+            if add_returned is not None:
+                add_returned()
             if step:
-                returning = ring.exchange.start_return(step, part.to(key.dtype), own)
-        if returning is not None:
-            returning.wait()
+                add_returned = ring.exchange.start_return(step, part.to(key.dtype), own)
+        if add_returned is not None:
+            add_returned()
         sink_gradient = _sink_gradient(gradient, output, lse, sink) if ctx.needs_input_grad[3] else None
         key_gradient, value_gradient = (total.to(key.dtype) for total in packing.unpack(own))
         return query_gradient.to(query.dtype), key_gradient, value_gradient, sink_gradient, None
@@ -114,10 +115,10 @@ class _Packing:
         for_keys = self.shapes[0].numel()
         return rows[:, :for_keys].unflatten(1, self.shapes[0]), rows[:, for_keys:].unflatten(1, self.shapes[1])
 
-    def steps(self, exchange: KeyValueExchange) -> Iterator[tuple[tuple[QueryKeyTile, ...], Tensor, Tensor]]:
+    def steps(self, exchange: Ring) -> Iterator[tuple[tuple[QueryKeyTile, ...], Tensor, Tensor]]:
         """Yields the tiles, keys and values of each step. The next step's keys are sent while a step is computed."""
         own: Tensor | None = None
-        pending: PendingKeyValues | None = None
+        pending: Pending | None = None
         for step, tiles in enumerate(exchange.steps):
             rows = None if pending is None else pending.wait()
             if step + 1 < len(exchange.steps):

@@ -8,8 +8,15 @@ from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.tokens import SequencePart
 
 
-def sequence_part(groups: ProcessGroupCollection) -> SequencePart | None:
-    """Returns the part of every row that this rank holds; None without context parallelism. Does not communicate."""
+def sequence_part(groups: ProcessGroupCollection, num_ranks: int | None = None) -> SequencePart | None:
+    """Returns the part of every row that this rank holds; None: whole rows. Does not communicate.
+
+    `num_ranks`, for a micro-batch of dynamic context parallelism: the number of neighbouring data and context parallel
+    ranks that share it. The first call for a number waits for these ranks, which make their group.
+    """
+    if num_ranks is not None:
+        rank = groups.rank("dp_cp") % num_ranks
+        return None if num_ranks == 1 else SequencePart(rank, num_ranks, groups.neighbours("dp_cp", num_ranks))
     size = groups.size("cp")
     return None if size == 1 else SequencePart(groups.rank("cp"), size)
 
@@ -39,12 +46,16 @@ def chunk_length(row_length: int, ranks: int) -> int:
 
 def in_natural_order(gathered: Tensor, ranks: int) -> Tensor:
     """Reorders the parts of all ranks, which lie in rank order [row_length, ...], into the order of the row: a copy."""
-    pieces = gathered.unflatten(0, (ranks, 2, -1))  # [ranks, 2, chunk, ...]
-    return torch.cat([pieces[:, 0].flatten(0, 1), pieces[:, 1].flip(0).flatten(0, 1)])
+    return _in_order(gathered, [2 * k if k < ranks else 4 * ranks - 2 * k - 1 for k in range(2 * ranks)])
 
 
 def in_rank_order(row: Tensor, ranks: int) -> Tensor:
     """Reorders a row [row_length, ...] into the parts of all ranks, in rank order: the inverse of
     `in_natural_order`."""
-    first, second = row.unflatten(0, (2, ranks, -1))  # [ranks, chunk, ...] each
-    return torch.stack([first, second.flip(0)], 1).flatten(0, 2)
+    return _in_order(row, [number for rank in range(ranks) for number in (rank, 2 * ranks - 1 - rank)])
+
+
+def _in_order(rows: Tensor, chunks: list[int]) -> Tensor:
+    """Returns the equal chunks of rows in another order. One copy each in forward and in backward."""
+    pieces = rows.split(len(rows) // len(chunks))
+    return torch.cat([pieces[number] for number in chunks])

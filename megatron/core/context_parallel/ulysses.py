@@ -46,16 +46,22 @@ class PendingHeads:
 
     def wait(self) -> list[Tensor]:
         """Returns each tensor [ranks * s, b, n, d], rows in the order of the row."""
-        widths = [math.prod(shape) for shape in self.shapes]
-        parts = in_natural_order(self.rows.finish()[0], self.ranks).split(widths, 1)
+        rows = in_natural_order(self.rows.finish()[0], self.ranks)
+        if rows.dim() == 4:  # equally many heads each: all channels of a head lie together
+            return list(rows.split([shape[-1] for shape in self.shapes], -1))
+        parts = rows.split([math.prod(shape) for shape in self.shapes], 1)
         return [part.unflatten(1, shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
 
 def start_to_heads(tensors: Sequence[Tensor], group: Group, ranks: int) -> PendingHeads:
     """Starts to exchange each tensor [s, b, ranks * n, d] for [ranks * s, b, n, d], all as one message."""
-    pieces = [tensor.unflatten(2, (ranks, -1)).permute(2, 0, 1, 3, 4).flatten(2) for tensor in tensors]
+    pieces = [tensor.unflatten(2, (ranks, -1)).permute(2, 0, 1, 3, 4) for tensor in tensors]
     shapes = [(tensor.shape[1], tensor.shape[2] // ranks, tensor.shape[3]) for tensor in tensors]
-    return PendingHeads(_all_to_all(torch.cat(pieces, 2).flatten(0, 1), group), shapes, ranks)
+    if len({heads for _, heads, _ in shapes}) == 1:
+        message = torch.cat(pieces, -1)  # one copy: views are read as they lie
+    else:
+        message = torch.cat([piece.flatten(2) for piece in pieces], 2)
+    return PendingHeads(_all_to_all(message.flatten(0, 1), group), shapes, ranks)
 
 
 @dataclass(frozen=True)

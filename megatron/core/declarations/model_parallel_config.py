@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from megatron.core.declarations.config_fields import flag, not_a_flag, not_yet, refuse, too_small, unsupported_values
+from megatron.core.declarations.config_fields import flag, not_a_flag, refuse, too_small, unsupported_values
 
 _OLD_OVERLAP = "it belongs to old Transformer Engine releases"
 
@@ -53,11 +53,15 @@ class ModelParallelConfig:
     hierarchical_context_parallel_sizes: list[int] | None = flag(None, only_with="context_parallel_size")
     """Sizes of the levels of `--cp-comm-type a2a+p2p`; their product is the context parallel size."""
 
-    max_seqlen_per_dp_cp_rank: int | None = flag(None, only_with="hybrid_context_parallel")
-    """With hybrid context parallelism: largest number of tokens of a packed sequence on one rank."""
+    max_seqlen_per_dp_cp_rank: int | None = flag(
+        None, only_with="hybrid_context_parallel", aliases=["--max-seqlen-per-cp-rank"]
+    )
+    """With --hybrid-context-parallel: largest number of tokens of a micro-batch on one rank."""
 
-    hybrid_context_parallel: bool = not_yet(False)
-    """Split each packed sequence over as many context parallel ranks as its length needs."""
+    hybrid_context_parallel: bool = flag(False, aliases=["--dynamic-context-parallel"])
+    """Split each document of a global batch over as few neighbouring data and context parallel ranks as have room for
+    it (1, 2, 4, ...), so that ranks with short documents do not wait for ranks with long ones. Evaluation splits all
+    rows over --context-parallel-size ranks, and only its micro-batches have --micro-batch-size rows."""
 
     expert_model_parallel_size: int = 1
     """Number of ranks over which the experts of a layer are divided."""
@@ -218,15 +222,17 @@ class ModelParallelConfig:
     )
     """Library that sets up the overlapped tensor parallel communication."""
 
-    overlap_moe_expert_parallel_comm: bool = flag(False, only_with="num_moe_experts")
-    """Hide the communication of tokens between experts: the forward of a micro-batch and the backward of the previous
-    one take turns, so that one computes while the other communicates. Needs memory for the activations of one more
-    micro-batch (with virtual pipeline stages, of one more chunk). Results do not change. A pipeline needs virtual
-    stages."""
+    overlap_moe_expert_parallel_comm: bool = flag(
+        False,
+        only_with="num_moe_experts",
+        no_effect="micro-batches run one after the other, which was faster; --delay-wgrad-compute and "
+        "--moe-shared-expert-overlap hide the exchange",
+    )
+    """Hide the communication of tokens between experts behind the computation of another micro-batch."""
 
     delay_wgrad_compute: bool = flag(False, off="--no-delay-wgrad-compute", only_with="num_moe_experts")
-    """Compute the weight gradients of a backward while it waits for its own exchanges of tokens between experts, with
-    --overlap-moe-expert-parallel-comm before the other micro-batch takes its turn. Results do not change."""
+    """Compute the weight gradients of a backward while it waits for its own exchanges of tokens between experts.
+    Results do not change."""
 
     ep_overlap_early_attn_memory_release: bool = flag(
         False, no_effect="backward frees each activation as soon as it is no longer needed"
@@ -372,4 +378,9 @@ def validate(config: ModelParallelConfig) -> Iterator[str]:
         yield f"{' and '.join(formats)} are set together; choose one"
     if config.seed <= 0:
         yield "{seed} must be larger than 0"
-    yield from too_small(config, _SIZES, 1)
+    yield from too_small(config, (*_SIZES, "max_seqlen_per_dp_cp_rank"), 1)
+    if config.hybrid_context_parallel and config.max_seqlen_per_dp_cp_rank is None:
+        yield (
+            "{hybrid_context_parallel:name} needs {max_seqlen_per_dp_cp_rank:name}, the tokens that a rank has memory "
+            "for; the longest row divided by {context_parallel_size:name} is a good start"
+        )

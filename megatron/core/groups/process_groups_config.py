@@ -189,6 +189,15 @@ class ProcessGroupCollection:
         levels = hierarchical_groups(self.ranks("cp"), sizes)
         return [next(ranks for ranks in level if self._rank in ranks) for level in levels]
 
+    def neighbours(self, name: str, count: int) -> Group:
+        """Returns this rank's torch group if the ranks of a group are divided into groups of `count` neighbours."""
+        ranks, first = self.ranks(name), self.rank(name) // count * count
+        if self.grid is None:
+            raise UserError(
+                f"this ProcessGroupCollection was filled by hand, without groups of {count} ranks of `{name}`"
+            )
+        return self._make(ranks[first : first + count])
+
     # Torch's groups --------------------------------------------------------------------------------------------------
 
     def _make(self, ranks: tuple[int, ...]) -> Group:

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.core.communication.collectives import numbers_of_ranks
 from megatron.core.exceptions import UserError
 from megatron.core.health.rerun_checks import Check, RerunErrorInjector, diagnose, value_text
 from megatron.core.health.rerun_checks import RerunDiagnostic as RerunDiagnostic
@@ -260,13 +261,7 @@ def _any_rejected(checks: Sequence[Check]) -> bool:
 
 def _any_rank(flag: bool) -> bool:
     """Returns whether the flag is True on any rank of the world."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return flag
-    found = torch.tensor(int(flag))
-    if "cpu" not in str(dist.get_backend_config()):
-        found = found.cuda()
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return bool(found.item())
+    return any(found for (found,) in numbers_of_ranks([flag]))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

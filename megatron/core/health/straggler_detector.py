@@ -18,10 +18,9 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-import torch
-
 from megatron.core.communication.collectives import numbers_of_ranks
 from megatron.core.exceptions import UserError
+from megatron.core.timers import moment, seconds_between
 
 
 @dataclass
@@ -102,7 +101,7 @@ class StragglerDetector:
         """Begins a measurement."""
         fetches, self._measures_batch = self._measures_batch, False
         if self._enabled:
-            self._open.append((fetches, time.perf_counter() if fetches else _moment()))
+            self._open.append((fetches, time.perf_counter() if fetches else moment()))
 
     def stop(self) -> None:
         """Ends the measurement that began last. A forward step inside another one counts as a part of it."""
@@ -113,14 +112,12 @@ class StragglerDetector:
             self._measured.batch_seconds += time.perf_counter() - begun
             self._measured.batches += 1
         elif all(other for other, _ in self._open):
-            self._measured.forward.append((begun, _moment()))
+            self._measured.forward.append((begun, moment()))
 
     def elapsed(self) -> tuple[float, float]:
         """Returns the mean seconds of a forward step and of a fetch since the last report; 0 without a measurement.
         Waits for the device."""
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        forward = [_seconds(begun, ended) for begun, ended in self._measured.forward]
+        forward = [seconds_between(begun, ended) for begun, ended in self._measured.forward]
         fetch = self._measured.batch_seconds / max(self._measured.batches, 1)
         return (sum(forward) / len(forward) if forward else 0.0), fetch
 
@@ -155,15 +152,3 @@ class StragglerDetector:
         median = statistics.median(seconds)
         slowest = named(order[::-1][: self.mmcnt])
         return f"{what}: fastest {named(order[: self.mmcnt])}, slowest {slowest}, median {median * 1e3:.2f} ms"
-
-
-def _moment() -> Any:
-    if not torch.cuda.is_available():
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _seconds(begun: Any, ended: Any) -> float:
-    return ended - begun if isinstance(begun, float) else begun.elapsed_time(ended) / 1e3

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.exceptions import UserError
-from megatron.core.inference.generation import fill_up, until_end
-from megatron.core.inference.sampling import SamplingParams, next_tokens
+from megatron.core.inference.generation import fill_up, write
+from megatron.core.inference.sampling import SamplingParams, TextSoFar, next_tokens
 from megatron.core.inference.static_context import StaticInferenceContext
 from megatron.core.models.T5.t5_model import T5Model
 from megatron.core.transformer.layer_inputs import key_padding_mask
@@ -36,30 +36,22 @@ def generate_from_encoder(
     tokens = fill_up(prompts).to(device)
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
     padding = key_padding_mask(torch.arange(tokens.shape[1], device=device) < lengths[:, None])
-    newest = torch.full((len(prompts), 1), begin, device=device)
-    written: list[Tensor] = []
-    encoded = model(tokens, newest, encoder_attn_mask=padding, output_encoder_hidden_only=True)
-    last = torch.tensor(list(ends), dtype=torch.long, device=device)
-    finished = torch.zeros(len(prompts), dtype=torch.bool, device=device)
-    numbers = list(range(first_sequence, first_sequence + len(prompts)))
+    begun = torch.full((len(prompts), 1), begin, device=device)
+    encoded = model(tokens, begun, encoder_attn_mask=padding, output_encoder_hidden_only=True)
+    texts = [TextSoFar(sampling, [begin], [], ends, first_sequence + number) for number in range(len(prompts))]
     context = StaticInferenceContext(len(prompts), max(1, max_new_tokens))
     context.begin(torch.ones_like(lengths), 1)
-    for step in range(max_new_tokens):
-        if step:
+
+    def choose(newest: Tensor | None) -> Tensor:
+        if newest is not None:
             context.advance()
         logits = model(
             tokens,
-            newest,
+            begun if newest is None else newest[:, None],
             encoder_decoder_attn_mask=padding,
             encoder_hidden_states=encoded,
             inference_context=context,
         )
-        chosen = next_tokens(logits[:, -1], sampling, numbers, step)
-        written.append(chosen)
-        newest = chosen[:, None]
-        if ends:
-            finished |= torch.isin(chosen, last)
-            if finished.all():
-                break
-    rows = torch.stack(written, 1).tolist() if written else [[] for _ in prompts]
-    return [until_end(row, ends) for row in rows]
+        return next_tokens(logits[:, -1], texts)
+
+    return write(texts, max_new_tokens, ends, choose)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from megatron.core.inference.generation import fill_up
 from megatron.core.models.bert.bert_model import BertModel
 
 
@@ -14,9 +15,7 @@ def fill_masks(model: BertModel, rows: Sequence[Sequence[int]], mask: int) -> li
     evaluation mode and not split over ranks."""
     device = next(model.parameters()).device
     lengths = torch.tensor([len(row) for row in rows])
-    ids = torch.full((len(rows), int(lengths.max())), mask)
-    for number, row in enumerate(rows):
-        ids[number, : len(row)] = torch.tensor(row)
+    ids = fill_up(rows)
     real = torch.arange(ids.shape[1]) < lengths[:, None]
     types = torch.zeros_like(ids).to(device) if model.num_tokentypes else None
     logits, _ = model(ids.to(device), real.to(device), types)

@@ -1,18 +1,26 @@
 """The choice of the next token: the likeliest, or a sample of the distribution."""
 
-from dataclasses import dataclass
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from megatron.core.counter_rng import stream_key, uniform
 from megatron.core.exceptions import UserError
+from megatron.core.inference import logit_filters as filters
 from megatron.core.ops.precision import widened
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Parameters of the choice. Raises UserError for impossible values."""
+    """Parameters of the choice, named as the options of `generate` in transformers. Raises UserError for impossible
+    values.
+
+    Penalties, bans, `min_new_tokens` and `logit_bias` apply first, in the order of their fields. Then logits are
+    divided by the temperature, and the cuts follow, from `top_k` to `eta_cutoff`.
+    """
 
     temperature: float = 1.0
     """Divisor of the logits."""
@@ -21,43 +29,143 @@ class SamplingParams:
     top_p: float = 0.0
     """Sample among the likeliest tokens that together reach this probability (Holtzman et al. 2019); 0: all."""
     seed: int = 1234
+    min_p: float = 0.0
+    """Leave out tokens with less than this share of the probability of the likeliest (Nguyen et al. 2024)."""
+    typical_p: float = 0.0
+    """Sample among the most typical tokens that together reach this probability (Meister et al. 2022); 0: all."""
+    epsilon_cutoff: float = 0.0
+    """Leave out tokens of a lower probability (Hewitt et al. 2022)."""
+    eta_cutoff: float = 0.0
+    """Leave out tokens of a lower probability than this, or than its root times exp(-entropy) (Hewitt et al. 2022)."""
+    repetition_penalty: float = 1.0
+    """Divisor of the positive logits of tokens in the prompt and the text, and factor of negative ones."""
+    no_repeat_ngram_size: int = 0
+    """No n-gram of this size occurs twice in the prompt and the text; 0: no limit."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Sequences of ids that are never completed."""
+    min_new_tokens: int = 0
+    """Number of tokens before the text may end."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of each token of the text so far."""
+    frequency_penalty: float = 0.0
+    """Subtracted from the logit of a token for each time that the text has it."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    """Added to the logits of these tokens."""
 
     def __post_init__(self) -> None:
-        if not self.temperature > 0:
-            raise UserError(f"temperature {self.temperature} must be larger than 0; top_k 1 always takes the likeliest")
-        if self.top_k < 0:
-            raise UserError(f"top_k {self.top_k} must be at least 0")
-        if not 0 <= self.top_p <= 1:
-            raise UserError(f"top_p {self.top_p} must be between 0 and 1")
+        problem = next(self._problems(), None)
+        if problem is not None:
+            raise UserError(problem)
+
+    def _problems(self) -> Iterator[str]:
+        if not 0 < self.temperature < float("inf"):
+            yield f"temperature {self.temperature} must be larger than 0; top_k 1 always takes the likeliest"
+        if not 0 < self.repetition_penalty < float("inf"):
+            yield f"repetition_penalty {self.repetition_penalty} must be larger than 0; 1 has no effect"
+        for name in ("top_k", "no_repeat_ngram_size", "min_new_tokens"):
+            if getattr(self, name) < 0:
+                yield f"{name} {getattr(self, name)} must be at least 0"
+        for name in ("top_p", "min_p", "typical_p"):
+            if not 0 <= getattr(self, name) <= 1:
+                yield f"{name} {getattr(self, name)} must be between 0 and 1"
+        for name in ("epsilon_cutoff", "eta_cutoff"):
+            if not 0 <= getattr(self, name) < 1:
+                yield f"{name} {getattr(self, name)} must be at least 0 and less than 1"
+        if not all(self.bad_words):
+            yield "bad_words: a sequence has no tokens; leave it out"
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the choice depends on the text so far, or prefers some tokens."""
+        penalties = self.no_repeat_ngram_size, self.bad_words, self.min_new_tokens, self.logit_bias
+        return any(penalties) or self.repetition_penalty != 1.0 or bool(self.presence_penalty or self.frequency_penalty)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is always chosen."""
+        return self.top_k == 1
 
 
 GREEDY = SamplingParams(top_k=1)
-"""True if the likeliest token is always chosen."""
+"""The likeliest token is always chosen."""
 
 
-def next_tokens(logits: Tensor, sampling: SamplingParams, sequences: list[int], position: int) -> Tensor:
-    """Returns one token per row, int64 [b], for logits [b, V]. A sample is a function of (seed, index of the sequence,
-    position in it), and does not depend on the batch."""
-    if sampling.top_k == 1:
-        return logits.argmax(-1)
-    probabilities = kept_probabilities(logits, sampling)
-    draws = torch.cat(
-        [uniform(torch.tensor([position]), stream_key(sampling.seed, f"sampling/{number}")) for number in sequences]
-    )
-    reached = probabilities.cumsum(-1)
+@dataclass
+class TextSoFar:
+    """A text that is being written, as far as the choice of its next token depends on it."""
+
+    sampling: SamplingParams
+    prompt: Sequence[int] = ()
+    written: list[int] = field(default_factory=list)
+    """Ids after the prompt."""
+    ends: Collection[int] = ()
+    """Ids that end the text."""
+    sequence: int = 0
+    """Index of the text among those that are written with one seed."""
+
+
+def next_tokens(logits: Tensor, texts: Sequence[TextSoFar]) -> Tensor:
+    """Returns the next token of each text, int64 [b], for logits [b, V]. A sample is a function of (seed, index of the
+    sequence, number of ids written), and does not depend on the other rows."""
+    chosen = torch.empty(len(texts), dtype=torch.long, device=logits.device)
+    for sampling, rows in _rows_by_sampling(texts).items():
+        at = torch.tensor(rows, device=logits.device)
+        changed = with_penalties(logits[at], [texts[row] for row in rows])
+        chosen[at] = changed.argmax(-1) if sampling.is_greedy else _draw(changed, sampling, [texts[r] for r in rows])
+    return chosen
+
+
+def _rows_by_sampling(texts: Sequence[TextSoFar]) -> dict[SamplingParams, list[int]]:
+    """Returns the numbers of the rows that have the same parameters except the seed."""
+    found: dict[SamplingParams, list[int]] = {}
+    for row, text in enumerate(texts):
+        found.setdefault(dataclasses.replace(text.sampling, seed=0), []).append(row)
+    return found
+
+
+def _draw(logits: Tensor, sampling: SamplingParams, texts: Sequence[TextSoFar]) -> Tensor:
+    reached = kept_probabilities(logits, sampling).cumsum(-1)
+    keys = torch.tensor([stream_key(text.sampling.seed, f"sampling/{text.sequence}") for text in texts])
+    draws = uniform(torch.tensor([len(text.written) for text in texts]), (keys[:, 0], keys[:, 1]))
     draws = draws.to(reached) * reached[:, -1]
     return torch.searchsorted(reached, draws[:, None], right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
 
 
+def with_penalties(logits: Tensor, texts: Sequence[TextSoFar]) -> Tensor:
+    """Returns logits [b, V], in float32 at least, after the penalties and bans of each row, which has one text."""
+    result = widened(logits)
+    result = result.clone() if result is logits else result
+    for row, text in zip(result, texts, strict=True):
+        sampling = text.sampling
+        if not sampling.has_penalties:
+            continue
+        ids = [*text.prompt, *text.written]
+        if sampling.repetition_penalty != 1.0:
+            filters.penalize_repetition(row, ids, sampling.repetition_penalty)
+        if sampling.no_repeat_ngram_size:
+            filters.ban(row, filters.repeated_ngram_ends(ids, sampling.no_repeat_ngram_size))
+        filters.ban(row, filters.bad_word_ends(ids, sampling.bad_words))
+        if len(text.written) < sampling.min_new_tokens:
+            filters.ban(row, text.ends)
+        if sampling.presence_penalty or sampling.frequency_penalty:
+            filters.penalize_written(row, text.written, sampling.presence_penalty, sampling.frequency_penalty)
+        if sampling.logit_bias:
+            filters.add_bias(row, sampling.logit_bias)
+    return result
+
+
 def kept_probabilities(logits: Tensor, sampling: SamplingParams) -> Tensor:
-    """Returns the distribution to sample from: [b, V], zero for excluded tokens, in float32 at least."""
+    """Returns the distribution to sample from: [b, V], zero for excluded tokens, in float32 at least. Penalties are not
+    part of it."""
     logits = widened(logits) / sampling.temperature
-    ranked, order = logits.sort(dim=-1, descending=True, stable=True)
-    if sampling.top_k:
-        ranked[:, sampling.top_k :] = -torch.inf
-    probabilities = ranked.softmax(-1)
-    if sampling.top_p:
-        before = probabilities.cumsum(-1) - probabilities
-        probabilities = probabilities.masked_fill(before >= sampling.top_p, 0.0)
-        probabilities = probabilities / probabilities.sum(-1, keepdim=True)
-    return torch.zeros_like(probabilities).scatter(-1, order, probabilities)
+    if sampling.top_k or 0 < sampling.top_p < 1:
+        logits = filters.cut_ranks(logits, sampling.top_k, sampling.top_p)
+    if sampling.min_p:
+        logits = filters.cut_min_p(logits, sampling.min_p)
+    if 0 < sampling.typical_p < 1:
+        logits = filters.cut_atypical(logits, sampling.typical_p)
+    if sampling.epsilon_cutoff:
+        logits = filters.cut_epsilon(logits, sampling.epsilon_cutoff)
+    if sampling.eta_cutoff:
+        logits = filters.cut_eta(logits, sampling.eta_cutoff)
+    return logits.softmax(-1)

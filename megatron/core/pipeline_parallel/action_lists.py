@@ -46,17 +46,16 @@ def add_communication(orders: Sequence[Sequence[Action]], schedule: Schedule) ->
 
 
 def _sends_after(pipeline: Pipeline, rank: int, action: Action) -> Iterator[Action]:
-    """Yields the send that follows a computation; a pair can have two."""
-    for member in action.members:
-        stage = pipeline.stage_index(rank, member.chunk)
-        if member.kind is ActionKind.FORWARD:
-            kind, to = ActionKind.SEND_FORWARD, stage + 1
-        elif member.kind in (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT):
-            kind, to = ActionKind.SEND_BACKWARD, stage - 1
-        else:
-            continue
-        if 0 <= to < pipeline.num_stages and pipeline.locate(to)[0] != rank:
-            yield Action(kind, member.micro_batch, member.chunk, pipeline.locate(to)[0])
+    """Yields the send that follows a computation, if its result goes to another rank."""
+    stage = pipeline.stage_index(rank, action.chunk)
+    if action.kind is ActionKind.FORWARD:
+        kind, to = ActionKind.SEND_FORWARD, stage + 1
+    elif action.kind in (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT):
+        kind, to = ActionKind.SEND_BACKWARD, stage - 1
+    else:
+        return
+    if 0 <= to < pipeline.num_stages and pipeline.locate(to)[0] != rank:
+        yield Action(kind, action.micro_batch, action.chunk, pipeline.locate(to)[0])
 
 
 def _receive_of(pipeline: Pipeline, rank: int, send: Action) -> Action:
@@ -83,14 +82,13 @@ def _with_messages(
         for peer, receives in incoming.items()
         for number, receive in enumerate(receives)
     }
-    members = [(step, member) for step, action in enumerate(actions) for member in action.members]
-    forwards = {(m.micro_batch, m.chunk): step for step, m in members if m.kind is ActionKind.FORWARD}
+    forwards = {(a.micro_batch, a.chunk): step for step, a in enumerate(actions) if a.kind is ActionKind.FORWARD}
     posted: dict[int, int] = defaultdict(int)
     handled = 0
     for step, action in enumerate(actions):
-        while handled < len(members) and members[handled][0] <= step + schedule.ahead:
-            member = members[handled][1]
-            key = _NEEDED_RECEIVE.get(member.kind), member.micro_batch, member.chunk
+        while handled < len(actions) and handled <= step + schedule.ahead:
+            needs = actions[handled]
+            key = _NEEDED_RECEIVE.get(needs.kind), needs.micro_batch, needs.chunk
             peer, last = messages.get(key, (rank, -1))
             due = incoming[peer][posted[peer] : last + 1]
             # The receive of a gradient is posted after its forward, which determines the gradient's shape.
@@ -107,10 +105,9 @@ def _with_sync(actions: Iterator[Action]) -> list[Action]:
     """Returns the actions with a SYNC before the last computation of gradients of each chunk."""
     result = list(actions)
     last = {
-        member.chunk: (step, member.micro_batch)
+        action.chunk: (step, action.micro_batch)
         for step, action in enumerate(result)
-        for member in action.members
-        if member.kind in COMPUTES - {ActionKind.FORWARD}
+        if action.kind in COMPUTES - {ActionKind.FORWARD}
     }
     for chunk, (step, micro_batch) in sorted(last.items(), key=lambda item: -item[1][0]):
         result.insert(step, Action(ActionKind.SYNC, micro_batch, chunk))

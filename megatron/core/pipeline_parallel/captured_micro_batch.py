@@ -17,13 +17,12 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.core.exceptions import UserError
 from megatron.core.pipeline_parallel.actions import Action, ActionKind
-from megatron.core.pipeline_parallel.chunk_hooks import device_of, finish_param_sync
-from megatron.core.pipeline_parallel.runner import TIMERS, Runner
-from megatron.core.pipeline_parallel.task import PipelineTask
+from megatron.core.pipeline_parallel.chunk_hooks import device_of, find_method
+from megatron.core.pipeline_parallel.runner import PipelineTask, Runner
 from megatron.core.timers import timed
 from megatron.core.tokens import RngPosition
 from megatron.core.utils.graph_capture import (
@@ -97,7 +96,8 @@ class GraphRunner(Runner):
             return super().run(actions)
         if self.task.pipeline.num_stages > 1:
             raise UserError("CUDA graphs: a graph holds whole micro-batches, so the model must be one pipeline stage")
-        finish_param_sync(self.task.chunks)  # no hook of a module waits for updated weights in a replay
+        call_if_defined(self.task.chunks, "finish_param_sync")  # no hook of a module waits for weights in a replay
+        call_if_defined(self.task.chunks, "zero_outdated_gradients")  # else every replay would replace gradients
         self.graphs.begin_step()
         count = self.task.num_microbatches
         alone = {count - 1} if self._reduces_in_backward() else set()
@@ -105,7 +105,7 @@ class GraphRunner(Runner):
             if number in alone:
                 super().run([action for action in actions if action.micro_batch == number])
                 continue
-            with timed(self.timers, TIMERS[ActionKind.PAIR], 2):
+            with timed(self.timers, "forward-and-backward-compute", 2):
                 report, tokens, _ = self.graphs.compute(self.task, number)
             self.losses.add(report, tokens)
         return None
@@ -116,6 +116,14 @@ class GraphRunner(Runner):
             return True
         ddp_config = getattr(self.task.chunks[0], "ddp_config", None)
         return bool(getattr(ddp_config, "overlap_grad_reduce", False)) and self.task.groups.size("dp_cp") > 1
+
+
+def call_if_defined(chunks: Sequence[nn.Module], name: str) -> None:
+    """Calls a method of the chunks whose wrapper has it."""
+    for chunk in chunks:
+        method = find_method(chunk, name)
+        if method is not None:
+            method()
 
 
 class _StaticData(Iterator[Any]):

@@ -48,14 +48,6 @@ def find_method(model: nn.Module, name: str) -> Callable[..., Any] | None:
     return None
 
 
-def finish_param_sync(chunks: Sequence[nn.Module]) -> None:
-    """Waits for the updated weights of chunks whose wrapper gathers them while forward runs."""
-    for chunk in chunks:
-        finish = find_method(chunk, "finish_param_sync")
-        if finish is not None:
-            finish()
-
-
 def input_setter(model: nn.Module) -> Callable[[Tensor], None]:
     """Returns the method that sets the input of a stage. Raises UserError if the model has none."""
     found = find_method(model, "set_input_tensor")

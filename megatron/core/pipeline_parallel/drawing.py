@@ -11,7 +11,6 @@ _FILL = {
     ActionKind.BACKWARD: "=",
     ActionKind.INPUT_GRADIENT: "-",
     ActionKind.WEIGHT_GRADIENT: "~",
-    ActionKind.PAIR: ":",
 }
 
 _NAMES = {
@@ -49,7 +48,7 @@ def as_text(timeline: Timeline) -> list[str]:
     """Returns one line for each rank, with time to the right.
 
     F is forward, B backward, X input gradient, W weight gradient. Each is followed by its micro-batch and, after a
-    point, by its chunk if that is not the first. A bar joins a forward and a backward that take turns.
+    point, by its chunk if that is not the first.
     """
     spans = [span for row in timeline.spans for span in row if span.stop > span.start]
     if not spans:
@@ -85,23 +84,17 @@ def as_svg(schedule: Schedule, timeline: Timeline, width: int = 1200, height: in
         y = top + height * rank
         lines.append(f'<text x="10" y="{y + height * 0.65:.1f}">rank {rank}</text>')
         for span in spans:
-            members = span.action.members
-            tall = (height - 4) / len(members)  # the forward of a pair is drawn above its backward
-            for row, member in enumerate(members):
-                top_of_member = y + 2 + row * tall
-                lines += _box(
-                    span, member, left + span.start * scale, top_of_member, (span.stop - span.start) * scale, tall
-                )
+            lines += _box(span, left + span.start * scale, y + 2, (span.stop - span.start) * scale, height - 4)
     lines += [*_legend(timeline, left, bottom + 14), "</svg>"]
     return "\n".join(lines) + "\n"
 
 
-def _box(span: TimedAction, member: Action, x: float, y: float, width: float, height: float) -> Iterator[str]:
+def _box(span: TimedAction, x: float, y: float, width: float, height: float) -> Iterator[str]:
     yield (
-        f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" fill="{_colour(member)}" '
+        f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" fill="{_colour(span.action)}" '
         f'stroke="white" stroke-width="0.5"><title>{span.action}: {span.start:g} to {span.stop:g}</title></rect>'
     )
-    label = str(member.micro_batch)
+    label = str(span.action.micro_batch)
     if width > 7 * len(label):
         yield (
             f'<text x="{x + width / 2:.2f}" y="{y + height * 0.5 + 4:.2f}" text-anchor="middle" fill="white">{label}'
@@ -115,8 +108,7 @@ def _colour(action: Action) -> str:
 
 
 def _legend(timeline: Timeline, x: float, y: float) -> Iterator[str]:
-    members = (member for spans in timeline.spans for span in spans for member in span.action.members)
-    found = {(member.kind, member.chunk): member for member in members}
+    found = {(span.action.kind, span.action.chunk): span.action for spans in timeline.spans for span in spans}
     for (kind, chunk), action in sorted(found.items(), key=lambda item: (list(_NAMES).index(item[0][0]), item[0][1])):
         name = _NAMES[kind] + (f", chunk {chunk}" if timeline.pipeline.chunks > 1 else "")
         yield f'<rect x="{x:.0f}" y="{y:.0f}" width="12" height="12" fill="{_colour(action)}"/>'

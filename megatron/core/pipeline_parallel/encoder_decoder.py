@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from megatron.core.declarations.config_fields import literal_text
 from megatron.core.pipeline_parallel.stages import AUTO, counted_as_layers, decoder_stage, layout_of, num_encoder_layers
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def _two_stack_layout_problems(config: "TransformerConfig") -> Iterator[str]:
     try:
         stages = layout_of(config)
     except ValueError as error:
-        yield f"{complaint}: {str(error).replace('{', '{{').replace('}', '}}')}"
+        yield f"{complaint}: {literal_text(str(error))}"
         return
     assert stages is not None
     size = config.pipeline_model_parallel_size

@@ -6,7 +6,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from megatron.core.pipeline_parallel.actions import Action, ActionKind, pair
+from megatron.core.pipeline_parallel.actions import Action, ActionKind
 from megatron.core.pipeline_parallel.stages import Pipeline
 
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v")
@@ -27,12 +27,8 @@ class Schedule:
     ranks."""
     ahead: int = 1
     """A receive is posted this many computations before the computation that needs it."""
-    pairs: bool = False
-    """Whether a forward and the backward next to it become a pair that takes turns. Needs a single stage or the
-    interleaved schedule."""
 
     def __post_init__(self) -> None:
-        assert not self.pairs or self.pipeline.num_stages == 1 or self.name == "interleaved", self
         assert self.name in SCHEDULES and (self.name == "zb-v") == self.pipeline.v_shaped, self
         assert self.pipeline.chunks == 1 or self.name in ("interleaved", "zb-v"), self
 
@@ -70,7 +66,7 @@ def zero_bubble_h1(size: int, count: int, rank: int) -> Iterator[Action]:
         yield Action(ActionKind.WEIGHT_GRADIENT, number)
 
 
-def interleaved(pipeline: Pipeline, count: int, rank: int, group_size: int, pairs: bool = False) -> Iterator[Action]:
+def interleaved(pipeline: Pipeline, count: int, rank: int, group_size: int) -> Iterator[Action]:
     """Yields the order of interleaved 1F1B with several chunks per rank (Narayanan et al. 2021, arXiv:2104.04473).
 
     Groups of micro-batches pass through one chunk after the other. So the pipeline fills and drains in the time of one
@@ -78,22 +74,18 @@ def interleaved(pipeline: Pipeline, count: int, rank: int, group_size: int, pair
 
     If the last group is not full, the order is that of full groups without the missing micro-batches. A small group
     alone would leave a chunk before the group ahead of it has left the pipeline, and ranks would wait for each other.
-
-    With `pairs` every rank runs one more forward before its first backward: the backward of the last stage then belongs
-    to the micro-batch before the one whose forward it takes turns with. This costs the activations of one chunk.
     """
     assert group_size >= pipeline.pipeline_size, (pipeline, group_size)
     full = -(-count // group_size) * group_size
     forwards = list(_by_groups(ActionKind.FORWARD, pipeline.chunks, full, group_size))
     backwards = list(_by_groups(ActionKind.BACKWARD, pipeline.chunks, full, group_size))
-    warmup = 2 * (pipeline.pipeline_size - rank - 1) + (pipeline.chunks - 1) * group_size + pairs
+    warmup = 2 * (pipeline.pipeline_size - rank - 1) + (pipeline.chunks - 1) * group_size
     warmup = min(warmup, len(forwards))
     for action in forwards[:warmup]:
         if action.micro_batch < count:
             yield action
     for forward, backward in zip(forwards[warmup:], backwards, strict=False):
-        existing = [action for action in (forward, backward) if action.micro_batch < count]
-        yield from [pair(forward, backward)] if pairs and len(existing) == 2 else existing
+        yield from (action for action in (forward, backward) if action.micro_batch < count)
     for action in backwards[len(forwards) - warmup :]:
         if action.micro_batch < count:
             yield action
@@ -173,8 +165,8 @@ def compute_orders(schedule: Schedule) -> list[list[Action]]:
         return zero_bubble_v(pipeline, count, schedule.forward_only)
     if schedule.forward_only:
         return [list(_by_groups(ActionKind.FORWARD, pipeline.chunks, count, group)) for _ in ranks]
-    if schedule.name == "interleaved" or schedule.pairs:
-        return [list(interleaved(pipeline, count, rank, group, schedule.pairs)) for rank in ranks]
+    if schedule.name == "interleaved":
+        return [list(interleaved(pipeline, count, rank, group)) for rank in ranks]
     order = ONE_CHUNK_ORDERS[schedule.name]
     return [list(order(pipeline.pipeline_size, count, rank)) for rank in ranks]
 

@@ -1,19 +1,19 @@
 """Executes the action list of one rank: micro-batches, stages, losses and gradients. It does not depend on any
-model."""
+model. `PipelineTask` is its input; `StepLosses` scales the loss of each micro-batch as a part of the step's loss."""
 
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatron.core.communication.collectives import Pending
+from megatron.core.communication.collectives import Pending, all_reduce
 from megatron.core.exceptions import UserError
-from megatron.core.micro_batch import MicroBatch
+from megatron.core.groups.process_groups_config import ProcessGroupCollection
+from megatron.core.micro_batch import CooperativeTurn, MicroBatch
 from megatron.core.pipeline_parallel.actions import Action, ActionKind
 from megatron.core.pipeline_parallel.chunk_hooks import (
     device_of,
@@ -24,11 +24,138 @@ from megatron.core.pipeline_parallel.chunk_hooks import (
     no_sync_contexts,
     supply_micro_batch,
 )
-from megatron.core.pipeline_parallel.interleaving import Interleaver, MicroBatchTurn
-from megatron.core.pipeline_parallel.losses import StepLosses
-from megatron.core.pipeline_parallel.p2p_communication import PipelineP2P
-from megatron.core.pipeline_parallel.task import PipelineTask
+from megatron.core.pipeline_parallel.p2p_communication import ONE_STATE, PipelineP2P
+from megatron.core.pipeline_parallel.stages import Pipeline, StatesIn
 from megatron.core.timers import timed
+from megatron.core.tokens import RngPosition
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+ForwardStep = Callable[..., tuple[Tensor, Callable[..., Any] | None]]
+
+
+@dataclass(frozen=True)
+class PipelineTask:
+    """What the runner executes for every micro-batch."""
+
+    forward_step_func: ForwardStep
+    """(data_iterator, model) -> (output, loss_func); see `get_forward_backward_func`."""
+    data_iterators: Sequence[Any]
+    """One for each chunk."""
+    chunks: Sequence[nn.Module]
+    """This rank's model chunks."""
+    config: "TransformerConfig"
+    """The TransformerConfig of the model."""
+    groups: ProcessGroupCollection
+    pipeline: Pipeline
+    num_microbatches: int
+    p2p: PipelineP2P | None = None
+    """None if one rank has all stages."""
+    collect_non_loss_data: bool = False
+    rng_position_of: Callable[[int], RngPosition] | None = None
+    """Returns the position for random numbers of the micro-batch with this number; called on every stage."""
+    grad_scale_func: Callable[[Tensor], Tensor] | None = None
+    """Multiplies a loss by the loss scale before backward; None: losses are not scaled."""
+    states_in: Sequence[StatesIn] = ()
+    """Hidden states that each stage receives (`stages.states_into_stages`); empty: one per token."""
+
+    def stage_index(self, chunk: int) -> int:
+        """Returns the index of the stage that is this chunk of this rank."""
+        return self.pipeline.stage_index(self.groups.rank("pp"), chunk)
+
+    def states_into(self, stage: int) -> StatesIn:
+        """Returns the hidden states that a stage receives."""
+        return self.states_in[stage] if self.states_in else ONE_STATE
+
+    def local_neighbour(self, chunk: int, step: int) -> int | None:
+        """Returns the chunk of this rank that is the stage before (step -1) or after (+1) a chunk; None if that stage
+        is on another rank or does not exist."""
+        stage = self.stage_index(chunk) + step
+        if not 0 <= stage < self.pipeline.num_stages:
+            return None
+        rank, neighbour = self.pipeline.locate(stage)
+        return neighbour if rank == self.groups.rank("pp") else None
+
+
+class StepLosses:
+    """Scales the losses of a step's micro-batches, and collects what the loss function reports."""
+
+    def __init__(
+        self,
+        config: "TransformerConfig",
+        groups: ProcessGroupCollection,
+        num_microbatches: int,
+        collect_non_loss_data: bool,
+        grad_scale_func: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self.config, self.groups, self.num_microbatches = config, groups, num_microbatches
+        self.collect_non_loss_data, self.grad_scale_func = collect_non_loss_data, grad_scale_func
+        self.reports: list[Any] = []
+        """The reports of the loss function, one per micro-batch; empty on ranks without the last stage."""
+        self.num_tokens: Tensor | None = None
+        """Tokens of all micro-batches, summed from loss functions that return three values: a float64 scalar on the
+        device. None on ranks without the last stage."""
+
+    def record(self, output: Tensor, loss_func: Callable[..., Any] | None) -> Tensor:
+        """Calls the loss function on an output of the last stage and keeps its report. Returns the tensor from which
+        backward starts."""
+        if loss_func is None:
+            self.reports.append(output)
+            return output
+        if self.collect_non_loss_data:
+            self.reports.append(loss_func(output, non_loss_data=True))
+            return output
+        return self._loss(loss_func(output))
+
+    def add(self, report: Any, num_tokens: Tensor | None) -> None:
+        """Adds the report and the number of tokens of a micro-batch whose loss another object has recorded."""
+        self.reports.append(report)
+        if num_tokens is not None:
+            self._count(num_tokens)
+
+    def auxiliary_scale(self, device: torch.device) -> Tensor:
+        """Returns the gradient of an auxiliary loss, which a layer adds to the model's loss (for example to balance its
+        experts): a float64 scalar on the device. It is scaled as the model's loss is, loss scale included.
+
+        An auxiliary loss is a sum over context parallel ranks; each rank has one addend. With a loss per token the
+        layer has already multiplied it by its number of tokens.
+        """
+        scale = 1.0 if self.config.calculate_per_token_loss else self.groups.size("cp") / self.num_microbatches
+        one = torch.full((), scale, dtype=torch.float64, device=device)
+        return one if self.grad_scale_func is None else self.grad_scale_func(one)
+
+    def _loss(self, result: Sequence[Any]) -> Tensor:
+        context_parallel, count = self.groups.size("cp"), self.num_microbatches
+        if len(result) == 2:
+            loss, report = result
+            if self.config.calculate_per_token_loss:
+                raise UserError(
+                    "--calculate-per-token-loss needs a loss function that returns three values (sum, number of "
+                    "tokens, report); this one returned two"
+                )
+            # Gradients are also averaged over context parallel ranks, although each has only a part of the sequence.
+            loss = loss * context_parallel / count
+        else:
+            loss, tokens, report = result
+            if not isinstance(tokens, Tensor):
+                tokens = torch.full((), tokens, device=loss.device)  # fills on the device; a copy would wait
+            self._count(tokens)
+            if not self.config.calculate_per_token_loss:
+                loss = loss * context_parallel / self._over_context_parallel(tokens).clamp(min=1) / count
+        self.reports.append(report)
+        return loss
+
+    def _over_context_parallel(self, tokens: Tensor) -> Tensor:
+        """Returns the tokens of the micro-batch on all context parallel ranks."""
+        if self.groups.size("cp") == 1:
+            return tokens
+        return all_reduce(tokens.clone(), self.groups.cp)
+
+    def _count(self, tokens: Tensor) -> None:
+        tokens = tokens.detach().reshape(()).double()
+        self.num_tokens = tokens if self.num_tokens is None else self.num_tokens + tokens
 
 
 @dataclass
@@ -55,7 +182,6 @@ TIMERS = {
     ActionKind.BACKWARD: "backward-compute",
     ActionKind.INPUT_GRADIENT: "backward-compute",
     ActionKind.WEIGHT_GRADIENT: "weight-gradient-compute",
-    ActionKind.PAIR: "forward-and-backward-compute",
     ActionKind.SEND_FORWARD: "forward-send",
     ActionKind.RECEIVE_FORWARD: "forward-recv",
     ActionKind.SEND_BACKWARD: "backward-send",
@@ -92,9 +218,10 @@ class Runner:
         """Gradients of stages' outputs that are being received or have arrived."""
         self._outgoing: dict[tuple[ActionKind, int, int], Tensor] = {}
         """The tensors of sends that have not started, by kind, micro-batch and chunk of the send."""
-        self._turns: dict[MicroBatchKey, MicroBatchTurn] = {}
-        """The turns of the micro-batches, if the actions have pairs or backward delays weight gradients."""
-        self._interleaver = Interleaver()
+        sends = task.groups.size("ep") * task.groups.size("expt_tp") > 1
+        delays = sends and getattr(task.config, "delay_wgrad_compute", False)
+        self._turn = CooperativeTurn() if delays else None
+        """Set if a backward computes its weight gradients while it exchanges tokens between experts."""
         self._no_sync: list[contextlib.ExitStack] = []
         """For each chunk, the context that delays the reduction of its gradients."""
         self._synced: set[int] = set()
@@ -106,10 +233,7 @@ class Runner:
     def run(self, actions: Sequence[Action]) -> None:
         """Executes the actions in order. No reduction of a chunk's gradients starts before its SYNC action."""
         backward = (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT)
-        members = [member for action in actions for member in action.members]
-        self._trained = {(member.micro_batch, member.chunk) for member in members if member.kind in backward}
-        if self._delays_weight_gradients or any(action.kind is ActionKind.PAIR for action in actions):
-            self._turns = {key: MicroBatchTurn() for key in self._trained}
+        self._trained = {(action.micro_batch, action.chunk) for action in actions if action.kind in backward}
         if self._trained:
             self._auxiliary_scales = [self._auxiliary_scale(chunk) for chunk in range(len(self.task.chunks))]
         steps = {
@@ -117,7 +241,6 @@ class Runner:
             ActionKind.BACKWARD: self._backward,
             ActionKind.INPUT_GRADIENT: self._input_gradient,
             ActionKind.WEIGHT_GRADIENT: self._weight_gradient,
-            ActionKind.PAIR: self._pair,
             ActionKind.SEND_FORWARD: self._send_forward,
             ActionKind.SEND_BACKWARD: self._send_backward,
             ActionKind.RECEIVE_FORWARD: self._receive_forward,
@@ -126,7 +249,6 @@ class Runner:
         }
         self._no_sync = [contextlib.ExitStack() for _ in self.task.chunks]
         with contextlib.ExitStack() as cleanup:
-            cleanup.enter_context(self._interleaver)
             for stack in self._no_sync:
                 cleanup.push(stack)
             if self._trained:
@@ -136,23 +258,14 @@ class Runner:
             for action in actions:
                 with timed(self.timers if action.kind in TIMERS else None, TIMERS.get(action.kind, ""), 2):
                     steps[action.kind](action)
-                for member in action.members:
-                    if member.chunk in self._synced and member.kind in (
-                        ActionKind.BACKWARD,
-                        ActionKind.WEIGHT_GRADIENT,
-                    ):
-                        self._start_reductions(member.chunk)
+                completes = action.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)
+                if completes and action.chunk in self._synced:
+                    self._start_reductions(action.chunk)
         if self.task.p2p is not None:
             self.task.p2p.finish()
         assert not any((self._forwards, self._hidden, self._gradients, self._outgoing)), (
             "the action list left tensors that no action uses"
         )
-
-    @property
-    def _delays_weight_gradients(self) -> bool:
-        """Whether a backward computes its weight gradients while it exchanges tokens between experts."""
-        sends = self.task.groups.size("ep") * self.task.groups.size("expt_tp") > 1
-        return sends and getattr(self.task.config, "delay_wgrad_compute", False)
 
     def _auxiliary_scale(self, chunk: int) -> Tensor | None:
         """Returns the gradient of auxiliary losses of a chunk's layers; None if the chunk takes no `MicroBatch`
@@ -166,7 +279,7 @@ class Runner:
         return MicroBatch(
             rng_position=None if position is None else position(number),
             auxiliary_scale=self._auxiliary_scales[chunk],
-            turn=self._turns.get((number, chunk)),
+            turn=self._turn,
         )
 
     def _sync(self, action: Action) -> None:
@@ -228,11 +341,10 @@ class Runner:
     # Backward --------------------------------------------------------------------------------------------------------
 
     def _backward(self, action: Action) -> None:
-        turn = self._turns.get((action.micro_batch, action.chunk))
         defer = find_method(self.task.chunks[action.chunk], "deferred_weight_gradients")
-        if turn is None or defer is None or not self._delays_weight_gradients:
+        if self._turn is None or defer is None:
             return self._run_backward(action)
-        with defer() as compute_deferred, turn.own_work_first(compute_deferred):
+        with defer() as compute_deferred, self._turn.given_to(compute_deferred):
             return self._run_backward(action)
 
     def _run_backward(self, action: Action) -> None:
@@ -259,11 +371,6 @@ class Runner:
         defer = find_method(self.task.chunks[action.chunk], "defer_weight_gradients")
         with contextlib.nullcontext() if defer is None else defer(action.micro_batch):
             self._run_backward(action)
-
-    def _pair(self, action: Action) -> None:
-        forward, backward = action.members
-        turns = [self._turns[member.micro_batch, member.chunk] for member in action.members]
-        self._interleaver.run(partial(self._forward, forward), partial(self._backward, backward), *turns)
 
     def _weight_gradient(self, action: Action) -> None:
         compute = find_method(self.task.chunks[action.chunk], "compute_weight_gradients")

@@ -14,14 +14,8 @@ from megatron.core.pipeline_parallel.actions import Action, ActionKind
 from megatron.core.pipeline_parallel.chunk_hooks import device_of
 from megatron.core.pipeline_parallel.orders import Schedule, schedule_name
 from megatron.core.pipeline_parallel.p2p_communication import PipelineP2P, message_format_of
-from megatron.core.pipeline_parallel.runner import Runner
-from megatron.core.pipeline_parallel.stages import (
-    Pipeline,
-    overlaps_expert_communication,
-    pipeline_of,
-    states_into_stages,
-)
-from megatron.core.pipeline_parallel.task import ForwardStep, PipelineTask
+from megatron.core.pipeline_parallel.runner import ForwardStep, PipelineTask, Runner
+from megatron.core.pipeline_parallel.stages import Pipeline, pipeline_of, states_into_stages
 from megatron.core.timers import timed
 from megatron.core.tokens import RngPosition
 from megatron.core.utils.keywords import Keywords
@@ -129,10 +123,10 @@ def forward_backward_no_pipelining(
     runner = make_runner(task, timers)
     finalize = config.finalize_model_grads_func or finalize_model_grads_func
     with timed(timers, "forward-backward", 1, barrier=config.barrier_with_L1_time):
-        schedule = schedule_of(config, pipeline, num_microbatches, forward_only)
-        if pipeline.num_stages == 1 and not schedule.pairs:
+        if pipeline.num_stages == 1:
             runner.run([*one_after_the_other(num_microbatches, forward_only)])
         else:
+            schedule = schedule_of(config, pipeline, num_microbatches, forward_only)
             runner.run(rank_actions(schedule, groups.rank("pp")))
         if not forward_only and finalize is not None:
             with timed(timers, "all-grads-sync", 1):
@@ -183,9 +177,8 @@ def schedule_of(
     config: "TransformerConfig", pipeline: Pipeline, num_microbatches: int, forward_only: bool = False
 ) -> Schedule:
     """Returns the schedule that a config asks for."""
-    pairs = overlaps_expert_communication(config) and not forward_only
     if pipeline.num_stages == 1:
-        return Schedule("1f1b", pipeline, num_microbatches, forward_only, pairs=pairs)
+        return Schedule("1f1b", pipeline, num_microbatches, forward_only)
     group = getattr(config, "microbatch_group_size_per_vp_stage", None)
     # With an unknown shape the receive waits when it is posted, so it is posted as late as possible.
     overlaps = config.overlap_p2p_comm and not config.variable_seq_lengths
@@ -196,7 +189,6 @@ def schedule_of(
         forward_only,
         group if pipeline.chunks > 1 and not pipeline.v_shaped else None,
         ahead=1 if overlaps else 0,
-        pairs=pairs,
     )
 
 

@@ -27,15 +27,14 @@ class Costs:
     """Time from the end of a computation until another rank has received its result."""
 
     def duration(self, action: Action) -> float:
-        """Returns the duration of an action. A pair takes as long as its two members one after the other: these costs
-        contain no communication that a pair could hide."""
+        """Returns the duration of a computation."""
         kinds = {
             ActionKind.FORWARD: self.forward,
             ActionKind.BACKWARD: self.input_gradient + self.weight_gradient,
             ActionKind.INPUT_GRADIENT: self.input_gradient,
             ActionKind.WEIGHT_GRADIENT: self.weight_gradient,
         }
-        return sum(kinds[member.kind] for member in action.members)
+        return kinds[action.kind]
 
 
 @dataclass(frozen=True)
@@ -75,12 +74,10 @@ class Timeline:
         are kept.
         """
         kept = peak = 0
-        releases = {ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT}
         for span in self.spans[rank]:
-            kinds = {member.kind for member in span.action.members}
-            kept += ActionKind.FORWARD in kinds
+            kept += span.action.kind is ActionKind.FORWARD
             peak = max(peak, kept)
-            kept -= bool(kinds & releases)
+            kept -= span.action.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)
         return peak / self.pipeline.chunks
 
 
@@ -177,15 +174,14 @@ class _Simulation:
         return True
 
     def _compute(self, number: int, rank: _Rank, action: Action) -> bool:
-        ready = [self._ready(number, rank, member) for member in action.members]
-        if None in ready:
+        ready = self._ready(number, rank, action)
+        if ready is None:
             return False
-        start = max(rank.time, *(time for time in ready if time is not None))
-        rank.time = start + sum(self._costs_of(number, member).duration(member) for member in action.members)
-        for member in action.members:
-            key = member.kind, member.micro_batch, member.chunk
-            assert key not in rank.done, f"rank {number} does {member} twice"
-            rank.done[key] = rank.time
+        start = max(rank.time, ready)
+        rank.time = start + self._costs_of(number, action).duration(action)
+        key = action.kind, action.micro_batch, action.chunk
+        assert key not in rank.done, f"rank {number} does {action} twice"
+        rank.done[key] = rank.time
         rank.spans.append(TimedAction(action, start, rank.time))
         return True
 

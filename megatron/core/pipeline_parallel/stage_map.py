@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron.core.declarations.config_fields import refuse
+from megatron.core.declarations.config_fields import literal_text, refuse
 from megatron.core.declarations.flag_grammars import MOST_LAYERS
 from megatron.core.exceptions import UserError
 from megatron.core.pipeline_parallel.encoder_decoder import encoder_decoder_problems
@@ -17,7 +17,6 @@ from megatron.core.pipeline_parallel.stages import (
     letters_of_stages,
     middle_ranks,
     num_encoder_layers,
-    overlaps_expert_communication,
     pipeline_of,
 )
 
@@ -146,28 +145,6 @@ def _schedule_problems(config: "TransformerConfig") -> Iterator[str]:
         )
     if schedule == "interleaved" and chunks == 1 and config.pipeline_model_parallel_layout in (None, AUTO):
         yield "{pipeline_schedule} needs {virtual_pipeline_model_parallel_size:name} of 2 or more chunks a rank"
-    if overlaps_expert_communication(config):
-        yield from _pair_problems(config)
-
-
-def _pair_problems(config: "TransformerConfig") -> Iterator[str]:
-    """Forward and backward can take turns only in an interleaved pipeline: there every stage has a forward that does
-    not depend on the backward beside it."""
-    if config.pipeline_schedule in ("zb-h1", "zb-v"):
-        yield (
-            "{overlap_moe_expert_parallel_comm:name} has whole backwards take turns with forwards; "
-            "{pipeline_schedule} takes them apart; {pipeline_schedule:name} interleaved works"
-        )
-        return
-    try:
-        chunks = pipeline_of(config).chunks
-    except ValueError:
-        return  # `_layout_problems` reports the layout
-    if chunks == 1:
-        yield (
-            "{overlap_moe_expert_parallel_comm:name} with {pipeline_model_parallel_size} needs "
-            "{virtual_pipeline_model_parallel_size:name} of 2 or more chunks a rank"
-        )
 
 
 def _exclusive_with_layout(config: "TransformerConfig") -> Iterator[str]:
@@ -185,7 +162,7 @@ def _layout_problems(config: "TransformerConfig") -> Iterator[str]:
     try:
         stages = layout_of(config)
     except ValueError as error:
-        yield f"{{pipeline_model_parallel_layout}}: {str(error).replace('{', '{{').replace('}', '}}')}"
+        yield f"{{pipeline_model_parallel_layout}}: {literal_text(str(error))}"
         return
     assert stages is not None
     size, letters, complaint = config.pipeline_model_parallel_size, "".join(stages), "{pipeline_model_parallel_layout}"

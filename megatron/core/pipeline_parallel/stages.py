@@ -86,13 +86,6 @@ def virtual_stages(config: "TransformerConfig", layers_per_virtual_stage: int) -
     return max(1, -(-counted // (config.pipeline_model_parallel_size * layers_per_virtual_stage)))
 
 
-def overlaps_expert_communication(config: "TransformerConfig") -> bool:
-    """Whether training runs the forward of one micro-batch and the backward of another in turns: the config asks for it
-    and the model has experts, whose communication this hides."""
-    asked = getattr(config, "overlap_moe_expert_parallel_comm", False)
-    return asked and getattr(config, "num_moe_experts", None) is not None
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The modules on each stage, as letters: E embedding, t transformer layer, m multi-token prediction layer, L loss. The
 # second E of an encoder-decoder model begins its decoder.

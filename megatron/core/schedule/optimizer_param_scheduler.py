@@ -47,14 +47,18 @@ class LearningRateSchedule:
     decay_style: str
     wsd_decay_steps: int | None = None
     wsd_decay_style: str | None = None
+    warmup_log_steps: float | None = None
+    """Number of updates of a warm-up that rises with their logarithm; None: it rises linearly."""
 
 
 def learning_rate(num_steps: Tensor, schedule: LearningRateSchedule) -> Tensor:
     """Returns the learning rate after `num_steps` samples: a float64 scalar from a float64 scalar.
 
-    Warm-up, up to and including its last step: linear. Then, with r = (n - warmup) / (decay - warmup) in [0, 1], min_lr
-    + c (max_lr - min_lr) where c is 1 - r (linear) or (1 + cos(pi r)) / 2 (cosine); max_lr sqrt(warmup / n)
-    (inverse-square-root); max_lr until the last wsd_decay_steps (WSD). After the decay: min_lr.
+    Warm-up, up to and including its last step: linear, or with N = `warmup_log_steps` updates from init_lr to max_lr by
+    log(1 + N n / warmup) / log(N), at most 1 (the logarithmic warm-up of DeepSpeed's WarmupLR). Then, with r =
+    (n - warmup) / (decay - warmup) in [0, 1], min_lr + c (max_lr - min_lr) where c is 1 - r (linear) or (1 + cos(pi
+    r)) / 2 (cosine); max_lr sqrt(warmup / n) (inverse-square-root); max_lr until the last wsd_decay_steps (WSD). After
+    the decay: min_lr.
     """
     s = schedule
     if s.decay_style == "constant":
@@ -67,9 +71,17 @@ def learning_rate(num_steps: Tensor, schedule: LearningRateSchedule) -> Tensor:
     if s.decay_style != "constant":
         rate = torch.where(num_steps > s.decay_steps, s.min_lr, rate)
     if s.warmup_steps > 0:
-        warming = s.init_lr + (s.max_lr - s.init_lr) * num_steps / s.warmup_steps
+        warming = s.init_lr + (s.max_lr - s.init_lr) * _warmup_coefficient(num_steps / s.warmup_steps, s)
         rate = torch.where(num_steps <= s.warmup_steps, warming, rate)
     return rate
+
+
+def _warmup_coefficient(done: Tensor, s: LearningRateSchedule) -> Tensor:
+    """Returns 0 at the start of the warm-up (done = 0) and 1 at its end."""
+    if s.warmup_log_steps is None:
+        return done
+    updates = max(2.0, s.warmup_log_steps)
+    return (torch.log1p(done * updates) / math.log(updates)).clamp(max=1.0)
 
 
 def _decay_coefficient(num_steps: Tensor, s: LearningRateSchedule) -> Tensor:
@@ -135,6 +147,7 @@ class OptimizerParamScheduler:
         lr_wsd_decay_style: str | None = None,
         decoupled_lr: float | None = None,
         decoupled_min_lr: float | None = None,
+        lr_warmup_log_steps: float | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.init_lr, self.max_lr, self.min_lr = init_lr, max_lr, min_lr
@@ -143,6 +156,7 @@ class OptimizerParamScheduler:
         self.wd_incr_steps, self.wd_incr_style = wd_incr_steps, wd_incr_style
         self.wsd_decay_steps, self.lr_wsd_decay_style = wsd_decay_steps, lr_wsd_decay_style
         self.decoupled_lr, self.decoupled_min_lr = decoupled_lr, decoupled_min_lr
+        self.lr_warmup_log_steps = lr_warmup_log_steps
         self.use_checkpoint_opt_param_scheduler = use_checkpoint_opt_param_scheduler
         self.override_opt_param_scheduler = override_opt_param_scheduler
         self._refuse_problems()
@@ -228,6 +242,7 @@ class OptimizerParamScheduler:
             self.lr_decay_style,
             self.wsd_decay_steps,
             self.lr_wsd_decay_style,
+            self.lr_warmup_log_steps,
         )
 
     def _wd_of(self, group: dict[str, Any]) -> float | Tensor:

@@ -14,7 +14,6 @@ from megatron.core.groups.defaults import groups_or_default, tp_group_or_default
 from megatron.core.initializers import Constant
 from megatron.core.ops.fp8.recipes import LinearSplit
 from megatron.core.ops.linear import linear
-from megatron.core.parameters import Box
 from megatron.core.tensor_parallel.attributes import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
@@ -96,7 +95,11 @@ class ColumnParallelLinear(ShardedStateModule):
         self.register_load_state_dict_pre_hook(drop_empty_extra_state)
         canonical = canonical_shape or (output_size,)
         assert math.prod(canonical) == output_size, (canonical, output_size)
-        rows, box = self._rows(canonical, split_dim, vocab_padding_multiple)
+        if vocab_padding_multiple is not None:
+            rows, box = vocabulary_box(output_size, self.tp_group, vocab_padding_multiple)
+        else:
+            box = split_box(canonical, split_dim, self.tp_group)
+            rows = box.numel
         self.output_size_per_partition = rows
         facts = {
             **_facts(is_expert),
@@ -126,13 +129,6 @@ class ColumnParallelLinear(ShardedStateModule):
         pieces = products_in_pieces(config, self.tp_group, self.backend) if self.sequence_parallel else None
         if pieces is not None:
             self.linear = pieces.column_parallel_linear
-
-    def _rows(self, canonical: tuple[int, ...], split_dim: int, vocab_padding_multiple: int | None) -> tuple[int, Box]:
-        """Returns the number of rows stored here, and their box."""
-        if vocab_padding_multiple is not None:
-            return vocabulary_box(self.output_size, self.tp_group, vocab_padding_multiple)
-        box = split_box(canonical, split_dim, self.tp_group)
-        return box.numel, box
 
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None

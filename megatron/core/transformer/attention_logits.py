@@ -15,7 +15,8 @@ from megatron.core.communication.collectives import all_reduce
 from megatron.core.exceptions import UserError
 from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.parameters import info_of
-from megatron.core.transformer.attention import CrossAttention, SelfAttention
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.cross_attention import CrossAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 

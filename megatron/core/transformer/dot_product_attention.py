@@ -90,7 +90,7 @@ class DotProductAttention(MegatronModule):
         )
         self.plan = plan_attention(self.backend, self.variant, config)
         self.context: ContextAttention | None = None
-        if groups.size("cp") > 1:
+        if groups.size("cp") > 1 or (config.hybrid_context_parallel and groups.size("dp_cp") > 1):
             if self.crosses or self.variant.adds_bias:
                 what = "cross attention" if self.crosses else "a relative position bias"
                 raise UserError(f"context_parallel_size {groups.size('cp')} does not go with {what}; use 1")
@@ -147,8 +147,9 @@ class DotProductAttention(MegatronModule):
         max_seqlen = tokens.max_seqlen if tokens is not None else None
         if packed_seq_params is not None:
             cu_seqlens, max_seqlen = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
+        context = self._context_of(tokens)
         if self.variant.chunk is not None:
-            keys = key.shape[0] * (1 if self.context is None else self.context.part.size)
+            keys = key.shape[0] * (1 if context is None else context.part.size)
             cu_seqlens, max_seqlen = self._chunks(cu_seqlens, keys, key.device)
         dropout = (
             inputs.dropout_position(self.layer_number, "encoder_attention" if self.crosses else "attention")
@@ -167,11 +168,10 @@ class DotProductAttention(MegatronModule):
             key_start=self._key_start(inputs) if dropout is not None else None,
         )
         if self.measures_logits and self.training and torch.is_grad_enabled():
-            run_once_under_recompute((self, "max_logits"), lambda: self._measure_logits(query, key, call))
+            run_once_under_recompute((self, "max_logits"), lambda: self._measure_logits(query, key, call, context))
         situation = Situation(query.device.type, self.config.params_dtype, dropout is not None, cu_seqlens is not None)
-        if self.context is not None:
-            self._check_part(tokens)
-            return self.context(query, key, value, call, situation).flatten(2)
+        if context is not None:
+            return context(query, key, value, call, situation).flatten(2)
         # On a CPU: `attention` of megatron/core/ops/attention/unfused.py, the definition.
         compute = self.plan.kernel_of(situation, call, query.shape[0]).compute
         return compute(query, key, value, self.variant, call).flatten(2)  # [s, b, a * d]
@@ -182,9 +182,11 @@ class DotProductAttention(MegatronModule):
         self.plan = plan_attention(self.backend, self.variant, self.config)
 
     @torch.no_grad()
-    def _measure_logits(self, query: Tensor, key: Tensor, call: AttentionCall) -> None:
-        if self.context is not None:
-            key, call = self.context.whole_keys(query, key, call)
+    def _measure_logits(
+        self, query: Tensor, key: Tensor, call: AttentionCall, context: ContextAttention | None
+    ) -> None:
+        if context is not None:
+            key, call = context.whole_keys(query, key, call)
         found = self.backend.attention.max_attention_logits(query, key, self.variant, call)
         if self.max_logits is None:
             self.max_logits = torch.full_like(found, -torch.inf)
@@ -205,10 +207,19 @@ class DotProductAttention(MegatronModule):
             return chunks_of_row(length, chunk, device), min(chunk, length)
         return chunks_of_documents(cu_seqlens, length, chunk), min(chunk, length)
 
-    def _check_part(self, tokens: Tokens | None) -> None:
-        assert self.context is not None
-        if tokens is not None and tokens.part != self.context.part:
-            raise UserError(f"tokens.part is {tokens.part}, but this rank holds {self.context.part} of every row")
+    def _context_of(self, tokens: Tokens | None) -> ContextAttention | None:
+        """Returns the attention over the ranks that share the rows of these tokens; None if this rank has whole
+        rows."""
+        if self.context is None or tokens is None:
+            return self.context
+        part, own = tokens.part, self.context.part
+        if part == own and part.group is None:
+            return self.context
+        if part is None and (self.config.hybrid_context_parallel or own.size == 1):
+            return None
+        if part is None or part.group is None:
+            raise UserError(f"tokens.part is {part}, but this rank holds {own} of every row")
+        return self.context.over(part)
 
     def _sink(self, query: Tensor) -> Tensor | None:
         if not self.variant.sink:

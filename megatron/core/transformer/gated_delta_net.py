@@ -111,8 +111,8 @@ class GatedDeltaNet(MegatronModule):
         self.out_proj = build_output_projection(
             submodules.out_proj, config, value_heads * dv, groups.tp, self.backend, bias=False, name="out_proj"
         )
-        self.attend_to_convolved = DiscardedResults(self._convolved_with_silu, self.core_attention)
-        self.project_gated = DiscardedResults(self._gated, self.out_proj)
+        self.attend_to_convolved = DiscardedResults(self.core_attention)
+        self.project_gated = DiscardedResults(self.out_proj)
 
     def forward(self, hidden_states: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor | None]:
         """Returns (output [t, h], None) for hidden states [t, h]. Under sequence parallelism both hold this rank's
@@ -120,15 +120,15 @@ class GatedDeltaNet(MegatronModule):
         check_scanned_inputs(inputs, "gated_delta_net")
         tokens, ranks = inputs.tokens, group_size(self.cp_group)
         projected = self.in_proj(hidden_states)[0].view(tokens.seq_length, tokens.batch_size, self.key_heads, -1)
-        if ranks > 1:
-            (projected,) = start_to_heads([projected], self.cp_group, ranks).wait()
-            tokens = Tokens(tokens.row_length, tokens.batch_size, cu_seqlens=tokens.cu_seqlens)
-        document = document_numbers(tokens, hidden_states.device)
         # [s, b, key heads, ...] each
         mixed, gate, strength, fading = self.backend.recurrence.split_columns(projected, self.widths)
+        if ranks > 1:  # gates stay with their rows
+            mixed, strength, fading = start_to_heads([mixed, strength, fading], self.cp_group, ranks).wait()
+            tokens = Tokens(tokens.row_length, tokens.batch_size, cu_seqlens=tokens.cu_seqlens)
+        document = document_numbers(tokens, hidden_states.device)
         log_rate, bias = map(self._own, (self.A_log, self.dt_bias))
         if inputs.inference_context is None:
-            (convolved,) = self.attend_to_convolved.compute(mixed, document)
+            convolved = self.attend_to_convolved.compute(self._convolved_with_silu, mixed, document)
             output = self.attend_to_convolved(convolved, fading, strength, log_rate, bias, document)  # [s, b, v, dv]
         else:
             log_decay = log_decays(fading, log_rate, bias)
@@ -140,13 +140,13 @@ class GatedDeltaNet(MegatronModule):
                 lambda rows: self._convolved(rows, None),
                 lambda convolved, *seen: self.core_attention.advance(convolved, log_decay, strength, *seen),
             )
-        (gated,) = self.project_gated.compute(output, gate, hidden_states.dtype)
         if ranks > 1:
-            gated = start_to_rows(gated.view(output.shape), self.cp_group, ranks).wait().flatten(2)
+            output = start_to_rows(output, self.cp_group, ranks).wait()
+        gated = self.project_gated.compute(self._gated, output, gate, hidden_states.dtype)
         result: tuple[Tensor, Tensor | None] = self.project_gated(gated.flatten(0, 1))
         return result
 
-    def _gated(self, output: Tensor, gate: Tensor, dtype: torch.dtype) -> tuple[Tensor]:
+    def _gated(self, output: Tensor, gate: Tensor, dtype: torch.dtype) -> Tensor:
         """Returns norm(output) * silu(gate) [s, b, v dv] for outputs [s, b, v, dv] and gates [s, b, key heads, ...]."""
         norm = self.out_norm
         if isinstance(norm, WrappedTorchNorm) and norm.can_gate:
@@ -154,7 +154,7 @@ class GatedDeltaNet(MegatronModule):
             gated = norm.gated(output.view(shape), gate.unflatten(-1, shape[3:])).flatten(2, 3)
         else:
             gated = norm(output) * F.silu(widened(gate.reshape(output.shape)))
-        return (gated.to(dtype).flatten(2),)
+        return gated.to(dtype).flatten(2)
 
     def _own(self, parameter: Tensor) -> Tensor:
         """Returns the part of a parameter that belongs to the heads of this context parallel rank."""
@@ -162,8 +162,8 @@ class GatedDeltaNet(MegatronModule):
             return parameter
         return parameter.chunk(group_size(self.cp_group))[group_rank(self.cp_group)]
 
-    def _convolved_with_silu(self, mixed: Tensor, document: Tensor | None) -> tuple[Tensor]:
-        return (self._convolved(mixed, document, silu=True),)
+    def _convolved_with_silu(self, mixed: Tensor, document: Tensor | None) -> Tensor:
+        return self._convolved(mixed, document, silu=True)
 
     def _convolved(self, mixed: Tensor, document: Tensor | None, silu: bool = False) -> Tensor:
         return self.backend.recurrence.causal_conv(mixed, self._own(self.conv1d.weight), None, document, silu)

@@ -1,4 +1,4 @@
-"""Layer calls in Megatron-LM's form: a block calls a script's layer, or a script calls our layers.
+"""Calls in Megatron-LM's form: our code calls a script's layer or attention, or a script calls our layers.
 
 Our layers take the hidden states [t, h] and one record, `LayerInputs`. Megatron-LM's layers take hidden states [s, b,
 h] and many keywords (`LayerArguments`), and return a pair (hidden states, context).
@@ -9,6 +9,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from megatron.core.backends import choose_backend
@@ -20,6 +21,7 @@ from megatron.core.ops.dropout.dropout import dropout_tokens
 from megatron.core.ops.rope import Rotation, rotation_of_angles
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tokens import Tokens
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.layer_inputs import EncoderStates, LayerInputs, drops, encoder_states_of, sequence_slice
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils.keywords import Keywords
@@ -77,14 +79,6 @@ class _Running:
 _running: contextvars.ContextVar[_Running | None] = contextvars.ContextVar("running", default=None)
 
 
-def takes_inputs(layer: nn.Module) -> bool:
-    """Whether a layer is called with hidden states [t, h] and `LayerInputs`. A class whose `forward` takes
-    `attention_mask` or any keyword, but no `inputs`, is called as in Megatron-LM (`run_script_layer`)."""
-    kind: Any = type(layer)
-    keywords = Keywords.of_forward(kind)
-    return "inputs" in keywords.names or "attention_mask" not in keywords
-
-
 def run_script_layer(layer: nn.Module, hidden: Tensor, inputs: LayerInputs) -> Tensor:
     """Returns the hidden states [t, h] after a layer of a block that is called as in Megatron-LM.
 
@@ -102,6 +96,40 @@ def run_script_layer(layer: nn.Module, hidden: Tensor, inputs: LayerInputs) -> T
         _running.reset(before)
     states: Tensor = output[0] if isinstance(output, tuple) else output
     return states.flatten(0, 1)
+
+
+def attend_as_script(
+    core_attention: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    inputs: LayerInputs,
+    attn_mask_type: AttnMaskType,
+    attention_bias: Tensor | None = None,
+) -> Tensor:
+    """Returns the output [s, b, a * d] of a script's class of attention, which is called as in Megatron-LM, for query
+    [s, b, a, d], key and value [sk, b, g, d].
+
+    It gets those keywords that it accepts: `forward(query, key, value, attention_mask, attn_mask_type, attention_bias,
+    packed_seq_params)`. Its mask is bool [b or 1, 1, s, sk] with True for hidden keys, including the keys after each
+    token; None: no key is hidden. Raises UserError in cases that these arguments cannot express: parts of a sequence,
+    packed documents, generation.
+    """
+    kind: Any = type(core_attention)
+    name = kind.__name__
+    if inputs.tokens.cu_seqlens is not None:
+        raise UserError(f"{name} as core_attention of a layer spec: not with packed documents (reset_attention_mask)")
+    if inputs.inference_context is not None:
+        raise UserError(f"{name} as core_attention of a layer spec: not in generation with an inference_context")
+    if inputs.tokens.part is not None:
+        raise UserError(f"{name} as core_attention of a layer spec: not with context parallelism; use 1")
+    if attn_mask_type is AttnMaskType.causal:
+        later = torch.ones(query.shape[0], key.shape[0], dtype=torch.bool, device=query.device).triu(1)[None, None]
+        mask = later if mask is None else mask | later
+    offered = {"attn_mask_type": attn_mask_type, "attention_bias": attention_bias, "packed_seq_params": None}
+    found: Tensor = core_attention(query, key, value, mask, **Keywords.of_forward(kind).chosen_from(offered))
+    return found
 
 
 def _accepted(layer: nn.Module, keywords: Keywords, arguments: LayerArguments) -> dict[str, object]:

@@ -3,10 +3,10 @@
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.core.communication.collectives import Group, group_rank, group_size
 from megatron.core.exceptions import UserError
@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.tokens import Tokens
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils.keywords import Keywords
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,8 @@ class InferenceContext(Protocol):
         state changes with each token."""
 
     def remember(self, layer_number: int, part: str, state: Tensor) -> None:
-        """Keeps a state of a layer after the current tokens. `part` names the state, if a layer has several."""
+        """Keeps a state of a layer after the current tokens. `part` names the state, if a layer has several. The first
+        dimension of a state that `moves` is the row."""
 
     def select_last(self, hidden: Tensor) -> Tensor:
         """Returns the hidden states from which tokens are predicted: the last ones, [1, b, h], or all, [s, b, h]."""
@@ -111,7 +113,7 @@ class LayerInputs:
     """Gradient of every loss that a layer adds to the model's loss (see `ops.attached_loss`): a scalar on the device;
     None: 1."""
     turn: CooperativeTurn | None = None
-    """Set if another micro-batch takes turns with this one."""
+    """Set if backward delays weight gradients; see `MicroBatch.turn`."""
     encoder: EncoderStates | None = None
     """The inputs of cross attention; None: the layers have no cross attention."""
     attention_bias: Tensor | None = None
@@ -202,3 +204,16 @@ def check_scanned_inputs(inputs: LayerInputs, layers: str) -> None:
 def as_heads(tensor: Tensor, tokens: Tokens, heads: int) -> Tensor:
     """Views [t, heads * d] as [s, b, heads, d]."""
     return tensor.view(tokens.seq_length, tokens.batch_size, heads, -1)
+
+
+def takes_inputs(module: nn.Module) -> bool:
+    """Whether the `forward` of a module has the parameter `inputs`, for `LayerInputs`."""
+    kind: Any = type(module)
+    return "inputs" in Keywords.of_forward(kind).names
+
+
+def is_script_layer(layer: nn.Module) -> bool:
+    """Whether a layer is of a script's class, which is called as in Megatron-LM (`layer_call.run_script_layer`): its
+    `forward` takes `attention_mask` or any keyword, but no `inputs`."""
+    kind: Any = type(layer)
+    return not takes_inputs(layer) and "attention_mask" in Keywords.of_forward(kind)

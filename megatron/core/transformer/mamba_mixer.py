@@ -118,11 +118,15 @@ class MambaMixer(MegatronModule):
         check_scanned_inputs(inputs, "Mamba-2")
         tokens, ranks = inputs.tokens, group_size(self.cp_group)
         projected = self.in_proj(hidden_states)[0].view(tokens.seq_length, tokens.batch_size, self.groups, -1)
-        if ranks > 1:
-            (projected,) = start_to_heads([projected], self.cp_group, ranks).wait()  # [ranks * s, b, g / ranks, rows]
+        split = self.backend.recurrence.split_columns
+        if ranks > 1:  # gates stay with their rows
+            gate, scanned = split(projected, [self.widths[0], sum(self.widths[1:])])
+            (scanned,) = start_to_heads([scanned], self.cp_group, ranks).wait()  # [ranks * s, b, g / ranks, ...]
+            mixed, step = split(scanned, self.widths[1:])
             tokens = Tokens(tokens.row_length, tokens.batch_size, cu_seqlens=tokens.cu_seqlens)
+        else:
+            gate, mixed, step = split(projected, self.widths)  # [s, b, g, ...] each
         document = document_numbers(tokens, hidden_states.device)
-        gate, mixed, step = self.backend.recurrence.split_columns(projected, self.widths)  # [s, b, g, ...] each
         parameters = self._own(self.dt_bias), self._own(self.A_log), self._own(self.D)
         context = inputs.inference_context
         if context is None:
@@ -136,11 +140,10 @@ class MambaMixer(MegatronModule):
                 lambda rows: self._convolved(rows, None),
                 lambda convolved, *seen: self.scan.advance(convolved, step, parameters, *seen),
             )
-        weight = self._own(self.norm_weight).view(gate.shape[2:])
-        epsilon = self.config.layernorm_epsilon
-        normed = self.backend.recurrence.gated_rms_norm(output, gate, weight, epsilon, gate_first=True)
         if ranks > 1:
-            normed = start_to_rows(normed, self.cp_group, ranks).wait()
+            output = start_to_rows(output, self.cp_group, ranks).wait()
+        weight, epsilon = self.norm_weight.view(gate.shape[2:]), self.config.layernorm_epsilon
+        normed = self.backend.recurrence.gated_rms_norm(output, gate, weight, epsilon, gate_first=True)
         return self.out_proj(normed.flatten(2).flatten(0, 1))
 
     def _own(self, parameter: Tensor) -> Tensor:

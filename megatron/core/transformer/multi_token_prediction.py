@@ -25,8 +25,8 @@ from megatron.core.pipeline_parallel.stage_map import stage_map
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
 from megatron.core.tokens import SequencePart, Tokens
-from megatron.core.transformer.layer_call import run_script_layer, takes_inputs
-from megatron.core.transformer.layer_inputs import LayerInputs
+from megatron.core.transformer.layer_call import run_script_layer
+from megatron.core.transformer.layer_inputs import LayerInputs, is_script_layer
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.offload import offload_activations
 from megatron.core.transformer.recompute import recompute_predictions
@@ -110,7 +110,7 @@ class MultiTokenPredictionLayer(MegatronModule):
         if self.config.fp32_residual_connection:
             joined = widened(joined)
         layer = self.transformer_layer
-        states = layer(joined, inputs) if takes_inputs(layer) else run_script_layer(layer, joined, inputs)
+        states = run_script_layer(layer, joined, inputs) if is_script_layer(layer) else layer(joined, inputs)
         return self.final_layernorm(states)
 
 

@@ -4,8 +4,6 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.core.backends import Backend
-from megatron.core.communication.collectives import Group
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -20,44 +18,9 @@ class NormedColumnParallelLinear(ColumnParallelLinear):
 
     config: TransformerConfig
 
-    def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        *,
-        config: TransformerConfig,
-        init_method: Any,
-        gather_output: bool = False,
-        bias: bool = True,
-        skip_bias_add: bool = False,
-        is_expert: bool = False,
-        skip_weight_param_allocation: bool = False,
-        tp_comm_buffer_name: str | None = None,
-        tp_group: Group = None,
-        stride: int = 1,
-        canonical_shape: tuple[int, ...] | None = None,
-        split_dim: int = 0,
-        separate_heads: tuple[int, ...] = (),
-        backend: Backend | None = None,
-    ) -> None:
-        super().__init__(
-            input_size,
-            output_size,
-            config=config,
-            init_method=init_method,
-            gather_output=gather_output,
-            bias=bias,
-            skip_bias_add=skip_bias_add,
-            is_expert=is_expert,
-            skip_weight_param_allocation=skip_weight_param_allocation,
-            tp_comm_buffer_name=tp_comm_buffer_name,
-            tp_group=tp_group,
-            stride=stride,
-            canonical_shape=canonical_shape,
-            split_dim=split_dim,
-            separate_heads=separate_heads,
-            backend=backend,
-        )
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **more: Any) -> None:
+        """`more` are keywords of ColumnParallelLinear."""
+        super().__init__(input_size, output_size, config=config, **more)
         norm = WrappedTorchNorm(config, input_size, config.layernorm_epsilon, backend=self.backend)
         self.register_parameter("layer_norm_weight", norm.weight)
         self.register_parameter("layer_norm_bias", norm.bias)

@@ -34,9 +34,10 @@ def offload_activations(block: Any, config: TransformerConfig, groups: ProcessGr
         chosen = _IsOneOf(tuple(block.layers[: config.cpu_offloading_num_layers]))
         block.run_layers = Offloaded(block.run_layers, first, OffloadLimits(), chosen)
     elif config.fine_grained_activation_offloading:
+        in_flight = config.fine_grained_offloading_max_inflight_offloads
         limits = OffloadLimits(
             min_numel=config.min_offloaded_tensor_size,
-            max_in_flight=_given(config.fine_grained_offloading_max_inflight_offloads, 1),
+            max_in_flight=1 if in_flight is None else in_flight,
             kept_bytes=groups.rank("pp") * config.delta_offload_bytes_across_pp_ranks,
         )
         mark_parts([getattr(layer, "transformer_layer", layer) for layer in block.layers], config)
@@ -51,10 +52,6 @@ class _IsOneOf:
 
     def __call__(self, layer: nn.Module) -> bool:
         return any(layer is one for one in self.layers)
-
-
-def _given(value: int | None, default: int) -> int:
-    return default if value is None else value
 
 
 def mark_parts(layers: list[Any], config: TransformerConfig) -> None:

@@ -33,7 +33,7 @@ from megatron.core.transformer.gated_delta_net import GatedDeltaNet
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mamba_mixer import MambaMixer
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils.recomputed import DiscardedOutput, DiscardedResults, Recomputed
+from megatron.core.utils.recomputed import DiscardedResults, Recomputed
 
 
 def recompute_activations(block: nn.Module, config: TransformerConfig, tp_group: Group = None) -> None:
@@ -142,8 +142,8 @@ def _recompute_heads(layer: Any, modules: Sequence[str]) -> None:
         return
     expand = _part(layer, "mla_up_proj", "self_attention.expand")
     core_attention = _part(layer, "mla_up_proj", "self_attention.core_attention")
-    discarded = DiscardedResults(expand, core_attention.forward)
-    layer.self_attention.expand, core_attention.forward = discarded.compute, discarded
+    discarded = DiscardedResults(core_attention.forward)
+    layer.self_attention.expand, core_attention.forward = discarded.discard(expand), discarded
 
 
 def _recompute_mlp(layer: Any, modules: Sequence[str]) -> None:
@@ -215,8 +215,8 @@ def _recompute(module: Any) -> None:
 def _discard_activation(activate: Any, mlp: Any, linear_fc2: Any) -> None:
     """Keeps no tensors between the two products of an MLP: neither intermediate results of the activation nor its
     output, which the second product needs for its weight gradient."""
-    discarded = DiscardedResults(_AsTuple(_WithoutIntermediates(activate)), linear_fc2.forward)
-    mlp.activate, linear_fc2.forward = _FromTuple(discarded.compute), discarded
+    discarded = DiscardedResults(linear_fc2.forward)
+    mlp.activate, linear_fc2.forward = discarded.discard(_WithoutIntermediates(activate)), discarded
 
 
 @dataclass(frozen=True)
@@ -239,32 +239,11 @@ class _WithoutIntermediates:
         return Recomputed(self.activate)(product, bias, *weights)
 
 
-@dataclass(frozen=True)
-class _AsTuple:
-    """A function whose single result is returned as a tuple."""
-
-    function: Any
-
-    def __call__(self, *inputs: Any) -> tuple[Tensor, ...]:
-        return (self.function(*inputs),)
-
-
-@dataclass(frozen=True)
-class _FromTuple:
-    """A function whose result is a tuple of one, returned as the result alone."""
-
-    function: Any
-
-    def __call__(self, *inputs: Any) -> Tensor:
-        (result,) = self.function(*inputs)
-        return result
-
-
 def _discard_norm(layer: object, norm: Any, reader: str) -> None:
     """Does not keep a norm's result, which the layer's method `reader` would save for backward."""
     if isinstance(norm, IdentityOp):
         return
     method = getattr(layer, reader)
-    discarded = method if isinstance(method, DiscardedOutput) else DiscardedOutput(method)
+    discarded = method if isinstance(method, DiscardedResults) else DiscardedResults(method)
     norm.forward = discarded.discard(norm.forward)
     setattr(layer, reader, discarded)

@@ -36,10 +36,11 @@ def convolve_with_cache(
     keeps for the next call. `convolve` maps [n, b, c] to the same shape and reads `taps` tokens at most."""
     before = context.recall(layer_number, "window")
     if before is None:
-        before = inputs.new_zeros(taps - 1, *inputs.shape[1:])
-    padded = torch.cat([before, inputs])
+        before = inputs.new_zeros(inputs.shape[1], taps - 1, inputs.shape[2])
+    padded = torch.cat([before.transpose(0, 1), inputs])
     last = context.token_counts() + torch.arange(taps - 1, device=inputs.device)[:, None]  # [taps - 1, b]
-    context.remember(layer_number, "window", padded.gather(0, last[..., None].expand(-1, -1, inputs.shape[2])))
+    window = padded.gather(0, last[..., None].expand(-1, -1, inputs.shape[2]))
+    context.remember(layer_number, "window", window.transpose(0, 1))
     return convolve(padded)[taps - 1 :]
 
 

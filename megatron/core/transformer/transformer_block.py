@@ -12,8 +12,8 @@ from megatron.core.groups.defaults import groups_or_default, pp_rank_or_default
 from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.parameters import add_partial_gradient_axis
 from megatron.core.pipeline_parallel.stage_map import stage_map
-from megatron.core.transformer.layer_call import LayerArguments, lone_inputs, run_script_layer, takes_inputs
-from megatron.core.transformer.layer_inputs import LayerInputs
+from megatron.core.transformer.layer_call import LayerArguments, lone_inputs, run_script_layer
+from megatron.core.transformer.layer_inputs import LayerInputs, is_script_layer
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.offload import offload_activations
 from megatron.core.transformer.recompute import recompute_activations
@@ -122,7 +122,7 @@ class TransformerBlock(MegatronModule):
     def run_layers(self, layers: Iterable[nn.Module], hidden: Tensor, inputs: LayerInputs) -> Tensor:
         """Runs `layers_at_once` layers, [t, h] -> [t, h]. Full recompute and offloading wrap this function."""
         for layer in layers:
-            hidden = layer(hidden, inputs) if takes_inputs(layer) else run_script_layer(layer, hidden, inputs)
+            hidden = run_script_layer(layer, hidden, inputs) if is_script_layer(layer) else layer(hidden, inputs)
         return hidden
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from megatron.core.context_parallel.comm_types import comm_type_problems
+from megatron.core.context_parallel.comm_types import comm_type_problems, regrouping_problems
 from megatron.core.declarations.config_fields import not_a_flag, refuse
 from megatron.core.declarations.model_parallel_config import ModelParallelConfig
 from megatron.core.groups.rank_grid import divisors, parallel_sizes_near
@@ -17,8 +17,10 @@ from megatron.core.pipeline_parallel.stages import pipeline_of
 from megatron.core.transformer.config import (
     architecture,
     attention,
+    fusions,
     heterogeneous,
     hybrid,
+    inference,
     initialization,
     latent_attention,
     low_precision,
@@ -29,40 +31,25 @@ from megatron.core.transformer.config import (
     stages,
     token_mixers,
 )
-from megatron.core.transformer.config.architecture import ArchitectureConfig
-from megatron.core.transformer.config.attention import AttentionConfig
-from megatron.core.transformer.config.fusions import FusionConfig
-from megatron.core.transformer.config.heterogeneous import HeterogeneousConfig, encoded_layers
-from megatron.core.transformer.config.hybrid import HybridConfig
-from megatron.core.transformer.config.inference import InferenceConfig
-from megatron.core.transformer.config.initialization import InitializationConfig
-from megatron.core.transformer.config.latent_attention import LatentAttentionConfig
-from megatron.core.transformer.config.low_precision import LowPrecisionConfig
-from megatron.core.transformer.config.memory import MemoryConfig
-from megatron.core.transformer.config.moe import MoEConfig
-from megatron.core.transformer.config.positions import PositionConfig
-from megatron.core.transformer.config.router import RouterConfig
-from megatron.core.transformer.config.stages import StageConfig, has_prediction_stage
-from megatron.core.transformer.config.token_mixers import TokenMixerConfig
 from megatron.core.transformer.layer_patterns import has_heads, hybrid_letters, prediction_letters, stages_of_pattern
 
 
 @dataclass(kw_only=True)
 class TransformerConfig(
-    ArchitectureConfig,
-    AttentionConfig,
-    PositionConfig,
-    InitializationConfig,
-    FusionConfig,
-    MemoryConfig,
-    LowPrecisionConfig,
-    StageConfig,
-    MoEConfig,
-    RouterConfig,
-    TokenMixerConfig,
-    HybridConfig,
-    HeterogeneousConfig,
-    InferenceConfig,
+    architecture.ArchitectureConfig,
+    attention.AttentionConfig,
+    positions.PositionConfig,
+    initialization.InitializationConfig,
+    fusions.FusionConfig,
+    memory.MemoryConfig,
+    low_precision.LowPrecisionConfig,
+    stages.StageConfig,
+    moe.MoEConfig,
+    router.RouterConfig,
+    token_mixers.TokenMixerConfig,
+    hybrid.HybridConfig,
+    heterogeneous.HeterogeneousConfig,
+    inference.InferenceConfig,
     ModelParallelConfig,
 ):
     """A complete description of a transformer. Fields that are None are derived when the config is made.
@@ -86,7 +73,7 @@ class TransformerConfig(
             self.pipeline_dtype = torch.promote_types(self.params_dtype, torch.float32)
         self._derive_hybrid()
         refuse(transformer_problems(self), self)
-        self.heterogeneous_layers_config_encoded_json = encoded_layers(self)
+        self.heterogeneous_layers_config_encoded_json = heterogeneous.encoded_layers(self)
         self.heterogeneous_block_specs = self.heterogeneous_layers_config_encoded_json is not None
         if self.ffn_hidden_size is None:
             self.ffn_hidden_size = 4 * self.hidden_size
@@ -100,7 +87,7 @@ class TransformerConfig(
         self.attention_softmax_in_fp32 = self.attention_softmax_in_fp32 or self.apply_query_key_layer_scaling
         chunks = pipeline_of(self).chunks  # a layout or a schedule may say how many
         self.virtual_pipeline_model_parallel_size = chunks if chunks > 1 else None
-        self.mtp_standalone = has_prediction_stage(self)
+        self.mtp_standalone = stages.has_prediction_stage(self)
         if self.use_mup:
             initialization.scale_with_width(self)
         self._derive_init_methods()
@@ -156,6 +143,7 @@ def transformer_problems(config: TransformerConfig) -> Iterator[str]:
         yield from _split_problems(config)
     yield from stage_problems(config)
     yield from comm_type_problems(config, has_heads(config))
+    yield from regrouping_problems(config)
 
 
 def _split_problems(config: TransformerConfig) -> Iterator[str]:
@@ -182,7 +170,7 @@ def _split_problems(config: TransformerConfig) -> Iterator[str]:
 
 
 @dataclass(kw_only=True)
-class MLATransformerConfig(LatentAttentionConfig, TransformerConfig):
+class MLATransformerConfig(latent_attention.LatentAttentionConfig, TransformerConfig):
     """A transformer with multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434).
 
     `kv_channels` has no effect. Norms are RMSNorm by default.

@@ -10,6 +10,7 @@ import pytest
 import torch
 from support import fused_kernels
 from support.processes import run_on_ranks
+from support.tiny_models import tiny_config
 from torch import Tensor
 
 from megatron.core.attention_plan import KernelChoice, KernelPlan
@@ -23,7 +24,6 @@ from megatron.core.tokens import RngPosition, SequencePart, Tokens
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.layer_inputs import LayerInputs
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 HEADS, WIDTH, ROW = 4, 6, 24
 PACKED = [0, 3, 3, 4, 11, 12, 22, 24]
@@ -53,7 +53,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "mask, packed, dropout": {"mask": (1, HEADS, ROW, ROW), "documents": PACKED, "dropout": 0.3},
     "mask that hides all": {"mask": (1, 1, ROW, ROW), "hides_all": True},
 }
-LAYOUTS = [("p2p", 2), ("p2p", 4), ("all_gather", 2), ("all_gather", 4), ("a2a", 2), ("a2a", 4), ("a2a+p2p", 4)]
+LAYOUTS = [("p2p", 2), ("p2p", 4), ("a2a", 2), ("a2a", 4), ("a2a+p2p", 4)]
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, feature: dict[str, Any], mask: Tensor | None, sink: Tensor | None) -> Tensor:
@@ -125,17 +125,15 @@ def reference(feature: dict[str, Any]) -> list[Tensor]:
 
 
 def layer_of(feature: dict[str, Any], groups: ProcessGroupCollection, **settings: Any) -> DotProductAttention:
-    config = TransformerConfig(
+    config = tiny_config(
         num_layers=4,
         hidden_size=HEADS * WIDTH,
         num_attention_heads=HEADS,
         num_query_groups=feature.get("groups", HEADS),
-        fp64=True,
         attention_dropout=feature.get("dropout", 0.0),
         window_size=feature.get("window"),
         softmax_type=feature.get("softmax_type", "vanilla"),
         attention_backend=AttnBackend.unfused if feature.get("hides_all") else AttnBackend.auto,
-        use_cpu_initialization=True,
         **settings,
     )
     kind = AttnMaskType.causal if feature.get("causal", True) else AttnMaskType.no_mask
@@ -219,7 +217,7 @@ def errors_of_fused_kernels(wholes: dict[str, list[Tensor]]) -> dict[str, float]
         RankGrid(4, context=4), torch.distributed.get_rank(), hierarchical_context_sizes=[2, 2]
     )
     part = SequencePart(groups.rank("cp"), 4)
-    for cp_comm_type, kernel in itertools.product(("p2p", "all_gather", "a2a+p2p"), (FUSED_BLOCKS, FLASH_BLOCKS)):
+    for cp_comm_type, kernel in itertools.product(("p2p", "a2a+p2p"), (FUSED_BLOCKS, FLASH_BLOCKS)):
         for name, feature in FEATURES.items():
             situation = Situation("cuda", torch.bfloat16, True, "documents" in feature)
             variant = AttentionVariant(1.0, feature.get("causal", True), dropout=feature.get("dropout", 0.0))
@@ -234,7 +232,7 @@ def errors_of_fused_kernels(wholes: dict[str, list[Tensor]]) -> dict[str, float]
 @pytest.mark.slow
 def test_fused_kernels_against_whole_rows() -> None:
     ranks = run_on_ranks(errors_of_fused_kernels, 4, references())
-    assert len(ranks[0]) >= 60
+    assert len(ranks[0]) >= 50
     assert not failures(ranks)
 
 

@@ -26,9 +26,9 @@ def config(**settings: Any) -> TransformerConfig:
     [
         (None, ["p2p"] * 4),
         ("a2a", ["a2a"] * 4),
-        (["all_gather"], ["all_gather"] * 4),
-        ("allgather", ["all_gather"] * 4),
-        (["p2p", "a2a", "all_gather", "a2a+p2p"], ["p2p", "a2a", "all_gather", "a2a+p2p"]),
+        (["all_gather"], ["p2p"] * 4),
+        ("allgather", ["p2p"] * 4),
+        (["p2p", "a2a", "all_gather", "a2a+p2p"], ["p2p", "a2a", "p2p", "a2a+p2p"]),
     ],
 )
 def test_by_layer(words: Any, expected: list[str]) -> None:
@@ -40,7 +40,7 @@ def test_by_layer(words: Any, expected: list[str]) -> None:
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"cp_comm_type": "ring"}, "cp_comm_type.* ring: choose among p2p, all_gather, a2a, a2a.p2p"),
+        ({"cp_comm_type": "ring"}, "cp_comm_type.* ring: choose among p2p, a2a, a2a.p2p"),
         ({"cp_comm_type": ["p2p", "a2a"]}, "2 words; 1 or 4"),
         ({"cp_comm_type": "a2a+p2p"}, "needs two .*hierarchical_context_parallel_sizes.*; use 2 2"),
         ({"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": [2, 3]}, "multiply to 6"),

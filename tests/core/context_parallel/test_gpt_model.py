@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.processes import run_on_ranks
 from support.split_rows import ROW, ROWS, VOCABULARY, loss_of_part
+from support.tiny_models import randomize, tiny_config, tiny_gpt
 from torch import Tensor
 
 from megatron.core.communication.traffic import Traffic, recorded
@@ -13,33 +14,17 @@ from megatron.core.exceptions import UserError
 from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.groups.rank_grid import RankGrid
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.parameters import info_of
 from megatron.core.tokens import Tokens
 from megatron.core.transformer.kernels_in_use import attention_of_layer
-from megatron.core.transformer.transformer_config import TransformerConfig
 
-WAYS = ["p2p", "all_gather", "a2a", "a2a+p2p"]
+WAYS = ["p2p", "a2a", "a2a+p2p"]
 
 
 def gpt(groups: ProcessGroupCollection, **settings: Any) -> GPTModel:
-    settings = {"hidden_dropout": 0.0, "attention_dropout": 0.0, **settings}
-    position_embedding_type = settings.pop("position_embedding_type", "rope")
-    config = TransformerConfig(
-        num_layers=4, hidden_size=16, num_attention_heads=4, fp64=True, use_cpu_initialization=True, **settings
-    )
-    model = GPTModel(
-        config,
-        get_gpt_layer_local_spec(),
-        VOCABULARY,
-        ROW * ROWS,
-        position_embedding_type=position_embedding_type,
-        pg_collection=groups,
-    )
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, dtype=torch.float64, generator=generator) / 3)
+    config = tiny_config(num_layers=4, **settings)
+    model = tiny_gpt(config, VOCABULARY, ROW * ROWS, position_embedding_type="rope", pg_collection=groups)
+    randomize(model)
     return model
 
 
@@ -88,7 +73,6 @@ def test_traffic() -> None:
         # To later ranks goes the first chunk, to earlier ones both; gradients come back the same ways.
         forward, back = (3 - rank) + 2 * rank, rank + 2 * (3 - rank)
         assert sent(rank, "p2p") == chunk * (2 * forward + back)
-        assert sent(rank, "all_gather") == chunk * 3 * 2 * 3
         # Queries, keys, values and outputs are two chunks' worth of keys and values, of which 3/4 go to other ranks.
         assert sent(rank, "a2a") == chunk * 2 * 2 * 2 * 3 / 4
         assert {entry.operation for entry in ranks[rank][0]["a2a+p2p"]} == {"all_to_all", "send", "receive"}

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from megatron.core.context_parallel.kv_exchange import Gather, Ring, gather_steps, ring_steps
+from megatron.core.context_parallel.kv_exchange import Ring, ring_steps
 from megatron.core.context_parallel.tiles import QueryKeyTile, Reach, own_tiles, tiles_between
 from megatron.core.tokens import SequencePart, Tokens, row_index
 
@@ -63,25 +63,12 @@ def test_a_ring_computes_every_pair_once(size: int, reach: Reach, join: bool) ->
     assert len(distances) == 1
 
 
-@pytest.mark.parametrize("reach", REACHES)
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_a_gather_computes_every_pair_once(size: int, reach: Reach) -> None:
-    found = []
-    for rank in range(size):
-        own, rest = gather_steps(SequencePart(rank, size), CHUNK, reach)
-        found += [pair for tile in own for pair in pairs(tile, held(size, rank), held(size, rank))]
-        found += [pair for tile in rest for pair in pairs(tile, held(size, rank), list(range(2 * size * CHUNK)))]
-    assert sorted(found) == visible(size, reach)
-
-
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_ranks_have_equal_work(size: int) -> None:
-    """In every step of a ring under a causal mask, and in total with a gather."""
+    """In every step of a ring under a causal mask."""
     for steps in zip(*(ring_steps(SequencePart(r, size), CHUNK, (None, 0), True) for r in range(size)), strict=True):
         assert len({sum(tile.pairs for tile in step.tiles) for step in steps}) == 1
         assert all(len(step.tiles) == 1 for step in steps)  # one launch
-    gathers = [Gather(SequencePart(r, size), None, CHUNK, (None, 0), True) for r in range(size)]
-    assert len({sum(tile.pairs for step in gather.steps for tile in step) for gather in gathers}) == 1
 
 
 def test_steps_without_work_are_left_out() -> None:

@@ -40,22 +40,6 @@ def test_a_tensor_of_several_values_is_counted() -> None:
     assert value_text(torch.tensor(1234567.0)) == "value 1.23457e+06" and value_text(torch.zeros(3)) == "3 values"
 
 
-@pytest.mark.parametrize(
-    ("kind", "first", "second"),
-    [("correct_result", 2.0, 2.0), ("transient_error", 3.0, None), ("persistent_error", 3.0, 3.0)],
-)
-def test_an_injected_error_is_rejected_and_wrong_as_its_kind_says(
-    kind: str, first: float, second: float | None
-) -> None:
-    injector, true = RerunErrorInjector(1, kind), check([2.0], rejected=False)
-    wrong, again = injector.inject(true, again=False), injector.inject(true, again=True)
-    assert wrong.result.item() == first and bool(wrong.rejected) and wrong.injected
-    if second is None:
-        assert again is true
-    else:
-        assert again.result.item() == second and bool(again.rejected)
-
-
 def test_how_often_errors_are_injected() -> None:
     injector = RerunErrorInjector(4)
     assert 200 < sum(injector.is_due() for _ in range(1000)) < 300

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from support.generating_models import MODELS, build
 from support.pool import Pool
+from support.tiny_models import tiny_config
 
 from megatron.core.exceptions import UserError
 from megatron.core.groups.process_groups_config import ProcessGroupCollection
@@ -11,63 +13,9 @@ from megatron.core.inference.generation import fill_up, generate
 from megatron.core.inference.sampling import GREEDY, SamplingParams
 from megatron.core.inference.static_context import InferenceParams, StaticInferenceContext
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
 PROMPTS = [[3, 7, 1], [5], [9, 2, 8, 30, 11, 4], [6, 6]]
-DELTA = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 4,
-    "linear_value_head_dim": 3,
-    "linear_conv_kernel_dim": 3,
-}
-MODELS = {
-    "learned": ({}, {}),
-    "rope, grouped": ({"num_query_groups": 2}, {"position_embedding_type": "rope"}),
-    "window": ({"window_size": (3, 0)}, {"position_embedding_type": "rope"}),
-    "sink": ({"softmax_type": "learnable"}, {"position_embedding_type": "none"}),
-    "chunks, no positions in every other layer": (
-        {
-            "attention_chunk_size": 4,
-            "attention_chunk_skip_freq": 2,
-            "no_rope_freq": 2,
-            "qk_l2_norm": True,
-            "nope_temperature_scale": 0.5,
-            "nope_temperature_floor": 3,
-        },
-        {"position_embedding_type": "rope"},
-    ),
-    "ALiBi, bounded, a gate": (
-        {"alibi": True, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "attention_output_gate": True},
-        {"position_embedding_type": "none"},
-    ),
-    "a base for windows": (
-        {"window_size": (3, 0), "window_attn_skip_freq": 2, "rotary_base_local": 10.0, "norm_placement": "parallel"},
-        {"position_embedding_type": "rope"},
-    ),
-    "gated delta nets": (
-        {**DELTA, "experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 3},
-        {"position_embedding_type": "rope"},
-    ),
-    "hybrid": (
-        {**DELTA, "hybrid_layer_pattern": "MG*", "mamba_head_dim": 8, "mamba_num_groups": 2, "mamba_state_dim": 3},
-        {"position_embedding_type": "none"},
-    ),
-}
-
-
-def build(settings: dict, model: dict) -> GPTModel:
-    config = TransformerConfig(num_layers=3, hidden_size=16, num_attention_heads=4, fp64=True, **settings)
-    gpt = GPTModel(config, get_gpt_decoder_block_spec(config, False), vocab_size=37, max_sequence_length=24, **model)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in gpt.parameters():
-            scale = 1.5 if parameter.dim() > 1 else 0.2  # so that what is written depends on all that was read
-            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * scale)
-            if parameter.info.name.endswith("layernorm.weight"):
-                parameter.add_(1.0)
-    return gpt.eval()
 
 
 def again_and_again(model: GPTModel, prompt: list[int], count: int) -> list[int]:
@@ -169,16 +117,10 @@ def test_a_row_stops_at_the_first_end_token() -> None:
     assert len(stopped[0]) <= 4 and len(stopped[1]) <= 2
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_a_prompt_without_tokens_is_refused() -> None:
     model = build({}, {})
     with pytest.raises(UserError, match="has no tokens"):
         generate(model, [[1], []], 3, GREEDY)
-    context = StaticInferenceContext(1, 2)
-    with pytest.raises(UserError, match=r"1 prompts of up to 3 tokens do not fit into a context of 1 x 2"):
-        context.begin(torch.tensor([3]), 3)
-    context.begin(torch.tensor([2]), 2)
-    with pytest.raises(UserError, match="context is full: max_sequence_length 2"):
-        context.advance()
 
 
 def test_rows_in_several_calls_and_in_another_order() -> None:
@@ -250,9 +192,7 @@ def test_a_state_follows_the_tokens_in_order() -> None:
 
 def logits_of_a_rank() -> list[torch.Tensor]:
     groups = ProcessGroupCollection.from_grid(RankGrid(2, tensor=2), torch.distributed.get_rank())
-    config = TransformerConfig(
-        num_layers=1, hidden_size=16, num_attention_heads=4, fp64=True, tensor_model_parallel_size=2
-    )
+    config = tiny_config(num_layers=1, tensor_model_parallel_size=2)
     model = GPTModel(config, get_gpt_layer_local_spec(), 36, 24, pg_collection=groups).eval()
     ids = torch.arange(6)[None]
     asked = model(ids, inference_params=InferenceParams(1, 6), runtime_gather_output=True)
@@ -260,11 +200,10 @@ def logits_of_a_rank() -> list[torch.Tensor]:
     return [asked.detach(), whole.detach(), model(ids, inference_params=InferenceParams(1, 6)).detach()]
 
 
-def test_logits_are_gathered_where_the_script_says_so() -> None:
-    with Pool(2) as pool:
-        for rank, (asked, whole, own) in enumerate(pool.run(logits_of_a_rank, 2)):
-            close(asked, whole)
-            close(own, whole[..., rank * 18 : rank * 18 + 18])
+def test_logits_are_gathered_where_the_script_says_so(pool: Pool) -> None:
+    for rank, (asked, whole, own) in enumerate(pool.run(logits_of_a_rank, 2)):
+        close(asked, whole)
+        close(own, whole[..., rank * 18 : rank * 18 + 18])
 
 
 def test_frequencies_that_depend_on_the_row_want_rows_that_stay_short() -> None:

@@ -10,7 +10,7 @@ COUNTS = (1, 2, 3, 4, 5, 8, 13)
 
 
 def schedules(forward_only: bool = False, ahead: int = 1) -> list[Schedule]:
-    found = [] if forward_only else paired(ahead)
+    found = []
     for size in SIZES:
         for count in COUNTS:
             plain = [Schedule(name, Pipeline(size), count, forward_only, ahead=ahead) for name in ("1f1b", "zb-h1")]
@@ -24,18 +24,6 @@ def schedules(forward_only: bool = False, ahead: int = 1) -> list[Schedule]:
     return found
 
 
-def paired(ahead: int = 1) -> list[Schedule]:
-    """Those whose forwards and backwards take turns."""
-    interleaved = [
-        Schedule("interleaved", Pipeline(size, chunks), count, False, group, ahead, pairs=True)
-        for size in SIZES
-        for count in COUNTS
-        for chunks in (2, 3)
-        for group in (None, size + 1, size + 3)
-    ]
-    return [Schedule("1f1b", Pipeline(1), count, ahead=ahead, pairs=True) for count in COUNTS] + interleaved
-
-
-def one_stage(num_microbatches: int, forward_only: bool = False, pairs: bool = False) -> tuple[Action, ...]:
+def one_stage(num_microbatches: int, forward_only: bool = False) -> tuple[Action, ...]:
     """The actions without pipeline parallelism."""
-    return rank_actions(Schedule("1f1b", Pipeline(1), num_microbatches, forward_only, pairs=pairs), 0)
+    return rank_actions(Schedule("1f1b", Pipeline(1), num_microbatches, forward_only), 0)

@@ -20,7 +20,7 @@ def test_gradients_are_free_to_be_reduced_before_each_chunks_last_computation_of
     for schedule in schedules():
         for actions in all_rank_actions(schedule):
             for chunk in range(schedule.pipeline.chunks):
-                parts = [part for action in actions for part in action.members if part.chunk == chunk]
+                parts = [action for action in actions if action.chunk == chunk]
                 mine = [p for p in parts if p.kind is ActionKind.SYNC or p.kind in COMPUTES - {ActionKind.FORWARD}]
                 assert [a.kind for a in mine].count(ActionKind.SYNC) == 1
                 assert mine[-2].kind is ActionKind.SYNC and mine[-1].micro_batch == schedule.num_microbatches - 1

@@ -7,7 +7,8 @@ from torch import nn
 
 from megatron.core.exceptions import UserError
 from megatron.core.micro_batch import MicroBatch
-from megatron.core.pipeline_parallel.chunk_hooks import finish_param_sync, micro_batch_receiver, supply_micro_batch
+from megatron.core.pipeline_parallel.captured_micro_batch import call_if_defined
+from megatron.core.pipeline_parallel.chunk_hooks import micro_batch_receiver, supply_micro_batch
 
 
 class Model(nn.Module):
@@ -82,5 +83,5 @@ class GatheringWrapper(nn.Module):
 
 def test_weights_are_waited_for_where_a_wrapper_gathers_them() -> None:
     wrapped = GatheringWrapper(nn.Identity())
-    finish_param_sync([nn.Identity(), wrapped, nn.Sequential()])
+    call_if_defined([nn.Identity(), wrapped, nn.Sequential()], "finish_param_sync")
     assert wrapped.finished == 1

@@ -42,21 +42,21 @@ def test_summary_says_length_bubble_and_peaks() -> None:
     [
         SCHEDULE,
         Schedule("zb-v", Pipeline(2, 2, v_shaped=True), 3),
-        Schedule("interleaved", Pipeline(2, 2), 4, pairs=True),
+        Schedule("interleaved", Pipeline(2, 2), 4),
     ],
 )
-def test_svg_has_a_box_for_each_member_at_its_time(schedule: Schedule) -> None:
+def test_svg_has_a_box_for_each_computation_at_its_time(schedule: Schedule) -> None:
     timeline = simulate(schedule, Costs(1.0, 1.5, 0.5))
     picture = ElementTree.fromstring(as_svg(schedule, timeline, width=1000))
     boxes = [box for box in picture.iter(f"{SVG}rect") if box.find(f"{SVG}title") is not None]
-    spans = [(span, member) for row in timeline.spans for span in row for member in span.action.members]
+    spans = [span for row in timeline.spans for span in row]
     assert len(boxes) == len(spans)
     scale = (1000 - 80) / timeline.length
-    for box, (span, _) in zip(boxes, spans, strict=True):
+    for box, span in zip(boxes, spans, strict=True):
         title = box.find(f"{SVG}title")
         assert title is not None and title.text == f"{span.action}: {span.start:g} to {span.stop:g}"
         assert float(box.attrib["x"]) == pytest.approx(70 + span.start * scale, abs=0.01)
         assert float(box.attrib["width"]) == pytest.approx((span.stop - span.start) * scale, abs=0.01)
         assert re.fullmatch(r"hsl\(\d+ \d+% \d+%\)", box.attrib["fill"])
     colours = {box.attrib["fill"] for box in boxes}
-    assert len(colours) == len({(member.kind, member.chunk) for _, member in spans})
+    assert len(colours) == len({(span.action.kind, span.action.chunk) for span in spans})

@@ -1,13 +1,11 @@
 """The orders of all schedules: which rank computes what in which order, what is held, what waits."""
 
-import dataclasses
-
 import pytest
-from core.pipeline_parallel.small_schedules import COUNTS, SIZES, one_stage, paired, schedules
+from core.pipeline_parallel.small_schedules import COUNTS, SIZES, schedules
 
 from megatron.core.pipeline_parallel import orders
 from megatron.core.pipeline_parallel.action_lists import all_rank_actions
-from megatron.core.pipeline_parallel.actions import COMPUTES, Action, ActionKind, format_actions
+from megatron.core.pipeline_parallel.actions import COMPUTES, Action, ActionKind
 from megatron.core.pipeline_parallel.orders import ONE_CHUNK_ORDERS, Schedule, compute_orders, schedule_name
 from megatron.core.pipeline_parallel.simulator import Costs, simulate
 from megatron.core.pipeline_parallel.stages import Pipeline
@@ -26,8 +24,7 @@ def test_every_schedule_goes_through_and_does_each_thing_once(ahead: int, forwar
         chunks = range(schedule.pipeline.chunks)
         wanted = {(k, n, c) for k in kinds for n in range(schedule.num_microbatches) for c in chunks}
         for spans in timeline.spans:
-            parts = [part for span in spans for part in span.action.members]
-            done = [(part.kind, part.micro_batch, part.chunk) for part in parts]
+            done = [(span.action.kind, span.action.micro_batch, span.action.chunk) for span in spans]
             assert len(done) == len(wanted) and set(done) == wanted, schedule
 
 
@@ -36,31 +33,10 @@ def test_micro_batches_keep_their_order_in_every_chunk() -> None:
     for schedule in schedules():
         for actions in all_rank_actions(schedule):
             for chunk in range(schedule.pipeline.chunks):
-                parts = [part for action in actions for part in action.members if part.chunk == chunk]
+                parts = [action for action in actions if action.chunk == chunk]
                 for kind in COMPUTES:
                     numbers = [part.micro_batch for part in parts if part.kind is kind]
                     assert numbers == sorted(numbers), schedule
-
-
-@pytest.mark.slow
-def test_pairs_are_as_many_as_there_can_be() -> None:
-    """Alone are the forwards that fill the pipeline and the backwards that empty it; no rank holds more than one chunk
-    of a micro-batch beyond what it holds without pairs, and a step takes hardly longer."""
-    assert format_actions(one_stage(4, pairs=True)) == "F0 F1|B0 F2|B1 F3|B2 S3 B3"
-    assert format_actions(one_stage(1, pairs=True)) == "F0 S0 B0"
-    for schedule in paired():
-        pipeline, full = schedule.pipeline, schedule.num_microbatches % schedule.pipeline.pipeline_size == 0
-        plain = simulate(dataclasses.replace(schedule, pairs=False))
-        timeline = simulate(schedule)
-        for rank, actions in enumerate(all_rank_actions(schedule)):
-            more = timeline.peak_activations(rank) - plain.peak_activations(rank)
-            assert -1e-9 < more < 1 / pipeline.chunks + 1e-9
-            if full and schedule.group_size is None:
-                count = schedule.num_microbatches * pipeline.chunks
-                ahead = 2 * (pipeline.pipeline_size - rank - 1) + (pipeline.chunks - 1) * pipeline.pipeline_size + 1
-                assert sum(a.kind is ActionKind.PAIR for a in actions) == max(0, count - ahead)
-        if full and schedule.group_size is None:
-            assert timeline.length <= plain.length + 3 * pipeline.pipeline_size, schedule
 
 
 # What is held and what waits -----------------------------------------------------------------------------------------

@@ -1,26 +1,12 @@
 """The simulator keeps time as the formulas say, and notices lists that cannot be executed."""
 
 import pytest
-from core.pipeline_parallel.small_schedules import one_stage
 
 from megatron.core.pipeline_parallel.action_lists import all_rank_actions
-from megatron.core.pipeline_parallel.actions import Action, ActionKind, pair
+from megatron.core.pipeline_parallel.actions import Action, ActionKind
 from megatron.core.pipeline_parallel.orders import Schedule
 from megatron.core.pipeline_parallel.simulator import Costs, simulate, simulate_actions
 from megatron.core.pipeline_parallel.stages import Pipeline
-
-
-def test_a_pair_needs_what_both_its_parts_need() -> None:
-    """The simulator would notice a pair of one micro-batch's own forward and backward, on one stage."""
-    lists = [[pair(Action(ActionKind.FORWARD, 0), Action(ActionKind.BACKWARD, 0))]]
-    with pytest.raises(AssertionError, match="before its forward"):
-        simulate_actions(lists, Pipeline(1))
-    costs = Costs(1.0, 2.0, 4.0)
-    assert [span.stop for span in simulate_actions([one_stage(2, pairs=True)], Pipeline(1), costs).spans[0]] == [
-        1.0,
-        8.0,
-        14.0,
-    ]
 
 
 def test_a_message_that_takes_time_is_hidden_where_the_order_has_room_for_it() -> None:

@@ -9,7 +9,6 @@ from megatron.core.pipeline_parallel.stage_map import StageMap, stage_map
 from megatron.core.pipeline_parallel.stages import virtual_stages
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-PAIRS = {"overlap_moe_expert_parallel_comm": True, "num_moe_experts": 2}
 BOTH_COUNTED = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
 
 
@@ -124,21 +123,11 @@ def test_layers_per_virtual_stage_say_how_many_chunks() -> None:
         ((8, 2), {"pipeline_schedule": "zb-v", "num_layers_in_last_pipeline_stage": 2}, r"zb-v has the first and the"),
         ((8, 4, 2), {"microbatch_group_size_per_vp_stage": 3}, r"_vp_stage 3 is less .* 4 or more"),
         ((6, 2), {"pipeline_schedule": "zb-v"}, r"num_layers 6 is not divisible by 4 pipeline stages"),
-        ((8, 2), {**PAIRS}, r"overlap_moe_expert_parallel_comm with pipeline_model_parallel_size 2 needs virtual_"),
-        ((8, 2), {**PAIRS, "pipeline_model_parallel_layout": "Et*4|t*4L"}, r"size 2 needs virtual_pipeline"),
-        ((8, 2), {**PAIRS, "pipeline_schedule": "zb-v"}, r"with forwards; pipeline_schedule zb-v takes them apart"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_cut_says_what_would_work(arguments: Any, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         config(*arguments, **fields)
-
-
-def test_what_has_pairs_is_taken() -> None:
-    config(8, 1, **PAIRS)
-    config(8, 2, 2, **PAIRS)
-    config(8, 2, pipeline_model_parallel_layout="Ett|tt|tt|ttL", **PAIRS)
-    config(8, 2, overlap_moe_expert_parallel_comm=True)  # without experts it is not looked at
 
 
 def test_auto_waits_for_the_sizes_it_needs() -> None:

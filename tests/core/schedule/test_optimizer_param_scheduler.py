@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -175,3 +176,12 @@ def test_impossible_schedules_are_named_all_at_once() -> None:
         OptimizerParamScheduler(fake_optimizer(True), **wrong)
     for part in ("min_lr 1.0", "warm-up (80 samples)", "needs wsd_decay_steps", "wd_incr_style linear or cosine"):
         assert part in str(caught.value)
+
+
+def test_a_logarithmic_warmup_reaches_the_rate_one_update_early() -> None:
+    """DeepSpeed's WarmupLR: log(1 + i) / log(N) in update i of N, which is 1 at i = N - 1."""
+    scheduler = OptimizerParamScheduler(fake_optimizer(False), **COSINE | {"init_lr": 1e-4}, lr_warmup_log_steps=5.0)
+    for update in range(6):  # of two samples each
+        share = min(1.0, math.log(1 + update) / math.log(5))
+        assert scheduler.get_lr({}) == pytest.approx(1e-4 + share * 9e-4, rel=1e-12)
+        scheduler.step(2)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from core.tensor_parallel.test_layers_over_ranks import WatchedMainGrad, values
 from support.boxes import error, fill, gradient_errors
 from support.pool import Pool
 from torch import Tensor, nn
@@ -38,10 +39,6 @@ def pool() -> Iterator[Pool]:
 def config(**settings: Any) -> ModelParallelConfig:
     sizes = {"tensor_model_parallel_size": RANKS, "sequence_parallel": True, "fp64": True}
     return ModelParallelConfig(**{**sizes, "tp_comm_overlap": True, **settings})
-
-
-def values(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def part(whole: Tensor, dim: int) -> Tensor:
@@ -104,19 +101,6 @@ def test_values_and_gradients_with_every_switch(kind: type[nn.Module], pool: Poo
 # What is exchanged, and when
 
 
-class WatchedMainGrad:
-    """Keeps what is handed to it, and the number of messages that had been sent by then."""
-
-    def __init__(self, defers_weight_grad: bool, log: list[Any]) -> None:
-        self.defers_weight_grad, self.log = defers_weight_grad, log
-        self.product: Any = None
-        self.sent_before = 0
-
-    def add_product(self, output_gradient: Tensor, inputs: Any) -> None:
-        self.product = output_gradient, inputs
-        self.sent_before = operations(self.log).count("send")
-
-
 def operations(log: list[Any]) -> list[str]:
     return [entry.operation for entry in log]
 
@@ -130,11 +114,12 @@ def messages(kind: type[nn.Module], defers: bool) -> dict[str, Any]:
     with recorded() as backward:
         main_grad = layer.weight.main_grad_accumulator = WatchedMainGrad(defers, backward)
         output.sum().backward()
+    assert main_grad.product is not None
     rows, inputs = main_grad.product
     return {
         "forward": operations(forward),
         "backward": operations(backward),
-        "before the weight gradient": main_grad.sent_before,
+        "before the weight gradient": main_grad.sent_before.count("send"),
         "shard": isinstance(inputs, SequenceShard),
         "rows": len(rows),
     }

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.processes import run_on_ranks
+from support.tiny_models import tiny_config
 from torch import Tensor
 
 from megatron.core import dist_checkpointing
@@ -30,15 +31,8 @@ VOCABULARY = 37
 
 
 def build(seed: int = 5, tied: bool = True, groups: int = 4, **settings) -> GPTModel:
-    config = TransformerConfig(
-        num_layers=2,
-        hidden_size=16,
-        num_attention_heads=4,
-        num_query_groups=groups,
-        gated_linear_unit=True,
-        ffn_hidden_size=24,
-        seed=seed,
-        **settings,
+    config = tiny_config(
+        num_query_groups=groups, gated_linear_unit=True, ffn_hidden_size=24, fp64=False, seed=seed, **settings
     )
     model = GPTModel(
         config,

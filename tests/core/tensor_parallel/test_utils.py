@@ -1,4 +1,4 @@
-"""Splitting of tensors and vocabularies, and the broadcast of batches, with one rank."""
+"""Splitting of tensors and vocabularies, with one rank. `test_mappings` broadcasts batches."""
 
 import pytest
 import torch
@@ -19,12 +19,6 @@ def test_cutting() -> None:
     assert torch.equal(tp.gather_split_1d_tensor(tp.split_tensor_into_1d_equal_chunks(X)), X.view(-1))
     assert tp.VocabUtility.vocab_range_from_global_vocab_size(128, 1, 4) == (32, 64)
     assert tp.VocabUtility.vocab_range_from_per_partition_vocab_size(32, 3, 4) == (96, 128)
-
-
-def test_broadcast_data() -> None:
-    assert torch.equal(tp.broadcast_data(["a"], {"a": X}, torch.float32)["a"].cpu(), X)
-    with pytest.raises(UserError, match=r"not torch.int64: a"):
-        tp.broadcast_data(["a"], {"a": X}, torch.int64)
 
 
 def test_each_rank_takes_its_part_of_a_flat_tensor() -> None:

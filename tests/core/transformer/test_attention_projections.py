@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.tiny_models import tiny_config
 from torch import nn
 
 from megatron.core.backends import LOCAL
@@ -16,9 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def config(**settings: Any) -> TransformerConfig:
-    return TransformerConfig(
-        num_layers=2, hidden_size=8, num_attention_heads=4, init_method_std=0.5, fp64=True, **settings
-    )
+    return tiny_config(hidden_size=8, init_method_std=0.5, **settings)
 
 
 def heads(group: Any = None, spec: Any = ColumnParallelLinear, **options: Any) -> nn.Module:

@@ -4,20 +4,22 @@
 layouts with one process.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from support.exact_gradients import assert_equal, gradients, kept_by, recomputing
 from support.kept_memory import kept_bytes
+from support.tiny_models import randomize, tiny_config, tiny_gpt
 
 from megatron.core.exceptions import UserError
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, gpt_layer_spec_of
+from megatron.core.models.gpt.gpt_layer_specs import gpt_layer_spec_of
 from megatron.core.tokens import Tokens
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.layer_inputs import LayerInputs
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils.recomputed import DiscardedResults, Recomputed
 
 VOCABULARY = 37
@@ -33,26 +35,15 @@ SIZES = {
 
 
 def build(**settings: Any) -> GPTModel:
-    plain = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "fp64": True, "normalization": "RMSNorm"}
-    config = TransformerConfig(
-        num_layers=2, hidden_size=16, num_attention_heads=4, ffn_hidden_size=24, **{**plain, **SIZES, **settings}
-    )
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
-    return GPTModel(config, spec, VOCABULARY, 16, position_embedding_type="rope")
-
-
-def randomize(model: GPTModel) -> None:
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.4)
+    config = tiny_config(**{"ffn_hidden_size": 24, "normalization": "RMSNorm", **SIZES, **settings})
+    model = tiny_gpt(config, position_embedding_type="rope")
+    randomize(model)
+    return model
 
 
 @pytest.fixture(scope="module")
 def model() -> GPTModel:
-    made = build()
-    randomize(made)
-    return made
+    return build()
 
 
 def test_layers_take_turns(model: GPTModel) -> None:
@@ -62,7 +53,6 @@ def test_layers_take_turns(model: GPTModel) -> None:
 
 def test_packed_documents_do_not_see_each_other() -> None:
     model = build(linear_attention_freq=None)  # all layers
-    randomize(model)
     lengths = [5, 1, 10]
     ids = torch.randint(VOCABULARY, (1, 16), generator=torch.Generator().manual_seed(1))
     borders = torch.tensor([0, 5, 6, 16], dtype=torch.int32)
@@ -81,16 +71,10 @@ def test_a_token_sees_no_later_one(model: GPTModel) -> None:
 
 
 def test_recompute_changes_no_bit_and_keeps_less() -> None:
-    ids = torch.randint(VOCABULARY, (1, 16), generator=torch.Generator().manual_seed(1))
-    kept, gradients = [], []
-    for settings in ({}, {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "layernorm"]}):
-        model = build(linear_attention_freq=None, **settings)
-        randomize(model)
-        kept.append(kept_bytes(lambda model=model: model(ids).sum()))
-        model(ids).sum().backward()
-        gradients.append([parameter.grad for parameter in model.parameters()])
-    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
-    assert kept[1] < 0.7 * kept[0]
+    chosen = recomputing("core_attn", "layernorm")
+    plain, recomputed = build(linear_attention_freq=None), build(linear_attention_freq=None, **chosen)
+    assert_equal(gradients(recomputed), gradients(plain))
+    assert kept_by(recomputed) < 0.7 * kept_by(plain)
 
 
 def test_results_of_convolution_and_gated_norm_are_not_kept() -> None:
@@ -117,7 +101,10 @@ class KeptResults:
     """`DiscardedResults` that discard nothing."""
 
     def __init__(self, discarded: DiscardedResults) -> None:
-        self.compute, self.within = discarded.function, discarded.within
+        self.within = discarded.within
+
+    def compute(self, function: Callable[..., torch.Tensor], *inputs: Any) -> torch.Tensor:
+        return function(*inputs)
 
     def __call__(self, *inputs: Any) -> Any:
         return self.within(*inputs)
@@ -132,11 +119,8 @@ def test_what_a_state_cannot_respect_is_refused(model: GPTModel) -> None:
 
 
 def test_half_precision_follows_float32() -> None:
-    layers = []
-    for settings in ({"fp64": False}, {"fp64": False, "bf16": True, "params_dtype": torch.bfloat16}):
-        model = build(**settings)
-        randomize(model)
-        layers.append(model.decoder.layers[0].self_attention)
+    both = {"fp64": False}, {"fp64": False, "bf16": True, "params_dtype": torch.bfloat16}
+    layers = [build(**settings).decoder.layers[0].self_attention for settings in both]
     layers[0].load_state_dict({name: value.float() for name, value in layers[1].state_dict().items()})
     hidden = torch.randn(12, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
     inputs = LayerInputs(Tokens(6, 2))

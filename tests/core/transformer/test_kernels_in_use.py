@@ -5,31 +5,18 @@ from typing import Any
 import pytest
 import torch
 from support.fake_transformer_engine import FAKE
+from support.tiny_models import tiny_config, tiny_gpt
 
 from megatron.core import backends
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.ops.attention.kernels import SDPA_CUDA
 from megatron.core.transformer import kernels_in_use as module
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.kernels_in_use import AttentionInUse, BackendInUse, attention_of_layer, kernels_in_use
-from megatron.core.transformer.transformer_config import TransformerConfig
-
-
-def config(**settings: Any) -> TransformerConfig:
-    settings = {"fp64": True, "hidden_dropout": 0.0, "attention_dropout": 0.0} | settings
-    return TransformerConfig(
-        num_layers=2, hidden_size=16, num_attention_heads=4, use_cpu_initialization=True, **settings
-    )
-
-
-def gpt(**settings: Any) -> GPTModel:
-    return GPTModel(config(**settings), get_gpt_layer_local_spec(), vocab_size=37, max_sequence_length=16)
 
 
 def test_kernels_in_use_are_told() -> None:
-    model = gpt(attention_dropout=0.1, window_size=(3, 0), window_attn_skip_freq=2)
+    model = tiny_gpt(tiny_config(attention_dropout=0.1, window_size=(3, 0), window_attn_skip_freq=2))
     backend, attention = kernels_in_use(model, torch.device("cpu"))
     assert isinstance(backend, BackendInUse) and backend.name == "local"
     assert isinstance(attention, AttentionInUse) and attention.layers == (1, 2) and not attention.crosses
@@ -48,7 +35,7 @@ def test_linear_layers_in_pieces_are_not_said_to_be_transformer_engines(monkeypa
         "sequence_parallel": True,
         "transformer_impl": "transformer_engine",
     }
-    cut, whole = (config(**shared, tp_comm_overlap=overlap) for overlap in (True, False))
+    cut, whole = (tiny_config(**shared, tp_comm_overlap=overlap) for overlap in (True, False))
     lines = [
         str(next(kernels_in_use(DotProductAttention(each, 1, AttnMaskType.causal, "self"), torch.device("cpu"))))
         for each in (cut, whole)
@@ -60,7 +47,7 @@ def test_linear_layers_in_pieces_are_not_said_to_be_transformer_engines(monkeypa
 def test_on_a_gpu_the_kernel_that_torch_selects_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "first_usable_kernel", lambda *sizes: "flash")
     half = {"fp64": False, "bf16": True, "params_dtype": torch.bfloat16}
-    layer = DotProductAttention(config(**half), 1, AttnMaskType.causal, "self", backend=backends.LOCAL)
+    layer = DotProductAttention(tiny_config(**half), 1, AttnMaskType.causal, "self", backend=backends.LOCAL)
     found = attention_of_layer(layer, torch.device("cuda"))
     assert layer.plan.describe("cuda") == SDPA_CUDA.name and found.kernels == ("SDPA (flash)", "SDPA (flash)")
     assert str(found) == "attention of layer 1 on cuda: SDPA (flash)"

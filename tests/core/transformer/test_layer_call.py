@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.exact_gradients import UNIFORM, recomputing
 from support.pool import Pool
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -94,8 +95,8 @@ def same(found: list[Tensor], expected: list[Tensor]) -> None:
 MASK = torch.rand(B, 1, S, S, generator=torch.Generator().manual_seed(2)) < 0.3
 MASK &= ~torch.eye(S, dtype=torch.bool)
 DROPS = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
-SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "layernorm", "mlp"]}
+FULL = UNIFORM | {"recompute_num_layers": 2}
+SELECTIVE = recomputing("core_attn", "layernorm", "mlp")
 
 
 @pytest.mark.parametrize("layer", [Scaled, Forwarding])
@@ -141,12 +142,11 @@ def of_a_rank(layer: type[nn.Module], sequence_parallel: bool, settings: dict[st
     return results(layer, split, groups)
 
 
-def test_under_tensor_parallelism() -> None:
-    with Pool(2) as pool:
-        for sequence_parallel, settings in ((False, FULL | DROPS), (True, FULL | DROPS), (True, DROPS)):
-            runs = [pool.run(of_a_rank, 2, kind, sequence_parallel, settings) for kind in (Scaled, TransformerLayer)]
-            for found, expected in zip(*runs, strict=True):
-                same(found, expected)
+def test_under_tensor_parallelism(pool: Pool) -> None:
+    for sequence_parallel, settings in ((False, FULL | DROPS), (True, FULL | DROPS), (True, DROPS)):
+        runs = [pool.run(of_a_rank, 2, kind, sequence_parallel, settings) for kind in (Scaled, TransformerLayer)]
+        for found, expected in zip(*runs, strict=True):
+            same(found, expected)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -6,16 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.tiny_models import tiny_config, tiny_gpt
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.core.models.bert.bert_layer_specs import get_bert_layer_local_spec
 from megatron.core.models.bert.bert_model import BertModel
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_decoder_block_spec,
-    get_gpt_mtp_block_spec,
-    gpt_layer_spec_of,
-)
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.T5 import T5Model
 from megatron.core.models.T5.t5_spec import get_t5_decoder_with_local_block_spec, get_t5_encoder_with_local_block_spec
 from megatron.core.ops.activation import squared_relu
@@ -33,16 +28,8 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 
 def config(layers: int, stages: int, **fields: Any) -> TransformerConfig:
-    return TransformerConfig(
-        **{
-            "num_layers": layers,
-            "hidden_size": 64,
-            "num_attention_heads": 4,
-            "pipeline_model_parallel_size": stages,
-            "pipeline_model_parallel_layout": "auto",
-            **fields,
-        }
-    )
+    given = {"pipeline_model_parallel_size": stages, "pipeline_model_parallel_layout": "auto", **fields}
+    return tiny_config(num_layers=layers, hidden_size=64, fp64=False, **given)
 
 
 def resolved(config: TransformerConfig, seq_length: int, vocab_size: int) -> TransformerConfig:
@@ -72,24 +59,6 @@ def test_windows_make_layers_cheaper() -> None:
     assert costs[0] == costs[1] == costs[3] < costs[2] == costs[5]
 
 
-@pytest.mark.parametrize("gated", [False, True])
-def test_costs_are_those_of_the_products(gated: bool) -> None:
-    """Against torch's own count of a layer's products; scores are counted at what is seen of the square."""
-    made = config(1, 1, gated_linear_unit=gated, num_query_groups=2, ffn_hidden_size=96)
-    s, h, d = 32, 64, 16
-    with FlopCounterMode(display=False) as counter:
-        x = torch.ones(s, h)
-        x @ torch.ones(h, 4 * d + 2 * 2 * d)
-        scores = torch.ones(4, s, d) @ torch.ones(4, d, s)
-        scores @ torch.ones(4, s, d)
-        torch.ones(s, 4 * d) @ torch.ones(4 * d, h)
-        torch.ones(s, h) @ torch.ones(h, (2 if gated else 1) * 96)
-        torch.ones(s, 96) @ torch.ones(96, h)
-    whole = counter.get_total_flops() / 2 / s  # multiplications a token, the whole square of scores
-    of_scores = 2 * 4 * d * s
-    assert layer_cost(made, 1, s) == pytest.approx(whole - of_scores + 2 * 4 * d * ((s + 1) // 2))
-
-
 EXPERTS: dict[str, Any] = {
     "num_moe_experts": 4,
     "moe_router_topk": 2,
@@ -98,6 +67,8 @@ EXPERTS: dict[str, Any] = {
     "moe_layer_freq": [0, 1],
 }
 KINDS: dict[str, dict[str, Any]] = {
+    "grouped": {"num_query_groups": 2, "ffn_hidden_size": 96},
+    "grouped, a gated MLP": {"num_query_groups": 2, "ffn_hidden_size": 96, "gated_linear_unit": True},
     "experts": EXPERTS,
     "experts and shared ones": {**EXPERTS, "moe_shared_expert_intermediate_size": 80, "gated_linear_unit": True},
     "experts of a latent": {**EXPERTS, "moe_latent_size": 32},
@@ -114,19 +85,16 @@ def test_costs_of_all_kinds_of_layers_are_what_a_model_computes(kind: str) -> No
     """Against torch's count of a model's forward, in which scores are whole squares."""
     is_latent = "multi_latent_attention" in KINDS[kind]
     fields = {**KINDS[kind], **(LATENT if is_latent else {})}
-    made = (MLATransformerConfig if is_latent else TransformerConfig)(
-        num_layers=2,
+    made = tiny_config(
+        MLATransformerConfig if is_latent else TransformerConfig,
         hidden_size=64,
-        num_attention_heads=4,
         add_bias_linear=False,
         attention_backend=AttnBackend.unfused,
         normalization="RMSNorm",
         **fields,
     )
     s, vocabulary, depths = 32, 50, made.mtp_num_layers or 0
-    spec = get_gpt_decoder_block_spec(made, use_transformer_engine=False)
-    further = get_gpt_mtp_block_spec(made, spec, use_transformer_engine=False)
-    model = GPTModel(made, spec, vocabulary, s, position_embedding_type="rope", mtp_block_spec=further)
+    model = tiny_gpt(made, vocabulary, s, position_embedding_type="rope")
     ids = torch.randint(vocabulary, (1, s))
     with FlopCounterMode(display=False) as counter:
         model(ids, labels=ids)
@@ -212,14 +180,7 @@ def test_sparse_attention_by_hand() -> None:
     attention reads 4 of them."""
     sizes = {"q_lora_rank": 3, "kv_lora_rank": 5, "qk_head_dim": 4, "qk_pos_emb_head_dim": 2, "v_head_dim": 3}
     sparse = {"dsa_indexer_n_heads": 2, "dsa_indexer_head_dim": 3, "dsa_indexer_topk": 4}
-    config = MLATransformerConfig(
-        num_layers=1,
-        hidden_size=8,
-        num_attention_heads=4,
-        experimental_attention_variant="dsa",
-        **sizes,  # type: ignore[arg-type]
-        **sparse,  # type: ignore[arg-type]
-    )
+    config = tiny_config(MLATransformerConfig, hidden_size=8, experimental_attention_variant="dsa", **sizes, **sparse)
     dense = dataclasses.replace(config, experimental_attention_variant=None)
     indexer = 3 * 6 + 8 * (3 + 2) + 2 * (3 + 1) * 10
     fewer = 4 * (4 + 2 + 3) * (10 - 4)
@@ -234,63 +195,38 @@ def test_latent_attention_by_hand(q_lora_rank: int | None, queries: int) -> None
     assert per_token(**sizes) == 6 * 8 * 32 * 2 * 2 + 2 * attention + 6 * 8 * 128
 
 
-MODELS = {
-    "mha, tied": {"config": dict[str, Any](), "tied": True},
-    "gqa, swiglu": {"config": {"num_query_groups": 2, "gated_linear_unit": True}, "tied": False},
-    "wide heads, squared relu": {"config": {"kv_channels": 24, "activation_func": squared_relu}, "tied": False},
-    "mqa, swiglu, rope, padded vocabulary, no bias": {
-        "config": {"num_query_groups": 1, "gated_linear_unit": True, "add_bias_linear": False},
-        "tied": True,
-        "rope": True,
-        "padding": 128,
-    },
-    "latent attention": {
-        "config": {"q_lora_rank": 40, "qk_layernorm": True, "gated_linear_unit": True},
-        "latent": {"kv_lora_rank": 36, "qk_head_dim": 14, "qk_pos_emb_head_dim": 6, "v_head_dim": 12},
-        "tied": False,
-    },
-    "latent attention, queries at once": {
-        "config": {"q_lora_rank": None},
-        "latent": {"kv_lora_rank": 24, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 20},
-        "tied": True,
-    },
+MODELS: dict[str, dict[str, Any]] = {
+    "mha": {},
+    "gqa, swiglu": {"num_query_groups": 2, "gated_linear_unit": True},
+    "wide heads, squared relu": {"kv_channels": 24, "activation_func": squared_relu},
+    "mqa, swiglu, no bias": {"num_query_groups": 1, "gated_linear_unit": True, "add_bias_linear": False},
+    "latent attention": {**LATENT, "q_lora_rank": 40, "qk_layernorm": True, "gated_linear_unit": True},
+    "latent attention, queries at once": {**LATENT, "q_lora_rank": None},
 }
 
 
-@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
-def test_megatron_lms_count_is_what_a_model_computes(model: dict[str, Any]) -> None:
-    """Within 1% of torch's counter over unfused attention, whose two score-sized products count at half."""
-    vocab, padding, seq, batch = 300, model.get("padding", 4), 32, 2
-    padded = -(-vocab // padding) * padding
-    latent = model.get("latent", {})
-    config = (MLATransformerConfig if latent else TransformerConfig)(
-        multi_latent_attention=bool(latent),
+@pytest.mark.parametrize("fields", MODELS.values(), ids=MODELS.keys())
+def test_megatron_lms_count_is_what_a_model_computes(fields: dict[str, Any]) -> None:
+    """Within 1% of torch's counter over unfused attention, whose two score-sized products count at half. The vocabulary
+    is padded."""
+    vocab, padded, seq, batch = 300, 384, 32, 2
+    is_latent = "kv_lora_rank" in fields
+    config = tiny_config(
+        MLATransformerConfig if is_latent else TransformerConfig,
         num_layers=3,
         hidden_size=64,
-        num_attention_heads=4,
         ffn_hidden_size=160,
         attention_backend=AttnBackend.unfused,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        **model["config"],
-        **latent,
+        **fields,
     )
-    gpt = GPTModel(
-        config,
-        gpt_layer_spec_of(config, 1),
-        vocab_size=vocab,
-        max_sequence_length=seq,
-        share_embeddings_and_output_weights=model["tied"],
-        position_embedding_type="rope" if model.get("rope") else "learned_absolute",
-        vocab_padding_multiple=padding,
-    )
+    gpt = tiny_gpt(config, vocab, seq, position_embedding_type="rope", vocab_padding_multiple=128)
     tokens = torch.randint(vocab, (batch, seq))
     with FlopCounterMode(display=False) as counter:
-        gpt(tokens, torch.arange(seq).expand(batch, seq), None, labels=tokens).mean().backward()
+        gpt(tokens, labels=tokens).mean().backward()
     counts = {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items()}
     scores = sum(flops for op, flops in counts.items() if "bmm" in op)
     widths = (config.kv_channels, config.kv_channels)
-    if latent:
+    if is_latent:
         widths = (config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim)
     products = sum(widths) * config.num_attention_heads * seq * seq
     assert scores == 3 * 2 * products * batch * config.num_layers  # only attention is batched
@@ -301,14 +237,7 @@ def test_megatron_lms_count_is_what_a_model_computes(model: dict[str, Any]) -> N
 
 def test_the_count_of_a_bert_is_what_it_computes() -> None:
     """All keys, and the transform before the head; pooler and binary head, a token of each row, are left out."""
-    config = TransformerConfig(
-        num_layers=3,
-        hidden_size=64,
-        num_attention_heads=4,
-        attention_backend=AttnBackend.unfused,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-    )
+    config = tiny_config(num_layers=3, hidden_size=64, attention_backend=AttnBackend.unfused)
     bert = BertModel(config, 2, get_bert_layer_local_spec(), 300, 32)
     tokens = torch.randint(300, (2, 32))
     with FlopCounterMode(display=False) as counter:
@@ -324,10 +253,7 @@ def test_the_count_of_a_bert_is_what_it_computes() -> None:
 def test_the_count_of_a_t5_is_what_it_computes() -> None:
     """The costs are within 1% of torch's counter, if scores among the decoder's own tokens count half."""
     read, written, batch = 24, 16, 2
-    sizes = {"hidden_size": 64, "num_attention_heads": 4, "hidden_dropout": 0.0, "attention_dropout": 0.0}
-    made = TransformerConfig(
-        num_layers=3, num_encoder_layers=2, attention_backend=AttnBackend.unfused, **sizes, use_cpu_initialization=True
-    )
+    made = tiny_config(num_layers=3, num_encoder_layers=2, hidden_size=64, attention_backend=AttnBackend.unfused)
     encoder = copy.copy(made)
     encoder.num_layers = 2
     specs = get_t5_encoder_with_local_block_spec(2), get_t5_decoder_with_local_block_spec(3)

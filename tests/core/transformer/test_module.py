@@ -1,37 +1,24 @@
 """A model in half precision."""
 
 import torch
+from support.tiny_models import tiny_config, tiny_gpt
 
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.module import Float16Module, convert
-from megatron.core.transformer.transformer_config import TransformerConfig
-
-
-def config(**settings) -> TransformerConfig:
-    settings = {"fp64": True, "hidden_dropout": 0.0, "attention_dropout": 0.0} | settings
-    return TransformerConfig(
-        num_layers=2, hidden_size=16, num_attention_heads=4, use_cpu_initialization=True, **settings
-    )
-
-
-def gpt(**settings) -> GPTModel:
-    return GPTModel(config(**settings), get_gpt_layer_local_spec(), vocab_size=37, max_sequence_length=16)
 
 
 def test_float16_module() -> None:
-    half = config(fp64=False, bf16=True)
-    wrapped = Float16Module(half, gpt(fp64=False))
+    half = tiny_config(fp64=False, bf16=True)
+    wrapped = Float16Module(half, tiny_gpt(tiny_config(fp64=False)))
     assert {parameter.dtype for parameter in wrapped.parameters()} == {torch.bfloat16}
     assert all(hasattr(parameter, "info") for parameter in wrapped.parameters())
-    assert wrapped.state_dict().keys() == gpt().state_dict().keys()
+    assert wrapped.state_dict().keys() == tiny_gpt(tiny_config()).state_dict().keys()
     ids = torch.arange(10).view(2, 5)
     assert wrapped(ids).dtype is torch.float32 and wrapped(ids, fp32_output=False).dtype is torch.bfloat16
     assert wrapped(ids, labels=ids).dtype is torch.float32
-    wrapped.load_state_dict(gpt(seed=3).state_dict())
+    wrapped.load_state_dict(tiny_gpt(tiny_config(seed=3)).state_dict())
     assert torch.equal(
         wrapped.module.decoder.layers[0].mlp.linear_fc1.weight.float().bfloat16(),
-        gpt(seed=3).decoder.layers[0].mlp.linear_fc1.weight.bfloat16(),
+        tiny_gpt(tiny_config(seed=3)).decoder.layers[0].mlp.linear_fc1.weight.bfloat16(),
     )
 
 

@@ -1,4 +1,4 @@
-"""Latent attention: parts of other classes, what is sent, writing with a cache. tests/parity has its layouts."""
+"""Latent attention: parts of other classes, what is sent. tests/parity has layouts, tests/core/inference the cache."""
 
 import dataclasses
 from typing import Any
@@ -8,13 +8,13 @@ import torch
 from support.boxes import error, fill, part_of, whole_gradients, whole_values
 from support.pool import Pool
 from support.split_rows import ROW, ROWS, VOCABULARY, loss_of_part
-from torch import Tensor, nn
+from support.tiny_models import OwnNorm, randomize, tiny_config, tiny_gpt
+from torch import Tensor
 
 from megatron.core.communication.traffic import recorded
 from megatron.core.exceptions import UserError
 from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.groups.rank_grid import RankGrid
-from megatron.core.inference.static_context import InferenceParams, StaticInferenceContext
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import gpt_layer_spec_of
 from megatron.core.parameters import info_of
@@ -23,7 +23,7 @@ from megatron.core.tokens import Tokens
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.layer_inputs import LayerInputs
 from megatron.core.transformer.multi_latent_attention import score_scale
-from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 TOLERANCE = 1e-11
 SIZES = {"kv_lora_rank": 10, "qk_head_dim": 6, "qk_pos_emb_head_dim": 4, "v_head_dim": 5, "ffn_hidden_size": 24}
@@ -36,21 +36,10 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-class OwnNorm(nn.LayerNorm):
-    """A norm of a user, who knows nothing of descriptors."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
-        super().__init__(hidden_size, eps, dtype=config.params_dtype)
-
-
 def build(settings: dict[str, Any], groups: ProcessGroupCollection | None = None, **layout: Any) -> GPTModel:
     settings = {key: value for key, value in settings.items() if key not in ("packed", "spec")} | layout
-    plain = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "add_bias_linear": False}
-    config = MLATransformerConfig(
-        num_layers=2, hidden_size=18, num_attention_heads=4, fp64=True, **{**plain, **SIZES, **settings}
-    )
-    spec = gpt_layer_spec_of(config, 1)
-    return GPTModel(config, spec, VOCABULARY, ROW * ROWS, position_embedding_type="rope", pg_collection=groups)
+    config = tiny_config(MLATransformerConfig, **{"hidden_size": 18, "add_bias_linear": False, **SIZES, **settings})
+    return tiny_gpt(config, VOCABULARY, ROW * ROWS, position_embedding_type="rope", pg_collection=groups)
 
 
 TP2 = {"tensor_model_parallel_size": 2}
@@ -93,16 +82,13 @@ def errors_of_other_parts(expected: dict[str, Any], layout: dict[str, Any], norm
 @pytest.mark.parametrize("layout", [TP2, SP2], ids=["tp", "sp"])
 @pytest.mark.parametrize("norm", [False, True], ids=["", "own norms"])
 def test_parts_of_other_classes(layout: dict[str, Any], norm: bool, pool: Pool) -> None:
-    torch.manual_seed(0)
     config = build(MODELS["all latents"]).config
     config.hidden_dropout = 0.0
     spec = gpt_layer_spec_of(config, 1)
     whole = GPTModel(
         config, with_parts(spec, q_layernorm=OwnNorm, kv_layernorm=OwnNorm) if norm else spec, VOCABULARY, ROW
     )
-    with torch.no_grad():
-        for parameter in whole.parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.4)
+    randomize(whole)
     expected = {"values": whole_values(whole), "loss": loss_of_part(whole, None, False)}
     expected |= {"gradients": whole_gradients(whole)}
     for errors in pool.run(errors_of_other_parts, 2, expected, layout, norm):
@@ -138,7 +124,7 @@ def test_what_is_gathered_is_the_latents(pool: Pool) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The factor of the scores; writing
+# The factor of the scores; positions
 
 
 def test_factor_of_the_scores() -> None:
@@ -153,33 +139,6 @@ def test_factor_of_the_scores() -> None:
     assert scale(softmax_scale=0.3, mscale_all_dim=0.8) == 0.3
 
 
-@pytest.mark.parametrize("cached", [False, True], ids=["keys", "latents"])
-@pytest.mark.parametrize("name", ["queries at once", "all latents", "layers without positions, sinks"])
-def test_writing_with_a_cache_is_writing_without(name: str, cached: bool) -> None:
-    torch.manual_seed(0)
-    model = build({**MODELS[name], "cache_mla_latents": cached})
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.4)
-    model.eval()
-    ids = torch.randint(VOCABULARY, (3, 9), generator=torch.Generator().manual_seed(2))
-    context = StaticInferenceContext(3, 9)
-    positions = context.begin(torch.tensor([5, 2, 4]), 5)
-    prompts, places = ids[:, :5], [5, 2, 4]
-    logits = model(prompts, positions.expand(3, -1), inference_context=context)
-    rows = [list(ids[row, :length]) for row, length in enumerate(places)]
-    for step in range(3):
-        for row, known in enumerate(rows):
-            assert error(logits[row, 0].detach(), model(torch.stack(known)[None])[0, -1].detach()) < TOLERANCE
-            known.append(ids[row, 6 + step])
-        logits = model(ids[:, 6 + step, None], context.advance(), inference_context=context)
-    whole, params = model(ids), InferenceParams(3, 9)
-    for start, end in ((0, 4), (4, 8), (8, 9)):  # a script that counts the tokens
-        found = model(ids[:, start:end], inference_params=params)
-        params.sequence_len_offset = end
-        assert error(found.detach(), whole[:, start:end].detach()) < TOLERANCE
-
-
 def test_layers_without_positions() -> None:
     def logits(positions: Tensor, **settings: Any) -> Tensor:
         model = build({"q_lora_rank": None, "rope_type": "rope", "init_method_std": 0.4, **settings})
@@ -191,24 +150,3 @@ def test_layers_without_positions() -> None:
         changed = error(logits(skipping, no_rope_freq=pattern), logits(counted, no_rope_freq=pattern))
         assert changed > 1e-4
     assert error(logits(counted + 5), logits(counted)) < 1e-6  # angles are float32: only distances count
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"rope_type": "none"}, "rope_type none: choose among rope, yarn"),
-        ({"rotary_base": -5.0}, "rotary_base -5.0 must be larger than 1"),
-        ({"mscale": float("nan")}, "mscale nan must be a number"),
-        ({"qk_pos_emb_head_dim": 5}, "rotates 5 channels of a head"),
-        ({"num_query_groups": 2}, "every head has keys of its own"),
-        ({"attention_output_gate": True}, "its output has no gate"),
-    ],
-)
-def test_impossible_values_are_named(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        build({"q_lora_rank": None, **settings})
-
-
-def test_a_plain_config_has_no_sizes_for_it() -> None:
-    with pytest.raises(UserError, match="multi_latent_attention needs an MLATransformerConfig"):
-        TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, multi_latent_attention=True)

@@ -14,11 +14,11 @@ from support.predicting_gpt import (
     TIED,
     predicting_config,
     predicting_model,
-    randomize,
     tokens_of,
     whole_batch,
 )
 from support.reference_gpt import head, reference_hidden, reference_loss, reference_predictions
+from support.tiny_models import randomize
 from torch import Tensor
 
 from megatron.core.exceptions import UserError
@@ -181,11 +181,7 @@ def test_where_the_layers_stand() -> None:
         )
 
 
-def test_refusals() -> None:
-    with pytest.raises(UserError, match=r"mtp_num_layers -1 must be at least 0"):
-        predicting_config(mtp_num_layers=-1)
-    with pytest.raises(UserError, match=r"mtp_standalone: the layers of mtp_num_layers have a stage of their own"):
-        predicting_config(mtp_standalone=True)
+def test_specs_of_other_numbers_of_layers_are_refused() -> None:
     config = predicting_config(mtp_num_layers=1)
     spec = get_gpt_mtp_block_spec(predicting_config(), get_gpt_layer_local_spec(), False)
     assert isinstance(spec, ModuleSpec)

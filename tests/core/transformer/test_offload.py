@@ -1,6 +1,5 @@
 """Activations in host memory: no bit of the numbers changes, and what the flags name leaves the device."""
 
-import copy
 import dataclasses
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -8,16 +7,17 @@ from typing import Any, cast
 
 import pytest
 import torch
+from support import exact_gradients
+from support.exact_gradients import ROWS, UNIFORM, assert_equal, gradients_of_a_copy, loss_of, recomputing
+from support.tiny_models import tiny_config, tiny_gpt
 from torch import Tensor
 
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
-from megatron.core.tokens import RngPosition, Tokens
 from megatron.core.transformer.offload import offload_activations
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.utils.offloaded import SavedStorage
 
-LENGTH, ROWS, WIDTH, LAYERS = 8, 2, 16, 3
+LENGTH, WIDTH, LAYERS = 8, 16, 3
 HIDDEN = LENGTH * ROWS * WIDTH * 8
 """Bytes of one hidden state [t, h]."""
 
@@ -39,30 +39,13 @@ def fine(*modules: str, **settings: Any) -> dict[str, Any]:
     return words | {"min_offloaded_tensor_size": 0} | settings
 
 
-def recomputing(*modules: str) -> dict[str, Any]:
-    return {"recompute_granularity": "selective", "recompute_modules": list(modules)}
-
-
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-
-
 def build(**settings: Any) -> GPTModel:
-    sizes: dict[str, Any] = {"num_layers": LAYERS, "hidden_size": WIDTH, "num_attention_heads": 2, "fp64": True}
-    drop = {"hidden_dropout": 0.1, "attention_dropout": 0.0}
     kind = MLATransformerConfig if settings.get("multi_latent_attention") else TransformerConfig
-    config = kind(**sizes | drop | settings)
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
-    further = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if config.mtp_num_layers else None
-    return GPTModel(config, spec, 20, LENGTH, mtp_block_spec=further)
+    sizes = {"num_layers": LAYERS, "num_attention_heads": 2, "hidden_dropout": 0.1}
+    return tiny_gpt(tiny_config(kind, **sizes | settings), 20, LENGTH)
 
 
-def loss_of(model: GPTModel, micro_batch: int = 0) -> Tensor:
-    ids = torch.randint(20, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(3 + micro_batch))
-    tokens = Tokens(LENGTH, ROWS, random=RngPosition(seed=7, iteration=4, first_sample=6 + micro_batch))
-    return model(ids[:, :-1], labels=ids[:, 1:].contiguous(), tokens=tokens).sum()
-
-
-def gradients(model: GPTModel, in_order: bool = True) -> list[Tensor]:
+def gradients(model: GPTModel, in_order: bool = True) -> dict[str, Tensor]:
     """Returns those of two micro-batches, whose backward passes follow both forward passes unless `in_order`."""
     model.zero_grad()
     if in_order:
@@ -72,12 +55,7 @@ def gradients(model: GPTModel, in_order: bool = True) -> list[Tensor]:
         losses = [loss_of(model, number) for number in range(2)]
         for loss in losses:
             loss.backward()
-    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-
-
-def assert_equal(found: list[Tensor], plain: list[Tensor]) -> None:
-    assert len(found) == len(plain) and all(map(torch.equal, found, plain))
-    assert all(gradient.abs().sum() > 0 for gradient in plain)
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 class Traffic:
@@ -104,10 +82,10 @@ def traffic(monkeypatch: pytest.MonkeyPatch) -> Iterator[Traffic]:
     yield counted
 
 
-PLAIN: dict[str, list[Tensor]] = {}
+PLAIN: dict[str, dict[str, Tensor]] = {}
 
 
-def plain(**model: Any) -> list[Tensor]:
+def plain(**model: Any) -> dict[str, Tensor]:
     key = str(model)
     if key not in PLAIN:
         PLAIN[key] = gradients(build(**model))
@@ -122,7 +100,7 @@ def plain(**model: Any) -> list[Tensor]:
         ({}, fine(*DENSE, fine_grained_offloading_max_inflight_offloads=0)),
         ({}, fine(*DENSE) | recomputing("layernorm", "core_attn", "mlp")),
         ({}, {"cpu_offloading_num_layers": 2}),
-        ({}, {"cpu_offloading_num_layers": LAYERS} | FULL),
+        ({}, {"cpu_offloading_num_layers": LAYERS} | UNIFORM),
         ({}, {"cpu_offloading_num_layers": 2} | recomputing("layernorm", "mlp")),
         (EXPERTS, fine(*DENSE, "expert_fc1", "moe_act")),
         (EXPERTS | {"moe_grouped_gemm": False}, fine("expert_fc1", "moe_act") | recomputing("moe_act", "layernorm")),
@@ -156,7 +134,7 @@ def test_what_the_flags_name_is_offloaded(traffic: Traffic) -> None:
     assert kept(traffic, **fine("attn_norm", min_offloaded_tensor_size=HIDDEN // 8 + 1)) == (0, 0)
     assert kept(traffic, **fine("attn_norm", min_offloaded_tensor_size=HIDDEN // 8))[0] == LAYERS
     # Full recomputation keeps nothing but inputs of layers, one hidden state each.
-    assert kept(traffic, cpu_offloading_num_layers=2, **FULL) == (2, 2)
+    assert kept(traffic, cpu_offloading_num_layers=2, **UNIFORM) == (2, 2)
     everything = kept(traffic, cpu_offloading_num_layers=1)[0]
     assert kept(traffic, **fine(*DENSE))[0] / LAYERS < everything < 30
 
@@ -187,8 +165,4 @@ def test_a_copied_model_and_a_forward_without_gradients(traffic: Traffic) -> Non
         loss_of(model)
     assert traffic.sent == 0
     loss_of(model)
-    twin = copy.deepcopy(model)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    assert_equal(gradients(twin), plain())
+    assert_equal(gradients_of_a_copy(model), exact_gradients.gradients(build()))

@@ -1,12 +1,12 @@
 """Megatron-LM's class for layouts: what it counts, and as the value of a config."""
 
 import pytest
+from support.tiny_models import tiny_config
 
 from megatron.core.exceptions import UserError
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 NAMES = [["embedding", "decoder"], ["decoder"] * 2, ["decoder"], ["decoder", "loss"]]
 
@@ -22,10 +22,8 @@ def test_text_and_names_give_the_same_layout() -> None:
 
 
 def test_a_config_takes_it() -> None:
-    config = TransformerConfig(
+    config = tiny_config(
         num_layers=5,
-        hidden_size=8,
-        num_attention_heads=2,
         pipeline_model_parallel_size=2,
         virtual_pipeline_model_parallel_size=2,
         pipeline_model_parallel_layout=PipelineParallelLayerLayout.from_str("Et|tt|t|tL", 2),

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.tiny_models import tiny_config
 
 from megatron.core.communication.collectives import PlannedGroup
 from megatron.core.exceptions import UserError
@@ -11,13 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def config(**fields: str) -> TransformerConfig:
-    return TransformerConfig(
-        num_layers=1,
-        hidden_size=24,
-        num_attention_heads=6,
-        use_cpu_initialization=True,
-        **{"normalization": "RMSNorm"} | fields,
-    )
+    return tiny_config(hidden_size=24, num_attention_heads=6, fp64=False, **{"normalization": "RMSNorm"} | fields)
 
 
 def test_a_head_has_a_root_mean_square_of_one() -> None:

@@ -1,18 +1,17 @@
 """Recompute by every way of asking for it: no bit of the numbers changes, and memory does."""
 
-import copy
 from unittest import mock
 
 import pytest
 import torch
-from support.kept_memory import kept_bytes
+from support.exact_gradients import ROWS, UNIFORM, assert_equal, gradients, gradients_of_a_copy, kept_by, recomputing
 from support.processes import run_on_ranks
+from support.tiny_models import tiny_config, tiny_gpt
 from torch import Tensor, nn
 
 from megatron.core.exceptions import UserError
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
-from megatron.core.tokens import RngPosition, Tokens
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.recompute import recompute_parts
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -20,53 +19,24 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from megatron.core.utils.recomputed import Recomputed
 from megatron.facades import parallel_state
 
-LENGTH, ROWS, LAYERS, WIDTH = 32, 2, 3, 64
+LENGTH, LAYERS, WIDTH = 32, 3, 64
 
-FULL = {"recompute_granularity": "full", "recompute_num_layers": 1}
 WAYS = {
-    "uniform": FULL | {"recompute_method": "uniform"},
-    "uniform by 2": FULL | {"recompute_method": "uniform", "recompute_num_layers": 2},
-    "block of 2": FULL | {"recompute_method": "block", "recompute_num_layers": 2},
+    "uniform": UNIFORM,
+    "uniform by 2": UNIFORM | {"recompute_num_layers": 2},
+    "block of 2": UNIFORM | {"recompute_method": "block", "recompute_num_layers": 2},
     "core_attn": {"recompute_granularity": "selective"},
-    "layernorm": {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
-    "mlp": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
-    "mlp_act": {"recompute_granularity": "selective", "recompute_modules": ["mlp_act"]},
-    "layernorm and mlp": {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "mlp"]},
-    "all parts": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "layernorm", "mlp"]},
+    "layernorm": recomputing("layernorm"),
+    "mlp": recomputing("mlp"),
+    "mlp_act": recomputing("mlp_act"),
+    "layernorm and mlp": recomputing("layernorm", "mlp"),
+    "all parts": recomputing("core_attn", "layernorm", "mlp"),
 }
 
 
 def build(**settings) -> GPTModel:
-    config = TransformerConfig(
-        num_layers=LAYERS,
-        hidden_size=WIDTH,
-        num_attention_heads=4,
-        hidden_dropout=settings.pop("hidden_dropout", 0.1),
-        attention_dropout=settings.pop("attention_dropout", 0.1),
-        **{"fp64": True} | settings,
-    )
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
-    return GPTModel(config, spec, vocab_size=50, max_sequence_length=LENGTH)
-
-
-def loss_of(model: nn.Module) -> Tensor:
-    ids = torch.randint(50, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(3))
-    tokens = Tokens(LENGTH, ROWS, random=RngPosition(seed=7, iteration=4, first_sample=6))
-    return model(ids[:, :-1], labels=ids[:, 1:].contiguous(), tokens=tokens).sum()
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    model.zero_grad()
-    loss = loss_of(model)
-    loss.backward()
-    return {"loss": loss.detach()} | {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert one.keys() == other.keys()
-    differing = [name for name in one if not torch.equal(one[name], other[name])]
-    assert not differing, differing
-    assert all(value.abs().sum() > 0 for value in one.values())
+    sizes = {"num_layers": LAYERS, "hidden_size": WIDTH, "hidden_dropout": 0.1, "attention_dropout": 0.1}
+    return tiny_gpt(tiny_config(**sizes | settings), 50, LENGTH)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -89,7 +59,7 @@ def test_chunks_of_an_mlp_change_the_order_of_sums_alone(way):
 def test_chunks_of_an_mlp_keep_its_input_alone():
     """Beside it a state of torch's generator for each further chunk. Recomputation of the whole MLP keeps the same."""
     states = 4 * LAYERS * torch.get_rng_state().numel()
-    assert kept_by(mlp_chunks_for_training=5) - states == pytest.approx(kept_by(**WAYS["mlp"]), rel=0.005)
+    assert kept_by(build(mlp_chunks_for_training=5)) - states == pytest.approx(kept_by(build(**WAYS["mlp"])), rel=0.005)
 
 
 @pytest.mark.parametrize("way", ["uniform", "block of 2", "mlp_act", "all parts"])
@@ -107,13 +77,8 @@ def test_wherever_norms_stand(way, placement):
 @pytest.mark.parametrize(("placement", "count"), [("parallel", 1), ("parallel_two_norms", 2), ("sandwich", 2)])
 def test_norms_that_a_product_reads_are_discarded(placement, count):
     settings = {"norm_placement": placement}
-    saved = (kept_by(**settings) - kept_by(**settings, **WAYS["layernorm"])) / LAYERS / HIDDEN
+    saved = (kept_by(build(**settings)) - kept_by(build(**settings, **WAYS["layernorm"]))) / LAYERS / HIDDEN
     assert saved == pytest.approx(count, abs=0.1)
-
-
-def kept_by(**settings) -> int:
-    model = build(**settings)
-    return kept_bytes(lambda: loss_of(model))
 
 
 HIDDEN = LENGTH * ROWS * WIDTH * 8
@@ -123,8 +88,8 @@ HIDDEN = LENGTH * ROWS * WIDTH * 8
 @pytest.mark.slow
 def test_memory_that_is_kept():
     """By the layer, in hidden states: what each way saves, against what its name promises."""
-    kept = {way: kept_by(**settings) for way, settings in WAYS.items()}
-    nothing = kept_by()
+    kept = {way: kept_by(build(**settings)) for way, settings in WAYS.items()}
+    nothing = kept_by(build())
     saved = {way: (nothing - count) / LAYERS / HIDDEN for way, count in kept.items()}
     assert saved["layernorm"] == pytest.approx(2, abs=0.1)  # the two norms' results
     # fc1's result and the activation's, 4 each; not fc2's, which the addition keeps nothing of.
@@ -142,12 +107,7 @@ def test_memory_that_is_kept():
 
 def test_a_copied_model_is_recomputed_with_its_own_weights():
     for way in ("uniform", "block of 2", "all parts"):
-        model = build(**WAYS[way])
-        twin = copy.deepcopy(model)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.zero_()
-        assert_equal(gradients(twin), gradients(build()))
+        assert_equal(gradients_of_a_copy(build(**WAYS[way])), gradients(build()))
 
 
 class Drawing(nn.Module):
@@ -205,23 +165,6 @@ def test_an_attribute_error_inside_a_part_is_not_taken_for_a_missing_part():
     with broken, pytest.raises(AttributeError, match="a bug"):
         recompute_parts(layer, ["mlp"])
     assert layer.mlp.forward == forward
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (
-            {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]},
-            "moe_act is a part of a layer of experts",
-        ),
-        ({"recompute_granularity": "selective", "recompute_modules": ["gelu"]}, "gelu is no part of a layer"),
-        ({"recompute_granularity": "full", "recompute_num_layers": 1}, "needs recompute_method uniform or block"),
-        ({"distribute_saved_activations": True}, "it needs recompute_granularity full"),
-    ],
-)
-def test_what_cannot_be_recomputed_is_refused(settings, message):
-    with pytest.raises(UserError, match=message):
-        TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, **settings)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -5,26 +5,24 @@ from typing import Any
 
 import pytest
 import torch
+from support.tiny_models import tiny_config
 from torch import Tensor
 
 from megatron.core.backends import LOCAL
 from megatron.core.communication.collectives import PlannedGroup
 from megatron.core.parameters import info_of
 from megatron.core.transformer.shared_key_values import SharedKeyValueLinear
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 RANKS, GROUPS, HEADS, WIDTH = 4, 2, 4, 3  # 8 heads of width 3 in 2 groups; two ranks share a group
 
 
 def layers(**settings: Any) -> Iterator[SharedKeyValueLinear]:
-    config = TransformerConfig(
-        num_layers=1,
+    config = tiny_config(
         hidden_size=5,
         num_attention_heads=GROUPS * HEADS,
         num_query_groups=GROUPS,
         kv_channels=WIDTH,
         tensor_model_parallel_size=RANKS,
-        fp64=True,
         **settings,
     )
     for rank in range(RANKS):

@@ -1,6 +1,7 @@
-"""DeepSeek sparse attention: against `transformers`, with a cache, with packed documents, and what is refused.
+"""DeepSeek sparse attention: against `transformers`, with packed documents, and what is refused.
 
-`tests/parity` compares layouts with one process, `tests/core/ops/attention/test_indexer.py` the loss with its formula.
+`tests/parity` compares layouts with one process, `tests/core/ops/attention/test_indexer.py` the loss with its formula,
+`tests/core/inference` writes with a cache.
 """
 
 from typing import Any
@@ -8,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 from core.models.test_model_options_against_transformers import NothingNarrower
+from support.exact_gradients import assert_equal, gradients, recomputing
 from support.processes import run_on_ranks
+from support.tiny_models import randomize, tiny_config, tiny_gpt
 from transformers import DeepseekV32Config
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Attention
 
@@ -16,7 +19,6 @@ from megatron.core.context_parallel import cut_rows, sequence_part
 from megatron.core.exceptions import UserError
 from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.groups.rank_grid import RankGrid
-from megatron.core.inference.static_context import InferenceParams, StaticInferenceContext
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import gpt_layer_spec_of
 from megatron.core.ops.rope import Rotation
@@ -32,20 +34,15 @@ INDEXER = {"dsa_indexer_n_heads": 3, "dsa_indexer_head_dim": 6, "dsa_indexer_top
 
 
 def config_of(**settings: Any) -> MLATransformerConfig:
-    plain = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "add_bias_linear": False, "fp64": True}
-    sizes = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "ffn_hidden_size": 24}
+    plain = {"ffn_hidden_size": 24, "add_bias_linear": False}
     variant = {"experimental_attention_variant": "dsa", "qk_layernorm": True, "rope_type": "rope"}
-    return MLATransformerConfig(**{**plain, **sizes, **LATENT, **INDEXER, **variant, **settings})
+    return tiny_config(MLATransformerConfig, **{**plain, **LATENT, **INDEXER, **variant, **settings})
 
 
 def build(groups: ProcessGroupCollection | None = None, **settings: Any) -> GPTModel:
     config = config_of(**settings)
-    facts: dict[str, Any] = {"position_embedding_type": "rope", "pg_collection": groups}
-    model = GPTModel(config, gpt_layer_spec_of(config, 1), VOCABULARY, LENGTH, **facts)
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.4)
+    model = tiny_gpt(config, VOCABULARY, LENGTH, position_embedding_type="rope", pg_collection=groups)
+    randomize(model)
     return model
 
 
@@ -148,32 +145,9 @@ def test_packed_documents_do_not_see_each_other() -> None:
 
 
 def test_recompute_changes_no_bit() -> None:
-    gradients, ids = [], tokens_of(2)
-    for modules in ([], ["core_attn", "layernorm", "mla_up_proj"]):
-        chosen = {"recompute_granularity": "selective", "recompute_modules": modules} if modules else {}
-        model = build(dsa_indexer_loss_coeff=0.5, **chosen)
-        model(ids, labels=ids).sum().backward()
-        gradients.append([parameter.grad for parameter in model.parameters()])
-    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
-
-
-def test_writing_with_a_cache_is_writing_without() -> None:
-    model, ids, places = build(dsa_indexer_topk=3).eval(), tokens_of(3, 9), [5, 2, 4]
-    context = StaticInferenceContext(3, 9)
-    positions = context.begin(torch.tensor(places), 5)
-    logits = model(ids[:, :5], positions.expand(3, -1), inference_context=context)
-    rows = [list(ids[row, :length]) for row, length in enumerate(places)]
-    for step in range(3):
-        for row, known in enumerate(rows):
-            expected = model(torch.stack(known)[None])[0, -1]
-            torch.testing.assert_close(logits[row, 0], expected, rtol=1e-10, atol=1e-11)
-            known.append(ids[row, 6 + step])
-        logits = model(ids[:, 6 + step, None], context.advance(), inference_context=context)
-    whole, params = model(ids), InferenceParams(3, 9)
-    for start, end in ((0, 4), (4, 8), (8, 9)):  # a script that counts the tokens
-        found = model(ids[:, start:end], inference_params=params)
-        params.sequence_len_offset = end
-        torch.testing.assert_close(found, whole[:, start:end], rtol=1e-10, atol=1e-11)
+    chosen = recomputing("core_attn", "layernorm", "mla_up_proj")
+    plain, recomputed = build(dsa_indexer_loss_coeff=0.5), build(dsa_indexer_loss_coeff=0.5, **chosen)
+    assert_equal(gradients(recomputed), gradients(plain))
 
 
 def test_rows_hide_keys_from_the_indexer_too() -> None:
@@ -184,24 +158,6 @@ def test_rows_hide_keys_from_the_indexer_too() -> None:
     torch.testing.assert_close(model(ids, None, mask)[:, 6:], alone, rtol=1e-6, atol=1e-6)  # angles are float32
     with pytest.raises(UserError, match="dsa selects keys for all heads"):
         model(ids, None, mask.expand(1, 4, -1, -1))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"multi_latent_attention": False}, "dsa needs multi_latent_attention"),
-        ({"dsa_indexer_topk": None}, "dsa needs dsa_indexer_topk"),
-        ({"dsa_indexer_topk": 0}, "dsa_indexer_topk 0 must be at least 1"),
-        ({"dsa_indexer_loss_coeff": -1.0}, "dsa_indexer_loss_coeff -1.0 must be at least 0"),
-        ({"dsa_indexer_head_dim": 3}, "dsa_indexer_head_dim 3 is less than the 4 rotary channels"),
-        ({"window_size": (4, 0)}, "window_size 4 0 does not go with dsa; leave it out"),
-        ({"softmax_type": "learnable"}, "softmax_type learnable does not go with dsa"),
-    ],
-)
-def test_impossible_values_are_named(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError) as caught:
-        config_of(**settings)
-    assert message in str(caught.value)
 
 
 def test_what_cannot_be_selected_is_refused() -> None:

@@ -4,19 +4,16 @@ from typing import Any
 
 import pytest
 import torch
+from support.tiny_models import randomize, tiny_config
 
 from megatron.core.parameters import info_of
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def norm(**fields: Any) -> WrappedTorchNorm:
-    config = TransformerConfig(
-        num_layers=1, hidden_size=8, num_attention_heads=2, fp64=True, use_cpu_initialization=True, **fields
-    )
+    config = tiny_config(hidden_size=8, **fields)
     made = WrappedTorchNorm(config, 8, 1e-5)
-    for parameter in made.parameters():
-        torch.nn.init.normal_(parameter)
+    randomize(made)
     return made
 
 

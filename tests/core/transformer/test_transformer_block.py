@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.tiny_models import randomize, tiny_config
 
 from megatron.core.exceptions import UserError
 from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.groups.rank_grid import RankGrid
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.parameters import initialize_parameters, name_parameters
 from megatron.core.tokens import Tokens
 from megatron.core.transformer.enums import AttnMaskType
@@ -21,15 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def config(**fields: Any) -> TransformerConfig:
-    return TransformerConfig(
-        num_layers=8,
-        hidden_size=16,
-        num_attention_heads=2,
-        fp64=True,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        **fields,
-    )
+    return tiny_config(num_layers=8, num_attention_heads=2, **fields)
 
 
 def groups(stages: int, rank: int) -> ProcessGroupCollection:
@@ -62,12 +55,6 @@ def test_a_stage_has_its_own_layers_numbered_over_the_whole_model() -> None:
     assert numbers(block(config(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Et*8|L"), 1)) == []
 
 
-def test_a_block_spec_has_as_many_layers_as_the_stage() -> None:
-    uneven = config(pipeline_model_parallel_size=2, num_layers_in_first_pipeline_stage=3)
-    counts = [len(get_gpt_decoder_block_spec(uneven, False, pp_rank=rank).layer_specs or []) for rank in range(2)]
-    assert counts == [3, 5]
-
-
 def test_sizes_that_do_not_agree_are_named() -> None:
     with pytest.raises(UserError, match="pipeline_model_parallel_size is 1, the pipeline group has 2 ranks"):
         TransformerBlock(config(), get_gpt_layer_local_spec(), pg_collection=groups(2, 0))
@@ -80,10 +67,8 @@ def test_sizes_that_do_not_agree_are_named() -> None:
 
 def test_what_another_stage_sent_is_taken_in_the_shape_of_this_stages_tokens() -> None:
     """Two rows of packed documents, laid end to end: the wire knows of sequences and micro-batches only."""
-    torch.manual_seed(0)
     stage = block(config())
-    for parameter in stage.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
+    randomize(stage)
     boundaries = torch.tensor([0, 3, 10], dtype=torch.int32)
     inputs = LayerInputs(Tokens(10, 1, cu_seqlens=boundaries, max_seqlen=7))
     hidden = torch.randn(10, 1, 16, dtype=torch.float64)

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from support.tiny_models import tiny_config, tiny_gpt
 from torch import Tensor, nn
 
 from megatron.core.backends import LOCAL, Backend
 from megatron.core.exceptions import UserError
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.ops.norm_triton import layer_norm_with_residual_triton, rms_norm_with_residual_triton
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -22,19 +22,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 
-def config(**settings) -> TransformerConfig:
-    settings = {"fp64": True, "hidden_dropout": 0.0, "attention_dropout": 0.0} | settings
-    return TransformerConfig(
-        num_layers=2, hidden_size=16, num_attention_heads=4, use_cpu_initialization=True, **settings
-    )
-
-
 def states(s: int = 5, b: int = 2) -> Tensor:
     return torch.randn(s, b, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
 def test_a_layer_is_its_formula() -> None:
-    layer = build_module(get_gpt_layer_local_spec(), config=config(), layer_number=2)
+    layer = build_module(get_gpt_layer_local_spec(), config=tiny_config(), layer_number=2)
     assert layer.canonical_index == 1
     hidden, inputs = states().flatten(0, 1), LayerInputs(Tokens(5, 2))
     by_hand = hidden + layer.self_attention(layer.input_layernorm(hidden), inputs)[0]
@@ -55,7 +48,7 @@ def gradients(backend: Backend, recomputed: list[str], **settings) -> tuple[list
     settings = {"fp64": False, "hidden_dropout": 0.1} | settings
     spec = get_gpt_layer_local_spec(norm_placement=settings["norm_placement"])
     torch.manual_seed(0)
-    layer = TransformerLayer(config(**settings), spec.submodules, 1, backend=backend)
+    layer = TransformerLayer(tiny_config(**settings), spec.submodules, 1, backend=backend)
     recompute_parts(layer, recomputed)
     hidden, inputs = states().float().flatten(0, 1).requires_grad_(), LayerInputs(Tokens(5, 2))
     output = layer(hidden, inputs)
@@ -88,10 +81,10 @@ def test_a_norms_backward_adds_the_gradient_of_the_residual(kind: str, placement
 @pytest.mark.parametrize("left_out", ["self_attention", "mlp"])
 def test_a_layer_of_one_branch(left_out: str) -> None:
     parts = get_gpt_layer_local_spec().submodules
-    whole = build_module(ModuleSpec(TransformerLayer, submodules=parts), config=config(), layer_number=1)
+    whole = build_module(ModuleSpec(TransformerLayer, submodules=parts), config=tiny_config(), layer_number=1)
     setattr(parts, left_out, IdentityOp)
     setattr(parts, "input_layernorm" if left_out == "self_attention" else "pre_mlp_layernorm", IdentityOp)
-    layer = build_module(ModuleSpec(TransformerLayer, submodules=parts), config=config(), layer_number=1)
+    layer = build_module(ModuleSpec(TransformerLayer, submodules=parts), config=tiny_config(), layer_number=1)
     recompute_parts(layer, ["core_attn", "mlp", "layernorm"])
     layer.load_state_dict(whole.state_dict(), strict=False)
     hidden, inputs = states().flatten(0, 1), LayerInputs(Tokens(5, 2))
@@ -113,7 +106,7 @@ def cross_layer(**settings) -> TransformerLayer:
     parts = get_gpt_layer_local_spec().submodules
     parts.pre_cross_attn_layernorm, parts.cross_attention = WrappedTorchNorm, AddsEncoder
     parts.cross_attn_bda = get_bias_dropout_add
-    return build_module(ModuleSpec(TransformerLayer, submodules=parts), config=config(**settings), layer_number=1)
+    return build_module(ModuleSpec(TransformerLayer, submodules=parts), config=tiny_config(**settings), layer_number=1)
 
 
 @pytest.mark.parametrize("multiplier", [1.0, 0.5])
@@ -132,7 +125,7 @@ def test_other_placements_of_norms_with_cross_attention_are_refused() -> None:
 
 
 def test_a_place_left_empty_does_nothing() -> None:
-    layer = build_module(ModuleSpec(TransformerLayer, submodules=TransformerLayerSubmodules()), config=config())
+    layer = build_module(ModuleSpec(TransformerLayer, submodules=TransformerLayerSubmodules()), config=tiny_config())
     assert not list(layer.parameters())
 
 
@@ -154,15 +147,15 @@ def test_parts_of_a_user() -> None:
     spec = ModuleSpec(
         TransformerLayer, submodules=TransformerLayerSubmodules(mlp=Doubling, mlp_bda=own_bias_dropout_add)
     )
-    layer = build_module(spec, config=config())
+    layer = build_module(spec, config=tiny_config())
     hidden = states().flatten(0, 1)
     assert torch.equal(layer.add_mlp(hidden, LayerInputs(Tokens(5, 2))), hidden - 2 * hidden)
 
 
 def test_a_lone_block() -> None:
-    spec = get_gpt_decoder_block_spec(config(), use_transformer_engine=False)
+    spec = get_gpt_decoder_block_spec(tiny_config(), use_transformer_engine=False)
     torch.manual_seed(0)
-    block = TransformerBlock(config(), spec)
+    block = TransformerBlock(tiny_config(), spec)
     hidden = states()
     output = block(hidden, None)
     assert output.shape == hidden.shape
@@ -178,23 +171,20 @@ def test_a_lone_block() -> None:
 
 def test_a_block_needs_a_spec_for_each_layer() -> None:
     with pytest.raises(UserError, match="1 layer specs for 2 layers"):
-        TransformerBlock(config(), TransformerBlockSubmodules([get_gpt_layer_local_spec()]))
+        TransformerBlock(tiny_config(), TransformerBlockSubmodules([get_gpt_layer_local_spec()]))
 
 
 def test_what_a_spec_and_a_config_say_must_agree() -> None:
     with pytest.raises(UserError, match="qk_layernorm"):
-        build_module(get_gpt_layer_local_spec(), config=config(qk_layernorm=True))
+        build_module(get_gpt_layer_local_spec(), config=tiny_config(qk_layernorm=True))
     with pytest.raises(UserError, match="need a gated MLP"):
-        build_module(get_gpt_layer_local_spec(), config=config(glu_linear_offset=1.0))
-
-
-def gpt(**settings) -> GPTModel:
-    return GPTModel(config(**settings), get_gpt_layer_local_spec(), vocab_size=37, max_sequence_length=16)
+        build_module(get_gpt_layer_local_spec(), config=tiny_config(glu_linear_offset=1.0))
 
 
 @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
 def test_float32_residual_stream(normalization: str) -> None:
-    model = gpt(fp64=False, bf16=True, fp32_residual_connection=True, normalization=normalization, hidden_dropout=0.1)
+    wide = {"bf16": True, "fp32_residual_connection": True, "normalization": normalization}
+    model = tiny_gpt(tiny_config(fp64=False, hidden_dropout=0.1, **wide))
     seen: list[torch.dtype] = []
     for layer in model.decoder.layers:
         layer.register_forward_hook(lambda module, args, output: seen.append(output.dtype))

@@ -21,7 +21,7 @@ from megatron.core.models.T5.t5_head import T5LMHead
 from megatron.core.models.T5.t5_stage import part_of_stage
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parameters import initialize_parameters, name_parameters
-from megatron.core.tokens import Tokens, position_ids
+from megatron.core.tokens import Tokens
 from megatron.core.transformer.layer_inputs import EncoderStates, InferenceContext, LayerInputs, encoder_states_of
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules, block_submodules
@@ -118,27 +118,13 @@ class T5Model(LanguageModule):
             spec, ends = transformer_encoder_layer_spec, part.encoder_ends
             self.encoder = _stack(encoder_config, spec, part.encoder, groups, relative, ends)
             if relative:
-                self.encoder_relative_pos_emb = RelativePositionEmbedding(
-                    config,
-                    True,
-                    *buckets,
-                    groups.tp,
-                    tied=cut and groups.size("encoder_pp") > 1,
-                    tied_over="encoder_pp",
-                )
+                self.encoder_relative_pos_emb = _relative_bias(config, "encoder", buckets, groups)
         self.decoder: TransformerBlock | None = None
         self.decoder_relative_pos_emb: RelativePositionEmbedding | None = None
         if part.decoder is not None:
             self.decoder = _stack(config, transformer_decoder_layer_spec, part.decoder, groups, relative, post_process)
             if relative:
-                self.decoder_relative_pos_emb = RelativePositionEmbedding(
-                    config,
-                    False,
-                    *buckets,
-                    groups.tp,
-                    tied=cut and groups.size("decoder_pp") > 1,
-                    tied_over="decoder_pp",
-                )
+                self.decoder_relative_pos_emb = _relative_bias(config, "decoder", buckets, groups)
         if post_process and part.decoder is not None:
             self.lm_head = T5LMHead(
                 config,
@@ -191,10 +177,7 @@ class T5Model(LanguageModule):
         Under sequence parallelism hidden states are this rank's [s / ranks, b, h].
         """
         context = inference_context or inference_params
-        if context is not None and self.sequence_parallel:
-            raise UserError("sequence_parallel does not go with an inference_context: one token has no parts; unset it")
-        if context is not None and self.rotary_pos_emb is not None:
-            self.rotary_pos_emb.check_cache(context.max_sequence_length)
+        self._check_context(context)
         if packed_seq_params is not None:
             raise UserError("packed_seq_params: T5 reads whole rows; leave it out")
         micro_batch = micro_batch or MicroBatch()
@@ -204,12 +187,14 @@ class T5Model(LanguageModule):
         if encoder_hidden_states is not None:
             encoded = encoder_hidden_states
         if encoded is None:
-            encoded = self._encode(encoder_input_ids, received, read)
+            if self.encoder is None:
+                raise UserError("a T5Model without encoder (add_encoder False) needs encoder_hidden_states")
+            encoded = self._run(self.encoder, self.encoder_relative_pos_emb, encoder_input_ids, received, read)
         if output_encoder_hidden_only or self.decoder is None:
             return encoded
         mask = _four_dims(encoder_decoder_attn_mask)
         written = dataclasses.replace(written, encoder=self._encoder_states(encoded, mask, read))
-        hidden = self._decode(decoder_input_ids, received, written)
+        hidden = self._run(self.decoder, self.decoder_relative_pos_emb, decoder_input_ids, received, written)
         return self.lm_head(hidden, lm_labels) if self.post_process else torch.cat([hidden, encoded])
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor] | None) -> None:
@@ -232,24 +217,18 @@ class T5Model(LanguageModule):
         hidden, encoded = received.tensor_split([length * self.states_in.decoder])
         return (hidden if self.states_in.decoder else None), encoded
 
-    def _encode(self, ids: Tensor, received: Tensor | None, inputs: LayerInputs) -> Tensor:
-        """Returns hidden states [s, b, h] after the encoder's layers."""
-        if self.encoder is None:
-            raise UserError("a T5Model without encoder (add_encoder False) needs encoder_hidden_states")
-        inputs = _with_bias(inputs, self.encoder_relative_pos_emb)
-        hidden: Tensor = self.encoder(self._embed(ids, inputs) if received is None else received, inputs=inputs)
-        return hidden
-
-    def _decode(self, ids: Tensor, received: Tensor | None, inputs: LayerInputs) -> Tensor:
-        """Returns hidden states [s, b, h] after the decoder's layers."""
-        assert self.decoder is not None
-        inputs = _with_bias(inputs, self.decoder_relative_pos_emb)
-        hidden: Tensor = self.decoder(self._embed(ids, inputs) if received is None else received, inputs=inputs)
-        return hidden
-
-    def _embed(self, ids: Tensor, inputs: LayerInputs) -> Tensor:
-        positions = position_ids(inputs.tokens, ids.device)
-        hidden: Tensor = self.embedding(ids, positions, inputs.hidden_dropout_position(0, "embedding"))
+    def _run(
+        self,
+        stack: TransformerBlock,
+        positions: RelativePositionEmbedding | None,
+        ids: Tensor,
+        received: Tensor | None,
+        inputs: LayerInputs,
+    ) -> Tensor:
+        """Returns hidden states [s, b, h] after the layers of a stack. The bias of all its layers is computed once."""
+        if positions is not None:
+            inputs = dataclasses.replace(inputs, attention_bias=positions(inputs.tokens))
+        hidden: Tensor = stack(self.embedding.embed(ids, inputs) if received is None else received, inputs=inputs)
         return hidden
 
     def _layer_inputs(
@@ -307,9 +286,13 @@ def _stack(
     return TransformerBlock(config, layers, post_process=ends, pg_collection=groups, layer_numbers=numbers)
 
 
-def _with_bias(inputs: LayerInputs, positions: RelativePositionEmbedding | None) -> LayerInputs:
-    """Returns the inputs with the bias of all layers of a stack, computed once."""
-    return inputs if positions is None else dataclasses.replace(inputs, attention_bias=positions(inputs.tokens))
+def _relative_bias(
+    config: TransformerConfig, stack: str, buckets: tuple[int, int], groups: ProcessGroupCollection
+) -> RelativePositionEmbedding:
+    """Builds the bias of the `encoder` or the `decoder`, of which each of its pipeline stages has a copy."""
+    stages, is_encoder = f"{stack}_pp", stack == "encoder"
+    tied = groups.size("pp") > 1 and groups.size(stages) > 1
+    return RelativePositionEmbedding(config, is_encoder, *buckets, groups.tp, tied=tied, tied_over=stages)
 
 
 def _config_of_encoder(

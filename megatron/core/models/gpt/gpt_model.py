@@ -239,13 +239,6 @@ class GPTModel(LanguageModule):
             return self.embedding.word_embeddings.weight
         return self.output_layer.weight if self.post_process else None
 
-    def _check_context(self, context: InferenceContext | None) -> None:
-        """Raises UserError if this model cannot decode with the context."""
-        if context is not None and self.sequence_parallel:
-            raise UserError("sequence_parallel does not go with an inference_context: one token has no parts; unset it")
-        if context is not None and self.rotary_pos_emb is not None:
-            self.rotary_pos_emb.check_cache(context.max_sequence_length)
-
     def _losses_of(self, hidden: Tensor, labels: Tensor, **options: bool) -> Tensor:
         """Returns the loss of each token [s, b], for hidden states [s, b, h] and labels [b, s]."""
         losses: Tensor = self.output_layer(hidden, labels=labels.t(), **options)[0]

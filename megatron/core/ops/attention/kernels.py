@@ -246,9 +246,6 @@ _SPECIALIZED_WIDTHS = ((64, 64), (128, 128))
 """Channels of keys and of values that kernels with specialised warps compute."""
 _WIDEST = 256
 """Channels of the widest heads of flash attention: torch's, and our own."""
-OWN_FLASH_FOR_DOCUMENTS = True
-"""Whether our own flash attention is preferred for packed documents that other kernels can compute too. It skips tiles
-outside a document and has no copy of keys for each query head."""
 _WITHOUT_CUDNN: Fills = "where cuDNN does not take them"
 LONG_ROW = 2048
 """Tokens of a row from which on our own flash attention with specialised warps is faster than cuDNN
@@ -334,9 +331,10 @@ def with_own_flash(
     own_flash: OwnFlash,
 ) -> dict[AttnBackend, tuple[AttentionKernel, ...]]:
     """Returns the candidates with our own flash attention added. It is the last choice before the unfused kernel. With
-    `auto` it comes before SDPA for windows, which SDPA computes as masks, and with `OWN_FLASH_FOR_DOCUMENTS` it is the
-    first choice for packed documents. Where it has specialised warps, it is also the first choice for long rows of
-    plain causal layers. With `flash` it comes before kernels that are not flash attention."""
+    `auto` it comes before SDPA for windows, which SDPA computes as masks, and it is the first choice for packed
+    documents: it skips tiles outside a document and has no copy of keys for each query head. Where it has specialised
+    warps, it is also the first choice for long rows of plain causal layers. With `flash` it comes before kernels that
+    are not flash attention."""
     for_long_rows = dataclasses.replace(
         kernel,
         serves=lambda situation: _on_cuda(situation) and own_flash.has_specialized_warps(),
@@ -344,11 +342,7 @@ def with_own_flash(
         takes_no_mask=True,
         least_queries=LONG_ROW,
     )
-    for_documents = dataclasses.replace(
-        kernel,
-        serves=lambda situation: OWN_FLASH_FOR_DOCUMENTS and _on_cuda_packed(situation),
-        refusal=own_flash.documents_refusal,
-    )
+    for_documents = dataclasses.replace(kernel, serves=_on_cuda_packed, refusal=own_flash.documents_refusal)
     found = before_unfused(candidates, kernel)
     without_windows = dataclasses.replace(SDPA_CUDA, refusal=own_flash.masked_window_refusal)
     auto = [without_windows if other is SDPA_CUDA else other for other in found[AttnBackend.auto]]

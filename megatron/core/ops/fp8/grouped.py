@@ -119,6 +119,9 @@ class QuantizedGroups:
     `squares` [blocks, k / 128] and [k / 128, blocks]."""
     scope: Literal["all", "segments", "blocks", "squares"]
     """Which values share a factor."""
+    block: int = BLOCK
+    """Elements along a side of a block; with fewer than 128, `blocks` have [padded rows, k / block] and [k, padded rows
+    / block]."""
 
 
 @dataclass(frozen=True)
@@ -302,23 +305,24 @@ def _wide_rows(matrix: QuantizedGroups, rows: slice, number: int, block: int, dt
         own = factors[block : block + -(-values.shape[0] // BLOCK)]
     else:
         return values * (factors[number] if factors.dim() else factors)
-    return values * _per_element(own, *values.shape)
+    return values * _per_element(own, *values.shape, block=matrix.block)
 
 
 def _wide_columns(matrix: QuantizedGroups, columns: slice, number: int, block: int, dtype: torch.dtype) -> Tensor:
     """Returns the columns of the segment `number`, whose first block is `block`."""
     values, factors = matrix.values[:, columns].to(dtype), matrix.factors.to(dtype)
     if matrix.scope in ("blocks", "squares"):
-        own = factors[:, block : block + -(-values.shape[1] // BLOCK)]
-        return values * _per_element(own, *values.shape)
+        first = block * (BLOCK // matrix.block)
+        own = factors[:, first : first + -(-values.shape[1] // matrix.block)]
+        return values * _per_element(own, *values.shape, block=matrix.block)
     return values * (factors[number] if factors.dim() else factors)
 
 
-def _per_element(factors: Tensor, height: int, width: int) -> Tensor:
+def _per_element(factors: Tensor, height: int, width: int, *, block: int) -> Tensor:
     """Expands factors of blocks to factors of elements, along each dimension that has fewer factors than elements."""
     if factors.shape[0] != height:
-        factors = factors.repeat_interleave(BLOCK, 0)[:height]
-    return factors if factors.shape[1] in (1, width) else factors.repeat_interleave(BLOCK, 1)[:, :width]
+        factors = factors.repeat_interleave(block, 0)[:height]
+    return factors if factors.shape[1] in (1, width) else factors.repeat_interleave(block, 1)[:, :width]
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.core.ops.fp8.block_recipes import build_scaling
 from megatron.core.ops.fp8.formats import BLOCK
 from megatron.core.ops.fp8.grouped import QuantizedGroups, QuantizedGroupsPair, Segments
 from megatron.core.ops.fp8.linear import QuantizedWeights
 from megatron.core.ops.fp8.micro_batches import MicroBatches
-from megatron.core.ops.fp8.recipes import Fp8Settings, LinearSplit, Role, Scaling, build_scaling
+from megatron.core.ops.fp8.recipes import Fp8Settings, LinearSplit, Role, Scaling
 from megatron.core.ops.moe.grouped_linear import RowGroups, add_grouped_product
 from megatron.core.utils.autograd_context import AutogradContext
 
@@ -32,58 +33,32 @@ class Fp8GroupedLinear(QuantizedWeights[QuantizedGroupsPair]):
         split: LinearSplit,
         weight: Tensor,
         micro_batches: MicroBatches | None = None,
-        scaling: Scaling | None = None,
     ) -> None:
-        """`weight` [experts, out, in], or that of one expert [out, in], gives the sizes and the device. `scaling`:
-        shared with the layers of other experts.
-
-        Raises UserError for sizes that do not divide by 16.
-        """
+        """`weight` [experts, out, in] gives the sizes and the device. Raises UserError for sizes that do not divide by
+        16."""
         super().__init__(settings, weight)
-        self.scaling = scaling or build_scaling(settings, split, weight.device, micro_batches)
+        self.scaling = build_scaling(settings, split, weight.device, micro_batches)
 
     def forward(self, inputs: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
         """Returns inputs [n, in] times the transposed weight of each row's group [groups, out, in]: [n, out]."""
         return _Fp8GroupedLinear.apply(inputs, weight, groups, self, torch.is_grad_enabled())
 
     def _quantize(self, weight: Tensor, rows: bool, columns: bool) -> QuantizedGroupsPair:
-        stacked = weight.detach() if weight.dim() == 3 else weight.detach()[None]
-        segments = Segments.of_weight(stacked)
-        matrix = stacked.reshape(-1, stacked.shape[-1])
+        segments = Segments.of_weight(weight.detach())
+        matrix = weight.detach().reshape(-1, weight.shape[-1])
         return self.scaling.quantize(matrix, Role.WEIGHTS, segments, rows=rows, columns=columns, records=True)
 
     def _pair_of(self, codes: Tensor, scales: Tensor, columns: bool) -> QuantizedGroupsPair:
-        stacked = codes if codes.dim() == 3 else codes[None]
-        matrix, factors = stacked.reshape(-1, stacked.shape[-1]), 1.0 / scales
+        matrix, factors = codes.reshape(-1, codes.shape[-1]), 1.0 / scales
         scope: Literal["all", "segments", "squares"] = "all"
         if factors.dim():
             scope = "segments" if self.scaling.weight_block == (0, 0) else "squares"
             factors = factors.flatten() if scope == "segments" else factors.flatten(0, 1)
         transposed = None
         if columns:
-            values = self.settings.kernels.weights.transposed_codes(stacked, BLOCK)
+            values = self.settings.kernels.weights.transposed_codes(codes, BLOCK)
             transposed = QuantizedGroups(values, factors.t().contiguous(), scope)
         return QuantizedGroupsPair(QuantizedGroups(matrix, factors, scope), transposed)
-
-
-class Fp8ExpertLinear(Fp8GroupedLinear):
-    """The products of one linear layer of one expert, called like `ops.linear.linear`. All experts of a rank share the
-    scaling."""
-
-    groups: RowGroups | None = None
-    """The rows of the next call; None: all have one source."""
-
-    def forward(  # type: ignore[override]
-        self, inputs: Tensor, weight: Tensor, bias: Tensor | None = None, group: Any = None, *, gathers: bool = False
-    ) -> Tensor:
-        """Returns inputs [n, in] times the transposed weight [out, in], plus the bias [out]: [n, out]."""
-        assert group is None and not gathers
-        groups = self.groups
-        if groups is None:
-            counts = torch.tensor([inputs.shape[0]], device=inputs.device)
-            groups = RowGroups(counts, [inputs.shape[0]])
-        output = super().forward(inputs, weight, groups)
-        return output if bias is None else output + bias
 
 
 class _Fp8GroupedLinear(torch.autograd.Function):
@@ -131,7 +106,7 @@ class _Fp8GroupedLinear(torch.autograd.Function):
                 add = partial(_add_product, layer, segments, given, own)
                 left, right = quantized.columns.values, values
             else:
-                add = partial(_add_rows, kernels.accumulate_rows, ctx.groups)
+                add = partial(kernels.accumulate_rows, groups=ctx.groups)
                 left, right = gradient, ctx.saved_tensors[0].detach()
             weight_gradient = add_grouped_product(weight, left, right, add)
         return inputs_gradient, weight_gradient, None, None, None
@@ -148,16 +123,10 @@ def _add_product(
     factor: float = 1.0,
 ) -> None:
     """Adds `factor` times gradients inputs^T of each group, [out, padded rows] x [in, padded rows], to `total`."""
-    factors, scope = gradient_factors
+    (factors, scope), block = gradient_factors, layer.scaling.block
     layer.settings.kernels.grouped.accumulate(
-        total if total.dim() == 3 else total[None],
-        QuantizedGroups(gradients, factors if factor == 1.0 else factors * factor, scope),
-        QuantizedGroups(inputs, *input_factors),
+        total,
+        QuantizedGroups(gradients, factors if factor == 1.0 else factors.float() * factor, scope, block),
+        QuantizedGroups(inputs, *input_factors, block),
         segments,
     )
-
-
-def _add_rows(
-    accumulate: Any, groups: RowGroups, total: Tensor, gradients: Tensor, inputs: Tensor, **options: object
-) -> None:
-    accumulate(total if total.dim() == 3 else total[None], gradients, inputs, groups, **options)

@@ -22,8 +22,10 @@ from megatron.core.communication.collectives import (
     start_reduce_scatter_rows,
 )
 from megatron.core.exceptions import UserError
+from megatron.core.ops.fp8.block_recipes import build_scaling
+from megatron.core.ops.fp8.microscaling import MX_BLOCK
 from megatron.core.ops.fp8.quantize import Quantized, QuantizedPair
-from megatron.core.ops.fp8.recipes import Fp8Settings, LinearSplit, Role, build_scaling
+from megatron.core.ops.fp8.recipes import Fp8Settings, LinearSplit, Role
 from megatron.core.ops.fp8.weight_blocks import WeightBlocks
 from megatron.core.ops.linear import SequenceShard, add_weight_gradient, defers_weight_grad, sum_rows
 from megatron.core.parameters import main_grad_accumulator
@@ -53,13 +55,14 @@ class QuantizedWeights(nn.Module, Generic[Pair]):
     """Quantises the layer's matrices."""
 
     def __init__(self, settings: Fp8Settings, weight: Tensor) -> None:
-        """Raises UserError for sizes that do not divide by 16."""
+        """Raises UserError for sizes that do not divide by 16, or by the blocks of MXFP8."""
         super().__init__()
-        shape = list(weight.shape[-2:])
-        if any(size % _MULTIPLE for size in shape):
+        shape, multiple = list(weight.shape[-2:]), MX_BLOCK if settings.recipe == "mxfp8" else _MULTIPLE
+        if any(size % multiple for size in shape):
             raise UserError(
-                f"--fp8-format: a linear layer has a weight of {shape} on a rank, and both sizes must "
-                f"divide by {_MULTIPLE}; change the width, or the number of tensor parallel ranks"
+                f"{'--fp4-format' if settings.recipe == 'nvfp4' else '--fp8-format'}: a linear layer has a weight of "
+                f"{shape} on a rank, and both sizes must divide by {multiple}; change the width, or the number of "
+                "tensor parallel ranks"
             )
         self.settings = settings
         self._keeps_weights = settings.keeps_weights
@@ -85,6 +88,7 @@ class QuantizedWeights(nn.Module, Generic[Pair]):
 
     def weight_blocks(self) -> WeightBlocks:
         """Returns the blocks of the layer's weight that have one scale each."""
+        assert self.can_gather_weight
         return WeightBlocks.of(self.own_weight.shape, self.scaling.weight_block)
 
     def take_gathered_weight(self, weight: GatheredWeight) -> None:
@@ -308,9 +312,10 @@ def _add_product(
         assert pair.columns is not None
         quantized = pair.columns
     else:
-        quantized = Quantized(inputs, input_factors)
+        quantized = Quantized(inputs, input_factors, layer.scaling.block)
     kernels = layer.settings.kernels
-    left = Quantized(gradients, gradient_factors if factor == 1.0 else gradient_factors * factor)
+    given = gradient_factors if factor == 1.0 else gradient_factors.float() * factor
+    left = Quantized(gradients, given, layer.scaling.block)
     if total is None:
         return kernels.product(left, quantized, torch.float32)
     kernels.accumulate_product(total, left, quantized)

@@ -23,7 +23,9 @@ class Quantized:
     """fp8 [m, k], contiguous."""
     factors: Tensor
     """float32: [] for one factor, [m, 1] for one a row, [m, k / 128] for one a block of a row, [m / 128, k / 128] for
-    one a square block. Counts of blocks are rounded up."""
+    one a square block. Counts of blocks are rounded up. Those of MXFP8 are float8_e8m0fnu, [m, k / 32]."""
+    block: int = BLOCK
+    """Elements along a side of a block."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,7 @@ def dequantize(matrix: Quantized, dtype: torch.dtype) -> Tensor:
     if factors.dim():
         m, k = values.shape
         if factors.shape[0] != m:
-            factors = factors.repeat_interleave(BLOCK, 0)[:m]
+            factors = factors.repeat_interleave(matrix.block, 0)[:m]
         if factors.shape[1] > 1:
-            factors = factors.repeat_interleave(BLOCK, 1)[:, :k]
+            factors = factors.repeat_interleave(matrix.block, 1)[:, :k]
     return values * factors

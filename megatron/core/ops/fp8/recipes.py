@@ -7,8 +7,10 @@ The scope of a scale, that is, the values that it depends on, does not depend on
 | tensorwise | the whole tensor of a micro-batch, over tensor and context parallel ranks |
 | delayed | the whole tensor of earlier global batches, over all ranks |
 | blockwise | a block of 128 elements, or of 128 x 128 weights, on one rank |
+| mxfp8 | a block of 32 elements on one rank |
+| nvfp4 | a block of 16 elements, or of 16 x 16 weights, on one rank, and the values of tensorwise |
 
-So the blocks are equal under every layout that cuts weights and tokens at multiples of 128.
+So the blocks are equal under every layout that cuts weights and tokens at multiples of 128, 32 or 16.
 
 The rows and weights of experts are quantised in segments (`grouped.Segments`):
 
@@ -17,6 +19,7 @@ The rows and weights of experts are quantised in segments (`grouped.Segments`):
 | tensorwise | the rows of one expert of a micro-batch; the weight of one expert |
 | delayed | the tensors of all experts of a layer in earlier global batches; in the first step as tensorwise |
 | blockwise | a block of 128 elements of the rows that a rank sends to an expert; 128 x 128 weights on a rank |
+| mxfp8, nvfp4 | a block of the rows that a rank sends to an expert, or of weights on a rank; nvfp4: tensorwise too |
 """
 
 from collections.abc import Callable, Sequence
@@ -81,7 +84,7 @@ class Fp8Settings:
     """The fp8 flags of a run, for its layers."""
 
     recipe: str
-    """tensorwise, delayed or blockwise."""
+    """tensorwise, delayed, blockwise, mxfp8 or nvfp4."""
     formats: Fp8Formats
     margin: int = 0
     history_len: int = 1
@@ -118,8 +121,11 @@ class LinearSplit:
 class Scaling(nn.Module):
     """Quantises the matrices of one linear layer, or of one linear layer of all experts of a rank."""
 
-    weight_block: tuple[int, int]
-    """Rows and columns of the blocks of a weight that have one scale each, 0 for all rows or columns."""
+    weight_block: tuple[int, int] | None
+    """Rows and columns of the blocks of a weight that have one scale each, 0 for all rows or columns. None: a weight
+    and its transpose have different blocks, so it cannot exist only in fp8."""
+    block = BLOCK
+    """Elements along a side of a block."""
 
     def __init__(self, settings: Fp8Settings, split: LinearSplit, micro_batches: MicroBatches | None = None) -> None:
         super().__init__()
@@ -216,7 +222,7 @@ class DelayedScaling(Scaling):
     ) -> None:
         super().__init__(settings, split, micro_batches)
         history = torch.zeros(len(Role), settings.history_len, dtype=torch.float32, device=device)
-        self.amax_history = declare(nn.Parameter(history, requires_grad=False), Constant(0.0))
+        self.amax_history = declare(nn.Parameter(history, requires_grad=False), Constant(0.0), is_state=True)
         self._seen: Tensor | None = None
         """[3]: largest values since the last step. All these keep their addresses, for CUDA graphs."""
         self._scales: Tensor | None = None
@@ -407,41 +413,6 @@ def _compute_scales(layers: Sequence[DelayedScaling], history: Tensor) -> None:
     foreach_copy_(here, [*scales.unbind(), *factors.unbind()])
     for layer in layers:
         layer._scales_are_current = True
-
-
-class BlockwiseScaling(Scaling):
-    """A scale for each 1 x 128 block of inputs and gradients and each 128 x 128 block of weights (DeepSeek-AI 2024,
-    arXiv:2412.19437)."""
-
-    weight_block = (BLOCK, BLOCK)
-
-    def quantize(
-        self,
-        matrix: Tensor,
-        role: Role,
-        segments: Segments | None = None,
-        *,
-        rows: bool,
-        columns: bool,
-        records: bool,
-    ) -> Any:
-        """Casts each block by the scale of its own largest value."""
-        wanted = {"square": role is Role.WEIGHTS, "rows": rows, "columns": columns}
-        dtype, margin = self.settings.dtype(role), self.settings.margin
-        if segments is None:
-            return self.kernels.quantize_blocks(matrix, dtype, margin, **wanted)
-        return self.kernels.grouped.quantize_blocks(matrix, dtype, segments, margin, **wanted)
-
-
-def build_scaling(
-    settings: Fp8Settings, split: LinearSplit, device: torch.device, micro_batches: MicroBatches | None = None
-) -> Scaling:
-    """Returns the scaling of a linear layer's matrices that the recipe asks for; state is on `device`.
-    `micro_batches`: those of a layer of experts."""
-    if settings.recipe == "delayed":
-        return DelayedScaling(settings, split, device, micro_batches)
-    kinds = {"tensorwise": TensorwiseScaling, "blockwise": BlockwiseScaling}
-    return kinds[settings.recipe](settings, split, micro_batches)
 
 
 def dividing_groups(split: LinearSplit, role: Role) -> Sequence[Group]:

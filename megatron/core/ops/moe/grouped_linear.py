@@ -7,7 +7,7 @@ it has one, which may defer the product.
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -94,10 +94,12 @@ def grouped_product(rows: Tensor, weight: Tensor, groups: RowGroups, transposed:
 
 
 def accumulate_grouped_product(
-    total: Tensor, left: Tensor, right: Tensor, groups: RowGroups, factor: float = 1.0
+    total: Tensor, left: Tensor, right: Tensor, groups: RowGroups, factor: float = 1.0, replaces: bool = False
 ) -> None:
     """Computes total[e] += factor * left_e^T @ right_e over the rows of each group, accumulated in the type of `total`
-    ([n, out], [n, in] into [groups, out, in])."""
+    ([n, out], [n, in] into [groups, out, in]). With `replaces` the total before does not count, and it may be NaN."""
+    if replaces:
+        total.zero_()
     for (number, rows), (_, columns) in zip(groups.split(left), groups.split(right), strict=True):
         total[number].addmm_(rows.t().to(total.dtype), columns.to(total.dtype), alpha=factor)
 
@@ -112,6 +114,21 @@ class GroupedProducts:
 
 PLAIN_PRODUCTS = GroupedProducts()
 """A loop over the groups, for any device and type."""
+
+
+@dataclass(frozen=True)
+class AccumulateGroups:
+    """Adds the products of groups to a weight's gradient, or writes them over it: `parameters.AccumulateProduct`."""
+
+    products: GroupedProducts
+    groups: RowGroups
+    can_replace: ClassVar = True
+
+    def __call__(
+        self, total: Tensor, left: Tensor, right: Tensor, /, *, factor: float = 1.0, replaces: bool = False
+    ) -> None:
+        """Computes `accumulate_grouped_product`."""
+        self.products.weights(total, left, right, self.groups, factor, replaces)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -146,7 +163,7 @@ class _GroupedLinear(torch.autograd.Function):
         if needs_inputs:
             inputs_gradient = ctx.products.rows(output_gradient, weight.detach(), ctx.groups, False)
         if needs_weight:
-            accumulate = functools.partial(ctx.products.weights, groups=ctx.groups)
+            accumulate = AccumulateGroups(ctx.products, ctx.groups)
             weight_gradient = add_grouped_product(weight, output_gradient, inputs.detach(), accumulate)
         return inputs_gradient, weight_gradient, None, None
 

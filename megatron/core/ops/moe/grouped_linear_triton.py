@@ -1,5 +1,5 @@
 """Grouped products of experts on a GPU. Outputs and input gradients: a kernel with specialised warps on Hopper, torch's
-elsewhere. Weight gradients: our own kernel, which accumulates into the float32 main gradient.
+elsewhere. Weight gradients: kernels that accumulate into the float32 main gradient, on Hopper with specialised warps.
 
 None of the kernels needs the groups' sizes on the host.
 """
@@ -43,7 +43,7 @@ class Accumulation:
 
 ACCUMULATIONS = {"read 3": Accumulation(False, 3), "bulk 4": Accumulation(True, 4)}
 ACCUMULATION_IN_USE = "bulk 4"
-"""The faster one in training (docs/decisions/expert-products.md)."""
+"""The faster one in training (docs/decisions/expert-dispatch.md)."""
 ACCUMULATION_ON_SMALLER_GPUS = "read 3"
 """The one where programs have less shared memory than the 227 KB of capabilities 9 and 10. With 4 stages a program
 needs 112 KB, with bulk copies 144 KB, and capabilities 8.6, 8.9 and 12 have 99 KB."""
@@ -82,12 +82,12 @@ def _masked(  # type: ignore[no-untyped-def]  # Triton would evaluate annotation
 def _accumulate_kernel(  # type: ignore[no-untyped-def]
     total, left, right, total_tiles, left_tiles, right_tiles, ends, out_width, in_width,
     OUT: tl.constexpr, IN: tl.constexpr, ROWS: tl.constexpr, BAND: tl.constexpr, BULK: tl.constexpr,
-    ADDS: tl.constexpr, FACTOR: tl.constexpr,
+    ADDS: tl.constexpr, FACTOR: tl.constexpr, REPLACES: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(1).to(tl.int64)
     start = tl.load(ends + group - 1, mask=group > 0, other=0)
     end = tl.load(ends + group)
-    if start < end:
+    if start < end or REPLACES:  # an expert without rows has a gradient of zeros
         # Orders tiles in bands of BAND tile rows, so that neighbouring programs share inputs in the cache.
         tiles_out, tiles_in = tl.cdiv(out_width, OUT), tl.cdiv(in_width, IN)
         band = tl.program_id(0) // (BAND * tiles_in)
@@ -97,7 +97,7 @@ def _accumulate_kernel(  # type: ignore[no-untyped-def]
         o, i = first_out + tl.arange(0, OUT), first_in + tl.arange(0, IN)
         at = total + group * out_width * in_width + o.to(tl.int64)[:, None] * in_width + i[None, :]
         inside = (o < out_width)[:, None] & (i < in_width)[None, :]
-        if ADDS or FACTOR != 1.0:
+        if ADDS or REPLACES or FACTOR != 1.0:
             product = tl.zeros((OUT, IN), tl.float32)
         else:  # read before the products and not after them: the load is hidden behind those of their factors
             product = tl.load(at, mask=inside, other=0.0)
@@ -113,9 +113,11 @@ def _accumulate_kernel(  # type: ignore[no-untyped-def]
                 product = _masked(product, left, right, first, end, o, i, out_width, in_width, ROWS)
         if FACTOR != 1.0:
             product *= FACTOR
-            if not ADDS:
+            if not ADDS and not REPLACES:
                 product += tl.load(at, mask=inside, other=0.0)
-        if ADDS:
+        if ADDS and REPLACES:
+            total_tiles.store([group.to(tl.int32), first_out, first_in], product.reshape((1, OUT, IN)))
+        elif ADDS:
             total_tiles.atomic_add([group.to(tl.int32), first_out, first_in], product.reshape((1, OUT, IN)))
         else:
             tl.store(at, product, mask=inside)
@@ -127,14 +129,20 @@ def accumulate_grouped_product_triton(
     right: Tensor,
     groups: RowGroups,
     factor: float = 1.0,
+    replaces: bool = False,
     way: Accumulation | None = None,
 ) -> None:
-    """Computes `grouped_linear.accumulate_grouped_product`. Types other than bfloat16 and float16 use the reference."""
+    """Computes `grouped_linear.accumulate_grouped_product`. Types other than bfloat16 and float16 use the reference.
+    `way` chooses a way of the kernel without specialised warps."""
     if left.dtype not in (torch.bfloat16, torch.float16) or total.dtype is not torch.float32:
-        accumulate_grouped_product(total, left, right, groups, factor)
+        accumulate_grouped_product(total, left, right, groups, factor, replaces)
         return
     assert total.is_contiguous() and left.dtype is right.dtype
     left, right = left.contiguous(), right.contiguous()
+    kernel = gluon_kernel("moe.grouped_accumulate_specialized_triton") if way is None and left.is_cuda else None
+    if kernel is not None and kernel.takes(total, left, right):
+        kernel.accumulate_specialized(total, left, right, groups.bounds, factor, replaces)
+        return
     in_bulk = all(_copies_in_bulk(factor) for factor in (left, right))
     way = way or ACCUMULATIONS[ACCUMULATION_IN_USE if _capability(left)[0] in (9, 10) else ACCUMULATION_ON_SMALLER_GPUS]
     number, out_width, in_width = total.shape
@@ -149,7 +157,7 @@ def accumulate_grouped_product_triton(
     _accumulate_kernel[grid](
         total, left, right, total_tiles, *tiles, groups.bounds[1], out_width, in_width,
         OUT=out_tile, IN=in_tile, ROWS=rows, BAND=8, BULK=in_bulk, ADDS=adds, FACTOR=factor,
-        num_warps=8, num_stages=way.stages,
+        REPLACES=replaces, num_warps=8, num_stages=way.stages,
     )  # fmt: skip
 
 

@@ -88,6 +88,8 @@ def why_layers_stay_ours(config: "TransformerConfig") -> str | None:
         )
     if config.enable_cuda_graph or config.external_cuda_graph or config.cuda_graph_impl != "none":
         return f"its layers are not captured in CUDA graphs (--cuda-graph-impl {config.cuda_graph_impl})"
+    if config.fp4 is not None:
+        return f"--fp4-format {config.fp4} is not computed with its layers"
     if config.fp8 is not None:
         return _why_no_recipe(config.fp8_recipe, config.fp8_margin, config.fp8_wgrad)
     return None

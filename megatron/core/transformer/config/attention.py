@@ -124,8 +124,8 @@ class AttentionConfig:
     cp_comm_type: str | list[str] | None = flag(
         None, only_with="context_parallel_size", nargs="+", from_checkpoint=True
     )
-    """With --context-parallel-size: how ranks exchange keys and values: p2p, a2a, all_gather or a2a+p2p; one for all
-    layers or one per layer."""
+    """With --context-parallel-size: how ranks exchange keys and values: p2p (also for all_gather), a2a or a2a+p2p; one
+    for all layers or one per layer."""
 
 
 def validate(config: "TransformerConfig") -> Iterator[str]:

@@ -3,7 +3,8 @@
 
 `block_configs` has an entry for each layer, with its `attention` and its `ffn`. Each of the two is left out (`no_op`),
 is one linear layer (`replace_with_linear`), or has its own size. The size of `attention` is `num_query_groups` or
-`n_heads_in_group` (query heads per group), that of `ffn` is `intermediate_size` or `ffn_mult`.
+`n_heads_in_group` (query heads per group), that of `ffn` is `intermediate_size`, `ffn_mult` or, as
+in Megatron-LM, `ffn_hidden_size`.
 """
 
 import functools
@@ -78,7 +79,11 @@ def _text(config: "TransformerConfig") -> str | None:
 _LARGEST_WIDTH = 1 << 40
 """Upper limit of a size times the hidden size. A larger number is a mistake, and would overflow."""
 
-_SIZES = {"attention": ("num_query_groups", "n_heads_in_group"), "ffn": ("intermediate_size", "ffn_mult")}
+_SIZES = {
+    "attention": ("num_query_groups", "n_heads_in_group"),
+    "ffn": ("intermediate_size", "ffn_hidden_size", "ffn_mult"),
+}
+"""Keys of a size; the last one gives it in another unit."""
 _OFF = {
     "attention": (
         *("num_sink_tokens", "sparsify", "unshifted_sink"),
@@ -145,26 +150,27 @@ def _kind(values: dict[str, object], place: str, own: str) -> str | None:
 
 def _size(values: dict[str, Any], place: str, part: str, hidden_size: int, num_heads: int) -> int | None:
     """Returns the query groups of attention or the width of an MLP; None if the layer has those of the model."""
-    size, other = (values.get(key) for key in _SIZES[part])
-    for key, value in zip(_SIZES[part], (size, other), strict=True):
+    sizes = {key: values[key] for key in _SIZES[part] if values.get(key) is not None}
+    for key, value in sizes.items():
         kinds, what = ((int, float), "number") if key == "ffn_mult" else ((int,), "whole number")
-        if value is not None and (type(value) not in kinds or not 0 < value < math.inf):
+        if type(value) not in kinds or not 0 < value < math.inf:
             raise UserError(f"{place}.{key} is {json.dumps(value)}; it must be a positive {what}")
-        if value is not None and value * hidden_size > _LARGEST_WIDTH:
+        if value * hidden_size > _LARGEST_WIDTH:
             raise UserError(f"{place}.{key} is {json.dumps(value)}; a layer is not that large")
-    if other is not None and part == "attention" and num_heads % other:
-        raise UserError(f"{place}.n_heads_in_group {other} does not divide the {num_heads} attention heads")
-    if size is not None and part == "attention" and num_heads % size:
-        raise UserError(f"{place}.num_query_groups {size} does not divide the {num_heads} attention heads")
-    if other is None:
-        return size
-    implied = num_heads // other if part == "attention" else _width(other, hidden_size)
-    if size not in (None, implied):
-        raise UserError(f"{place}.{_SIZES[part][0]} is {size}, but {_SIZES[part][1]} {other} makes it {implied}")
+        if part == "attention" and num_heads % value:
+            raise UserError(f"{place}.{key} {value} does not divide the {num_heads} attention heads")
+    if not sizes:
+        return None
+    last, value = sizes.popitem()
+    implied: int = num_heads // value if last == "n_heads_in_group" else value
+    implied = mlp_width(value, hidden_size) if last == "ffn_mult" else implied
+    for key, size in sizes.items():
+        if size != implied:
+            raise UserError(f"{place}.{key} is {size}, but {last} {value} makes it {implied}")
     return implied
 
 
-def _width(multiple: float, hidden_size: int) -> int:
+def mlp_width(multiple: float, hidden_size: int) -> int:
     """Returns the width of an MLP with this `ffn_mult`: 2/3 * ffn_mult * hidden size, rounded up to a multiple of
     256."""
     return -(-int(2 * multiple * hidden_size / 3) // 256) * 256
@@ -212,9 +218,10 @@ def _split_problems(config: "TransformerConfig", layer: DescribedLayer) -> Itera
     ranks, groups, width = config.tensor_model_parallel_size, layer.num_query_groups, layer.ffn_hidden_size
     if groups and groups % ranks and ranks % groups:
         yield f"attention: {{tensor_model_parallel_size}} and {groups} query groups: one has to divide the other"
-    elif groups and groups < ranks and config.fp8:
+    elif groups and groups < ranks and (config.fp8 or config.fp4):
         yield (
-            f"attention: {{fp8}}: ranks that share a key and value head are not supported in fp8; "
+            f"attention: {{{'fp8' if config.fp8 else 'fp4'}}}: ranks that share a key and value head are not supported "
+            "in it; "
             f"{{tensor_model_parallel_size:name}} {groups} or less works"
         )
     if width and width % ranks:

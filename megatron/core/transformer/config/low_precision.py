@@ -24,7 +24,8 @@ class LowPrecisionConfig:
     )
     """With --fp8-format: the values that share a scale. tensorwise: the whole tensor of a micro-batch. delayed: the
     whole tensor, with the scale of earlier steps. blockwise: blocks of 128 elements, and of 128 x 128
-    weights; its result depends on the layout if the layout cuts tokens or weights between multiples of 128."""
+    weights; mxfp8: blocks of 32, emulated. The results of these two depend on the layout if it cuts tokens or weights
+    between multiples of 128, or of 32."""
 
     fp8_param: bool = not_a_flag(False)
     """Has no effect: `DistributedDataParallelConfig.fp8_param_gather` keeps weights in fp8."""
@@ -58,6 +59,7 @@ class LowPrecisionConfig:
         off="--no-fp8-weight-cache",
         off_help="With --fp8-format: quantise weights again for each product: 2 bytes less per weight, equal results.",
         only_with="fp8",
+        or_with="fp4",
     )
     """With --fp8-format: keep quantised weights, 2 bytes per weight, until the weights change. Without it each product
     quantises them again, with the same result."""
@@ -71,8 +73,8 @@ class LowPrecisionConfig:
     tp_only_amax_red: bool = not_a_flag(False)
     """Reduce largest values over tensor parallel ranks only."""
 
-    first_last_layers_bf16: bool = flag(False, only_with="fp8")
-    """With --fp8-format: keep the first and last layers in bfloat16."""
+    first_last_layers_bf16: bool = flag(False, only_with="fp8", or_with="fp4")
+    """With --fp8-format or --fp4-format: keep the first and last layers in bfloat16."""
 
     num_layers_at_start_in_bf16: int = flag(1, only_with="first_last_layers_bf16")
     """With --first-last-layers-bf16: number of first layers."""
@@ -80,16 +82,21 @@ class LowPrecisionConfig:
     num_layers_at_end_in_bf16: int = flag(1, only_with="first_last_layers_bf16")
     """With --first-last-layers-bf16: number of last layers."""
 
-    fp4: Literal["e2m1"] | None = not_yet(None, on="--fp4-format")
-    """Matrix products in fp4."""
+    fp4: Literal["e2m1"] | None = flag(None, on="--fp4-format")
+    """Matrix products of the layers of --fp8-format in fp4 instead: a number has 4 bits, of which 2 are the exponent's
+    and 1 the mantissa's. Emulated on a CPU; refused on GPUs before Blackwell."""
 
     fp4_recipe: Literal["nvfp4", "custom"] | None = flag("nvfp4", only_with="fp4")
-    """With --fp4-format: how scales are computed."""
+    """With --fp4-format: the values that share a scale. nvfp4: blocks of 16 elements, 16 x 16 weights, and a second
+    scale for the whole tensor of a micro-batch; its result depends on the layout if that cuts tokens between multiples
+    of 16."""
 
-    fp4_param: bool = flag(False, on="--fp4-param-gather", only_with="fp4")
+    fp4_param: bool = flag(
+        False, on="--fp4-param-gather", no_effect="weights are gathered in the model's type; results are the same"
+    )
     """With --fp4-format: keep and gather weights in fp4."""
 
-    fp4_quantizer_factory: str | None = flag(None, only_with="fp4")
+    fp4_quantizer_factory: str | None = not_yet(None, only_with="fp4")
     """With --fp4-recipe custom: function that creates the quantizers."""
 
     disable_parameter_transpose_cache: bool = not_a_flag(False)
@@ -101,28 +108,30 @@ class LowPrecisionConfig:
 
 _NEAREST = "{fp8_recipe:name} blockwise is the nearest that works"
 _UNSUPPORTED = {
-    "mxfp8": (
-        "{fp8_recipe} needs a Blackwell GPU, here as in Megatron-LM: Hopper and CPUs have no products with a scale for "
-        f"32 elements; {_NEAREST}"
-    ),
-    "custom": f"{{fp8_recipe}}: it builds quantizers of Transformer Engine, which is not used; {_NEAREST}",
+    "fp8_recipe": f"{{fp8_recipe}}: it builds quantizers of Transformer Engine, which is not used; {_NEAREST}",
+    "fp4_recipe": "{fp4_recipe}: it builds quantizers of Transformer Engine, which is not used; nvfp4 works",
 }
+"""Recipes of the value custom."""
 
 
 def validate(config: "TransformerConfig") -> Iterator[str]:
-    """Yields a problem for each value, or pair of values, that fp8 does not support; `config` has the fields of
+    """Yields a problem for each value, or pair of values, that fp8 or fp4 does not support; `config` has the fields of
     TransformerConfig."""
-    if config.fp8 is None:
+    if config.fp8 is None and config.fp4 is None:
         return
-    if config.fp8_recipe in _UNSUPPORTED:
-        yield _UNSUPPORTED[config.fp8_recipe]
+    if config.fp8 is not None and config.fp4 is not None:
+        yield "{fp8} and {fp4} are set together; choose one"
+    name = "fp8" if config.fp8 is not None else "fp4"
+    recipe = f"{name}_recipe"
+    if getattr(config, recipe) == "custom":
+        yield _UNSUPPORTED[recipe]
     yield from too_small(config, ("fp8_amax_history_len",), 1)
     yield from too_small(config, ("fp8_margin", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"), 0)
     groups = config.num_query_groups or config.num_attention_heads
     shared = groups is not None and groups < config.tensor_model_parallel_size and not config.multi_latent_attention
     if shared and has_heads(config):
         yield (
-            "{fp8} with {num_query_groups:name} "
+            f"{{{name}}} with {{num_query_groups:name}} "
             f"{groups} and {{tensor_model_parallel_size}}: ranks that share a key and value head are not supported in "
-            f"fp8; {{tensor_model_parallel_size:name}} {groups} or less works"
+            f"{name}; {{tensor_model_parallel_size:name}} {groups} or less works"
         )

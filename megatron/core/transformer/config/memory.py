@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "mlp_act", "mla_up_proj", "moe", "moe_act", "shared_experts")
 """Parts of a layer that can be recomputed separately."""
+_MODULES_WITHOUT_EXPERTS = ("mlp", "mlp_act")
 _MODULES_OF_EXPERTS = ("moe", "moe_act", "shared_experts")
 OFFLOAD_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
 """Parts of a layer whose inputs can be kept in host memory."""
@@ -201,9 +202,6 @@ def _why_not_offloaded(config: "TransformerConfig", module: str) -> str | None:
 
 def _module_problems(config: "TransformerConfig") -> Iterator[str]:
     for name in config.recompute_modules or ():
-        if name not in RECOMPUTE_MODULES:
-            yield f"{{recompute_modules}}: {name} is no part of a layer; {', '.join(RECOMPUTE_MODULES)} are"
-            continue
         reason = _what_is_missing(config, name)
         if reason:
             yield f"{{recompute_modules}}: {name} {reason}"
@@ -211,11 +209,15 @@ def _module_problems(config: "TransformerConfig") -> Iterator[str]:
 
 def _what_is_missing(config: "TransformerConfig", module: str) -> str | None:
     """Returns why no layer has this part; None if some layers have it."""
+    if module not in RECOMPUTE_MODULES:
+        return f"is no part of a layer; {', '.join(RECOMPUTE_MODULES)} are"
     if module == "mla_up_proj" and not config.multi_latent_attention:
         return "is a part of {multi_latent_attention:name}, which is not set"
     if module in _MODULES_OF_EXPERTS and config.num_moe_experts is None:
         return "is a part of a layer of experts, and {num_moe_experts:name} is not set"
-    if module in ("mlp", "mlp_act") and config.num_moe_experts is not None and config.moe_layer_freq == 1:
+    only_experts = config.num_moe_experts is not None and config.moe_layer_freq == 1
+    alone = set(config.recompute_modules or ()) <= set(_MODULES_WITHOUT_EXPERTS)  # beside others it has no effect
+    if module in _MODULES_WITHOUT_EXPERTS and only_experts and alone:
         return f"is a part of a layer without experts, and there is none; {module.replace('mlp', 'moe')} works"
     if module == "mlp_act" and config.fp8 and config.fp8_wgrad and not config.first_last_layers_bf16:
         return "saves nothing with {fp8}: the second product keeps its input in fp8 anyway; mlp saves more"

@@ -79,7 +79,7 @@ class MoEConfig:
     """Number of multiprocessors for HybridEP."""
 
     moe_grouped_gemm: bool = flag(False, only_with=_MOE)
-    """Compute all experts of a rank in one grouped matrix product."""
+    """Compute all experts of a rank in one grouped matrix product. In fp8 this is always so."""
 
     moe_use_legacy_grouped_gemm: bool = flag(
         False, only_with=_MOE, no_effect="grouped experts have one memory layout, and checkpoints do not depend on it"

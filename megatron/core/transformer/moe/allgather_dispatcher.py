@@ -63,8 +63,6 @@ class _AllGatherDispatchCombine(DispatchCombine):
 
     def finish_dispatch(self) -> ExpertRows:
         at = self.at
-        if self._exchange is not None:
-            self._exchange.yield_turn()
         choice = self._finish_order()
         hidden, weights = self.rows, self.weights
         del self.rows, self.weights

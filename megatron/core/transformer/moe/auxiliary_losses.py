@@ -5,7 +5,7 @@ micro-batch's tokens, for any number of ranks. Coefficients are not included. Ba
 chosen equally often (Fedus et al. 2021, arXiv:2101.03961). The z-loss is defined by Zoph et al. 2022, arXiv:2202.08906.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,23 +27,15 @@ LOSS_NAMES = {
 """Megatron-LM's names on the log line."""
 
 
-CountExperts = Callable[[Tensor, int, Tensor | None], Tensor]
-"""Computes `ops.moe.routing.count_experts`."""
-
-
-def micro_batch_loss(
-    sums: Tensor, experts: Tensor, share: MicroBatchShare, count: CountExperts = count_experts
-) -> Tensor:
+def micro_batch_loss(sums: Tensor, experts: Tensor, share: MicroBatchShare) -> Tensor:
     """Returns this rank's part of E / (k T^2) sum_i P_i n_i over the T tokens of the micro-batch. P_i are `sums` [E] of
     the scores of each expert (`balance_sums`), and n_i counts expert i in `experts` [t, k]. Padding does not count."""
-    chosen = all_reduce(count(experts, sums.shape[0], share.real).double(), share.group).to(sums.dtype)
+    chosen = all_reduce(count_experts(experts, sums.shape[0], share.real).double(), share.group).to(sums.dtype)
     total = share.routed_total
     return (sums * chosen).sum() * (sums.shape[0] / (experts.shape[1] * total**2))
 
 
-def sequence_loss(
-    scores: Tensor, experts: Tensor, share: MicroBatchShare, count: CountExperts = count_experts
-) -> Tensor:
+def sequence_loss(scores: Tensor, experts: Tensor, share: MicroBatchShare) -> Tensor:
     """Returns the mean over samples of each sample's balance loss (DeepSeek-AI 2024, arXiv:2412.19437). Samples that
     are all padding do not count."""
     length, samples, num_experts = share.sample_length, share.samples, scores.shape[1]
@@ -52,7 +44,7 @@ def sequence_loss(
     real_scores = scores if share.real is None else scores * share.real[:, None]
     sums = (membership.t() @ real_scores.double()).to(scores.dtype)
     cell = sample[:, None] * num_experts + experts
-    chosen = all_reduce(count(cell, samples * num_experts, share.real).double(), share.group)
+    chosen = all_reduce(count_experts(cell, samples * num_experts, share.real).double(), share.group)
     chosen = chosen.view(samples, -1).to(scores.dtype)
     if share.real is not None:
         lengths = all_reduce(membership.t() @ share.real.double(), share.group)
@@ -70,20 +62,13 @@ class GlobalBalance:
     """Sums of counts, float64 [experts]."""
     calls: int = 0
 
-    def loss(
-        self,
-        sums: Tensor,
-        experts: Tensor,
-        share: MicroBatchShare,
-        everyone: Group,
-        count: CountExperts = count_experts,
-    ) -> Tensor:
+    def loss(self, sums: Tensor, experts: Tensor, share: MicroBatchShare, everyone: Group) -> Tensor:
         """Returns this rank's part of E / (k T T') sum_i P_i n_i. P_i are `sums` [E], as in `micro_batch_loss`. n_i are
         the tokens of expert i among the T' tokens that all ranks of `everyone` route together, as a mean over the
         micro-batches so far."""
         real = share.real
         counted = run_once_under_recompute(
-            (self, "counts"), lambda: self._count(count(experts, sums.shape[0], real), everyone)
+            (self, "counts"), lambda: self._count(count_experts(experts, sums.shape[0], real), everyone)
         )
         mean = counted.to(sums.dtype)
         everywhere = share.count * group_size(everyone) if real is None else counted.sum() / experts.shape[1]

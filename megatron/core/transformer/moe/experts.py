@@ -18,12 +18,11 @@ from torch import Tensor, nn
 
 from megatron.core.backends import Backend, choose_backend
 from megatron.core.communication.collectives import group_rank
+from megatron.core.exceptions import UserError
 from megatron.core.groups.defaults import groups_or_default
 from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.initializers import each_of
 from megatron.core.ops.activation import weighted
-from megatron.core.ops.fp8.grouped_linear import Fp8ExpertLinear
-from megatron.core.ops.fp8.recipes import LinearSplit
 from megatron.core.ops.moe.grouped_linear import RowGroups, grouped_linear, is_one_product
 from megatron.core.parameters import Box, info_of
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -109,7 +108,7 @@ class GroupedMLP(MegatronModule):
 
 
 class SequentialMLP(MegatronModule):
-    """The experts of a rank one after the other, each an MLP."""
+    """The experts of a rank one after the other, each an MLP. Not in fp8, whose products are grouped."""
 
     reads_sizes = True
 
@@ -124,6 +123,8 @@ class SequentialMLP(MegatronModule):
     ) -> None:
         super().__init__(config)
         groups = groups_or_default(pg_collection)
+        if (backend or choose_backend(config)).fp8 is not None:
+            raise UserError("experts are grouped in fp8: the layer's spec has to name GroupedMLP, not SequentialMLP")
         if submodules is None:
             submodules = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
         sizes = ExpertSizes.of(config)
@@ -144,33 +145,6 @@ class SequentialMLP(MegatronModule):
             )
             _declare_one_of(expert, number, config)
             self.local_experts.append(expert)
-        self._in_fp8: list[tuple[Fp8ExpertLinear, ...]] = []
-        """For each expert its two linear layers in fp8; empty without fp8."""
-        if (backend or choose_backend(config)).fp8 is not None:
-            self._multiply_in_fp8(backend or choose_backend(config), groups)
-
-    def _multiply_in_fp8(self, backend: Backend, groups: ProcessGroupCollection) -> None:
-        micro_batches, linears = micro_batches_of(groups), []
-        for name, split in (
-            ("linear_fc1", LinearSplit(outputs=groups.expt_tp)),
-            ("linear_fc2", LinearSplit(inputs=groups.expt_tp)),
-        ):
-            layers: list[Any] = [getattr(expert, name) for expert in self.local_experts]
-            made = backend.make_expert_linears(split, [layer.weight for layer in layers], micro_batches)
-            for layer, linear in zip(layers, made, strict=True):
-                layer.linear = linear
-            for parameter_name, parameter in made[0].named_parameters():  # those of the scaling that all share
-                path = f"{name}.linear.{parameter_name}"
-                part_of = "." * (len(path.split(".")) + 2) + path
-                parameter.info = dataclasses.replace(info_of(parameter), part_of=part_of)  # type: ignore[attr-defined]
-            linears.append(made)
-        self._in_fp8 = list(zip(*linears, strict=True))
-
-    def _tell_groups(self, number: int, groups: RowGroups, size: int) -> None:
-        """Passes the sources of an expert's rows to its fp8 linear layers."""
-        for linear in self._in_fp8[number] if self._in_fp8 else ():
-            by_source = None if groups.by_source is None else groups.by_source[number : number + 1]
-            linear.groups = RowGroups(groups.counts[number : number + 1], [size], by_source)
 
     def forward(self, rows: Tensor, weights: Tensor, groups: RowGroups) -> Tensor:
         """Returns the experts\' outputs [n, h] for rows [n, h] sorted by expert, with the weight of each row [n]."""
@@ -178,10 +152,8 @@ class SequentialMLP(MegatronModule):
         sizes = list(groups.host_sizes)
         parts: Sequence[Tensor | None]
         parts = [None] * len(sizes) if weights_inside is None else weights_inside.split(sizes)
-        inputs, outputs = rows.split(sizes), []
-        for number, expert in enumerate(self.local_experts):
-            own, own_weights = inputs[number], parts[number]
-            self._tell_groups(number, groups, sizes[number])
+        outputs = []
+        for expert, own, own_weights in zip(self.local_experts, rows.split(sizes), parts, strict=True):
             # Run also without rows: others wait for its gradients, which are zero then.
             output, bias = expert(own, per_token_scale=own_weights)
             if bias is not None and not self.adds_bias:

@@ -47,6 +47,7 @@ class GroupedLinear(ShardedStateModule):
         super().__init__()
         assert config.num_moe_experts is not None
         self.config, self.backend, self.local_experts = config, backend, len(experts)
+        self.splits_inputs = splits_inputs
         matrix = (*out, input_size)
         box = split_box(matrix, len(out) if splits_inputs else len(out) - 1, tp_group)
         rows = Box(box.start[:-1], box.shape[:-1])

@@ -19,7 +19,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.allgather_dispatcher import MoEAllGatherTokenDispatcher
 from megatron.core.transformer.moe.alltoall_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.moe.dispatch import DispatchCombine, TokenDispatcher
-from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
 from megatron.core.transformer.moe.flex_dispatcher import MoEFlexTokenDispatcher
 from megatron.core.transformer.moe.micro_batch_share import whole_rows
 from megatron.core.transformer.moe.router import TopKRouter
@@ -76,9 +76,10 @@ class MoELayer(MegatronModule):
         )
         self.token_dispatcher = DISPATCHERS[config.moe_token_dispatcher_type](config, groups, backend)
         count = self.token_dispatcher.num_local_experts
-        self.experts = build_module(
-            submodules.experts or SequentialMLP, count, config, pg_collection=groups, offer=offer
-        )
+        experts = submodules.experts or SequentialMLP
+        if backend.fp8 is not None and experts in (SequentialMLP, ModuleSpec(SequentialMLP, submodules=_PARTS)):
+            experts = GroupedMLP  # has the same parameters and computes the same function
+        self.experts = build_module(experts, count, config, pg_collection=groups, offer=offer)
         if not getattr(self.experts, "reads_sizes", True):
             self.token_dispatcher.leave_sizes_on_device()
         self.fc1_latent_proj: ReplicatedLinear | None = None

@@ -30,7 +30,6 @@ from megatron.core.transformer.layer_inputs import LayerInputs
 from megatron.core.transformer.layer_metrics import LayerMetrics
 from megatron.core.transformer.moe.auxiliary_losses import (
     LOSS_NAMES,
-    CountExperts,
     GlobalBalance,
     coefficients,
     micro_batch_loss,
@@ -44,7 +43,7 @@ from megatron.core.transformer.moe.micro_batch_share import (
     micro_batch_share_of_rows,
 )
 from megatron.core.transformer.moe.router_replay import RouterReplay
-from megatron.core.transformer.moe.routing import CountedOnce, Routing
+from megatron.core.transformer.moe.routing import Routing
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils.recompute_cache import run_once_under_recompute
 
@@ -85,7 +84,7 @@ class TopKRouter(Router):
         """Tokens per expert of this rank since the last step, float64 [experts]; None: no count yet, or not needed."""
         if config.moe_router_enable_expert_bias:
             zeros = torch.zeros(self.num_experts, dtype=torch.float32, device=parameter_device(config))
-            self.expert_bias = declare(nn.Parameter(zeros, requires_grad=False), Constant(0.0))
+            self.expert_bias = declare(nn.Parameter(zeros, requires_grad=False), Constant(0.0), is_state=True)
 
     def set_layer_number(self, layer_number: int) -> None:
         """Sets the layer's number, counted over the whole model from 1. Noise and metrics depend on it."""
@@ -111,11 +110,10 @@ class TopKRouter(Router):
         if self.observers and torch.is_grad_enabled():
             noted = self, hidden, logits, experts, weights
             run_once_under_recompute((self, "observers"), lambda: [observe(*noted) for observe in self.observers])
-        count = CountedOnce()
         if self._adds_losses and self.balance:
-            weights = self._balanced(experts, weights, logits, share, scale, count)
+            weights = self._balanced(experts, weights, logits, share, scale)
         routing = self._within_capacity(experts, weights, share)
-        routing = dataclasses.replace(routing, counts=count(experts, self.num_experts, routing.kept))
+        routing = dataclasses.replace(routing, counts=routing.tokens_per_expert(self.num_experts))
         if torch.is_grad_enabled():
             run_once_under_recompute((self, "token counts"), lambda: self._count(routing, share.real))
         return routing
@@ -192,34 +190,28 @@ class TopKRouter(Router):
         return share.own(sinkhorn(share.gather(logits.double().exp())))
 
     def _within_capacity(self, experts: Tensor, weights: Tensor, share: MicroBatchShare) -> Routing:
-        factor = self.config.moe_expert_capacity_factor
-        if share.real is not None:
-            return self._routing_of_real(experts, weights, share, factor)
-        if factor is None or factor < 0:
-            return Routing(experts, weights)
-        capacity = math.ceil(share.total * self.topk / self.num_experts * factor)
-        if capacity >= share.total:
-            return Routing(experts, weights)
-        wish = share.gather(weights.detach()) if self.config.moe_token_drop_policy == "probs" else None
-        order = share.order(experts.device)
-        order = None if order is None else share.gather(order)
-        kept = share.own(within_capacity(share.gather(experts), capacity, wish, order))
-        return Routing(experts, weights * kept, kept)
-
-    def _routing_of_real(
-        self, experts: Tensor, weights: Tensor, share: MicroBatchShare, factor: float | None
-    ) -> Routing:
-        """Returns the routing of tokens with padding, which is sent to no expert and takes no capacity."""
-        assert share.real is not None
-        kept = share.real[:, None].expand_as(experts)
-        if factor is not None and factor >= 0:
-            capacity = torch.as_tensor(share.routed_total * self.topk / self.num_experts * factor).ceil()
+        """Returns the routing of tokens whose experts have room. Padding is sent to no expert and takes no room."""
+        kept = None if share.real is None else share.real[:, None].expand_as(experts)
+        capacity = self._capacity(share)
+        if capacity is not None:
+            # One more expert, for padding.
+            wanted = experts if kept is None else torch.where(kept, experts, self.num_experts)
             wish = share.gather(weights.detach()) if self.config.moe_token_drop_policy == "probs" else None
             order = share.order(experts.device)
             order = None if order is None else share.gather(order)
-            wanted = share.gather(torch.where(kept, experts, self.num_experts))  # one more expert, for padding
-            kept = kept & share.own(within_capacity(wanted, capacity, wish, order))
-        return Routing(experts, weights * kept, kept)
+            found = share.own(within_capacity(share.gather(wanted), capacity, wish, order))
+            kept = found if kept is None else kept & found
+        return Routing(experts, weights if kept is None else weights * kept, kept)
+
+    def _capacity(self, share: MicroBatchShare) -> int | Tensor | None:
+        """Returns how many tokens of the micro-batch an expert takes; None: all that are sent to it."""
+        factor = self.config.moe_expert_capacity_factor
+        if factor is None or factor < 0:
+            return None
+        if share.real is not None:
+            return torch.as_tensor(share.routed_total * self.topk / self.num_experts * factor).ceil()
+        capacity = math.ceil(share.total * self.topk / self.num_experts * factor)
+        return capacity if capacity < share.total else None
 
     # -----------------------------------------------------------------------------------------------------------------
     # Losses and counts
@@ -229,34 +221,25 @@ class TopKRouter(Router):
         return self.training and torch.is_grad_enabled()
 
     def _balanced(
-        self,
-        experts: Tensor,
-        weights: Tensor,
-        logits: Tensor,
-        share: MicroBatchShare,
-        scale: Tensor | None,
-        count: CountExperts,
+        self, experts: Tensor, weights: Tensor, logits: Tensor, share: MicroBatchShare, scale: Tensor | None
     ) -> Tensor:
         function = self.rule.score_function
-        if (
-            self.expert_bias is not None or self.rule.num_groups is not None
-        ):  # balance is measured without bias and groups
+        # Balance is measured without bias and groups.
+        if self.expert_bias is not None or self.rule.num_groups is not None:
             experts = self.backend.experts.best(balance_scores(logits.detach(), function), self.topk)
         for kind, coefficient in self.balance.items():
-            value = self._balance_loss(kind, logits, experts, share, count)
+            value = self._balance_loss(kind, logits, experts, share)
             weights = self._attach(weights, kind, value, coefficient, share, scale)
         return weights
 
-    def _balance_loss(
-        self, kind: str, logits: Tensor, experts: Tensor, share: MicroBatchShare, count: CountExperts
-    ) -> Tensor:
+    def _balance_loss(self, kind: str, logits: Tensor, experts: Tensor, share: MicroBatchShare) -> Tensor:
         function = self.rule.score_function
         if kind == "seq_aux_loss":
-            return sequence_loss(balance_scores(logits, function), experts, share, count)
+            return sequence_loss(balance_scores(logits, function), experts, share)
         sums = balance_sums(logits, function, share.real)
         if kind == "global_aux_loss":
-            return self.global_balance.loss(sums, experts, share, self.groups.tp_dp_cp, count)
-        return micro_batch_loss(sums, experts, share, count)
+            return self.global_balance.loss(sums, experts, share, self.groups.tp_dp_cp)
+        return micro_batch_loss(sums, experts, share)
 
     def _attach(
         self,

@@ -43,20 +43,3 @@ class Routing:
         taken = self.taken().bool()
         chosen = torch.zeros(t, num_experts, dtype=torch.bool, device=taken.device).scatter(1, self.experts, taken)
         return torch.where(chosen, weights, weights.new_zeros(())), chosen
-
-
-class CountedOnce:
-    """Computes `count_experts` and keeps the results, which the losses, metrics and dispatcher of a layer share."""
-
-    def __init__(self) -> None:
-        self._known: list[tuple[Tensor, int, Tensor | None, Tensor]] = []
-        """Arguments and results of the calls."""
-
-    def __call__(self, experts: Tensor, num_experts: int, kept: Tensor | None = None) -> Tensor:
-        """Returns the counts; the caller must not change them."""
-        for others, number, mask, counts in self._known:
-            if others is experts and number == num_experts and mask is kept:
-                return counts
-        counts = count_experts(experts, num_experts, kept)
-        self._known.append((experts, num_experts, kept, counts))
-        return counts

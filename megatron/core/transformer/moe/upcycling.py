@@ -10,7 +10,6 @@ weights of a token's experts sum to 1.
 import dataclasses
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,14 +33,6 @@ class EqualRows:
         """Fills a whole tensor with torch's generator; returns it."""
         self.init(tensor)
         return tensor.copy_(tensor[:: self.size].repeat_interleave(self.size, 0))
-
-    def values(self, index: Tensor, key: tuple[int, int], global_shape: tuple[int, ...]) -> Tensor:
-        """Returns the values at canonical indices, in float64."""
-        width = global_shape[1] if len(global_shape) > 1 else 1
-        row = index // width
-        first: Any = self.init
-        found: Tensor = first.values(index - (row % self.size) * width, key, global_shape)
-        return found
 
 
 def dense_chunks(chunks: Iterable[Chunk], granularity: int) -> Iterator[Chunk]:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from support.t5_against_transformers import InFloat64, ours, theirs
+from support.tiny_models import tiny_config
 
 from megatron.core.exceptions import UserError
 from megatron.core.inference.static_context import StaticInferenceContext
@@ -51,9 +52,7 @@ def test_logits_and_gradients_are_those_of_transformers(settings: dict[str, Any]
 
 
 def config(**settings: Any) -> TransformerConfig:
-    sizes = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 4, "fp64": True}
-    plain = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "use_cpu_initialization": True}
-    return TransformerConfig(**{**sizes, **plain, **settings})
+    return tiny_config(num_layers=1, **settings)
 
 
 def t5(encoder_layers: int = 2, made_of: TransformerConfig | None = None, **options: Any) -> T5Model:

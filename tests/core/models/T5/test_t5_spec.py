@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from megatron.core.models.T5 import t5_spec
-from megatron.core.transformer.attention import CrossAttention
+from megatron.core.transformer.cross_attention import CrossAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.utils import warn

@@ -3,7 +3,7 @@
 import copy
 
 import pytest
-import torch
+from support.tiny_models import tiny_config
 
 from megatron.core.exceptions import UserError
 from megatron.core.groups.process_groups_config import ProcessGroupCollection
@@ -14,14 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def configs(size: int, encoder: int | None = 4) -> tuple[TransformerConfig, TransformerConfig]:
-    decoder = TransformerConfig(
-        num_layers=2,
-        hidden_size=8,
-        num_attention_heads=2,
-        num_encoder_layers=encoder,
-        pipeline_model_parallel_size=size,
-        pipeline_dtype=torch.float32,
-    )
+    decoder = tiny_config(num_encoder_layers=encoder, pipeline_model_parallel_size=size)
     read = copy.copy(decoder)
     read.num_layers = 4
     return decoder, read

@@ -7,12 +7,12 @@ import pytest
 import torch
 import transformers
 from support.bert_weights import bert_weights
+from support.tiny_models import tiny_config
 from torch import Tensor
 
 from megatron.core.models.bert import BertModel
 from megatron.core.models.bert.bert_layer_specs import get_bert_encoder_block_spec
 from megatron.core.transformer.enums import AttnBackend
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 LAYERS, HEADS, VOCABULARY, LENGTH = 3, 4, 61, 9
 
@@ -41,16 +41,8 @@ def theirs(norms_before: bool) -> torch.nn.Module:
 
 def ours(norms_before: bool, **settings: Any) -> BertModel:
     placement = {} if norms_before else {"norm_placement": "post_residual", "embedding_norm": True}
-    config = TransformerConfig(
-        num_layers=LAYERS,
-        hidden_size=32,
-        num_attention_heads=HEADS,
-        ffn_hidden_size=48,
-        layernorm_epsilon=1e-12,
-        fp64=True,
-        **placement,
-        **settings,
-    )
+    sizes = {"num_layers": LAYERS, "hidden_size": 32, "num_attention_heads": HEADS, "ffn_hidden_size": 48}
+    config = tiny_config(**sizes, layernorm_epsilon=1e-12, **placement, **settings)
     layers = get_bert_encoder_block_spec(config, pp_rank=0)
     return BertModel(config, 2, layers, VOCABULARY, LENGTH, share_embeddings_and_output_weights=True).eval()
 

@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.tiny_models import tiny_config
 from torch import Tensor
 
 from megatron.core.exceptions import UserError
 from megatron.core.models.common.predictions import PredictionLosses, TokensAhead, tokens_ahead
 from megatron.core.tokens import Tokens
 from megatron.core.transformer.layer_metrics import take_layer_metrics
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 IDS = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
 NOTHING: dict[str, Any] = {"ids": None, "reads_ids": False, "reads_positions": False, "labels": None, "loss_mask": None}
@@ -39,13 +39,8 @@ def test_a_stage_that_predicts_needs_ids() -> None:
 
 @pytest.mark.parametrize("per_token", [False, True])
 def test_losses_reach_the_hidden_states_by_weight_mask_and_scale(per_token: bool) -> None:
-    config = TransformerConfig(
-        num_layers=3,
-        hidden_size=4,
-        num_attention_heads=1,
-        mtp_num_layers=2,
-        mtp_loss_scaling_factor=0.3,
-        calculate_per_token_loss=per_token,
+    config = tiny_config(
+        num_layers=3, mtp_num_layers=2, mtp_loss_scaling_factor=0.3, calculate_per_token_loss=per_token
     )
     losses = PredictionLosses(config)
     hidden = [torch.ones(4, 2, 1, dtype=torch.float64, requires_grad=True) for _ in range(2)]

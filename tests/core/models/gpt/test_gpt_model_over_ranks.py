@@ -1,13 +1,12 @@
 """GPT over two tensor parallel ranks against one, in float64: what tests/parity has no model of, and logits."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from support.boxes import error, fill, gradient_errors, part_of, whole_gradients, whole_values
 from support.pool import Pool
-from torch import nn
+from support.tiny_models import OwnNorm, randomize, tiny_config
 
 from megatron.core.exceptions import UserError
 from megatron.core.groups.process_groups_config import ProcessGroupCollection
@@ -15,53 +14,30 @@ from megatron.core.groups.rank_grid import RankGrid
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import gpt_layer_spec_of
 from megatron.core.tokens import RngPosition, Tokens
-from megatron.core.transformer.attention import groups_of_rank
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 TOLERANCE = 1e-11
-ROPE = {"position_embedding_type": "rope"}
-
-# name: (settings of the config, keywords of the model)
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "embedding not scattered": ({}, {"scatter_embedding_sequence_parallel": False}),
-    "qk norms, learnable sinks": ({"qk_layernorm": True, "num_query_groups": 2, "softmax_type": "learnable"}, ROPE),
-}
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(2) as pool:
-        yield pool
+MODEL = {"vocab_size": 37, "max_sequence_length": 16, "share_embeddings_and_output_weights": True}
+SP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 
 
 def build(
     settings: dict, model: dict, groups: ProcessGroupCollection | None = None, norm: type | None = None, **layout: Any
 ) -> GPTModel:
-    config = TransformerConfig(
-        num_layers=2,
-        hidden_size=16,
-        num_attention_heads=4,
-        hidden_dropout=0.2,
-        attention_dropout=0.2,
-        fp64=True,
-        **settings,
-        **layout,
-    )
-    keywords = {"vocab_size": 37, "max_sequence_length": 16, "share_embeddings_and_output_weights": True} | model
+    config = tiny_config(hidden_dropout=0.2, attention_dropout=0.2, **settings, **layout)
     spec = gpt_layer_spec_of(config, 1)
     if norm is not None:
         parts = spec.submodules
         attention = parts.self_attention.submodules
         parts.input_layernorm = parts.pre_mlp_layernorm = attention.q_layernorm = attention.k_layernorm = norm
-    return GPTModel(config, spec, pg_collection=groups, **keywords)
+    return GPTModel(config, spec, pg_collection=groups, **MODEL | model)
 
 
-def batch(s: int = 12, b: int = 2) -> tuple[torch.Tensor, ...]:
+def batch() -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(37, (b, s + 1), generator=generator)
+    ids = torch.randint(37, (2, 13), generator=generator)
     labels = ids[:, 1:].clone()
     labels[0, 3] = -100
-    return ids[:, :-1], labels, torch.rand(b, s, dtype=torch.float64, generator=generator)
+    return ids[:, :-1], labels, torch.rand(2, 12, dtype=torch.float64, generator=generator)
 
 
 def run(model: GPTModel) -> torch.Tensor:
@@ -100,12 +76,9 @@ def on_a_rank(
 
 def prepared(settings: dict, keywords: dict, norm: type | None = None) -> dict[str, Any]:
     """What one rank has and computes."""
-    torch.manual_seed(0)
     whole = build(settings, keywords, norm=norm)
     expected: dict[str, Any] = {"initial": whole_values(whole)}
-    with torch.no_grad():
-        for parameter in whole.parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.4)
+    randomize(whole)
     expected |= {"values": whole_values(whole), "loss": run(whole), "gradients": whole_gradients(whole)}
     whole.eval()
     return expected | {"logits": whole(batch()[0]).detach()}
@@ -120,29 +93,17 @@ def compare(pool: Pool, settings: dict, keywords: dict, sequence_parallel: bool,
 
 
 def test_an_embedding_that_is_not_scattered(pool: Pool) -> None:
-    compare(pool, *CASES["embedding not scattered"], sequence_parallel=True)
-
-
-class OwnNorm(nn.LayerNorm):
-    """A norm of a user, who knows nothing of descriptors."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
-        super().__init__(hidden_size, eps, dtype=config.params_dtype)
+    compare(pool, {}, {"scatter_embedding_sequence_parallel": False}, sequence_parallel=True)
 
 
 def test_norms_of_a_user_are_summed_too(pool: Pool) -> None:
+    settings = {"qk_layernorm": True, "num_query_groups": 2, "softmax_type": "learnable"}
     for sequence_parallel in (False, True):
-        compare(pool, *CASES["qk norms, learnable sinks"], sequence_parallel, OwnNorm)
-
-
-def without_processes(settings: dict, **model: Any) -> GPTModel:
-    """Rank 1 of 2, which cannot communicate."""
-    layout = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-    return build(settings, model, ProcessGroupCollection.from_grid(RankGrid(2, tensor=2), 1), **layout)
+        compare(pool, settings, {"position_embedding_type": "rope"}, sequence_parallel, OwnNorm)
 
 
 def test_refusals_name_what_works() -> None:
-    model = without_processes({})
+    model = build({}, {}, ProcessGroupCollection.from_grid(RankGrid(2, tensor=2), 1), **SP2)
     ids = torch.zeros(2, 5, dtype=torch.int64)
     with pytest.raises(UserError, match=r"tokens in a row: 5 is not divisible by 2 tensor parallel ranks; use 4 or 6"):
         model(ids)
@@ -153,6 +114,3 @@ def test_refusals_name_what_works() -> None:
         UserError, match=r"num_attention_heads: 4 is not divisible by 3 tensor parallel ranks; use 3 or 6"
     ):
         build({}, {}, groups)
-    groups = ProcessGroupCollection.from_grid(RankGrid(4, tensor=4), 1)
-    with pytest.raises(UserError, match=r"num_query_groups 6 and 4 .*: one has to divide the other; .* works is 4"):
-        groups_of_rank(6, groups.tp)

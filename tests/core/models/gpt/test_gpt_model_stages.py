@@ -3,12 +3,12 @@
 from typing import Any
 
 import torch
+from support.tiny_models import tiny_config
 
 from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.groups.rank_grid import RankGrid
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class Padded(int):
@@ -18,14 +18,11 @@ class Padded(int):
 
 
 def build(stage: int, stages: int, vocab_size: int = 37, **model: Any) -> GPTModel:
-    config = TransformerConfig(
+    config = tiny_config(
         num_layers=4,
-        hidden_size=16,
-        num_attention_heads=4,
         hidden_dropout=0.2,
         attention_dropout=0.2,
         embedding_init_method_std=0.5,
-        fp64=True,
         pipeline_model_parallel_size=stages,
     )
     return GPTModel(
@@ -38,12 +35,6 @@ def build(stage: int, stages: int, vocab_size: int = 37, **model: Any) -> GPTMod
         pg_collection=ProcessGroupCollection.from_grid(RankGrid(stages, pipeline=stages), stage),
         **model,
     )
-
-
-def batch() -> tuple[torch.Tensor, ...]:
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(37, (2, 13), generator=generator)
-    return ids[:, :-1], ids[:, 1:], torch.rand(2, 12, dtype=torch.float64, generator=generator)
 
 
 def test_a_shared_weight_says_who_holds_it() -> None:
@@ -65,4 +56,4 @@ def test_a_rounded_up_vocabulary_keeps_its_rows() -> None:
     model = build(0, 1, Padded(48))
     assert model.embedding.word_embeddings.weight.shape == (48, 16) and model.vocab_size == 37
     assert model.output_layer.weight.info.global_shape == (37, 16)
-    assert model(batch()[0]).shape == (2, 12, 37)
+    assert model(torch.zeros(2, 12, dtype=torch.int64)).shape == (2, 12, 37)

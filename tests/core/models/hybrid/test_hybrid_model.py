@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.tiny_models import tiny_config
 
 from megatron.core.exceptions import UserError
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
@@ -19,8 +20,7 @@ EXPERTS = {"num_moe_experts": 4, "moe_ffn_hidden_size": 8}
 
 
 def config(**settings) -> TransformerConfig:
-    sizes: dict[str, Any] = {"hidden_size": 16, "num_attention_heads": 2, "hidden_dropout": 0.0}
-    return TransformerConfig(**sizes | settings, attention_dropout=0.0, mamba_head_dim=4, mamba_num_groups=2, fp64=True)
+    return tiny_config(**{"num_layers": 0, "mamba_head_dim": 4, "mamba_num_groups": 2} | settings)
 
 
 def hybrid(settings: dict, **keywords) -> HybridModel:
@@ -62,7 +62,7 @@ def test_a_pattern_of_another_length_and_a_spec_that_is_no_function_are_refused(
         ("*-*-", {}),
         ("*E*E", EXPERTS),
         ("*-*E", EXPERTS | {"moe_layer_freq": [0, 1]}),
-        ("*-*-/*-", {"mtp_num_layers": 1}),
+        ("*-*-/*-/*-", {"mtp_num_layers": 2}),
     ],
 )
 def test_a_gpt_and_the_pattern_of_its_layers_are_equal_to_the_bit(pattern: str, settings: dict, positions: Any) -> None:

@@ -9,7 +9,7 @@ from support import flash_agreement
 
 from megatron.core.attention_plan import plan_attention
 from megatron.core.backends import triton_backend
-from megatron.core.ops.attention import flash_backward_triton, flash_forward_triton, flash_triton, kernels
+from megatron.core.ops.attention import flash_backward_triton, flash_forward_triton, flash_triton
 from megatron.core.ops.attention.flash_forward_triton import TileSize
 from megatron.core.ops.attention.kernels import SDPA_CUDA, VARLEN, Situation
 from megatron.core.ops.attention.unfused import AttentionCall, AttentionVariant
@@ -98,23 +98,21 @@ class TestChoice:
 
     @pytest.mark.parametrize("packed", [False, True])
     def test_layers_that_drop_cap_or_have_sinks_get_it(self, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(kernels, "OWN_FLASH_FOR_DOCUMENTS", False)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (8, 0))
         situation = Situation("cuda", torch.bfloat16, True, packed)
         for change in ({}, {"dropout": 0.0, "cap": 30.0}, {"dropout": 0.0, "sink": True}):
             assert self.kernel(replace(self.DROPPED, **change), situation) == OURS
         assert self.kernel(replace(self.DROPPED, dropout=0.0), situation) != OURS
         assert self.kernel(self.DROPPED, replace(situation, training=False)) != OURS
 
-    def test_packed_documents_prefer_it_where_allowed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_packed_documents_prefer_it_from_hopper_on(self, monkeypatch: pytest.MonkeyPatch) -> None:
         variant, packed = replace(self.DROPPED, dropout=0.0), Situation("cuda", torch.bfloat16, True, True)
-        monkeypatch.setattr(kernels, "OWN_FLASH_FOR_DOCUMENTS", True)
         assert self.kernel(variant, packed) == OURS
         assert self.kernel(variant, replace(packed, packed=False)) != OURS
         assert self.kernel(replace(variant, widths=(320, 320)), packed) == "plain torch"
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-        assert self.kernel(variant, packed) == VARLEN.name
-        monkeypatch.setattr(kernels, "OWN_FLASH_FOR_DOCUMENTS", False)
         assert self.kernel(variant, packed) == VARLEN.name
 
     def pretend_hopper(self, monkeypatch: pytest.MonkeyPatch) -> None:

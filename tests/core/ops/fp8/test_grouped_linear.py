@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from megatron.core.distributed.main_grad import attach_main_grad
 from megatron.core.exceptions import UserError
 from megatron.core.ops.fp8.formats import FORMATS
-from megatron.core.ops.fp8.grouped_linear import Fp8ExpertLinear, Fp8GroupedLinear
+from megatron.core.ops.fp8.grouped_linear import Fp8GroupedLinear
 from megatron.core.ops.fp8.micro_batches import MicroBatches
 from megatron.core.ops.fp8.recipes import Fp8Settings, LinearSplit
 from megatron.core.ops.moe.grouped_linear import RowGroups, grouped_linear
@@ -84,41 +84,6 @@ def test_the_weight_gradient_is_multiplied_by_the_main_gradients_factor(recipe: 
         attach_main_grad(w, total, lambda parameter: None, factor=factor)
         layer_for(w, recipe, wgrad=wgrad)(x, w, GROUPS).backward(dy)
     assert totals[0].any() and torch.equal(totals[1], 0.25 * totals[0])
-
-
-def test_weights_are_quantised_once_until_they_change() -> None:
-    x, w, _ = operands()
-    layer = layer_for(w, "blockwise")
-    first, transposed = layer.weight_rows(w), layer.weight_columns(w)
-    layer(x, w, GROUPS)
-    assert layer.weight_rows(w) is first and layer.weight_columns(w) is transposed
-    with torch.no_grad():
-        w.mul_(2)
-    assert layer.weight_rows(w) is not first
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_experts_one_by_one_compute_the_same(recipe: str) -> None:
-    x, w, dy = operands()
-    # Both have the same first scales: those of each expert.
-    expected = layer_for(w, recipe)(x, w, GROUPS)
-    expected.backward(dy)
-    parts = [nn.Parameter(part.clone()) for part in w.detach()]
-    first = Fp8ExpertLinear(settings(recipe), LinearSplit(), parts[0], MicroBatches((0, 1)))
-    layers = [first, *(Fp8ExpertLinear(settings(recipe), LinearSplit(), p, scaling=first.scaling) for p in parts[1:])]
-    own, outputs, start = x.detach().clone().requires_grad_(), [], 0
-    assert GROUPS.by_source is not None
-    for layer, part, counts in zip(layers, parts, GROUPS.by_source, strict=True):
-        size = int(counts.sum())
-        layer.groups = RowGroups(counts.sum()[None], [size], counts[None])
-        outputs.append(layer(own[start : start + size], part))
-        start += size
-    found = torch.cat(outputs)
-    found.backward(dy)
-    assert torch.equal(found, expected) and own.grad is not None and torch.equal(own.grad, x.grad)
-    assert w.grad is not None
-    for part, gradient in zip(parts, w.grad, strict=True):
-        assert part.grad is not None and torch.equal(part.grad, gradient)
 
 
 def test_no_rows_have_no_gradient() -> None:

@@ -5,10 +5,11 @@ import dataclasses
 import pytest
 import torch
 
+from megatron.core.ops.fp8.block_recipes import build_scaling
 from megatron.core.ops.fp8.formats import FORMATS
 from megatron.core.ops.fp8.grouped import Segments
 from megatron.core.ops.fp8.micro_batches import MicroBatches
-from megatron.core.ops.fp8.recipes import DelayedScaling, Fp8Settings, LinearSplit, Role, build_scaling
+from megatron.core.ops.fp8.recipes import DelayedScaling, Fp8Settings, LinearSplit, Role
 from megatron.core.ops.moe.grouped_linear import RowGroups
 
 SETTINGS = Fp8Settings("tensorwise", FORMATS["hybrid"])

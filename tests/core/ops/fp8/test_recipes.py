@@ -10,11 +10,12 @@ from support.processes import run_on_ranks
 from torch import Tensor
 
 from megatron.core.ops.fp8 import recipes
+from megatron.core.ops.fp8.block_recipes import build_scaling
 from megatron.core.ops.fp8.formats import FORMATS, scale_for
 from megatron.core.ops.fp8.grouped import Segments
 from megatron.core.ops.fp8.micro_batches import MicroBatches
 from megatron.core.ops.fp8.quantize import note_largest, noted_largest
-from megatron.core.ops.fp8.recipes import DelayedScaling, Fp8Settings, LinearSplit, Role, build_scaling, finish_step
+from megatron.core.ops.fp8.recipes import DelayedScaling, Fp8Settings, LinearSplit, Role, finish_step
 from megatron.core.utils.torch_private import TorchDispatchMode
 
 CPU = torch.device("cpu")

@@ -39,6 +39,7 @@ def test_sizes_and_kinds_of_layers() -> None:
         DescribedLayer("attention", "mlp", 1, 24),
         DescribedLayer("attention", "mlp", None, None),
     )
+    assert described_layers(config({"ffn": {"ffn_hidden_size": 24}})) == (layers[3]._replace(num_query_groups=None),)
     published = config({"ffn": {"ffn_mult": 5.25}}, hidden_size=8192)
     assert described_layers(published)[0].ffn_hidden_size == 28672  # type: ignore[index]  # as in Llama 3 70B
     assert described_layers(TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)) is None
@@ -97,6 +98,7 @@ def test_costs_are_those_of_each_layer() -> None:
         ({"ffn": {"ffn_mult": 1e999}}, "block_configs[1].ffn.ffn_mult is Infinity; it must be a positive number"),
         ({"ffn": {"ffn_mult": 1e308}}, "block_configs[1].ffn.ffn_mult is 1e+308; a layer is not that large"),
         ({"ffn": {"ffn_mult": 5.25, "intermediate_size": 64}}, "ffn_mult 5.25 makes it 256"),
+        ({"ffn": {"ffn_hidden_size": 24, "intermediate_size": 64}}, "intermediate_size is 64, but ffn_hidden_size 24"),
         ({"attention": {"num_query_groups": 3}}, "num_query_groups 3 does not divide the 8 attention heads"),
         ({"attention": {"n_heads_in_group": 5}}, "n_heads_in_group 5 does not divide the 8 attention heads"),
         ({"attention": {"window_length": 64}}, "attention.window_length is 64: not yet; null or false works"),

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.exact_gradients import UNIFORM, recomputing
 
 from megatron.core.exceptions import UserError
 from megatron.core.transformer.config import latent_attention
@@ -12,10 +13,23 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 SMALL: dict[str, Any] = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
 FINE: dict[str, Any] = {"fine_grained_activation_offloading": True}
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 EXPERTS = {"num_moe_experts": 4}
+SHARED = {"moe_shared_expert_intermediate_size": 8}
 
 RULES: list[tuple[dict[str, Any], str]] = [
+    # the config as a whole
+    ({"fp16": True, "bf16": True}, "fp16 and bf16 are set together; choose one"),
+    ({"seed": 0}, "seed 0 must be larger than 0"),
+    ({"tensor_model_parallel_size": 8}, "tensor_model_parallel_size 8 does not divide num_attention_heads 4; use 4"),
+    (
+        {"tensor_model_parallel_size": 4, "num_attention_heads": 12, "num_query_groups": 6, "hidden_size": 48},
+        "tensor_model_parallel_size 4 and num_query_groups 6: neither divides the other; use 3 or 6",
+    ),
+    (
+        {"tensor_model_parallel_size": 4, "ffn_hidden_size": 90},
+        "tensor_model_parallel_size 4 does not divide ffn_hidden_size 90; use 2",
+    ),
+    ({"num_layers": 0, "hidden_dropout": 2.0}, "hidden_dropout 2.0"),  # beside another mistake
     # architecture.py
     ({"num_layers": 0}, "num_layers 0 must be at least 1"),
     ({"hidden_dropout": 1.0}, "hidden_dropout 1.0 must be at least 0 and less than 1"),
@@ -25,6 +39,8 @@ RULES: list[tuple[dict[str, Any], str]] = [
         {"norm_placement": "post", "apply_residual_connection_post_layernorm": True},
         "apply_residual_connection_post_layernorm: norm_placement post has no norm before attention",
     ),
+    # latent_attention.py
+    ({"multi_latent_attention": True}, "multi_latent_attention needs an MLATransformerConfig"),
     # attention.py
     ({"hidden_size": 65}, "hidden_size 65 is not divisible by num_attention_heads 4; use 64 or 68"),
     ({"num_query_groups": 3}, "num_query_groups 3 does not divide num_attention_heads 4; use "),
@@ -55,12 +71,19 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"mup_base_head_dim": -1.0}, "mup_base_head_dim -1.0 must be larger than 0"),
     # memory.py
     ({"recompute_granularity": "full"}, "recompute_granularity full needs recompute_method uniform or block"),
+    ({"distribute_saved_activations": True}, "it needs recompute_granularity full"),
+    (recomputing("gelu"), "gelu is no part of a layer"),
+    (recomputing("moe"), "recompute_modules moe: moe is a part of a layer of experts, and num_moe_experts is not set"),
+    (recomputing("mla_up_proj"), "mla_up_proj is a part of multi_latent_attention, which is not set"),
+    (EXPERTS | recomputing("mlp"), "mlp is a part of a layer without experts, and there is no"),
     (
-        {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
-        "recompute_modules moe: moe is a part of a layer of",
+        EXPERTS | recomputing("shared_experts") | SHARED | {"moe_shared_expert_overlap": True},
+        "run in two halves with moe_shared_expe",
     ),
+    (EXPERTS | recomputing("shared_experts"), "shared_experts need moe_shared_expe"),
+    (EXPERTS | UNIFORM | {"moe_layer_recompute": True}, "full recomputes layers of experts too; drop one"),
     (
-        {"fp8": "hybrid", "recompute_granularity": "selective", "recompute_modules": ["mlp_act"]},
+        recomputing("mlp_act") | {"fp8": "hybrid"},
         "mlp_act saves nothing with fp8 hybrid: the second product keeps its input in fp8 anyway",
     ),
     (FINE, "fine_grained_activation_offloading needs offload_modules, any of attn_norm, qkv_linear"),
@@ -74,13 +97,15 @@ RULES: list[tuple[dict[str, Any], str]] = [
         FINE | {"offload_modules": ["core_attn"], "cpu_offloading_num_layers": 1},
         "fine_grained_activation_offloading and cpu_offloading_num_layers 1: choose one",
     ),
-    (FINE | FULL | {"offload_modules": ["core_attn"]}, "full recomputation keeps the layers' inputs only"),
+    (FINE | UNIFORM | {"offload_modules": ["core_attn"]}, "full recomputation keeps the layers' inputs only"),
     (
         {"cpu_offloading_num_layers": 1, "cuda_graph_impl": "local"},
         "cpu_offloading_num_layers 1: a captured micro-batch keeps its activations on the device",
     ),
     ({"cpu_offloading_num_layers": -1}, "cpu_offloading_num_layers -1 must be at least 0"),
     ({"activation_offload_fraction": 1.5}, "activation_offload_fraction 1.5 must be from 0 to 1"),
+    # stages.py
+    ({"mtp_num_layers": -1}, "mtp_num_layers -1 must be at least 0"),
     # moe.py
     ({"expert_model_parallel_size": 2}, "expert_model_parallel_size 2 spreads experts over ranks: it needs"),
     ({"num_moe_experts": 6, "expert_model_parallel_size": 4}, "does not divide num_moe_experts 6; use 3 or 6"),
@@ -90,6 +115,10 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ),
     (EXPERTS | {"moe_layer_freq": [1]}, "moe_layer_freq has 1 entries for num_layers 2"),
     (EXPERTS | {"moe_apply_probs_on_input": True}, "it needs moe_router_topk 1"),
+    (
+        EXPERTS | {"moe_router_load_balancing_type": "sinkhorn", "moe_enable_routing_replay": True},
+        "moe_enable_routing_replay does not go with moe_router_load_balancing_type sinkhorn",
+    ),
     # positions.py
     ({"rope_scaling_type": "longrope"}, "rope_scaling_type longrope needs rope_scaling_short_factor and"),
     (
@@ -99,8 +128,28 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"rope_scaling_beta_fast": 1.0}, "rope_scaling_beta_fast 1.0 must be larger than rope_scaling_beta_slow 1.0"),
     ({"nope_temperature_scale": 0.1}, "nope_temperature_scale 0.1 needs no_rope_freq"),
 ]
+UPCYCLING = {"ffn_hidden_size": 24, "moe_router_topk": 2, "moe_ffn_hidden_size": 24, "moe_use_upcycling": True}
+OF_UPCYCLING: list[tuple[dict[str, Any], str]] = [
+    ({"num_moe_experts": None}, "moe_use_upcycling makes experts of an MLP: it needs num_moe_experts"),
+    ({"moe_upcycling_granularity": 0}, "moe_upcycling_granularity 0 must be at least 1"),
+    ({"moe_upcycling_granularity": 2}, "into parts of 12: moe_ffn_hidden_size 24 must be that"),
+    ({"moe_upcycling_granularity": 3}, "moe_upcycling_granularity 3 does not divide num_moe_experts 4"),
+    (
+        {"num_moe_experts": 6, "moe_router_num_groups": 2, "moe_router_group_topk": 1}
+        | {"moe_upcycling_granularity": 2, "moe_ffn_hidden_size": 12},
+        "moe_upcycling_granularity 2 does not divide the 3 experts of a group (moe_router_num_groups 2)",
+    ),
+    (SHARED, "moe_shared_expert_intermediate_size 8 does not go with moe_use_up"),
+]
+OF_FP4: list[tuple[dict[str, Any], str]] = [
+    ({"fp4": "e2m1", "fp4_recipe": "custom"}, "fp4_recipe custom: it builds quantizers of Transformer Engine"),
+    (
+        {"fp4": "e2m1", "num_query_groups": 2, "tensor_model_parallel_size": 4},
+        "tensor_model_parallel_size 4: ranks that share a key and value head are not supported in fp4",
+    ),
+]
 OF_FP8: list[tuple[dict[str, Any], str]] = [
-    ({"fp8_recipe": "mxfp8"}, "fp8_recipe mxfp8 needs a Blackwell GPU, here as in Megatron-LM"),
+    ({"fp4": "e2m1"}, "fp8 hybrid and fp4 e2m1 are set together; choose one"),
     ({"fp8_recipe": "custom"}, "fp8_recipe custom: it builds quantizers of Transformer Engine, which is not used"),
     ({"fp8_amax_history_len": 0}, "fp8_amax_history_len 0 must be at least 1"),
     ({"fp8_margin": -1}, "fp8_margin -1 must be at least 0"),
@@ -115,17 +164,40 @@ OF_LATENT_ATTENTION: list[tuple[dict[str, Any], str]] = [
     ({"beta_fast": 1.0}, "beta_fast 1.0 must be larger than beta_slow 1"),
     ({"rope_type": "alibi"}, "rope_type alibi: choose among rope, yarn"),
     ({"rotary_percent": 0.01}, "rotates 0 channels of a head; it must be an even number"),
-    ({"num_query_groups": 2}, "num_query_groups 2 does not go with multi_latent_attention"),
+    ({"num_query_groups": 2}, "2 does not go with multi_latent_attention: every head has keys of its own"),
+    ({"rotary_base": -5.0}, "rotary_base -5.0 must be larger than 1"),
+    ({"mscale": float("nan")}, "mscale nan must be a number"),
+    ({"qk_pos_emb_head_dim": 5}, "rotates 5 channels of a head"),
+    ({"attention_output_gate": True}, "its output has no gate"),
     ({"clip_qkv": 3.0}, "clip_qkv 3.0 does not go with multi_latent_attention: its queries, keys and values come"),
 ]
+OF_SPARSE_ATTENTION: list[tuple[dict[str, Any], str]] = [
+    ({"multi_latent_attention": False}, "dsa needs multi_latent_attention"),
+    ({"dsa_indexer_topk": None}, "dsa needs dsa_indexer_topk"),
+    ({"dsa_indexer_topk": 0}, "dsa_indexer_topk 0 must be at least 1"),
+    ({"dsa_indexer_loss_coeff": -1.0}, "dsa_indexer_loss_coeff -1.0 must be at least 0"),
+    ({"dsa_indexer_head_dim": 3}, "dsa_indexer_head_dim 3 is less than the 4 rotary channels"),
+    ({"window_size": (4, 0)}, "window_size 4 0 does not go with dsa; leave it out"),
+    ({"softmax_type": "learnable"}, "softmax_type learnable does not go with dsa"),
+]
+DSA: dict[str, Any] = {
+    "experimental_attention_variant": "dsa",
+    "qk_pos_emb_head_dim": 4,
+    "dsa_indexer_n_heads": 3,
+    "dsa_indexer_head_dim": 6,
+    "dsa_indexer_topk": 4,
+}
 
 
 @pytest.mark.parametrize(
     ("kind", "fields", "message"),
     [
         *((TransformerConfig, *rule) for rule in RULES),
+        *((TransformerConfig, EXPERTS | UPCYCLING | fields, message) for fields, message in OF_UPCYCLING),
+        *((TransformerConfig, *case) for case in OF_FP4),
         *((TransformerConfig, {**fields, "fp8": "hybrid"}, message) for fields, message in OF_FP8),
         *((MLATransformerConfig, *rule) for rule in OF_LATENT_ATTENTION),
+        *((MLATransformerConfig, DSA | fields, message) for fields, message in OF_SPARSE_ATTENTION),
     ],
 )
 def test_impossible_values_are_named(kind: type, fields: dict[str, Any], message: str) -> None:
@@ -134,14 +206,14 @@ def test_impossible_values_are_named(kind: type, fields: dict[str, Any], message
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise", "mxfp8"])
 def test_recipes_of_fp8_have_no_problem(recipe: Any) -> None:
     TransformerConfig(**SMALL, fp8="hybrid", fp8_recipe=recipe)
 
 
 @pytest.mark.parametrize("keeps_wide", [{"fp8_wgrad": False}, {"first_last_layers_bf16": True}])
 def test_an_activation_that_fp8_layers_keep_wide_can_be_recomputed(keeps_wide: dict[str, Any]) -> None:
-    way = {"fp8": "hybrid", "recompute_granularity": "selective", "recompute_modules": ["mlp_act"]}
+    way = recomputing("mlp_act") | {"fp8": "hybrid"}
     assert TransformerConfig(**SMALL | way | keeps_wide).recompute_modules == ["mlp_act"]
 
 

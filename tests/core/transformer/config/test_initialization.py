@@ -3,10 +3,9 @@
 from typing import Any
 
 import torch
+from support.tiny_models import tiny_config, tiny_gpt
 
 from megatron.core.initializers import Normal
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import settings_of
 from megatron.core.parameters import info_of
@@ -31,17 +30,8 @@ def test_what_follows_from_the_width() -> None:
 def drift(width: int, mup: bool) -> float:
     """Trains for three steps of Adam and returns how much the logits change, as a root mean square."""
     fields: dict[str, Any] = {"use_mup": True, "mup_base_hidden_size": 32, "mup_base_head_dim": 16.0} if mup else {}
-    config = TransformerConfig(
-        num_layers=2,
-        hidden_size=width,
-        num_attention_heads=width // 16,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        init_method_std=0.1,
-        **fields,
-    )
-    layers = get_gpt_layer_local_spec()
-    model = GPTModel(config, layers, 32, 8)
+    config = tiny_config(hidden_size=width, num_attention_heads=width // 16, fp64=False, init_method_std=0.1, **fields)
+    model = tiny_gpt(config, 32, 8)
     rates = OptimizerConfig(lr=0.01, mup_width_mult=config.mup_width_mult)
     groups = [
         {"params": [parameter], "lr": 0.01 * settings_of(info_of(parameter), rates).lr_mult}

@@ -1,29 +1,15 @@
 """What dispatchers have in common."""
 
-import pytest
 import torch
 
-from megatron.core.exceptions import UserError
 from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.groups.rank_grid import RankGrid
 from megatron.core.ops.moe.permute import Copies
-from megatron.core.transformer.moe.dispatch import TokenDispatcher, first_rows
-from megatron.core.transformer.moe.token_dispatcher import (
-    MoEAllGatherTokenDispatcher,
-    MoEAlltoAllTokenDispatcher,
-    MoEFlexTokenDispatcher,
-)
+from megatron.core.transformer.moe.dispatch import first_rows
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 CONFIG = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1, num_moe_experts=3)
-KINDS: list[type[TokenDispatcher]] = [MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher, MoEFlexTokenDispatcher]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_experts_that_ranks_cannot_share_are_refused(kind: type[TokenDispatcher]) -> None:
-    groups = ProcessGroupCollection.from_grid(RankGrid(2, expert=2), 0)
-    with pytest.raises(UserError, match="num_moe_experts 3 is not divisible by 2 expert parallel ranks"):
-        kind(CONFIG, groups)
 
 
 def test_the_weight_of_a_copy_is_that_of_its_choice() -> None:

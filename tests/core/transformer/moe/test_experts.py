@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.tiny_models import randomize, tiny_config
 
 from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.groups.rank_grid import RankGrid
@@ -15,16 +16,8 @@ SIZES = [2, 0, 3]
 
 
 def config(**fields: Any) -> TransformerConfig:
-    return TransformerConfig(
-        num_layers=1,
-        hidden_size=4,
-        num_attention_heads=1,
-        num_moe_experts=3,
-        moe_ffn_hidden_size=6,
-        fp64=True,
-        use_cpu_initialization=True,
-        **fields,
-    )
+    sizes = {"num_layers": 1, "hidden_size": 4, "num_attention_heads": 1}
+    return tiny_config(**sizes, num_moe_experts=3, moe_ffn_hidden_size=6, **fields)
 
 
 @pytest.mark.parametrize("on_input", [False, True])
@@ -32,8 +25,7 @@ def config(**fields: Any) -> TransformerConfig:
 def test_each_expert_computes_its_rows_and_weights_multiply_inside(kind: Any, on_input: bool) -> None:
     settings = {"moe_apply_probs_on_input": True, "moe_router_topk": 1, "moe_router_pre_softmax": True}
     experts = kind(3, config(**(settings if on_input else {})))
-    for parameter in experts.parameters():
-        torch.nn.init.normal_(parameter)
+    randomize(experts)
     rows, weights = torch.randn(5, 4, dtype=torch.float64), torch.rand(5, dtype=torch.float64)
     found = experts(rows, weights, RowGroups(torch.tensor(SIZES)))
     state, expected = experts.state_dict(), []

@@ -1,23 +1,19 @@
-"""Stacked weights of experts: boxes, state dicts, products."""
+"""Stacked weights of experts: boxes and state dicts. `test_experts` has their products."""
 
 from typing import Any
 
-import pytest
 import torch
+from support.tiny_models import tiny_config
 
 from megatron.core.backends import choose_backend
 from megatron.core.communication.collectives import PlannedGroup
 from megatron.core.initializers import Normal
-from megatron.core.ops.moe.grouped_linear import RowGroups
 from megatron.core.parameters import Box, info_of
 from megatron.core.transformer.moe.grouped_weights import GroupedLinear
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def linear(rank: int = 0, ranks: int = 1, **fields: Any) -> GroupedLinear:
-    config = TransformerConfig(
-        num_layers=1, hidden_size=4, num_attention_heads=1, num_moe_experts=6, fp64=True, use_cpu_initialization=True
-    )
+    config = tiny_config(hidden_size=4, num_moe_experts=6)
     group = PlannedGroup(tuple(range(ranks)), rank) if ranks > 1 else None
     keywords = {"init_method": Normal(1.0), "bias": True, "splits_inputs": False, "tp_group": group} | fields
     return GroupedLinear(config, range(2, 4), 4, (2, 6), backend=choose_backend(config), **keywords)
@@ -36,16 +32,3 @@ def test_a_state_dict_has_each_expert_apart() -> None:
     assert set(state) == {"weight0", "weight1", "bias0", "bias1"} and torch.equal(state["weight1"], made.weight[1])
     other.load_state_dict({**state, "_extra_state": None})
     assert torch.equal(other.weight, made.weight)
-
-
-@pytest.mark.parametrize("bias", [False, True])
-def test_products_are_those_of_each_row(bias: bool) -> None:
-    made, rows = linear(bias=bias), torch.randn(3, 4, dtype=torch.float64)
-    output, found = made(rows, RowGroups(torch.tensor([1, 2])))
-    torch.testing.assert_close(
-        output, torch.stack([made.weight[e] @ row for e, row in zip([0, 1, 1], rows, strict=True)])
-    )
-    assert (found is None) is not bias
-    if bias:
-        torch.nn.init.normal_(made.bias)
-        assert torch.equal(made(rows, RowGroups(torch.tensor([1, 2])))[1], made.bias[[0, 1, 1]])

@@ -1,7 +1,6 @@
 """A layer of experts on one rank: what it computes, when, how it is called, and what its weights are called."""
 
 import time
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -10,42 +9,36 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from support.pool import Pool
+from support.tiny_models import tiny_config, tiny_gpt
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron.core.backends import LOCAL
+from megatron.core.backends import LOCAL, backend_of_layer
 from megatron.core.communication import async_collective, collectives
 from megatron.core.communication.collectives import HostCopy
 from megatron.core.exceptions import UserError
 from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.groups.rank_grid import RankGrid
 from megatron.core.initializers import EachOf, XavierUniform, each_of
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.micro_batch import CooperativeTurn
+from megatron.core.models.gpt.gpt_layer_specs import gpt_layer_spec_of
 from megatron.core.parameters import info_of, initialize_parameters, name_parameters
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tokens import Tokens
 from megatron.core.transformer.layer_inputs import LayerInputs
-from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe import allgather_dispatcher, alltoall_dispatcher
 from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 SWIGLU = {"gated_linear_unit": True, "activation_func": F.silu}
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(2) as pool:
-        yield pool
-
-
 def build(groups: ProcessGroupCollection | None = None, grouped: bool = True, **settings: Any) -> MoELayer:
-    config = TransformerConfig(
-        **{"num_layers": 1, "num_moe_experts": 4, "moe_ffn_hidden_size": 6, "fp64": True} | settings,
-        hidden_size=8,
-        num_attention_heads=2,
-    )
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_moe_experts": 4, "moe_ffn_hidden_size": 6}
+    config = tiny_config(**sizes | settings)
     model = nn.Module()
     parts = MoESubmodules(experts=GroupedMLP if grouped else SequentialMLP)
     model.mlp = MoELayer(config, parts, layer_number=1, pg_collection=groups)
@@ -162,7 +155,7 @@ def test_weights_on_inputs() -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class Events:
+class Events(CooperativeTurn):
     """What happens in which order, told by what is called."""
 
     def __init__(self, layer: MoELayer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +201,7 @@ def order_of_events(dispatcher: str) -> list[str]:
 def test_shared_experts_are_computed_and_turns_are_handed_over_while_rows_are_under_way(
     dispatcher: str, pool: Pool
 ) -> None:
-    go = ["start", "start", "fc1", "hand over", "wait", "wait", "start", "fc2", "hand over", "wait"]
+    go = ["start", "start", "fc1", "wait", "wait", "start", "fc2", "wait"]
     back = ["start", "dfc2", "hand over", "wait", "start", "start", "dfc1", "hand over", "wait", "wait"]
     for seen in pool.run(order_of_events, 2, dispatcher):
         assert seen == [*go, "backward", *back]
@@ -316,20 +309,29 @@ def test_tensor_parallel_ranks_train_experts_on_tokens_of_their_own_only() -> No
     layer = build(groups, tensor_model_parallel_size=2)
     with pytest.raises(UserError, match="over 2 tensor parallel ranks with sequence_parallel only"):
         layer(hidden())
-    groups = ProcessGroupCollection.from_grid(RankGrid(3, expert=3), 1)
-    with pytest.raises(UserError, match="num_moe_experts 4 is not divisible by 3 expert parallel ranks"):
-        build(groups)
 
 
 def test_a_model_gives_its_padding_mask_to_routers() -> None:
-    plain = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "add_bias_linear": False, "fp64": True}
-    settings = TransformerConfig(
-        num_layers=1, hidden_size=8, num_attention_heads=2, ffn_hidden_size=8, num_moe_experts=4, **plain
-    )
-    model = GPTModel(settings, get_gpt_decoder_block_spec(settings, False), 16, 6, position_embedding_type="none")
+    settings = tiny_config(hidden_size=8, ffn_hidden_size=8, num_moe_experts=4, add_bias_linear=False)
+    model = tiny_gpt(settings, 16, 6, position_embedding_type="none")
     ids, mask = torch.arange(12).view(2, 6), torch.zeros(2, 6, dtype=torch.bool)
     mask[1, 4:] = True
     routed, padded = model(ids), model(ids, padding_mask=mask)
     # Without padding an expert has more rows, which changes the last bit of its products on some processors.
     torch.testing.assert_close(routed[~mask], padded[~mask], rtol=1e-12, atol=1e-14)
     assert not torch.allclose(routed[mask], padded[mask])
+
+
+def test_experts_are_grouped_in_fp8() -> None:
+    class OwnLinear(ColumnParallelLinear):
+        """A script's own class, which a grouped product would leave out."""
+
+    config = tiny_config(hidden_size=16, num_moe_experts=2, moe_ffn_hidden_size=16, fp8="hybrid")
+    backend = backend_of_layer(LOCAL, config, 1, ProcessGroupCollection(cp=None))
+    one_by_one = gpt_layer_spec_of(config, 1).submodules.mlp.submodules
+    for parts in (None, MoESubmodules(), one_by_one):
+        assert isinstance(MoELayer(config, parts, backend=backend).experts, GroupedMLP)
+        assert isinstance(MoELayer(config, parts, backend=LOCAL).experts, SequentialMLP)
+    own = MLPSubmodules(linear_fc1=OwnLinear, linear_fc2=RowParallelLinear)
+    with pytest.raises(UserError, match="has to name GroupedMLP"):
+        MoELayer(config, MoESubmodules(experts=ModuleSpec(SequentialMLP, submodules=own)), backend=backend)

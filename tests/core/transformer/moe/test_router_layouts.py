@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.pool import Pool
+from support.tiny_models import tiny_config
 from torch import Tensor
 
 from megatron.core.communication.collectives import all_reduce
@@ -20,7 +21,6 @@ from megatron.core.tokens import RngPosition, Tokens, row_index
 from megatron.core.transformer.layer_inputs import LayerInputs
 from megatron.core.transformer.layer_metrics import take_layer_metrics
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 S, B, H, EXPERTS, SAMPLES = 8, 2, 12, 4, 4
 
@@ -54,10 +54,8 @@ def routed(layout: tuple[int, int, int]) -> dict[str, Any]:
     ranks = tensor * context * data_parallel
     rank = dist.get_rank() if ranks > 1 else 0
     groups = ProcessGroupCollection.from_grid(RankGrid(ranks, tensor=tensor, context=context), rank)
-    config = TransformerConfig(
-        num_layers=1, hidden_size=H, num_attention_heads=4, num_moe_experts=EXPERTS, add_bias_linear=False, fp64=True,
-        tensor_model_parallel_size=tensor, context_parallel_size=context, sequence_parallel=tensor > 1, **PADDED,
-    )  # fmt: skip
+    sizes = {"tensor_model_parallel_size": tensor, "context_parallel_size": context, "sequence_parallel": tensor > 1}
+    config = tiny_config(hidden_size=H, num_moe_experts=EXPERTS, add_bias_linear=False, **sizes, **PADDED)
     router = TopKRouter(config, groups, layer_number=1)
     router.weight.data = torch.randn(EXPERTS, H, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     found = []
@@ -127,10 +125,7 @@ def global_loss(data_parallel: int) -> Tensor:
     """The weight's gradient of one step of one micro-batch on each data parallel rank, averaged over the ranks."""
     fields = {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 0.5}
     groups = ProcessGroupCollection.from_grid(RankGrid(data_parallel), dist.get_rank())
-    config = TransformerConfig(
-        num_layers=1, hidden_size=H, num_attention_heads=4, num_moe_experts=EXPERTS, fp64=True, add_bias_linear=False,
-        **fields,
-    )  # fmt: skip
+    config = tiny_config(hidden_size=H, num_moe_experts=EXPERTS, add_bias_linear=False, **fields)
     router = TopKRouter(config, groups, layer_number=1)
     router.weight.data = torch.randn(EXPERTS, H, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     hidden, tokens = micro_batch(groups.rank("dp") * B)

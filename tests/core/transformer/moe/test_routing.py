@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron.core.transformer.moe.routing import CountedOnce, Routing
+from megatron.core.transformer.moe.routing import Routing
 
 EXPERTS = torch.tensor([[0, 2], [2, 1], [3, 2]])
 WEIGHTS = torch.tensor([[0.5, 0.25], [0.1, 0.2], [0.3, 0.4]], dtype=torch.float64)
@@ -19,13 +19,6 @@ def test_dropped_tokens_count_nowhere() -> None:
     weights, chosen = routing.dense(4)
     assert chosen.int().tolist() == [[1, 0, 0, 0], [0, 1, 1, 0], [0, 0, 1, 0]]
     assert weights.tolist() == [[0.5, 0, 0, 0], [0, 0.2, 0.1, 0], [0, 0, 0.4, 0]]
-
-
-def test_the_same_choices_are_counted_once() -> None:
-    count, real = CountedOnce(), torch.tensor([True, False, True])
-    counts = count(EXPERTS, 4)
-    assert counts.tolist() == [1, 1, 3, 1] and count(EXPERTS, 4) is counts
-    assert count(EXPERTS, 4, real).tolist() == [1, 0, 2, 1]
 
 
 def test_gradients_of_the_dense_form_reach_the_weights() -> None:

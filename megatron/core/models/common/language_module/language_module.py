@@ -95,6 +95,13 @@ class LanguageModule(MegatronModule):
             part_size(tokens.seq_length, self.pg_collection.tp, "sequence_parallel: tokens in a row")
         return tokens
 
+    def _check_context(self, context: InferenceContext | None) -> None:
+        """Raises UserError if this model cannot decode with the context."""
+        if context is not None and self.sequence_parallel:
+            raise UserError("sequence_parallel does not go with an inference_context: one token has no parts; unset it")
+        if context is not None and self.rotary_pos_emb is not None:
+            self.rotary_pos_emb.check_cache(context.max_sequence_length)
+
     def _tokens_of(self, input_ids: Tensor | None, hidden: Tensor | None) -> Tokens:
         if input_ids is not None:
             b, s = input_ids.shape

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from support.tiny_models import tiny_config
 
 from megatron.core.communication.collectives import PlannedGroup
 from megatron.core.exceptions import UserError
@@ -14,11 +15,8 @@ from megatron.core.tokens import Tokens
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.kernels_in_use import attention_of_layer
-from megatron.core.transformer.transformer_config import TransformerConfig
 
-CONFIG = TransformerConfig(
-    num_layers=1, hidden_size=16, num_attention_heads=4, fp64=True, use_cpu_initialization=True, relative_bias=True
-)
+CONFIG = tiny_config(relative_bias=True)
 
 
 def random(*shape: int) -> torch.Tensor:

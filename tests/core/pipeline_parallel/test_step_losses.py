@@ -8,18 +8,17 @@ import torch
 from torch import Tensor
 
 from megatron.core.communication.collectives import Group, PlannedGroup
-from megatron.core.exceptions import UserError
 from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.groups.rank_grid import RankGrid
-from megatron.core.pipeline_parallel import losses
-from megatron.core.pipeline_parallel.losses import StepLosses
+from megatron.core.pipeline_parallel import runner
+from megatron.core.pipeline_parallel.runner import StepLosses
 
 OUTPUT = torch.tensor(6.0, dtype=torch.float64)
 
 
-def step_losses(per_token: bool = False, context: int = 1, collect: bool = False, scale: Any = None) -> StepLosses:
+def step_losses(per_token: bool = False, context: int = 1, scale: Any = None) -> StepLosses:
     groups = ProcessGroupCollection.from_grid(RankGrid(context, context=context), 0)
-    return StepLosses(SimpleNamespace(calculate_per_token_loss=per_token), groups, 4, collect, scale)
+    return StepLosses(SimpleNamespace(calculate_per_token_loss=per_token), groups, 4, False, scale)
 
 
 def test_a_loss_of_two_values_is_divided_by_the_micro_batches() -> None:
@@ -41,7 +40,7 @@ def test_a_loss_of_three_values_is_a_mean_over_its_tokens(monkeypatch: pytest.Mo
         assert isinstance(group, PlannedGroup) and group.ranks == (0, 1)
         return tensor.add_(5)
 
-    monkeypatch.setattr(losses, "all_reduce", other_rank_has_five)
+    monkeypatch.setattr(runner, "all_reduce", other_rank_has_five)
     step, tokens = step_losses(context=2), torch.tensor(3)
     assert step.record(OUTPUT, lambda output: (output, tokens, "a")).item() == 6.0 * 2 / 8 / 4
     assert tokens == 3 and step.num_tokens == 3.0  # this rank's own, which finalising sums
@@ -51,15 +50,6 @@ def test_with_a_loss_per_token_the_sum_is_left_as_it_is() -> None:
     step = step_losses(per_token=True, context=2)
     assert step.record(OUTPUT, lambda output: (output, 3, "a")).item() == 6.0
     assert step.num_tokens == 3.0
-    with pytest.raises(UserError, match=r"--calculate-per-token-loss needs .* three values"):
-        step.record(OUTPUT, lambda output: (output, "a"))
-
-
-def test_outputs_without_a_loss_are_collected() -> None:
-    step = step_losses(collect=True)
-    assert step.record(OUTPUT, None) is OUTPUT
-    assert step.record(OUTPUT, lambda output, non_loss_data: (non_loss_data, output)) is OUTPUT
-    assert step.reports == [OUTPUT, (True, OUTPUT)]
 
 
 def test_auxiliary_losses_are_scaled_as_the_models_loss() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.tiny_models import tiny_config
 from torch import Tensor, nn
 
 from megatron.core.exceptions import UserError
@@ -12,7 +13,6 @@ from megatron.core.inference.static_context import StaticInferenceContext
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer import TransformerConfig
 
 
 class PlainAttention(nn.Module):
@@ -57,15 +57,7 @@ class Forwarding(PlainAttention):
 
 
 def model_of(core: type[nn.Module] | None) -> GPTModel:
-    config = TransformerConfig(
-        num_layers=2,
-        hidden_size=16,
-        num_attention_heads=4,
-        num_query_groups=2,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        params_dtype=torch.float64,
-    )
+    config = tiny_config(num_query_groups=2)
     spec = get_gpt_layer_local_spec()
     if core is not None:
         spec.submodules.self_attention.submodules.core_attention = core

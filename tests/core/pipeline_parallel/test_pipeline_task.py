@@ -6,8 +6,8 @@ import pytest
 
 from megatron.core.groups.process_groups_config import ProcessGroupCollection
 from megatron.core.groups.rank_grid import RankGrid
+from megatron.core.pipeline_parallel.runner import PipelineTask
 from megatron.core.pipeline_parallel.stages import Pipeline, StatesIn
-from megatron.core.pipeline_parallel.task import PipelineTask
 
 
 def task(rank: int, pipeline: Pipeline, **fields: Any) -> PipelineTask:
