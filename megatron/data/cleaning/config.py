@@ -113,7 +113,10 @@ class FilterConfig:
                     yield f"{{{field}:name}}: {pattern!r} is no regular expression: {error}"
 
 
-def _missing(config: DedupConfig | FilterConfig) -> Iterator[str]:
+CleaningConfig = DedupConfig | FilterConfig
+
+
+def _missing(config: CleaningConfig) -> Iterator[str]:
     if not config.input:
         yield "{input:name}: missing; give .jsonl files (also compressed), Parquet files or folders of them"
     if not config.output:

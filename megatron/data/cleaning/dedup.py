@@ -3,75 +3,37 @@
 import functools
 import hashlib
 import json
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatron.core.exceptions import UserError
-from megatron.core.utils.files import open_atomically, write_atomically
+from megatron.core.utils.files import open_atomically
 from megatron.data.cleaning.config import DedupConfig
 from megatron.data.cleaning.near_duplicates import Bands, band_keys, choose_bands, decide, find_buckets
-from megatron.data.cleaning.rows import Block, count_lines, divide, read_rows, source_of, text_of, write_plain_lines
-from megatron.data.cleaning.running import (
-    REPORT,
-    check_apart,
-    facts_of_input,
-    finished_report,
-    publish,
-    run_tasks,
-    working_folder,
-)
+from megatron.data.cleaning.rows import Block, count_lines, read_rows, text_of
+from megatron.data.cleaning.running import refuse_no_rows, run_tasks, run_tool
 from megatron.data.cleaning.shingles import WORDS, shingle_hashes, signature
-from megatron.data.preparation.inputs import find_inputs
-from megatron.data.preparation.resuming import identity_of
 
 _EXAMPLES = 10
 _EXAMPLE_CHARACTERS = 200
-_NOT_SETTINGS = ("input", "output", "workers")
 
 
 def deduplicate(config: DedupConfig, warn: Callable[[str], None]) -> dict[str, Any]:
-    """Writes the kept rows and the report. Returns the report.
+    """Writes the kept rows and the report. Returns the report. Raises UserError as `run_tool`."""
 
-    Raises UserError for bad lines, for input without rows, and for files that cannot be read or written.
-    """
-    assert config.input and config.output
-    began = time.monotonic()
-    output = Path(config.output)
-    files = find_inputs(config.input, warn)
-    check_apart(output, files, config.input)
-    settings = {name: value for name, value in asdict(config).items() if name not in _NOT_SETTINGS}
-    identity = identity_of(files, {"tool": "dedup", **settings})
-    report = finished_report(output, identity)
-    if report is not None:
-        warn(f"--output {output}: finished before, from the same input with the same flags; nothing was done")
-        return report
-    with working_folder(output, identity, warn) as folder:
-        sources = [source_of(file, folder) for file in files]
-        run_tasks(len(sources), config.workers, lambda task: write_plain_lines(sources[task], config.key))
+    def clean(folder: Path, blocks: Sequence[Block], results: Path) -> Mapping[str, object]:
         bands = choose_bands(config.threshold) if config.method != "exact" else None
-        job = _Job(config, folder, divide(sources), bands)
+        job = _Job(config, folder, blocks, bands)
         signature("", bands.size if bands else 1)  # compiles, or loads, the kernels before workers are forked
         run_tasks(len(job.blocks), config.workers, job.scan)
         items = _Items(job)
-        if not items.rows:
-            raise UserError(f"--input {' '.join(config.input)}: contains no rows")
+        refuse_no_rows(config, items.rows)
         kept_of = items.decide()
-        results = folder / "output"
-        results.mkdir(exist_ok=True)
-        for source in sources:
-            (results / source.output_name).unlink(missing_ok=True)
-        counts = _write(job, items, kept_of, results)
-        report = {"identity": identity, "tool": "dedup", "settings": settings, **counts}
-        report |= facts_of_input(files)
-        report["examples"] = items.examples(kept_of)
-        write_atomically(results / REPORT, json.dumps(report, indent=1, ensure_ascii=False) + "\n")
-        publish(results, output)
-    return {**report, "seconds": time.monotonic() - began}
+        return {**_write(job, items, kept_of, results), "examples": items.examples(kept_of)}
+
+    return run_tool("dedup", config, warn, clean)
 
 
 def paragraphs_of(text: str) -> list[str]:

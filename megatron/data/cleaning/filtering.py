@@ -2,10 +2,9 @@
 
 import json
 import re
-import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +15,12 @@ from megatron.core.utils.files import open_atomically, parse_json, write_atomica
 from megatron.data.cleaning.config import FilterConfig
 from megatron.data.cleaning.quality import c4, compile_blocklist, gopher_quality, gopher_repetition, lengths
 from megatron.data.cleaning.rows import Block, count_lines, divide, read_rows, source_of, write_plain_lines
-from megatron.data.cleaning.running import (
-    REPORT,
-    check_apart,
-    facts_of_input,
-    finished_report,
-    publish,
-    run_tasks,
-    working_folder,
-)
+from megatron.data.cleaning.running import refuse_no_rows, run_tasks, run_tool
 from megatron.data.cleaning.shingles import hashes_in_order
 from megatron.data.preparation.inputs import InputFile, find_inputs
-from megatron.data.preparation.resuming import identity_of
 
 _EXAMPLES = 3
 _EXAMPLE_CHARACTERS = 200
-_NOT_SETTINGS = ("input", "output", "workers")
 _PUBLISHED = {"gopher": gopher_quality, "gopher-repetition": gopher_repetition, "c4": c4}
 
 Rule = Callable[[str], str | None]
@@ -39,47 +28,26 @@ Rule = Callable[[str], str | None]
 
 
 def filter_rows(config: FilterConfig, warn: Callable[[str], None]) -> dict[str, Any]:
-    """Writes the kept rows and the report. Returns the report.
-
-    Raises UserError for bad lines, if no row is left, and for files that cannot be read or written.
-    """
-    assert config.input and config.output
-    began = time.monotonic()
-    output = Path(config.output)
-    files = find_inputs(config.input, warn)
-    check_apart(output, files, config.input)
+    """Writes the kept rows and the report. Returns the report. Raises UserError as `run_tool`, and if no row is
+    left."""
     evaluation = find_inputs(config.decontaminate, warn) if config.decontaminate else ()
     phrases = _read_blocklist(config.blocklist)
-    settings = {name: value for name, value in asdict(config).items() if name not in _NOT_SETTINGS}
-    identity = identity_of((*files, *evaluation), {"tool": "filter", "blocklist content": phrases, **settings})
-    report = finished_report(output, identity)
-    if report is not None:
-        warn(f"--output {output}: finished before, from the same input with the same flags; nothing was done")
-        return report
-    with working_folder(output, identity, warn) as folder:
-        sources = [source_of(file, folder) for file in files]
-        run_tasks(len(sources), config.workers, lambda task: write_plain_lines(sources[task], config.key))
+
+    def clean(folder: Path, blocks: Sequence[Block], results: Path) -> Mapping[str, object]:
         rules = _rules_of(config, phrases, _hashes_of(evaluation, config, folder))
-        job = _Job(config, folder, divide(sources), rules)
+        job = _Job(config, folder, blocks, rules)
         run_tasks(len(job.blocks), config.workers, job.filter)
-        results = folder / "output"
-        results.mkdir(exist_ok=True)
-        for source in sources:
-            (results / source.output_name).unlink(missing_ok=True)
         counts = _join(job, results)
-        if not counts["rows"]:
-            raise UserError(f"--input {' '.join(config.input)}: contains no rows")
+        refuse_no_rows(config, counts["rows"])
         if not counts["kept_rows"]:
             most = max(counts["dropped"], key=counts["dropped"].get)
             raise UserError(
-                f"--input {' '.join(config.input)}: all {counts['rows']} rows would be dropped, most by the rule "
+                f"--input {' '.join(config.input or ())}: all {counts['rows']} rows would be dropped, most by the rule "
                 f"'{most}'; nothing was written; relax the rules"
             )
-        report = {"identity": identity, "tool": "filter", "settings": settings, **counts}
-        report |= facts_of_input(files)
-        write_atomically(results / REPORT, json.dumps(report, indent=1, ensure_ascii=False) + "\n")
-        publish(results, output)
-    return {**report, "seconds": time.monotonic() - began}
+        return counts
+
+    return run_tool("filter", config, warn, clean, evaluation, {"blocklist content": phrases})
 
 
 def _rules_of(config: FilterConfig, phrases: Sequence[str], forbidden: dict[int, np.ndarray]) -> list[Rule]:

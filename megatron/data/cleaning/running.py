@@ -1,24 +1,27 @@
 """Runs tasks in worker processes, in a working folder that survives a kill, and publishes the folder of results."""
 
-import contextlib
-import glob
+import json
 import multiprocessing
 import os
-import shutil
 import signal
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from megatron.core.exceptions import UserError
-from megatron.core.utils.files import parse_json, sync_directory
+from megatron.core.utils.files import parse_json, sync_directory, write_atomically
+from megatron.data.cleaning.config import CleaningConfig
+from megatron.data.cleaning.rows import Block, divide, source_of, write_plain_lines
 from megatron.data.datasets.object_store import is_url
-from megatron.data.preparation.inputs import InputFile
+from megatron.data.preparation.inputs import InputFile, find_inputs
 from megatron.data.preparation.manifest import CLEANING_REPORT, cleaning_of
-from megatron.data.preparation.resuming import lock_folder
+from megatron.data.preparation.resuming import Unfinished, identity_of, working_folder
 
 REPORT = CLEANING_REPORT
+_NOT_SETTINGS = ("input", "output", "workers")
 
 
 def last_lines(report: Mapping[str, Any]) -> Iterator[str]:
@@ -28,14 +31,6 @@ def last_lines(report: Mapping[str, Any]) -> Iterator[str]:
     if "seconds" in report:
         megabytes, seconds = report["bytes"] / 1e6, report["seconds"]
         yield f"{megabytes:,.1f} MB in {seconds:.1f} s, {megabytes / max(seconds, 1e-9):.1f} MB/s"
-
-
-def facts_of_input(files: Sequence[InputFile]) -> dict[str, object]:
-    """Returns what a report says about the input."""
-    return {
-        "inputs": [{"name": Path(file.path).name, "bytes": file.size} for file in files],
-        "cleaned_before": list(cleaning_of(file.path for file in files)),
-    }
 
 
 def finished_report(output: Path, identity: str) -> dict[str, Any] | None:
@@ -67,38 +62,52 @@ def check_apart(output: Path, files: Sequence[InputFile], inputs: Sequence[str])
             raise UserError(f"--output {output}: contains the input {file.path}; name another folder")
 
 
-@contextlib.contextmanager
-def working_folder(output: Path, identity: str, warn: Callable[[str], None]) -> Iterator[Path]:
-    """Makes and locks a folder beside the output. It is removed at the end and after an error of the input; it stays
-    after an interruption, and after an error of the system such as a full disk. The next run continues from it."""
-    folder = output.parent / f".{output.name}.cleaning.{identity}"
-    hint = f"the finished part is kept in {folder}: the same command continues from there; or remove the folder"
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        others = [path for path in output.parent.glob(f".{glob.escape(output.name)}.cleaning.*") if path != folder]
-        if others:
-            warn(f"{others[0]}: left by a killed run with other input or flags (then remove it), or in use")
-        with lock_folder(folder, warn):
-            try:
-                yield folder
-            except UserError:
-                shutil.rmtree(folder, ignore_errors=True)
-                raise
-            shutil.rmtree(folder, ignore_errors=True)
-    except OSError as error:
-        raise UserError(f"{error.filename or folder}: {error.strerror}; {hint}") from None
-    except WorkerKilled as error:
-        raise UserError(f"{error}; {hint}") from None
+def run_tool(
+    tool: str,
+    config: CleaningConfig,
+    warn: Callable[[str], None],
+    clean: Callable[[Path, Sequence[Block], Path], Mapping[str, object]],
+    other_files: Sequence[InputFile] = (),
+    other_settings: Mapping[str, object] | None = None,
+) -> dict[str, Any]:
+    """Runs a tool on the input, or does nothing if the same run has finished before. Returns its report.
+
+    `clean(folder, blocks, results)` writes the kept rows of all blocks of the plain lines into the folder of results
+    and returns what the report says of them. `other_files` and `other_settings` determine the result too. Raises
+    UserError for bad lines, for input without rows, and for files that cannot be read or written.
+    """
+    assert config.input and config.output
+    began = time.monotonic()
+    output, key = Path(config.output), config.key
+    files = find_inputs(config.input, warn)
+    check_apart(output, files, config.input)
+    settings = {name: value for name, value in asdict(config).items() if name not in _NOT_SETTINGS}
+    identity = identity_of((*files, *other_files), {"tool": tool, **(other_settings or {}), **settings})
+    report = finished_report(output, identity)
+    if report is not None:
+        warn(f"--output {output}: finished before, from the same input with the same flags; nothing was done")
+        return report
+    with working_folder(config.output, "--output", f"cleaning.{identity}", warn) as working:
+        sources = [source_of(file, working.path) for file in files]
+        run_tasks(len(sources), config.workers, lambda task: write_plain_lines(sources[task], key))
+        results = working.path / "output"
+        results.mkdir(exist_ok=True)
+        for source in sources:
+            (results / source.output_name).unlink(missing_ok=True)
+        counts = clean(working.path, divide(sources), results)
+        report = {"identity": identity, "tool": tool, "settings": settings, **counts}
+        report["inputs"] = [{"name": Path(file.path).name, "bytes": file.size} for file in files]
+        report["cleaned_before"] = list(cleaning_of(file.path for file in files))
+        write_atomically(results / REPORT, json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+        os.rename(results, output)  # which is new or an empty folder
+        sync_directory(output.parent)
+    return {**report, "seconds": time.monotonic() - began}
 
 
-def publish(folder: Path, output: Path) -> None:
-    """Renames the folder of results to its final name, which is new or an empty folder."""
-    os.rename(folder, output)
-    sync_directory(output.parent)
-
-
-class WorkerKilled(Exception):
-    """A worker process was ended by a signal."""
+def refuse_no_rows(config: CleaningConfig, rows: int) -> None:
+    """Raises UserError if the input has no rows."""
+    if not rows:
+        raise UserError(f"--input {' '.join(config.input or ())}: contains no rows")
 
 
 def run_tasks(count: int, workers: int, work: Callable[[int], None]) -> None:
@@ -133,7 +142,7 @@ def run_tasks(count: int, workers: int, work: Callable[[int], None]) -> None:
         _, expected, message = min(found)
         raise UserError(message) if expected else RuntimeError(f"a worker failed:\n{message}")
     if any(process.exitcode for process in processes):
-        raise WorkerKilled("a worker process was ended; if memory was short, use fewer --workers")
+        raise Unfinished("a worker process was ended; if memory was short, use fewer --workers")
 
 
 def _work(work: Callable[[int], None], count: int, next_task: Any, failures: Any, parent: int) -> None:

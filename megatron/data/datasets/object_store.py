@@ -7,7 +7,6 @@ An index (.idx) is read as a whole, or copied once into a local folder (`local_c
 import hashlib
 import io
 import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -15,41 +14,10 @@ import numpy as np
 
 from megatron.core.exceptions import UserError
 from megatron.core.utils.files import open_atomically
+from megatron.core.utils.stores import StoreError as StoreError
+from megatron.core.utils.stores import file_system as file_system
+from megatron.core.utils.stores import is_url as is_url
 from megatron.core.utils.warn import warn_on_first_rank
-
-_SCHEME = re.compile(r"[a-z][a-z0-9+.-]+://", re.IGNORECASE)
-
-
-class StoreError(UserError):
-    """A store does not answer or refuses access. Unlike a missing object, this may be temporary."""
-
-
-_opened: dict[tuple[int, str], object] = {}
-"""File systems by process id and scheme: connections do not survive a fork."""
-
-
-def is_url(path: str | os.PathLike[str]) -> bool:
-    """Whether a path names an object in a store, such as gs://bucket/key."""
-    return _SCHEME.match(os.fspath(path)) is not None
-
-
-def file_system(url: str) -> Any:
-    """Returns the fsspec file system of a URL. Raises UserError, naming the package, if one is missing."""
-    scheme = url.partition("://")[0].lower()
-    key = os.getpid(), scheme
-    if key not in _opened:
-        try:
-            import fsspec
-
-            _opened[key] = fsspec.filesystem(scheme, skip_instance_cache=True)
-        except ImportError as error:
-            raise UserError(
-                f"{url}: reading {scheme}:// needs a package that is not installed ({error}); install it, or copy or "
-                "mount the files"
-            ) from error
-        except ValueError as error:
-            raise UserError(f"{url}: {scheme}:// is no kind of store that fsspec knows ({error})") from error
-    return _opened[key]
 
 
 def exists(url: str) -> bool:

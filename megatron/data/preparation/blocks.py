@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import TracebackType
 
 from megatron.core.exceptions import UserError
 from megatron.data.preparation.compression import CHECKS, DAMAGE, open_plain, open_raw
@@ -87,9 +86,7 @@ class LineReader:
     def __enter__(self) -> "LineReader":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._raw.close()
 
     @property

@@ -10,17 +10,17 @@ from dataclasses import dataclass
 
 from megatron.core.exceptions import UserError
 from megatron.data.datasets.object_store import is_url, objects_like, objects_under, size_of, version_of
-from megatron.data.preparation import arrow, text_files
+from megatron.data.preparation import text_files
+from megatron.data.preparation.columns import ARROW_ENDING, ARROW_METADATA, count_batches, count_row_groups
 from megatron.data.preparation.compression import Kind, kind_of, open_raw
 from megatron.data.preparation.manifest import CLEANING_REPORT
-from megatron.data.preparation.parquet import count_row_groups
 
 _LINES = (".jsonl", ".json", ".ndjson")
 ENDINGS = (
     *_LINES,
     *(f"{name}{packed}" for packed in (".gz", ".xz", ".zst") for name in _LINES),
     ".parquet",
-    arrow.ENDING,
+    ARROW_ENDING,
 )
 """Endings of the files that are taken from a folder."""
 
@@ -96,7 +96,7 @@ def _data_files(folder: str, files: Iterable[str], warn: Callable[[str], None]) 
     for parent, there in names.items():
         if any(part.startswith(".") for part in parent.removeprefix(folder.rstrip("/")).split("/")):
             continue
-        metadata = set(arrow.METADATA) if any(map(_is_arrow, there)) or arrow.METADATA[-1] in there else set()
+        metadata = set(ARROW_METADATA) if any(map(_is_arrow, there)) or ARROW_METADATA[-1] in there else set()
         if any(map(_KEPT_ROWS.fullmatch, there)):
             metadata.add(CLEANING_REPORT)
         paths += [f"{parent}/{name}" for name in there if name not in metadata and not name.startswith(".")]
@@ -117,7 +117,7 @@ _KEPT_ROWS = re.compile(r"\d{5}-.*\.jsonl")
 
 
 def _is_arrow(name: str) -> bool:
-    return name.lower().endswith(arrow.ENDING)
+    return name.lower().endswith(ARROW_ENDING)
 
 
 def _refuse(error: OSError) -> None:
@@ -138,7 +138,7 @@ def _look_at(index: int, path: str, warn: Callable[[str], None]) -> InputFile:
         if start.lstrip().startswith(b'{"'):
             warn(f"--input {path}: read as text, by its name; if it contains JSON lines, rename it to .jsonl")
     elif kind == "arrow" or (kind == "plain" and _is_arrow(path)):
-        kind, groups = "arrow", arrow.count_batches(path)
+        kind, groups = "arrow", count_batches(path)
     elif kind == "parquet":
         groups = count_row_groups(path)
     return InputFile(index, path, size, kind, groups, modified)

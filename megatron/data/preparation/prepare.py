@@ -2,10 +2,8 @@
 
 import contextlib
 import dataclasses
-import glob
 import multiprocessing
 import os
-import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -28,7 +26,7 @@ from megatron.data.preparation.merging import ShardMerger
 from megatron.data.preparation.messages import BlockReport, Failure, FileEnd, Job, Message, Shared, block_number
 from megatron.data.preparation.progress import Counts, ProgressDisplay
 from megatron.data.preparation.readers import resolve_keys
-from megatron.data.preparation.resuming import Journal, identity_of, lock_folder
+from megatron.data.preparation.resuming import Journal, Unfinished, identity_of, working_folder
 from megatron.data.preparation.sentences import build_splitter
 from megatron.data.preparation.worker import ENDING_SIGNALS, run_worker
 from megatron.data.tokenizer.base import Tokenizer
@@ -67,10 +65,10 @@ def prepare(
     dtype = DType.optimal_dtype(tokenizer.vocab_size)
     identity = identity_of(files, _settings(config, tokenizer, None if splitter is None else splitter.name))
     with (
-        _working_folder(config.output_prefix, identity, warn) as folder,
-        Journal(folder, dtype) as journal,
-        _kept_if_useful(folder, journal),
+        working_folder(config.output_prefix, "--output-prefix", f"preparing.{identity}", warn) as working,
+        Journal(working.path, dtype) as journal,
     ):
+        folder, working.holds_work = working.path, lambda: journal.recorded
         plan = plan_blocks(files, config.workers, journal.block_bytes)
         journal.begin(plan.block_bytes)
         done = [message for message in journal.messages if isinstance(message, BlockReport)]
@@ -110,10 +108,6 @@ def prepare(
             output = merger.output(key)
             _publish(output.bin_path, output.idx_path, manifest, final)
     return PreparedData(prefixes, manifests, tuple(merger.counts.examples), time.monotonic() - began)
-
-
-class _Unfinished(UserError):
-    """An error whose cause is not the input, so the next run can use the finished blocks."""
 
 
 def _settings(config: PreparationConfig, tokenizer: Tokenizer, splitter: str | None) -> dict[str, Any]:
@@ -184,7 +178,7 @@ def _take_messages(
             if isinstance(message, Failure):
                 if not message.expected:
                     raise RuntimeError(f"a worker failed:\n{message.message}")
-                raise (_Unfinished if message.resumable else UserError)(message.message)
+                raise (Unfinished if message.resumable else UserError)(message.message)
             journal.record(message)
             merger.take(message)
         display.update(Counts.of_workers(shared.progress))
@@ -193,62 +187,11 @@ def _take_messages(
 def _check_ending(exit_code: int) -> None:
     if exit_code < 0:
         hint = "; if memory was short, use fewer --workers" if exit_code == -9 else ""
-        raise _Unfinished(f"a worker was ended by signal {-exit_code}{hint}; nothing was written")
+        raise Unfinished(f"a worker was ended by signal {-exit_code}{hint}; nothing was written")
     assert exit_code == 0, f"a worker ended with code {exit_code}"
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _working_folder(prefix: str, identity: str, warn: Callable[[str], None]) -> Iterator[Path]:
-    """Makes the working folder, and removes it at the end unless a `_Kept` exception is raised. The folder is beside
-    the output, so that files can be renamed into place.
-    """
-    parent, name = os.path.split(prefix)
-    start = f".{name}.preparing."
-    folder = Path(parent) / f"{start}{identity}"
-    try:
-        Path(parent).mkdir(parents=True, exist_ok=True)
-        left = sorted(path.name for path in Path(parent).glob(f"{glob.escape(start)}*") if path != folder)
-        with lock_folder(folder, warn):
-            if left:
-                warn(
-                    f"{folder.parent}: {', '.join(left)}: left by a killed run with other input or flags (then "
-                    "remove it), or in use by another run"
-                )
-            try:
-                yield folder
-            except _Kept as kept:
-                raise kept.reason from None
-            except BaseException:
-                shutil.rmtree(folder, ignore_errors=True)
-                raise
-            shutil.rmtree(folder, ignore_errors=True)
-    except OSError as error:  # such as a full disk
-        raise UserError(f"--output-prefix {prefix}: {error.filename or folder.parent}: {error.strerror}") from None
-
-
-class _Kept(Exception):
-    """An error after which the working folder stays."""
-
-    def __init__(self, reason: BaseException) -> None:
-        super().__init__()
-        self.reason = reason
-
-
-@contextlib.contextmanager
-def _kept_if_useful(folder: Path, journal: Journal) -> Iterator[None]:
-    """After an interruption, a killed worker or a full disk, keeps the folder if any block is finished."""
-    try:
-        yield
-    except (KeyboardInterrupt, SystemExit, OSError, _Unfinished) as error:
-        if not journal.recorded:
-            raise
-        hint = f"the finished part is kept in {folder}: the same command continues from there; or remove the folder"
-        if isinstance(error, OSError):
-            raise _Kept(UserError(f"{error.filename or folder}: {error.strerror}; {hint}")) from None
-        raise _Kept(UserError(f"{error}; {hint}") if isinstance(error, _Unfinished) else error) from None
 
 
 def _manifest(job: Job, merger: ShardMerger, key: int, deduplication: str | None) -> DataManifest:

@@ -5,10 +5,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from megatron.data.preparation.arrow import ArrowReader, read_arrow_schema
 from megatron.data.preparation.blocks import LineReader
+from megatron.data.preparation.columns import ArrowReader, ParquetReader, read_schema
 from megatron.data.preparation.inputs import InputFile
-from megatron.data.preparation.parquet import ParquetReader, read_parquet_schema
 from megatron.data.preparation.text_files import TextReader
 
 
@@ -24,7 +23,7 @@ class GroupReader(AbstractContextManager["GroupReader"], Protocol):
 
 def string_columns(file: InputFile) -> tuple[list[str], list[str]]:
     """Returns the columns of a Parquet or Arrow file, and those of them that contain texts."""
-    schema = (read_arrow_schema if file.kind == "arrow" else read_parquet_schema)(file.path)
+    schema = read_schema(file.path, file.kind)
     return list(schema.names), [field.name for field in schema if str(field.type) in ("string", "large_string")]
 
 

@@ -7,13 +7,16 @@ verifies these bytes by their checksums, takes over the blocks, and encodes the 
 import contextlib
 import errno
 import fcntl
+import glob
 import hashlib
 import json
 import os
 import re
+import shutil
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -66,6 +69,56 @@ def lock_folder(folder: Path, warn: Callable[[str], None]) -> Iterator[None]:
             if present:
                 yield
                 return
+
+
+class Unfinished(UserError):
+    """An error whose cause is not the input, so that the next run can use the finished work."""
+
+
+@dataclass
+class WorkingFolder:
+    """A folder of unfinished work."""
+
+    path: Path
+    holds_work: Callable[[], bool] = lambda: True
+    """Whether the next run can use what is in the folder."""
+
+
+@contextlib.contextmanager
+def working_folder(output: str, flag: str, ending: str, warn: Callable[[str], None]) -> Iterator[WorkingFolder]:
+    """Makes and locks a folder beside the output, so that files can be renamed into place. `ending` is the kind of work
+    and its identity. The folder is removed at the end and after an error. After an interruption, a killed worker
+    (`Unfinished`) or an error of the system such as a full disk, it stays if it holds work.
+
+    Raises UserError, with the `flag` of the output, for errors of the system."""
+    parent, name = Path(output).parent, Path(output).name
+    kept = WorkingFolder(parent / f".{name}.{ending}")
+    folder, kind = kept.path, ending.partition(".")[0]
+    hint = f"the finished part is kept in {folder}: the same command continues from there; or remove the folder"
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        left = sorted(path.name for path in parent.glob(f".{glob.escape(name)}.{kind}.*") if path != folder)
+        with lock_folder(folder, warn):
+            if left:
+                warn(
+                    f"{parent}: {', '.join(left)}: left by a killed run with other input or flags (then remove it), or "
+                    "in use by another run"
+                )
+            keep = False
+            try:
+                yield kept
+            except (KeyboardInterrupt, SystemExit, OSError, Unfinished) as error:
+                keep = kept.holds_work()
+                if keep and isinstance(error, OSError):
+                    raise UserError(f"{error.filename or folder}: {error.strerror}; {hint}") from None
+                if keep and isinstance(error, Unfinished):
+                    raise UserError(f"{error}; {hint}") from None
+                raise
+            finally:
+                if not keep:
+                    shutil.rmtree(folder, ignore_errors=True)
+    except OSError as error:
+        raise UserError(f"{flag} {output}: {error.filename or parent}: {error.strerror}") from None
 
 
 class Journal:

@@ -4,7 +4,6 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
@@ -109,9 +108,7 @@ class StreamWriter:
     def __enter__(self) -> "StreamWriter":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for file in self._files:
             file.close()
 

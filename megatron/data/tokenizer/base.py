@@ -7,8 +7,10 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -33,16 +35,20 @@ class Tokenizer(ABC):
 
     type_name: str
     """Value of --tokenizer-type."""
-
-    @property
-    @abstractmethod
-    def vocab_size(self) -> int:
-        """Number of ids, without padding."""
-
-    @property
-    @abstractmethod
-    def eod(self) -> int:
-        """The id that ends a document."""
+    vocab_size: int
+    """Number of ids, without padding."""
+    eod: int
+    """The id that ends a document."""
+    special_tokens_dict: Mapping[str, int] = MappingProxyType({})
+    """Special ids by role, such as eos_token, bos_token, pad_token and unk_token."""
+    special_literals: tuple[str, ...] = ()
+    """Spellings of the special tokens in text."""
+    matches_special_literals: bool = True
+    """Whether the spelling of a special token in a text becomes its id; otherwise it is ordinary text."""
+    additional_special_tokens_ids: Sequence[int] = ()
+    """Ids of the sentinels <extra_id_0>, <extra_id_1>, ..., which stand for masked spans; empty without them."""
+    speed_note: str | None = None
+    """Why `encode_texts` is slow for this tokenizer; None if it is fast."""
 
     @property
     def pad(self) -> int | None:
@@ -74,26 +80,6 @@ class Tokenizer(ABC):
         """The id that stands for a masked token; None if the vocabulary has none."""
         return self.special_tokens_dict.get("mask_token")
 
-    @property
-    def additional_special_tokens_ids(self) -> list[int]:
-        """Ids of the sentinels <extra_id_0>, <extra_id_1>, ..., which stand for masked spans; empty without them."""
-        return []
-
-    @property
-    @abstractmethod
-    def special_tokens_dict(self) -> dict[str, int]:
-        """Special ids by role, such as eos_token, bos_token, pad_token and unk_token."""
-
-    @property
-    def special_literals(self) -> tuple[str, ...]:
-        """Spellings of the special tokens in text."""
-        return ()
-
-    @property
-    def matches_special_literals(self) -> bool:
-        """Whether the spelling of a special token in a text becomes its id; otherwise it is ordinary text."""
-        return True
-
     @abstractmethod
     def tokenize(self, text: str) -> list[int]:
         """Returns the ids of a text. Raises UserError if the tokenizer cannot encode it."""
@@ -106,35 +92,26 @@ class Tokenizer(ABC):
         """Returns the ids that `tokenize` returns for each text, usually faster."""
         return pack_ids([self.tokenize(text) for text in texts])
 
-    @property
-    def speed_note(self) -> str | None:
-        """Why `encode_texts` is slow for this tokenizer; None if it is fast."""
-        return None
-
     def holds_special_literal(self, text: str) -> bool:
         """Whether the text contains the spelling of a special token."""
         pattern = self._literal_pattern
         return pattern is not None and pattern.search(text) is not None
 
-    @property
+    @cached_property
     def _literal_pattern(self) -> re.Pattern[str] | None:
-        if "_literal_pattern_made" not in self.__dict__:
-            self.__dict__["_literal_pattern_made"] = pattern_of_literals(self.special_literals)
-        return self.__dict__["_literal_pattern_made"]
+        return pattern_of_literals(self.special_literals)
 
     @abstractmethod
     def _identity(self) -> dict[str, Any]:
         """Returns everything that determines the ids, as JSON values."""
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """SHA-256 of everything that determines the ids. Tokenizers with equal digests give equal ids, special ids
         included."""
-        if "_digest" not in self.__dict__:
-            identity = {"type": self.type_name} | self._identity()
-            text = json.dumps(identity, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
-            self.__dict__["_digest"] = hashlib.sha256(text.encode()).hexdigest()
-        return self.__dict__["_digest"]
+        identity = {"type": self.type_name} | self._identity()
+        text = json.dumps(identity, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
 
     @property
     def unique_identifiers(self) -> "OrderedDict[str, Any]":
@@ -150,11 +127,6 @@ class MegatronTokenizer(Tokenizer):
 
     def __init__(self, *tokenizer_paths: str, **tokenizer_options: Any) -> None:
         self._paths, self._options = tokenizer_paths, tokenizer_options
-
-    @property
-    def special_tokens_dict(self) -> dict[str, int]:
-        """Special ids by role; empty unless a subclass overrides this."""
-        return {}
 
     def _identity(self) -> dict[str, Any]:
         options = {name: str(value) for name, value in self._options.items()}

@@ -47,6 +47,8 @@ class BertWordPieceTokenizer(Tokenizer):
     another letter.
     """
 
+    matches_special_literals = False
+
     def __init__(self, vocab_file: str, lower_case: bool, vocab_extra_ids: int = 0) -> None:
         self.type_name = "BertWordPieceLowerCase" if lower_case else "BertWordPieceCase"
         self._lower_case = lower_case
@@ -54,8 +56,12 @@ class BertWordPieceTokenizer(Tokenizer):
         self._ids = {token: i for i, token in enumerate(self._tokens) if token}
         self._add(_ADDED)
         self._identity_of_ids = {"vocab": dict(self._ids), "size": len(self._tokens)}
-        self._extra = tuple(f"<extra_id_{k}>" for k in range(vocab_extra_ids))
-        self._add(self._extra)
+        extra = tuple(f"<extra_id_{k}>" for k in range(vocab_extra_ids))
+        self._add(extra)
+        self.vocab_size, self.eod = len(self._tokens), self._ids["[EOS]"]
+        self.special_tokens_dict = {role: self._ids[token] for role, token in _TOKEN_OF_ROLE.items()}
+        self.special_literals = (*_TOKEN_OF_ROLE.values(), *extra)
+        self.additional_special_tokens_ids = [self._ids[token] for token in extra]
         self._pieces = _PiecesOfWords(self._ids)
 
     def _add(self, tokens: Sequence[str]) -> None:
@@ -63,16 +69,6 @@ class BertWordPieceTokenizer(Tokenizer):
             if token not in self._ids:
                 self._ids[token] = len(self._tokens)
                 self._tokens.append(token)
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids, without padding."""
-        return len(self._tokens)
-
-    @property
-    def eod(self) -> int:
-        """The id that ends a document."""
-        return self._ids["[EOS]"]
 
     @property
     def vocab(self) -> dict[str, int]:
@@ -83,26 +79,6 @@ class BertWordPieceTokenizer(Tokenizer):
     def inv_vocab(self) -> dict[int, str]:
         """Tokens by id, in order of id."""
         return dict(enumerate(self._tokens))
-
-    @property
-    def additional_special_tokens_ids(self) -> list[int]:
-        """Ids of <extra_id_0>, <extra_id_1>, ..."""
-        return [self._ids[token] for token in self._extra]
-
-    @property
-    def special_tokens_dict(self) -> dict[str, int]:
-        """Special ids by role."""
-        return {role: self._ids[token] for role, token in _TOKEN_OF_ROLE.items()}
-
-    @property
-    def special_literals(self) -> tuple[str, ...]:
-        """Spellings of the special tokens in text."""
-        return (*_TOKEN_OF_ROLE.values(), *self._extra)
-
-    @property
-    def matches_special_literals(self) -> bool:
-        """False: special tokens are not looked for in texts."""
-        return False
 
     def tokenize(self, text: str) -> list[int]:
         """Returns the ids of a text."""

@@ -8,11 +8,6 @@ from megatron.core.declarations.config_fields import flag
 
 _NO_CODE = "code in a tokenizer folder is never run"
 _PADDING = "rows that pad the vocabulary are not part of the model; --make-vocab-size-divisible-by sets their number"
-_OTHER_FORMATS = dict.fromkeys(
-    ("nemotron-h-aligned", "nemotron-nano-v2"),
-    "prompt formats of single models are not built in; give default, and --chat-template FILE if the folder has no "
-    "template",
-)
 _TIKTOKEN = "tokenizer_type=TikTokenizer"
 DEFAULT_SPECIAL_TOKENS = 1000
 TIKTOKEN_ENCODING = "tiktoken:"
@@ -84,7 +79,7 @@ class TokenizerConfig:
     tokenizer_model: str | None = flag(None, from_checkpoint=True)
     """File or folder of HuggingFaceTokenizer, file of TikTokenizer and of the SentencePiece tokenizers. TikTokenizer:
     tiktoken:NAME is an encoding of the package tiktoken, such as tiktoken:cl100k_base, if its file is on this
-    machine."""
+    machine. NullTokenizer: folder of the tokenizer that made the ids; only exports to Hugging Face read it."""
 
     vocab_size: int | None = None
     """NullTokenizer: number of ids in the text; one more id ends a document. TikTokenizer: size of the vocabulary with
@@ -169,11 +164,11 @@ class TokenizerConfig:
     chat_template: str | None = flag(None, only_with="tokenizer_type=SFTTokenizer", from_checkpoint=True)
     """SFTTokenizer: file with a Jinja template for conversations. Default: the template in the tokenizer's folder."""
 
-    sft_tokenizer_prompt_format: Literal["default", "identity"] = flag(
-        "default", only_with="tokenizer_type=SFTTokenizer", hints=_OTHER_FORMATS
+    sft_tokenizer_prompt_format: Literal["default", "identity", "nemotron-h-aligned", "nemotron-nano-v2"] = flag(
+        "default", only_with="tokenizer_type=SFTTokenizer"
     )
-    """SFTTokenizer: how a conversation becomes text: default (by the chat template) or identity (the contents of the
-    turns, joined)."""
+    """SFTTokenizer: how a conversation becomes text: default (by the chat template), identity (the contents of the
+    turns, joined), or as these models write turns."""
 
     @property
     def family(self) -> str:

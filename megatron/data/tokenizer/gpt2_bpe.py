@@ -21,12 +21,16 @@ class GPT2BPETokenizer(Tokenizer):
     """
 
     type_name = "GPT2BPETokenizer"
+    special_literals = (END_OF_TEXT,)
+    matches_special_literals = False
 
     def __init__(self, vocab_file: str, merge_file: str) -> None:
         self._vocab = _read_vocab(Path(vocab_file))
         self._merges = _read_merges(Path(merge_file))
         if END_OF_TEXT not in self._vocab:
             raise UserError(f"--vocab-file {vocab_file}: no {END_OF_TEXT!r}, which ends a document")
+        self.vocab_size, self.eod = max(self._vocab.values()) + 1, self._vocab[END_OF_TEXT]
+        self.special_tokens_dict = {"eos_token": self.eod, "bos_token": self.eod}
         _warn_of_missing_merges(self._vocab, self._merges, merge_file)
         try:
             self._encoder = ByteLevelEncoder(self._vocab, self._merges)
@@ -36,31 +40,6 @@ class GPT2BPETokenizer(Tokenizer):
         self._library = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=self._vocab, merges=self._merges))
         self._library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         self._library.decoder = tokenizers.decoders.ByteLevel()
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids, without padding."""
-        return max(self._vocab.values()) + 1
-
-    @property
-    def eod(self) -> int:
-        """The id that ends a document."""
-        return self._vocab[END_OF_TEXT]
-
-    @property
-    def special_tokens_dict(self) -> dict[str, int]:
-        """Special ids by role."""
-        return {"eos_token": self.eod, "bos_token": self.eod}
-
-    @property
-    def special_literals(self) -> tuple[str, ...]:
-        """Spellings of the special tokens in text."""
-        return (END_OF_TEXT,)
-
-    @property
-    def matches_special_literals(self) -> bool:
-        """False: special tokens are not looked for in texts."""
-        return False
 
     def tokenize(self, text: str) -> list[int]:
         """Returns the ids of a text."""

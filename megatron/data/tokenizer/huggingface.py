@@ -42,15 +42,15 @@ class HuggingFaceTokenizer(Tokenizer):
         self._special = {role: self._library.token_to_id(token) for role, token in self._special_texts.items()}
         for one, other in _STAND_INS.items():
             self._special |= {one: self._special[other]} if one not in self._special and other in self._special else {}
-        self._eod = self._end_of_document(files)
+        self.eod = self._end_of_document(files)
+        self.special_tokens_dict = dict(self._special)
         self._state = json.loads(self._library.to_str())
-        self._fast, self._speed_note = self._make_fast()
-        self._own_size = self._size_of_library()
-        self._sentinels, self._added = self._make_sentinels(vocab_extra_ids)
-
-    def _size_of_library(self) -> int:
+        self.special_literals = tuple(token["content"] for token in self._state["added_tokens"] if token["special"])
+        self._fast, self.speed_note = self._make_fast()
         vocab = self._library.get_vocab(with_added_tokens=True)
-        return max(len(vocab), max(vocab.values()) + 1)
+        self._own_size = max(len(vocab), max(vocab.values()) + 1)
+        self.additional_special_tokens_ids, self._added = self._make_sentinels(vocab_extra_ids)
+        self.vocab_size = self._own_size + len(self._added)
 
     def _make_sentinels(self, count: int) -> tuple[list[int], dict[int, str]]:
         """Returns the ids of <extra_id_0>, <extra_id_1>, ..., and the spellings of those that the folder lacks."""
@@ -79,11 +79,6 @@ class HuggingFaceTokenizer(Tokenizer):
         )
 
     @property
-    def vocab_size(self) -> int:
-        """Number of ids, without padding."""
-        return self._own_size + len(self._added)
-
-    @property
     def vocab(self) -> dict[str, int]:
         """Ids by token."""
         return self._library.get_vocab(with_added_tokens=True) | {token: i for i, token in self._added.items()}
@@ -92,26 +87,6 @@ class HuggingFaceTokenizer(Tokenizer):
     def inv_vocab(self) -> dict[int, str]:
         """Tokens by id, in order of id."""
         return dict(sorted((i, token) for token, i in self.vocab.items()))
-
-    @property
-    def additional_special_tokens_ids(self) -> list[int]:
-        """Ids of the sentinels <extra_id_0>, <extra_id_1>, ...; empty without them."""
-        return list(self._sentinels)
-
-    @property
-    def eod(self) -> int:
-        """The id that ends a document."""
-        return self._eod
-
-    @property
-    def special_tokens_dict(self) -> dict[str, int]:
-        """Special ids by role."""
-        return dict(self._special)
-
-    @property
-    def special_literals(self) -> tuple[str, ...]:
-        """Spellings of the special tokens in text."""
-        return tuple(token["content"] for token in self._state["added_tokens"] if token["special"])
 
     def tokenize(self, text: str) -> list[int]:
         """Returns the ids of a text."""
@@ -136,11 +111,6 @@ class HuggingFaceTokenizer(Tokenizer):
         with naming_failures_of_library(f"{self._file}: the tokenizers library cannot encode a text"):
             encodings = self._library.encode_batch_fast(list(texts), add_special_tokens=self._include_special_tokens)
         return pack_ids([encoding.ids for encoding in encodings])
-
-    @property
-    def speed_note(self) -> str | None:
-        """Why `encode_texts` is slow for this tokenizer; None if it is fast."""
-        return self._speed_note
 
     def _make_fast(self) -> tuple[HuggingFaceFastPath | None, str | None]:
         if self._include_special_tokens and self._library.num_special_tokens_to_add(is_pair=False) > 0:

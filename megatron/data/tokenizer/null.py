@@ -17,24 +17,9 @@ class NullTokenizer(Tokenizer):
     type_name = "NullTokenizer"
 
     def __init__(self, vocab_size: int, eod: int | None = None, pad: int | None = None) -> None:
-        self._size = vocab_size
-        self._eod = vocab_size if eod is None else eod
-        self._pad = pad
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids, without padding."""
-        return self._size + 1
-
-    @property
-    def eod(self) -> int:
-        """The id that ends a document."""
-        return self._eod
-
-    @property
-    def special_tokens_dict(self) -> dict[str, int]:
-        """Special ids by role."""
-        return {"eos_token": self._eod} | ({} if self._pad is None else {"pad_token": self._pad})
+        self._size, self.vocab_size = vocab_size, vocab_size + 1
+        self.eod = vocab_size if eod is None else eod
+        self.special_tokens_dict = {"eos_token": self.eod} | ({} if pad is None else {"pad_token": pad})
 
     def tokenize(self, text: str) -> list[int]:
         """Returns the ids of a text."""
@@ -55,4 +40,4 @@ class NullTokenizer(Tokenizer):
         return " ".join(str(i) for i in ids)
 
     def _identity(self) -> dict[str, Any]:
-        return {"size": self._size, "eod": self._eod, "pad": self._pad}
+        return {"size": self._size, "eod": self.eod, "pad": self.pad}

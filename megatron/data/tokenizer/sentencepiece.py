@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.exceptions import UserError
-from megatron.data.tokenizer.base import EncodedTexts, Tokenizer, load_library, pack_ids, pattern_of_literals
+from megatron.data.tokenizer.base import EncodedTexts, Tokenizer, load_library, pack_ids
 from megatron.data.tokenizer.tiktoken_vocabulary import is_base64_and_ranks
 
 _ADDED_TOKENS = {"cls_token": "<CLS>", "sep_token": "<SEP>", "eod_token": "<EOD>", "mask_token": "<MASK>"}
@@ -45,7 +45,6 @@ class SentencePieceTokenizer(Tokenizer):
         ids = {role: getattr(self._model, f"{role[:3]}_id")() for role in ("unk_token", *_ADDED_IF_ABSENT)}
         self._roles = {role: index for role, index in ids.items() if index >= 0}
         self._added: dict[str, int] = {}
-        self._extra_ids: list[int] = []
         if adds_special_tokens:
             self._add_special_tokens(extra_ids)
         elif "eos_token" not in self._roles:
@@ -56,6 +55,15 @@ class SentencePieceTokenizer(Tokenizer):
         if adds_bos and "bos_token" not in self._roles:
             raise UserError(f"--tokenizer-model {model}: --legacy-tokenizer begins each text with BOS; it has no BOS")
         self._prefix = [self._roles["bos_token"]] if adds_bos else []
+        size = self._model.get_piece_size()
+        self.vocab_size = size + len(self._added)
+        self.eod = self._roles.get("eod_token", self._roles["eos_token"])
+        self.special_tokens_dict = {role: index for role, index in self._roles.items() if role != "eod_token"}
+        self.matches_special_literals = adds_special_tokens
+        controls = map(self._model.id_to_piece, filter(self._model.is_control, range(size)))
+        self.special_literals = tuple(self._literals if adds_special_tokens else controls)
+        if adds_special_tokens:
+            self.speed_note = "--tokenizer-sentencepiece-legacy looks for special tokens in each text"
 
     def _add_special_tokens(self, extra_ids: int) -> None:
         self._literals: dict[str, int] = {}
@@ -64,8 +72,7 @@ class SentencePieceTokenizer(Tokenizer):
                 self._literals[self._model.id_to_piece(self._roles[role])] = self._roles[role]
             else:
                 self._roles[role] = self._add(token)
-        self._extra_ids = [self._add(f"<extra_id_{i}>") for i in range(extra_ids)]
-        self._pattern = pattern_of_literals(tuple(self._literals))
+        self.additional_special_tokens_ids = [self._add(f"<extra_id_{i}>") for i in range(extra_ids)]
 
     def _add(self, token: str) -> int:
         index = self._model.piece_to_id(token)
@@ -73,21 +80,6 @@ class SentencePieceTokenizer(Tokenizer):
             index = self._added.setdefault(token, self._model.get_piece_size() + len(self._added))
         self._literals[token] = index
         return index
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids, without padding."""
-        return self._model.get_piece_size() + len(self._added)
-
-    @property
-    def eod(self) -> int:
-        """The id that ends a document."""
-        return self._roles.get("eod_token", self._roles["eos_token"])
-
-    @property
-    def special_tokens_dict(self) -> dict[str, int]:
-        """Special ids by role."""
-        return {role: index for role, index in self._roles.items() if role != "eod_token"}
 
     @property
     def cls(self) -> int:
@@ -104,11 +96,6 @@ class SentencePieceTokenizer(Tokenizer):
         """Id of <MASK>."""
         return self._roles.get("mask_token", -1)
 
-    @property
-    def additional_special_tokens_ids(self) -> list[int]:
-        """Ids of <extra_id_0>, <extra_id_1>, ..."""
-        return list(self._extra_ids)
-
     @cached_property
     def inv_vocab(self) -> dict[int, str]:
         """Spelling of each id."""
@@ -120,27 +107,14 @@ class SentencePieceTokenizer(Tokenizer):
         """Id of each spelling."""
         return {token: index for index, token in self.inv_vocab.items()}
 
-    @property
-    def special_literals(self) -> tuple[str, ...]:
-        """Spellings of the special tokens in text."""
-        if self.matches_special_literals:
-            return tuple(self._literals)
-        controls = (i for i in range(self._model.get_piece_size()) if self._model.is_control(i))
-        return tuple(self._model.id_to_piece(i) for i in controls)
-
-    @property
-    def matches_special_literals(self) -> bool:
-        """Whether special tokens are looked for in texts: --tokenizer-sentencepiece-legacy."""
-        return "eod_token" in self._roles
-
     def tokenize(self, text: str) -> list[int]:
         """Returns the ids of a text."""
         if not self.matches_special_literals:
             return self._prefix + self._model.encode(text)
         ids: list[int] = []
         start = 0
-        assert self._pattern is not None
-        for match in self._pattern.finditer(text):
+        assert self._literal_pattern is not None
+        for match in self._literal_pattern.finditer(text):
             ids += self._model.encode(text[start : match.start()])
             ids.append(self._literals[match.group()])
             start = match.end()
@@ -166,16 +140,9 @@ class SentencePieceTokenizer(Tokenizer):
             return pack_ids([self.tokenize(text) for text in texts])
         return pack_ids([self._prefix + ids for ids in self._model.encode(list(texts), num_threads=1)])
 
-    @property
-    def speed_note(self) -> str | None:
-        """Why `encode_texts` is slow: it looks for special tokens; None otherwise."""
-        if self.matches_special_literals:
-            return "--tokenizer-sentencepiece-legacy looks for special tokens in each text"
-        return None
-
     def _identity(self) -> dict[str, object]:
         """Leaves out the <extra_id_i> tokens: data for T5 may be prepared before they are added."""
-        extra = {f"<extra_id_{i}>" for i in range(len(self._extra_ids))}
+        extra = {f"<extra_id_{i}>" for i in range(len(self.additional_special_tokens_ids))}
         return {
             "type": "SentencePieceTokenizer",  # equal models give equal ids under each of the three names
             "model": hashlib.sha256(self._model.serialized_model_proto()).hexdigest(),

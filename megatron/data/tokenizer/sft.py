@@ -13,7 +13,26 @@ from megatron.data.tokenizer.huggingface import HuggingFaceTokenizer
 from megatron.data.tokenizer.huggingface_files import read_json_object
 from megatron.data.tokenizer.learned_turns import LEARNED_ROLE, LearnedTurns, Message
 
-_IDENTITY = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+_NEMOTRON = r"""
+{% for message in messages %}
+{% set role, text = message['role'], message['content'] | default('', true) | trim %}
+{% if role == 'system' %}{{ '<SPECIAL_10>System\n' + text + '\n' }}
+{%- elif role == 'user' %}{{ '<SPECIAL_11>User\n' + text + '\n' + after_user }}
+{%- elif role == 'assistant' and text %}
+{{ before_answer }}{% generation %}{{ text + '\n' + end }}{% endgeneration %}
+{%- else %}{{ raise_exception('the prompt format has no empty turn of the assistant, and no role ' + role) }}
+{%- endif %}
+{% endfor %}
+{% if add_generation_prompt %}{{ before_answer }}{% endif %}
+"""
+_HEADER = r"'<SPECIAL_11>Assistant\n'"
+_FORMATS = {
+    "identity": "{% for message in messages %}{{ message['content'] }}{% endfor %}",
+    "nemotron-h-aligned": f"{{% set after_user, before_answer, end = {_HEADER}, '', '' %}}{_NEMOTRON}",
+    "nemotron-nano-v2": rf"{{% set after_user, before_answer, end = '', {_HEADER}, '<SPECIAL_12>\n' %}}{_NEMOTRON}",
+}
+"""Chat templates by prompt format. Those of Nemotron write what Megatron-LM 0.19.2 wrote for the same conversations,
+when it was run, and mark what it learned."""
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"
 _ALWAYS_READ = ("role", "content", "add_generation_prompt", "chat_template_kwargs")
 
@@ -23,15 +42,16 @@ class SFTTokenizer(HuggingFaceTokenizer):
 
     The template is `chat_template` (a file), or that of the tokenizer's folder (chat_template.jinja, or the entry of
     tokenizer_config.json; an entry named tool_use is for conversations with tools). It runs in Jinja's sandbox.
-    `prompt_format` "identity" joins the contents instead.
+    Other values of `prompt_format` than "default" replace it: "identity" joins the contents, and the others write turns
+    as these models do.
     """
 
     type_name = "SFTTokenizer"
 
     def __init__(self, path: str, prompt_format: str = "default", chat_template: str | None = None) -> None:
         super().__init__(path)
-        identity = {_DEFAULT: _IDENTITY}
-        self._sources = identity if prompt_format == "identity" else _find_templates(self._file.parent, chat_template)
+        own = _FORMATS.get(prompt_format)
+        self._sources = _find_templates(self._file.parent, chat_template) if own is None else {_DEFAULT: own}
         self._made: dict[str, tuple[ChatTemplate, LearnedTurns]] = {}
 
     def encode_conversation(

@@ -49,14 +49,15 @@ class TikTokenizer(Tokenizer):
         special_tokens: Sequence[str] | None = None,
         legacy: bool = False,
     ) -> None:
-        self._legacy = legacy
+        self._legacy, self.matches_special_literals = legacy, not legacy
         vocabulary = read_vocabulary(model, pattern, vocab_size, num_special_tokens, special_tokens, legacy)
         self._special, self._pattern = vocabulary.special, vocabulary.pattern
         end = end_of_document(self._special)
         if end is None:
             raise UserError(f"--tokenizer-model {model}: has no special token that ends a document")
-        self._eod = self._special[end]
-        self._vocab_size = 1 + max(*self._special.values(), *vocabulary.ranks.values())
+        self.eod, self.special_literals = self._special[end], tuple(self._special)
+        self.special_tokens_dict = {_ROLE_OF_TOKEN[s]: i for s, i in self._special.items() if s in _ROLE_OF_TOKEN}
+        self.vocab_size = 1 + max(*self._special.values(), *vocabulary.ranks.values())
         self._known = frozenset([*vocabulary.ranks.values(), *self._special.values()])
         tokens = vocabulary.ranks  # in order of rank
         self._ranks_digest = hashlib.sha256(b"".join(b"%d:%b" % (len(token), token) for token in tokens)).hexdigest()
@@ -66,31 +67,6 @@ class TikTokenizer(Tokenizer):
             mergeable_ranks=vocabulary.ranks,
             special_tokens=self._special,
         )
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids, without padding."""
-        return self._vocab_size
-
-    @property
-    def eod(self) -> int:
-        """The id that ends a document."""
-        return self._eod
-
-    @property
-    def special_tokens_dict(self) -> dict[str, int]:
-        """Special ids by role."""
-        return {_ROLE_OF_TOKEN[token]: i for token, i in self._special.items() if token in _ROLE_OF_TOKEN}
-
-    @property
-    def special_literals(self) -> tuple[str, ...]:
-        """Spellings of the special tokens in text."""
-        return tuple(self._special)
-
-    @property
-    def matches_special_literals(self) -> bool:
-        """Whether a spelling in a text becomes the special token: not with `legacy`."""
-        return not self._legacy
 
     def tokenize(self, text: str) -> list[int]:
         """Returns the ids of a text."""
@@ -108,5 +84,5 @@ class TikTokenizer(Tokenizer):
             "pattern": self._pattern,
             "special": self._special,
             "legacy": self._legacy,
-            "vocab_size": self._vocab_size,
+            "vocab_size": self.vocab_size,
         }

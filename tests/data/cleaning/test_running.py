@@ -1,4 +1,4 @@
-"""megatron/data/cleaning/running.py: tasks in processes, and a folder that stays only when it is of use."""
+"""megatron/data/cleaning/running.py: tasks in processes."""
 
 import os
 import signal
@@ -6,7 +6,8 @@ import signal
 import pytest
 
 from megatron.core.exceptions import UserError
-from megatron.data.cleaning.running import WorkerKilled, run_tasks, working_folder
+from megatron.data.cleaning.running import run_tasks
+from megatron.data.preparation.resuming import Unfinished, working_folder
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -25,25 +26,9 @@ def test_tasks_run_once_and_the_first_error_counts(tmp_path, workers):
 def test_a_killed_worker_is_told(tmp_path):
     with (
         pytest.raises(UserError, match=r"use fewer --workers; the finished part is kept in .*continues from there"),
-        working_folder(tmp_path / "out", "id", print) as folder,
+        working_folder(str(tmp_path / "out"), "--output", "cleaning.id", print) as working,
     ):
         run_tasks(3, 2, lambda task: os.kill(os.getpid(), signal.SIGKILL))
-    assert folder.exists()
-    with pytest.raises(WorkerKilled):
+    assert working.path.exists()
+    with pytest.raises(Unfinished):
         run_tasks(2, 2, lambda task: os.kill(os.getpid(), signal.SIGKILL))
-
-
-def test_the_folder_goes_after_success_and_mistakes(tmp_path):
-    warnings: list[str] = []
-    with working_folder(tmp_path / "out", "id", warnings.append) as folder:
-        assert folder.is_dir()
-    assert not folder.exists()
-    with pytest.raises(UserError, match="wrong"), working_folder(tmp_path / "out", "id", warnings.append):
-        raise UserError("wrong")
-    assert not folder.exists() and not warnings
-    with pytest.raises(KeyboardInterrupt), working_folder(tmp_path / "out", "id", warnings.append):
-        raise KeyboardInterrupt
-    assert folder.exists()
-    with working_folder(tmp_path / "out", "other", warnings.append):
-        pass
-    assert len(warnings) == 1 and ".out.cleaning.id: left by a killed run" in warnings[0]

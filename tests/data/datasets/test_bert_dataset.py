@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from support.masked_data import build_masked, pieces, random_documents
 
 from megatron.data.datasets.bert_dataset import BERTMaskedWordPieceDataset, BERTMaskedWordPieceDatasetConfig, _truncate
-from megatron.data.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 
 CLS, SEP, MASK, PAD = 90, 91, 92, 93
 S = 24
@@ -16,27 +16,12 @@ S = 24
 @pytest.fixture
 def build(write_documents, tmp_path):
     def build(head=True, samples=200):
-        random = np.random.default_rng(1)
-        documents = [[random.integers(0, 90, n).tolist() for n in random.integers(1, 12, 9)] for _ in range(20)]
-        vocab = {i: f"##{i}" if i % 3 == 0 else str(i) for i in range(94)}
-        config = BERTMaskedWordPieceDatasetConfig(
-            random_seed=5,
-            sequence_length=S,
-            blend=([write_documents(tmp_path / "data", documents)], None),
-            split="1",
-            tokenizer=SimpleNamespace(cls=CLS, sep=SEP, mask=MASK, pad=PAD, inv_vocab=vocab),
-            masking_probability=0.3,
-            short_sequence_probability=0.3,
-            masking_max_ngram=2,
-            masking_do_full_word=True,
-            masking_do_permutation=False,
-            masking_use_longer_ngrams=False,
-            masking_use_geometric_distribution=False,
-            classification_head=head,
+        tokenizer = SimpleNamespace(cls=CLS, sep=SEP, mask=MASK, pad=PAD, inv_vocab=pieces(94))
+        fields = {"tokenizer": tokenizer, "masking_max_ngram": 2, "classification_head": head}
+        prefix = write_documents(tmp_path / "data", random_documents())
+        return build_masked(
+            BERTMaskedWordPieceDataset, BERTMaskedWordPieceDatasetConfig, prefix, samples, sequence_length=S, **fields
         )
-        return BlendedMegatronDatasetBuilder(BERTMaskedWordPieceDataset, [samples, 0, 0], lambda: True, config).build()[
-            0
-        ]
 
     return build
 

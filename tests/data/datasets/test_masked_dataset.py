@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from support.masked_data import MASKING, build_masked
 
 from megatron.core.exceptions import UserError
 from megatron.core.utils import warn
@@ -17,15 +18,6 @@ from megatron.data.datasets.t5_dataset import T5MaskedWordPieceDataset, T5Masked
 
 BERT = (BERTMaskedWordPieceDataset, BERTMaskedWordPieceDatasetConfig, {"classification_head": True})
 T5 = (T5MaskedWordPieceDataset, T5MaskedWordPieceDatasetConfig, {"sequence_length_decoder": 32})
-MASKING = {
-    "masking_probability": 0.15,
-    "short_sequence_probability": 0.1,
-    "masking_max_ngram": 3,
-    "masking_do_full_word": True,
-    "masking_do_permutation": False,
-    "masking_use_longer_ngrams": False,
-    "masking_use_geometric_distribution": False,
-}
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +37,8 @@ def build(tmp_path, wordpiece):
 
     def build(kind, prefix, samples, **changes):
         cls, config_class, own = kind
-        fields = {"random_seed": 1234, "sequence_length": 32, "split": "1", "tokenizer": wordpiece}
-        config = config_class(**{**fields, **MASKING, **own, "blend": ([str(prefix)], None)} | changes)
-        return BlendedMegatronDatasetBuilder(cls, [samples, 0, 0], lambda: True, config).build()[0]
+        fields = {"random_seed": 1234, "sequence_length": 32, "tokenizer": wordpiece}
+        return build_masked(cls, config_class, prefix, samples, **fields | MASKING | own | changes)
 
     return build
 

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from support.masked_data import MASKING
 
 from megatron.core.exceptions import UserError
 from megatron.data.datasets.bert_dataset import BERTMaskedWordPieceDataset, BERTMaskedWordPieceDatasetConfig
@@ -13,15 +14,6 @@ from megatron.data.datasets.t5_dataset import T5MaskedWordPieceDataset, T5Masked
 
 SPECIAL = {"pad": 0, "cls": 1, "sep": 2, "mask": 3, "bos": 4, "eos": 5, "additional_special_tokens_ids": [6, 7, 8, 9]}
 TOKENIZER = SimpleNamespace(inv_vocab={number: f"t{number}" for number in range(30)}, **SPECIAL)
-MASKING = {
-    "masking_probability": 0.15,
-    "short_sequence_probability": 0.1,
-    "masking_max_ngram": 3,
-    "masking_do_full_word": True,
-    "masking_do_permutation": False,
-    "masking_use_longer_ngrams": False,
-    "masking_use_geometric_distribution": False,
-}
 
 
 def test_sentences_count_up_through_the_ordinary_tokens() -> None:

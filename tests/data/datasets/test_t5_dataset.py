@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from support.masked_data import build_masked, pieces, random_documents
 
 from megatron.core.exceptions import UserError
-from megatron.data.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.data.datasets.t5_dataset import T5MaskedWordPieceDataset, T5MaskedWordPieceDatasetConfig
 
 PAD, BOS, EOS, SENTINELS = 90, 91, 92, [100, 99, 98, 97, 96, 95, 94]
@@ -16,29 +16,14 @@ PAD, BOS, EOS, SENTINELS = 90, 91, 92, [100, 99, 98, 97, 96, 95, 94]
 @pytest.fixture
 def build(write_documents, tmp_path):
     def build(samples=200, **changes):
-        random = np.random.default_rng(1)
-        documents = [[random.integers(0, 90, n).tolist() for n in random.integers(1, 12, 9)] for _ in range(20)]
-        vocab = {i: f"##{i}" if i % 3 == 0 else str(i) for i in range(101)}
+        extra = changes.pop("extra", SENTINELS)
         tokenizer = SimpleNamespace(
-            pad=PAD, bos=BOS, eos=EOS, additional_special_tokens_ids=changes.pop("extra", SENTINELS), inv_vocab=vocab
+            pad=PAD, bos=BOS, eos=EOS, additional_special_tokens_ids=extra, inv_vocab=pieces(101)
         )
-        fields = {
-            "random_seed": 5,
-            "sequence_length": 24,
-            "sequence_length_decoder": 15,
-            "blend": ([write_documents(tmp_path / "data", documents)], None),
-            "split": "1",
-            "tokenizer": tokenizer,
-            "masking_probability": 0.3,
-            "short_sequence_probability": 0.3,
-            "masking_max_ngram": 4,
-            "masking_do_full_word": True,
-            "masking_do_permutation": False,
-            "masking_use_longer_ngrams": False,
-            "masking_use_geometric_distribution": True,
-        }
-        config = T5MaskedWordPieceDatasetConfig(**fields | changes)
-        return BlendedMegatronDatasetBuilder(T5MaskedWordPieceDataset, [samples, 0, 0], lambda: True, config).build()[0]
+        fields = {"masking_max_ngram": 4, "masking_use_geometric_distribution": True, "sequence_length_decoder": 15}
+        fields |= {"tokenizer": tokenizer, **changes}
+        prefix = write_documents(tmp_path / "data", random_documents())
+        return build_masked(T5MaskedWordPieceDataset, T5MaskedWordPieceDatasetConfig, prefix, samples, **fields)
 
     return build
 

@@ -9,7 +9,7 @@ import pytest
 from megatron.core.exceptions import UserError
 from megatron.data.preparation.inputs import InputFile
 from megatron.data.preparation.messages import BlockReport, FileEnd, LineFault
-from megatron.data.preparation.resuming import Journal, identity_of, lock_folder
+from megatron.data.preparation.resuming import Journal, identity_of, lock_folder, working_folder
 from megatron.data.preparation.shards import ShardPaths, StreamName, StreamWriter, frame_documents
 from megatron.data.tokenizer.base import pack_ids
 
@@ -106,3 +106,27 @@ def test_numbers_of_workers_are_not_used_again(tmp_path):
         journal.start_workers(2)
     with Journal(tmp_path, np.uint16) as journal:
         assert journal.first_worker == 6 and journal.block_bytes == 100
+
+
+def test_the_folder_goes_after_success_and_mistakes_and_stays_after_an_interruption(tmp_path):
+    warnings: list[str] = []
+
+    def work(identity="id"):
+        return working_folder(str(tmp_path / "out"), "--output", f"cleaning.{identity}", warnings.append)
+
+    with work() as working:
+        assert working.path.is_dir()
+    assert not working.path.exists()
+    with pytest.raises(UserError, match="wrong"), work():
+        raise UserError("wrong")
+    assert not working.path.exists() and not warnings
+    with pytest.raises(KeyboardInterrupt), work() as empty:
+        empty.holds_work = lambda: False
+        raise KeyboardInterrupt
+    assert not working.path.exists() and not warnings
+    with pytest.raises(KeyboardInterrupt), work():
+        raise KeyboardInterrupt
+    assert working.path.exists()
+    with work("other"):
+        pass
+    assert len(warnings) == 1 and ".out.cleaning.id: left by a killed run" in warnings[0]

@@ -49,35 +49,11 @@ def test_every_block_gives_a_report_and_documents(make_job: Callable[..., Job]) 
     assert shared.progress == [job.plan.total_bytes, 3, 4]
 
 
-def test_lines_go_to_parts_in_turn(make_job: Callable[..., Job]) -> None:
-    job = make_job([{"text": str(number)} for number in range(5)], partitions=2)
-    work(job)
-    assert [tokens(job, StreamName(0, part)) for part in (0, 1)] == [[0, 2, 4], [1, 3]]
-
-
 def test_a_bad_line_stops_the_work_on_later_blocks(make_job: Callable[..., Job]) -> None:
     job = make_job([{"text": "1"}, b"{", {"text": "3"}], [{"text": "4"}])
     (report,), shared = work(job)
     assert report.stopped and [(fault.line, fault.fault) for fault in report.faults] == [(1, "not JSON")]
     assert shared.stop_from.value == block_number(0, 0)
-
-
-def test_bad_lines_can_be_skipped(make_job: Callable[..., Job]) -> None:
-    lines = [
-        {"text": "1"},
-        b"{",
-        {"text": 5},
-        {"no": ""},
-        {"text": "x"},
-        b'{"text": "' + b"1" * 2000 + b'"}',
-        {"text": "2"},
-    ]
-    job = make_job(lines, on_error="skip")
-    (report,), _ = work(job)
-    assert not report.stopped and report.lines == 7 and tokens(job) == [1, 2]
-    kinds = {"not JSON": 1, "wrong type": 1, "missing key": 1, "not encodable": 1, "too long": 1}
-    assert report.dropped == kinds
-    assert [fault.line for fault in report.faults] == [1, 2, 3]  # the first three
 
 
 def test_blocks_after_a_stop_are_not_read(make_job: Callable[..., Job]) -> None:

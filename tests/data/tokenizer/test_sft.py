@@ -54,6 +54,39 @@ def test_ids_of_transformers_and_the_assistants_turns(folder):
     assert ours.tokenize("the time") == SFTTokenizer(str(folder), "identity").tokenize("the time")
 
 
+@pytest.mark.parametrize(
+    ("prompt_format", "text", "learned"),
+    [
+        (
+            "nemotron-h-aligned",
+            "<SPECIAL_10>System\nS\n<SPECIAL_11>User\nU1\n<SPECIAL_11>Assistant\nA1\n"
+            "<SPECIAL_11>User\nU2\n<SPECIAL_11>Assistant\nA2\nx\n",
+            "A1\nA2\nx\n",
+        ),
+        (
+            "nemotron-nano-v2",
+            "<SPECIAL_10>System\nS\n<SPECIAL_11>User\nU1\n<SPECIAL_11>Assistant\nA1\n<SPECIAL_12>\n"
+            "<SPECIAL_11>User\nU2\n<SPECIAL_11>Assistant\nA2\nx\n<SPECIAL_12>\n",
+            "A1\n<SPECIAL_12>\nA2\nx\n<SPECIAL_12>\n",
+        ),
+    ],
+)
+def test_prompt_formats_of_nemotron_are_megatron_lms(prompt_format, text, learned):
+    """The texts are those that Megatron-LM 0.19.2 made. Each of Nemotron's marks is one token, so that it learns
+    neither the marks nor the word Assistant."""
+    tokenizer = SFTTokenizer(str(GOLDEN), prompt_format)
+    users = [{"role": "user", "content": f"U{number}"} for number in (1, 2)]
+    talk = [{"role": "system", "content": " S \n"}, users[0], {"role": "assistant", "content": " A1 \n"}, users[1]]
+    whole = [*talk, {"role": "assistant", "content": "A2\nx"}]
+    assert tokenizer.detokenize(tokenizer.encode_conversation(whole)[0]) == text
+    assert learned_text(tokenizer, whole) == learned
+    asked = tokenizer.detokenize(tokenizer.encode_prompt(talk))
+    assert text.startswith(asked) and asked.endswith("U2\n<SPECIAL_11>Assistant\n")
+    for turn in ({"role": "tool", "content": "3"}, {"role": "assistant", "content": " "}):
+        with pytest.raises(UserError, match=f"no empty turn of the assistant, and no role {turn['role']}"):
+            tokenizer.encode_conversation([*talk, turn])
+
+
 def test_templates_of_other_places(folder, tmp_path):
     identity = build_tokenizer(
         TokenizerConfig(
